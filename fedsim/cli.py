@@ -1,0 +1,353 @@
+"""The command line: `fedsim COMMAND`, each command a frozen dataclass whose fields are its flags.
+
+A user's mistake ends with exit code 2 and one line, `fedsim: error: ...`; never a traceback. With
+`--json`, stdout holds one JSON object and nothing else; progress goes to stderr.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from fedsim.config import Algorithm, ConfigError, FedsimError, PrivacyConfig, RunConfig, expect
+
+AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
+Flat = tyro.conf.OmitArgPrefixes
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Fine-tune a model with user-level differential privacy.
+
+    els samples and clips examples (DP-SGD-ELS), uls samples and clips users (DP-SGD-ULS).
+    """
+
+    algorithm: AlgorithmName
+    """els or uls."""
+
+    privacy: Flat[PrivacyConfig]
+    run: Flat[RunConfig]
+
+    config: Path | None = None
+    """A TOML file with defaults for any of these flags (num_steps = 200); flags override it."""
+
+    json: bool = False
+    """Print summary.json's object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        _set_threads(self.run)
+        from fedsim.console import Console
+        from fedsim.train import train
+
+        console = Console(log_every=self.run.log_every)
+        summary = train(Algorithm(self.algorithm), self.privacy, self.run, console)
+        console.summary(summary, self.run.run_dir)
+        return summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """Loss of a run's last checkpoint on all held-out examples."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The run's directory."""
+
+    engine: Literal["ray", "local"] = "local"
+    """Where to compute; see train."""
+
+    num_workers: int | None = None
+    """Worker processes of engine ray; see train."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim import rundir
+
+        stored = rundir.load(self.run_dir)
+        stored["run"] |= {"engine": self.engine, "num_workers": self.num_workers}
+        run = RunConfig(**{**stored["run"], "run_dir": self.run_dir})
+        _set_threads(run)
+        from fedsim.console import Console
+        from fedsim.evaluate import evaluate_run
+
+        result = evaluate_run(run, stored, Console())
+        if not self.json:
+            print(*(f"{name} {value}" for name, value in result.items()), sep="\n")
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """User-level epsilon of a training run, or its delta."""
+
+    algorithm: AlgorithmName
+    """els or uls."""
+
+    num_steps: int
+    """T: number of steps. >= 1."""
+
+    sampling_prob: float
+    """p (ELS, of an example) or q (ULS, of a user). In (0, 1]."""
+
+    noise_multiplier: float
+    """sigma: standard deviation of the noise on the sum, in units of its sensitivity. > 0."""
+
+    group_size: int = 1
+    """G_ELS: most examples of a user in the pool. ULS's epsilon does not depend on it. >= 1."""
+
+    delta: float | None = None
+    """In (0, 1): print epsilon at this delta."""
+
+    epsilon: float | None = None
+    """>= 0: print delta at this epsilon."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim import accounting
+
+        given = (self.delta is None) + (self.epsilon is None)
+        expect("delta", self.delta, given == 1, "a delta or an epsilon, and not both")
+        event = accounting.StepEvent(
+            self.noise_multiplier, self.sampling_prob, _max_contributions(self)
+        )
+        phases = [(event, self.num_steps)]
+        if self.epsilon is None:
+            epsilon, delta = accounting.epsilon(phases, self.delta), self.delta
+        else:
+            epsilon, delta = self.epsilon, accounting.delta(phases, self.epsilon)
+        if not self.json:
+            print(f"epsilon {epsilon:.6g} at delta {delta:.6g}")
+        return {**_without_json(self), "epsilon": epsilon, "delta": delta}
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrate:
+    """The smallest noise multiplier that meets a user-level (epsilon, delta)."""
+
+    algorithm: AlgorithmName
+    """els or uls."""
+
+    epsilon: float
+    """Target. > 0."""
+
+    delta: float
+    """Target. In (0, 1)."""
+
+    num_steps: int
+    """T: number of steps. >= 1."""
+
+    sampling_prob: float
+    """p (ELS, of an example) or q (ULS, of a user). In (0, 1]."""
+
+    group_size: int = 1
+    """G_ELS: most examples of a user in the pool. ULS's noise does not depend on it. >= 1."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim import accounting
+
+        sigma = accounting.noise_multiplier(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            num_steps=self.num_steps,
+            sampling_prob=self.sampling_prob,
+            max_contributions=_max_contributions(self),
+        )
+        if not self.json:
+            print(f"noise multiplier {sigma:.6g}")
+        return {**_without_json(self), "noise_multiplier": sigma}
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """Tokenise files of text with a user column into a directory that train reads quickly."""
+
+    sources: tyro.conf.Positional[tuple[str, ...]]
+    """Parquet, JSONL or CSV files, or globs."""
+
+    out: Path
+    """Directory to make."""
+
+    user_column: str = "user_id"
+    """Column that says whose a row is."""
+
+    text_column: str = "text"
+    """Column with the text."""
+
+    order_column: str | None = None
+    """Column by which a user's examples are ordered. Default: as they come."""
+
+    tokenizer: str = "bytes"
+    """bytes, wordpiece:SIZE (trained on this data: not private), or a tokenizer file."""
+
+    max_length: int = 128
+    """Most tokens of an example. >= 2."""
+
+    long_texts: Literal["cut", "split"] = "cut"
+    """What happens to longer ones: cut off, or split into several examples of the user."""
+
+    eval_users: float = 0.05
+    """Share of users held out from training, to evaluate on. In [0, 1)."""
+
+    eval_examples: bool = True
+    """Hold out a tenth of each training user's examples, too (at most 32)."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.console import Console
+        from fedsim.data.build import build
+
+        options = _without_json(self)
+        sources = options.pop("sources")
+        dataset = build(list(sources), progress=Console().note, **options)
+        return _show_stats(dataset, self.json)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Users, examples and tokens of a built directory: the paper's table of data sets."""
+
+    directory: tyro.conf.Positional[str]
+    """A directory made by `fedsim data build`, or pydocs."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.console import Console
+        from fedsim.data import corpora
+
+        return _show_stats(corpora.load(self.directory, progress=Console().note), self.json)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Build data sets, and look at them."""
+
+    command: tyro.conf.OmitSubcommandPrefixes[
+        Annotated[Build, tyro.conf.subcommand("build")]
+        | Annotated[Stats, tyro.conf.subcommand("stats")]
+    ]
+
+    @property
+    def json(self) -> bool:
+        return self.command.json
+
+    def __call__(self) -> dict[str, Any]:
+        return self.command()
+
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Account, tyro.conf.subcommand("account")]
+    | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
+    | Annotated[Data, tyro.conf.subcommand("data")]
+)
+
+
+def parse(args: list[str]) -> Any:
+    """The command that `args` describe.
+
+    Raises: ConfigError: they describe none. SystemExit: after printing help.
+    """
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            return tyro.cli(Command, args=_with_file(args), prog="fedsim")  # pyright: ignore
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ConfigError(_first_fault(shown.getvalue())) from None
+
+
+def _with_file(args: list[str]) -> list[str]:
+    """The flags of the TOML file that --config names, before those of the command line."""
+    if args[:1] != ["train"] or "--config" not in args[:-1]:
+        return args
+    path = Path(args[args.index("--config") + 1])
+    try:
+        defaults = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config={path}: expected a TOML file ({error})") from None
+    flags = []
+    for name, value in defaults.items():
+        flag = name.replace("_", "-")
+        flags += [f"--{'' if value else 'no-'}{flag}"] if value in (True, False) else [f"--{flag}", str(value)]
+    return args[:1] + flags + args[1:]
+
+
+def _first_fault(box: str) -> str:
+    """What tyro says in a box, as one line."""
+    lines = [line.strip("│╭╰╮╯─ ") for line in box.splitlines()]
+    title, *body = [line if line else "─" for line in lines]
+    body = " ".join(body).split("─")[0]
+    if title == "Required options":
+        return "missing " + ", ".join(re.findall(r"(?<= )--[\w-]+|\{[\w,]+\}", box.split("For full")[0]))
+    return re.sub(r"^Error parsing [^:]*: ", "", body)
+
+
+def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
+    """Statistics of every split; as a table unless JSON was asked for."""
+    from fedsim.data.dataset import stats
+
+    splits = {name: stats(store) for name, store in dataset.splits().items()}
+    if not as_json:
+        names = list(next(iter(splits.values())))
+        width = max(map(len, names))
+        print(" " * width, *(f"{split:>14}" for split in splits))
+        for name in names:
+            print(f"{name:{width}}", *(f"{values[name]!s:>14}" for values in splits.values()))
+    return {"path": str(dataset.path), "splits": splits}
+
+
+def _max_contributions(command: Account | Calibrate) -> int:
+    """G_ELS is the cap of a user's contributions; G_ULS must never reach the accountant."""
+    expect("group_size", command.group_size, command.group_size >= 1, ">= 1")
+    return command.group_size if command.algorithm == "els" else 1
+
+
+def _without_json(command: Any) -> dict[str, Any]:
+    fields = dataclasses.asdict(command)
+    del fields["json"]
+    return fields
+
+
+def _set_threads(run: RunConfig) -> None:
+    """Before JAX starts its first client: it reads these variables then."""
+    from fedsim.engine.resources import driver_environment
+
+    os.environ.setdefault("NPROC", str(run.threads_per_worker))
+    if run.engine != "local":
+        os.environ.update(driver_environment(run.threads_per_worker))
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry point of the command `fedsim`."""
+    try:
+        command = parse(list(sys.argv[1:] if args is None else args))
+        result = command()
+    except FedsimError as error:
+        print("fedsim: error:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(error.exit_code)
+    if command.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

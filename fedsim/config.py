@@ -1,0 +1,189 @@
+"""What a run is told: `PrivacyConfig` can change the guarantee, `RunConfig` cannot.
+
+The split is the contract (ARCHITECTURE: public constants). Everything in `PrivacyConfig` is hashed
+into the ledger and fixed for the life of a run; `RunConfig` says where data and results are, which
+model is trained how, and on what. Field docstrings are the help texts of the command line.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import json
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Literal
+
+
+class FedsimError(Exception):
+    """What the command line shows as one line; its exit code."""
+
+    exit_code = 1
+
+
+class ConfigError(FedsimError, ValueError):
+    """A user's mistake: one line that names the field, the value and what was expected."""
+
+    exit_code = 2
+
+
+class Algorithm(enum.StrEnum):
+    """The two algorithms of the paper."""
+
+    ELS = "els"
+    ULS = "uls"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacyConfig:
+    """What can change the guarantee."""
+
+    epsilon: float
+    """Target user-level epsilon. > 0; 'inf' trains without noise: non-private, a sanity bound."""
+
+    num_steps: int
+    """T: number of steps. >= 1."""
+
+    budget: int = 128
+    """Expected gradients per step: B for ELS, group size times cohort size for ULS. >= 1."""
+
+    delta: float | None = None
+    """In (0, 1). Default: n^-1.1 for n training examples, derived from the data's size."""
+
+    group_size: int | None = None
+    """G: most examples of a user, in all (ELS; default: the median user's) or a step (ULS; 1)."""
+
+    clip_norm: float = 1.0
+    """C: clip norm of an example's (ELS) or a user's (ULS) gradient. > 0."""
+
+    clipping: Literal["normalised", "plain"] = "normalised"
+    """normalised: g min(1/C, 1/|g|), sensitivity 1 (De et al. 2022). plain: g min(1, C/|g|)."""
+
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    """shuffle is the paper's comparison mode: its epsilon is as if Poisson sampled, no guarantee."""
+
+    def __post_init__(self):
+        expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
+        expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
+        expect("budget", self.budget, self.budget >= 1, ">= 1")
+        expect("clip_norm", self.clip_norm, 0 < self.clip_norm < math.inf, "> 0 and finite")
+        if self.delta is not None:
+            expect("delta", self.delta, 0 < self.delta < 1, "in (0, 1)")
+        if self.group_size is not None:
+            expect("group_size", self.group_size, self.group_size >= 1, ">= 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What cannot change the guarantee."""
+
+    data: str
+    """A directory made by `fedsim data build`, parquet/JSONL/CSV files, or pydocs."""
+
+    run_dir: Path
+    """Directory of the run: configuration, ledger, metrics, TensorBoard, checkpoints, summary."""
+
+    model: str = "tiny"
+    """Size of the transformer: tiny, small, medium, or paper (350 M parameters)."""
+
+    optimizer: str = "adafactor"
+    """momentum, or any optax optimizer by name: adafactor, adam, sgd, ..."""
+
+    learning_rate: float = 0.1
+    """Constant learning rate. > 0."""
+
+    user_column: str = "user_id"
+    """Column that says whose a row is, where data names files."""
+
+    text_column: str = "text"
+    """Column with the text, where data names files."""
+
+    tokenizer: str = "bytes"
+    """Where data names files: bytes, wordpiece:SIZE, or a tokenizer file."""
+
+    max_length: int = 128
+    """Sequence length in tokens, where data names files. >= 2."""
+
+    seed: int | None = None
+    """Makes a run reproducible and its noise known to whoever knows it. Default: secret."""
+
+    engine: Literal["ray", "local"] = "ray"
+    """ray: processes on the cluster of RAY_ADDRESS or a private one. local: this process."""
+
+    num_workers: int | None = None
+    """Worker processes. Default: one per accelerator, or one per CPU (per threads_per_worker)."""
+
+    num_lanes: int = 8
+    """Slices of a step, which workers take one at a time. Part of the result's bits."""
+
+    threads_per_worker: int = 1
+    """CPU threads of a worker. Part of the result's bits: 1 gives others than more."""
+
+    eval_every: int | None = None
+    """Steps between evaluations. Default: a tenth of the run."""
+
+    eval_examples: int = 512
+    """How many held-out examples an evaluation looks at; always the same ones."""
+
+    checkpoint_every: int = 10
+    """Steps between checkpoints."""
+
+    log_every: int = 10
+    """Steps between progress lines where there is no terminal."""
+
+    resume: bool = False
+    """Go on with the run that run_dir holds, or start it if it holds none."""
+
+    def __post_init__(self):
+        expect("data", self.data, self.data != "", "a directory, files, or pydocs")
+        positive = ("num_lanes", "threads_per_worker", "eval_examples", "checkpoint_every")
+        for name in (*positive, "log_every"):
+            expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
+        for name in ("num_workers", "eval_every"):
+            value = getattr(self, name)
+            expect(name, value, value is None or value >= 1, ">= 1")
+        expect("max_length", self.max_length, self.max_length >= 2, ">= 2")
+        rate = self.learning_rate
+        expect("learning_rate", rate, 0 < rate < math.inf, "> 0 and finite")
+
+    @property
+    def data_options(self) -> dict[str, Any]:
+        """How files are read; what `corpora.load` takes beside the source."""
+        names = ("user_column", "text_column", "tokenizer", "max_length")
+        return {name: getattr(self, name) for name in names}
+
+
+# May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
+# the data is the same is checked by its fingerprint, wherever it lies.)
+OPERATIONAL = frozenset(
+    {"data", "run_dir", "engine", "num_workers", "checkpoint_every", "log_every", "resume"}
+)
+
+
+def expect(field: str, value: Any, holds: bool, expected: str) -> None:
+    """Raise ConfigError in one line that names field, value and expectation unless `holds`."""
+    if not holds:
+        raise ConfigError(f"{field}={value}: expected {expected}")
+
+
+def choice(field: str, value: str, options: Collection[str]) -> str:
+    """`value`, if it is one of `options`."""
+    expect(field, value, value in options, "one of " + ", ".join(options))
+    return value
+
+
+def as_dict(config: PrivacyConfig | RunConfig) -> dict[str, Any]:
+    """The config in JSON's types; inf is written as the string 'inf'."""
+    return {name: to_json(value) for name, value in dataclasses.asdict(config).items()}
+
+
+def to_json(value: Any) -> Any:
+    """Paths and non-finite floats as strings, everything else as it is."""
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
+
+
+def fingerprint(record: dict[str, Any]) -> str:
+    """sha256 over the canonical JSON of a record."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

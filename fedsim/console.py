@@ -1,0 +1,130 @@
+"""What a person sees of a run: the plan, progress, the outcome. Everything goes to stderr.
+
+A progress bar on a terminal, one plain line per reporting interval otherwise (job logs).
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich import progress
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from fedsim.plan import COMPARISON_ONLY, Plan
+
+
+class Console:
+    """Writes to stderr; `quiet` keeps everything but the plan's warnings to itself."""
+
+    def __init__(self, *, log_every: int = 10):
+        self._out = RichConsole(stderr=True, highlight=False)
+        self._log_every = log_every
+        self._shown_at = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._out.print(text, markup=False, soft_wrap=True)
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """Progress of long work with a known end, a line a second at most."""
+        now = time.monotonic()
+        if now - self._shown_at > 1:
+            self._shown_at = now
+            self.note(f"{name} {done}/{total}")
+
+    def plan(self, plan: Plan, workers: Any) -> None:
+        """The plan, before the first step."""
+        shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        for name, value in plan_rows(plan, workers):
+            shown.add_row(name, value)
+        self._out.print(shown, soft_wrap=True)
+        for fact in plan.non_private:
+            self.note(f"read off the data, not protected: {fact}")
+
+    @contextmanager
+    def steps(self, first: int, plan: Plan) -> Iterator[Callable[[int, dict[str, float]], None]]:
+        """Progress over the steps; call what it yields after each with its metrics."""
+        if not self._out.is_terminal:
+            yield self._lines(first, plan.num_steps)
+            return
+        columns = [
+            "step",
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            progress.TimeElapsedColumn(),
+            "left",
+            progress.TimeRemainingColumn(elapsed_when_finished=True),
+            "{task.description}",
+        ]
+        with progress.Progress(*columns, console=self._out) as bar:
+            task = bar.add_task("", total=plan.num_steps, completed=first)
+            yield lambda step, values: bar.update(task, completed=step, description=line(values))
+
+    def _lines(self, first: int, last: int) -> Callable[[int, dict[str, float]], None]:
+        started = time.monotonic()
+
+        def show(step: int, values: dict[str, float]) -> None:
+            if step % self._log_every == 0 or step in (first + 3, last):
+                left = (time.monotonic() - started) / (step - first) * (last - step)
+                self.note(f"step {step}/{last}  {line(values)}  left {left:.0f} s")
+
+        return show
+
+    def summary(self, summary: dict[str, Any], run_dir) -> None:
+        """What came out."""
+        self.note(
+            f"eval loss {_number(summary['initial_eval_loss'])} -> "
+            f"{_number(summary['final_eval_loss'])} nats/token after {summary['steps_done']} steps, "
+            f"{summary['gradients_computed']} gradients, {summary['wall_seconds']:.0f} s"
+        )
+        self.note(claim(summary))
+        self.note(f"written to {run_dir}; look at it with: tensorboard --logdir {run_dir}/tb")
+
+
+def claim(summary: dict[str, Any]) -> str:
+    """The privacy claim in one line."""
+    if summary["epsilon"] == "inf":
+        return "non-private: trained without noise"
+    guarantee = f"epsilon {summary['epsilon']:.4f} at delta {summary['delta']:.3g}"
+    if summary["sampling_run"] != summary["sampling_accounted"]:
+        return f"{guarantee}: {COMPARISON_ONLY}"
+    return f"user-level DP: {guarantee} ({summary['adjacency']})"
+
+
+def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
+    """Names and values of the plan as a person wants to read them."""
+    els = plan.algorithm == "els"
+    unit = "examples" if els else "users"
+    pool = f", {plan.num_units} in the pool" if els else ""
+    label = f" ({COMPARISON_ONLY})" if plan.sampling_run != plan.sampling_accounted else ""
+    private = f"{plan.target_epsilon:g} at delta {plan.delta:.3g}{label}"
+    if not plan.noise_multiplier:
+        private = "inf: no noise, non-private"
+    return [
+        ("algorithm", f"DP-SGD-{plan.algorithm.upper()}, {plan.sampling_run} sampling"),
+        ("data", f"{plan.num_users} users, {plan.num_examples} examples{pool}"),
+        ("step", f"{plan.expected_count} {unit} expected (probability {plan.sampling_prob:.3g}), "
+                 f"at most {plan.group_size} examples of a user {'in all' if els else 'each'}"),
+        ("clipping", f"{plan.clipping}, C = {plan.clip_norm:g}"),
+        ("epsilon", private),
+        ("noise multiplier", f"{plan.noise_multiplier:.4f}"),
+        ("compute", f"{plan.num_steps} steps of {plan.budget} gradients, {plan.num_parameters} parameters"),
+        ("workers", f"{workers.num_workers} x {workers.describe()}, {workers.num_lanes} lanes"),
+    ]
+
+
+def line(values: dict[str, float]) -> str:
+    """Metrics of a step in one line."""
+    shown = {
+        "loss": values.get("non_private/loss"),
+        "eval loss": values["eval/loss"],
+        "epsilon": values["privacy/epsilon"],
+        "gradients/s": values["performance/gradients_per_second"],
+    }
+    return "  ".join(f"{name} {_number(value)}" for name, value in shown.items())
+
+
+def _number(value: float | str | None) -> str:
+    return f"{value:.4g}" if isinstance(value, float | int) else str(value or "-")

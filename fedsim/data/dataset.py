@@ -1,0 +1,66 @@
+"""Dataset: a tokenizer and splits of users' text; and the numbers of the paper's Table 1."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsim.data.users import UserStore, read_metadata
+
+SPLITS = ("train", "eval_users", "eval_examples")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Users' text, ready to train on. Pickles as paths when it lies on disk."""
+
+    train: UserStore
+    """The training users' examples, less the held-out ones."""
+    eval_users: UserStore | None = None
+    """All examples of the users held out of training, or None."""
+    eval_examples: UserStore | None = None
+    """Held-out examples of training users, or None."""
+    tokenizer_path: Path | None = None
+    """Its tokenizer.json, or None in memory."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Sources, tokenizer, rules of the splits, and what was dropped and cut."""
+    path: Path | None = None
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "Dataset":
+        """A directory that `build` made, memory-mapped.
+
+        Raises: DataError: it is not one, or its files do not belong together.
+        """
+        path = Path(directory).absolute()
+        metadata = read_metadata(path, "dataset")
+        stores = {split: UserStore.open(path / split) for split in metadata["splits"]}
+        return cls(**stores, tokenizer_path=path / "tokenizer.json", metadata=metadata, path=path)
+
+    def splits(self) -> dict[str, UserStore]:
+        """The splits there are, by name; "train" first."""
+        stores = {name: getattr(self, name) for name in SPLITS}
+        return {name: store for name, store in stores.items() if store is not None}
+
+
+def stats(store: UserStore) -> dict[str, Any]:
+    """Table 1 for one store: totals, examples per user, tokens per example.
+
+    Quantiles are exact (the lower of two neighbours). share_at_max_length is the share of rows
+    that fill max_length: an upper bound on the share of texts that were cut.
+    """
+    per_user, lengths = np.diff(store.offsets), store.lengths
+
+    def quantiles(values: np.ndarray, **shares: float) -> dict[str, int]:
+        points = np.quantile(values, list(shares.values()), method="lower") if len(values) else []
+        return {name: int(point) for name, point in zip(shares, points, strict=False)}
+
+    return {
+        "num_users": store.num_users,
+        "num_examples": store.num_examples,
+        "num_tokens": store.num_tokens,
+        "examples_per_user": quantiles(per_user, min=0, median=0.5, p95=0.95, max=1),
+        "tokens_per_example": quantiles(lengths, p5=0.05, p50=0.5, p95=0.95, p99=0.99),
+        "share_at_max_length": float(np.mean(lengths >= store.max_length)) if len(lengths) else 0.0,
+    }

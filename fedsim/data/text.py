@@ -1,0 +1,183 @@
+"""Text to token ids and back, through the `tokenizers` library: its files are data, never code.
+
+`bytes` is the default: 256 bytes and one special token need no training, so nothing about the users
+reaches the tokenizer. `wordpiece:SIZE` is the paper's kind, trained on the data: a step outside the
+privacy guarantee, and recorded as one. Any tokenizer.json or BERT vocab.txt can be loaded instead.
+
+Every example begins with a begin token, so that a causal model predicts its first real token too,
+and ends with an end token if that fits. Special tokens spelled out in a text are ordinary text.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
+
+from fedsim.data.shards import DataError
+
+LONG_TEXTS = ("cut", "split")
+BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
+END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+MIN_WORDPIECE, MAX_CHARACTERS = 300, 1000
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library with a name, a begin token and an end token.
+
+    Attributes:
+      name: "bytes", "wordpiece:SIZE" or the file's name.
+      vocab_size: every id is below it. begin_id, end_id: the tokens around an example.
+      sha256: hex digest of the tokenizer.json that `save` writes.
+      trained_on_data: True if the users' texts made the vocabulary (not private).
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, name: str, trained_on_data: bool = False):
+        inner.no_padding()  # a tokenizer.json may ask for both; they would corrupt examples
+        inner.no_truncation()
+        inner.encode_special_tokens = True  # not kept in the file: "[SEP]" in a text stays text
+        vocab = inner.get_vocab(with_added_tokens=True)
+        begin = _first_of(BEGIN_TOKENS + END_TOKENS, vocab)
+        end = _first_of(END_TOKENS + BEGIN_TOKENS, vocab)
+        if begin is None or end is None:
+            raise DataError(
+                f"tokenizer={name}: expected a begin or end token, one of "
+                f"{', '.join(dict.fromkeys(BEGIN_TOKENS + END_TOKENS))}"
+            )
+        self.name, self.trained_on_data = name, trained_on_data
+        self.vocab_size = max(vocab.values()) + 1  # ids may have holes
+        self.begin_id: int = vocab[begin]
+        self.end_id: int = vocab[end]
+        self._inner, self._json = inner, inner.to_str()
+        self.sha256 = hashlib.sha256(self._json.encode()).hexdigest()
+        self._is_bytes = self._json == _bytes_json()
+
+    @classmethod
+    def bytes(cls) -> "Tokenizer":
+        """Ids 0-255 are the bytes of UTF-8, 256 is <|endoftext|>. Any text comes back as it was."""
+        return cls(tokenizers.Tokenizer.from_str(_bytes_json()), "bytes")
+
+    @classmethod
+    def train_wordpiece(cls, texts: Callable[[], Iterable[str]], size: int) -> "Tokenizer":
+        """A lower-case WordPiece of at most `size` pieces, learnt from `texts()`: not private.
+
+        The library breaks ties by a piece's id and numbers single characters at random, so they
+        are numbered here first. `texts` is called twice: to count characters, then to learn.
+        """
+        if size < MIN_WORDPIECE:
+            raise DataError(f"tokenizer=wordpiece:{size}: expected a size >= {MIN_WORDPIECE}")
+        counts = Counter(chain.from_iterable(texts()))
+        ranked = sorted(counts, key=lambda c: (-counts[c], c))
+        num_kept = min(MAX_CHARACTERS, size // 4)
+        too_rare = dict.fromkeys(map(ord, ranked[num_kept:]), " ")
+        trainer = BertWordPieceTokenizer(lowercase=True)
+        kept = trainer.normalize("".join(ranked[:num_kept])).split()
+        characters = sorted(set(chain.from_iterable(kept)))
+        trainer.train_from_iterator(
+            (text if text.isascii() else text.translate(too_rare) for text in texts()),
+            vocab_size=size,
+            limit_alphabet=2 * MAX_CHARACTERS,
+            special_tokens=[*BERT_TOKENS, *characters, *(f"##{c}" for c in characters)],
+            show_progress=False,
+        )
+        inner = BertWordPieceTokenizer(trainer.get_vocab(), lowercase=True)
+        return cls(inner._tokenizer, f"wordpiece:{size}", trained_on_data=True)
+
+    @classmethod
+    def load(cls, file: str | Path, name: str | None = None) -> "Tokenizer":
+        """From a tokenizer.json, or a BERT vocab.txt (lower-case if it has no capital letters).
+
+        Raises: DataError: the file is missing, or is neither.
+        """
+        file = Path(file)
+        if not file.is_file():
+            raise DataError(
+                f"tokenizer={file}: expected bytes, wordpiece:SIZE, or a tokenizer.json or "
+                "vocab.txt file that exists"
+            )
+        try:
+            inner = _load_vocab(file) if file.suffix == ".txt" else _load_json(file)
+        except Exception as error:  # the library raises bare Exception
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(
+                f"tokenizer={file}: expected a tokenizer.json or a vocab.txt ({reason})"
+            ) from None
+        return cls(inner, name or file.name)
+
+    @classmethod
+    def from_spec(cls, spec: str | Path, texts: Callable[[], Iterable[str]] = tuple) -> "Tokenizer":
+        """`bytes`, `wordpiece:SIZE` (learnt from `texts()`), or a file to load."""
+        kind, _, size = str(spec).partition(":")
+        if spec == "bytes":
+            return cls.bytes()
+        if kind != "wordpiece":
+            return cls.load(spec)
+        if not size.isdecimal():
+            raise DataError(f"tokenizer={spec}: expected wordpiece:SIZE, as in wordpiece:8000")
+        return cls.train_wordpiece(texts, int(size))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without begin and end tokens."""
+        if self._is_bytes:  # what the library gives, thirty times faster
+            return [list(text.encode()) for text in texts]
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; special tokens are left out."""
+        return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def frame(
+        self, ids: list[int], max_length: int, long_texts: str = "cut"
+    ) -> Iterator[list[int]]:
+        """The examples of one text: begin token, ids, and the end token if it fits.
+
+        A text longer than max_length is cut, or split into examples that all start with the begin
+        token. Ids that fit give one example.
+        """
+        body = max_length - 1
+        pieces = range(0, max(1, len(ids)), body) if long_texts == "split" else range(1)
+        for start in pieces:
+            piece = ids[start : start + body]
+            ends_here = start + body > len(ids)
+            yield [self.begin_id, *piece, self.end_id] if ends_here else [self.begin_id, *piece]
+
+    def save(self, file: str | Path) -> None:
+        """Writes tokenizer.json: the same tokenizer gives the same bytes."""
+        Path(file).write_text(self._json, encoding="utf-8")
+
+
+def _first_of(tokens: Iterable[str], vocab: dict[str, int]) -> str | None:
+    return next((token for token in tokens if token in vocab), None)
+
+
+def _load_json(file: Path) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+
+
+def _load_vocab(file: Path) -> tokenizers.Tokenizer:
+    pieces = file.read_text(encoding="utf-8").splitlines()
+    cased = any(piece != piece.lower() for piece in pieces if not piece.startswith("["))
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    return BertWordPieceTokenizer(vocab, lowercase=not cased)._tokenizer
+
+
+@cache
+def _bytes_json() -> str:
+    """A byte-level BPE with no merges; the library spells byte b as one printable character."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    spare = iter(range(256, 512))
+    alphabet = [chr(b if b in printable else next(spare)) for b in range(256)]
+    inner = tokenizers.Tokenizer(
+        models.BPE(vocab={c: b for b, c in enumerate(alphabet)}, merges=[])
+    )
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    return inner.to_str()

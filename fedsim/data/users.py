@@ -1,0 +1,180 @@
+"""UserStore: the tokenised text of many users, one row per example, rows sorted by user.
+
+A user owns the rows offsets[u]:offsets[u + 1], so an example is named by its row number alone: the
+samplers draw plain integers and users' ids never leave the driver. Rows are ragged on disk (Arrow
+shards, memory-mapped, shared by all processes of a machine) and padded when a batch is gathered.
+Small data in memory is the same bytes in a buffer, read by the same code. Writing is shards.py's.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fedsim.data.shards import (
+    FORMAT,
+    DataError,
+    encode_stream,
+    encode_users,
+    fingerprint,
+    seal,
+    token_dtype,
+)
+
+
+class UserStore:
+    """One split of users' tokenised text. Read-only; cheap to pickle when it lies on disk.
+
+    Attributes:
+      num_users, num_examples, num_tokens: totals.
+      offsets: int64 [num_users + 1]; user u owns rows offsets[u]:offsets[u + 1].
+      max_length: no row is longer, in tokens. vocab_size: every token id is below it.
+      fingerprint: sha256 (hex) over the users table and the shards.
+      metadata: the store's metadata.json. path: its directory, or None in memory.
+    """
+
+    def __init__(self, users: pa.Buffer, shards: Sequence[pa.Buffer], metadata: dict[str, Any]):
+        """From a users table (Parquet) and token shards (Arrow IPC streams), both as bytes."""
+        self.path: Path | None = None
+        self.metadata = metadata
+        self.max_length: int = metadata["max_length"]
+        self.vocab_size: int = metadata["vocab_size"]
+        self.fingerprint: str = metadata["fingerprint"]
+        self.num_tokens: int = metadata["num_tokens"]
+        self._users, self._shards = users, list(shards)
+        counts = self._users_column("num_examples").to_numpy()
+        self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.num_users = len(counts)
+        columns = [b.column(0) for s in shards for b in pa.ipc.open_stream(s)]
+        self._first = np.cumsum([0, *map(len, columns)], dtype=np.int64)
+        self._starts = [c.offsets.to_numpy() for c in columns]
+        self._values = [c.values.to_numpy() for c in columns]
+        self.num_examples = int(self._first[-1])
+        if not self.num_examples == self.offsets[-1] == metadata["num_examples"]:
+            raise DataError(
+                f"num_examples={metadata['num_examples']} in metadata.json: expected the "
+                f"{self.offsets[-1]} of users.parquet and the {self.num_examples} of the shards"
+            )
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "UserStore":
+        """The store in `directory`, memory-mapped: opening reads the users table, not the text.
+
+        Raises: DataError: `directory` is not a store, or its files do not belong together.
+        """
+        path = Path(directory).absolute()
+        metadata = read_metadata(path, "users")
+        names = sorted(p.name for p in path.glob("data-*.arrow"))
+        expected = metadata["shards"]
+        if names != expected or not (path / "users.parquet").is_file():
+            raise DataError(f"data={path}: expected users.parquet and {expected}, got {names}")
+        users, *shards = (
+            pa.memory_map(str(path / name)).read_buffer() for name in ["users.parquet", *names]
+        )
+        store = cls(users, shards, metadata)
+        store.path = path
+        return store
+
+    @classmethod
+    def from_examples(
+        cls,
+        examples: Mapping[Any, Sequence[Sequence[int]]],
+        max_length: int,
+        vocab_size: int,
+    ) -> "UserStore":
+        """A store in memory. `examples` maps a user id to that user's sequences of token ids.
+
+        Users are sorted by id, as on disk; a user with no sequences keeps an empty slice.
+        Raises: DataError: a sequence is longer than max_length, or an id is not below vocab_size.
+        """
+        by_id = {str(user): rows for user, rows in examples.items()}
+        if len(by_id) < len(examples):
+            raise DataError("user_id: expected ids that differ as strings")
+        ids = sorted(by_id)
+        rows = [row for user in ids for row in by_id[user]]
+        lengths = np.fromiter(map(len, rows), np.int32, len(rows))
+        tokens = np.fromiter((t for row in rows for t in row), np.int64, lengths.sum())
+        if lengths.max(initial=0) > max_length:
+            raise DataError(f"length={lengths.max()}: expected at most max_length={max_length}")
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+            raise DataError(f"token={bad}: expected an id in [0, {vocab_size})")
+        counts = np.array([len(by_id[user]) for user in ids], np.int64)
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        per_user = np.diff(ends[np.concatenate([[0], np.cumsum(counts)])])
+        users = encode_users(ids, counts, per_user)
+        shard = encode_stream(lengths, tokens.astype(token_dtype(vocab_size)))
+        metadata = seal(
+            {"max_length": max_length, "vocab_size": vocab_size, "shards": []},
+            counts,
+            per_user,
+            fingerprint([users, shard]),
+        )
+        return cls(users, [shard], metadata)
+
+    def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of `rows` (1-D, in any order; -1 is padding), cut or zero-padded to `length`.
+
+        Returns: tokens int32 [len(rows), length], sizes int32 [len(rows)]: real tokens per row.
+        Raises: IndexError: a row is below -1 or not below num_examples.
+        """
+        rows = np.asarray(rows, np.int64)
+        if rows.size and not -1 <= rows.min() <= rows.max() < self.num_examples:
+            raise IndexError(
+                f"rows in [{rows.min()}, {rows.max()}]: expected [-1, {self.num_examples})"
+            )
+        tokens = np.zeros((len(rows), length), np.int32)
+        sizes = np.zeros(len(rows), np.int32)
+        batches = np.searchsorted(self._first, rows, side="right") - 1
+        within = (rows - self._first[batches]).tolist()
+        for out, (batch, i) in enumerate(zip(batches.tolist(), within, strict=True)):
+            if batch < 0:
+                continue
+            start, end = self._starts[batch][i], self._starts[batch][i + 1]
+            sizes[out] = size = min(end - start, length)
+            tokens[out, :size] = self._values[batch][start : start + size]
+        return tokens, sizes
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """int32 [num_examples]: tokens per row."""
+        return np.concatenate([np.zeros(0, np.int32), *map(np.diff, self._starts)])
+
+    def user_ids(self) -> list[str]:
+        """[num_users] the ids, in the order of the users; read from the users table each time."""
+        return self._users_column("user_id").to_pylist()
+
+    def _users_column(self, name: str) -> pa.ChunkedArray:
+        return pq.read_table(pa.BufferReader(self._users), columns=[name])[name]
+
+    def __reduce__(self):
+        if self.path is not None:
+            return UserStore.open, (self.path,)
+        return UserStore, (self._users, self._shards, self.metadata)
+
+    def __repr__(self) -> str:
+        where = self.path or "memory"
+        return f"UserStore({self.num_users} users, {self.num_examples} examples, {where})"
+
+
+def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
+    """metadata.json of a directory fedsim built; `kind` is "users" (a store) or "dataset".
+
+    Raises: DataError: it is missing, not fedsim's, or of another kind or format version.
+    """
+    file = directory / "metadata.json"
+    try:
+        metadata = json.loads(file.read_text(encoding="utf-8"))
+        found = metadata["kind"], metadata["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(
+            f"data={directory}: expected a directory built by fedsim (with its metadata.json)"
+        ) from None
+    if found != (kind, FORMAT):
+        raise DataError(f"data={directory}: expected kind {kind!r}, format {FORMAT}, got {found}")
+    return metadata

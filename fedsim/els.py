@@ -1,0 +1,41 @@
+"""Algorithm 1, DP-SGD-ELS: example-level sampling, per-example clipping (Charles et al. 2024).
+
+Read it beside `uls.py`: the two differ where the paper's algorithms differ. The comments on the
+right are the paper's symbols. The loop over steps and the update of the model are in `train.py`.
+"""
+
+from fedsim.accounting import StepEvent
+from fedsim.clipping import Clip
+from fedsim.config import expect
+from fedsim.mechanism import noisy_mean
+from fedsim.sampling import SAMPLERS, limit_contributions
+
+
+class ELS:
+    """DP-SGD with example-level sampling.
+
+    Guarantees: T steps satisfy (epsilon, delta) user-level DP under add-or-remove of one user, with
+      the epsilon and delta of T of its `event`s (Theorem 1).
+    """
+
+    def __init__(self, users, *, budget, group_size, sampling, key):
+        self.group_size = group_size  # ............................................ G_ELS
+        self.pool = limit_contributions(users.offsets, group_size, key)  # ......... D_sub
+        expect("budget", budget, budget <= len(self.pool), f"<= the pool, {len(self.pool)} examples")
+        self.expected_count = budget  # ............................................ B = p |D_sub|
+        self.sampler = SAMPLERS[sampling](len(self.pool), self.expected_count)  # .. p
+        self.key = key
+
+    def event(self, noise_multiplier: float) -> StepEvent:
+        """One step to the accountant: Theorem 1, Binomial(G_ELS, p)."""
+        return self.sampler.event(noise_multiplier, max_contributions=self.group_size)
+
+    def gradient(self, params, step, engine, *, clip: Clip, noise_multiplier: float):
+        """The privatised gradient of one step, and the engine's statistics of it."""
+        batch = self.sampler.draw(self.key, step)  # ............................... S^t
+        rows = self.pool[batch][:, None]  # ........................................ z
+        grad_sum, stats = engine.clipped_sum(params, rows, clip)  # ................ g_sum^t
+        stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma_ELS
+        key = self.key.jax_key("noise", step)
+        grad = noisy_mean(grad_sum, stddev=stddev, count=self.expected_count, key=key)  # g^t
+        return grad, stats

@@ -1,0 +1,84 @@
+"""Joins the Ray cluster that RAY_ADDRESS names, or starts a private one on this machine.
+
+A private cluster has a directory and ports of its own and token authentication, and goes with the
+process that started it.
+"""
+
+import atexit
+import functools
+import os
+import secrets
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import ray
+
+from fedsim.config import ConfigError
+
+
+class Cluster:
+    """A connection to Ray. One that was there before is used and left as it is."""
+
+    def __init__(self, num_cpus: int):
+        self._owned = not ray.is_initialized()
+        self._directory: Path | None = None
+        if self._owned and "RAY_ADDRESS" in os.environ:
+            self._join(os.environ["RAY_ADDRESS"])
+        elif self._owned:
+            self._start(num_cpus)
+
+    def _join(self, address: str) -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"RAY_ADDRESS={address}: expected a running cluster ({reason})") from error
+
+    def _start(self, num_cpus: int) -> None:
+        if "RAY_AUTH_TOKEN" not in os.environ:
+            # The mode is left to ray.init, which turns authentication on for a new cluster: Ray
+            # has read the variable for it when it was imported.
+            os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
+        self._directory = short_directory()
+        with warnings.catch_warnings():
+            # JAX warns of every fork; those of Ray exec at once, and no JAX runs in between.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _temp_dir=str(self._directory),
+            )
+
+    def resources(self) -> dict[str, float]:
+        """What the cluster has, by Ray's names."""
+        return ray.cluster_resources()
+
+    def close(self) -> None:
+        """Disconnect; a private cluster ends and leaves nothing behind."""
+        if self._owned:
+            ray.shutdown()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def short_directory() -> Path:
+    """A new private directory whose path leaves room for those of Unix sockets (107 bytes)."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="fedsim-", dir=base if len(base) < 30 else "/tmp"))
+
+
+@functools.cache
+def _token_file() -> Path:
+    """The secret of this process's clusters, readable by its owner alone. One for all of them: Ray
+    remembers the first that it reads."""
+    directory = short_directory()
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    path = directory / "auth_token"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return path

@@ -1,0 +1,101 @@
+"""The contract between the algorithms and whatever computes gradients.
+
+An algorithm hands over `rows`, example indices [units, group], and gets one clipped sum back. A
+step's units are cut into a fixed number of *lanes*; a lane is worked through in a fixed order by
+whichever worker takes it, and lane sums are added in lane order. So the bits of the result do not
+depend on the number of workers, on which of them died, or on which was faster.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedsim.clipping import Clip
+from fedsim.config import FedsimError
+
+
+class EngineError(FedsimError):
+    """The engine cannot go on; the message says at which lane and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Per-unit values of a step, in the order of its rows. Computed from private data."""
+
+    norms: np.ndarray
+    """Gradient norm before clipping, float32 [units]."""
+    losses: np.ndarray
+    """Mean loss over a unit's rows, float32 [units]."""
+    dropped: np.ndarray
+    """True where a unit's gradient was not finite and it contributed zero, bool [units]."""
+    num_rows: np.ndarray
+    """Examples, hence gradients, of a unit, int64 [units]."""
+
+    @classmethod
+    def join(cls, parts: Sequence["Stats"]) -> "Stats":
+        """The statistics of consecutive units as one."""
+        types = (np.float32, np.float32, bool, np.int64)
+        empty = cls(*(np.zeros(0, dtype) for dtype in types))
+        columns = zip(*(dataclasses.astuple(part) for part in [empty, *parts]), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
+
+
+class Engine(ABC):
+    """Computes sums over lanes; subclasses say where."""
+
+    num_workers: int
+
+    def __init__(self, num_lanes: int):
+        self.num_lanes = num_lanes
+        self.redispatched = 0
+        """Lanes computed again because a worker was lost, in the life of the engine."""
+
+    @abstractmethod
+    def _lanes(
+        self, method: str, params: Any, lanes: Sequence[np.ndarray], *args
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield `Worker.<method>(version, params, lane, *args)` for every lane, in lane order."""
+
+    @abstractmethod
+    def ready(self) -> None:
+        """Wait until workers can compute. Raises EngineError if they cannot be had."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What one worker is, for people."""
+
+    def close(self) -> None:
+        """Let go of workers and whatever was started for them."""
+
+    def clipped_sum(self, params: Any, rows: np.ndarray, clip: Clip) -> tuple[Any, Stats]:
+        """The clipped sum over units.
+
+        Args:
+          rows: example indices int [units, group], -1 = padding; units may be 0.
+        Returns: (float32 NumPy tree like params, per-unit statistics in the order of rows).
+        """
+        total, stats = None, []
+        for lane_sum, lane_stats in self._lanes("lane_sum", params, self.cut(rows), clip):
+            stats.append(lane_stats)
+            if total is None:  # a worker's answer may be a read-only view of shared memory
+                total = jax.tree.map(np.array, lane_sum)
+            else:
+                jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
+        if total is None:
+            total = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), params)
+        return total, Stats.join(stats)
+
+    def mean_nats(self, params: Any, split: str, rows: np.ndarray) -> float:
+        """Mean loss in nats per predicted token over the examples `rows` [n] of a split."""
+        nats, predictions = 0.0, 0
+        for lane_nats, lane_predictions in self._lanes("lane_nats", params, self.cut(rows), split):
+            nats, predictions = nats + lane_nats, predictions + lane_predictions
+        return nats / max(predictions, 1)
+
+    def cut(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Rows in lanes: consecutive, sizes equal or one apart, independent of the workers."""
+        return [lane for lane in np.array_split(rows, self.num_lanes) if len(lane)]

@@ -1,0 +1,63 @@
+"""Held-out loss: on users who are not trained on, and on examples kept back from those who are.
+
+The second is computed from the data of protected users without noise: it is `non_private`.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fedsim import checkpoint, engine
+from fedsim.config import ConfigError, RunConfig, expect
+from fedsim.console import Console
+from fedsim.data import corpora
+from fedsim.data.dataset import Dataset
+from fedsim.engine import Engine
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.transformer import preset
+
+SPLITS = {"eval_users": "eval/loss", "eval_examples": "non_private/eval_examples_loss"}
+
+
+def evaluate(
+    workers: Engine, params, dataset: Dataset, max_examples: int | None = None
+) -> dict[str, float]:
+    """Mean loss in nats per token on each held-out split there is, by metric name.
+
+    Args:
+      max_examples: look at this many examples of a split, evenly spaced: the same ones every time.
+    """
+    losses = {}
+    for split, metric in SPLITS.items():
+        store = getattr(dataset, split)
+        if store is not None:
+            count = min(store.num_examples, max_examples or store.num_examples)
+            rows = np.linspace(0, store.num_examples - 1, count).astype(np.int64)
+            losses[metric] = workers.mean_nats(params, split, rows)
+    return losses
+
+
+def headline(losses: dict[str, float]) -> float:
+    """The loss that stands for the model: held-out users', or else held-out examples'; nan if there
+    is neither."""
+    return next((losses[metric] for metric in SPLITS.values() if metric in losses), math.nan)
+
+
+def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> dict[str, Any]:
+    """Losses of a run's last checkpoint on all held-out examples, for summary and command line."""
+    path = checkpoint.latest(run.run_dir)
+    if path is None:
+        raise ConfigError(f"run_dir={run.run_dir}: expected a checkpoint, found none")
+    data = corpora.load(run.data, progress=console.note, **run.data_options)
+    expected = stored["identity"]["data_fingerprint"]
+    found = data.train.fingerprint
+    expect("data_fingerprint", found, found == expected, f"{expected}, that of the run")
+    task = LanguageModelTask(data, preset(run.model, data.train.vocab_size, data.train.max_length))
+    workers = engine.start(run, task)
+    try:
+        workers.ready()
+        losses = evaluate(workers, checkpoint.load_params(path), data)
+    finally:
+        workers.close()
+    return {"run_dir": str(run.run_dir), "checkpoint": path.name, **losses}

@@ -1,0 +1,94 @@
+"""What was released, step by step: append-only, chained, and the only source of a run's epsilon.
+
+`ledger.jsonl` has a head (what is fixed for the life of the run) and one line per step, written
+*before* anything of the step becomes visible. A step that is run again after a crash draws the same
+units and the same noise, so it is no second release: its line is there already and must agree.
+Each line carries the sha256 of the line before it, so that a change in the past shows.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fedsim.accounting import StepEvent, epsilon
+from fedsim.config import FedsimError
+from fedsim.files import whole_lines
+
+FILE = "ledger.jsonl"
+
+
+class LedgerError(FedsimError):
+    """The ledger does not say what the run is about to do."""
+
+
+class Ledger:
+    """The ledger of a run directory, open for appending."""
+
+    def __init__(self, directory: Path, head: dict[str, Any]):
+        """Open or start it. Raises LedgerError if it belongs to another run or was changed."""
+        self._path = directory / FILE
+        lines = read(directory)
+        self._chain = lines[-1]["chain"] if lines else ""
+        self.num_steps = max(len(lines) - 1, 0)
+        self._file = open(self._path, "a")
+        if not lines:
+            self._append({"head": head})
+        elif lines[0]["head"] != head:
+            raise LedgerError(f"{self._path}: was written by a run with other settings or data")
+
+    def record(self, step: int, event: StepEvent | None, **fields: Any) -> None:
+        """Note that `step` (from 0) is about to be released; durable when this returns.
+
+        Args:
+          event: what the step is to the accountant; None for a step without noise.
+        """
+        if step < self.num_steps:
+            return  # released before the crash; the head already fixes every event
+        if step > self.num_steps:
+            raise LedgerError(f"step={step}: expected {self.num_steps}, the next one")
+        self._append({"step": step, "event": event and asdict(event), **fields})
+        self.num_steps += 1
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._chain = _link(self._chain, line)
+        self._file.write(json.dumps({**line, "chain": self._chain}) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def released_epsilon(directory: Path, delta: float) -> float:
+    """The epsilon of the steps a run has released, recomputed from its ledger; inf without noise."""
+    events = [line["event"] for line in read(directory)[1:]]
+    if None in events:
+        return math.inf
+    phases = [(StepEvent(**event), len(list(same))) for event, same in itertools.groupby(events)]
+    return epsilon(phases, delta)
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """All lines of a run's ledger, the head first. Raises LedgerError if they were changed."""
+    lines = whole_lines(directory / FILE)
+    check_chain(lines)
+    return lines
+
+
+def check_chain(lines: list[dict[str, Any]]) -> None:
+    """Raises LedgerError if a line was changed, removed or put in."""
+    chain = ""
+    for number, line in enumerate(lines):
+        chain = _link(chain, {name: value for name, value in line.items() if name != "chain"})
+        if line.get("chain") != chain or line.get("step", -1) != number - 1:
+            raise LedgerError(f"line {number + 1} of the ledger was changed, or one before it removed")
+
+
+def _link(chain: str, line: dict[str, Any]) -> str:
+    return hashlib.sha256((chain + json.dumps(line, sort_keys=True)).encode()).hexdigest()

@@ -1,0 +1,43 @@
+"""Language modelling as a task: what a worker needs to turn example indices into losses."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim.data.dataset import Dataset
+from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
+
+
+class LanguageModelTask:
+    """A transformer and the data it is trained on. Pickles as sizes and paths.
+
+    A task is the contract between algorithms and engines: `read` (on the host), `losses` and
+    `nats` (traced by JAX). Rows are independent of each other in all of them.
+    """
+
+    def __init__(self, dataset: Dataset, config: TransformerConfig):
+        self.dataset = dataset
+        self.config = config
+
+    def init(self, key: jax.Array) -> Any:
+        """Fresh parameters, float32."""
+        tokens = jnp.zeros((1, self.config.max_length), jnp.int32)
+        return Transformer(self.config).init(key, tokens)["params"]
+
+    def read(self, split: str, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Examples of a split by index, -1 = padding: {tokens [rows, length], sizes [rows]}."""
+        tokens, sizes = getattr(self.dataset, split).gather(rows, self.config.max_length)
+        return {"tokens": tokens, "sizes": sizes}
+
+    def nats(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """(nats, predictions) per row: what evaluation adds up."""
+        return next_token_nats(
+            Transformer(self.config), params, batch["tokens"], batch["sizes"]
+        )
+
+    def losses(self, params: Any, batch: Any) -> jax.Array:
+        """f(theta, z) per row: mean cross entropy in nats per predicted token, float32 [rows]."""
+        nats, predictions = self.nats(params, batch)
+        return nats / jnp.maximum(predictions, 1)

@@ -1,0 +1,28 @@
+"""Mean estimation as a task (Section 4 of the paper): f(theta, z) = |theta - z|^2 / 2."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class MeanTask:
+    """Points of users in memory; the gradient at an example is theta - z."""
+
+    def __init__(self, points: np.ndarray):
+        self.points = np.asarray(points, np.float32)  # [examples, d]
+
+    def init(self, key: jax.Array) -> jax.Array:
+        """theta^0 = 0, whatever the key."""
+        return jnp.zeros(self.points.shape[1])
+
+    def read(self, split: str, rows: np.ndarray) -> np.ndarray:
+        """Points [rows, d]; padding (-1) reads some point, which its mask keeps out."""
+        return self.points[rows]
+
+    def losses(self, params: jax.Array, batch: jax.Array) -> jax.Array:
+        """f per row, [rows]."""
+        return 0.5 * jnp.sum(jnp.square(params[None] - batch), axis=1)
+
+    def nats(self, params: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(loss, 1) per row."""
+        return self.losses(params, batch), jnp.ones(len(batch), jnp.int32)

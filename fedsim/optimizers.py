@@ -1,0 +1,33 @@
+"""Optimizers by name, with a constant learning rate: the update that both algorithms share."""
+
+import inspect
+
+import jax.numpy as jnp
+import optax
+
+from fedsim.config import ConfigError
+
+
+def optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
+    """`momentum` (sgd with 0.9), or any optax optimizer that needs nothing but a learning rate.
+
+    Raises: ConfigError: no such optimizer.
+    """
+    if name == "momentum":
+        return optax.sgd(learning_rate, momentum=0.9)
+    factory = getattr(optax, name, None)
+    if not inspect.isfunction(factory) or name.startswith("scale_by") or not _works(factory):
+        expected = "momentum or an optax optimizer such as adafactor, adam, sgd"
+        raise ConfigError(f"optimizer={name}: expected {expected}")
+    return factory(learning_rate=learning_rate)
+
+
+def _works(factory) -> bool:
+    """Can be made from a learning rate and updates from a gradient alone (lbfgs, say, cannot)."""
+    params = jnp.zeros(2)
+    try:
+        transformation = factory(learning_rate=1.0)
+        transformation.update(params, transformation.init(params), params)
+    except (TypeError, AttributeError):
+        return False
+    return True

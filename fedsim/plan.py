@@ -1,0 +1,141 @@
+"""The public constants of a run: fixed before its first step, never recomputed from a draw.
+
+What the user left out is filled in here. Where that looks at the data without protection, as the
+paper does, it is named in `Plan.non_private`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from fedsim import accounting
+from fedsim.clipping import Clip
+from fedsim.config import Algorithm, PrivacyConfig, expect, to_json
+from fedsim.data.users import UserStore
+from fedsim.els import ELS
+from fedsim.keys import SecretKey
+from fedsim.uls import ULS
+
+METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
+ADJACENCY = "add or remove one user"
+COMPARISON_ONLY = "as if Poisson sampled: comparison only, not a guarantee"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run will do, and what it will be able to claim."""
+
+    algorithm: Algorithm
+    num_users: int
+    num_examples: int
+    num_units: int
+    """Sampling units: the |D_sub| examples of the pool for ELS, the users for ULS."""
+    num_steps: int
+    budget: int
+    group_size: int
+    expected_count: int
+    """B (examples) for ELS, M (users) for ULS."""
+    sampling_prob: float
+    sampling_run: str
+    sampling_accounted: str
+    clip_norm: float
+    clipping: str
+    target_epsilon: float
+    delta: float
+    noise_multiplier: float
+    num_parameters: int
+    data_fingerprint: str
+    non_private: tuple[str, ...]
+    """What was read off the data without protection."""
+
+    @property
+    def clip(self) -> Clip:
+        """The clip function, with its sensitivity."""
+        return Clip(self.clip_norm, normalised=self.clipping == "normalised")
+
+    def as_dict(self) -> dict[str, Any]:
+        """In JSON's types."""
+        fields = {name: to_json(value) for name, value in dataclasses.asdict(self).items()}
+        return {**fields, "non_private": list(self.non_private)}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Plan":
+        """The plan that `as_dict` wrote."""
+        values = {"target_epsilon": float(fields["target_epsilon"])}
+        values["non_private"] = tuple(fields["non_private"])
+        return cls(**{**fields, **values, "algorithm": Algorithm(fields["algorithm"])})
+
+
+def complete(
+    algorithm: Algorithm, privacy: PrivacyConfig, users: UserStore
+) -> tuple[PrivacyConfig, list[str]]:
+    """Fill in delta and group size; also returns what was read off the data to do so."""
+    found = [f"num_users={users.num_users} and num_examples={users.num_examples} (taken as public)"]
+    delta, group_size = privacy.delta, privacy.group_size
+    if delta is None:
+        expect("delta", None, users.num_examples > 1, "a value: one example gives none")
+        delta = users.num_examples**-1.1
+        found.append(f"delta={delta:.3g} (n^-1.1 for the n training examples)")
+    if group_size is None and algorithm == Algorithm.ELS:
+        group_size = max(1, int(np.median(np.diff(users.offsets))))
+        found.append(f"group_size={group_size} (the median user's number of examples)")
+    return dataclasses.replace(privacy, delta=delta, group_size=group_size or 1), found
+
+
+def method_for(algorithm: Algorithm, privacy: PrivacyConfig, users: UserStore, key: SecretKey):
+    """The algorithm, ready to draw its first step."""
+    return METHODS[algorithm](
+        users,
+        budget=privacy.budget,
+        group_size=privacy.group_size,
+        sampling=privacy.sampling,
+        key=key,
+    )
+
+
+def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:
+    """The smallest noise multiplier for the target epsilon; 0 if that is infinite."""
+    if math.isinf(privacy.epsilon):
+        return 0.0
+    event = method.event(1.0)
+    return accounting.noise_multiplier(
+        epsilon=privacy.epsilon,
+        delta=privacy.delta,
+        num_steps=privacy.num_steps,
+        sampling_prob=event.sampling_prob,
+        max_contributions=event.max_contributions,
+    )
+
+
+def make_plan(
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    users: UserStore,
+    method: ELS | ULS,
+    num_parameters: int,
+    non_private: list[str],
+) -> Plan:
+    """Calibrate the noise and write down every constant."""
+    return Plan(
+        algorithm=algorithm,
+        num_users=users.num_users,
+        num_examples=users.num_examples,
+        num_units=method.sampler.num_units,
+        num_steps=privacy.num_steps,
+        budget=privacy.budget,
+        group_size=method.group_size,
+        expected_count=method.expected_count,
+        sampling_prob=method.sampler.prob,
+        sampling_run=method.sampler.name,
+        sampling_accounted="poisson",
+        clip_norm=privacy.clip_norm,
+        clipping=privacy.clipping,
+        target_epsilon=privacy.epsilon,
+        delta=privacy.delta,
+        noise_multiplier=calibrate(method, privacy),
+        num_parameters=num_parameters,
+        data_fingerprint=users.fingerprint,
+        non_private=tuple(non_private),
+    )

@@ -1,0 +1,60 @@
+"""The run directory: who owns it, what it was started with, what it ended with.
+
+    config.json    settings and plan, written once
+    secret.json    the key, mode 0600
+    ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedsim import keys
+from fedsim.config import OPERATIONAL, ConfigError
+from fedsim.files import write_json
+from fedsim.keys import SecretKey
+
+CONFIG, SUMMARY = "config.json", "summary.json"
+
+
+def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
+    """The settings of the run that `run_dir` holds, or None if a run may start there.
+
+    Raises: ConfigError: it holds a run and `resume` is false, or something that is no run.
+    """
+    path = run_dir / CONFIG
+    if path.exists() and not resume:
+        raise ConfigError(f"run_dir={run_dir}: expected a new directory, or --resume to go on with its run")
+    if path.exists():
+        return json.loads(path.read_text())
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")
+    # A run that was killed before its first step leaves its key, and nothing else.
+    leftovers = {keys.FILE, keys.FILE + ".tmp", CONFIG + ".tmp"}
+    if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
+        raise ConfigError(f"run_dir={run_dir}: expected a new or empty directory, or one with a run")
+    return None
+
+
+def start(run_dir: Path, config: dict[str, Any], key: SecretKey) -> None:
+    """Make the directory and write key and settings; config.json is last, so it marks a run."""
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key.save(run_dir)
+    write_json(run_dir / CONFIG, config)
+
+
+def expect_same(run_dir: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises ConfigError naming the first setting in which a resumed run differs."""
+    for section, values in now.items():
+        for name, value in values.items():
+            if name not in OPERATIONAL and value != stored[section].get(name):
+                was = stored[section].get(name)
+                raise ConfigError(f"{name}={value}: expected {was}, with which {run_dir} was started")
+
+
+def load(run_dir: Path) -> dict[str, Any]:
+    """The settings of a run. Raises ConfigError if there is none."""
+    path = run_dir / CONFIG
+    if not path.exists():
+        raise ConfigError(f"run={run_dir}: expected the directory of a run, with a {CONFIG}")
+    return json.loads(path.read_text())

@@ -1,0 +1,107 @@
+"""Who takes part: contribution bounding, the draw of a step's units, a user's group of examples.
+
+All are pure functions of (key, purpose, step, user); see `keys`. What is accounted comes from the
+object that drew the units, so the run and its accounting cannot disagree. Does not read any text.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import ClassVar
+
+import numpy as np
+
+from fedsim.accounting import StepEvent
+from fedsim.keys import SecretKey
+
+PADDING = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisson:
+    """Each of `num_units` units takes part in a step independently with probability `prob`.
+
+    Guarantees: draws are independent over units and steps; nothing is dropped or topped up; the
+      size of a draw varies and may be 0.
+    Source: Charles et al. 2024, Algorithms 1 and 2.
+    """
+
+    num_units: int
+    expected_count: int
+    name: ClassVar[str] = "poisson"
+
+    @property
+    def prob(self) -> float:
+        """p or q: the probability with which a unit takes part in a step."""
+        return self.expected_count / self.num_units
+
+    def draw(self, key: SecretKey, step: int) -> np.ndarray:
+        """Units of `step`, int64 [drawn], ascending."""
+        # k ~ Binomial(n, prob), then a uniform k-subset, is the same law as n independent coins.
+        rng = key.generator("units", step)
+        count = rng.binomial(self.num_units, self.prob)
+        return np.sort(rng.choice(self.num_units, count, replace=False, shuffle=False))
+
+    def event(self, noise_multiplier: float, *, max_contributions: int = 1) -> StepEvent:
+        """What one step is to the accountant."""
+        return StepEvent(noise_multiplier, self.prob, max_contributions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffle(Poisson):
+    """Fixed-size draws in shuffled order, a new order every epoch: the paper's comparison mode.
+
+    No guarantee: `event` accounts as if Poisson sampled, which shuffling does not give (Chua et al.
+    2024). The units left over at the end of an epoch sit it out.
+    """
+
+    name: ClassVar[str] = "shuffle"
+
+    def draw(self, key: SecretKey, step: int) -> np.ndarray:
+        """Units of `step`, int64 [expected_count], ascending."""
+        epoch, batch = divmod(step, self.num_units // self.expected_count)
+        order = key.generator("shuffle", epoch).permutation(self.num_units)
+        return np.sort(order[batch * self.expected_count :][: self.expected_count])
+
+
+SAMPLERS = {sampler.name: sampler for sampler in (Poisson, Shuffle)}
+
+
+def limit_contributions(offsets: np.ndarray, group_size: int, key: SecretKey) -> np.ndarray:
+    """D_sub: at most `group_size` examples of each user, drawn once for all of training.
+
+    Guarantees: a user's share depends on (key, user) alone, so it is the same in every step and
+      after every resume; no example appears twice.
+    Args:
+      offsets: int64 [num_users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
+    Returns: example indices, int64 [pool], ascending.
+    Source: Charles et al. 2024, Algorithm 1, lines 1-4.
+    """
+    keep = np.ones(offsets[-1], bool)
+    for user in np.flatnonzero(np.diff(offsets) > group_size):
+        start, end = offsets[user], offsets[user + 1]
+        keep[start:end] = False
+        rng = key.generator("contributions", int(user))
+        keep[start + rng.choice(end - start, group_size, replace=False, shuffle=False)] = True
+    return np.flatnonzero(keep)
+
+
+def draw_groups(
+    offsets: np.ndarray, cohort: Iterable[int], group_size: int, key: SecretKey, step: int
+) -> np.ndarray:
+    """D_u^t: for each user of the cohort a fresh uniform subset of at most `group_size` examples.
+
+    Guarantees: no example appears twice in a group; a user's group depends on (key, step, user)
+      alone.
+    Returns: example indices, int64 [cohort, group_size]; PADDING fills the groups of short users.
+    Source: Charles et al. 2024, Algorithm 2.
+    """
+    users = [int(user) for user in cohort]
+    rows = np.full((len(users), group_size), PADDING, np.int64)
+    for group, user in zip(rows, users, strict=True):
+        start, size = int(offsets[user]), int(offsets[user + 1] - offsets[user])
+        if size <= group_size:
+            group[:size] = np.arange(start, start + size)
+        else:
+            rng = key.generator("group", step, user)
+            group[:] = start + np.sort(rng.choice(size, group_size, replace=False, shuffle=False))
+    return rows

@@ -1,0 +1,272 @@
+"""The loop that both algorithms share: privatised gradient, optimizer, evaluation, ledger.
+
+An algorithm (`els`, `uls`) gives the privatised gradient of a step; this module does everything
+around it. A step is written into the ledger before anything of it becomes visible, and a step that
+is run again after a crash is the same step: same units, same noise, same parameters.
+"""
+
+import dataclasses
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from fedsim import accounting, checkpoint, engine, rundir
+from fedsim.config import Algorithm, PrivacyConfig, RunConfig, as_dict, to_json
+from fedsim.console import Console
+from fedsim.data import corpora
+from fedsim.data.dataset import Dataset
+from fedsim.engine import Engine
+from fedsim.engine.engine import Stats
+from fedsim.evaluate import evaluate, headline
+from fedsim.files import write_json
+from fedsim.keys import SecretKey
+from fedsim.ledger import Ledger, released_epsilon
+from fedsim.metrics import Metrics, table
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.transformer import preset
+from fedsim.optimizers import optimizer
+from fedsim.plan import ADJACENCY, COMPARISON_ONLY, Plan, complete, make_plan, method_for
+
+PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "ray", "dp-accounting")
+
+
+def train(
+    algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig, console: Console
+) -> dict[str, Any]:
+    """Train, or go on training; returns what `summary.json` holds.
+
+    Nothing is written to the run directory before everything has been found in order.
+    Raises: ConfigError, DataError (a user's mistake), EngineError (workers).
+    """
+    stored = rundir.stored_config(run.run_dir, resume=run.resume)
+    data = corpora.load(run.data, progress=console.note, **run.data_options)
+    key = SecretKey.load(run.run_dir) if stored else SecretKey.create(run.seed)
+    completed, non_private = complete(algorithm, privacy, data.train)
+    method = method_for(algorithm, completed, data.train, key)
+    transformation = optimizer(run.optimizer, run.learning_rate)
+    task = LanguageModelTask(data, preset(run.model, data.train.vocab_size, data.train.max_length))
+    config = {
+        "identity": {"algorithm": algorithm, "data_fingerprint": data.train.fingerprint},
+        "privacy": as_dict(privacy),
+        "run": as_dict(run),
+    }
+    if stored:
+        rundir.expect_same(run.run_dir, stored, config)
+    workers = engine.start(run, task)
+    try:
+        params = task.init(key.jax_key("init"))
+        if stored:
+            plan = Plan.from_dict(stored["plan"])
+        else:
+            console.note("calibrating the noise")
+            plan = make_plan(algorithm, completed, data.train, method, count(params), non_private)
+        console.note("starting the workers")
+        workers.ready()
+        if not stored:
+            versions = {name: version(name) for name in PACKAGES}
+            config |= {"plan": plan.as_dict(), "versions": versions}
+            rundir.start(run.run_dir, config, key)
+        console.plan(plan, workers)
+        return Trainer(method, plan, data, transformation, workers, run, console).fit(params)
+    finally:
+        workers.close()
+
+
+def count(params: Any) -> int:
+    """Number of parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@dataclasses.dataclass
+class State:
+    """Everything that a resumed run needs."""
+
+    params: Any
+    opt_state: Any
+    step: int = 0
+    gradients_computed: int = 0
+    wall_seconds: float = 0.0
+    initial_eval_loss: float = math.nan
+    eval_loss: float = math.nan
+
+
+@dataclasses.dataclass
+class Trainer:
+    """One run, from its first or its next step to its last."""
+
+    method: Any
+    plan: Plan
+    data: Dataset
+    transformation: optax.GradientTransformation
+    engine: Engine
+    run: RunConfig
+    console: Console
+
+    def __post_init__(self):
+        sigma = self.plan.noise_multiplier
+        self.event = self.method.event(sigma) if sigma else None
+        self.eval_every = self.run.eval_every or max(1, self.plan.num_steps // 10)
+        self.update = jax.jit(self._update)
+
+    def fit(self, params: Any) -> dict[str, Any]:
+        """Run the steps that are left, then write the summary."""
+        state = self._restore(State(params, self.transformation.init(params)))
+        ledger = Ledger(self.run.run_dir, {"plan": self.plan.as_dict(), "adjacency": ADJACENCY})
+        metrics = Metrics(self.run.run_dir, last_step=state.step or -1)
+        try:
+            metrics.text("plan", table(self.plan.as_dict()))
+            metrics.text("run", table(as_dict(self.run)))
+            self._steps(state, ledger, metrics)
+            summary = self._summary(state)
+            metrics.hparams(self._hparams(summary))
+        finally:
+            ledger.close()
+            metrics.close()
+        write_json(self.run.run_dir / rundir.SUMMARY, summary)
+        return summary
+
+    def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:
+        """All steps that are left, or as many as there is time for before a stop signal."""
+        if state.step == 0:
+            state.initial_eval_loss = state.eval_loss = self._evaluate(state, metrics)
+        epsilon_so_far = self._epsilon_so_far()
+        with (
+            stop_signals() as stop,
+            ThreadPoolExecutor(1) as thread,
+            self.console.steps(state.step, self.plan) as show,
+        ):
+            while state.step < self.plan.num_steps and not stop.is_set():
+                epsilon = thread.submit(epsilon_so_far, state.step + 1)  # while workers compute
+                values = self._step(state, ledger, epsilon.result)
+                metrics.log(state.step, values)
+                if state.step % self.eval_every == 0 or state.step == self.plan.num_steps:
+                    state.eval_loss = self._evaluate(state, metrics)
+                last = state.step == self.plan.num_steps or stop.is_set()
+                if last or state.step % self.run.checkpoint_every == 0:
+                    checkpoint.save(self.run.run_dir, state.step, vars(state))
+                    metrics.flush()
+                show(state.step, {**values, "eval/loss": state.eval_loss})
+        if state.step < self.plan.num_steps:
+            self.console.note(f"stopped after step {state.step}; --resume goes on from there")
+
+    def _step(self, state: State, ledger: Ledger, epsilon: Callable[[], float]) -> dict[str, float]:
+        """One step: gradient, ledger, update. Returns its metrics."""
+        started = time.monotonic()
+        grad, stats = self.method.gradient(
+            state.params,
+            state.step,
+            self.engine,
+            clip=self.plan.clip,
+            noise_multiplier=self.plan.noise_multiplier,
+        )
+        run, accounted = self.plan.sampling_run, self.plan.sampling_accounted
+        fields = {"sampling_run": run, "sampling_accounted": accounted, "epsilon": epsilon()}
+        ledger.record(state.step, self.event, **fields)
+        state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
+        state.step += 1
+        state.gradients_computed += int(stats.num_rows.sum())
+        seconds = time.monotonic() - started
+        state.wall_seconds += seconds
+        return {
+            "privacy/epsilon": epsilon(),
+            "performance/gradients_per_second": self.plan.budget / seconds,
+            "performance/step_seconds": seconds,
+            "performance/redispatched_lanes": self.engine.redispatched,
+            **self._private_values(stats),
+        }
+
+    def _private_values(self, stats: Stats) -> dict[str, float]:
+        """What the step looked like, computed from private data without noise."""
+        values = {
+            "cohort_size": len(stats.norms),
+            "gradients": int(stats.num_rows.sum()),
+            "dropped_units": int(stats.dropped.sum()),
+        }
+        kept = ~stats.dropped
+        if kept.any():
+            norms = stats.norms[kept]
+            values |= {
+                "loss": float(stats.losses[kept].mean()),
+                "norm_median": float(np.median(norms)),
+                "norm_p90": float(np.quantile(norms, 0.9)),
+                "clip_fraction": float((norms > self.plan.clip_norm).mean()),
+            }
+        return {f"non_private/{name}": value for name, value in values.items()}
+
+    def _update(self, grad, opt_state, params):
+        updates, opt_state = self.transformation.update(grad, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def _epsilon_so_far(self) -> Callable[[int], float]:
+        """Steps released -> epsilon."""
+        if self.event is None:
+            return lambda num_steps: math.inf
+        return accounting.RunningEpsilon(self.event, self.plan.delta)
+
+    def _evaluate(self, state: State, metrics: Metrics) -> float:
+        losses = evaluate(self.engine, state.params, self.data, self.run.eval_examples)
+        metrics.log(state.step, losses)
+        return headline(losses)
+
+    def _restore(self, state: State) -> State:
+        """The last checkpoint, or the state as it is if there is none."""
+        path = checkpoint.latest(self.run.run_dir)
+        if path is None:
+            return state
+        fields = checkpoint.restore(path, vars(state))
+        scalars = {n: type(getattr(state, n))(v) for n, v in fields.items() if np.ndim(v) == 0 and n not in ("params", "opt_state")}
+        state = State(**{**fields, **scalars})
+        self.console.note(f"resuming after step {state.step}")
+        return state
+
+    def _summary(self, state: State) -> dict[str, Any]:
+        """What `summary.json` holds; epsilon is recomputed from the ledger."""
+        epsilon = released_epsilon(self.run.run_dir, self.plan.delta)
+        comparison = self.plan.sampling_run != self.plan.sampling_accounted
+        return {
+            **self.plan.as_dict(),
+            "epsilon": to_json(epsilon),
+            "epsilon_holds": COMPARISON_ONLY if comparison else ADJACENCY,
+            "adjacency": ADJACENCY,
+            "privacy_unit": "user",
+            "steps_done": state.step,
+            "initial_eval_loss": to_json(state.initial_eval_loss),
+            "final_eval_loss": to_json(state.eval_loss),
+            "params_sha256": checkpoint.params_sha256(state.params),
+            "gradients_computed": state.gradients_computed,
+            "wall_seconds": round(state.wall_seconds, 3),
+        }
+
+    def _hparams(self, summary: dict[str, Any]) -> dict[str, Any]:
+        run = {name: getattr(self.run, name) for name in ("model", "optimizer", "learning_rate")}
+        names = ("algorithm", "target_epsilon", "budget", "group_size", "clip_norm", "num_steps")
+        return {**run, **{name: summary[name] for name in names}}
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM or SIGINT sets, so that the step under way is finished and saved.
+
+    Installed after Ray has started: Ray puts its own handler in place.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in signals]
+    try:
+        yield stop
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)

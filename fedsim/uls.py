@@ -1,0 +1,43 @@
+"""Algorithm 2, DP-SGD-ULS: user-level sampling, per-user clipping (Charles et al. 2024).
+
+Read it beside `els.py`: the two differ where the paper's algorithms differ. The comments on the
+right are the paper's symbols. The loop over steps and the update of the model are in `train.py`.
+"""
+
+from fedsim.accounting import StepEvent
+from fedsim.clipping import Clip
+from fedsim.config import expect
+from fedsim.mechanism import noisy_mean
+from fedsim.sampling import SAMPLERS, draw_groups
+
+
+class ULS:
+    """DP-SGD with user-level sampling.
+
+    Guarantees: T steps satisfy (epsilon, delta) user-level DP under add-or-remove of one user, with
+      the epsilon and delta of T of its `event`s (Theorem 2).
+    """
+
+    def __init__(self, users, *, budget, group_size, sampling, key):
+        self.group_size = group_size  # ............................................ G_ULS
+        expect("budget", budget, budget % group_size == 0, f"a multiple of group_size={group_size}")
+        self.expected_count = budget // group_size  # .............................. M = q N
+        cohort = f"group_size x cohort, cohort <= {users.num_users} users"
+        expect("budget", budget, self.expected_count <= users.num_users, cohort)
+        self.sampler = SAMPLERS[sampling](users.num_users, self.expected_count)  # . q
+        self.offsets = users.offsets
+        self.key = key
+
+    def event(self, noise_multiplier: float) -> StepEvent:
+        """One step to the accountant: Theorem 2, Bernoulli(q)."""
+        return self.sampler.event(noise_multiplier)
+
+    def gradient(self, params, step, engine, *, clip: Clip, noise_multiplier: float):
+        """The privatised gradient of one step, and the engine's statistics of it."""
+        cohort = self.sampler.draw(self.key, step)  # .............................. U^t
+        rows = draw_groups(self.offsets, cohort, self.group_size, self.key, step)  # D_u^t
+        grad_sum, stats = engine.clipped_sum(params, rows, clip)  # ................ g_sum^t
+        stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma_ULS
+        key = self.key.jax_key("noise", step)
+        grad = noisy_mean(grad_sum, stddev=stddev, count=self.expected_count, key=key)  # g^t
+        return grad, stats

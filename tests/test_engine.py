@@ -1,0 +1,196 @@
+"""One contract, several engines: the same sums, bit for bit, whoever computed them."""
+
+import os
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import mean_problem
+
+from fedsim.clipping import Clip
+from fedsim.config import ConfigError
+from fedsim.engine import worker
+from fedsim.engine.engine import EngineError
+from fedsim.engine.local import LocalEngine
+from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
+
+CLIP = Clip(0.5)
+
+
+class TokensTask:
+    """A small transformer on random tokens."""
+
+    def __init__(self):
+        self.model = Transformer(TransformerConfig(31, 12, width=16, num_layers=1, num_heads=2))
+        self.tokens = np.random.default_rng(1).integers(31, size=(200, 12)).astype(np.int32)
+
+    def init(self, key):
+        return self.model.init(key, self.tokens[:1])["params"]
+
+    def read(self, split, rows):
+        return {"tokens": self.tokens[rows], "sizes": np.full(len(rows), 12)}
+
+    def nats(self, params, batch):
+        return next_token_nats(self.model, params, batch["tokens"], batch["sizes"])
+
+    def losses(self, params, batch):
+        nats, predictions = self.nats(params, batch)
+        return nats / predictions
+
+
+def ray_pool(task, **options):
+    from fedsim.engine.ray_pool import RayPool
+
+    return RayPool(task, **{"num_lanes": 4, "num_workers": 2, "threads": 1, **options})
+
+
+def groups(rng, units, group):
+    """Random rows [units, group] of the 200 examples, some of them padding."""
+    rows = rng.integers(200, size=(units, group))
+    return np.where(rng.random((units, group)) < 0.2, -1, rows)
+
+
+def same(first, second):
+    return all(
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def task():
+    return TokensTask()
+
+
+@pytest.fixture(scope="module")
+def params(task):
+    return task.init(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def pool(ray_cluster, task):
+    engine = ray_pool(task)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["local", "ray"])
+def engine(request, task):
+    if request.param == "local":
+        return LocalEngine(task, num_lanes=4)
+    return request.getfixturevalue("pool")
+
+
+def test_the_sum_is_that_of_all_units_whatever_the_lanes(engine, rng, task, params):
+    rows = groups(rng, 21, 3)
+    total, stats = engine.clipped_sum(params, rows, CLIP)
+    expected, one_lane = LocalEngine(task, num_lanes=1).clipped_sum(params, rows, CLIP)
+    for a, b in zip(jax.tree.leaves(total), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for name in ("norms", "losses", "dropped", "num_rows"):
+        np.testing.assert_array_equal(getattr(stats, name), getattr(one_lane, name))
+    np.testing.assert_array_equal(stats.num_rows, (rows >= 0).sum(axis=1))
+
+
+def test_no_units_give_a_sum_of_zero(engine, params):
+    total, stats = engine.clipped_sum(params, np.zeros((0, 3), int), CLIP)
+    assert all((leaf == 0).all() and leaf.dtype == np.float32 for leaf in jax.tree.leaves(total))
+    assert len(stats.norms) == 0
+
+
+def test_evaluation_is_a_mean_over_predictions(engine, rng, task, params):
+    rows = rng.integers(200, size=45)
+    nats, predictions = task.nats(params, task.read("any", rows))
+    expected = float(nats.sum() / predictions.sum())
+    assert engine.mean_nats(params, "any", rows) == pytest.approx(expected, rel=1e-6)
+
+
+def test_cohorts_of_varying_size_compile_once(rng, task, params):
+    engine = LocalEngine(task, num_lanes=4)
+    worker.Worker._add_chunk.clear_cache()
+    for units in [5, 0, 40, 1, 17, 33, 8]:
+        engine.clipped_sum(params, groups(rng, units, 3), CLIP)
+    assert worker.Worker._add_chunk._cache_size() == 1
+
+
+@pytest.mark.ray
+def test_any_number_of_workers_gives_the_same_bits(ray_cluster, pool, rng, task, params):
+    rows = groups(rng, 30, 2)
+    expected, _ = LocalEngine(task, num_lanes=4).clipped_sum(params, rows, CLIP)
+    assert same(pool.clipped_sum(params, rows, CLIP)[0], expected)
+    for num_workers in (1, 3):
+        other = ray_pool(task, num_workers=num_workers)
+        assert same(other.clipped_sum(params, rows, CLIP)[0], expected)
+        other.close()
+
+
+@pytest.mark.ray
+def test_a_killed_worker_changes_nothing(pool, rng, task, params):
+    import ray
+
+    rows = groups(rng, 2000, 2)
+    expected, _ = pool.clipped_sum(params, rows, CLIP)
+    before = pool.redispatched
+    pid = ray.get(pool._workers[0].process_id.remote())
+    threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
+    total, _ = pool.clipped_sum(params, rows, CLIP)
+    assert same(total, expected)
+    assert pool.redispatched == before + 1
+    assert same(pool.clipped_sum(params, rows, CLIP)[0], expected)
+
+
+@pytest.mark.ray
+def test_a_frozen_worker_is_replaced(pool, rng, params, monkeypatch):
+    import ray
+
+    from fedsim.engine import ray_pool as module
+
+    rows = groups(rng, 200, 2)
+    expected, _ = pool.clipped_sum(params, rows, CLIP)
+    pool.clipped_sum(params, rows, CLIP)
+    monkeypatch.setattr(module, "MIN_DEADLINE_S", 3.0)
+    os.kill(ray.get(pool._workers[0].process_id.remote()), signal.SIGSTOP)
+    started = time.monotonic()
+    total, _ = pool.clipped_sum(params, rows, CLIP)
+    assert same(total, expected) and time.monotonic() - started < 30
+
+
+class FailingTask(TokensTask):
+    def read(self, split, rows):
+        raise RuntimeError("no such text")
+
+
+class DeadlyTask(TokensTask):
+    def read(self, split, rows):
+        os._exit(1)
+
+
+@pytest.mark.ray
+def test_an_exception_in_a_workers_code_ends_the_run_with_its_cause(ray_cluster, params):
+    engine = ray_pool(FailingTask(), num_workers=1)
+    with pytest.raises(EngineError, match="lane 0 failed: RuntimeError: no such text"):
+        engine.clipped_sum(params, np.zeros((4, 1), int), CLIP)
+    engine.close()
+
+
+@pytest.mark.ray
+def test_a_lane_that_kills_its_workers_ends_the_run_naming_its_examples(ray_cluster, params):
+    engine = ray_pool(DeadlyTask(), num_workers=1, num_lanes=1)
+    with pytest.raises(EngineError, match=r"lane 0 lost its worker 4 times; its examples are \[17\]"):
+        engine.clipped_sum(params, np.full((1, 1), 17), CLIP)
+    engine.close()
+
+
+@pytest.mark.ray
+def test_more_workers_than_the_cluster_has_room_for_are_refused(ray_cluster, task):
+    with pytest.raises(ConfigError, match="num_workers=9: expected at most 8"):
+        ray_pool(task, num_workers=9)
+
+
+def test_mean_estimation_runs_on_the_same_engine(rng):
+    _, task = mean_problem(rng, [5])
+    total, _ = LocalEngine(task, num_lanes=2).clipped_sum(jnp.zeros(6), np.arange(5)[:, None], Clip(1e6))
+    np.testing.assert_allclose(total, -task.points.sum(axis=0), rtol=1e-5)

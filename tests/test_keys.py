@@ -1,0 +1,49 @@
+import stat
+
+import jax
+import numpy as np
+import pytest
+
+from fedsim.keys import SecretKey
+
+
+def test_streams_differ_by_purpose_index_and_key(key):
+    def first(key, *stream):
+        return key.generator(*stream).random()
+
+    streams = [("units", 0), ("units", 1), ("group", 0), ("group", 0, 0), ("units", 10), ("units1", 0)]
+    values = [first(key, *stream) for stream in streams]
+    values += [first(SecretKey.create(seed=8), "units", 0)]
+    assert len(set(values)) == len(values)
+    assert first(key, "units", 0) == values[0]
+
+
+def test_noise_and_sampling_are_independent_streams(key):
+    noise = np.asarray(jax.random.normal(key.jax_key("noise", 0), (20_000,)))
+    draws = key.generator("noise", 0).standard_normal(20_000)
+    assert abs(np.corrcoef(noise, draws)[0, 1]) < 5 / np.sqrt(20_000)
+
+
+def test_keys_from_the_operating_system_differ():
+    first, second = (SecretKey.create().generator("units", 0).random() for _ in range(2))
+    assert first != second
+
+
+def test_the_key_is_in_no_representation(key):
+    secret = key._secret.hex()
+    assert secret not in repr(key) + str(key) + f"{key}"
+
+
+def test_the_saved_key_is_readable_by_its_owner_alone(key, tmp_path):
+    key.save(tmp_path)
+    path = tmp_path / "secret.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    loaded = SecretKey.load(tmp_path)
+    assert loaded.generator("units", 3).random() == key.generator("units", 3).random()
+    assert [p.name for p in tmp_path.iterdir()] == ["secret.json"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**70])
+def test_a_seed_reproduces_the_key(seed):
+    values = {SecretKey.create(seed).generator("units", 0).random() for _ in range(2)}
+    assert len(values) == 1

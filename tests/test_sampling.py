@@ -1,0 +1,137 @@
+"""Each guarantee of a sampler has one check."""
+
+import numpy as np
+import pytest
+from problems import users_of_sizes
+
+from fedsim.accounting import StepEvent
+from fedsim.keys import SecretKey
+from fedsim.sampling import PADDING, Poisson, Shuffle, draw_groups, limit_contributions
+
+STEPS = 4000
+
+
+@pytest.fixture(scope="module")
+def draws():
+    """Membership of 40 units in many steps at p = 1/4, bool [steps, units]."""
+    key, sampler = SecretKey.create(seed=1), Poisson(40, 10)
+    members = np.zeros((STEPS, 40), bool)
+    for step in range(STEPS):
+        members[step, sampler.draw(key, step)] = True
+    return members
+
+
+def test_every_unit_is_included_with_the_sampling_probability(draws):
+    error = np.sqrt(0.25 * 0.75 / STEPS)
+    assert np.abs(draws.mean(axis=0) - 0.25).max() < 5 * error
+
+
+def test_the_size_of_a_draw_is_binomial(draws):
+    sizes = draws.sum(axis=1)
+    variance = 40 * 0.25 * 0.75
+    assert abs(sizes.mean() - 10) < 5 * np.sqrt(variance / STEPS)
+    assert 0.85 < sizes.var() / variance < 1.15  # a fixed-size draw has none
+
+
+def test_units_and_steps_are_independent(draws):
+    centred = draws - draws.mean(axis=0)
+    pairs = np.corrcoef(draws.T)[np.triu_indices(40, 1)]
+    assert np.abs(pairs).max() < 5 / np.sqrt(STEPS)
+    successive = (centred[1:] * centred[:-1]).mean(axis=0) / centred.var(axis=0)
+    assert np.abs(successive).max() < 5 / np.sqrt(STEPS)
+
+
+def test_an_empty_draw_is_legal(key):
+    sizes = [len(Poisson(3, 1).draw(key, step)) for step in range(100)]
+    assert min(sizes) == 0 and max(sizes) >= 2
+
+
+def test_a_draw_is_ascending_and_without_repeats(key):
+    draw = Poisson(1000, 300).draw(key, 5)
+    assert (np.diff(draw) > 0).all() and draw[0] >= 0 and draw[-1] < 1000
+
+
+def test_a_step_that_is_run_again_draws_the_same(key):
+    sampler = Poisson(1000, 300)
+    again = SecretKey.create(seed=7)
+    np.testing.assert_array_equal(sampler.draw(key, 5), sampler.draw(again, 5))
+    assert not np.array_equal(sampler.draw(key, 5), sampler.draw(key, 6))
+    assert not np.array_equal(sampler.draw(key, 5), sampler.draw(SecretKey.create(seed=8), 5))
+
+
+def test_all_units_take_part_when_the_probability_is_one(key):
+    np.testing.assert_array_equal(Poisson(12, 12).draw(key, 0), np.arange(12))
+
+
+def test_shuffling_covers_every_unit_once_an_epoch(key):
+    sampler = Shuffle(12, 4)
+    for epoch in range(3):
+        drawn = [sampler.draw(key, 3 * epoch + batch) for batch in range(3)]
+        np.testing.assert_array_equal(np.sort(np.concatenate(drawn)), np.arange(12))
+    assert not np.array_equal(sampler.draw(key, 0), sampler.draw(key, 3))
+
+
+def test_shuffling_gives_draws_of_a_fixed_size_when_units_are_left_over(key):
+    assert {len(Shuffle(13, 4).draw(key, step)) for step in range(20)} == {4}
+
+
+def test_the_sampler_emits_the_event_it_draws():
+    assert Poisson(100, 5).event(1.5) == StepEvent(1.5, 0.05, 1)
+    assert Poisson(100, 5).event(1.5, max_contributions=8) == StepEvent(1.5, 0.05, 8)
+
+
+def test_contributions_are_limited_to_the_group_size(key):
+    users = users_of_sizes([1, 0, 7, 3, 20])
+    pool = limit_contributions(users.offsets, 3, key)
+    assert (np.diff(pool) > 0).all()
+    per_user = [((pool >= a) & (pool < b)).sum() for a, b in zip(users.offsets, users.offsets[1:])]
+    assert per_user == [1, 0, 3, 3, 3]
+
+
+def test_contributions_are_uniform_over_a_users_examples():
+    users, counts = users_of_sizes([10]), np.zeros(10)
+    for seed in range(2000):
+        counts[limit_contributions(users.offsets, 3, SecretKey.create(seed=seed))] += 1
+    assert np.abs(counts / 2000 - 0.3).max() < 5 * np.sqrt(0.3 * 0.7 / 2000)
+
+
+def test_contributions_are_the_same_whenever_they_are_drawn(key):
+    offsets = users_of_sizes([30] * 20).offsets
+    pool = limit_contributions(offsets, 4, key)
+    np.testing.assert_array_equal(pool, limit_contributions(offsets, 4, SecretKey.create(seed=7)))
+
+
+def test_one_users_contributions_do_not_depend_on_the_other_users(key):
+    few, many = users_of_sizes([30, 5]).offsets, users_of_sizes([30, 9, 40]).offsets
+    first = [pool[pool < 30] for pool in (limit_contributions(o, 4, key) for o in (few, many))]
+    np.testing.assert_array_equal(*first)
+
+
+def test_groups_are_a_users_own_examples_without_repeats(key):
+    users = users_of_sizes([2, 9, 4, 0])
+    groups = draw_groups(users.offsets, [0, 1, 2, 3], 4, key, step=3)
+    assert groups.shape == (4, 4)
+    np.testing.assert_array_equal(groups[0], [0, 1, PADDING, PADDING])
+    assert len(set(groups[1])) == 4 and set(groups[1]) <= set(range(2, 11))
+    np.testing.assert_array_equal(groups[2], [11, 12, 13, 14])
+    np.testing.assert_array_equal(groups[3], [PADDING] * 4)
+
+
+def test_groups_are_fresh_in_every_step_and_uniform(key):
+    offsets, counts = users_of_sizes([10]).offsets, np.zeros(10)
+    for step in range(2000):
+        counts[draw_groups(offsets, [0], 3, key, step)[0]] += 1
+    assert np.abs(counts / 2000 - 0.3).max() < 5 * np.sqrt(0.3 * 0.7 / 2000)
+
+
+def test_an_empty_cohort_has_no_groups(key):
+    assert draw_groups(users_of_sizes([4]).offsets, [], 3, key, 0).shape == (0, 3)
+
+
+def test_draws_do_not_change_between_versions():
+    """Golden. If this fails, NumPy's streams or the keys changed: a run started before cannot be
+    resumed after, so say so in the changelog before updating the numbers."""
+    key, offsets = SecretKey.create(seed=0), np.array([0, 9])
+    assert Poisson(1000, 5).draw(key, 0).tolist() == [36, 219, 290, 467, 569, 816, 894]
+    assert limit_contributions(offsets, 3, key).tolist() == [2, 3, 4]
+    assert draw_groups(offsets, [0], 3, key, 0).tolist() == [[2, 4, 6]]

@@ -1,0 +1,202 @@
+"""The store: what is gathered, how it is pickled, and that disk and memory are one thing."""
+
+import json
+import pickle
+import shutil
+import time
+
+import numpy as np
+import pytest
+from datasets import Dataset as HubDataset
+
+from fedsim.data import shards
+from fedsim.data.dataset import stats
+from fedsim.data.shards import DataError, StoreWriter
+from fedsim.data.users import UserStore
+
+EXAMPLES = {"bob": [[1, 2, 3], [4]], "amy": [[5, 6]], "eve": []}
+
+
+def write(directory, examples, vocab_size=300, max_length=64, **options):
+    """The same store as UserStore.from_examples, through a directory, in pieces of 7 rows."""
+    ids = sorted(user for user in examples if examples[user])
+    counts = np.array([len(examples[user]) for user in ids])
+    writer = StoreWriter(directory, ids, counts, vocab_size, **options)
+    rows = [row for user in ids for row in examples[user]]
+    for start in range(0, len(rows), 7):
+        piece = rows[start : start + 7]
+        writer.add(np.array([len(row) for row in piece]), np.concatenate(piece))
+    writer.close({"max_length": max_length})
+    return UserStore.open(directory)
+
+
+def random_examples(rng, num_users, mean_rows, vocab_size=300):
+    """{user id: rows of 1 to 63 ids}; at least one row each."""
+    return {
+        f"user {u:04d}": [
+            rng.integers(0, vocab_size, rng.integers(1, 64)).tolist()
+            for _ in range(1 + rng.poisson(mean_rows))
+        ]
+        for u in range(num_users)
+    }
+
+
+def test_users_are_sorted_and_own_contiguous_rows():
+    store = UserStore.from_examples(EXAMPLES, 8, 10)
+    assert store.user_ids() == ["amy", "bob", "eve"]
+    assert store.offsets.tolist() == [0, 1, 3, 3] and store.offsets.dtype == np.int64
+    assert (store.num_users, store.num_examples, store.num_tokens) == (3, 3, 6)
+    assert store.lengths.tolist() == [2, 3, 1]
+    assert (store.max_length, store.vocab_size, store.path) == (8, 10, None)
+
+
+def test_gather_pads_cuts_and_takes_rows_in_any_order():
+    store = UserStore.from_examples(EXAMPLES, 8, 10)
+    tokens, sizes = store.gather(np.array([1, -1, 0, 2, 1]), 2)
+    assert tokens.tolist() == [[1, 2], [0, 0], [5, 6], [4, 0], [1, 2]]
+    assert sizes.tolist() == [2, 0, 2, 1, 2]
+    assert tokens.dtype == sizes.dtype == np.int32
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+def test_gather_takes_any_integer_type(dtype):
+    store = UserStore.from_examples(EXAMPLES, 8, 10)
+    assert store.gather(np.array([2], dtype), 1)[0].tolist() == [[4]]
+
+
+@pytest.mark.parametrize("row", [-2, 3])
+def test_gather_refuses_rows_that_do_not_exist(row):
+    with pytest.raises(IndexError, match=r"expected \[-1, 3\)"):
+        UserStore.from_examples(EXAMPLES, 8, 10).gather(np.array([0, row]), 4)
+
+
+def test_gather_of_nothing_is_empty():
+    tokens, sizes = UserStore.from_examples({}, 8, 10).gather(np.array([], np.int64), 4)
+    assert tokens.shape == (0, 4) and sizes.shape == (0,)
+
+
+def test_disk_and_memory_hold_the_same(tmp_path, rng, monkeypatch):
+    monkeypatch.setattr(shards, "BATCH_ROWS", 16)
+    examples = random_examples(rng, 30, 4)
+    on_disk, in_memory = write(tmp_path / "s", examples), UserStore.from_examples(examples, 64, 300)
+    assert on_disk.fingerprint == in_memory.fingerprint
+    assert on_disk.user_ids() == in_memory.user_ids()
+    rows = rng.permutation(on_disk.num_examples)
+    expected = [row for user in sorted(examples) for row in examples[user]]
+    for store in (on_disk, in_memory):
+        tokens, sizes = store.gather(rows, 64)
+        assert [t[:n].tolist() for t, n in zip(tokens, sizes, strict=True)] == [
+            expected[row] for row in rows
+        ]
+
+
+def test_the_users_table_counts_tokens_per_user(tmp_path, rng):
+    examples = random_examples(rng, 20, 5)
+    store = write(tmp_path / "s", examples)
+    counted = store._users_column("num_tokens").to_pylist()
+    assert counted == [sum(map(len, examples[user])) for user in sorted(examples)]
+    assert store._users_column("offset").to_pylist() == store.offsets[:-1].tolist()
+
+
+def test_shards_are_cut_by_size_and_read_as_one(tmp_path, rng, monkeypatch):
+    monkeypatch.setattr(shards, "BATCH_ROWS", 16)
+    examples = random_examples(rng, 40, 5)
+    store = write(tmp_path / "s", examples, shard_bytes=4_000)
+    names = sorted(path.name for path in (tmp_path / "s").glob("data-*"))
+    assert len(names) > 3 and names[1] == f"data-00001-of-{len(names):05d}.arrow"
+    whole = UserStore.from_examples(examples, 64, 300)
+    rows = np.arange(whole.num_examples)
+    np.testing.assert_array_equal(store.gather(rows, 64)[0], whole.gather(rows, 64)[0])
+
+
+def test_shards_open_as_hugging_face_datasets(tmp_path, rng):
+    examples = random_examples(rng, 10, 3)
+    store = write(tmp_path / "s", examples)
+    hub = HubDataset.from_file(str(tmp_path / "s" / "data-00000-of-00001.arrow"))
+    assert len(hub) == store.num_examples
+    assert hub[3]["tokens"] == store.gather(np.array([3]), 64)[0][0, : store.lengths[3]].tolist()
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(65_536, "uint16"), (65_537, "uint32")])
+def test_ids_take_as_few_bytes_as_the_vocabulary_allows(tmp_path, vocab_size, dtype):
+    last = vocab_size - 1
+    store = write(tmp_path / "s", {"a": [[last, 0]]}, vocab_size)
+    assert store.metadata["dtype"] == dtype
+    assert store.gather(np.array([0]), 2)[0].tolist() == [[last, 0]]
+
+
+def test_an_opened_store_pickles_as_its_path(tmp_path, rng):
+    store = write(tmp_path / "s", random_examples(rng, 200, 5))
+    data = pickle.dumps(store)
+    assert len(data) < 1_000
+    again = pickle.loads(data)
+    np.testing.assert_array_equal(again.offsets, store.offsets)
+    assert again.fingerprint == store.fingerprint
+
+
+def test_a_store_in_memory_pickles_with_its_text():
+    store = pickle.loads(pickle.dumps(UserStore.from_examples(EXAMPLES, 8, 10)))
+    assert store.gather(np.array([2]), 1)[0].tolist() == [[4]]
+
+
+def test_the_fingerprint_tells_data_and_owners_apart():
+    def print_of(examples):
+        return UserStore.from_examples(examples, 8, 10).fingerprint
+
+    assert print_of({"a": [[1], [2]]}) == print_of({"a": [[1], [2]]})
+    assert print_of({"a": [[1], [2]]}) != print_of({"a": [[1], [3]]})
+    assert print_of({"a": [[1], [2]]}) != print_of({"a": [[1]], "b": [[2]]})
+    assert print_of({"a": [[1], [2]]}) != print_of({"b": [[1], [2]]})
+
+
+def test_from_examples_refuses_what_does_not_fit():
+    with pytest.raises(DataError, match="length=3: expected at most max_length=2"):
+        UserStore.from_examples({"a": [[1, 2, 3]]}, 2, 10)
+    with pytest.raises(DataError, match=r"token=10: expected an id in \[0, 10\)"):
+        UserStore.from_examples({"a": [[1, 10]]}, 2, 10)
+    with pytest.raises(DataError, match="differ as strings"):
+        UserStore.from_examples({1: [[1]], "1": [[2]]}, 2, 10)
+
+
+def test_open_refuses_what_is_not_a_store(tmp_path):
+    with pytest.raises(DataError, match="expected a directory built by fedsim"):
+        UserStore.open(tmp_path)
+    (tmp_path / "metadata.json").write_text(json.dumps({"kind": "dataset", "format": 1}))
+    with pytest.raises(DataError, match="expected kind 'users'"):
+        UserStore.open(tmp_path)
+
+
+def test_open_refuses_files_that_do_not_belong_together(tmp_path, rng):
+    write(tmp_path / "a", random_examples(rng, 5, 3))
+    write(tmp_path / "b", random_examples(rng, 6, 3))
+    shutil.copy(tmp_path / "b" / "users.parquet", tmp_path / "a")
+    with pytest.raises(DataError, match="num_examples="):
+        UserStore.open(tmp_path / "a")
+    (tmp_path / "b" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(DataError, match="expected users.parquet and"):
+        UserStore.open(tmp_path / "b")
+
+
+def test_gather_is_fast(tmp_path, rng):
+    """About 2 ms for 1,024 rows; the bound leaves room for a busy machine."""
+    store = write(tmp_path / "s", random_examples(rng, 500, 40))
+    rows = rng.integers(0, store.num_examples, 1_024)
+
+    def seconds():
+        start = time.perf_counter()
+        store.gather(rows, 64)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.02
+
+
+def test_stats_are_table_1():
+    examples = {f"{n:03d}": [[1] * 4] * n for n in range(1, 101)}
+    examples["000"] = [[1] * 8]
+    found = stats(UserStore.from_examples(examples, 8, 10))
+    assert (found["num_users"], found["num_examples"]) == (101, 5051)
+    assert found["num_tokens"] == 4 * 5050 + 8
+    assert found["examples_per_user"] == {"min": 1, "median": 50, "p95": 95, "max": 100}
+    assert found["tokens_per_example"] == {"p5": 4, "p50": 4, "p95": 4, "p99": 4}
+    assert found["share_at_max_length"] == pytest.approx(1 / 5051)
+    json.dumps(found)
