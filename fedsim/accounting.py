@@ -3,9 +3,9 @@
 Source: Charles et al. 2024, Theorems 1 and 2. Adjacency is add-or-remove one user, both directions,
 with Poisson sampling: a shuffled run is not what is accounted here.
 
-Every epsilon and delta is an upper bound, and every bound is refined until it is tight: the grid of
-the privacy loss is made four times finer until the answer is predicted to move by less than
-RELATIVE_ACCURACY. One-step losses are kept, so asking again about the same step is cheap.
+Every epsilon and delta is an upper bound, on any grid of the privacy loss. The grid is refined
+until the answer is predicted to lie within RELATIVE_ACCURACY of the exact one, or until it has
+_LARGEST_REFINEMENT points. One-step losses are kept, so asking again about a step is cheap.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ CALIBRATION_ACCURACY = 1e-5
 _FIRST_GRID = 1024  # points of the coarsest one-step grid
 _SMALLEST_DELTA = mixture.COMPOSED_TAIL_MASS  # nothing below is resolved
 _SKETCH_ACCURACY = 1e-2  # enough to find where to look closely
-_LARGEST_REFINEMENT = 2**18  # composed points beyond which a finer grid is not worth its time
+_LARGEST_REFINEMENT = 2**18  # composed points: a second or so
 
 Progress = Callable[[str], None] | None
 Query = Callable[[PrivacyLossDistribution], np.ndarray]

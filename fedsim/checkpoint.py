@@ -27,8 +27,8 @@ def save(run_dir: Path, step: int, state: dict[str, Any]) -> Path:
     directory = run_dir / DIRECTORY
     directory.mkdir(exist_ok=True)
     path = directory / f"step-{step:08d}.msgpack"
-    state = jax.tree.map(np.asarray, serialization.to_state_dict(state))
-    write_atomically(path, serialization.msgpack_serialize(state))
+    arrays = jax.tree.map(np.asarray, serialization.to_state_dict(state))
+    write_atomically(path, serialization.msgpack_serialize(arrays))
     for old in _all(run_dir)[:-KEEP]:
         old.unlink()
     return path
@@ -41,7 +41,8 @@ def latest(run_dir: Path) -> Path | None:
 
 def restore(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     """The state of a checkpoint in the structure of `like`."""
-    return serialization.from_state_dict(like, serialization.msgpack_restore(path.read_bytes()))
+    state: Any = serialization.msgpack_restore(path.read_bytes())
+    return serialization.from_state_dict(like, state)
 
 
 def load_params(path: Path) -> Any:

@@ -7,17 +7,27 @@ A user's mistake ends with exit code 2 and one line, `fedsim: error: ...`; never
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import os
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from fedsim.config import Algorithm, ConfigError, FedsimError, PrivacyConfig, RunConfig, expect
+from fedsim.config import (
+    Algorithm,
+    ConfigError,
+    FedsimError,
+    PrivacyConfig,
+    RunConfig,
+    expect,
+    mistakes,
+)
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
 Flat = tyro.conf.OmitArgPrefixes
@@ -118,14 +128,15 @@ class Account:
 
         given = (self.delta is None) + (self.epsilon is None)
         expect("delta", self.delta, given == 1, "a delta or an epsilon, and not both")
-        event = accounting.StepEvent(
-            self.noise_multiplier, self.sampling_prob, _max_contributions(self)
-        )
-        phases = [(event, self.num_steps)]
-        if self.epsilon is None:
-            epsilon, delta = accounting.epsilon(phases, self.delta), self.delta
-        else:
-            epsilon, delta = self.epsilon, accounting.delta(phases, self.epsilon)
+        cap = _max_contributions(self)
+        with mistakes():
+            event = accounting.StepEvent(self.noise_multiplier, self.sampling_prob, cap)
+            phases = [(event, self.num_steps)]
+            epsilon, delta = self.epsilon, self.delta
+            if delta is not None:
+                epsilon = accounting.epsilon(phases, delta)
+            elif epsilon is not None:
+                delta = accounting.delta(phases, epsilon)
         if not self.json:
             print(f"epsilon {epsilon:.6g} at delta {delta:.6g}")
         return {**_without_json(self), "epsilon": epsilon, "delta": delta}
@@ -159,13 +170,15 @@ class Calibrate:
     def __call__(self) -> dict[str, Any]:
         from fedsim import accounting
 
-        sigma = accounting.noise_multiplier(
-            epsilon=self.epsilon,
-            delta=self.delta,
-            num_steps=self.num_steps,
-            sampling_prob=self.sampling_prob,
-            max_contributions=_max_contributions(self),
-        )
+        cap = _max_contributions(self)
+        with mistakes():
+            sigma = accounting.noise_multiplier(
+                epsilon=self.epsilon,
+                delta=self.delta,
+                num_steps=self.num_steps,
+                sampling_prob=self.sampling_prob,
+                max_contributions=cap,
+            )
         if not self.json:
             print(f"noise multiplier {sigma:.6g}")
         return {**_without_json(self), "noise_multiplier": sigma}
@@ -288,18 +301,24 @@ def _with_file(args: list[str]) -> list[str]:
     flags = []
     for name, value in defaults.items():
         flag = name.replace("_", "-")
-        flags += [f"--{'' if value else 'no-'}{flag}"] if value in (True, False) else [f"--{flag}", str(value)]
+        flags += (
+            [f"--{'' if value else 'no-'}{flag}"]
+            if value in (True, False)
+            else [f"--{flag}", str(value)]
+        )
     return args[:1] + flags + args[1:]
 
 
 def _first_fault(box: str) -> str:
-    """What tyro says in a box, as one line."""
-    lines = [line.strip("│╭╰╮╯─ ") for line in box.splitlines()]
-    title, *body = [line if line else "─" for line in lines]
-    body = " ".join(body).split("─")[0]
+    """What tyro says in a box (title, fault, hints, with rules between them), as one line."""
+    lines = [line.strip("│|╭╰╮╯+ ") for line in box.splitlines()]
+    title, *rest = [line if line.strip("─-") else "" for line in lines]
+    title = title.strip("─- ")
+    fault = " ".join(itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, rest)))
     if title == "Required options":
-        return "missing " + ", ".join(re.findall(r"(?<= )--[\w-]+|\{[\w,]+\}", box.split("For full")[0]))
-    return re.sub(r"^Error parsing [^:]*: ", "", body)
+        names = re.findall(r"(?:^| )(--[a-z][a-z-]*|\{[\w,]+\})", fault)
+        return "missing " + ", ".join(dict.fromkeys(names))
+    return re.sub(r"^Error parsing [^:]*: ", "", fault)
 
 
 def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
@@ -308,12 +327,30 @@ def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
 
     splits = {name: stats(store) for name, store in dataset.splits().items()}
     if not as_json:
-        names = list(next(iter(splits.values())))
+        tables = {split: dict(_flat(values)) for split, values in splits.items()}
+        names = list(next(iter(tables.values())))
         width = max(map(len, names))
-        print(" " * width, *(f"{split:>14}" for split in splits))
+        print(" " * width, *(f"{split:>14}" for split in tables))
         for name in names:
-            print(f"{name:{width}}", *(f"{values[name]!s:>14}" for values in splits.values()))
+            print(
+                f"{name:{width}}",
+                *(
+                    f"{table[name]:>14,.4g}"
+                    if isinstance(table[name], float)
+                    else f"{table[name]:>14,}"
+                    for table in tables.values()
+                ),
+            )
     return {"path": str(dataset.path), "splits": splits}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, number) of a nested dict, names joined with spaces."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name} ")
+        else:
+            yield prefix + name, value
 
 
 def _max_contributions(command: Account | Calibrate) -> int:

@@ -5,12 +5,11 @@ into the ledger and fixed for the life of a run; `RunConfig` says where data and
 model is trained how, and on what. Field docstrings are the help texts of the command line.
 """
 
+import contextlib
 import dataclasses
 import enum
-import hashlib
-import json
 import math
-from collections.abc import Collection
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +59,7 @@ class PrivacyConfig:
     """normalised: g min(1/C, 1/|g|), sensitivity 1 (De et al. 2022). plain: g min(1, C/|g|)."""
 
     sampling: Literal["poisson", "shuffle"] = "poisson"
-    """shuffle is the paper's comparison mode: its epsilon is as if Poisson sampled, no guarantee."""
+    """shuffle is the paper's comparison mode: epsilon as if Poisson sampled, not a guarantee."""
 
     def __post_init__(self):
         expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
@@ -92,17 +91,17 @@ class RunConfig:
     learning_rate: float = 0.1
     """Constant learning rate. > 0."""
 
-    user_column: str = "user_id"
-    """Column that says whose a row is, where data names files."""
+    user_column: str | None = None
+    """Where data names files: column that says whose a row is. Default: user_id."""
 
-    text_column: str = "text"
-    """Column with the text, where data names files."""
+    text_column: str | None = None
+    """Where data names files: column with the text. Default: text."""
 
-    tokenizer: str = "bytes"
-    """Where data names files: bytes, wordpiece:SIZE, or a tokenizer file."""
+    tokenizer: str | None = None
+    """Where data names files: bytes, wordpiece:SIZE, or a tokenizer file. Default: bytes."""
 
-    max_length: int = 128
-    """Sequence length in tokens, where data names files. >= 2."""
+    max_length: int | None = None
+    """Where data names files: sequence length in tokens. >= 2. Default: 128."""
 
     seed: int | None = None
     """Makes a run reproducible and its noise known to whoever knows it. Default: secret."""
@@ -139,18 +138,17 @@ class RunConfig:
         positive = ("num_lanes", "threads_per_worker", "eval_examples", "checkpoint_every")
         for name in (*positive, "log_every"):
             expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
-        for name in ("num_workers", "eval_every"):
+        for name, least in (("num_workers", 1), ("eval_every", 1), ("max_length", 2)):
             value = getattr(self, name)
-            expect(name, value, value is None or value >= 1, ">= 1")
-        expect("max_length", self.max_length, self.max_length >= 2, ">= 2")
+            expect(name, value, value is None or value >= least, f">= {least}")
         rate = self.learning_rate
         expect("learning_rate", rate, 0 < rate < math.inf, "> 0 and finite")
 
     @property
     def data_options(self) -> dict[str, Any]:
-        """How files are read; what `corpora.load` takes beside the source."""
+        """How files are read, where the user says so; what `corpora.load` takes beside a source."""
         names = ("user_column", "text_column", "tokenizer", "max_length")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 # May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
@@ -166,10 +164,13 @@ def expect(field: str, value: Any, holds: bool, expected: str) -> None:
         raise ConfigError(f"{field}={value}: expected {expected}")
 
 
-def choice(field: str, value: str, options: Collection[str]) -> str:
-    """`value`, if it is one of `options`."""
-    expect(field, value, value in options, "one of " + ", ".join(options))
-    return value
+@contextlib.contextmanager
+def mistakes() -> Iterator[None]:
+    """Around code that does not know ConfigError: its ValueErrors are the user's mistakes."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def as_dict(config: PrivacyConfig | RunConfig) -> dict[str, Any]:
@@ -182,8 +183,3 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     return value
-
-
-def fingerprint(record: dict[str, Any]) -> str:
-    """sha256 over the canonical JSON of a record."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

@@ -10,36 +10,26 @@ from typing import Any
 
 from rich import progress
 from rich.console import Console as RichConsole
-from rich.table import Table
 
+from fedsim.config import Algorithm
 from fedsim.plan import COMPARISON_ONLY, Plan
 
 
 class Console:
-    """Writes to stderr; `quiet` keeps everything but the plan's warnings to itself."""
+    """Writes to stderr."""
 
     def __init__(self, *, log_every: int = 10):
         self._out = RichConsole(stderr=True, highlight=False)
         self._log_every = log_every
-        self._shown_at = time.monotonic()
 
     def note(self, text: str) -> None:
         """One line."""
         self._out.print(text, markup=False, soft_wrap=True)
 
-    def stage(self, name: str, done: int, total: int) -> None:
-        """Progress of long work with a known end, a line a second at most."""
-        now = time.monotonic()
-        if now - self._shown_at > 1:
-            self._shown_at = now
-            self.note(f"{name} {done}/{total}")
-
     def plan(self, plan: Plan, workers: Any) -> None:
         """The plan, before the first step."""
-        shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in plan_rows(plan, workers):
-            shown.add_row(name, value)
-        self._out.print(shown, soft_wrap=True)
+            self.note(f"{name:17} {value}")
         for fact in plan.non_private:
             self.note(f"read off the data, not protected: {fact}")
 
@@ -76,7 +66,7 @@ class Console:
         """What came out."""
         self.note(
             f"eval loss {_number(summary['initial_eval_loss'])} -> "
-            f"{_number(summary['final_eval_loss'])} nats/token after {summary['steps_done']} steps, "
+            f"{_number(summary['final_eval_loss'])} nats/token, {summary['steps_done']} steps, "
             f"{summary['gradients_computed']} gradients, {summary['wall_seconds']:.0f} s"
         )
         self.note(claim(summary))
@@ -95,23 +85,28 @@ def claim(summary: dict[str, Any]) -> str:
 
 def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
     """Names and values of the plan as a person wants to read them."""
-    els = plan.algorithm == "els"
-    unit = "examples" if els else "users"
-    pool = f", {plan.num_units} in the pool" if els else ""
+    els = plan.algorithm == Algorithm.ELS
+    unit, share = ("examples", "in all") if els else ("users", "each")
+    pool = f", {plan.num_units:,} in the pool" if els else ""
     label = f" ({COMPARISON_ONLY})" if plan.sampling_run != plan.sampling_accounted else ""
-    private = f"{plan.target_epsilon:g} at delta {plan.delta:.3g}{label}"
-    if not plan.noise_multiplier:
-        private = "inf: no noise, non-private"
+    if plan.noise_multiplier:
+        epsilon = f"{plan.target_epsilon:g} at delta {plan.delta:.3g}{label}"
+    else:
+        epsilon = "inf: no noise, non-private"
+    compute = f"{plan.num_steps:,} steps x {plan.budget:,} gradients"
     return [
         ("algorithm", f"DP-SGD-{plan.algorithm.upper()}, {plan.sampling_run} sampling"),
-        ("data", f"{plan.num_users} users, {plan.num_examples} examples{pool}"),
-        ("step", f"{plan.expected_count} {unit} expected (probability {plan.sampling_prob:.3g}), "
-                 f"at most {plan.group_size} examples of a user {'in all' if els else 'each'}"),
+        ("data", f"{plan.num_users:,} users, {plan.num_examples:,} examples{pool}"),
+        (
+            "step",
+            f"{plan.expected_count:,} {unit} expected, with probability {plan.sampling_prob:.3g}",
+        ),
+        ("group size", f"{plan.group_size:,} of a user's examples {share} at most"),
         ("clipping", f"{plan.clipping}, C = {plan.clip_norm:g}"),
-        ("epsilon", private),
+        ("epsilon", epsilon),
         ("noise multiplier", f"{plan.noise_multiplier:.4f}"),
-        ("compute", f"{plan.num_steps} steps of {plan.budget} gradients, {plan.num_parameters} parameters"),
-        ("workers", f"{workers.num_workers} x {workers.describe()}, {workers.num_lanes} lanes"),
+        ("compute", f"{compute}, {plan.num_parameters:,} parameters"),
+        ("workers", f"{workers.num_workers} x {workers.describe()}; {workers.num_lanes} lanes"),
     ]
 
 

@@ -21,9 +21,10 @@ class ELS:
     def __init__(self, users, *, budget, group_size, sampling, key):
         self.group_size = group_size  # ............................................ G_ELS
         self.pool = limit_contributions(users.offsets, group_size, key)  # ......... D_sub
-        expect("budget", budget, budget <= len(self.pool), f"<= the pool, {len(self.pool)} examples")
+        most = len(self.pool)
+        expect("budget", budget, budget <= most, f"<= {most}, the examples of the pool")
         self.expected_count = budget  # ............................................ B = p |D_sub|
-        self.sampler = SAMPLERS[sampling](len(self.pool), self.expected_count)  # .. p
+        self.sampler = SAMPLERS[sampling](most, self.expected_count)  # ............ p
         self.key = key
 
     def event(self, noise_multiplier: float) -> StepEvent:
@@ -35,7 +36,7 @@ class ELS:
         batch = self.sampler.draw(self.key, step)  # ............................... S^t
         rows = self.pool[batch][:, None]  # ........................................ z
         grad_sum, stats = engine.clipped_sum(params, rows, clip)  # ................ g_sum^t
-        stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma_ELS
+        stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma
         key = self.key.jax_key("noise", step)
         grad = noisy_mean(grad_sum, stddev=stddev, count=self.expected_count, key=key)  # g^t
         return grad, stats

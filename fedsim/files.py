@@ -7,7 +7,7 @@ from typing import Any
 
 
 def cache_dir() -> Path:
-    """Where fedsim keeps what it can make again: FEDSIM_CACHE_DIR, or fedsim/ in the user's cache."""
+    """Where fedsim keeps what it can make again: FEDSIM_CACHE_DIR, or fedsim/ in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("FEDSIM_CACHE_DIR") or Path(base) / "fedsim")
 

@@ -66,7 +66,7 @@ class Ledger:
 
 
 def released_epsilon(directory: Path, delta: float) -> float:
-    """The epsilon of the steps a run has released, recomputed from its ledger; inf without noise."""
+    """Epsilon of the steps a run has released, recomputed from its ledger; inf without noise."""
     events = [line["event"] for line in read(directory)[1:]]
     if None in events:
         return math.inf
@@ -87,7 +87,9 @@ def check_chain(lines: list[dict[str, Any]]) -> None:
     for number, line in enumerate(lines):
         chain = _link(chain, {name: value for name, value in line.items() if name != "chain"})
         if line.get("chain") != chain or line.get("step", -1) != number - 1:
-            raise LedgerError(f"line {number + 1} of the ledger was changed, or one before it removed")
+            raise LedgerError(
+                f"line {number + 1} of the ledger was changed, or one before it removed"
+            )
 
 
 def _link(chain: str, line: dict[str, Any]) -> str:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 def noisy_mean(grad_sum: Any, *, stddev: float, count: float, key: jax.Array) -> Any:
     """(grad_sum + N(0, stddev^2 I)) / count: the last line of a step of Algorithms 1 and 2.
 
-    Guarantees: if one unit changes grad_sum by at most S in L2 norm and stddev = S sigma, the result
-      is the Gaussian mechanism with noise multiplier sigma. Every step needs a key of its own; the
+    Guarantees: if one unit changes grad_sum by at most S in L2 norm and stddev = S sigma, this is
+      the Gaussian mechanism with noise multiplier sigma. Every step needs a key of its own; the
       leaves of grad_sum get independent noise.
     Args:
       count: B or M, the *expected* number of units; it must not depend on the draw.

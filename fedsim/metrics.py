@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore
+from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore
 from tensorboard.plugins.hparams import summary_v2 as hparams
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -50,7 +50,9 @@ class Metrics:
 
     def hparams(self, values: dict[str, Any]) -> None:
         """The settings, for TensorBoard's table of runs."""
-        shown = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
+        shown = {
+            k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()
+        }
         self._add(0, summary=hparams.hparams_pb(shown))
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.clipping import Clip
-from fedsim.config import Algorithm, PrivacyConfig, expect, to_json
+from fedsim.config import Algorithm, PrivacyConfig, expect, mistakes, to_json
 from fedsim.data.users import UserStore
 from fedsim.els import ELS
 from fedsim.keys import SecretKey
@@ -63,9 +63,12 @@ class Plan:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Plan":
         """The plan that `as_dict` wrote."""
-        values = {"target_epsilon": float(fields["target_epsilon"])}
-        values["non_private"] = tuple(fields["non_private"])
-        return cls(**{**fields, **values, "algorithm": Algorithm(fields["algorithm"])})
+        typed = {
+            "algorithm": Algorithm(fields["algorithm"]),
+            "target_epsilon": float(fields["target_epsilon"]),
+            "non_private": tuple(fields["non_private"]),
+        }
+        return cls(**{**fields, **typed})
 
 
 def complete(
@@ -97,16 +100,18 @@ def method_for(algorithm: Algorithm, privacy: PrivacyConfig, users: UserStore, k
 
 def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:
     """The smallest noise multiplier for the target epsilon; 0 if that is infinite."""
+    assert privacy.delta is not None, "complete() comes first"
     if math.isinf(privacy.epsilon):
         return 0.0
     event = method.event(1.0)
-    return accounting.noise_multiplier(
-        epsilon=privacy.epsilon,
-        delta=privacy.delta,
-        num_steps=privacy.num_steps,
-        sampling_prob=event.sampling_prob,
-        max_contributions=event.max_contributions,
-    )
+    with mistakes():
+        return accounting.noise_multiplier(
+            epsilon=privacy.epsilon,
+            delta=privacy.delta,
+            num_steps=privacy.num_steps,
+            sampling_prob=event.sampling_prob,
+            max_contributions=event.max_contributions,
+        )
 
 
 def make_plan(
@@ -118,6 +123,7 @@ def make_plan(
     non_private: list[str],
 ) -> Plan:
     """Calibrate the noise and write down every constant."""
+    assert privacy.delta is not None, "complete() comes first"
     return Plan(
         algorithm=algorithm,
         num_users=users.num_users,

@@ -1,8 +1,8 @@
 """The run directory: who owns it, what it was started with, what it ended with.
 
-    config.json    settings and plan, written once
-    secret.json    the key, mode 0600
-    ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
+config.json    settings and plan, written once
+secret.json    the key, mode 0600
+ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
 """
 
 import json
@@ -24,7 +24,9 @@ def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
     """
     path = run_dir / CONFIG
     if path.exists() and not resume:
-        raise ConfigError(f"run_dir={run_dir}: expected a new directory, or --resume to go on with its run")
+        raise ConfigError(
+            f"run_dir={run_dir}: expected a new directory, or --resume to go on with its run"
+        )
     if path.exists():
         return json.loads(path.read_text())
     if run_dir.exists() and not run_dir.is_dir():
@@ -32,7 +34,9 @@ def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
     # A run that was killed before its first step leaves its key, and nothing else.
     leftovers = {keys.FILE, keys.FILE + ".tmp", CONFIG + ".tmp"}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
-        raise ConfigError(f"run_dir={run_dir}: expected a new or empty directory, or one with a run")
+        raise ConfigError(
+            f"run_dir={run_dir}: expected a new or empty directory, or one with a run"
+        )
     return None
 
 
@@ -49,7 +53,9 @@ def expect_same(run_dir: Path, stored: dict[str, Any], now: dict[str, Any]) -> N
         for name, value in values.items():
             if name not in OPERATIONAL and value != stored[section].get(name):
                 was = stored[section].get(name)
-                raise ConfigError(f"{name}={value}: expected {was}, with which {run_dir} was started")
+                raise ConfigError(
+                    f"{name}={value}: expected {was}, with which {run_dir} was started"
+                )
 
 
 def load(run_dir: Path) -> dict[str, Any]:

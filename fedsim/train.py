@@ -224,8 +224,9 @@ class Trainer:
         if path is None:
             return state
         fields = checkpoint.restore(path, vars(state))
-        scalars = {n: type(getattr(state, n))(v) for n, v in fields.items() if np.ndim(v) == 0 and n not in ("params", "opt_state")}
-        state = State(**{**fields, **scalars})
+        for name in vars(state).keys() - {"params", "opt_state"}:
+            fields[name] = fields[name].item()
+        state = State(**fields)
         self.console.note(f"resuming after step {state.step}")
         return state
 

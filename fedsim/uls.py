@@ -21,9 +21,9 @@ class ULS:
     def __init__(self, users, *, budget, group_size, sampling, key):
         self.group_size = group_size  # ............................................ G_ULS
         expect("budget", budget, budget % group_size == 0, f"a multiple of group_size={group_size}")
+        most = users.num_users * group_size
+        expect("budget", budget, budget <= most, f"<= {most}, group_size x the users")
         self.expected_count = budget // group_size  # .............................. M = q N
-        cohort = f"group_size x cohort, cohort <= {users.num_users} users"
-        expect("budget", budget, self.expected_count <= users.num_users, cohort)
         self.sampler = SAMPLERS[sampling](users.num_users, self.expected_count)  # . q
         self.offsets = users.offsets
         self.key = key
@@ -37,7 +37,7 @@ class ULS:
         cohort = self.sampler.draw(self.key, step)  # .............................. U^t
         rows = draw_groups(self.offsets, cohort, self.group_size, self.key, step)  # D_u^t
         grad_sum, stats = engine.clipped_sum(params, rows, clip)  # ................ g_sum^t
-        stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma_ULS
+        stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma
         key = self.key.jax_key("noise", step)
         grad = noisy_mean(grad_sum, stddev=stddev, count=self.expected_count, key=key)  # g^t
         return grad, stats

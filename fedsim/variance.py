@@ -1,8 +1,8 @@
 """Variance of the privacy noise per step of DP-SGD-ELS and DP-SGD-ULS: Section 3, Equation 5.
 
-With K examples for each of N users, Lipschitz losses and clip norms at the Lipschitz constants, both
-algorithms spend `budget` gradients per step, and their noise per coordinate has variance
-(sigma_ELS L_ELS / B)^2 and (sigma_ULS L_ULS / M)^2. This says nothing of the gradient's own variance.
+With Lipschitz losses and clip norms at the Lipschitz constants, both algorithms spend `budget`
+gradients per step, and their noise per coordinate has variance (sigma_ELS L_ELS / B)^2 and
+(sigma_ULS L_ULS / M)^2. The variance of the gradient itself is not part of it.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The clipped sum against plain loops, and its sensitivity against the worst units we can think of."""
+"""The clipped sum against plain loops, and its sensitivity against the worst units."""
 
 import functools
 
@@ -53,7 +53,9 @@ def test_it_equals_plain_loops(clip, rows_per_pass, units, group, density, seed)
     y, theta = rng.integers(3, size=(units, group)), rng.normal(size=(4, 3)).astype(np.float32)
     total, norms, _, dropped = compiled(clip, rows_per_pass)(theta, {"x": x, "y": y}, mask)
     expected = by_hand(theta, x, y, mask, clip)
-    np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5 * (np.abs(expected).max() + 1e-30))
+    np.testing.assert_allclose(
+        total, expected, rtol=1e-5, atol=1e-5 * (np.abs(expected).max() + 1e-30)
+    )
     assert not dropped.any() and (np.asarray(norms)[~mask.any(axis=1)] == 0).all()
 
 
@@ -102,7 +104,9 @@ CASES = 2500
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("clip", [Clip(1.0), Clip(0.1, True), Clip(1e-4), Clip(30.0, True)], ids=str)
+@pytest.mark.parametrize(
+    "clip", [Clip(1.0), Clip(0.1, True), Clip(1e-4), Clip(30.0, True)], ids=str
+)
 def test_one_unit_changes_the_sum_by_at_most_the_sensitivity(dtype, clip, rng):
     """Other users are ordinary; the one that is added has ordinary, extreme or mixed gradients."""
     units = rng.normal(size=(CASES, 3, 1, 8)) * 10 ** rng.uniform(-6, 6, (CASES, 3, 1, 1))
@@ -168,7 +172,10 @@ def test_gradients_equal_finite_differences_of_a_transformer():
         for _ in range(5):
             direction = jax.tree.map(lambda p: rng.normal(size=p.shape), wide)
             slope = (along(1e-5, direction) - along(-1e-5, direction)) / 2e-5
-            dot = sum((d * g).sum() for d, g in zip(jax.tree.leaves(direction), jax.tree.leaves(total)))
+            dot = sum(
+                (d * g).sum()
+                for d, g in zip(*map(jax.tree.leaves, (direction, total)), strict=True)
+            )
             assert abs(float(dot) - slope) < 1e-5 * float(global_norm(direction))
 
 

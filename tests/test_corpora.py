@@ -11,7 +11,7 @@ import pytest
 
 from fedsim.data import corpora, pydocs
 from fedsim.data.build import build
-from fedsim.data.corpora import default_cache, load
+from fedsim.data.corpora import load
 from fedsim.data.shards import DataError
 from fedsim.data.text import Tokenizer
 
@@ -156,14 +156,3 @@ def test_a_failed_build_leaves_no_entry(source, tmp_path):
 def test_unknown_sources(name, message):
     with pytest.raises(DataError, match=message):
         load(name)
-
-
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("FEDSIM_CACHE_DIR", "/a")
-    assert str(default_cache()) == "/a"
-    monkeypatch.delenv("FEDSIM_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert str(default_cache()) == "/b/fedsim"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/c")
-    assert str(default_cache()) == "/c/.cache/fedsim"

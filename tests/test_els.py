@@ -24,7 +24,9 @@ def make(users, key, *, budget=8, group_size=4, sampling="poisson"):
 def test_a_step_equals_the_oracle(rng, key, clip):
     users, task, theta = softmax_problem(rng, SIZES)
     els = make(users, key)
-    noise = noisy_mean(theta * 0, stddev=1.3 * clip.sensitivity, count=1, key=key.jax_key("noise", 3))
+    noise = noisy_mean(
+        theta * 0, stddev=1.3 * clip.sensitivity, count=1, key=key.jax_key("noise", 3)
+    )
     engine = LocalEngine(task, num_lanes=3)
     grad, _ = els.gradient(jnp.asarray(theta), 3, engine, clip=clip, noise_multiplier=1.3)
     expected = reference.els_gradient(
@@ -43,7 +45,9 @@ def test_without_clipping_noise_and_sampling_it_is_gradient_descent(rng, key):
     users, task = mean_problem(rng, SIZES)
     els = make(users, key, budget=users.num_examples, group_size=30)
     theta = jnp.ones(6)
-    grad, _ = els.gradient(theta, 0, LocalEngine(task, num_lanes=2), clip=Clip(1e6), noise_multiplier=0)
+    grad, _ = els.gradient(
+        theta, 0, LocalEngine(task, num_lanes=2), clip=Clip(1e6), noise_multiplier=0
+    )
     np.testing.assert_allclose(grad, theta - task.points.mean(axis=0), rtol=1e-5, atol=1e-6)
 
 
@@ -111,5 +115,5 @@ def test_the_pool_is_the_same_in_every_step(rng, key):
 
 def test_a_budget_beyond_the_pool_is_refused(rng, key):
     users, _ = mean_problem(rng, SIZES)
-    with pytest.raises(ConfigError, match="budget=16: expected <= the pool, 15 examples"):
+    with pytest.raises(ConfigError, match="budget=16: expected <= 15, the examples of the pool"):
         make(users, key, budget=16)

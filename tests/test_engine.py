@@ -56,7 +56,8 @@ def groups(rng, units, group):
 
 def same(first, second):
     return all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     )
 
 
@@ -179,7 +180,9 @@ def test_an_exception_in_a_workers_code_ends_the_run_with_its_cause(ray_cluster,
 @pytest.mark.ray
 def test_a_lane_that_kills_its_workers_ends_the_run_naming_its_examples(ray_cluster, params):
     engine = ray_pool(DeadlyTask(), num_workers=1, num_lanes=1)
-    with pytest.raises(EngineError, match=r"lane 0 lost its worker 4 times; its examples are \[17\]"):
+    with pytest.raises(
+        EngineError, match=r"lane 0 lost its worker 4 times; its examples are \[17\]"
+    ):
         engine.clipped_sum(params, np.full((1, 1), 17), CLIP)
     engine.close()
 
@@ -192,5 +195,7 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused(ray_cluster, tas
 
 def test_mean_estimation_runs_on_the_same_engine(rng):
     _, task = mean_problem(rng, [5])
-    total, _ = LocalEngine(task, num_lanes=2).clipped_sum(jnp.zeros(6), np.arange(5)[:, None], Clip(1e6))
+    total, _ = LocalEngine(task, num_lanes=2).clipped_sum(
+        jnp.zeros(6), np.arange(5)[:, None], Clip(1e6)
+    )
     np.testing.assert_allclose(total, -task.points.sum(axis=0), rtol=1e-5)

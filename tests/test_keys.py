@@ -11,7 +11,14 @@ def test_streams_differ_by_purpose_index_and_key(key):
     def first(key, *stream):
         return key.generator(*stream).random()
 
-    streams = [("units", 0), ("units", 1), ("group", 0), ("group", 0, 0), ("units", 10), ("units1", 0)]
+    streams = [
+        ("units", 0),
+        ("units", 1),
+        ("group", 0),
+        ("group", 0, 0),
+        ("units", 10),
+        ("units1", 0),
+    ]
     values = [first(key, *stream) for stream in streams]
     values += [first(SecretKey.create(seed=8), "units", 0)]
     assert len(set(values)) == len(values)

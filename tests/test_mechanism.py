@@ -26,7 +26,7 @@ def test_the_noise_of_leaves_and_steps_is_independent(key):
 
 def test_the_same_key_gives_the_same_noise(key):
     twice = [noisy_mean(TREE, stddev=1.0, count=1.0, key=key.jax_key("noise", 4)) for _ in range(2)]
-    assert all((a == b).all() for a, b in zip(*map(jax.tree.leaves, twice)))
+    assert all((a == b).all() for a, b in zip(*map(jax.tree.leaves, twice), strict=True))
 
 
 def test_without_noise_it_is_the_sum_over_the_count(key):

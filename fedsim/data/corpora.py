@@ -24,8 +24,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
     """The data set that `source` names, built first if need be.
 
     Args:
-      source: a built directory (opened as it is: build options do not apply), a file or glob, or
-        "pydocs".
+      source: a built directory (opened as it is, no build options), a file or glob, or "pydocs".
       cache_dir: where builds are kept; see `files.cache_dir`.
       build_options: as for `build`.
     Raises: DataError: bad input, as `build` raises it.
@@ -39,10 +38,15 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
     if source == "pydocs":
         return _load_pydocs(cache_dir, build_options)
     if Path(source).is_dir():
+        for name, value in build_options.items():
+            if name != "progress":
+                raise DataError(f"{name}={value}: expected nothing, {source} is built already")
         return Dataset.open(source)
     sources = find_files(source)
     facts = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in sources]
-    return _cached(facts, cache_dir, build_options, lambda out: build(sources, out, **build_options))
+    return _cached(
+        facts, cache_dir, build_options, lambda out: build(sources, out, **build_options)
+    )
 
 
 def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:

@@ -15,12 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fedsim.config import ConfigError
+
 BATCH_ROWS = 16_384
 SHARD_BYTES = 512 * 2**20
 FORMAT = 1
 
 
-class DataError(ValueError):
+class DataError(ConfigError):
     """A user's mistake about data: one line with the field, its value and what was expected."""
 
 

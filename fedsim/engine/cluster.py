@@ -6,6 +6,7 @@ process that started it.
 
 import atexit
 import functools
+import logging
 import os
 import secrets
 import shutil
@@ -31,10 +32,12 @@ class Cluster:
 
     def _join(self, address: str) -> None:
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"RAY_ADDRESS={address}: expected a running cluster ({reason})") from error
+            raise ConfigError(
+                f"RAY_ADDRESS={address}: expected a running cluster ({reason})"
+            ) from error
 
     def _start(self, num_cpus: int) -> None:
         if "RAY_AUTH_TOKEN" not in os.environ:
@@ -50,13 +53,13 @@ class Cluster:
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
                 _temp_dir=str(self._directory),
             )
 
     def resources(self) -> dict[str, float]:
         """What the cluster has, by Ray's names."""
-        return ray.cluster_resources()
+        return dict(ray.cluster_resources())
 
     def close(self) -> None:
         """Disconnect; a private cluster ends and leaves nothing behind."""

@@ -65,11 +65,12 @@ class Engine(ABC):
         """Wait until workers can compute. Raises EngineError if they cannot be had."""
 
     @abstractmethod
-    def describe(self) -> str:
-        """What one worker is, for people."""
-
     def close(self) -> None:
         """Let go of workers and whatever was started for them."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What one worker is, for people."""
 
     def clipped_sum(self, params: Any, rows: np.ndarray, clip: Clip) -> tuple[Any, Stats]:
         """The clipped sum over units.

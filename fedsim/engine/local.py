@@ -17,6 +17,9 @@ class LocalEngine(Engine):
     def ready(self) -> None:
         self._worker.ping()
 
+    def close(self) -> None:
+        pass
+
     def describe(self) -> str:
         return f"this process ({self._worker.ping()})"
 

@@ -54,11 +54,15 @@ class RayPool(Engine):
     answers.
     """
 
-    def __init__(self, task, *, num_lanes: int, num_workers: int | None, threads: int, cache_dir=None):
+    def __init__(
+        self, task, *, num_lanes: int, num_workers: int | None, threads: int, cache_dir=None
+    ):
         super().__init__(num_lanes)
         cpus = _cpus_needed(num_workers, threads)
         self._cluster = Cluster(cpus)
-        self.plan: WorkerPlan = plan_workers(num_workers, threads, self._cluster.resources(), cache_dir)
+        self.plan: WorkerPlan = plan_workers(
+            num_workers, threads, self._cluster.resources(), cache_dir
+        )
         self.num_workers = self.plan.num_workers
         _expect_room(self.plan, self._cluster.resources())
         actor = ray.remote(Worker).options(**actor_options(self.plan))
@@ -85,7 +89,7 @@ class RayPool(Engine):
 
     def close(self) -> None:
         for worker in self._workers.values():
-            ray.kill(worker)
+            ray.kill(worker)  # pyright: ignore[reportArgumentType]
         self._flights.clear()
         self._cluster.close()
 
@@ -103,7 +107,9 @@ class RayPool(Engine):
                 losses[lane] += 1
                 self.redispatched += 1
                 if losses[lane] >= MAX_LOSSES:
-                    raise EngineError(f"lane {lane} lost its worker {MAX_LOSSES} times; {_name(lanes[lane])}")
+                    raise EngineError(
+                        f"lane {lane} lost its worker {MAX_LOSSES} times; {_name(lanes[lane])}"
+                    )
                 todo.appendleft(lane)
             while upto in answers:
                 yield answers.pop(upto)
@@ -147,7 +153,7 @@ class RayPool(Engine):
         late = [ref for ref, flight in self._flights.items() if flight.deadline < now]
         flights = [self._flights.pop(ref) for ref in late]
         for flight in flights:
-            ray.kill(self._workers[flight.worker], no_restart=False)
+            ray.kill(self._workers[flight.worker], no_restart=False)  # pyright: ignore
             self._probe(flight.worker)
         return [flight.lane for flight in flights]
 
@@ -170,8 +176,10 @@ def _expect_room(plan: WorkerPlan, cluster: dict[str, float]) -> None:
     for name, need in needs.items():
         have = cluster.get(name, 0)
         if plan.num_workers * need > have:
-            room = f"at most {have / need:.0f}: a worker needs {need:g} {name}, the cluster has {have:g}"
-            raise ConfigError(f"num_workers={plan.num_workers}: expected {room}")
+            room = f"{need:g} {name} each, and the cluster has {have:g}"
+            raise ConfigError(
+                f"num_workers={plan.num_workers}: expected at most {have // need:g} ({room})"
+            )
 
 
 def _name(lane: np.ndarray) -> str:

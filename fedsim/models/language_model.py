@@ -33,9 +33,7 @@ class LanguageModelTask:
 
     def nats(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         """(nats, predictions) per row: what evaluation adds up."""
-        return next_token_nats(
-            Transformer(self.config), params, batch["tokens"], batch["sizes"]
-        )
+        return next_token_nats(Transformer(self.config), params, batch["tokens"], batch["sizes"])
 
     def losses(self, params: Any, batch: Any) -> jax.Array:
         """f(theta, z) per row: mean cross entropy in nats per predicted token, float32 [rows]."""

@@ -94,7 +94,7 @@ def next_token_nats(
       sizes_B: real tokens of each row; the rest is padding and predicts nothing.
     Returns: (nats, predictions): float32 [B] sums over a row's sizes - 1 predictions, and how many.
     """
-    logits_BLV = model.apply({"params": params}, tokens_BL[:, :-1])
+    logits_BLV: Any = model.apply({"params": params}, tokens_BL[:, :-1])
     at_least_float32 = jnp.promote_types(logits_BLV.dtype, jnp.float32)
     log_probs_BLV = jax.nn.log_softmax(logits_BLV.astype(at_least_float32))
     targets_BL = tokens_BL[:, 1:]

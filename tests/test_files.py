@@ -1,0 +1,50 @@
+import os
+
+import pytest
+
+from fedsim.files import cache_dir, whole_lines, write_atomically, write_json
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "a"
+    write_atomically(path, b"old")
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    write_json(path, {"x": 1})
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_json(path, {"x": 2})
+    assert path.read_text() == '{\n  "x": 1\n}\n'
+
+
+def test_what_a_crash_left_behind_is_overwritten(tmp_path):
+    (tmp_path / "a.tmp").write_bytes(b"half")
+    write_atomically(tmp_path / "a", b"whole")
+    assert (tmp_path / "a").read_bytes() == b"whole"
+
+
+def test_a_line_cut_off_by_a_crash_is_removed(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
+    assert whole_lines(path) == [{"a": 1}, {"a": 2}]
+    assert path.read_text() == '{"a": 1}\n{"a": 2}\n'
+    assert whole_lines(tmp_path / "none") == []
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDSIM_CACHE_DIR", "/a")
+    assert str(cache_dir()) == "/a"
+    monkeypatch.delenv("FEDSIM_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert str(cache_dir()) == "/b/fedsim"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/c")
+    assert str(cache_dir()) == "/c/.cache/fedsim"

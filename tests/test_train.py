@@ -1,0 +1,214 @@
+"""A run survives anything: killed and resumed, it ends with the same parameters."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedsim import ledger
+from fedsim.cli import main
+from fedsim.config import ConfigError
+
+NUM_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    users = [f"user{u}" for u in range(50) for _ in range(rng.integers(1, 9))]
+    sentences = [" ".join(rng.choice(["red", "green", "blue", "grey"], 6)) for _ in users]
+    path = tmp_path_factory.mktemp("texts") / "texts.parquet"
+    pq.write_table(pa.table({"user_id": users, "text": sentences}), path)
+    return path
+
+
+def command(texts, run_dir, algorithm="uls", engine="local", **flags):
+    flags = {
+        **{"data": texts, "run-dir": run_dir, "epsilon": 4, "num-steps": NUM_STEPS, "budget": 24},
+        **{"group-size": 2, "max-length": 24, "seed": 3, "engine": engine, "checkpoint-every": 5},
+        **flags,
+    }
+    return [
+        "train",
+        algorithm,
+        *(str(x) for name, value in flags.items() for x in (f"--{name}", value)),
+    ]
+
+
+def summary(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def lines(run_dir, name):
+    path = run_dir / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(texts, tmp_path_factory):
+    """Summaries of runs that nothing happened to, by algorithm."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    for algorithm in ("els", "uls"):
+        main(command(texts, directory / algorithm, algorithm))
+    return {algorithm: summary(directory / algorithm) for algorithm in ("els", "uls")}
+
+
+def start(args):
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedsim.cli", *args], stderr=subprocess.PIPE, text=True
+    )
+
+
+def kill_after(args, run_dir, num_lines, sent=signal.SIGKILL):
+    """Start a run and end it once its ledger has so many lines; returns its exit code."""
+    process = start(args)
+    deadline = time.monotonic() + 60
+    while len(lines(run_dir, "ledger.jsonl")) < num_lines and time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.002)
+    process.send_signal(sent)
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+@pytest.mark.timeout(300)  # four processes, which start one after another
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_killed_again_and_again_it_ends_with_the_same_parameters(
+    algorithm, texts, undisturbed, run_dir
+):
+    args = command(texts, run_dir, algorithm)
+    assert kill_after(args, run_dir, 1) == -signal.SIGKILL  # before the first checkpoint
+    for num_lines in (4, 9):
+        kill_after([*args, "--resume"], run_dir, num_lines)
+    main([*args, "--resume"])
+    expected, found = undisturbed[algorithm], summary(run_dir)
+    timing = {"wall_seconds"}
+    assert {k: v for k, v in found.items() if k not in timing} == {
+        k: v for k, v in expected.items() if k not in timing
+    }
+    steps = [line["step"] for line in lines(run_dir, "ledger.jsonl")[1:]]
+    assert steps == list(range(NUM_STEPS))  # no step is missing, none was released twice
+    logged = [line["step"] for line in lines(run_dir, "metrics.jsonl") if "privacy/epsilon" in line]
+    assert logged == list(range(1, NUM_STEPS + 1))
+
+
+def test_a_stop_signal_ends_the_step_and_saves_it(texts, undisturbed, run_dir):
+    args = command(texts, run_dir)
+    assert kill_after(args, run_dir, 4, signal.SIGTERM) == 0
+    stopped = summary(run_dir)
+    assert 3 <= stopped["steps_done"] < NUM_STEPS
+    assert 0 < stopped["epsilon"] < undisturbed["uls"]["epsilon"]  # of what was released
+    assert stopped["steps_done"] == len(lines(run_dir, "ledger.jsonl")) - 1
+    main([*args, "--resume"])
+    assert summary(run_dir)["params_sha256"] == undisturbed["uls"]["params_sha256"]
+
+
+def test_a_finished_run_is_not_run_again(texts, run_dir, undisturbed, capsys):
+    main(command(texts, run_dir))
+    before = summary(run_dir)
+    main([*command(texts, run_dir), "--resume"])
+    assert summary(run_dir) == before and len(lines(run_dir, "ledger.jsonl")) == NUM_STEPS + 1
+
+
+@pytest.mark.ray
+def test_ray_gives_the_same_parameters_as_one_process(texts, undisturbed, run_dir, ray_cluster):
+    main(command(texts, run_dir, engine="ray", **{"num-workers": 2}))
+    assert summary(run_dir)["params_sha256"] == undisturbed["uls"]["params_sha256"]
+
+
+CHANGES = {
+    **{"epsilon": 5, "budget": 36, "group-size": 3, "num-steps": 13, "delta": 1e-5},
+    **{"clip-norm": 0.5, "clipping": "plain", "sampling": "shuffle", "model": "small"},
+    **{"learning-rate": 0.2, "optimizer": "adam", "num-lanes": 4, "seed": 4},
+}
+
+
+@pytest.mark.parametrize("name, value", CHANGES.items())
+def test_a_changed_setting_is_refused_on_resume(name, value, texts, stopped_run, capsys):
+    args = [*command(texts, stopped_run, **{name: value}), "--resume"]
+    before = {path: path.read_bytes() for path in stopped_run.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit) as stop:
+        main(args)
+    assert stop.value.code == 2
+    field = name.replace("-", "_")
+    assert f"{field}={value}" in capsys.readouterr().err.replace(f"{value}.0", f"{value}")
+    assert {path: path.read_bytes() for path in stopped_run.rglob("*") if path.is_file()} == before
+
+
+@pytest.fixture(scope="module")
+def stopped_run(texts, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("stopped") / "run"
+    kill_after(command(texts, run_dir), run_dir, 7)
+    return run_dir
+
+
+def test_other_data_is_refused_on_resume(texts, stopped_run, tmp_path, capsys):
+    table = pq.read_table(texts)
+    other = tmp_path / "other.parquet"
+    pq.write_table(table.slice(0, len(table) - 1), other)
+    with pytest.raises(SystemExit):
+        main([*command(other, stopped_run), "--resume"])
+    assert "data_fingerprint=" in capsys.readouterr().err
+
+
+def test_another_algorithm_is_refused_on_resume(texts, stopped_run, capsys):
+    with pytest.raises(SystemExit):
+        main([*command(texts, stopped_run, "els"), "--resume"])
+    assert "algorithm=els: expected uls" in capsys.readouterr().err
+
+
+def test_a_directory_with_a_run_is_refused_without_resume(texts, stopped_run, capsys):
+    with pytest.raises(SystemExit):
+        main(command(texts, stopped_run))
+    assert "run_dir=" in capsys.readouterr().err
+
+
+def test_a_changed_ledger_is_refused(texts, stopped_run, capsys):
+    path = stopped_run / "ledger.jsonl"
+    kept = path.read_text()
+    path.write_text(kept.replace('"noise_multiplier": ', '"noise_multiplier": 1', 1))
+    with pytest.raises(SystemExit) as stop:
+        main([*command(texts, stopped_run), "--resume"])
+    assert stop.value.code == 1 and "ledger was changed" in capsys.readouterr().err
+    path.write_text(kept)
+
+
+def test_the_key_is_in_no_file_but_its_own(texts, run_dir, capfd):
+    main(command(texts, run_dir))
+    secret = json.loads((run_dir / "secret.json").read_text())["secret"]
+    for path in run_dir.rglob("*"):
+        if path.is_file() and path.name != "secret.json":
+            data = path.read_bytes()
+            assert secret.encode() not in data and bytes.fromhex(secret) not in data, path
+    assert secret not in "".join(capfd.readouterr())
+    assert os.stat(run_dir / "secret.json").st_mode & 0o777 == 0o600
+    assert os.stat(run_dir).st_mode & 0o777 == 0o700
+
+
+def test_private_values_are_named_so(texts, run_dir):
+    main(command(texts, run_dir))
+    names = {name for line in lines(run_dir, "metrics.jsonl") for name in line}
+    public = {name for name in names if not name.startswith("non_private/")}
+    assert public == {
+        "step", "eval/loss", "privacy/epsilon", "performance/gradients_per_second",
+        "performance/step_seconds", "performance/redispatched_lanes",
+    }  # fmt: skip
+    assert {"non_private/loss", "non_private/cohort_size", "non_private/clip_fraction"} <= names
+
+
+def test_epsilon_comes_from_the_ledger(texts, run_dir):
+    main(command(texts, run_dir))
+    found = summary(run_dir)
+    assert ledger.released_epsilon(run_dir, found["delta"]) == found["epsilon"]
+    recorded = [line["epsilon"] for line in lines(run_dir, "ledger.jsonl")[1:]]
+    assert recorded == sorted(recorded) and recorded[-1] == pytest.approx(
+        found["epsilon"], rel=1e-3
+    )
+    assert isinstance(ConfigError("x"), ValueError)
