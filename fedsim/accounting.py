@@ -27,7 +27,7 @@ from scipy import optimize, stats
 
 from fedsim import mixture
 
-ACCOUNTANT_VERSION = 1
+ACCOUNTANT_VERSION = 2
 """Raised whenever a number may change, so that cached calibrations are not reused."""
 
 RELATIVE_ACCURACY = 1e-4

@@ -126,6 +126,7 @@ class Account:
     def __call__(self) -> dict[str, Any]:
         from fedsim import accounting
 
+        expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
         given = (self.delta is None) + (self.epsilon is None)
         expect("delta", self.delta, given == 1, "a delta or an epsilon, and not both")
         cap = _max_contributions(self)

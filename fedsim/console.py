@@ -42,10 +42,8 @@ class Console:
         columns = [
             "step",
             progress.MofNCompleteColumn(),
-            progress.BarColumn(),
-            progress.TimeElapsedColumn(),
-            "left",
-            progress.TimeRemainingColumn(elapsed_when_finished=True),
+            progress.BarColumn(bar_width=10),
+            progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             "{task.description}",
         ]
         with progress.Progress(*columns, console=self._out) as bar:
@@ -115,10 +113,11 @@ def line(values: dict[str, float]) -> str:
     shown = {
         "loss": values.get("non_private/loss"),
         "eval loss": values["eval/loss"],
-        "epsilon": values["privacy/epsilon"],
+        "epsilon": values.get("privacy/epsilon"),
         "gradients/s": values["performance/gradients_per_second"],
     }
-    return "  ".join(f"{name} {_number(value)}" for name, value in shown.items())
+    known = {name: value for name, value in shown.items() if value is not None}
+    return "  ".join(f"{name} {_number(value)}" for name, value in known.items())
 
 
 def _number(value: float | str | None) -> str:

@@ -159,7 +159,7 @@ def self_compose(pmf: pld_pmf.DensePLDPmf, num_steps: int) -> pld_pmf.DensePLDPm
     """
     if num_steps == 1:
         return pmf
-    orders = [sign * 2.0**power / pmf.size for sign in (-1, 1) for power in range(10)]
+    orders = [sign * 4.0**power / pmf.size for sign in (-1, 1) for power in range(5)]
     with np.errstate(over="ignore"):  # tiny masses overflow harmlessly in scipy's logsumexp
         low, high = common.compute_self_convolve_bounds(
             cast(list[float], pmf._probs), num_steps, COMPOSED_TAIL_MASS, orders
@@ -200,13 +200,16 @@ def check_size(size: int, discretization: float) -> None:
         )
 
 
-def _power(values: np.ndarray, exponent: int) -> np.ndarray:
-    """values ** exponent by repeated squaring: ten times faster than through logarithms."""
-    result = np.ones_like(values)
+def _power(spectrum: np.ndarray, exponent: int) -> np.ndarray:
+    """spectrum ** exponent, by repeated squaring of what does not end below e^-100."""
+    kept = np.abs(spectrum.astype(np.complex128)) > math.exp(-100 / exponent)
+    base, product = spectrum[kept], np.ones_like(spectrum[kept])
     while exponent:
         if exponent & 1:
-            result *= values
-        values, exponent = values * values, exponent >> 1
+            product *= base
+        base, exponent = base * base, exponent >> 1
+    result = np.zeros_like(spectrum)
+    result[kept] = product
     return result
 
 

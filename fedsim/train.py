@@ -72,11 +72,13 @@ def train(
             plan = make_plan(algorithm, completed, data.train, method, count(params), non_private)
         console.note("starting the workers")
         workers.ready()
+        versions = {name: version(name) for name in PACKAGES}
         if not stored:
-            versions = {name: version(name) for name in PACKAGES}
             config |= {"plan": plan.as_dict(), "versions": versions}
             rundir.start(run.run_dir, config, key)
         console.plan(plan, workers)
+        if stored and stored["versions"] != versions:
+            console.note("packages changed since the run was started: its bits may change with them")
         return Trainer(method, plan, data, transformation, workers, run, console).fit(params)
     finally:
         workers.close()
@@ -115,6 +117,8 @@ class Trainer:
     def __post_init__(self):
         sigma = self.plan.noise_multiplier
         self.event = self.method.event(sigma) if sigma else None
+        if self.event is not None:
+            self.running_epsilon = accounting.RunningEpsilon(self.event, self.plan.delta)
         self.eval_every = self.run.eval_every or max(1, self.plan.num_steps // 10)
         self.update = jax.jit(self._update)
 
@@ -139,29 +143,28 @@ class Trainer:
         """All steps that are left, or as many as there is time for before a stop signal."""
         if state.step == 0:
             state.initial_eval_loss = state.eval_loss = self._evaluate(state, metrics)
-        epsilon_so_far = self._epsilon_so_far()
+        saved = state.step
         with (
             stop_signals() as stop,
             ThreadPoolExecutor(1) as thread,
             self.console.steps(state.step, self.plan) as show,
         ):
             while state.step < self.plan.num_steps and not stop.is_set():
-                epsilon = thread.submit(epsilon_so_far, state.step + 1)  # while workers compute
-                values = self._step(state, ledger, epsilon.result)
+                values = self._step(state, ledger, thread)
                 metrics.log(state.step, values)
-                if state.step % self.eval_every == 0 or state.step == self.plan.num_steps:
+                if self._due(state.step, self.eval_every):
                     state.eval_loss = self._evaluate(state, metrics)
-                last = state.step == self.plan.num_steps or stop.is_set()
-                if last or state.step % self.run.checkpoint_every == 0:
-                    checkpoint.save(self.run.run_dir, state.step, vars(state))
-                    metrics.flush()
+                if self._due(state.step, self.run.checkpoint_every):
+                    saved = self._save(state, metrics)
                 show(state.step, {**values, "eval/loss": state.eval_loss})
-        if state.step < self.plan.num_steps:
+        if saved < state.step:
+            self._save(state, metrics)
             self.console.note(f"stopped after step {state.step}; --resume goes on from there")
 
-    def _step(self, state: State, ledger: Ledger, epsilon: Callable[[], float]) -> dict[str, float]:
+    def _step(self, state: State, ledger: Ledger, thread: ThreadPoolExecutor) -> dict[str, float]:
         """One step: gradient, ledger, update. Returns its metrics."""
-        started = time.monotonic()
+        started, step = time.monotonic(), state.step + 1
+        accounted = thread.submit(self._epsilon_so_far, step)  # while workers compute
         grad, stats = self.method.gradient(
             state.params,
             state.step,
@@ -169,21 +172,35 @@ class Trainer:
             clip=self.plan.clip,
             noise_multiplier=self.plan.noise_multiplier,
         )
-        run, accounted = self.plan.sampling_run, self.plan.sampling_accounted
-        fields = {"sampling_run": run, "sampling_accounted": accounted, "epsilon": epsilon()}
-        ledger.record(state.step, self.event, **fields)
+        epsilon = accounted.result()
+        ledger.record(
+            state.step,
+            self.event,
+            sampling_run=self.plan.sampling_run,
+            sampling_accounted=self.plan.sampling_accounted,
+            epsilon=to_json(epsilon),
+        )
         state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
-        state.step += 1
+        state.step = step
         state.gradients_computed += int(stats.num_rows.sum())
         seconds = time.monotonic() - started
         state.wall_seconds += seconds
         return {
-            "privacy/epsilon": epsilon(),
+            **({} if epsilon is None else {"privacy/epsilon": epsilon}),
             "performance/gradients_per_second": self.plan.budget / seconds,
             "performance/step_seconds": seconds,
             "performance/redispatched_lanes": self.engine.redispatched,
             **self._private_values(stats),
         }
+
+    def _due(self, step: int, interval: int) -> bool:
+        """Whether what is done every `interval` steps, and after the last, is done after `step`."""
+        return step % interval == 0 or step == self.plan.num_steps
+
+    def _save(self, state: State, metrics: Metrics) -> int:
+        checkpoint.save(self.run.run_dir, state.step, vars(state))
+        metrics.flush()
+        return state.step
 
     def _private_values(self, stats: Stats) -> dict[str, float]:
         """What the step looked like, computed from private data without noise."""
@@ -207,11 +224,11 @@ class Trainer:
         updates, opt_state = self.transformation.update(grad, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    def _epsilon_so_far(self) -> Callable[[int], float]:
-        """Steps released -> epsilon."""
+    def _epsilon_so_far(self, num_steps: int) -> float | None:
+        """Epsilon after so many steps, at every reporting interval; None in between."""
         if self.event is None:
-            return lambda num_steps: math.inf
-        return accounting.RunningEpsilon(self.event, self.plan.delta)
+            return math.inf
+        return self.running_epsilon(num_steps) if self._due(num_steps, self.run.log_every) else None
 
     def _evaluate(self, state: State, metrics: Metrics) -> float:
         losses = evaluate(self.engine, state.params, self.data, self.run.eval_examples)
