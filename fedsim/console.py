@@ -3,6 +3,7 @@
 A progress bar on a terminal, one plain line per reporting interval otherwise (job logs).
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ class Console:
     """Writes to stderr."""
 
     def __init__(self, *, log_every: int = 10):
-        self._out = RichConsole(stderr=True, highlight=False)
+        self._out = RichConsole(stderr=True, highlight=False, emoji=False)
         self._log_every = log_every
 
     def note(self, text: str) -> None:
@@ -75,7 +76,8 @@ def claim(summary: dict[str, Any]) -> str:
     """The privacy claim in one line."""
     if summary["epsilon"] == "inf":
         return "non-private: trained without noise"
-    guarantee = f"epsilon {summary['epsilon']:.4f} at delta {summary['delta']:.3g}"
+    epsilon = math.ceil(summary["epsilon"] * 1e4) / 1e4  # an upper bound is rounded up
+    guarantee = f"epsilon {epsilon:.4f} at delta {summary['delta']:.3g}"
     if summary["sampling_run"] != summary["sampling_accounted"]:
         return f"{guarantee}: {COMPARISON_ONLY}"
     return f"user-level DP: {guarantee} ({summary['adjacency']})"
@@ -114,6 +116,7 @@ def line(values: dict[str, float]) -> str:
         "loss": values.get("non_private/loss"),
         "eval loss": values["eval/loss"],
         "epsilon": values.get("privacy/epsilon"),
+        "epsilon as if Poisson sampled": values.get("comparison_only/epsilon_as_if_poisson"),
         "gradients/s": values["performance/gradients_per_second"],
     }
     known = {name: value for name, value in shown.items() if value is not None}

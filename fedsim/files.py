@@ -22,11 +22,16 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names of new files in it durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
 
 
 def write_json(path: Path, record: dict[str, Any], mode: int = 0o644) -> None:
@@ -35,11 +40,23 @@ def write_json(path: Path, record: dict[str, Any], mode: int = 0o644) -> None:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file; a line cut off by a crash is removed from the file."""
+    """Records of a JSON-lines file, without a last line that is cut off or still being written.
+
+    Raises: ValueError: a line is no JSON object.
+    """
     if not path.exists():
         return []
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
-    return [json.loads(line) for line in data[:whole].splitlines()]
+    records = [json.loads(line) for line in _whole(path.read_bytes()).splitlines()]
+    if not all(isinstance(record, dict) for record in records):
+        raise ValueError(f"{path}: expected a JSON object in every line")
+    return records
+
+
+def remove_cut_off_line(path: Path) -> None:
+    """Remove what a crash left of a last line; for the one who is about to append."""
+    if path.exists():
+        os.truncate(path, len(_whole(path.read_bytes())))
+
+
+def _whole(data: bytes) -> bytes:
+    return data[: data.rfind(b"\n") + 1]

@@ -17,7 +17,7 @@ from typing import Any
 
 from fedsim.accounting import StepEvent, epsilon
 from fedsim.config import FedsimError
-from fedsim.files import whole_lines
+from fedsim.files import remove_cut_off_line, sync_directory, whole_lines
 
 FILE = "ledger.jsonl"
 
@@ -31,15 +31,17 @@ class Ledger:
 
     def __init__(self, directory: Path, head: dict[str, Any]):
         """Open or start it. Raises LedgerError if it belongs to another run or was changed."""
-        self._path = directory / FILE
+        path = directory / FILE
+        remove_cut_off_line(path)
         lines = read(directory)
+        if lines and lines[0].get("head") != head:
+            raise LedgerError(f"{path}: was written by a run with other settings or data")
         self._chain = lines[-1]["chain"] if lines else ""
-        self.num_steps = max(len(lines) - 1, 0)
-        self._file = open(self._path, "a")
+        self._events = [line["event"] for line in lines[1:]]
+        self._file = open(path, "a")
         if not lines:
             self._append({"head": head})
-        elif lines[0]["head"] != head:
-            raise LedgerError(f"{self._path}: was written by a run with other settings or data")
+            sync_directory(directory)
 
     def record(self, step: int, event: StepEvent | None, **fields: Any) -> None:
         """Note that `step` (from 0) is about to be released; durable when this returns.
@@ -47,12 +49,21 @@ class Ledger:
         Args:
           event: what the step is to the accountant; None for a step without noise.
         """
-        if step < self.num_steps:
-            return  # released before the crash; the head already fixes every event
+        line = {"step": step, "event": event and asdict(event), **fields}
         if step > self.num_steps:
             raise LedgerError(f"step={step}: expected {self.num_steps}, the next one")
-        self._append({"step": step, "event": event and asdict(event), **fields})
-        self.num_steps += 1
+        if step == self.num_steps:
+            self._append(line)
+            self._events.append(line["event"])
+        elif line["event"] != self._events[step]:
+            raise LedgerError(
+                f"step={step}: expected event {self._events[step]}, as released before"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Released steps."""
+        return len(self._events)
 
     def close(self) -> None:
         """Close the file."""
@@ -76,13 +87,16 @@ def released_epsilon(directory: Path, delta: float) -> float:
 
 def read(directory: Path) -> list[dict[str, Any]]:
     """All lines of a run's ledger, the head first. Raises LedgerError if they were changed."""
-    lines = whole_lines(directory / FILE)
+    try:
+        lines = whole_lines(directory / FILE)
+    except ValueError as error:
+        raise LedgerError(f"{directory / FILE}: a line is not JSON ({error})") from error
     check_chain(lines)
     return lines
 
 
 def check_chain(lines: list[dict[str, Any]]) -> None:
-    """Raises LedgerError if a line was changed, removed or put in."""
+    """Raises LedgerError if a line was changed, put in, or removed before one that is there."""
     chain = ""
     for number, line in enumerate(lines):
         chain = _link(chain, {name: value for name, value in line.items() if name != "chain"})

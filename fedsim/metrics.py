@@ -14,6 +14,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore
 from tensorboard.plugins.hparams import summary_v2 as hparams
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from fedsim.config import to_json
 from fedsim.files import whole_lines, write_atomically
 
 FILE = "metrics.jsonl"
@@ -35,7 +36,8 @@ class Metrics:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Scalars after `step` steps."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        record = {name: to_json(value) for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **record}) + "\n")
         self._file.flush()
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=Summary(value=scalars))

@@ -16,7 +16,9 @@ def optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
     if name == "momentum":
         return optax.sgd(learning_rate, momentum=0.9)
     factory = getattr(optax, name, None)
-    if not inspect.isfunction(factory) or name.startswith("scale_by") or not _works(factory):
+    # noisy_sgd adds noise of its own; scale_by_... are parts of optimizers.
+    excluded = name == "noisy_sgd" or name.startswith("scale_by")
+    if excluded or not inspect.isfunction(factory) or not _works(factory):
         expected = "momentum or an optax optimizer such as adafactor, adam, sgd"
         raise ConfigError(f"optimizer={name}: expected {expected}")
     return factory(learning_rate=learning_rate)

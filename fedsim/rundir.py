@@ -42,9 +42,13 @@ def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
 
 def start(run_dir: Path, config: dict[str, Any], key: SecretKey) -> None:
     """Make the directory and write key and settings; config.json is last, so it marks a run."""
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    key.save(run_dir)
-    write_json(run_dir / CONFIG, config)
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        run_dir.chmod(0o700)
+        key.save(run_dir)
+        write_json(run_dir / CONFIG, config)
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir}: expected a place to write to ({error})") from error
 
 
 def expect_same(run_dir: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:

@@ -78,7 +78,9 @@ def train(
             rundir.start(run.run_dir, config, key)
         console.plan(plan, workers)
         if stored and stored["versions"] != versions:
-            console.note("packages changed since the run was started: its bits may change with them")
+            console.note(
+                "packages changed since the run was started: its bits may change with them"
+            )
         return Trainer(method, plan, data, transformation, workers, run, console).fit(params)
     finally:
         workers.close()
@@ -186,12 +188,16 @@ class Trainer:
         seconds = time.monotonic() - started
         state.wall_seconds += seconds
         return {
-            **({} if epsilon is None else {"privacy/epsilon": epsilon}),
+            **({} if epsilon is None else {self._epsilon_name(): epsilon}),
             "performance/gradients_per_second": self.plan.budget / seconds,
             "performance/step_seconds": seconds,
             "performance/redispatched_lanes": self.engine.redispatched,
             **self._private_values(stats),
         }
+
+    def _epsilon_name(self) -> str:
+        poisson = self.plan.sampling_run == self.plan.sampling_accounted
+        return "privacy/epsilon" if poisson else "comparison_only/epsilon_as_if_poisson"
 
     def _due(self, step: int, interval: int) -> bool:
         """Whether what is done every `interval` steps, and after the last, is done after `step`."""

@@ -1,7 +1,7 @@
 """Algorithm 2, DP-SGD-ULS: user-level sampling, per-user clipping (Charles et al. 2024).
 
-Read it beside `els.py`: the two differ where the paper's algorithms differ. The comments on the
-right are the paper's symbols. The loop over steps and the update of the model are in `train.py`.
+Read it beside its twin: `els.py` and `uls.py` differ where the paper's algorithms differ. The
+comments on the right are the paper's symbols. The loop and the model's update are in `train.py`.
 """
 
 from fedsim.accounting import StepEvent

@@ -39,3 +39,48 @@ def softmax_gradient(features, labels):
         return np.outer(features[example], probs)
 
     return gradient_fn
+
+
+def transformer_logits(params, tokens, num_heads):
+    """Pre-norm decoder, one row and one position at a time: [rows, length] -> [..., vocabulary]."""
+    embed, positions = _float64(params["embed"]["embedding"], params["positions"]["embedding"])
+    logits = np.zeros((*np.shape(tokens), len(embed)))
+    for row, ids in enumerate(tokens):
+        x = np.array([embed[token] + positions[i] for i, token in enumerate(ids)])
+        for block in range(sum(name.startswith("block_") for name in params)):
+            x = _block(params[f"block_{block}"], x, num_heads)
+        logits[row] = _layer_norm(params["final_norm"], x) @ embed.T
+    return logits
+
+
+def _block(params, x, num_heads):
+    """x + attention(norm(x)), then x + mlp(norm(x)); x is [length, width]."""
+    y = _layer_norm(params["attention_norm"], x)
+    query, key, value = (_dense(params[name], y) for name in ("query", "key", "value"))
+    size = x.shape[1] // num_heads
+    heads = np.zeros_like(x)
+    for head in range(num_heads):
+        part = slice(head * size, (head + 1) * size)
+        for i in range(len(x)):
+            scores = key[: i + 1, part] @ query[i, part] / np.sqrt(size)
+            weights = np.exp(scores - scores.max())
+            heads[i, part] = weights @ value[: i + 1, part] / weights.sum()
+    x = x + _dense(params["out"], heads)
+    y = _dense(params["up"], _layer_norm(params["mlp_norm"], x))
+    y = y / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))  # GELU
+    return x + _dense(params["down"], y)
+
+
+def _dense(params, x):
+    kernel, bias = _float64(params["kernel"], params.get("bias", 0))
+    return x @ kernel + bias
+
+
+def _layer_norm(params, x):
+    scale, bias = _float64(params["scale"], params["bias"])
+    mean, variance = x.mean(axis=1, keepdims=True), x.var(axis=1, keepdims=True)
+    return (x - mean) / np.sqrt(variance + 1e-6) * scale + bias
+
+
+def _float64(*arrays):
+    return [np.asarray(array, np.float64) for array in arrays]

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from fedsim.files import cache_dir, whole_lines, write_atomically, write_json
+from fedsim.files import cache_dir, remove_cut_off_line, whole_lines, write_atomically, write_json
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -31,10 +31,12 @@ def test_what_a_crash_left_behind_is_overwritten(tmp_path):
     assert (tmp_path / "a").read_bytes() == b"whole"
 
 
-def test_a_line_cut_off_by_a_crash_is_removed(tmp_path):
+def test_a_line_cut_off_by_a_crash_is_not_read_and_removed_before_appending(tmp_path):
     path = tmp_path / "lines"
     path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
     assert whole_lines(path) == [{"a": 1}, {"a": 2}]
+    assert path.read_text().endswith('{"a"')  # a reader changes nothing: the writer may be alive
+    remove_cut_off_line(path)
     assert path.read_text() == '{"a": 1}\n{"a": 2}\n'
     assert whole_lines(tmp_path / "none") == []
 

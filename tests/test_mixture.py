@@ -138,6 +138,7 @@ def test_no_probability_is_lost(setting):
     for pmf in mixture.directions(mixture.one_step_pld(mix, (highest - lowest) / 3000)):
         assert pmf._probs.sum() + pmf._infinity_mass >= 1 - 1e-13
         assert pmf._probs.sum() + pmf._infinity_mass <= 1 + 1e-9
+        assert pmf._infinity_mass >= mixture.TAIL_MASS  # what lies beyond the ends of the grid
 
 
 @pytest.mark.parametrize("delta", [1e-3, 1e-7, 1e-12])

@@ -208,6 +208,8 @@ def test_epsilon_comes_from_the_ledger(texts, run_dir):
     found = summary(run_dir)
     assert ledger.released_epsilon(run_dir, found["delta"]) == found["epsilon"]
     recorded = [line["epsilon"] for line in lines(run_dir, "ledger.jsonl")[1:] if line["epsilon"]]
-    assert len(recorded) == 2 and recorded == sorted(recorded) and recorded[-1] == pytest.approx(
-        found["epsilon"], rel=1e-3
+    assert (
+        len(recorded) == 2
+        and recorded == sorted(recorded)
+        and recorded[-1] == pytest.approx(found["epsilon"], rel=1e-3)
     )

@@ -1,0 +1,188 @@
+"""The ledger: what it refuses, and the epsilon that follows from it."""
+
+import json
+import math
+
+import pytest
+
+from fedsim import accounting, ledger
+from fedsim.accounting import StepEvent
+from fedsim.ledger import Ledger, LedgerError
+
+HEAD = {"plan": {"delta": 1e-6, "target_epsilon": "inf"}, "adjacency": "add or remove one user"}
+EVENT = StepEvent(2.0, 0.1, 1)
+OTHER = StepEvent(1.5, 0.1, 3)
+
+
+def write(directory, events=(EVENT,) * 4, head=HEAD):
+    """A ledger with these events; returns its path."""
+    book = Ledger(directory, head)
+    for step, event in enumerate(events):
+        book.record(step, event, sampling_run="poisson")
+    book.close()
+    return directory / ledger.FILE
+
+
+def test_the_ledger_says_what_was_recorded(tmp_path):
+    write(tmp_path, [EVENT, OTHER, None])
+    head, *steps = ledger.read(tmp_path)
+    assert head["head"] == HEAD
+    assert [line["step"] for line in steps] == [0, 1, 2]
+    assert [line["event"] and StepEvent(**line["event"]) for line in steps] == [EVENT, OTHER, None]
+    assert {line["sampling_run"] for line in steps} == {"poisson"}
+
+
+def test_a_step_is_in_the_file_when_record_returns(tmp_path):
+    book = Ledger(tmp_path, HEAD)
+    for step in range(3):
+        book.record(step, EVENT)
+        assert json.loads((tmp_path / ledger.FILE).read_text().splitlines()[-1])["step"] == step
+    book.close()
+
+
+def test_a_ledger_is_continued_where_it_ends(tmp_path):
+    write(tmp_path)
+    book = Ledger(tmp_path, HEAD)
+    assert book.num_steps == 4
+    book.record(4, OTHER)
+    book.close()
+    assert [line.get("step") for line in ledger.read(tmp_path)] == [None, 0, 1, 2, 3, 4]
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    book = Ledger(undisturbed, HEAD)
+    for step, event in enumerate([EVENT] * 4):
+        book.record(step, event, sampling_run="poisson")
+    book.record(4, OTHER)
+    book.close()
+    assert (tmp_path / ledger.FILE).read_text() == (undisturbed / ledger.FILE).read_text()
+
+
+def test_a_step_that_is_run_again_is_no_second_release(tmp_path):
+    path = write(tmp_path)
+    before = path.read_bytes()
+    book = Ledger(tmp_path, HEAD)
+    for step in (0, 2, 3):
+        book.record(step, EVENT, sampling_run="poisson")
+    book.close()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("step", [5, 40])
+def test_a_gap_is_refused(step, tmp_path):
+    path = write(tmp_path)
+    before = path.read_bytes()
+    book = Ledger(tmp_path, HEAD)
+    with pytest.raises(LedgerError, match=f"step={step}: expected 4"):
+        book.record(step, EVENT)
+    book.close()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "head",
+    [{}, {**HEAD, "adjacency": "replace one"}, {**HEAD, "plan": {"delta": 1e-5}}, {**HEAD, "x": 1}],
+)
+def test_another_head_is_refused(head, tmp_path):
+    path = write(tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match="other settings or data"):
+        Ledger(tmp_path, head)
+    assert path.read_bytes() == before
+
+
+TAMPERING = {
+    "changed noise": lambda lines: [*lines[:2], lines[2].replace("2.0", "9.0"), *lines[3:]],
+    "changed head": lambda lines: [lines[0].replace("1e-06", "1e-05"), *lines[1:]],
+    "changed field": lambda lines: [*lines[:-1], lines[-1].replace("poisson", "shuffle")],
+    "field put in": lambda lines: [*lines[:-1], lines[-1].replace("{", '{"x": 1, ', 1)],
+    "removed": lambda lines: [*lines[:2], *lines[3:]],
+    "head removed": lambda lines: lines[1:],
+    "put in": lambda lines: [*lines[:3], lines[2], *lines[3:]],
+    "reordered": lambda lines: [*lines[:2], lines[3], lines[2], *lines[4:]],
+    "without a chain": lambda lines: [*lines[:-1], lines[-1].split(', "chain"')[0] + "}"],
+}
+
+
+@pytest.mark.parametrize("how", TAMPERING)
+def test_a_ledger_is_refused_with_a_line(how, tmp_path):
+    path = write(tmp_path)
+    lines = path.read_text().splitlines()
+    changed = TAMPERING[how](lines)
+    assert changed != lines
+    path.write_text("".join(line + "\n" for line in changed))
+    for use in (
+        lambda: ledger.read(tmp_path),
+        lambda: Ledger(tmp_path, HEAD),
+        lambda: ledger.released_epsilon(tmp_path, 1e-6),
+    ):
+        with pytest.raises(LedgerError, match="was changed, or one before it removed"):
+            use()
+
+
+def test_the_message_names_the_first_line_that_does_not_fit(tmp_path):
+    path = write(tmp_path)
+    path.write_text(path.read_text().replace('"step": 2', '"step": 7'))
+    with pytest.raises(LedgerError, match="^line 4 of the ledger"):
+        ledger.read(tmp_path)
+
+
+def test_a_renumbered_step_is_refused_even_with_a_chain_of_its_own():
+    chain, lines = "", []
+    for line in ({"head": HEAD}, {"step": 0, "event": None}, {"step": 2, "event": None}):
+        chain = ledger._link(chain, line)
+        lines.append({**line, "chain": chain})
+    ledger.check_chain(lines[:2])
+    with pytest.raises(LedgerError, match="line 3"):
+        ledger.check_chain(lines)
+
+
+def test_a_change_shows_in_the_lines_after_it(tmp_path):
+    path = write(tmp_path)
+    lines = ledger.read(tmp_path)
+    lines[2]["event"]["noise_multiplier"] = 9.0
+    content = {name: value for name, value in lines[2].items() if name != "chain"}
+    lines[2]["chain"] = ledger._link(lines[1]["chain"], content)  # as a forger would
+    ledger.check_chain(lines[:3])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(LedgerError, match="^line 4 of the ledger"):
+        ledger.read(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [1, 10])
+def test_a_half_written_line_is_written_again(cut, tmp_path):
+    path = write(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    assert len(ledger.read(tmp_path)) == 4
+    write(tmp_path)  # a resumed run records all steps again
+    assert path.read_bytes() == whole
+
+
+def test_a_half_written_head_is_written_again(tmp_path):
+    whole = write(tmp_path).read_bytes()
+    (tmp_path / ledger.FILE).write_bytes(whole[:20])
+    assert write(tmp_path).read_bytes() == whole
+
+
+def test_the_released_epsilon_is_that_of_the_recorded_steps(tmp_path):
+    write(tmp_path, [EVENT] * 7)
+    found = ledger.released_epsilon(tmp_path, 1e-5)
+    assert found == accounting.epsilon([(EVENT, 7)], 1e-5)
+    assert found > accounting.epsilon([(EVENT, 6)], 1e-5) > 0
+
+
+def test_the_released_epsilon_composes_steps_that_differ(tmp_path):
+    write(tmp_path, [EVENT, OTHER, EVENT])
+    expected = accounting.epsilon([(EVENT, 2), (OTHER, 1)], 1e-5)
+    assert ledger.released_epsilon(tmp_path, 1e-5) == pytest.approx(expected, rel=1e-9)
+
+
+def test_nothing_is_spent_before_the_first_step(tmp_path):
+    write(tmp_path, [])
+    assert ledger.released_epsilon(tmp_path, 1e-5) == 0
+
+
+@pytest.mark.parametrize("events", [[None], [EVENT, None, EVENT]])
+def test_one_step_without_noise_spends_everything(events, tmp_path):
+    write(tmp_path, events)
+    assert ledger.released_epsilon(tmp_path, 1e-5) == math.inf

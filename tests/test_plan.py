@@ -1,0 +1,132 @@
+"""What a run fixes before its first step, and what of it was read off the data."""
+
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+from problems import users_of_sizes
+
+from fedsim import accounting
+from fedsim.config import Algorithm, ConfigError, PrivacyConfig
+from fedsim.plan import Plan, calibrate, complete, make_plan, method_for
+
+SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples
+
+
+@pytest.fixture
+def users():
+    found = users_of_sizes(SIZES)
+    return SimpleNamespace(**vars(found), fingerprint="abc")
+
+
+def privacy(**fields):
+    return PrivacyConfig(**{"epsilon": 3.0, "num_steps": 8, "budget": 6, **fields})
+
+
+def planned(algorithm, users, key, **fields):
+    """(plan, method, completed settings) of a run."""
+    completed, non_private = complete(algorithm, privacy(**fields), users)
+    method = method_for(algorithm, completed, users, key)
+    return make_plan(algorithm, completed, users, method, 10, non_private), method, completed
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_delta_is_a_power_of_the_number_of_examples_and_named_as_not_private(algorithm, users):
+    completed, non_private = complete(algorithm, privacy(), users)
+    assert completed.delta == 56**-1.1
+    assert sum(fact.startswith("delta=0.0119 (n^-1.1") for fact in non_private) == 1
+
+
+def test_the_group_size_of_els_is_the_median_users_and_named_as_not_private(users):
+    completed, non_private = complete(Algorithm.ELS, privacy(), users)
+    assert completed.group_size == 3
+    assert sum(fact.startswith("group_size=3 (the median user") for fact in non_private) == 1
+
+
+def test_the_group_size_of_uls_is_one_whatever_the_data(users):
+    completed, non_private = complete(Algorithm.ULS, privacy(), users)
+    assert completed.group_size == 1
+    assert not any("group_size" in fact for fact in non_private)
+
+
+def test_the_group_size_is_at_least_one():
+    completed, _ = complete(Algorithm.ELS, privacy(), users_of_sizes([0, 0, 0, 4]))
+    assert completed.group_size == 1
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_what_the_user_says_is_kept_and_not_named(algorithm, users):
+    said = privacy(delta=1e-5, group_size=2)
+    completed, non_private = complete(algorithm, said, users)
+    assert completed == said
+    assert non_private == ["num_users=8 and num_examples=56 (taken as public)"]
+
+
+def test_one_example_gives_no_delta():
+    with pytest.raises(ConfigError, match="delta=None"):
+        complete(Algorithm.ULS, privacy(), users_of_sizes([1]))
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_the_calibrated_noise_meets_the_target_and_no_more(algorithm, users, key):
+    plan, method, completed = planned(algorithm, users, key, delta=1e-5)
+    spent = accounting.epsilon([(method.event(plan.noise_multiplier), 8)], completed.delta)
+    assert 0.999 * 3.0 < spent <= 3.0
+
+
+def test_a_target_of_infinity_is_a_run_without_noise(users, key):
+    plan, method, completed = planned(Algorithm.ULS, users, key, epsilon=math.inf)
+    assert plan.noise_multiplier == calibrate(method, completed) == 0
+    assert plan.target_epsilon == math.inf
+
+
+def test_a_target_that_cannot_be_met_is_the_users_mistake(users, key):
+    completed, _ = complete(Algorithm.ULS, privacy(epsilon=1e-9, delta=1e-9), users)
+    method = method_for(Algorithm.ULS, completed, users, key)
+    with pytest.raises(ConfigError, match="epsilon=1e-09: expected at least"):
+        calibrate(method, completed)
+
+
+def test_the_plan_has_the_constants_of_the_paper(users, key):
+    els, *_ = planned(Algorithm.ELS, users, key, group_size=4)
+    uls, *_ = planned(Algorithm.ULS, users, key, group_size=3)
+    pool = sum(min(size, 4) for size in SIZES)
+    assert (els.num_units, els.expected_count, els.sampling_prob) == (pool, 6, 6 / pool)
+    assert (uls.num_units, uls.expected_count, uls.sampling_prob) == (8, 2, 2 / 8)
+    for plan in (els, uls):
+        assert (plan.num_users, plan.num_examples, plan.data_fingerprint) == (8, 56, "abc")
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+def test_the_plan_says_what_is_run_and_what_is_accounted(sampling, users, key):
+    plan, *_ = planned(Algorithm.ULS, users, key, sampling=sampling, epsilon=math.inf)
+    assert (plan.sampling_run, plan.sampling_accounted) == (sampling, "poisson")
+
+
+@pytest.mark.parametrize("clipping, sensitivity", [("normalised", 1.0), ("plain", 0.5)])
+def test_the_sensitivity_is_that_of_the_clipping(clipping, sensitivity, users, key):
+    fields = {"clipping": clipping, "clip_norm": 0.5, "epsilon": math.inf}
+    plan, *_ = planned(Algorithm.ULS, users, key, **fields)
+    assert (plan.clip.norm, plan.clip.sensitivity) == (0.5, sensitivity)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("epsilon", [3.0, math.inf])
+def test_a_plan_comes_back_from_json_as_it_was(algorithm, epsilon, users, key):
+    plan, *_ = planned(algorithm, users, key, epsilon=epsilon)
+    written = json.dumps(plan.as_dict(), allow_nan=False)
+    again = Plan.from_dict(json.loads(written))
+    assert again == plan and again.as_dict() == json.loads(written)
+    assert isinstance(again.algorithm, Algorithm) and isinstance(again.non_private, tuple)
+
+
+def test_a_plan_with_a_field_too_few_or_too_many_is_not_read(users, key):
+    plan, *_ = planned(Algorithm.ULS, users, key, epsilon=math.inf)
+    fields = plan.as_dict()
+    assert fields.keys() == {field.name for field in dataclasses.fields(Plan)}
+    with pytest.raises(TypeError):
+        Plan.from_dict({**fields, "sigma": 1.0})
+    with pytest.raises(TypeError):
+        Plan.from_dict({name: fields[name] for name in fields if name != "delta"})

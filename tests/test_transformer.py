@@ -1,0 +1,183 @@
+"""The model against a plain NumPy forward pass, and what user-level privacy asks of its loss."""
+
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import transformer_logits
+
+from fedsim.checkpoint import params_sha256
+from fedsim.config import ConfigError
+from fedsim.data.dataset import Dataset
+from fedsim.data.users import UserStore
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.transformer import (
+    PRESETS,
+    Transformer,
+    TransformerConfig,
+    next_token_nats,
+    preset,
+)
+
+VOCAB, LENGTH = 23, 10
+CONFIG = TransformerConfig(VOCAB, LENGTH, width=16, num_layers=2, num_heads=4)
+MODEL = Transformer(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Every parameter random, also those that start at 0 or 1."""
+    rng = np.random.default_rng(3)
+    fresh = init(jax.random.key(0), jnp.zeros((5, LENGTH), jnp.int32))["params"]
+    return jax.tree.map(
+        lambda leaf: leaf + rng.normal(0, 0.3, leaf.shape).astype(np.float32), fresh
+    )
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(4).integers(VOCAB, size=(5, LENGTH)).astype(np.int32)
+
+
+logits = jax.jit(lambda params, tokens: MODEL.apply({"params": params}, tokens))
+nats = jax.jit(lambda params, *batch: next_token_nats(MODEL, params, *batch))
+gradient = jax.jit(jax.grad(lambda params, *batch: nats(params, *batch)[0].sum()))
+init = jax.jit(MODEL.init)
+
+
+def test_the_forward_pass_is_that_of_the_plain_loops(params, tokens):
+    expected = transformer_logits(params, tokens, CONFIG.num_heads)
+    assert expected.std() > 1  # nothing cancels
+    np.testing.assert_allclose(logits(params, tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_loss_is_the_cross_entropy_of_the_next_token(params, tokens):
+    sizes = np.array([LENGTH, 7, 4, 2, 3], np.int32)
+    scores = transformer_logits(params, tokens, CONFIG.num_heads)
+    log_probs = scores - np.log(np.exp(scores).sum(axis=2, keepdims=True))
+    expected = [
+        -sum(log_probs[row, i, tokens[row, i + 1]] for i in range(size - 1))
+        for row, size in enumerate(sizes)
+    ]
+    found, predictions = nats(params, tokens, sizes)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_array_equal(predictions, sizes - 1)
+
+
+@pytest.mark.parametrize("changed", [1, 5, LENGTH - 1])
+def test_a_later_token_does_not_change_earlier_logits(changed, params, tokens):
+    other = tokens.copy()
+    other[:, changed] = (other[:, changed] + 1) % VOCAB
+    before, after = logits(params, tokens), logits(params, other)
+    np.testing.assert_array_equal(before[:, :changed], after[:, :changed])
+    assert (np.abs(before[:, changed:] - after[:, changed:]).max(axis=(0, 2)) > 1e-3).all()
+
+
+def test_padding_does_not_change_the_loss(params, tokens):
+    sizes = np.full(5, 6, np.int32)
+    padded = tokens.copy()
+    padded[:, 6:] = (padded[:, 6:] + 5) % VOCAB
+    for before, after in zip(nats(params, tokens, sizes), nats(params, padded, sizes), strict=True):
+        np.testing.assert_array_equal(before, after)
+    cut, predictions = nats(params, tokens[:, :6], sizes)
+    np.testing.assert_allclose(cut, nats(params, tokens, sizes)[0], rtol=1e-6)
+    np.testing.assert_array_equal(predictions, 5)
+
+
+def test_the_loss_of_a_row_does_not_depend_on_the_other_rows(params, tokens):
+    sizes = np.full(5, LENGTH, np.int32)
+    before = nats(params, tokens, sizes)[0]
+    others = tokens.copy()
+    others[1:] = (others[1:] + 7) % VOCAB
+    after = nats(params, others, np.array([LENGTH, 2, 1, 0, 9], np.int32))[0]
+    assert before[0] == after[0] and (before[1:] != after[1:]).all()
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_row_without_a_prediction_has_no_loss_and_no_gradient(size, params, tokens):
+    sizes = np.full(5, size, np.int32)
+    found, predictions = nats(params, tokens, sizes)
+    np.testing.assert_array_equal(found, 0)
+    np.testing.assert_array_equal(predictions, 0)
+    grads = gradient(params, tokens, sizes)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(grads))
+
+
+def test_the_loss_at_uniform_logits_is_the_logarithm_of_the_vocabulary(params, tokens):
+    uniform = {**params, "embed": {"embedding": jnp.zeros((VOCAB, CONFIG.width))}}
+    sizes = np.arange(1, 6, dtype=np.int32)
+    found, _ = nats(uniform, tokens, sizes)
+    np.testing.assert_allclose(found, (sizes - 1) * math.log(VOCAB), rtol=1e-6)
+
+
+def test_a_fresh_model_predicts_almost_uniformly(tokens):
+    fresh = init(jax.random.key(1), tokens)["params"]
+    found, predictions = nats(fresh, tokens, np.full(5, LENGTH, np.int32))
+    assert float((found / predictions).mean()) == pytest.approx(math.log(VOCAB), abs=0.1)
+
+
+def test_nats_are_float32_in_a_half_precision_model(params, tokens):
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    sizes = np.full(5, LENGTH, np.int32)
+    found, _ = nats(half, tokens, sizes)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, nats(params, tokens, sizes)[0], rtol=0.05)
+
+
+def test_the_paper_preset_has_350_million_parameters():
+    config = preset("paper", vocab_size=30_522, max_length=128)
+    shapes = jax.eval_shape(
+        Transformer(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    )
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    width, block = 1024, 4 * 1024**2 + 8 * 1024**2 + 5 * 1024 + 4 * 1024
+    assert count == (30_522 + 128) * width + 24 * block + 2 * width  # biases and norms included
+    assert abs(count / 350e6 - 1) < 0.05
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_heads_of_every_preset_divide_its_width(name):
+    config = preset(name, vocab_size=300, max_length=32)
+    assert config.width % config.num_heads == 0
+    assert (config.vocab_size, config.max_length) == (300, 32)
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ConfigError, match="model=huge: expected one of tiny, small"):
+        preset("huge", 300, 32)
+
+
+@pytest.fixture(scope="module")
+def task():
+    rng = np.random.default_rng(5)
+    texts = {f"u{u}": [rng.integers(VOCAB, size=n) for n in (4, 10, 1, 0)] for u in range(3)}
+    store = UserStore.from_examples(texts, max_length=LENGTH, vocab_size=VOCAB)
+    return LanguageModelTask(Dataset(train=store), CONFIG)
+
+
+def test_a_task_reads_padded_rows(task):
+    batch = task.read("train", np.array([1, -1, 4]))
+    assert batch["tokens"].shape == (3, LENGTH)
+    np.testing.assert_array_equal(batch["sizes"], [10, 0, 4])
+    np.testing.assert_array_equal(batch["tokens"][1], 0)
+
+
+def test_the_loss_of_an_example_is_the_mean_over_its_predictions(task, params):
+    batch = task.read("train", np.array([0, 1, 2, 3, -1]))
+    found, predictions = nats(params, batch["tokens"], batch["sizes"])
+    np.testing.assert_array_equal(predictions, [3, 9, 0, 0, 0])
+    losses = jax.jit(task.losses)(params, batch)
+    assert losses.dtype == jnp.float32 and np.isfinite(losses).all()
+    np.testing.assert_allclose(losses[:2], found[:2] / np.array([3, 9]), rtol=1e-6)
+    np.testing.assert_array_equal(losses[2:], 0)
+
+
+def test_a_task_starts_from_the_same_parameters_wherever_it_is_unpickled(task):
+    again = pickle.loads(pickle.dumps(task))
+    found = jax.jit(again.init)(jax.random.key(2))
+    expected = init(jax.random.key(2), jnp.zeros((5, LENGTH), jnp.int32))["params"]
+    assert params_sha256(found) == params_sha256(expected)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
