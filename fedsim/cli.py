@@ -15,7 +15,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
@@ -27,10 +27,12 @@ from fedsim.config import (
     RunConfig,
     expect,
     mistakes,
+    to_json,
 )
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
 Flat = tyro.conf.OmitArgPrefixes
+UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +137,12 @@ class Account:
             phases = [(event, self.num_steps)]
             epsilon, delta = self.epsilon, self.delta
             if delta is not None:
-                epsilon = accounting.epsilon(phases, delta)
+                epsilon = accounting.epsilon(phases, delta, progress=_progress)
             elif epsilon is not None:
-                delta = accounting.delta(phases, epsilon)
+                delta = accounting.delta(phases, epsilon, progress=_progress)
         if not self.json:
             print(f"epsilon {epsilon:.6g} at delta {delta:.6g}")
-        return {**_without_json(self), "epsilon": epsilon, "delta": delta}
+        return {**_without_json(self), "epsilon": to_json(epsilon), "delta": delta}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +181,7 @@ class Calibrate:
                 num_steps=self.num_steps,
                 sampling_prob=self.sampling_prob,
                 max_contributions=cap,
+                progress=_progress,
             )
         if not self.json:
             print(f"noise multiplier {sigma:.6g}")
@@ -186,7 +189,7 @@ class Calibrate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Build:
+class DataBuild:
     """Tokenise files of text with a user column into a directory that train reads quickly."""
 
     sources: tyro.conf.Positional[tuple[str, ...]]
@@ -233,7 +236,7 @@ class Build:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stats:
+class DataStats:
     """Users, examples and tokens of a built directory: the paper's table of data sets."""
 
     directory: tyro.conf.Positional[str]
@@ -254,8 +257,8 @@ class Data:
     """Build data sets, and look at them."""
 
     command: tyro.conf.OmitSubcommandPrefixes[
-        Annotated[Build, tyro.conf.subcommand("build")]
-        | Annotated[Stats, tyro.conf.subcommand("stats")]
+        Annotated[DataBuild, tyro.conf.subcommand("build")]
+        | Annotated[DataStats, tyro.conf.subcommand("stats")]
     ]
 
     @property
@@ -292,21 +295,25 @@ def parse(args: list[str]) -> Any:
 
 def _with_file(args: list[str]) -> list[str]:
     """The flags of the TOML file that --config names, before those of the command line."""
-    if args[:1] != ["train"] or "--config" not in args[:-1]:
+    after = itertools.pairwise([*args, ""])
+    named = [b if a == "--config" else a[9:] for a, b in after if re.match("--config(=|$)", a)]
+    if args[:1] != ["train"] or not named:
         return args
-    path = Path(args[args.index("--config") + 1])
+    path = Path(named[-1])
     try:
         defaults = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"config={path}: expected a TOML file ({error})") from None
+    known = {f.name for part in (PrivacyConfig, RunConfig) for f in dataclasses.fields(part)}
     flags = []
     for name, value in defaults.items():
+        expect("config", path, name in known, f"names of flags, found {name}")
+        expect(name, value, isinstance(value, bool | int | float | str), f"a value in {path}")
         flag = name.replace("_", "-")
-        flags += (
-            [f"--{'' if value else 'no-'}{flag}"]
-            if value in (True, False)
-            else [f"--{flag}", str(value)]
-        )
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
     return args[:1] + flags + args[1:]
 
 
@@ -366,11 +373,15 @@ def _without_json(command: Any) -> dict[str, Any]:
     return fields
 
 
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 def _set_threads(run: RunConfig) -> None:
     """Before JAX starts its first client: it reads these variables then."""
     from fedsim.engine.resources import driver_environment
 
-    os.environ.setdefault("NPROC", str(run.threads_per_worker))
+    os.environ["NPROC"] = str(run.threads_per_worker)
     if run.engine != "local":
         os.environ.update(driver_environment(run.threads_per_worker))
 
@@ -381,10 +392,20 @@ def main(args: list[str] | None = None) -> None:
         command = parse(list(sys.argv[1:] if args is None else args))
         result = command()
     except FedsimError as error:
-        print("fedsim: error:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(error.exit_code)
+        _fail(error, error.exit_code)
+    except (OSError, json.JSONDecodeError) as error:  # a full disk, a file that is damaged or gone
+        _fail(error, 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
     if command.json:
         print(json.dumps(result))
+    if "steps_done" in result and result["steps_done"] < result["num_steps"]:
+        sys.exit(UNFINISHED)
+
+
+def _fail(reason: Any, code: int) -> NoReturn:
+    print("fedsim: error:", " ".join(str(reason).split()), file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class PrivacyConfig:
     """G: most examples of a user, in all (ELS; default: the median user's) or a step (ULS; 1)."""
 
     clip_norm: float = 1.0
-    """C: clip norm of an example's (ELS) or a user's (ULS) gradient. > 0."""
+    """C: clip norm of an example's (ELS) or a user's (ULS) gradient. In [1e-6, 1e6]."""
 
     clipping: Literal["normalised", "plain"] = "normalised"
     """normalised: g min(1/C, 1/|g|), sensitivity 1 (De et al. 2022). plain: g min(1, C/|g|)."""
@@ -65,7 +65,8 @@ class PrivacyConfig:
         expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
         expect("budget", self.budget, self.budget >= 1, ">= 1")
-        expect("clip_norm", self.clip_norm, 0 < self.clip_norm < math.inf, "> 0 and finite")
+        # Far outside, float32 norms underflow or overflow, and clipping bounds nothing.
+        expect("clip_norm", self.clip_norm, 1e-6 <= self.clip_norm <= 1e6, "in [1e-6, 1e6]")
         if self.delta is not None:
             expect("delta", self.delta, 0 < self.delta < 1, "in (0, 1)")
         if self.group_size is not None:
@@ -104,7 +105,7 @@ class RunConfig:
     """Where data names files: sequence length in tokens. >= 2. Default: 128."""
 
     seed: int | None = None
-    """Makes a run reproducible and its noise known to whoever knows it. Default: secret."""
+    """Makes a run reproducible, and its noise known to whoever knows the seed. Default: none."""
 
     engine: Literal["ray", "local"] = "ray"
     """ray: processes on the cluster of RAY_ADDRESS or a private one. local: this process."""

@@ -32,7 +32,7 @@ class Console:
         for name, value in plan_rows(plan, workers):
             self.note(f"{name:17} {value}")
         for fact in plan.non_private:
-            self.note(f"read off the data, not protected: {fact}")
+            self.note(f"not covered by the guarantee: {fact}")
 
     @contextmanager
     def steps(self, first: int, plan: Plan) -> Iterator[Callable[[int, dict[str, float]], None]]:
@@ -113,11 +113,11 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
 def line(values: dict[str, float]) -> str:
     """Metrics of a step in one line."""
     shown = {
-        "loss": values.get("non_private/loss"),
+        "loss (non-private)": values.get("non_private/loss"),
         "eval loss": values["eval/loss"],
         "epsilon": values.get("privacy/epsilon"),
         "epsilon as if Poisson sampled": values.get("comparison_only/epsilon_as_if_poisson"),
-        "gradients/s": values["performance/gradients_per_second"],
+        "gradients/s": values["non_private/gradients_per_second"],
     }
     known = {name: value for name, value in shown.items() if value is not None}
     return "  ".join(f"{name} {_number(value)}" for name, value in known.items())

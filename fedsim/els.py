@@ -23,8 +23,8 @@ class ELS:
         self.pool = limit_contributions(users.offsets, group_size, key)  # ......... D_sub
         most = len(self.pool)
         expect("budget", budget, budget <= most, f"<= {most}, the examples of the pool")
-        self.expected_count = budget  # ............................................ B = p |D_sub|
-        self.sampler = SAMPLERS[sampling](most, self.expected_count)  # ............ p
+        self.expected_batch_size = budget  # ....................................... B = p |D_sub|
+        self.sampler = SAMPLERS[sampling](most, self.expected_batch_size)  # ....... p
         self.key = key
 
     def event(self, noise_multiplier: float) -> StepEvent:
@@ -38,5 +38,5 @@ class ELS:
         grad_sum, stats = engine.clipped_sum(params, rows, clip)  # ................ g_sum^t
         stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma
         key = self.key.jax_key("noise", step)
-        grad = noisy_mean(grad_sum, stddev=stddev, count=self.expected_count, key=key)  # g^t
+        grad = noisy_mean(grad_sum, stddev=stddev, count=self.expected_batch_size, key=key)  # g^t
         return grad, stats

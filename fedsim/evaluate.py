@@ -14,6 +14,7 @@ from fedsim.console import Console
 from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
+from fedsim.keys import SecretKey
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import preset
 
@@ -39,9 +40,8 @@ def evaluate(
 
 
 def headline(losses: dict[str, float]) -> float:
-    """The loss that stands for the model: held-out users', or else held-out examples'; nan if there
-    is neither."""
-    return next((losses[metric] for metric in SPLITS.values() if metric in losses), math.nan)
+    """The loss that stands for the model: held-out users', who are not protected; nan if none."""
+    return losses.get(SPLITS["eval_users"], math.nan)
 
 
 def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> dict[str, Any]:
@@ -50,9 +50,8 @@ def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> di
     if path is None:
         raise ConfigError(f"run_dir={run.run_dir}: expected a checkpoint, found none")
     data = corpora.load(run.data, progress=console.note, **run.data_options)
-    expected = stored["identity"]["data_fingerprint"]
-    found = data.train.fingerprint
-    expect("data_fingerprint", found, found == expected, f"{expected}, that of the run")
+    found = SecretKey.load(run.run_dir).seal(data.train.fingerprint)
+    expect("data", run.data, found == stored["identity"]["data_seal"], "the data of the run")
     task = LanguageModelTask(data, preset(run.model, data.train.vocab_size, data.train.max_length))
     workers = engine.start(run, task)
     try:

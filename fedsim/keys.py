@@ -20,17 +20,23 @@ FILE = "secret.json"
 
 
 class SecretKey:
-    """256 secret bits, and the streams derived from them."""
+    """256 secret bits, the streams derived from them, and the seed they came from, if any."""
 
-    def __init__(self, secret: bytes):
+    def __init__(self, secret: bytes, seed: int | None = None):
         self._secret = secret
+        self.seed = seed
 
     @classmethod
-    def create(cls, seed: int | None = None) -> "SecretKey":
-        """From the operating system, or from `seed` for a run that can be reproduced."""
+    def create(cls, seed: int | None = None, context: str = "") -> "SecretKey":
+        """From the operating system, or from a seed for a run that can be reproduced.
+
+        Args:
+          context: what else the key depends on. Two runs that share noise cancel it when both are
+            released, so runs with other settings get other keys from the same seed.
+        """
         if seed is None:
             return cls(secrets.token_bytes(32))
-        return cls(hashlib.sha256(f"fedsim seed {seed}".encode()).digest())
+        return cls(hashlib.sha256(f"fedsim seed {seed} {context}".encode()).digest(), seed)
 
     def __repr__(self) -> str:
         return "SecretKey(hidden)"
@@ -49,11 +55,17 @@ class SecretKey:
         words = np.frombuffer(self._digest(purpose, index)[:8], np.uint32)
         return jax.random.wrap_key_data(jax.numpy.asarray(words), impl="threefry2x32")
 
+    def seal(self, text: str) -> str:
+        """A keyed digest of `text` (hex): says whether a text is the same one, to the key's owner
+        alone. A plain digest of the data would tell neighbouring data sets apart."""
+        return self._digest("seal " + text, ()).hex()
+
     def save(self, directory: Path) -> None:
         """Write `secret.json`, readable by its owner alone, or leave nothing."""
-        write_json(directory / FILE, {"secret": self._secret.hex()}, mode=0o600)
+        write_json(directory / FILE, {"secret": self._secret.hex(), "seed": self.seed}, mode=0o600)
 
     @classmethod
     def load(cls, directory: Path) -> "SecretKey":
         """The key that `save` wrote."""
-        return cls(bytes.fromhex(json.loads((directory / FILE).read_text())["secret"]))
+        record = json.loads((directory / FILE).read_text())
+        return cls(bytes.fromhex(record["secret"]), record["seed"])

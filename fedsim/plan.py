@@ -13,6 +13,7 @@ import numpy as np
 from fedsim import accounting
 from fedsim.clipping import Clip
 from fedsim.config import Algorithm, PrivacyConfig, expect, mistakes, to_json
+from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.els import ELS
 from fedsim.keys import SecretKey
@@ -46,9 +47,10 @@ class Plan:
     delta: float
     noise_multiplier: float
     num_parameters: int
-    data_fingerprint: str
+    data_seal: str
+    """Keyed digest of the data's fingerprint: says to the key's owner whether data are the same."""
     non_private: tuple[str, ...]
-    """What was read off the data without protection."""
+    """What the guarantee does not cover: read off the data, or known to others."""
 
     @property
     def clip(self) -> Clip:
@@ -72,10 +74,13 @@ class Plan:
 
 
 def complete(
-    algorithm: Algorithm, privacy: PrivacyConfig, users: UserStore
+    algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset, *, seeded: bool = False
 ) -> tuple[PrivacyConfig, list[str]]:
-    """Fill in delta and group size; also returns what was read off the data to do so."""
-    found = [f"num_users={users.num_users} and num_examples={users.num_examples} (taken as public)"]
+    """Fill in delta and group size; also returns all that the guarantee does not cover."""
+    users = data.train
+    pool = " and the pool's size" if algorithm == Algorithm.ELS else ""
+    counts = f"num_users={users.num_users}, num_examples={users.num_examples}{pool}"
+    found = [f"{counts} (taken as public)"]
     delta, group_size = privacy.delta, privacy.group_size
     if delta is None:
         expect("delta", None, users.num_examples > 1, "a value: one example gives none")
@@ -84,6 +89,10 @@ def complete(
     if group_size is None and algorithm == Algorithm.ELS:
         group_size = max(1, int(np.median(np.diff(users.offsets))))
         found.append(f"group_size={group_size} (the median user's number of examples)")
+    if data.metadata.get("tokenizer", {}).get("trained_on_data"):
+        found.append("the tokenizer (trained on the training users' text)")
+    if seeded:
+        found.append("the seed (whoever knows it can take the noise away)")
     return dataclasses.replace(privacy, delta=delta, group_size=group_size or 1), found
 
 
@@ -121,6 +130,7 @@ def make_plan(
     method: ELS | ULS,
     num_parameters: int,
     non_private: list[str],
+    data_seal: str,
 ) -> Plan:
     """Calibrate the noise and write down every constant."""
     assert privacy.delta is not None, "complete() comes first"
@@ -132,8 +142,8 @@ def make_plan(
         num_steps=privacy.num_steps,
         budget=privacy.budget,
         group_size=method.group_size,
-        expected_count=method.expected_count,
-        sampling_prob=method.sampler.prob,
+        expected_count=method.sampler.expected_count,
+        sampling_prob=method.sampler.sampling_prob,
         sampling_run=method.sampler.name,
         sampling_accounted="poisson",
         clip_norm=privacy.clip_norm,
@@ -142,6 +152,6 @@ def make_plan(
         delta=privacy.delta,
         noise_multiplier=calibrate(method, privacy),
         num_parameters=num_parameters,
-        data_fingerprint=users.fingerprint,
+        data_seal=data_seal,
         non_private=tuple(non_private),
     )

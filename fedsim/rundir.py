@@ -5,16 +5,19 @@ secret.json    the key, mode 0600
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
 """
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fedsim import keys
-from fedsim.config import OPERATIONAL, ConfigError
+from fedsim.config import OPERATIONAL, ConfigError, RunConfig, expect
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
 
-CONFIG, SUMMARY = "config.json", "summary.json"
+CONFIG, SUMMARY, LOCK = "config.json", "summary.json", "lock"
 
 
 def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
@@ -32,7 +35,7 @@ def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")
     # A run that was killed before its first step leaves its key, and nothing else.
-    leftovers = {keys.FILE, keys.FILE + ".tmp", CONFIG + ".tmp"}
+    leftovers = {LOCK, keys.FILE, keys.FILE + ".tmp", CONFIG + ".tmp"}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
         raise ConfigError(
             f"run_dir={run_dir}: expected a new or empty directory, or one with a run"
@@ -40,15 +43,47 @@ def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
     return None
 
 
-def start(run_dir: Path, config: dict[str, Any], key: SecretKey) -> None:
-    """Make the directory and write key and settings; config.json is last, so it marks a run."""
+@contextmanager
+def lock(run_dir: Path) -> Iterator[None]:
+    """Hold the run: two processes at once would release steps under one ledger line.
+
+    Raises: ConfigError: another process holds it.
+    """
+    with open(run_dir / LOCK, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = "expected a run that no other process is working on"
+            raise ConfigError(f"run_dir={run_dir}: {message}") from None
+        yield
+
+
+@contextmanager
+def start(run_dir: Path, config: dict[str, Any], key: SecretKey) -> Iterator[None]:
+    """Make the directory and hold it; write key and settings. config.json, the last, marks a run.
+
+    Raises: ConfigError: it cannot be written, or another process was faster.
+    """
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         run_dir.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir}: expected a place to write to ({error})") from None
+    with lock(run_dir):
+        stored_config(run_dir, resume=False)
         key.save(run_dir)
         write_json(run_dir / CONFIG, config)
-    except OSError as error:
-        raise ConfigError(f"run_dir={run_dir}: expected a place to write to ({error})") from error
+        yield
+
+
+def key_of(run: RunConfig, stored: dict[str, Any] | None) -> SecretKey | None:
+    """The key of a stored run. Raises ConfigError if it came from another seed than `run` has."""
+    if stored is None:
+        return None
+    key = SecretKey.load(run.run_dir)
+    same = run.seed is None or run.seed == key.seed
+    expect("seed", run.seed, same, "the one the run was started with, or none")
+    return key
 
 
 def expect_same(run_dir: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:

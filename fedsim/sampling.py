@@ -18,7 +18,7 @@ PADDING = -1
 
 @dataclasses.dataclass(frozen=True)
 class Poisson:
-    """Each of `num_units` units takes part in a step independently with probability `prob`.
+    """Each unit takes part in a step independently, with probability `sampling_prob`.
 
     Guarantees: draws are independent over units and steps; nothing is dropped or topped up; the
       size of a draw varies and may be 0.
@@ -30,20 +30,20 @@ class Poisson:
     name: ClassVar[str] = "poisson"
 
     @property
-    def prob(self) -> float:
+    def sampling_prob(self) -> float:
         """p or q: the probability with which a unit takes part in a step."""
         return self.expected_count / self.num_units
 
     def draw(self, key: SecretKey, step: int) -> np.ndarray:
         """Units of `step`, int64 [drawn], ascending."""
-        # k ~ Binomial(n, prob), then a uniform k-subset, is the same law as n independent coins.
+        # k ~ Binomial(n, p), then a uniform k-subset: the same law as n independent coins.
         rng = key.generator("units", step)
-        count = rng.binomial(self.num_units, self.prob)
+        count = rng.binomial(self.num_units, self.sampling_prob)
         return np.sort(rng.choice(self.num_units, count, replace=False, shuffle=False))
 
     def event(self, noise_multiplier: float, *, max_contributions: int = 1) -> StepEvent:
         """What one step is to the accountant."""
-        return StepEvent(noise_multiplier, self.prob, max_contributions)
+        return StepEvent(noise_multiplier, self.sampling_prob, max_contributions)
 
 
 @dataclasses.dataclass(frozen=True)

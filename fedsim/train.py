@@ -6,13 +6,14 @@ is run again after a crash is the same step: same units, same noise, same parame
 """
 
 import dataclasses
+import json
 import math
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import optax
 
 from fedsim import accounting, checkpoint, engine, rundir
-from fedsim.config import Algorithm, PrivacyConfig, RunConfig, as_dict, to_json
+from fedsim.config import OPERATIONAL, Algorithm, PrivacyConfig, RunConfig, as_dict, expect, to_json
 from fedsim.console import Console
 from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
@@ -30,10 +31,10 @@ from fedsim.engine.engine import Stats
 from fedsim.evaluate import evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
-from fedsim.ledger import Ledger, released_epsilon
+from fedsim.ledger import Ledger, LedgerError, released_epsilon
 from fedsim.metrics import Metrics, table
 from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.transformer import preset
+from fedsim.models.transformer import check_preset, preset
 from fedsim.optimizers import optimizer
 from fedsim.plan import ADJACENCY, COMPARISON_ONLY, Plan, complete, make_plan, method_for
 
@@ -46,44 +47,58 @@ def train(
     """Train, or go on training; returns what `summary.json` holds.
 
     Nothing is written to the run directory before everything has been found in order.
-    Raises: ConfigError, DataError (a user's mistake), EngineError (workers).
+    Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
     """
-    stored = rundir.stored_config(run.run_dir, resume=run.resume)
-    data = corpora.load(run.data, progress=console.note, **run.data_options)
-    key = SecretKey.load(run.run_dir) if stored else SecretKey.create(run.seed)
-    completed, non_private = complete(algorithm, privacy, data.train)
-    method = method_for(algorithm, completed, data.train, key)
     transformation = optimizer(run.optimizer, run.learning_rate)
-    task = LanguageModelTask(data, preset(run.model, data.train.vocab_size, data.train.max_length))
-    config = {
-        "identity": {"algorithm": algorithm, "data_fingerprint": data.train.fingerprint},
-        "privacy": as_dict(privacy),
-        "run": as_dict(run),
-    }
-    if stored:
-        rundir.expect_same(run.run_dir, stored, config)
-    workers = engine.start(run, task)
-    try:
-        params = task.init(key.jax_key("init"))
+    check_preset(run.model)
+    stored = rundir.stored_config(run.run_dir, resume=run.resume)
+    with ExitStack() as stack:
+        if stored:
+            stack.enter_context(rundir.lock(run.run_dir))
+        data = corpora.load(run.data, progress=console.note, **run.data_options)
+        config = {"identity": {"algorithm": algorithm}, "privacy": as_dict(privacy)}
+        config["run"] = {name: value for name, value in as_dict(run).items() if name != "seed"}
+        key = rundir.key_of(run, stored) or create_key(run.seed, config, data)
+        seal = key.seal(data.train.fingerprint)
+        config["identity"]["data_seal"] = seal
+        if stored:
+            same = stored["identity"]["data_seal"] == seal
+            expect("data", run.data, same, f"the data with which {run.run_dir} was started")
+            rundir.expect_same(run.run_dir, stored, config)
+        completed, non_private = complete(algorithm, privacy, data, seeded=key.seed is not None)
+        method = method_for(algorithm, completed, data.train, key)
+        sizes = preset(run.model, data.train.vocab_size, data.train.max_length)
+        task = LanguageModelTask(data, sizes)
+        workers = engine.start(run, task)
+        stack.callback(workers.close)
+        params = task.init(SecretKey.create(key.seed or 0).jax_key("init"))  # public, as theta^0 is
         if stored:
             plan = Plan.from_dict(stored["plan"])
         else:
             console.note("calibrating the noise")
-            plan = make_plan(algorithm, completed, data.train, method, count(params), non_private)
+            plan = make_plan(
+                algorithm, completed, data.train, method, count(params), non_private, seal
+            )
         console.note("starting the workers")
         workers.ready()
         versions = {name: version(name) for name in PACKAGES}
         if not stored:
             config |= {"plan": plan.as_dict(), "versions": versions}
-            rundir.start(run.run_dir, config, key)
+            stack.enter_context(rundir.start(run.run_dir, config, key))
         console.plan(plan, workers)
         if stored and stored["versions"] != versions:
             console.note(
                 "packages changed since the run was started: its bits may change with them"
             )
-        return Trainer(method, plan, data, transformation, workers, run, console).fit(params)
-    finally:
-        workers.close()
+        trainer = Trainer(method, plan, data, transformation, workers, run, console)
+        return trainer.fit(params, key)
+
+
+def create_key(seed: int | None, config: dict[str, Any], data: Dataset) -> SecretKey:
+    """A key that no run with other settings or data has, even from the same seed."""
+    settings = {n: v for n, v in config["run"].items() if n not in OPERATIONAL}
+    context = [config["identity"], config["privacy"], settings, data.train.fingerprint]
+    return SecretKey.create(seed, json.dumps(context, sort_keys=True))
 
 
 def count(params: Any) -> int:
@@ -124,14 +139,20 @@ class Trainer:
         self.eval_every = self.run.eval_every or max(1, self.plan.num_steps // 10)
         self.update = jax.jit(self._update)
 
-    def fit(self, params: Any) -> dict[str, Any]:
+    def fit(self, params: Any, key: SecretKey) -> dict[str, Any]:
         """Run the steps that are left, then write the summary."""
         state = self._restore(State(params, self.transformation.init(params)))
-        ledger = Ledger(self.run.run_dir, {"plan": self.plan.as_dict(), "adjacency": ADJACENCY})
+        head = {"plan": self.plan.as_dict(), "adjacency": ADJACENCY, "key_seal": key.seal("ledger")}
+        ledger = Ledger(self.run.run_dir, head)
+        if ledger.num_steps < state.step:
+            missing = f"{ledger.num_steps} steps, and the checkpoint has {state.step}"
+            raise LedgerError(f"the ledger in {self.run.run_dir} was cut: it has {missing}")
+        if state.step < self.plan.num_steps:  # a summary of fewer steps than will be released
+            (self.run.run_dir / rundir.SUMMARY).unlink(missing_ok=True)
         metrics = Metrics(self.run.run_dir, last_step=state.step or -1)
         try:
             metrics.text("plan", table(self.plan.as_dict()))
-            metrics.text("run", table(as_dict(self.run)))
+            metrics.text("run", table({n: v for n, v in as_dict(self.run).items() if n != "seed"}))
             self._steps(state, ledger, metrics)
             summary = self._summary(state)
             metrics.hparams(self._hparams(summary))
@@ -189,9 +210,9 @@ class Trainer:
         state.wall_seconds += seconds
         return {
             **({} if epsilon is None else {self._epsilon_name(): epsilon}),
-            "performance/gradients_per_second": self.plan.budget / seconds,
             "performance/step_seconds": seconds,
             "performance/redispatched_lanes": self.engine.redispatched,
+            "non_private/gradients_per_second": int(stats.num_rows.sum()) / seconds,
             **self._private_values(stats),
         }
 
@@ -257,8 +278,10 @@ class Trainer:
         """What `summary.json` holds; epsilon is recomputed from the ledger."""
         epsilon = released_epsilon(self.run.run_dir, self.plan.delta)
         comparison = self.plan.sampling_run != self.plan.sampling_accounted
+        realised = "gradients_computed and wall_seconds (sizes of the draws)"
         return {
             **self.plan.as_dict(),
+            "non_private": [*self.plan.non_private, realised],
             "epsilon": to_json(epsilon),
             "epsilon_holds": COMPARISON_ONLY if comparison else ADJACENCY,
             "adjacency": ADJACENCY,
@@ -281,16 +304,26 @@ class Trainer:
 def stop_signals() -> Iterator[threading.Event]:
     """An event that SIGTERM or SIGINT sets, so that the step under way is finished and saved.
 
-    Installed after Ray has started: Ray puts its own handler in place.
+    A second signal does what it would have done without this. Installed after Ray has started: Ray
+    puts its own handler in place.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    signals = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda *_: stop.set()) for number in signals]
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def first(*_):
+        stop.set()
+        restore()
+
+    def restore():
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, first)
     try:
         yield stop
     finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
+        restore()

@@ -23,8 +23,8 @@ class ULS:
         expect("budget", budget, budget % group_size == 0, f"a multiple of group_size={group_size}")
         most = users.num_users * group_size
         expect("budget", budget, budget <= most, f"<= {most}, group_size x the users")
-        self.expected_count = budget // group_size  # .............................. M = q N
-        self.sampler = SAMPLERS[sampling](users.num_users, self.expected_count)  # . q
+        self.expected_cohort_size = budget // group_size  # ........................ M = q N
+        self.sampler = SAMPLERS[sampling](users.num_users, self.expected_cohort_size)  # q
         self.offsets = users.offsets
         self.key = key
 
@@ -39,5 +39,5 @@ class ULS:
         grad_sum, stats = engine.clipped_sum(params, rows, clip)  # ................ g_sum^t
         stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma
         key = self.key.jax_key("noise", step)
-        grad = noisy_mean(grad_sum, stddev=stddev, count=self.expected_count, key=key)  # g^t
+        grad = noisy_mean(grad_sum, stddev=stddev, count=self.expected_cohort_size, key=key)  # g^t
         return grad, stats

@@ -93,12 +93,31 @@ def test_a_toml_file_gives_defaults_that_flags_override(texts, run_dir, capsys, 
     file = tmp_path / "run.toml"
     file.write_text(
         f'data = "{texts}"\nepsilon = 8\nnum_steps = 9\nengine = "local"\n'
-        "budget = 12\nmax_length = 24\n"
+        "budget = 12\nmax_length = 24\ngroup_size = 1\nresume = false\n"
     )
-    args = ["--config", file, "--run-dir", run_dir, "--num-steps", 2, "--json"]
+    args = [f"--config={file}", "--run-dir", run_dir, "--num-steps", 2, "--json"]
     code, out, err = run("train", "uls", *args, capsys=capsys)
     assert code == 0, err
-    assert json.loads(out)["steps_done"] == 2
+    summary = json.loads(out)
+    assert (summary["num_steps"], summary["budget"], summary["group_size"]) == (2, 12, 1)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("epsilon = ", "expected a TOML file"),
+        ("lerning_rate = 1", "expected names of flags, found lerning_rate"),
+        ("[privacy]\nepsilon = 1", "expected names of flags, found privacy"),
+        ("epsilon = [1, 2]", r"epsilon=\[1, 2\]: expected a value"),
+        ("num_workers = 0", "num_workers=0: expected >= 1"),
+    ],
+)
+def test_a_mistake_in_a_toml_file_is_named(content, message, texts, run_dir, capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    args = train_args(texts, run_dir)
+    code, _, err = run("train", "uls", f"--config={file}", *args, capsys=capsys)
+    assert code == 2 and re.search(message, err), err
 
 
 def test_build_then_stats_then_train(texts, run_dir, tmp_path, capsys):
@@ -161,7 +180,7 @@ MISTAKES = {
     "negative delta": ({"delta": -0.1}, r"delta=-0.1: expected in \(0, 1\)"),
     "group size": ({"group_size": 0}, r"group_size=0: expected >= 1"),
     "steps": ({"num_steps": 0}, r"num_steps=0: expected >= 1"),
-    "clip norm": ({"clip_norm": 0}, r"clip_norm=0.0: expected > 0"),
+    "clip norm": ({"clip_norm": 0}, r"clip_norm=0.0: expected in \[1e-6, 1e6\]"),
     "learning rate": ({"learning_rate": -1}, r"learning_rate=-1.0: expected > 0"),
     "cohort too large": ({"budget": 400}, r"budget=400: expected .* users"),
     "indivisible": ({"budget": 13}, r"budget=13: expected a multiple of group_size=2"),

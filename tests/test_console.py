@@ -14,7 +14,7 @@ PLAN = Plan(
     algorithm=Algorithm.ELS, num_users=1200, num_examples=56_000, num_units=9000, num_steps=20,
     budget=64, group_size=8, expected_count=64, sampling_prob=64 / 9000, sampling_run="poisson",
     sampling_accounted="poisson", clip_norm=0.5, clipping="normalised", target_epsilon=4.0,
-    delta=1e-6, noise_multiplier=1.25, num_parameters=123_456, data_fingerprint="abc",
+    delta=1e-6, noise_multiplier=1.25, num_parameters=123_456, data_seal="abc",
     non_private=("delta=1e-06 (n^-1.1)", "group_size=8 (the median user's)"),
 )  # fmt: skip
 SUMMARY = {
@@ -24,7 +24,7 @@ SUMMARY = {
 }  # fmt: skip
 VALUES = {
     "non_private/loss": 5.25, "eval/loss": 5.5, "privacy/epsilon": 0.5,
-    "performance/gradients_per_second": 100.0,
+    "non_private/gradients_per_second": 100.0,
 }  # fmt: skip
 
 
@@ -51,7 +51,10 @@ def test_without_a_terminal_progress_is_one_plain_line_per_interval(capsys):
             show(step, VALUES)
     lines = shown(capsys)
     assert [int(re.match(r"step (\d+)/20  ", text)[1]) for text in lines] == [3, 10, 20]
-    assert all("loss 5.25  eval loss 5.5  epsilon 0.5  gradients/s 100" in text for text in lines)
+    assert all(
+        "loss (non-private) 5.25  eval loss 5.5  epsilon 0.5  gradients/s 100" in text
+        for text in lines
+    )
     assert lines[-1].endswith("left 0 s")
 
 
@@ -76,7 +79,7 @@ def test_a_note_keeps_what_looks_like_an_emoji_code(capsys):
 def test_the_plan_names_what_was_read_off_the_data(capsys):
     Console().plan(PLAN, WORKERS)
     lines = shown(capsys)
-    facts = [text for text in lines if text.startswith("read off the data, not protected: ")]
+    facts = [text for text in lines if text.startswith("not covered by the guarantee: ")]
     assert [fact.partition(": ")[2] for fact in facts] == list(PLAN.non_private)
     assert len(lines) == len(plan_rows(PLAN, WORKERS)) + 2
 
@@ -133,5 +136,5 @@ def test_the_outcome_is_loss_claim_and_place(capsys, tmp_path):
 
 def test_a_step_without_a_loss_has_none_in_its_line():
     empty = {name: value for name, value in VALUES.items() if name != "non_private/loss"}
-    assert line(empty) == line(VALUES).replace("loss 5.25  ", "")
-    assert line({**VALUES, "non_private/loss": 0.0}).startswith("loss 0  ")
+    assert line(empty) == line(VALUES).replace("loss (non-private) 5.25  ", "")
+    assert line({**VALUES, "non_private/loss": 0.0}).startswith("loss (non-private) 0  ")

@@ -181,7 +181,8 @@ def test_an_exception_in_a_workers_code_ends_the_run_with_its_cause(ray_cluster,
 def test_a_lane_that_kills_its_workers_ends_the_run_naming_its_examples(ray_cluster, params):
     engine = ray_pool(DeadlyTask(), num_workers=1, num_lanes=1)
     with pytest.raises(
-        EngineError, match=r"lane 0 lost its worker 4 times; its examples are \[17\]"
+        EngineError,
+        match=r"lane 0 lost its worker, or took too long, 4 times; its examples are \[17\]",
     ):
         engine.clipped_sum(params, np.full((1, 1), 17), CLIP)
     engine.close()

@@ -21,52 +21,57 @@ def users():
     return SimpleNamespace(**vars(found), fingerprint="abc")
 
 
+def data_of(users, **tokenizer):
+    return SimpleNamespace(train=users, metadata={"tokenizer": tokenizer})
+
+
 def privacy(**fields):
     return PrivacyConfig(**{"epsilon": 3.0, "num_steps": 8, "budget": 6, **fields})
 
 
 def planned(algorithm, users, key, **fields):
     """(plan, method, completed settings) of a run."""
-    completed, non_private = complete(algorithm, privacy(**fields), users)
+    completed, non_private = complete(algorithm, privacy(**fields), data_of(users))
     method = method_for(algorithm, completed, users, key)
-    return make_plan(algorithm, completed, users, method, 10, non_private), method, completed
+    return make_plan(algorithm, completed, users, method, 10, non_private, "abc"), method, completed
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_delta_is_a_power_of_the_number_of_examples_and_named_as_not_private(algorithm, users):
-    completed, non_private = complete(algorithm, privacy(), users)
+    completed, non_private = complete(algorithm, privacy(), data_of(users))
     assert completed.delta == 56**-1.1
     assert sum(fact.startswith("delta=0.0119 (n^-1.1") for fact in non_private) == 1
 
 
 def test_the_group_size_of_els_is_the_median_users_and_named_as_not_private(users):
-    completed, non_private = complete(Algorithm.ELS, privacy(), users)
+    completed, non_private = complete(Algorithm.ELS, privacy(), data_of(users))
     assert completed.group_size == 3
     assert sum(fact.startswith("group_size=3 (the median user") for fact in non_private) == 1
 
 
 def test_the_group_size_of_uls_is_one_whatever_the_data(users):
-    completed, non_private = complete(Algorithm.ULS, privacy(), users)
+    completed, non_private = complete(Algorithm.ULS, privacy(), data_of(users))
     assert completed.group_size == 1
     assert not any("group_size" in fact for fact in non_private)
 
 
 def test_the_group_size_is_at_least_one():
-    completed, _ = complete(Algorithm.ELS, privacy(), users_of_sizes([0, 0, 0, 4]))
+    completed, _ = complete(Algorithm.ELS, privacy(), data_of(users_of_sizes([0, 0, 0, 4])))
     assert completed.group_size == 1
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_what_the_user_says_is_kept_and_not_named(algorithm, users):
     said = privacy(delta=1e-5, group_size=2)
-    completed, non_private = complete(algorithm, said, users)
+    completed, non_private = complete(algorithm, said, data_of(users))
     assert completed == said
-    assert non_private == ["num_users=8 and num_examples=56 (taken as public)"]
+    (counts,) = non_private
+    assert counts.startswith("num_users=8, num_examples=56")
 
 
 def test_one_example_gives_no_delta():
     with pytest.raises(ConfigError, match="delta=None"):
-        complete(Algorithm.ULS, privacy(), users_of_sizes([1]))
+        complete(Algorithm.ULS, privacy(), data_of(users_of_sizes([1])))
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
@@ -83,7 +88,7 @@ def test_a_target_of_infinity_is_a_run_without_noise(users, key):
 
 
 def test_a_target_that_cannot_be_met_is_the_users_mistake(users, key):
-    completed, _ = complete(Algorithm.ULS, privacy(epsilon=1e-9, delta=1e-9), users)
+    completed, _ = complete(Algorithm.ULS, privacy(epsilon=1e-9, delta=1e-9), data_of(users))
     method = method_for(Algorithm.ULS, completed, users, key)
     with pytest.raises(ConfigError, match="epsilon=1e-09: expected at least"):
         calibrate(method, completed)
@@ -96,7 +101,7 @@ def test_the_plan_has_the_constants_of_the_paper(users, key):
     assert (els.num_units, els.expected_count, els.sampling_prob) == (pool, 6, 6 / pool)
     assert (uls.num_units, uls.expected_count, uls.sampling_prob) == (8, 2, 2 / 8)
     for plan in (els, uls):
-        assert (plan.num_users, plan.num_examples, plan.data_fingerprint) == (8, 56, "abc")
+        assert (plan.num_users, plan.num_examples, plan.data_seal) == (8, 56, "abc")
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
@@ -130,3 +135,13 @@ def test_a_plan_with_a_field_too_few_or_too_many_is_not_read(users, key):
         Plan.from_dict({**fields, "sigma": 1.0})
     with pytest.raises(TypeError):
         Plan.from_dict({name: fields[name] for name in fields if name != "delta"})
+
+
+def test_what_else_the_guarantee_does_not_cover_is_named(users):
+    data = data_of(users, trained_on_data=True)
+    _, plain = complete(Algorithm.ULS, privacy(), data_of(users))
+    _, more = complete(Algorithm.ULS, privacy(), data, seeded=True)
+    assert [fact for fact in more if fact not in plain] == [
+        "the tokenizer (trained on the training users' text)",
+        "the seed (whoever knows it can take the noise away)",
+    ]

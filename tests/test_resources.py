@@ -1,7 +1,6 @@
 """Workers and their environment follow from what the cluster has, and from nothing else."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,6 @@ from fedsim.engine.resources import (
     plan_workers,
     worker_environment,
 )
-
-CACHE = Path("/cache")
 
 
 @pytest.mark.parametrize(
@@ -30,13 +27,13 @@ CACHE = Path("/cache")
     ],
 )
 def test_there_is_a_worker_per_accelerator_or_per_so_many_cpus(cluster, threads, expected):
-    assert plan_workers(None, threads, cluster, None).num_workers == expected
+    assert plan_workers(None, threads, cluster).num_workers == expected
 
 
 @pytest.mark.parametrize("cluster", [{"CPU": 8.0}, {"GPU": 2.0}, {"TPU": 2.0}])
 def test_the_user_may_say_how_many_workers(cluster):
-    plan = plan_workers(5, 2, cluster, CACHE)
-    assert (plan.num_workers, plan.threads, plan.cache_dir) == (5, 2, CACHE)
+    plan = plan_workers(5, 2, cluster)
+    assert (plan.num_workers, plan.threads) == (5, 2)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +41,7 @@ def test_the_user_may_say_how_many_workers(cluster):
     [({"CPU": 4.0}, 0, 0), ({"CPU": 4.0, "GPU": 2.0}, 1, 0), ({"CPU": 4.0, "TPU": 2.0}, 0, 1)],
 )
 def test_a_worker_has_a_whole_accelerator_where_there_are_any(cluster, gpus, tpus):
-    plan = plan_workers(None, 2, cluster, None)
+    plan = plan_workers(None, 2, cluster)
     assert (plan.num_gpus, plan.num_tpus) == (gpus, tpus)
     options = actor_options(plan)
     assert (options["num_cpus"], options["num_gpus"]) == (2, gpus)
@@ -66,22 +63,15 @@ def test_accelerator_workers_leave_the_platform_to_jax(accelerator):
     assert worker_environment(WorkerPlan(4, 3, **accelerator)) == {"NPROC": "3"}
 
 
-def test_compiled_programs_are_kept_where_the_plan_says_however_small_they_are():
-    variables = worker_environment(WorkerPlan(1, 1, cache_dir=CACHE))
-    assert variables["JAX_COMPILATION_CACHE_DIR"] == "/cache"
-    assert float(variables["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]) == 0
-    assert int(variables["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"]) == -1
-
-
 def test_the_variables_of_a_worker_are_those_of_its_actor():
-    plan = WorkerPlan(2, 2, cache_dir=CACHE)
+    plan = WorkerPlan(2, 2)
     assert actor_options(plan)["runtime_env"] == {"env_vars": worker_environment(plan)}
     assert all(isinstance(value, str) for value in worker_environment(plan).values())
 
 
 def test_nothing_but_the_arguments_is_read(monkeypatch):
     def everything():
-        plan = plan_workers(None, 2, {"CPU": 8.0}, CACHE)
+        plan = plan_workers(None, 2, {"CPU": 8.0})
         return plan, actor_options(plan), driver_environment(2)
 
     before = everything()

@@ -10,21 +10,27 @@ from fedsim.config import OPERATIONAL, ConfigError, PrivacyConfig, RunConfig, as
 from fedsim.keys import SecretKey
 
 CONFIG = {
-    "identity": {"algorithm": "els", "data_fingerprint": "abc"},
+    "identity": {"algorithm": "els", "data_seal": "abc"},
     "privacy": {"epsilon": 4.0, "delta": None, "group_size": 2},
     "run": {"data": "pydocs", "model": "tiny", "num_workers": None, "seed": 3},
 }
 
 
+def start(run_dir, key):
+    """Start a run and let go of it."""
+    with rundir.start(run_dir, CONFIG, key):
+        pass
+
+
 def test_a_run_is_loaded_with_what_it_was_started_with(run_dir, key):
-    rundir.start(run_dir, CONFIG, key)
+    start(run_dir, key)
     assert rundir.load(run_dir) == rundir.stored_config(run_dir, resume=True) == CONFIG
     loaded = SecretKey.load(run_dir)
     assert loaded.generator("units", 0).random() == key.generator("units", 0).random()
 
 
 def test_only_the_owner_can_look_into_a_run(run_dir, key):
-    rundir.start(run_dir, CONFIG, key)
+    start(run_dir, key)
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
     assert stat.S_IMODE((run_dir / "secret.json").stat().st_mode) == 0o600
     assert json.loads((run_dir / "secret.json").read_text())["secret"] not in json.dumps(
@@ -47,16 +53,16 @@ def test_a_start_that_was_killed_may_be_repeated(resume, run_dir, key, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(rundir, "write_json", killed)
         with pytest.raises(KeyboardInterrupt):
-            rundir.start(run_dir, CONFIG, key)
+            start(run_dir, key)
     (run_dir / "config.json.tmp").write_text("{")
     assert (run_dir / "secret.json").exists()
     assert rundir.stored_config(run_dir, resume=resume) is None
-    rundir.start(run_dir, CONFIG, SecretKey.create(seed=8))
-    assert sorted(path.name for path in run_dir.iterdir()) == ["config.json", "secret.json"]
+    start(run_dir, SecretKey.create(seed=8))
+    assert sorted(path.name for path in run_dir.iterdir()) == ["config.json", "lock", "secret.json"]
 
 
 def test_a_run_is_not_overwritten(run_dir, key):
-    rundir.start(run_dir, CONFIG, key)
+    start(run_dir, key)
     with pytest.raises(ConfigError, match="run_dir=.*--resume"):
         rundir.stored_config(run_dir, resume=False)
 
@@ -93,7 +99,7 @@ def test_the_same_settings_are_accepted(run_dir):
     "section, name, value, was",
     [
         ("identity", "algorithm", "uls", "els"),
-        ("identity", "data_fingerprint", "abd", "abc"),
+        ("identity", "data_seal", "abd", "abc"),
         ("privacy", "epsilon", 4.5, "4.0"),
         ("privacy", "delta", 1e-5, "None"),
         ("privacy", "group_size", None, "2"),
@@ -118,3 +124,17 @@ def test_what_can_change_the_guarantee_is_never_operational():
     assert not OPERATIONAL & privacy.keys()
     assert OPERATIONAL < run.keys()
     assert not OPERATIONAL & {"seed", "model", "optimizer", "num_lanes", "threads_per_worker"}
+
+
+def test_of_two_processes_one_starts_the_run(run_dir, key):
+    with rundir.start(run_dir, CONFIG, key):
+        with pytest.raises(ConfigError, match="no other process"), rundir.lock(run_dir):
+            pass
+        with (
+            pytest.raises(ConfigError, match="run_dir="),
+            rundir.start(run_dir, CONFIG, SecretKey.create()),
+        ):
+            pass
+    assert SecretKey.load(run_dir).generator("a").random() == key.generator("a").random()
+    with rundir.lock(run_dir):  # free again
+        pass

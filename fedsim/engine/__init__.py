@@ -1,9 +1,5 @@
 """Engines: where gradients are computed. Ray is imported below this package alone."""
 
-import platform
-import re
-from pathlib import Path
-
 from fedsim.config import RunConfig
 from fedsim.engine.engine import Engine, EngineError
 from fedsim.files import cache_dir
@@ -27,14 +23,5 @@ def start(run: RunConfig, task) -> Engine:
         num_lanes=run.num_lanes,
         num_workers=run.num_workers,
         threads=run.threads_per_worker,
-        cache_dir=cache_dir() / "compiled" / _host_kind(),
+        cache_dir=cache_dir() / "compiled",
     )
-
-
-def _host_kind() -> str:
-    """Names what compiled programs depend on: unlike hosts must not share them."""
-    try:
-        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        model = None
-    return re.sub(r"\W+", "-", model[1] if model else platform.machine()).strip("-")

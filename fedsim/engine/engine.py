@@ -99,4 +99,6 @@ class Engine(ABC):
 
     def cut(self, rows: np.ndarray) -> list[np.ndarray]:
         """Rows in lanes: consecutive, sizes equal or one apart, independent of the workers."""
-        return [lane for lane in np.array_split(rows, self.num_lanes) if len(lane)]
+        # Of one unit alone, a lane's sum would be that unit's gradient.
+        num_lanes = max(1, min(self.num_lanes, len(rows) // 2))
+        return [lane for lane in np.array_split(rows, num_lanes) if len(lane)]

@@ -9,17 +9,17 @@ import dataclasses
 import os
 import statistics
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from typing import Any
 
 import jax
 import numpy as np
 import ray
 from ray.exceptions import (
-    ActorDiedError,
     ActorUnavailableError,
     GetTimeoutError,
     ObjectLostError,
+    RayError,
     RayTaskError,
 )
 
@@ -30,10 +30,11 @@ from fedsim.engine.resources import WorkerPlan, actor_options, plan_workers
 from fedsim.engine.worker import Worker
 
 MAX_LOSSES = 4  # of one lane, in one call
-FIRST_DEADLINE_S = 600.0  # a worker's first lane compiles
+FIRST_DEADLINE_S = 600.0  # a worker's first lane of a kind compiles
 MIN_DEADLINE_S = 60.0
-PROBE_DEADLINE_S = 60.0
+BACK_DEADLINE_S = 300.0  # for a lost worker to be started again and answer
 START_DEADLINE_S = 120.0
+PAUSE_S = 0.2  # between two questions to a worker that cannot be reached
 
 
 @dataclasses.dataclass
@@ -41,6 +42,7 @@ class _Flight:
     """A call under way: a lane's, or a probe of a worker that was lost (lane None)."""
 
     worker: int
+    method: str
     version: int
     lane: int | None
     started: float
@@ -51,27 +53,32 @@ class RayPool(Engine):
     """Computes on a pool of Ray actors.
 
     State outlives a call: a worker frozen in one step is still out in the next, until a probe of it
-    answers.
+    answers. One that does not come back within BACK_DEADLINE_S is given up.
     """
 
     def __init__(
         self, task, *, num_lanes: int, num_workers: int | None, threads: int, cache_dir=None
     ):
         super().__init__(num_lanes)
-        cpus = _cpus_needed(num_workers, threads)
-        self._cluster = Cluster(cpus)
-        self.plan: WorkerPlan = plan_workers(
-            num_workers, threads, self._cluster.resources(), cache_dir
-        )
-        self.num_workers = self.plan.num_workers
-        _expect_room(self.plan, self._cluster.resources())
-        actor = ray.remote(Worker).options(**actor_options(self.plan))
-        self._workers = {i: actor.remote(task) for i in range(self.num_workers)}
-        self._idle, self._dead = deque(self._workers), set()
+        self._workers: dict[int, Any] = {}
         self._flights: dict[Any, _Flight] = {}
-        self._seconds: deque[float] = deque(maxlen=50)  # of recent lanes
-        self._warm: set[int] = set()
+        self._lost_at: dict[int, float] = {}
+        self._dead: set[int] = set()
+        self._warm: set[tuple[int, str]] = set()  # (worker, method)
+        self._seconds = defaultdict(lambda: deque(maxlen=50))  # of recent lanes, by method
         self._version = 0
+        self._cluster = Cluster(_cpus_needed(num_workers, threads))
+        try:
+            resources = self._cluster.resources()
+            self.plan: WorkerPlan = plan_workers(num_workers, threads, resources)
+            _expect_room(self.plan, resources)
+        except BaseException:
+            self._cluster.close()
+            raise
+        self.num_workers = self.plan.num_workers
+        actor = ray.remote(Worker).options(**actor_options(self.plan))
+        self._workers = {i: actor.remote(task, cache_dir) for i in range(self.num_workers)}
+        self._idle = deque(self._workers)
 
     def ready(self) -> None:
         refs = [worker.ping.remote() for worker in self._workers.values()]
@@ -79,7 +86,7 @@ class RayPool(Engine):
             ray.get(refs, timeout=START_DEADLINE_S)
         except GetTimeoutError as error:
             raise EngineError(f"workers did not start within {START_DEADLINE_S:.0f} s") from error
-        except (ActorDiedError, RayTaskError) as error:
+        except RayError as error:
             raise EngineError(f"a worker could not start: {_cause(error)}") from error
 
     def describe(self) -> str:
@@ -102,50 +109,56 @@ class RayPool(Engine):
                 worker, lane = self._idle.popleft(), todo.popleft()
                 call = getattr(self._workers[worker], method)
                 ref = call.remote(self._version, shared, lanes[lane], *args)
-                self._flights[ref] = self._flight(worker, lane)
+                self._flights[ref] = self._flight(worker, method, lane, losses[lane])
             for lane in self._collect(answers):
                 losses[lane] += 1
                 self.redispatched += 1
                 if losses[lane] >= MAX_LOSSES:
                     raise EngineError(
-                        f"lane {lane} lost its worker {MAX_LOSSES} times; {_name(lanes[lane])}"
+                        f"lane {lane} lost its worker, or took too long, {MAX_LOSSES} times; "
+                        + _name(lanes[lane])
                     )
                 todo.appendleft(lane)
             while upto in answers:
                 yield answers.pop(upto)
                 upto += 1
 
-    def _flight(self, worker: int, lane: int) -> _Flight:
+    def _flight(self, worker: int, method: str, lane: int | None, losses: int = 0) -> _Flight:
+        """A call that starts now; a lane that was lost before gets twice the time."""
         patience = FIRST_DEADLINE_S
-        if worker in self._warm and self._seconds:
-            patience = max(MIN_DEADLINE_S, 5 * statistics.median(self._seconds))
+        if (worker, method) in self._warm:
+            patience = max(MIN_DEADLINE_S, 5 * statistics.median(self._seconds[method]))
         now = time.monotonic()
-        return _Flight(worker, self._version, lane, now, now + patience)
+        return _Flight(worker, method, self._version, lane, now, now + patience * 2**losses)
 
     def _collect(self, answers: dict[int, Any]) -> list[int]:
         """Wait a moment; file what was answered, return the lanes that were lost."""
-        lost = []
+        lost = self._late()
         for ref in ray.wait(list(self._flights), num_returns=1, timeout=1)[0]:
             flight = self._flights.pop(ref)
             try:
                 answer = ray.get(ref)
-            except ActorDiedError as error:
-                self._dead.add(flight.worker)
-                lost.append(flight.lane)
-                if len(self._dead) == self.num_workers:
-                    raise EngineError(f"no worker is left: {_cause(error)}") from error
             except (ActorUnavailableError, ObjectLostError):
+                time.sleep(PAUSE_S)
                 self._probe(flight.worker)
-                lost.append(flight.lane)
             except RayTaskError as error:
                 raise EngineError(f"lane {flight.lane} failed: {_cause(error)}") from error
+            except RayError as error:  # died for good, or something unheard of
+                self._give_up(flight.worker, _cause(error))
             else:
-                self._idle.append(flight.worker)
-                if flight.lane is not None and flight.version == self._version:
-                    answers[flight.lane] = answer
-                    self._warm.add(flight.worker)
-                    self._seconds.append(time.monotonic() - flight.started)
-        return [lane for lane in lost + self._late() if lane is not None]
+                self._file(flight, answer, answers)
+                continue
+            lost.append(flight.lane)
+        return [lane for lane in lost if lane is not None]
+
+    def _file(self, flight: _Flight, answer: Any, answers: dict[int, Any]) -> None:
+        self._idle.append(flight.worker)
+        self._lost_at.pop(flight.worker, None)
+        if flight.lane is not None:
+            self._warm.add((flight.worker, flight.method))
+            self._seconds[flight.method].append(time.monotonic() - flight.started)
+            if flight.version == self._version:  # not one that an abandoned call left behind
+                answers[flight.lane] = answer
 
     def _late(self) -> list[int | None]:
         """Restart the workers whose deadline has passed; return their lanes."""
@@ -159,10 +172,19 @@ class RayPool(Engine):
 
     def _probe(self, worker: int) -> None:
         """Ask a lost worker for a sign of life; until it answers it gets no lane."""
-        self._warm.discard(worker)
-        ref = self._workers[worker].ping.remote()
-        now = time.monotonic()
-        self._flights[ref] = _Flight(worker, self._version, None, now, now + PROBE_DEADLINE_S)
+        self._warm = {(other, method) for other, method in self._warm if other != worker}
+        lost_at = self._lost_at.setdefault(worker, time.monotonic())
+        if time.monotonic() - lost_at > BACK_DEADLINE_S:
+            self._give_up(worker, f"it did not come back within {BACK_DEADLINE_S:.0f} s")
+            return
+        flight = self._flight(worker, "ping", None)
+        flight.deadline = lost_at + BACK_DEADLINE_S
+        self._flights[self._workers[worker].ping.remote()] = flight
+
+    def _give_up(self, worker: int, reason: str) -> None:
+        self._dead.add(worker)
+        if len(self._dead) == self.num_workers:
+            raise EngineError(f"no worker is left: {reason}")
 
 
 def _cpus_needed(num_workers: int | None, threads: int) -> int:

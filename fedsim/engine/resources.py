@@ -4,7 +4,6 @@ The one place that knows them, and pure: it reads nothing but its arguments.
 """
 
 import dataclasses
-from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,12 +14,9 @@ class WorkerPlan:
     threads: int  # CPU threads of a worker
     num_gpus: float = 0.0  # of a worker
     num_tpus: float = 0.0  # of a worker
-    cache_dir: Path | None = None  # of compiled programs
 
 
-def plan_workers(
-    num_workers: int | None, threads: int, cluster: dict[str, float], cache_dir: Path | None
-) -> WorkerPlan:
+def plan_workers(num_workers: int | None, threads: int, cluster: dict[str, float]) -> WorkerPlan:
     """One worker per accelerator of the cluster; without any, one per `threads` CPUs.
 
     Args:
@@ -29,11 +25,11 @@ def plan_workers(
     """
     gpus, tpus = int(cluster.get("GPU", 0)), int(cluster.get("TPU", 0))
     if gpus:
-        return WorkerPlan(num_workers or gpus, threads, num_gpus=1.0, cache_dir=cache_dir)
+        return WorkerPlan(num_workers or gpus, threads, num_gpus=1.0)
     if tpus:
-        return WorkerPlan(num_workers or tpus, threads, num_tpus=1.0, cache_dir=cache_dir)
+        return WorkerPlan(num_workers or tpus, threads, num_tpus=1.0)
     default = max(1, int(cluster.get("CPU", 1)) // threads)
-    return WorkerPlan(num_workers or default, threads, cache_dir=cache_dir)
+    return WorkerPlan(num_workers or default, threads)
 
 
 def driver_environment(threads: int) -> dict[str, str]:
@@ -47,12 +43,6 @@ def worker_environment(plan: WorkerPlan) -> dict[str, str]:
     variables = {"NPROC": str(plan.threads)}
     if not plan.num_gpus and not plan.num_tpus:
         variables["JAX_PLATFORMS"] = "cpu"
-    if plan.cache_dir is not None:
-        variables |= {
-            "JAX_COMPILATION_CACHE_DIR": str(plan.cache_dir),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
     return variables
 
 

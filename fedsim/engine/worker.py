@@ -6,6 +6,9 @@ leaves a worker is a sum over units and per-unit scalars, never one user's gradi
 
 import functools
 import os
+import platform
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +27,12 @@ class Worker:
     """Computes lanes of a task. Cohorts vary in size, shapes do not: rows are padded to whole
     chunks and the loop runs over as many chunks as were drawn, so nothing is compiled twice."""
 
-    def __init__(self, task: Any):
+    def __init__(self, task: Any, cache_dir: Path | None = None):
+        """Args: cache_dir: where compiled programs are kept for other processes and runs."""
+        if cache_dir is not None:
+            jax.config.update("jax_compilation_cache_dir", str(cache_dir / _host_kind()))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         self.task = task
         self._version, self._params = None, None
 
@@ -89,3 +97,12 @@ def _chunks(rows: np.ndarray, size: int):
         chunk = rows[start : start + size]
         padding = [(0, size - len(chunk))] + [(0, 0)] * (rows.ndim - 1)
         yield np.pad(chunk, padding, constant_values=-1), len(chunk)
+
+
+def _host_kind() -> str:
+    """Names what compiled programs depend on: unlike hosts must not share them."""
+    try:
+        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        model = None
+    return re.sub(r"\W+", "-", model[1] if model else platform.machine()).strip("-")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fedsim.config import ConfigError
+from fedsim.config import expect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,14 @@ PRESETS = {
 }
 
 
+def check_preset(name: str) -> None:
+    """Raises ConfigError unless there is a model of that name."""
+    expect("model", name, name in PRESETS, "one of " + ", ".join(PRESETS))
+
+
 def preset(name: str, vocab_size: int, max_length: int) -> TransformerConfig:
     """The sizes that `name` stands for."""
-    if name not in PRESETS:
-        raise ConfigError(f"model={name}: expected one of {', '.join(PRESETS)}")
+    check_preset(name)
     width, num_layers, num_heads = PRESETS[name]
     return TransformerConfig(vocab_size, max_length, width, num_layers, num_heads)
 
