@@ -10,38 +10,24 @@ _LARGEST_REFINEMENT points. One-step losses are kept, so asking again about a st
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
-import os
-import pathlib
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 
 import dp_accounting
 import numpy as np
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy import optimize, stats
 
-from fedsim import mixture
+from fedsim import calibration, mixture
+from fedsim.calibration import Progress, cached
 
-ACCOUNTANT_VERSION = 2
-"""Raised whenever a number may change, so that cached calibrations are not reused."""
-
-RELATIVE_ACCURACY = 1e-4
+RELATIVE_ACCURACY = calibration.SPEND_ACCURACY
 """How far above the exact value an adaptive answer may lie: predicted, mostly five times better."""
-
-CALIBRATION_ACCURACY = 1e-5
-"""Relative distance between a calibrated noise multiplier or probability and the best one."""
 
 _FIRST_GRID = 1024  # points of the coarsest one-step grid
 _SMALLEST_DELTA = mixture.COMPOSED_TAIL_MASS  # nothing below is resolved
-_SKETCH_ACCURACY = 1e-2  # enough to find where to look closely
 _LARGEST_REFINEMENT = 2**18  # composed points: a second or so
 
-Progress = Callable[[str], None] | None
 Query = Callable[[PrivacyLossDistribution], np.ndarray]
 
 
@@ -187,9 +173,11 @@ def noise_multiplier(
         return _spent(step, num_steps, delta, accuracy)
 
     def solve() -> float:
-        return _calibrate("noise_multiplier", spend, epsilon, guess, (1e6, 1e-2), progress)
+        return calibration.calibrate(
+            "noise_multiplier", spend, epsilon, guess, (1e6, 1e-2), progress
+        )
 
-    return _cached("noise_multiplier", (epsilon, delta, num_steps, event), solve)
+    return cached("noise_multiplier", (epsilon, delta, num_steps, event), solve)
 
 
 def sampling_prob(
@@ -214,9 +202,9 @@ def sampling_prob(
         return _spent(step, num_steps, delta, accuracy)
 
     def solve() -> float:
-        return _calibrate("sampling_prob", spend, epsilon, 1e-2, (1e-12, 1.0), progress)
+        return calibration.calibrate("sampling_prob", spend, epsilon, 1e-2, (1e-12, 1.0), progress)
 
-    return _cached("sampling_prob", (epsilon, delta, num_steps, event), solve)
+    return cached("sampling_prob", (epsilon, delta, num_steps, event), solve)
 
 
 def num_steps(
@@ -239,12 +227,14 @@ def num_steps(
         return _spent(event, max(1, int(steps)), delta, accuracy)
 
     def solve() -> float:
-        steps = max(1, int(_calibrate("num_steps", spend, epsilon, 1e3, (1.0, 1e7), progress)))
+        steps = max(
+            1, int(calibration.calibrate("num_steps", spend, epsilon, 1e3, (1.0, 1e7), progress))
+        )
         while steps < 1e7 and spend(steps + 1, RELATIVE_ACCURACY) <= epsilon:
             steps += 1
         return steps
 
-    return int(_cached("num_steps", (epsilon, delta, event), solve))
+    return int(cached("num_steps", (epsilon, delta, event), solve))
 
 
 def black_box_epsilon(event: StepEvent, num_steps: int, delta: float) -> float:
@@ -354,7 +344,7 @@ def _refine(
     The error of connecting the dots falls with the grid's width, at least in proportion and mostly
     with its square: two grids tell what error the finer one has left, at most.
     """
-    merged, report = _merge(phases), _throttled(progress)
+    merged, report = _merge(phases), calibration.throttled(progress)
     widest = max(_loss_range(event) for event, _ in merged)
     grid = min(1.0, 2.0 ** math.floor(math.log2(widest / _FIRST_GRID)))
     composed = _compose(merged, grid)
@@ -402,110 +392,6 @@ def _merge(phases: Phases) -> list[tuple[StepEvent, int]]:
         _require_count("num_steps", count, 0)
         counts[event] = counts.get(event, 0) + int(count)
     return [(event, count) for event, count in counts.items() if count > 0]
-
-
-def _calibrate(
-    name: str,
-    spend: Callable[[float, float], float],
-    target: float,
-    guess: float,
-    limits: tuple[float, float],
-    progress: Progress,
-) -> float:
-    """The parameter within `limits` (cheapest, dearest) that spends nearly the target, not more.
-
-    `spend` takes the parameter and an accuracy. A sketch on coarse grids finds the region; only a
-    parameter whose fine epsilon was computed and found within the target is returned.
-    Raises: ValueError: even the cheapest parameter spends more than the target.
-    """
-    report = _throttled(progress)
-
-    def search(accuracy: float, tolerance: float, guess: float) -> dict[float, float]:
-        def excess(parameter: float) -> float:
-            spent = spend(parameter, accuracy)
-            report(f"{name} {parameter:.6g}: epsilon {spent:.6g}")
-            return math.log(min(max(spent, 1e-100), 1e100) / target)
-
-        return _search(excess, guess, limits, tolerance)
-
-    sketch = search(_SKETCH_ACCURACY, _SKETCH_ACCURACY, guess)
-    nearest = min(sketch, key=lambda parameter: abs(sketch[parameter]))
-    fine = search(RELATIVE_ACCURACY, CALIBRATION_ACCURACY, nearest)
-    within = [parameter for parameter, excess in fine.items() if excess <= 0]
-    if not within:
-        least = target * math.exp(min(fine.values()))
-        raise ValueError(
-            f"epsilon={target}: expected at least {least:.4g}, which {name}={limits[0]:g} spends"
-        )
-    return max(within) if limits[1] > limits[0] else min(within)
-
-
-def _search(
-    excess: Callable[[float], float], guess: float, limits: tuple[float, float], tolerance: float
-) -> dict[float, float]:
-    """Every parameter tried on the way to the root of `excess`, with its value.
-
-    excess is the logarithm of something close to a power law: in the parameter's logarithm, steps
-    of slope one bracket the root and Brent's method closes in on it.
-    """
-    seen: dict[float, float] = {}
-
-    def value(position: float) -> float:
-        parameter = math.exp(position)
-        if parameter not in seen:
-            seen[parameter] = excess(parameter)
-        return seen[parameter]
-
-    cheapest, dearest = map(math.log, limits)
-    sign = math.copysign(1.0, dearest - cheapest)
-    low, high = sorted((cheapest, dearest))
-    start = here = min(max(math.log(guess), low), high)
-    while (value(here) > 0) == (value(start) > 0):
-        stride = min(max(-1.2 * value(here), -2.0), 2.0) - math.copysign(5 * tolerance, value(here))
-        moved = min(max(here + sign * stride, low), high)
-        if moved == here:
-            return seen
-        start, here = here, moved
-    optimize.root_scalar(value, bracket=(start, here), xtol=tolerance)
-    return seen
-
-
-def _cached(name: str, key: tuple, solve: Callable[[], float]) -> float:
-    """solve(), or what it returned for the same arguments and version of the accountant."""
-    words = [name, *map(repr, key), str(ACCOUNTANT_VERSION), version("dp-accounting")]
-    digest = hashlib.sha256("|".join(words).encode()).hexdigest()
-    path = _cache_dir() / f"{digest[:32]}.json"
-    try:
-        return json.loads(path.read_text())["value"]
-    except (OSError, ValueError, KeyError, TypeError):
-        value = solve()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({"arguments": words, "value": value}, file)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # a cache that cannot be written costs time, never an answer
-    return value
-
-
-def _cache_dir() -> pathlib.Path:
-    chosen = os.environ.get("FEDSIM_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(chosen) if chosen else pathlib.Path(base) / "fedsim"
-
-
-def _throttled(progress: Progress) -> Callable[[str], None]:
-    """`progress`, silent for two seconds and then at most once a second."""
-    quiet_until = time.monotonic() + 2
-
-    def report(message: str) -> None:
-        nonlocal quiet_until
-        if progress is not None and time.monotonic() >= quiet_until:
-            quiet_until = time.monotonic() + 1
-            progress(message)
-
-    return report
 
 
 def _require(name: str, value: object, holds: bool, expectation: str) -> None:

@@ -4,24 +4,19 @@ A user's mistake ends with exit code 2 and one line, `fedsim: error: ...`; never
 `--json`, stdout holds one JSON object and nothing else; progress goes to stderr.
 """
 
-import contextlib
 import dataclasses
-import io
-import itertools
 import json
 import os
-import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
+from fedsim.arguments import parse
 from fedsim.config import (
     Algorithm,
-    ConfigError,
     FedsimError,
     PrivacyConfig,
     RunConfig,
@@ -278,57 +273,6 @@ Command = (
 )
 
 
-def parse(args: list[str]) -> Any:
-    """The command that `args` describe.
-
-    Raises: ConfigError: they describe none. SystemExit: after printing help.
-    """
-    shown = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(shown):
-            return tyro.cli(Command, args=_with_file(args), prog="fedsim")  # pyright: ignore
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ConfigError(_first_fault(shown.getvalue())) from None
-
-
-def _with_file(args: list[str]) -> list[str]:
-    """The flags of the TOML file that --config names, before those of the command line."""
-    after = itertools.pairwise([*args, ""])
-    named = [b if a == "--config" else a[9:] for a, b in after if re.match("--config(=|$)", a)]
-    if args[:1] != ["train"] or not named:
-        return args
-    path = Path(named[-1])
-    try:
-        defaults = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"config={path}: expected a TOML file ({error})") from None
-    known = {f.name for part in (PrivacyConfig, RunConfig) for f in dataclasses.fields(part)}
-    flags = []
-    for name, value in defaults.items():
-        expect("config", path, name in known, f"names of flags, found {name}")
-        expect(name, value, isinstance(value, bool | int | float | str), f"a value in {path}")
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            flags += [f"--{flag}", str(value)]
-    return args[:1] + flags + args[1:]
-
-
-def _first_fault(box: str) -> str:
-    """What tyro says in a box (title, fault, hints, with rules between them), as one line."""
-    lines = [line.strip("│|╭╰╮╯+ ") for line in box.splitlines()]
-    title, *rest = [line if line.strip("─-") else "" for line in lines]
-    title = title.strip("─- ")
-    fault = " ".join(itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, rest)))
-    if title == "Required options":
-        names = re.findall(r"(?:^| )(--[a-z][a-z-]*|\{[\w,]+\})", fault)
-        return "missing " + ", ".join(dict.fromkeys(names))
-    return re.sub(r"^Error parsing [^:]*: ", "", fault)
-
-
 def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
     """Statistics of every split; as a table unless JSON was asked for."""
     from fedsim.data.dataset import stats
@@ -389,7 +333,7 @@ def _set_threads(run: RunConfig) -> None:
 def main(args: list[str] | None = None) -> None:
     """Entry point of the command `fedsim`."""
     try:
-        command = parse(list(sys.argv[1:] if args is None else args))
+        command = parse(Command, list(sys.argv[1:] if args is None else args))
         result = command()
     except FedsimError as error:
         _fail(error, error.exit_code)

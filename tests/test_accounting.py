@@ -14,7 +14,7 @@ from dp_accounting import pld
 from scipy import optimize, stats
 from test_mixture import exact_deltas
 
-from fedsim import accounting, mixture
+from fedsim import accounting, calibration, mixture
 from fedsim.accounting import StepEvent
 
 # Recorded from dp_accounting 0.6.0: G, sigma, p, T, delta, grid, epsilon of PLDAccountant, epsilon
@@ -334,11 +334,11 @@ def test_calibrations_are_kept_on_disk(cache, monkeypatch):
     target = dict(epsilon=2.0, delta=1e-5, num_steps=10, sampling_prob=0.1)
     first = accounting.noise_multiplier(**target)
     (file,) = cache.iterdir()
-    monkeypatch.setattr(accounting, "_calibrate", lambda *args: pytest.fail("solved again"))
+    monkeypatch.setattr(calibration, "calibrate", lambda *args: pytest.fail("solved again"))
     start = time.process_time()
     assert accounting.noise_multiplier(**target) == first
     assert time.process_time() - start < 0.05
-    monkeypatch.setattr(accounting, "_calibrate", lambda *args: 7.0)
+    monkeypatch.setattr(calibration, "calibrate", lambda *args: 7.0)
     assert accounting.noise_multiplier(**{**target, "epsilon": 2.1}) == 7.0
     assert (
         accounting.sampling_prob(epsilon=2.0, delta=1e-5, num_steps=10, noise_multiplier=1) == 7.0
@@ -346,15 +346,15 @@ def test_calibrations_are_kept_on_disk(cache, monkeypatch):
     file.write_text("{ not json")
     assert accounting.noise_multiplier(**target) == 7.0
     assert json.loads(file.read_text())["value"] == 7.0
-    monkeypatch.setattr(accounting, "ACCOUNTANT_VERSION", -1)
-    monkeypatch.setattr(accounting, "_calibrate", lambda *args: 8.0)
+    monkeypatch.setattr(calibration, "ACCOUNTANT_VERSION", -1)
+    monkeypatch.setattr(calibration, "calibrate", lambda *args: 8.0)
     assert accounting.noise_multiplier(**target) == 8.0
 
 
 def test_cache_directory_follows_xdg_and_need_not_be_writable(tmp_path, monkeypatch):
     monkeypatch.delenv("FEDSIM_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setattr(accounting, "_calibrate", lambda *args: 7.0)
+    monkeypatch.setattr(calibration, "calibrate", lambda *args: 7.0)
     target = dict(epsilon=2.0, delta=1e-5, num_steps=10, sampling_prob=0.1)
     accounting.noise_multiplier(**target)
     assert len(list((tmp_path / "xdg" / "fedsim").iterdir())) == 1
@@ -482,11 +482,11 @@ def test_delta_below_what_is_resolved_is_infinite_not_wrong():
 
 def test_progress_is_silent_at_first_and_then_at_most_once_a_second(monkeypatch):
     now = iter(np.arange(0, 1000, 0.4))
-    monkeypatch.setattr(accounting.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(calibration.time, "monotonic", lambda: float(next(now)))
     said: list[str] = []
-    report = accounting._throttled(said.append)
+    report = calibration.throttled(said.append)
     for index in range(20):
         report(str(index))
     assert said[0] == "4"
     assert len(said) == 6
-    accounting._throttled(None)("nobody listens")
+    calibration.throttled(None)("nobody listens")

@@ -265,7 +265,9 @@ def test_help_shows_each_fields_docstring(capsys):
 
 
 def test_the_command_starts_without_importing_jax():
-    parsing = "import sys; from fedsim.cli import parse; parse(['data', 'stats', 'x'])"
+    parsing = (
+        "import sys; from fedsim.cli import Command, parse; parse(Command, ['data', 'stats', 'x'])"
+    )
     code = f"{parsing}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
