@@ -284,16 +284,12 @@ def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
         width = max(map(len, names))
         print(" " * width, *(f"{split:>14}" for split in tables))
         for name in names:
-            print(
-                f"{name:{width}}",
-                *(
-                    f"{table[name]:>14,.4g}"
-                    if isinstance(table[name], float)
-                    else f"{table[name]:>14,}"
-                    for table in tables.values()
-                ),
-            )
+            print(f"{name:{width}}", *(f"{_short(table[name]):>14}" for table in tables.values()))
     return {"path": str(dataset.path), "splits": splits}
+
+
+def _short(value: float) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -325,9 +321,10 @@ def _set_threads(run: RunConfig) -> None:
     """Before JAX starts its first client: it reads these variables then."""
     from fedsim.engine.resources import driver_environment
 
-    os.environ["NPROC"] = str(run.threads_per_worker)
-    if run.engine != "local":
-        os.environ.update(driver_environment(run.threads_per_worker))
+    variables = driver_environment(run.threads_per_worker)
+    if run.engine == "local":  # this process computes, on whatever there is
+        del variables["JAX_PLATFORMS"]
+    os.environ.update(variables)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -45,7 +45,12 @@ def headline(losses: dict[str, float]) -> float:
 
 
 def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> dict[str, Any]:
-    """Losses of a run's last checkpoint on all held-out examples, for summary and command line."""
+    """Losses of a run's last checkpoint on all held-out examples.
+
+    Args:
+      stored: what the run's config.json holds.
+    Raises: ConfigError: there is no checkpoint, or the data are not those of the run.
+    """
     path = checkpoint.latest(run.run_dir)
     if path is None:
         raise ConfigError(f"run_dir={run.run_dir}: expected a checkpoint, found none")

@@ -10,7 +10,7 @@ __all__ = ["Engine", "EngineError", "start"]
 def start(run: RunConfig, task) -> Engine:
     """The engine a run asks for, its workers on their way up; `Engine.ready` waits for them.
 
-    Raises: EngineError: the cluster cannot be reached or has no room for the workers.
+    Raises: ConfigError: the cluster cannot be reached or has no room for the workers.
     """
     if run.engine == "local":
         from fedsim.engine.local import LocalEngine
