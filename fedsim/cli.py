@@ -67,7 +67,7 @@ class Evaluate:
     run_dir: tyro.conf.Positional[Path]
     """The run's directory."""
 
-    engine: Literal["ray", "local"] = "local"
+    engine: Literal["ray", "local", "spmd"] = "local"
     """Where to compute; see train."""
 
     num_workers: int | None = None
@@ -333,6 +333,7 @@ def main(args: list[str] | None = None) -> None:
         command = parse(Command, list(sys.argv[1:] if args is None else args))
         result = command()
     except FedsimError as error:
+        print(error.details, end="", file=sys.stderr)
         _fail(error, error.exit_code)
     except (OSError, json.JSONDecodeError) as error:  # a full disk, a file that is damaged or gone
         _fail(error, 1)

@@ -18,6 +18,8 @@ class FedsimError(Exception):
     """What the command line shows as one line; its exit code."""
 
     exit_code = 1
+    details = ""
+    """Shown before that line where the fault is in code: a traceback."""
 
 
 class ConfigError(FedsimError, ValueError):
@@ -107,8 +109,9 @@ class RunConfig:
     seed: int | None = None
     """Makes a run reproducible, and its noise known to whoever knows the seed. Default: none."""
 
-    engine: Literal["ray", "local"] = "ray"
-    """ray: processes on the cluster of RAY_ADDRESS or a private one. local: this process."""
+    engine: Literal["ray", "local", "spmd"] = "ray"
+    """ray: processes on the cluster of RAY_ADDRESS or a private one. local: this process. spmd:
+    like ray, the processes joined by jax.distributed, for large models on many nodes."""
 
     num_workers: int | None = None
     """Worker processes. Default: one per accelerator, or one per CPU (per threads_per_worker)."""
@@ -118,6 +121,10 @@ class RunConfig:
 
     threads_per_worker: int = 1
     """CPU threads of a worker. Part of the result's bits: 1 gives others than more."""
+
+    devices_per_worker: int | None = None
+    """JAX devices of a worker process: GPUs, TPU chips, or CPU devices. Part of the result's bits.
+    Default: 1, or all chips of a TPU host."""
 
     eval_every: int | None = None
     """Steps between evaluations. Default: a tenth of the run."""
@@ -139,7 +146,10 @@ class RunConfig:
         positive = ("num_lanes", "threads_per_worker", "eval_examples", "checkpoint_every")
         for name in (*positive, "log_every"):
             expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
-        for name, least in (("num_workers", 1), ("eval_every", 1), ("max_length", 2)):
+        for name, least in (
+            *(("num_workers", 1), ("devices_per_worker", 1)),
+            *(("eval_every", 1), ("max_length", 2)),
+        ):
             value = getattr(self, name)
             expect(name, value, value is None or value >= least, f">= {least}")
         rate = self.learning_rate

@@ -4,6 +4,7 @@ The second is computed from the data of protected users without noise: it is `no
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,14 +30,21 @@ def evaluate(
     Args:
       max_examples: look at this many examples of a split, evenly spaced: the same ones every time.
     """
-    losses = {}
+    return begin_evaluate(workers, params, dataset, max_examples)()
+
+
+def begin_evaluate(
+    workers: Engine, params, dataset: Dataset, max_examples: int | None = None
+) -> Callable[[], dict[str, float]]:
+    """Like `evaluate`; workers compute it when they are idle, the function waits for it."""
+    waits = {}
     for split, metric in SPLITS.items():
         store = getattr(dataset, split)
         if store is not None:
             count = min(store.num_examples, max_examples or store.num_examples)
             rows = np.linspace(0, store.num_examples - 1, count).astype(np.int64)
-            losses[metric] = workers.mean_nats(params, split, rows)
-    return losses
+            waits[metric] = workers.begin_mean_nats(params, split, rows)
+    return lambda: {metric: wait() for metric, wait in waits.items()}
 
 
 def headline(losses: dict[str, float]) -> float:

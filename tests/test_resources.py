@@ -1,51 +1,82 @@
 """Workers and their environment follow from what the cluster has, and from nothing else."""
 
 import os
+import re
 
 import pytest
 
+from fedsim.config import ConfigError
 from fedsim.engine.resources import (
     WorkerPlan,
     actor_options,
     driver_environment,
+    expect_room,
     plan_workers,
+    store_bytes,
     worker_environment,
 )
 
+GPUS = {"CPU": 64.0, "GPU": 8.0}
+TPUS = {"CPU": 64.0, "TPU": 4.0}
+
 
 @pytest.mark.parametrize(
-    "cluster, threads, expected",
+    "nodes, threads, devices, expected",
     [
-        ({"CPU": 8.0}, 1, 8),
-        ({"CPU": 8.0}, 3, 2),
-        ({"CPU": 8.0}, 8, 1),
-        ({"CPU": 2.0}, 4, 1),  # rather one worker with fewer CPUs than none
-        ({}, 1, 1),
-        ({"CPU": 64.0, "GPU": 4.0}, 8, 4),
-        ({"CPU": 64.0, "TPU": 8.0}, 8, 8),
-        ({"CPU": 64.0, "GPU": 0.0}, 8, 8),
+        ([{"CPU": 8.0}], 1, None, 8),
+        ([{"CPU": 8.0}], 3, None, 2),
+        ([{"CPU": 8.0}], 2, 2, 2),
+        ([{"CPU": 3.0}, {"CPU": 3.0}], 2, None, 2),  # not three: none spans two nodes
+        ([{"CPU": 2.0}], 4, None, 1),  # refused by expect_room, where there is no more
+        ([GPUS], 8, None, 8),
+        ([GPUS, GPUS, {"CPU": 4.0}], 1, 8, 2),
+        ([GPUS], 32, None, 2),  # so many have their threads
+        ([TPUS, TPUS], 8, None, 2),
+        ([TPUS, TPUS], 8, 1, 8),
+        ([{"CPU": 64.0, "GPU": 0.0}], 8, None, 8),
     ],
 )
-def test_there_is_a_worker_per_accelerator_or_per_so_many_cpus(cluster, threads, expected):
-    assert plan_workers(None, threads, cluster).num_workers == expected
+def test_there_are_as_many_workers_as_the_nodes_hold(nodes, threads, devices, expected):
+    assert plan_workers(None, threads, nodes, devices).num_workers == expected
 
 
-@pytest.mark.parametrize("cluster", [{"CPU": 8.0}, {"GPU": 2.0}, {"TPU": 2.0}])
-def test_the_user_may_say_how_many_workers(cluster):
-    plan = plan_workers(5, 2, cluster)
+@pytest.mark.parametrize("node", [{"CPU": 8.0}, GPUS, TPUS])
+def test_the_user_may_say_how_many_workers(node):
+    plan = plan_workers(5, 2, [node])
     assert (plan.num_workers, plan.threads) == (5, 2)
 
 
 @pytest.mark.parametrize(
-    "cluster, gpus, tpus",
-    [({"CPU": 4.0}, 0, 0), ({"CPU": 4.0, "GPU": 2.0}, 1, 0), ({"CPU": 4.0, "TPU": 2.0}, 0, 1)],
+    "plan, room",
+    [
+        (WorkerPlan(3, 2), "at most 2 (a worker needs 2 CPU; nodes have 4 CPU)"),
+        (WorkerPlan(1, 1, "GPU", 2), "at most 0 (a worker needs 1 CPU, 2 GPU; nodes have 4 CPU"),
+    ],
 )
-def test_a_worker_has_a_whole_accelerator_where_there_are_any(cluster, gpus, tpus):
-    plan = plan_workers(None, 2, cluster)
-    assert (plan.num_gpus, plan.num_tpus) == (gpus, tpus)
-    options = actor_options(plan)
+def test_more_workers_than_there_is_room_for_are_refused(plan, room):
+    with pytest.raises(ConfigError, match=re.escape(room)):
+        expect_room(plan, [{"CPU": 4.0}])
+    expect_room(plan, [{"CPU": 8.0, "GPU": 2.0}])
+
+
+def test_a_cluster_without_nodes_is_refused():
+    with pytest.raises(ConfigError, match="nodes have nothing"):
+        expect_room(WorkerPlan(1, 1), [])
+
+
+@pytest.mark.parametrize(
+    "node, devices, gpus, others",
+    [
+        ({"CPU": 4.0}, None, 0, {}),
+        (GPUS, None, 1, {}),
+        (GPUS, 4, 4, {}),
+        (TPUS, None, 0, {"TPU": 4}),  # one process holds all chips of a host
+    ],
+)
+def test_a_worker_has_whole_accelerators_where_there_are_any(node, devices, gpus, others):
+    options = actor_options(plan_workers(None, 2, [node], devices))
     assert (options["num_cpus"], options["num_gpus"]) == (2, gpus)
-    assert options["resources"] == ({"TPU": 1} if tpus else {})
+    assert options["resources"] == others
 
 
 def test_the_pool_retries_and_ray_does_not():
@@ -54,13 +85,16 @@ def test_the_pool_retries_and_ray_does_not():
 
 
 def test_cpu_workers_and_drivers_take_no_accelerator():
-    assert worker_environment(WorkerPlan(4, 3)) == {"NPROC": "3", "JAX_PLATFORMS": "cpu"}
     assert driver_environment(3) == {"NPROC": "3", "JAX_PLATFORMS": "cpu"}
+    assert worker_environment(WorkerPlan(4, 3, None, 2)) == {
+        **driver_environment(3),
+        "JAX_NUM_CPU_DEVICES": "2",
+    }
 
 
-@pytest.mark.parametrize("accelerator", [{"num_gpus": 1.0}, {"num_tpus": 1.0}])
-def test_accelerator_workers_leave_the_platform_to_jax(accelerator):
-    assert worker_environment(WorkerPlan(4, 3, **accelerator)) == {"NPROC": "3"}
+@pytest.mark.parametrize("accelerator, more", [("GPU", {"XLA_CLIENT_MEM_FRACTION"}), ("TPU", ())])
+def test_accelerator_workers_leave_the_platform_to_jax(accelerator, more):
+    assert worker_environment(WorkerPlan(4, 3, accelerator)).keys() == {"NPROC", *more}
 
 
 def test_the_variables_of_a_worker_are_those_of_its_actor():
@@ -69,9 +103,13 @@ def test_the_variables_of_a_worker_are_those_of_its_actor():
     assert all(isinstance(value, str) for value in worker_environment(plan).values())
 
 
+def test_the_store_holds_the_parameters_twice_and_every_sum_on_its_way():
+    assert store_bytes(100, 8) == 1200
+
+
 def test_nothing_but_the_arguments_is_read(monkeypatch):
     def everything():
-        plan = plan_workers(None, 2, {"CPU": 8.0})
+        plan = plan_workers(None, 2, [{"CPU": 8.0}])
         return plan, actor_options(plan), driver_environment(2)
 
     before = everything()

@@ -14,9 +14,13 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import grpc
 import ray
+from ray.exceptions import RayError
 
-from fedsim.config import ConfigError
+from fedsim.config import ConfigError, expect
+
+REACH_S = 5.0  # to connect to a cluster's head
 
 
 class Cluster:
@@ -31,12 +35,13 @@ class Cluster:
             self._start(num_cpus)
 
     def _join(self, address: str) -> None:
+        _expect_reachable(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+            reason = " ".join(str(error).split())[:300]
             raise ConfigError(
-                f"RAY_ADDRESS={address}: expected a running cluster ({reason})"
+                f"RAY_ADDRESS={address}: expected a cluster that can be joined ({reason})"
             ) from error
 
     def _start(self, num_cpus: int) -> None:
@@ -57,9 +62,9 @@ class Cluster:
                 _temp_dir=str(self._directory),
             )
 
-    def resources(self) -> dict[str, float]:
-        """What the cluster has, by Ray's names."""
-        return dict(ray.cluster_resources())
+    def nodes(self) -> list[dict[str, float]]:
+        """What each node that is alive has, by Ray's names."""
+        return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
     def close(self) -> None:
         """Disconnect; a private cluster ends and leaves nothing behind."""
@@ -67,6 +72,28 @@ class Cluster:
             ray.shutdown()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _expect_reachable(address: str) -> None:
+    """An error within seconds instead of Ray's minute of retries."""
+    expect(
+        "RAY_ADDRESS",
+        address,
+        "://" not in address,
+        "host:port or auto; for a ray:// or http:// address, use `ray job submit`",
+    )
+    if not address.rpartition(":")[2].isdecimal():  # auto, local: Ray looks on this machine
+        return
+    if os.environ.get("RAY_USE_TLS", "0") != "0":  # only Ray has the certificates
+        return
+    channel = grpc.insecure_channel(address)
+    try:
+        grpc.channel_ready_future(channel).result(timeout=REACH_S)
+    except grpc.FutureTimeoutError:
+        reason = f"nothing there answered as Ray does within {REACH_S:.0f} s"
+        raise ConfigError(f"RAY_ADDRESS={address}: expected a running cluster ({reason})") from None
+    finally:
+        channel.close()
 
 
 def short_directory() -> Path:

@@ -8,7 +8,7 @@ depend on the number of workers, on which of them died, or on which was faster.
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,11 @@ from fedsim.config import FedsimError
 
 class EngineError(FedsimError):
     """The engine cannot go on; the message says at which lane and why."""
+
+    def __init__(self, message: str, *, details: str = ""):
+        """Args: details: the traceback of the worker's code, if it was an exception there."""
+        super().__init__(message)
+        self.details = details
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +58,21 @@ class Engine(ABC):
         self.num_lanes = num_lanes
         self.redispatched = 0
         """Lanes computed again because a worker was lost, in the life of the engine."""
+        self.note: Callable[[str], None] = lambda text: None
+        """Told, for people, what happened to workers."""
 
     @abstractmethod
     def _lanes(
         self, method: str, params: Any, lanes: Sequence[np.ndarray], *args
     ) -> Iterator[tuple[Any, Any]]:
         """Yield `Worker.<method>(version, params, lane, *args)` for every lane, in lane order."""
+
+    def _begin(
+        self, method: str, params: Any, lanes: Sequence[np.ndarray], *args
+    ) -> Iterator[tuple[Any, Any]]:
+        """Like `_lanes`, for answers that are not needed yet: work may begin at once, behind calls
+        that are waited for, and goes on while those are."""
+        return self._lanes(method, params, lanes, *args)
 
     @abstractmethod
     def ready(self) -> None:
@@ -88,14 +102,33 @@ class Engine(ABC):
                 jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
         if total is None:
             total = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), params)
-        return total, Stats.join(stats)
+        joined = Stats.join(stats)
+        if len(joined.norms) != len(rows):  # the mechanism divides by a public count
+            raise EngineError(f"{len(joined.norms)} units were computed of {len(rows)} drawn")
+        return total, joined
 
     def mean_nats(self, params: Any, split: str, rows: np.ndarray) -> float:
         """Mean loss in nats per predicted token over the examples `rows` [n] of a split."""
-        nats, predictions = 0.0, 0
-        for lane_nats, lane_predictions in self._lanes("lane_nats", params, self.cut(rows), split):
-            nats, predictions = nats + lane_nats, predictions + lane_predictions
-        return nats / max(predictions, 1)
+        return self.begin_mean_nats(params, split, rows)()
+
+    def begin_mean_nats(self, params: Any, split: str, rows: np.ndarray) -> Callable[[], float]:
+        """Like `mean_nats`; workers compute it when they are idle, the function waits for it."""
+        answers = self._begin("lane_nats", params, self.cut(rows), split)
+
+        def wait() -> float:
+            nats, predictions = 0.0, 0
+            for lane_nats, lane_predictions in answers:
+                nats, predictions = nats + lane_nats, predictions + lane_predictions
+            return nats / max(predictions, 1)
+
+        return wait
+
+    def measurements(self) -> dict[str, float]:
+        """What happened to workers, by metric name."""
+        return {"performance/redispatched_lanes": self.redispatched}
+
+    def publish(self, step: int, values: dict[str, float]) -> None:  # noqa: B027
+        """Show the metrics of a step where the engine can, beside the run's own files."""
 
     def cut(self, rows: np.ndarray) -> list[np.ndarray]:
         """Rows in lanes: consecutive, sizes equal or one apart, independent of the workers."""

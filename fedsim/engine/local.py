@@ -15,13 +15,13 @@ class LocalEngine(Engine):
         self._version = 0
 
     def ready(self) -> None:
-        self._worker.ping()
+        self._worker.facts()
 
     def close(self) -> None:
         pass
 
     def describe(self) -> str:
-        return f"this process ({self._worker.ping()})"
+        return f"this process ({self._worker.facts()['device']})"
 
     def _lanes(self, method, params, lanes, *args):
         self._version += 1

@@ -1,9 +1,16 @@
-"""Turns a plan (workers, threads, accelerators) into environment variables and actor options.
+"""Turns what a cluster has into a plan of workers, their environment variables and actor options.
 
-The one place that knows them, and pure: it reads nothing but its arguments.
+The one place that knows these variables, and pure: it reads nothing but its arguments. (The
+compile cache is named after the host's processor, so each worker names its own: `worker`.)
 """
 
 import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+
+from fedsim.config import ConfigError
+
+Resources = Mapping[str, float]  # of a node, as Ray counts them: CPU, GPU, TPU, ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,25 +18,66 @@ class WorkerPlan:
     """How many workers there are and what each of them gets."""
 
     num_workers: int
-    threads: int  # CPU threads of a worker
-    num_gpus: float = 0.0  # of a worker
-    num_tpus: float = 0.0  # of a worker
+    threads: int
+    """CPU threads of a worker."""
+    accelerator: str | None = None
+    """Ray's name of what workers compute on: GPU, TPU, or None for CPU."""
+    devices: int = 1
+    """JAX devices of a worker: accelerators, or as many CPU devices."""
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """What one worker takes of a node."""
+        on_cpu: dict[str, float] = {"CPU": self.threads * (1 if self.accelerator else self.devices)}
+        return on_cpu | ({self.accelerator: self.devices} if self.accelerator else {})
+
+    def room(self, nodes: Iterable[Resources]) -> int:
+        """How many workers the nodes can hold."""
+        return sum(
+            min(int(node.get(name, 0) // need) for name, need in self.needs.items())
+            for node in nodes
+        )
+
+    def describe(self) -> str:
+        """What one worker is, for people."""
+        if self.accelerator:
+            return f"Ray actor with {self.devices} {self.accelerator}(s)"
+        several = f" for {self.devices} devices" if self.devices > 1 else ""
+        return f"Ray actor with {self.threads * self.devices} CPU thread(s){several}"
 
 
-def plan_workers(num_workers: int | None, threads: int, cluster: dict[str, float]) -> WorkerPlan:
-    """One worker per accelerator of the cluster; without any, one per `threads` CPUs.
+def plan_workers(
+    num_workers: int | None, threads: int, nodes: Iterable[Resources], devices: int | None = None
+) -> WorkerPlan:
+    """As many workers as the nodes hold: by default one per GPU, per TPU host, or else one per
+    `threads` CPUs.
 
     Args:
       num_workers: what the user asked for, or None.
-      cluster: resources by name as Ray counts them: CPU, GPU, TPU.
+      devices: devices of a worker that the user asked for, or None.
     """
-    gpus, tpus = int(cluster.get("GPU", 0)), int(cluster.get("TPU", 0))
-    if gpus:
-        return WorkerPlan(num_workers or gpus, threads, num_gpus=1.0)
-    if tpus:
-        return WorkerPlan(num_workers or tpus, threads, num_tpus=1.0)
-    default = max(1, int(cluster.get("CPU", 1)) // threads)
-    return WorkerPlan(num_workers or default, threads)
+    nodes = list(nodes)
+    most = {name: int(max((n.get(name, 0) for n in nodes), default=0)) for name in ("GPU", "TPU")}
+    if most["GPU"]:
+        plan = WorkerPlan(1, threads, "GPU", devices or 1)
+    elif most["TPU"]:  # one process holds all chips of a host
+        plan = WorkerPlan(1, threads, "TPU", devices or most["TPU"])
+    else:
+        plan = WorkerPlan(1, threads, None, devices or 1)
+    return dataclasses.replace(plan, num_workers=num_workers or max(1, plan.room(nodes)))
+
+
+def expect_room(plan: WorkerPlan, nodes: Iterable[Resources]) -> None:
+    """Raises ConfigError where Ray would wait forever for what the cluster does not have."""
+    nodes = list(nodes)
+    room = plan.room(nodes)
+    if plan.num_workers > room:
+        each = ", ".join(f"{need:g} {name}" for name, need in plan.needs.items())
+        have = [", ".join(f"{node.get(name, 0):g} {name}" for name in plan.needs) for node in nodes]
+        raise ConfigError(
+            f"num_workers={plan.num_workers}: expected at most {room} "
+            f"(a worker needs {each}; nodes have {'; '.join(have) or 'nothing'})"
+        )
 
 
 def driver_environment(threads: int) -> dict[str, str]:
@@ -41,19 +89,29 @@ def worker_environment(plan: WorkerPlan) -> dict[str, str]:
     """Variables that JAX reads when it is imported or starts its first client."""
     # NPROC sizes XLA's thread pool; OMP_NUM_THREADS and XLA flags do not.
     variables = {"NPROC": str(plan.threads)}
-    if not plan.num_gpus and not plan.num_tpus:
+    if plan.accelerator == "GPU":
+        # A worker has its GPU to itself; the default leaves a quarter of the memory unused.
+        variables["XLA_CLIENT_MEM_FRACTION"] = "0.9"
+    if plan.accelerator is None:
         variables["JAX_PLATFORMS"] = "cpu"
+        variables["JAX_NUM_CPU_DEVICES"] = str(plan.devices)
     return variables
 
 
 def actor_options(plan: WorkerPlan) -> dict:
     """Options of a worker's Ray actor. The pool retries, not Ray: its own retry is silent and
     goes to the same actor."""
+    needs = plan.needs
     return {
-        "num_cpus": plan.threads,
-        "num_gpus": plan.num_gpus,
-        "resources": {"TPU": plan.num_tpus} if plan.num_tpus else {},
+        "num_cpus": needs.pop("CPU"),
+        "num_gpus": needs.pop("GPU", 0),
+        "resources": needs,
         "max_restarts": -1,
         "max_task_retries": 0,
         "runtime_env": {"env_vars": worker_environment(plan)},
     }
+
+
+def store_bytes(param_bytes: int, lanes_in_flight: int) -> int:
+    """Object store that a node needs: parameters, sums on their way, the next version, a margin."""
+    return math.ceil(1.2 * param_bytes * (2 + lanes_in_flight))

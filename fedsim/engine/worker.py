@@ -8,6 +8,7 @@ import functools
 import os
 import platform
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from fedsim.clipping import Clip, clipped_sum
 from fedsim.clipping.scan import zeros_like
 from fedsim.engine.engine import Stats
+from fedsim.engine.facts import versions
 
 UNITS_PER_CHUNK = 8
 EVAL_ROWS_PER_CHUNK = 16
@@ -36,13 +38,14 @@ class Worker:
         self.task = task
         self._version, self._params = None, None
 
-    def ping(self) -> str:
-        """The device this worker computes on."""
-        return str(jax.devices()[0])
-
-    def process_id(self) -> int:
-        """The process this worker lives in."""
-        return os.getpid()
+    def facts(self) -> dict[str, Any]:
+        """Where this worker computes, and with what."""
+        return {
+            "device": str(jax.local_devices()[0]),
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "versions": versions(),
+        }
 
     def lane_sum(self, version: int, params: Any, rows: np.ndarray, clip: Clip):
         """The clipped sum of a lane: (NumPy float32 tree, Stats).

@@ -1,0 +1,100 @@
+"""Workers as Ray actors: where they come from, and what their failures mean.
+
+What `ray_pool` and `spmd` share. Both retry; neither lets Ray do it (`resources.actor_options`).
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from fedsim.engine.cluster import Cluster
+from fedsim.engine.engine import EngineError
+from fedsim.engine.facts import difference, versions
+from fedsim.engine.resources import WorkerPlan, actor_options, expect_room, plan_workers
+
+MAX_LOSSES = 4  # of one lane, in one call
+START_S = 120.0  # for all workers to answer for the first time
+
+
+class Actors:
+    """Makes the workers of one engine, on a cluster that it joins or starts."""
+
+    def __init__(
+        self,
+        task: Any,
+        *,
+        num_workers: int | None,
+        threads: int,
+        devices: int | None = None,
+        cache_dir: Path | None = None,
+    ):
+        """Raises: ConfigError: the cluster cannot be reached, or has no room for the workers."""
+        self._cluster = Cluster(_cpus_needed(num_workers, threads * (devices or 1)))
+        try:
+            nodes = self._cluster.nodes()
+            self.plan: WorkerPlan = plan_workers(num_workers, threads, nodes, devices)
+            expect_room(self.plan, nodes)
+            self._task = ray.put(task)
+        except BaseException:
+            self._cluster.close()
+            raise
+        self._cache_dir = cache_dir
+        self._versions = versions()
+        self.fixed = num_workers is not None
+
+    def create(self, worker_class: type, **options) -> Any:
+        """A new actor, on its way up."""
+        chosen = {**actor_options(self.plan), **options}
+        return ray.remote(worker_class).options(**chosen).remote(self._task, self._cache_dir)
+
+    def wanted(self) -> int:
+        """How many workers there should be now: what was asked for, or what there is room for."""
+        room = self.plan.room(self._cluster.nodes())
+        return min(self.plan.num_workers, room) if self.fixed else room
+
+    def store_bytes(self) -> float:
+        """The object store of the smallest node that holds workers."""
+        holding = [node for node in self._cluster.nodes() if self.plan.room([node])]
+        return min((node.get("object_store_memory", 0) for node in holding), default=0)
+
+    def stranger(self, facts: dict[str, Any]) -> str:
+        """Why a worker with these facts must not compute: its bits might differ. Empty if it may.
+
+        Args: facts: what `Worker.facts` answered.
+        """
+        found = difference(self._versions, facts["versions"])
+        return found and f"the worker on {facts['host']} has {found}"
+
+    def close(self) -> None:
+        """Let go of the cluster, and end it if it is a private one."""
+        self._task = None
+        self._cluster.close()
+
+
+def failure(what: str, error: Exception) -> EngineError:
+    """An exception of a worker's code as the driver reports it: one line, the worker's traceback
+    in `details`."""
+    return EngineError(f"{what}: {cause(error)}", details=_plain(str(error)) + "\n")
+
+
+def cause(error: Exception) -> str:
+    """The exception of the worker's code, without Ray's frames around it."""
+    inner = getattr(error, "cause", None)
+    if inner is not None:
+        return _plain(f"{type(inner).__name__}: {inner}")
+    lines = [line.strip() for line in _plain(str(error)).strip().splitlines()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b.*:", line)]
+    return (named or lines or [type(error).__name__])[-1]
+
+
+def _plain(text: str) -> str:
+    """Without terminal colours, which Ray puts in."""
+    return re.sub(r"\x1b\[\d*m", "", text)
+
+
+def _cpus_needed(num_workers: int | None, threads: int) -> int:
+    """CPUs a private cluster declares: this machine's, or more if more workers were asked for."""
+    return max(len(os.sched_getaffinity(0)), (num_workers or 1) * threads)
