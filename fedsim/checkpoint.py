@@ -5,6 +5,7 @@ state (see `keys`). MessagePack through flax: loading runs no code.
 """
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,37 @@ def save(run_dir: Path, step: int, state: dict[str, Any]) -> Path:
     for old in _all(run_dir)[:-KEEP]:
         old.unlink()
     return path
+
+
+class Saver:
+    """Writes checkpoints in a thread, one at a time; leaving its context waits for the last.
+
+    What is saved must not change afterwards: JAX's arrays never do.
+    """
+
+    def __init__(self, run_dir: Path, step: int):
+        """Args: step: the one whose checkpoint is there already, or 0."""
+        self._run_dir, self._step = run_dir, step
+        self._thread, self._last = ThreadPoolExecutor(1), None
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Like `save`, unless that step was saved. Raises: what went wrong with the one before."""
+        if step > self._step:
+            self._wait()
+            self._step = step
+            self._last = self._thread.submit(save, self._run_dir, step, dict(state))
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        self._thread.shutdown(wait=True)
+        if kind is None:
+            self._wait()
 
 
 def latest(run_dir: Path) -> Path | None:

@@ -31,10 +31,17 @@ class ELS:
         """One step to the accountant: Theorem 1, Binomial(G_ELS, p)."""
         return self.sampler.event(noise_multiplier, max_contributions=self.group_size)
 
-    def gradient(self, params, step, engine, *, clip: Clip, noise_multiplier: float):
-        """The privatised gradient of one step, and the engine's statistics of it."""
+    def draw(self, step):
+        """Who takes part in a step: rows [examples, 1]."""
         batch = self.sampler.draw(self.key, step)  # ............................... S^t
-        rows = self.pool[batch][:, None]  # ........................................ z
+        return self.pool[batch][:, None]  # ........................................ z
+
+    def gradient(self, params, step, engine, *, clip: Clip, noise_multiplier: float, rows=None):
+        """The privatised gradient of one step, and the engine's statistics of it.
+
+        Args: rows: those of `draw(step)`, if they have been drawn already.
+        """
+        rows = self.draw(step) if rows is None else rows
         grad_sum, stats = engine.clipped_sum(params, rows, clip)  # ................ g_sum^t
         stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma
         key = self.key.jax_key("noise", step)

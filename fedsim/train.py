@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -28,7 +28,7 @@ from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
 from fedsim.engine.engine import Stats
-from fedsim.evaluate import evaluate, headline
+from fedsim.evaluate import begin_evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.ledger import Ledger, LedgerError, released_epsilon
@@ -70,6 +70,7 @@ def train(
         sizes = preset(run.model, data.train.vocab_size, data.train.max_length)
         task = LanguageModelTask(data, sizes)
         workers = engine.start(run, task)
+        workers.note = console.note
         stack.callback(workers.close)
         params = task.init(SecretKey.create(key.seed or 0).jax_key("init"))  # public, as theta^0 is
         if stored:
@@ -117,6 +118,8 @@ class State:
     wall_seconds: float = 0.0
     initial_eval_loss: float = math.nan
     eval_loss: float = math.nan
+    evaluated: int = -1
+    """The step after which eval_loss was computed."""
 
 
 @dataclasses.dataclass
@@ -163,28 +166,56 @@ class Trainer:
         return summary
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:
-        """All steps that are left, or as many as there is time for before a stop signal."""
-        if state.step == 0:
-            state.initial_eval_loss = state.eval_loss = self._evaluate(state, metrics)
-        saved = state.step
+        """All steps that are left, or as many as there is time for before a stop signal.
+
+        Evaluation and checkpoint of a step are begun after it and finished during the next one.
+        """
         with (
             stop_signals() as stop,
-            ThreadPoolExecutor(1) as thread,
+            ThreadPoolExecutor(2) as threads,
+            checkpoint.Saver(self.run.run_dir, state.step) as saver,
             self.console.steps(state.step, self.plan) as show,
         ):
+            finish = self._after(state, metrics, saver)
+            rows = threads.submit(self.method.draw, state.step)
             while state.step < self.plan.num_steps and not stop.is_set():
-                values = self._step(state, ledger, thread)
+                drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
+                values = self._step(state, ledger, threads, drawn)
+                self.engine.read_ahead(rows.result())
+                finish()
                 metrics.log(state.step, values)
-                if self._due(state.step, self.eval_every):
-                    state.eval_loss = self._evaluate(state, metrics)
-                if self._due(state.step, self.run.checkpoint_every):
-                    saved = self._save(state, metrics)
+                self.engine.publish(state.step, values)
                 show(state.step, {**values, "eval/loss": state.eval_loss})
-        if saved < state.step:
-            self._save(state, metrics)
+                finish = self._after(state, metrics, saver)
+            if state.step == self.plan.num_steps:
+                finish()
+            saver.save(state.step, vars(state))
+        if state.step < self.plan.num_steps:
             self.console.note(f"stopped after step {state.step}; --resume goes on from there")
 
-    def _step(self, state: State, ledger: Ledger, thread: ThreadPoolExecutor) -> dict[str, float]:
+    def _after(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> Callable[[], None]:
+        """Begin what is due after a step; the function that is returned finishes it."""
+        step, due = state.step, self._due(state.step, self.eval_every) or state.step == 0
+        if not due or state.evaluated == step:
+            self._save(state, metrics, saver)
+            return lambda: None
+        losses = begin_evaluate(self.engine, state.params, self.data, self.run.eval_examples)
+        then = dataclasses.replace(state)
+
+        def finish() -> None:
+            found = losses()
+            metrics.log(step, found)
+            for each in (state, then):
+                each.eval_loss, each.evaluated = headline(found), step
+                if step == 0:
+                    each.initial_eval_loss = each.eval_loss
+            self._save(then, metrics, saver)
+
+        return finish
+
+    def _step(
+        self, state: State, ledger: Ledger, thread: ThreadPoolExecutor, rows: np.ndarray
+    ) -> dict[str, float]:
         """One step: gradient, ledger, update. Returns its metrics."""
         started, step = time.monotonic(), state.step + 1
         accounted = thread.submit(self._epsilon_so_far, step)  # while workers compute
@@ -194,6 +225,7 @@ class Trainer:
             self.engine,
             clip=self.plan.clip,
             noise_multiplier=self.plan.noise_multiplier,
+            rows=rows,
         )
         epsilon = accounted.result()
         ledger.record(
@@ -211,8 +243,9 @@ class Trainer:
         return {
             **({} if epsilon is None else {self._epsilon_name(): epsilon}),
             "performance/step_seconds": seconds,
-            "performance/redispatched_lanes": self.engine.redispatched,
+            **self.engine.measurements(),
             "non_private/gradients_per_second": int(stats.num_rows.sum()) / seconds,
+            "non_private/units_per_second": len(stats.norms) / seconds,
             **self._private_values(stats),
         }
 
@@ -224,10 +257,10 @@ class Trainer:
         """Whether what is done every `interval` steps, and after the last, is done after `step`."""
         return step % interval == 0 or step == self.plan.num_steps
 
-    def _save(self, state: State, metrics: Metrics) -> int:
-        checkpoint.save(self.run.run_dir, state.step, vars(state))
-        metrics.flush()
-        return state.step
+    def _save(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> None:
+        if state.step and self._due(state.step, self.run.checkpoint_every):
+            saver.save(state.step, vars(state))
+            metrics.flush()
 
     def _private_values(self, stats: Stats) -> dict[str, float]:
         """What the step looked like, computed from private data without noise."""
@@ -256,11 +289,6 @@ class Trainer:
         if self.event is None:
             return math.inf
         return self.running_epsilon(num_steps) if self._due(num_steps, self.run.log_every) else None
-
-    def _evaluate(self, state: State, metrics: Metrics) -> float:
-        losses = evaluate(self.engine, state.params, self.data, self.run.eval_examples)
-        metrics.log(state.step, losses)
-        return headline(losses)
 
     def _restore(self, state: State) -> State:
         """The last checkpoint, or the state as it is if there is none."""

@@ -32,10 +32,17 @@ class ULS:
         """One step to the accountant: Theorem 2, Bernoulli(q)."""
         return self.sampler.event(noise_multiplier)
 
-    def gradient(self, params, step, engine, *, clip: Clip, noise_multiplier: float):
-        """The privatised gradient of one step, and the engine's statistics of it."""
+    def draw(self, step):
+        """Who takes part in a step: rows [users, group]."""
         cohort = self.sampler.draw(self.key, step)  # .............................. U^t
-        rows = draw_groups(self.offsets, cohort, self.group_size, self.key, step)  # D_u^t
+        return draw_groups(self.offsets, cohort, self.group_size, self.key, step)  # D_u^t
+
+    def gradient(self, params, step, engine, *, clip: Clip, noise_multiplier: float, rows=None):
+        """The privatised gradient of one step, and the engine's statistics of it.
+
+        Args: rows: those of `draw(step)`, if they have been drawn already.
+        """
+        rows = self.draw(step) if rows is None else rows
         grad_sum, stats = engine.clipped_sum(params, rows, clip)  # ................ g_sum^t
         stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma
         key = self.key.jax_key("noise", step)

@@ -123,6 +123,9 @@ class Engine(ABC):
 
         return wait
 
+    def read_ahead(self, rows: np.ndarray) -> None:  # noqa: B027
+        """Tell workers, while they wait, which rows the next `clipped_sum` is about."""
+
     def measurements(self) -> dict[str, float]:
         """What happened to workers, by metric name."""
         return {"performance/redispatched_lanes": self.redispatched}

@@ -30,6 +30,7 @@ from ray.exceptions import (
 from fedsim.engine.actors import MAX_LOSSES, START_S, Actors, cause, failure
 from fedsim.engine.engine import Engine, EngineError
 from fedsim.engine.health import Health, Patience, State
+from fedsim.engine.monitor import Monitor
 from fedsim.engine.resources import store_bytes
 from fedsim.engine.worker import Worker
 
@@ -81,6 +82,7 @@ class RayPool(Engine):
         """Args: actors: see `Actors`."""
         super().__init__(num_lanes)
         self._actors = Actors(task, **actors)
+        self._monitor = Monitor()
         self.num_workers = self._actors.plan.num_workers
         self._health = Health(patience)
         self._workers: dict[int, Any] = {}
@@ -114,6 +116,14 @@ class RayPool(Engine):
         self._flights.clear()
         self._leaves, self._shared = [], None
         self._actors.close()
+
+    def read_ahead(self, rows):
+        # Lanes go to idle workers in this order again: each reads what it will probably compute.
+        for worker, lane in zip(self._health.idle(), self.cut(rows), strict=False):
+            self._workers[worker].read_ahead.remote("train", lane)
+
+    def publish(self, step, values):
+        self._monitor.publish({"step": step, **values})
 
     def measurements(self) -> dict[str, float]:
         now, busy = time.monotonic(), self._health.busy_s

@@ -20,6 +20,7 @@ from fedsim.clipping import Clip, clipped_sum
 from fedsim.clipping.scan import zeros_like
 from fedsim.engine.engine import Stats
 from fedsim.engine.facts import versions
+from fedsim.engine.prefetch import ahead, touch
 
 UNITS_PER_CHUNK = 8
 EVAL_ROWS_PER_CHUNK = 16
@@ -47,6 +48,10 @@ class Worker:
             "versions": versions(),
         }
 
+    def read_ahead(self, split: str, rows: np.ndarray) -> None:
+        """Bring rows that will be needed soon into memory, in the background."""
+        touch(lambda: self.task.read(split, rows.ravel()))
+
     def lane_sum(self, version: int, params: Any, rows: np.ndarray, clip: Clip):
         """The clipped sum of a lane: (NumPy float32 tree, Stats).
 
@@ -56,8 +61,11 @@ class Worker:
         """
         params = self._on_device(version, params)
         total, stats = zeros_like(params), []
-        for chunk, units in _chunks(rows, UNITS_PER_CHUNK):
-            batch = self.task.read("train", chunk.ravel())
+
+        def read(piece):
+            return self.task.read("train", piece[0].ravel())
+
+        for (chunk, units), batch in ahead(read, _chunks(rows, UNITS_PER_CHUNK)):
             batch = jax.tree.map(lambda leaf: leaf.reshape(*chunk.shape, *leaf.shape[1:]), batch)  # noqa: B023
             mask = chunk >= 0
             total, *values = self._add_chunk(total, params, batch, mask, clip)
@@ -69,8 +77,9 @@ class Worker:
         """(sum of nats, number of predicted tokens) over examples `rows` [n] of a split."""
         params = self._on_device(version, params)
         nats, predictions = 0.0, 0
-        for chunk, real in _chunks(rows, EVAL_ROWS_PER_CHUNK):
-            values = map(np.asarray, self._nats(params, self.task.read(split, chunk)))
+        pieces = _chunks(rows, EVAL_ROWS_PER_CHUNK)
+        for (_, real), batch in ahead(lambda piece: self.task.read(split, piece[0]), pieces):
+            values = map(np.asarray, self._nats(params, batch))
             chunk_nats, chunk_predictions = (value[:real] for value in values)
             nats += float(chunk_nats.sum(dtype=np.float64))
             predictions += int(chunk_predictions.sum())
