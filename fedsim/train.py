@@ -51,6 +51,7 @@ def train(
     """
     transformation = optimizer(run.optimizer, run.learning_rate)
     check_preset(run.model)
+    reduction = engine.reduction(run)
     stored = rundir.stored_config(run.run_dir, resume=run.resume)
     with ExitStack() as stack:
         if stored:
@@ -60,7 +61,7 @@ def train(
         config["run"] = {name: value for name, value in as_dict(run).items() if name != "seed"}
         key = rundir.key_of(run, stored) or create_key(run.seed, config, data)
         seal = key.seal(data.train.fingerprint)
-        config["identity"]["data_seal"] = seal
+        config["identity"] |= {"data_seal": seal, "reduction": reduction}
         if stored:
             same = stored["identity"]["data_seal"] == seal
             expect("data", run.data, same, f"the data with which {run.run_dir} was started")

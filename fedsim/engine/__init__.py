@@ -1,10 +1,10 @@
 """Engines: where gradients are computed. Ray is imported below this package alone."""
 
-from fedsim.config import RunConfig
+from fedsim.config import RunConfig, expect
 from fedsim.engine.engine import Engine, EngineError
 from fedsim.files import cache_dir
 
-__all__ = ["Engine", "EngineError", "start"]
+__all__ = ["Engine", "EngineError", "reduction", "start"]
 
 
 def start(run: RunConfig, task) -> Engine:
@@ -16,12 +16,28 @@ def start(run: RunConfig, task) -> Engine:
         from fedsim.engine.local import LocalEngine
 
         return LocalEngine(task, num_lanes=run.num_lanes)
-    from fedsim.engine.ray_pool import RayPool
-
-    return RayPool(
+    if run.engine == "spmd":
+        from fedsim.engine.spmd import SpmdEngine as RayEngine
+    else:
+        from fedsim.engine.ray_pool import RayPool as RayEngine
+    return RayEngine(
         task,
         num_lanes=run.num_lanes,
         num_workers=run.num_workers,
         threads=run.threads_per_worker,
+        devices=run.devices_per_worker,
         cache_dir=cache_dir() / "compiled",
     )
+
+
+def reduction(run: RunConfig) -> str:
+    """How sums are added, as far as their bits depend on it. Engines with the same reduction, lanes
+    and devices of a worker give the same bits.
+
+    Raises: ConfigError: with spmd, the number of workers is part of it and has to be given.
+    """
+    if run.engine != "spmd":
+        return "lanes in order"
+    given = run.num_workers is not None
+    expect("num_workers", run.num_workers, given, "a number: bits depend on it with engine=spmd")
+    return f"psum over {run.num_workers} workers"

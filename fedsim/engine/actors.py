@@ -8,7 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import ray
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
@@ -72,6 +75,43 @@ class Actors:
         """Let go of the cluster, and end it if it is a private one."""
         self._task = None
         self._cluster.close()
+
+
+class Shared:
+    """The parameters in the object store: put there once per version, read without copying."""
+
+    def __init__(self):
+        self.version, self.ref, self._leaves = 0, None, []
+
+    def put(self, params: Any) -> bool:
+        """Share these, unless they are the ones that are shared. Returns whether they are new.
+
+        Raises: EngineError: there is no room for them.
+        """
+        leaves = jax.tree.leaves(params)
+        same = len(leaves) == len(self._leaves) and all(
+            new is old and isinstance(new, jax.Array)  # which nobody can have written to
+            for new, old in zip(leaves, self._leaves, strict=True)
+        )
+        if same:
+            return False
+        self.drop()  # first, or the store would hold one version more
+        try:
+            self.ref = ray.put(jax.tree.map(np.asarray, params))
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            reason = f"no room for the parameters in the object store: {cause(error)}"
+            raise EngineError(reason) from error
+        self._leaves, self.version = leaves, self.version + 1
+        return True
+
+    def drop(self) -> None:
+        """Let go of them."""
+        self.ref, self._leaves = None, []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the parameters that are shared."""
+        return sum(leaf.nbytes for leaf in self._leaves)
 
 
 def failure(what: str, error: Exception) -> EngineError:

@@ -14,22 +14,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
     GetTimeoutError,
     ObjectLostError,
-    ObjectStoreFullError,
-    OutOfDiskError,
     RayError,
     RayTaskError,
 )
 
-from fedsim.engine.actors import MAX_LOSSES, START_S, Actors, cause, failure
+from fedsim.engine.actors import MAX_LOSSES, START_S, Actors, Shared, cause, failure
 from fedsim.engine.engine import Engine, EngineError
 from fedsim.engine.health import Health, Patience, State
+from fedsim.engine.mesh import MeshWorker
 from fedsim.engine.monitor import Monitor
 from fedsim.engine.resources import store_bytes
 from fedsim.engine.worker import Worker
@@ -89,7 +87,7 @@ class RayPool(Engine):
         self._flights: dict[Any, _Flight] = {}
         self._probe_at: dict[int, float] = {}
         self._calls: list[_Call] = []
-        self._leaves, self._shared, self._version = [], None, 0
+        self._shared = Shared()
         self._names = itertools.count()
         self._started, self._recruit_at = False, 0.0
         self._looked_at, self._busy_s = time.monotonic(), 0.0
@@ -114,7 +112,7 @@ class RayPool(Engine):
         for worker in self._workers.values():
             ray.kill(worker)
         self._flights.clear()
-        self._leaves, self._shared = [], None
+        self._shared.drop()
         self._actors.close()
 
     def read_ahead(self, rows):
@@ -145,9 +143,10 @@ class RayPool(Engine):
         return self._answers(call)
 
     def _call(self, method: str, params: Any, lanes: Sequence[np.ndarray], args: tuple) -> _Call:
-        self._share(params)
+        if self._shared.put(params) and self._shared.version == 1:
+            self._check_store(self._shared.num_bytes)
         todo = list(range(len(lanes)))
-        call = _Call(method, self._version, self._shared, lanes, args, todo)
+        call = _Call(method, self._shared.version, self._shared.ref, lanes, args, todo)
         self._calls.append(call)
         return call
 
@@ -166,30 +165,8 @@ class RayPool(Engine):
         finally:
             self._calls.remove(call)
 
-    def _share(self, params: Any) -> None:
-        """Put parameters into the object store, unless they are the ones that are there."""
-        leaves = jax.tree.leaves(params)
-        same = len(leaves) == len(self._leaves) and all(
-            new is old and isinstance(new, jax.Array)  # which nobody can have written to
-            for new, old in zip(leaves, self._leaves, strict=True)
-        )
-        if same:
-            return
-        self._leaves, self._shared = [], None  # lets go of the last version first
-        arrays = jax.tree.map(np.asarray, params)
-        self._check_store(sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
-        try:
-            self._shared = ray.put(arrays)
-        except (ObjectStoreFullError, OutOfDiskError) as error:
-            raise EngineError(
-                f"no room for the parameters in the object store: {cause(error)}"
-            ) from error
-        self._leaves, self._version = leaves, self._version + 1
-
     def _check_store(self, param_bytes: int) -> None:
-        """Say once where the object store is so small that Ray will go by way of the disk."""
-        if self._version > 0:
-            return
+        """Say where the object store is so small that Ray will go by way of the disk."""
         have, need = self._actors.store_bytes(), store_bytes(param_bytes, AHEAD * self.num_workers)
         if have < need:
             self.note(
@@ -283,7 +260,8 @@ class RayPool(Engine):
     def _hire(self) -> None:
         """One more worker, on its way up."""
         worker = next(self._names)
-        self._workers[worker] = self._actors.create(Worker)
+        several = self._actors.plan.devices > 1
+        self._workers[worker] = self._actors.create(MeshWorker if several else Worker)
         self._health.join(worker, time.monotonic())
         self._probe_at[worker] = 0.0
 

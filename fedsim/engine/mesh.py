@@ -1,0 +1,83 @@
+"""A worker with several devices, or one of several processes that are joined into one mesh.
+
+Every device works through its share of a lane as a worker of its own; the shares are added by one
+psum over the mesh. All processes of a mesh are called with the same lane, and all get its sum.
+"""
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fedsim.engine.engine import Stats
+from fedsim.engine.worker import Worker
+
+AXIS = "devices"
+
+
+class MeshWorker(Worker):
+    """Computes lanes on all devices of its mesh. Bits depend on the number of devices."""
+
+    def __init__(self, task: Any, cache_dir: Path | None = None):
+        super().__init__(task, cache_dir)
+        self._make = lambda: Worker(task, cache_dir)
+        self._workers: list[Worker] = []  # of this process's devices
+
+    def lane_sum(self, version: int, params: Any, rows: np.ndarray, *args):
+        """The clipped sum of the whole lane, and the statistics of this process's share of it."""
+        shares = dict(zip(jax.devices(), np.array_split(rows, jax.device_count()), strict=True))
+        mine = [shares[device] for device in jax.local_devices()]
+        found = self._run("lane_sum", version, params, mine, *args)
+        total = self._add([lane_sum for lane_sum, _ in found])
+        return total, Stats.join([stats for _, stats in found])
+
+    def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
+        """Nats and predictions of a lane on this process's devices alone."""
+        shares = np.array_split(rows, jax.local_device_count())
+        found = self._run("lane_nats", version, params, shares, split)
+        return sum(nats for nats, _ in found), sum(count for _, count in found)
+
+    def _run(self, method, version, params, shares, *args):
+        """The answers of this process's devices, each for its share."""
+        devices = jax.local_devices()
+        self._workers = self._workers or [self._make() for _ in devices]
+
+        def run(worker, device, share):
+            with jax.default_device(device):
+                return getattr(worker, method)(version, params, share, *args)
+
+        with ThreadPoolExecutor(len(devices)) as threads:
+            return list(threads.map(run, self._workers, devices, shares))
+
+    def _add(self, sums: list[Any]) -> Any:
+        """The sum over the mesh, as NumPy, in every process."""
+        mesh = Mesh(np.array(jax.devices()), (AXIS,))
+        sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+
+        def spread(*parts):
+            """[devices, ...], a device's part on that device."""
+            placed = [
+                jax.device_put(part[None], device)
+                for part, device in zip(parts, jax.local_devices(), strict=True)
+            ]
+            shape = (jax.device_count(), *parts[0].shape)
+            return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+        total = _psum(mesh)(jax.tree.map(spread, *sums))
+        return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0))[0], total)
+
+
+@functools.cache
+def _psum(mesh: Mesh):
+    return jax.jit(
+        jax.shard_map(
+            lambda tree: jax.lax.psum(tree, AXIS),
+            mesh=mesh,
+            in_specs=PartitionSpec(AXIS),
+            out_specs=PartitionSpec(),
+        )
+    )
