@@ -65,7 +65,9 @@ def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> di
     data = corpora.load(run.data, progress=console.note, **run.data_options)
     found = SecretKey.load(run.run_dir).seal(data.train.fingerprint)
     expect("data", run.data, found == stored["identity"]["data_seal"], "the data of the run")
-    task = LanguageModelTask(data, preset(run.model, data.train.vocab_size, data.train.max_length))
+    train = data.train
+    sizes = preset(run.model, train.vocab_size, train.max_length, run.compute_dtype)
+    task = LanguageModelTask(data, sizes)
     workers = engine.start(run, task)
     try:
         workers.ready()

@@ -22,14 +22,16 @@ import numpy as np
 import optax
 
 from fedsim import accounting, checkpoint, engine, rundir
+from fedsim.clipping import Strategy
 from fedsim.config import OPERATIONAL, Algorithm, PrivacyConfig, RunConfig, as_dict, expect, to_json
 from fedsim.console import Console
 from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
+from fedsim.engine.choose import AUTO, choose_strategy
 from fedsim.engine.engine import Stats
 from fedsim.evaluate import begin_evaluate, headline
-from fedsim.files import write_json
+from fedsim.files import cache_dir, write_json
 from fedsim.keys import SecretKey
 from fedsim.ledger import Ledger, LedgerError, released_epsilon
 from fedsim.metrics import Metrics, table
@@ -67,8 +69,10 @@ def train(
             expect("data", run.data, same, f"the data with which {run.run_dir} was started")
             rundir.expect_same(run.run_dir, stored, config)
         completed, non_private = complete(algorithm, privacy, data, seeded=key.seed is not None)
+        if run.strategy == AUTO:
+            non_private.append("the strategy of the clipped sum (timed on units of a draw)")
         method = method_for(algorithm, completed, data.train, key)
-        sizes = preset(run.model, data.train.vocab_size, data.train.max_length)
+        sizes = preset(run.model, data.train.vocab_size, data.train.max_length, run.compute_dtype)
         task = LanguageModelTask(data, sizes)
         workers = engine.start(run, task)
         workers.note = console.note
@@ -83,17 +87,28 @@ def train(
             )
         console.note("starting the workers")
         workers.ready()
+        workers.strategy, why = strategy_for(run, stored, workers, params, method, plan.clip)
         versions = {name: version(name) for name in PACKAGES}
         if not stored:
             config |= {"plan": plan.as_dict(), "versions": versions}
+            config["strategy"] = {"name": str(workers.strategy), "why": why}
             stack.enter_context(rundir.start(run.run_dir, config, key))
         console.plan(plan, workers)
+        console.note(f"{'clipped sum':17} {workers.strategy} ({why})")
         if stored and stored["versions"] != versions:
             console.note(
                 "packages changed since the run was started: its bits may change with them"
             )
         trainer = Trainer(method, plan, data, transformation, workers, run, console)
         return trainer.fit(params, key)
+
+
+def strategy_for(run, stored, workers, params, method, clip) -> tuple[Strategy, str]:
+    """The clipping strategy, and why: a resumed run goes on with its own."""
+    if stored:
+        return Strategy.parse(stored["strategy"]["name"]), "as the run was started"
+    remembered = cache_dir() / "strategies"
+    return choose_strategy(workers, params, method.draw(0), clip, run.strategy, remembered)
 
 
 def create_key(seed: int | None, config: dict[str, Any], data: Dataset) -> SecretKey:

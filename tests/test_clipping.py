@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import SoftmaxTask
 
-from fedsim.clipping import Clip, clipped_sum
+from fedsim.clipping import Clip, Strategy, clipped_sum
 from fedsim.clipping.clip import global_norm
 
 CLIPS = [Clip(0.7), Clip(0.7, normalised=True), Clip(1e6), Clip(1e-3)]
@@ -32,7 +32,7 @@ def by_hand(theta, features, labels, mask, clip):
 def compiled(clip, rows_per_pass):
     def run(theta, batch, mask):
         losses = SoftmaxTask(np.zeros(0), np.zeros(0), 3).losses
-        return clipped_sum(losses, theta, batch, mask, clip, rows_per_pass=rows_per_pass)
+        return clipped_sum(losses, theta, batch, mask, clip, Strategy("scan", rows_per_pass))
 
     return jax.jit(run)
 
@@ -80,7 +80,7 @@ def test_a_users_gradient_is_complete_before_it_is_clipped():
     for rows_per_pass in (1, 2, 4):
         total = clipped_sum(
             linear_loss, jnp.zeros(2), jnp.asarray(user), jnp.ones((1, 4), bool), Clip(10.0),
-            rows_per_pass=rows_per_pass,
+            Strategy("scan", rows_per_pass),
         )[0]  # fmt: skip
         np.testing.assert_allclose(total, [7.25, 0.0])
 

@@ -4,6 +4,7 @@ Memory is flat in the number of units and in the rows of a unit: parameters, one
 gradient, and the activations of `rows_per_pass` rows. It is the oracle of the other strategies.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,31 @@ from fedsim.clipping.clip import Clip, global_norm
 LossFn = Callable[[Any, Any], jax.Array]
 
 
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The lengths that rows may be cut to, so that short ones cost little."""
+
+    lengths: tuple[int, ...]
+    """Ascending; every row fits into the last one."""
+    sizes: Callable[[Any], Any]
+    """(rows of a batch) -> the length that each row needs, int [rows]."""
+    trim: Callable[[Any, int], Any]
+    """(batch, length) -> the batch with rows cut to `length`; loses nothing where it suffices."""
+
+    def up_to(self, length: int) -> "Buckets":
+        """Without the longer ones."""
+        return dataclasses.replace(self, lengths=tuple(n for n in self.lengths if n <= length))
+
+
 def clipped_sum(
-    loss_fn: LossFn, params: Any, batch: Any, mask: jax.Array, clip: Clip, *, rows_per_pass: int = 8
+    loss_fn: LossFn,
+    params: Any,
+    batch: Any,
+    mask: jax.Array,
+    clip: Clip,
+    *,
+    rows_per_pass: int = 8,
+    buckets: Buckets | None = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """sum over units of clip(mean over the unit's rows of grad loss, C).
 
@@ -28,6 +52,7 @@ def clipped_sum(
       batch: tree of arrays [units, group, ...].
       mask: bool [units, group], true where a row is real.
       rows_per_pass: rows of one forward and backward pass.
+      buckets: lengths that the rows of a pass may be cut to: the least that holds all of them.
     Returns: (sum, float32 tree like params; norms [units]; losses [units]; dropped bool [units]).
     Source: Charles et al. 2024, Algorithms 1 and 2.
     """
@@ -36,7 +61,7 @@ def clipped_sum(
         rows, real = unit
         grad, loss = jax.lax.cond(
             real.any(),
-            lambda: _unit_gradient(loss_fn, params, rows, real, rows_per_pass),
+            lambda: _unit_gradient(loss_fn, params, rows, real, rows_per_pass, buckets),
             lambda: (zeros_like(params), jnp.float32(0)),
         )
         norm = global_norm(grad)
@@ -54,7 +79,7 @@ def zeros_like(params: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
 
 
-def _unit_gradient(loss_fn, params, rows, real, rows_per_pass):
+def _unit_gradient(loss_fn, params, rows, real, rows_per_pass, buckets):
     """Gradient and value of sum(mask * loss) / max(1, sum(mask)) of one unit."""
     count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
 
@@ -65,16 +90,28 @@ def _unit_gradient(loss_fn, params, rows, real, rows_per_pass):
     def add_part(carry, part):
         loss, grad = jax.value_and_grad(part_loss)(params, part)
         grad = jax.tree.map(lambda g: g.astype(jnp.float32), grad)
-        return jax.tree.map(jnp.add, carry, (grad, loss)), None
+        return jax.tree.map(jnp.add, carry, (grad, loss))
 
-    def maybe_add_part(carry, part):
-        return jax.lax.cond(part[1].any(), add_part, lambda c, _: (c, None), carry, part)
+    def add_at(length):
+        return lambda carry, part: add_part(carry, (buckets.trim(part[0], length), part[1]))
 
     parts = jax.tree.map(lambda leaf: _in_parts(leaf, rows_per_pass), (rows, real))
     start = (zeros_like(params), jnp.float32(0))
     if len(parts[1]) == 1:  # one pass, as always in ELS: no loop, no second copy of the gradient
-        return add_part(start, jax.tree.map(lambda leaf: leaf[0], parts))[0]
-    return jax.lax.scan(maybe_add_part, start, parts)[0]
+        return add_part(start, jax.tree.map(lambda leaf: leaf[0], parts))
+
+    ways = [add_at(length) for length in buckets.lengths] if buckets else [add_part]
+
+    def add_one(carry, part):
+        rows, real = part
+        way = jnp.int32(0)
+        if buckets:
+            longest = jnp.max(jnp.where(real, buckets.sizes(rows), 0))
+            way = jnp.searchsorted(jnp.array(buckets.lengths), longest).astype(jnp.int32)
+        skip = [lambda carry, _: carry]
+        return jax.lax.switch(jnp.where(real.any(), way + 1, 0), skip + ways, carry, part), None
+
+    return jax.lax.scan(add_one, start, parts)[0]
 
 
 def _in_parts(leaf: jax.Array, size: int) -> jax.Array:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedsim.clipping import Clip
+from fedsim.clipping import Clip, Strategy
 from fedsim.config import FedsimError
 
 
@@ -41,12 +41,19 @@ class Stats:
     """Examples, hence gradients, of a unit, int64 [units]."""
 
     @classmethod
+    def zeros(cls, units: int) -> "Stats":
+        """Columns to be filled in."""
+        return cls(*(np.zeros(units, dtype) for dtype in (np.float32, np.float32, bool, np.int64)))
+
+    @classmethod
     def join(cls, parts: Sequence["Stats"]) -> "Stats":
         """The statistics of consecutive units as one."""
-        types = (np.float32, np.float32, bool, np.int64)
-        empty = cls(*(np.zeros(0, dtype) for dtype in types))
-        columns = zip(*(dataclasses.astuple(part) for part in [empty, *parts]), strict=True)
+        columns = zip(*(part.columns() for part in [cls.zeros(0), *parts]), strict=True)
         return cls(*(np.concatenate(column) for column in columns))
+
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """norms, losses, dropped, num_rows."""
+        return self.norms, self.losses, self.dropped, self.num_rows
 
 
 class Engine(ABC):
@@ -56,6 +63,8 @@ class Engine(ABC):
 
     def __init__(self, num_lanes: int):
         self.num_lanes = num_lanes
+        self.strategy = Strategy()
+        """How workers compute a clipped sum. Part of the result's bits."""
         self.redispatched = 0
         """Lanes computed again because a worker was lost, in the life of the engine."""
         self.note: Callable[[str], None] = lambda text: None
@@ -94,7 +103,9 @@ class Engine(ABC):
         Returns: (float32 NumPy tree like params, per-unit statistics in the order of rows).
         """
         total, stats = None, []
-        for lane_sum, lane_stats in self._lanes("lane_sum", params, self.cut(rows), clip):
+        for lane_sum, lane_stats in self._lanes(
+            "lane_sum", params, self.cut(rows), clip, self.strategy
+        ):
             stats.append(lane_stats)
             if total is None:  # a worker's answer may be a read-only view of shared memory
                 total = jax.tree.map(np.array, lane_sum)

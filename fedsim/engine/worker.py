@@ -4,11 +4,13 @@ Pure in (params, rows, clip): a lane can be computed again, elsewhere, with the 
 leaves a worker is a sum over units and per-unit scalars, never one user's gradient.
 """
 
-import functools
+import dataclasses
 import os
 import platform
 import re
 import socket
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +18,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.clipping import Clip, clipped_sum
+from fedsim.clipping import Clip, Strategy, clipped_sum
+from fedsim.clipping.bookkeeping import UnsupportedModel
+from fedsim.clipping.packing import Chunk, chunks
 from fedsim.clipping.scan import zeros_like
 from fedsim.engine.engine import Stats
 from fedsim.engine.facts import versions
 from fedsim.engine.prefetch import ahead, touch
 
-UNITS_PER_CHUNK = 8
+ROWS_PER_READ = 4096
 EVAL_ROWS_PER_CHUNK = 16
+TRIAL_REPEATS = 3
+SAME_NORMS = 0.02  # strategies agree to 1e-5 in float32; in bfloat16 to less
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What became of a strategy that was tried."""
+
+    strategy: Strategy
+    seconds: float = float("inf")
+    """For the units that it was tried on."""
+    memory: int = 0
+    """Bytes that the compiled program needs beside parameters and sum."""
+    fault: str | None = None
+    """Why it cannot be used."""
 
 
 class Worker:
-    """Computes lanes of a task. Cohorts vary in size, shapes do not: rows are padded to whole
-    chunks and the loop runs over as many chunks as were drawn, so nothing is compiled twice."""
+    """Computes lanes of a task. Cohorts vary in size, shapes do not: units are cut into chunks of
+    few shapes, and the loop runs over as many chunks as were drawn, so nothing is compiled twice.
+    """
 
     def __init__(self, task: Any, cache_dir: Path | None = None):
         """Args: cache_dir: where compiled programs are kept for other processes and runs."""
         if cache_dir is not None:
-            jax.config.update("jax_compilation_cache_dir", str(cache_dir / _host_kind()))
+            jax.config.update("jax_compilation_cache_dir", str(cache_dir / host_kind()))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         self.task = task
+        self.buckets = getattr(task, "buckets", None)
+        self.programs: dict[tuple, Any] = {}
+        """Compiled programs by what they depend on."""
         self._version, self._params = None, None
 
     def facts(self) -> dict[str, Any]:
@@ -52,7 +75,7 @@ class Worker:
         """Bring rows that will be needed soon into memory, in the background."""
         touch(lambda: self.task.read(split, rows.ravel()))
 
-    def lane_sum(self, version: int, params: Any, rows: np.ndarray, clip: Clip):
+    def lane_sum(self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy):
         """The clipped sum of a lane: (NumPy float32 tree, Stats).
 
         Args:
@@ -60,30 +83,139 @@ class Worker:
           rows: [units, group], -1 = padding.
         """
         params = self._on_device(version, params)
-        total, stats = zeros_like(params), []
-
-        def read(piece):
-            return self.task.read("train", piece[0].ravel())
-
-        for (chunk, units), batch in ahead(read, _chunks(rows, UNITS_PER_CHUNK)):
-            batch = jax.tree.map(lambda leaf: leaf.reshape(*chunk.shape, *leaf.shape[1:]), batch)  # noqa: B023
-            mask = chunk >= 0
-            total, *values = self._add_chunk(total, params, batch, mask, clip)
-            values = [*values, mask.sum(axis=1)]
-            stats.append(Stats(*(np.asarray(value)[:units] for value in values)))
-        return jax.tree.map(np.asarray, total), Stats.join(stats)
+        total, stats = self._add_lane(zeros_like(params), params, rows, clip, strategy)
+        return jax.tree.map(np.asarray, total), stats
 
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
         """(sum of nats, number of predicted tokens) over examples `rows` [n] of a split."""
         params = self._on_device(version, params)
         nats, predictions = 0.0, 0
-        pieces = _chunks(rows, EVAL_ROWS_PER_CHUNK)
-        for (_, real), batch in ahead(lambda piece: self.task.read(split, piece[0]), pieces):
-            values = map(np.asarray, self._nats(params, batch))
-            chunk_nats, chunk_predictions = (value[:real] for value in values)
+        for chunk in self._chunks(split, rows[:, None], EVAL_ROWS_PER_CHUNK, in_passes=False):
+            batch = jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch)
+            program = self._program(("nats", chunk.length), self.task.nats, params, batch)
+            found = map(np.asarray, program(params, batch))
+            chunk_nats, chunk_predictions = (value[: len(chunk.units)] for value in found)
             nats += float(chunk_nats.sum(dtype=np.float64))
             predictions += int(chunk_predictions.sum())
         return nats, predictions
+
+    def machine(self, version: int, params: Any, rows: np.ndarray) -> str:
+        """What times of computations depend on, whoever measures them."""
+        threads = os.environ.get("NPROC", os.cpu_count())
+        return (
+            f"{host_kind()}, {jax.local_devices()[0].device_kind}, {threads} threads, {self.task}"
+        )
+
+    def try_strategies(
+        self, version: int, params: Any, rows: np.ndarray, clip: Clip, tried: Sequence[Strategy]
+    ) -> list[Trial]:
+        """Compile and time strategies on units of the commonest length among `rows`; norms are
+        held against the first strategy's."""
+        params = self._on_device(version, params)
+        rows = self._commonest(rows)
+        trials: list[Trial] = []
+        norms = None
+        for strategy in tried:
+            count = strategy.units_per_chunk(rows.shape[1])
+            some = np.resize(rows, (-(-len(rows) // count) * count, rows.shape[1]))
+            try:
+                trial, found = self._try(params, some, clip, strategy)
+            except UnsupportedModel as error:
+                trials.append(Trial(strategy, fault=str(error)))
+                continue
+            found = found[: len(rows)]
+            if trial.fault is None and norms is None:
+                norms = found
+            if (
+                norms is not None
+                and trial.fault is None
+                and not np.allclose(found, norms, SAME_NORMS)
+            ):
+                trial = dataclasses.replace(trial, fault=f"other norms than {tried[0]}")
+            trials.append(dataclasses.replace(trial, seconds=trial.seconds * len(rows) / len(some)))
+        return trials
+
+    def _try(self, params, rows, clip, strategy):
+        before = set(self.programs)
+        for chunk in self._lane_chunks(rows, strategy):
+            self._chunk_program(zeros_like(params), params, chunk, clip, strategy)
+        new = [self.programs[key].memory_analysis() for key in self.programs.keys() - before]
+        memory = max((found.temp_size_in_bytes for found in new if found), default=0)
+        if memory > (free := free_memory()):
+            fault = f"needs {memory / 2**20:.0f} MiB, and {free / 2**20:.0f} are free"
+            return Trial(strategy, memory=memory, fault=fault), np.zeros(0)
+        times = []
+        for _ in range(TRIAL_REPEATS):
+            start = time.perf_counter()
+            total, stats = self._add_lane(zeros_like(params), params, rows, clip, strategy)
+            jax.block_until_ready(total)
+            times.append(time.perf_counter() - start)
+        return Trial(strategy, min(times), memory), stats.norms
+
+    def _commonest(self, rows: np.ndarray) -> np.ndarray:
+        """The units whose longest row is in the bucket that most units' longest row is in."""
+        if self.buckets is None or not len(rows):
+            return rows
+        sizes = self.buckets.sizes(self.task.read("train", rows.ravel())).reshape(rows.shape)
+        longest = np.where(rows >= 0, sizes, 0).max(axis=1)
+        lengths = np.searchsorted(self.buckets.lengths, longest)
+        return rows[lengths == np.bincount(lengths).argmax()]
+
+    def _add_lane(self, total, params, rows, clip, strategy):
+        stats = Stats.zeros(len(rows))
+        for chunk in self._lane_chunks(rows, strategy):
+            program = self._chunk_program(total, params, chunk, clip, strategy)
+            total, *values = program(total, params, chunk.batch, chunk.mask)
+            values = [*values, chunk.mask.sum(axis=1)]
+            for column, value in zip(stats.columns(), values, strict=True):
+                column[chunk.units] = np.asarray(value)[: len(chunk.units)]
+        return total, stats
+
+    def _lane_chunks(self, rows, strategy):
+        group = rows.shape[1]
+        count, in_passes = strategy.units_per_chunk(group), strategy.splits_units(group)
+        return self._chunks("train", rows, count, in_passes=in_passes)
+
+    def _chunks(
+        self, split: str, rows: np.ndarray, units_per_chunk: int, *, in_passes: bool
+    ) -> Iterator[Chunk]:
+        """Chunks of rows [units, group]; the next rows are read while the caller computes.
+
+        Args: in_passes: lengths are chosen pass by pass in the program, not for the chunk.
+        """
+        units = max(units_per_chunk, ROWS_PER_READ // rows.shape[1])
+        starts = range(0, len(rows), units)
+        buckets = self.buckets
+        if buckets is not None and in_passes:
+            buckets = dataclasses.replace(buckets, lengths=buckets.lengths[-1:])
+
+        def read(start):
+            return self.task.read(split, rows[start : start + units].ravel())
+
+        for start, batch in ahead(read, starts):
+            some = rows[start : start + units]
+            shape = some.shape
+            batch = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)  # noqa: B023
+            for chunk in chunks(batch, some >= 0, units_per_chunk, buckets):
+                yield chunk._replace(units=chunk.units + start)
+
+    def _chunk_program(self, total, params, chunk, clip, strategy):
+        buckets = self.buckets.up_to(chunk.length) if self.buckets else None
+
+        def add(total, params, batch, mask):
+            chunk_sum, *values = clipped_sum(
+                self.task.losses, params, batch, mask, clip, strategy, buckets=buckets
+            )
+            return jax.tree.map(jnp.add, total, chunk_sum), *values
+
+        key = ("sum", chunk.length, chunk.mask.shape, clip, strategy)
+        return self._program(key, add, total, params, chunk.batch, chunk.mask, donate_argnums=0)
+
+    def _program(self, key, function, *args, **options):
+        """`function`, compiled for arguments like these; `key` says what else it depends on."""
+        if key not in self.programs:
+            self.programs[key] = jax.jit(function, **options).lower(*args).compile()
+        return self.programs[key]
 
     def _on_device(self, version, params):
         if version != self._version:
@@ -92,26 +224,24 @@ class Worker:
             self._version, self._params = version, jax.device_put(params)
         return self._params
 
-    @functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=1)
-    def _add_chunk(self, total, params, batch, mask, clip):
-        chunk_sum, *values = clipped_sum(self.task.losses, params, batch, mask, clip)
-        return jax.tree.map(jnp.add, total, chunk_sum), *values
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def _nats(self, params, batch):
-        return self.task.nats(params, batch)
-
-
-def _chunks(rows: np.ndarray, size: int):
-    """Consecutive chunks of exactly `size` rows, the last one padded with -1, and how many of its
-    rows are real."""
-    for start in range(0, len(rows), size):
-        chunk = rows[start : start + size]
-        padding = [(0, size - len(chunk))] + [(0, 0)] * (rows.ndim - 1)
-        yield np.pad(chunk, padding, constant_values=-1), len(chunk)
+def free_memory() -> int:
+    """Bytes that one worker may use beside what it holds: of its accelerator, or its share of the
+    host's."""
+    found = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in found:
+        return found["bytes_limit"] - found["bytes_in_use"]
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        available = int(re.search(r"MemAvailable:\s*(\d+) kB", meminfo)[1]) * 1024  # type: ignore[index]
+    except (OSError, TypeError):
+        pass
+    cpus = os.cpu_count() or 1
+    return available * min(cpus, int(os.environ.get("NPROC", cpus))) // cpus
 
 
-def _host_kind() -> str:
+def host_kind() -> str:
     """Names what compiled programs depend on: unlike hosts must not share them."""
     try:
         model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim.clipping import Buckets
 from fedsim.data.dataset import Dataset
 from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
 
@@ -20,6 +21,14 @@ class LanguageModelTask:
     def __init__(self, dataset: Dataset, config: TransformerConfig):
         self.dataset = dataset
         self.config = config
+
+    def __repr__(self) -> str:
+        return f"LanguageModelTask({self.config})"
+
+    @property
+    def buckets(self) -> Buckets:
+        """Lengths that rows may be cut to: powers of two, and the longest."""
+        return Buckets(lengths_up_to(self.config.max_length), _sizes, _trim)
 
     def init(self, key: jax.Array) -> Any:
         """Fresh parameters, float32."""
@@ -39,3 +48,17 @@ class LanguageModelTask:
         """f(theta, z) per row: mean cross entropy in nats per predicted token, float32 [rows]."""
         nats, predictions = self.nats(params, batch)
         return nats / jnp.maximum(predictions, 1)
+
+
+def lengths_up_to(longest: int) -> tuple[int, ...]:
+    """32, 64, 128, ... below `longest`, and `longest`."""
+    powers = [2**n for n in range(5, longest.bit_length())]
+    return (*(length for length in powers if length < longest), longest)
+
+
+def _sizes(batch: dict[str, Any]) -> Any:
+    return batch["sizes"]
+
+
+def _trim(batch: dict[str, Any], length: int) -> dict[str, Any]:
+    return {**batch, "tokens": batch["tokens"][..., :length]}

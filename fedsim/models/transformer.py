@@ -25,6 +25,8 @@ class TransformerConfig:
     width: int
     num_layers: int
     num_heads: int
+    dtype: str | None = None
+    """Type of the computation; None: the parameters' own, which is float32."""
 
 
 # width, layers, heads. `paper` has the paper's 350 M parameters with a 30,522-piece WordPiece
@@ -42,11 +44,13 @@ def check_preset(name: str) -> None:
     expect("model", name, name in PRESETS, "one of " + ", ".join(PRESETS))
 
 
-def preset(name: str, vocab_size: int, max_length: int) -> TransformerConfig:
+def preset(
+    name: str, vocab_size: int, max_length: int, dtype: str = "float32"
+) -> TransformerConfig:
     """The sizes that `name` stands for."""
     check_preset(name)
-    width, num_layers, num_heads = PRESETS[name]
-    return TransformerConfig(vocab_size, max_length, width, num_layers, num_heads)
+    own = None if dtype == "float32" else dtype
+    return TransformerConfig(vocab_size, max_length, *PRESETS[name], own)
 
 
 class Block(nn.Module):
@@ -57,17 +61,19 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         width, heads = self.config.width, self.config.num_heads
+        dtype = self.config.dtype
         split = (*x_BLD.shape[:2], heads, width // heads)
-        y_BLD = nn.LayerNorm(name="attention_norm")(x_BLD)
+        y_BLD = nn.LayerNorm(dtype=dtype, name="attention_norm")(x_BLD)
         q_BLHK, k_BLHK, v_BLHK = (
-            nn.Dense(width, use_bias=False, name=name)(y_BLD).reshape(split)
+            nn.Dense(width, use_bias=False, dtype=dtype, name=name)(y_BLD).reshape(split)
             for name in ("query", "key", "value")
         )
         y_BLHK = jax.nn.dot_product_attention(q_BLHK, k_BLHK, v_BLHK, is_causal=True)
-        x_BLD += nn.Dense(width, use_bias=False, name="out")(y_BLHK.reshape(x_BLD.shape))
-        y_BLD = nn.LayerNorm(name="mlp_norm")(x_BLD)
-        y_BLD = nn.gelu(nn.Dense(4 * width, name="up")(y_BLD))
-        return x_BLD + nn.Dense(width, name="down")(y_BLD)
+        y_BLD = y_BLHK.reshape(x_BLD.shape)
+        x_BLD += nn.Dense(width, use_bias=False, dtype=dtype, name="out")(y_BLD)
+        y_BLD = nn.LayerNorm(dtype=dtype, name="mlp_norm")(x_BLD)
+        y_BLD = nn.gelu(nn.Dense(4 * width, dtype=dtype, name="up")(y_BLD))
+        return x_BLD + nn.Dense(width, dtype=dtype, name="down")(y_BLD)
 
 
 class Transformer(nn.Module):
@@ -78,13 +84,14 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
         c = self.config
-        init = nn.initializers.normal(0.02)
-        embed = nn.Embed(c.vocab_size, c.width, embedding_init=init, name="embed")
-        positions = nn.Embed(c.max_length, c.width, embedding_init=init, name="positions")
-        x_BLD = embed(tokens_BL) + positions(jnp.arange(tokens_BL.shape[1]))[None]
+        options = {"embedding_init": nn.initializers.normal(0.02), "dtype": c.dtype}
+        embed = nn.Embed(c.vocab_size, c.width, **options, name="embed")
+        positions = nn.Embed(c.max_length, c.width, **options, name="positions")
+        positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
+        x_BLD = embed(tokens_BL) + positions(positions_BL)
         for i in range(c.num_layers):
             x_BLD = Block(c, name=f"block_{i}")(x_BLD)
-        x_BLD = nn.LayerNorm(name="final_norm")(x_BLD)
+        x_BLD = nn.LayerNorm(dtype=c.dtype, name="final_norm")(x_BLD)
         return embed.attend(x_BLD)
 
 

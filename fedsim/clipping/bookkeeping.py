@@ -1,0 +1,139 @@
+"""The strategy `bookkeeping`: one forward and one backward pass for many units (Bu et al. 2022).
+
+The backward pass stops at the outputs of the layers that have weights. Their inputs X and output
+cotangents G give every unit's gradient norm, layer by layer, and then the clipped sum X^T (w G), w
+being the units' scales: no unit's gradient is ever formed whole. Here units are users with several
+rows as well as examples. The model stays a plain `flax.linen` model: its calls are intercepted.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import traverse_util
+
+from fedsim.clipping import scan
+from fedsim.clipping.clip import Clip
+from fedsim.clipping.layers import LAYERS, METHODS
+from fedsim.config import FedsimError
+
+# A unit's squared norm must be so many times its rounding: then the norm is right to 0.1 %.
+TRUSTED = 500.0
+
+Path = tuple[str, ...]
+Call = tuple[Path, str, int]  # module, method, number of its calls before
+
+
+class UnsupportedModel(FedsimError):
+    """A part of the model whose per-unit norms are not known here; the message names it."""
+
+
+def clipped_sum(
+    loss_fn: scan.LossFn, params: Any, batch: Any, mask: jax.Array, clip: Clip
+) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+    """Like `scan.clipped_sum`, all units at once; memory: the activations of all rows.
+
+    Where a unit is not finite, or its gradient's parts cancel so far that rounding could hide its
+    norm, the whole batch is left to `scan`: the guarantee is the same.
+    Raises: UnsupportedModel: a parameter is not in a layer of `LAYERS`.
+    """
+    model = _Model(loss_fn, params)
+    *seen, squared, rounding, losses = model.run(batch, mask)
+    trusted = jnp.isfinite(squared) & (squared >= TRUSTED * rounding)
+
+    def weigh():
+        norms = jnp.sqrt(squared)
+        return model.weighted_sum(seen, clip.scale(norms)), norms, losses, norms < 0
+
+    def one_by_one():
+        return scan.clipped_sum(loss_fn, params, batch, mask, clip)
+
+    return jax.lax.cond(trusted.all(), weigh, one_by_one)
+
+
+class _Model:
+    """A loss as layers: what goes into and comes out of those that have parameters."""
+
+    def __init__(self, loss_fn, params):
+        self.loss_fn, self.params = loss_fn, params
+        self.modules: dict[Path, nn.Module] = {}
+        self.inputs: dict[Call, int] = {}  # which of the distinct inputs a call saw
+
+    def run(self, batch, mask):
+        """(inputs, cotangents, squared norms [units], rounding [units], losses [units])."""
+        units, group = mask.shape
+        count = jnp.maximum(mask.sum(axis=1, keepdims=True), 1).astype(jnp.float32)
+        rows = jax.tree.map(lambda leaf: leaf.reshape(units * group, *leaf.shape[2:]), batch)
+
+        def run(taps):
+            losses, inputs, outputs = self._observe(rows, taps)
+            losses = jnp.where(mask, losses.reshape(units, group), 0) / count
+            return losses.sum(), (losses.sum(axis=1), inputs, outputs)
+
+        # Zeros, added to a layer's output: the gradient there is the output's cotangent.
+        outputs = jax.eval_shape(lambda: run({})[1][2])
+        taps = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), outputs)
+        cotangents, (losses, inputs, _) = jax.grad(run, has_aux=True)(taps)
+        for (path, *_), number in self.inputs.items():
+            shape = inputs[number].shape
+            if shape[0] != units * group:
+                name = "/".join(path)
+                raise UnsupportedModel(f"{name}: called on {shape}, without the axis of the rows")
+
+        def by_unit(leaf):
+            return leaf.reshape(units, -1, *leaf.shape[2:])
+
+        inputs, cotangents = jax.tree.map(by_unit, (inputs, cotangents))
+        norms = [layer.squared_norms(own) for _, layer, own in self._layers(inputs, cotangents)]
+        squared, rounding = (sum(parts) for parts in zip(*norms, strict=True))
+        return inputs, cotangents, squared, rounding, losses
+
+    def weighted_sum(self, seen, weights):
+        """sum over units of weight times gradient, a tree like the parameters."""
+        leaves = {}
+        for path, layer, own in self._layers(*seen):
+            for name, leaf in layer.weighted_sum(own, weights).items():
+                leaves[*path, name] = leaf
+        return traverse_util.unflatten_dict(leaves)
+
+    def _observe(self, rows, taps):
+        """Run the model; taps are added to its layers' outputs. Returns losses, the distinct
+        inputs of layers, outputs by call."""
+        inputs, outputs = [], {}
+
+        def interceptor(next_fun, args, kwargs, context):
+            module, method = context.module, context.method_name
+            y = next_fun(*args, **kwargs)
+            if type(module) not in LAYERS or method not in METHODS:
+                return y
+            call = (module.path, method, sum(c[:2] == (module.path, method) for c in outputs))
+            self.modules[module.path] = module.clone(parent=None)  # its fields, no tracer
+            same = [number for number, x in enumerate(inputs) if x is args[0]]
+            self.inputs[call] = same[0] if same else len(inputs)
+            inputs.extend(() if same else (args[0],))
+            outputs[call] = y
+            return y + taps[call] if call in taps else y
+
+        with nn.intercept_methods(interceptor):
+            losses = self.loss_fn(self.params, rows)
+        return losses, inputs, outputs
+
+    def _layers(self, inputs, cotangents):
+        """(path, layer with its calls, its parameters) of every layer."""
+        calls: dict[Path, dict[str, list]] = {path: {} for path in self.modules}
+        for call, number in self.inputs.items():
+            path, method, _ = call
+            calls[path].setdefault(method, []).append((inputs[number], cotangents[call]))
+        own = self._own_parameters()
+        for path, module in self.modules.items():
+            yield path, LAYERS[type(module)](module, calls[path]), own[path]
+
+    def _own_parameters(self) -> dict[Path, dict[str, jax.Array]]:
+        own: dict[Path, dict[str, jax.Array]] = {path: {} for path in self.modules}
+        for path, leaf in traverse_util.flatten_dict(self.params).items():
+            if path[:-1] not in own:
+                known, name = ", ".join(kind.__name__ for kind in LAYERS), "/".join(path)
+                raise UnsupportedModel(f"parameter {name}: expected one of a layer of type {known}")
+            own[path[:-1]][path[-1]] = jnp.asarray(leaf)
+        return own

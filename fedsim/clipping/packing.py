@@ -1,0 +1,74 @@
+"""Cutting a lane into chunks of few static shapes, so that short rows cost little.
+
+On the host, in NumPy. A unit's rows are sorted by length, so that passes over some of them are of
+one kind; units are sorted by their longest row, and a chunk is cut to the bucket that holds it.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedsim.clipping.scan import Buckets
+
+
+class Chunk(NamedTuple):
+    """Some units of a lane, in a shape that comes again."""
+
+    units: np.ndarray
+    """Which units of the lane, int [<= units per chunk]; the rest of the chunk is padding."""
+    batch: Any
+    """Tree of arrays [units per chunk, group, ...]."""
+    mask: np.ndarray
+    """bool [units per chunk, group]."""
+    length: int
+    """The bucket that the rows were cut to; 0 where there are no buckets."""
+
+
+def chunks(
+    batch: Any, mask: np.ndarray, units_per_chunk: int, buckets: Buckets | None
+) -> Iterator[Chunk]:
+    """All units of a lane, each in one chunk; a pure function of its arguments.
+
+    Args:
+      batch: tree of arrays [units, group, ...].
+      mask: bool [units, group], true where a row is real.
+    """
+    units = np.arange(len(mask))
+    if buckets is None:
+        return (
+            _chunk(batch, mask, part, units_per_chunk) for part in _parts(units, units_per_chunk)
+        )
+    sizes = np.where(mask, np.asarray(buckets.sizes(batch)), -1)
+    order = np.argsort(-sizes, axis=1, kind="stable")  # the longest rows first, padding last
+    rows = units[:, None]
+    batch = jax.tree.map(lambda leaf: leaf[rows, order], batch)
+    mask, longest = mask[rows, order], sizes.max(axis=1, initial=0)
+    return _by_length(batch, mask, longest, units_per_chunk, buckets)
+
+
+def _by_length(batch, mask, longest, units_per_chunk, buckets):
+    """Full chunks of each length; what is left over goes to the next longer one."""
+    lengths = np.searchsorted(buckets.lengths, longest)
+    left = np.zeros(0, np.int64)
+    for number, length in enumerate(buckets.lengths):
+        waiting = np.concatenate([left, np.flatnonzero(lengths == number)])
+        last = number == len(buckets.lengths) - 1
+        full = len(waiting) if last else len(waiting) // units_per_chunk * units_per_chunk
+        left = waiting[full:]
+        for part in _parts(waiting[:full], units_per_chunk):
+            chunk = _chunk(batch, mask, part, units_per_chunk)
+            yield chunk._replace(batch=buckets.trim(chunk.batch, length), length=length)
+
+
+def _parts(units: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    return (units[start : start + size] for start in range(0, len(units), size))
+
+
+def _chunk(batch, mask, units, size) -> Chunk:
+    def take(leaf):
+        padding = [(0, size - len(units))] + [(0, 0)] * (leaf.ndim - 1)
+        return np.pad(leaf[units], padding)
+
+    return Chunk(units, jax.tree.map(take, batch), take(mask), 0)
