@@ -4,6 +4,7 @@ On the host, in NumPy. A unit's rows are sorted by length, so that passes over s
 one kind; units are sorted by their longest row, and a chunk is cut to the bucket that holds it.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,13 +28,18 @@ class Chunk(NamedTuple):
 
 
 def chunks(
-    batch: Any, mask: np.ndarray, units_per_chunk: int, buckets: Buckets | None
+    batch: Any,
+    mask: np.ndarray,
+    units_per_chunk: int,
+    buckets: Buckets | None,
+    units_at_once: int = 1,
 ) -> Iterator[Chunk]:
     """All units of a lane, each in one chunk; a pure function of its arguments.
 
     Args:
       batch: tree of arrays [units, group, ...].
       mask: bool [units, group], true where a row is real.
+      units_at_once: so many cost as much as one of them.
     """
     units = np.arange(len(mask))
     if buckets is None:
@@ -45,19 +51,22 @@ def chunks(
     rows = units[:, None]
     batch = jax.tree.map(lambda leaf: leaf[rows, order], batch)
     mask, longest = mask[rows, order], sizes.max(axis=1, initial=0)
-    return _by_length(batch, mask, longest, units_per_chunk, buckets)
+    return _by_length(batch, mask, longest, units_per_chunk, buckets, units_at_once)
 
 
-def _by_length(batch, mask, longest, units_per_chunk, buckets):
-    """Full chunks of each length; what is left over goes to the next longer one."""
-    lengths = np.searchsorted(buckets.lengths, longest)
+def _by_length(batch, mask, longest, units_per_chunk, buckets, units_at_once):
+    """Chunks of each length. What does not fill the last pass of a length goes to the next longer
+    one where that is cheaper."""
+    lengths = buckets.lengths
+    needed = np.searchsorted(lengths, longest)
     left = np.zeros(0, np.int64)
-    for number, length in enumerate(buckets.lengths):
-        waiting = np.concatenate([left, np.flatnonzero(lengths == number)])
-        last = number == len(buckets.lengths) - 1
-        full = len(waiting) if last else len(waiting) // units_per_chunk * units_per_chunk
-        left = waiting[full:]
-        for part in _parts(waiting[:full], units_per_chunk):
+    for number, length in enumerate(lengths):
+        waiting = np.concatenate([left, np.flatnonzero(needed == number)])
+        over = len(waiting) % units_at_once
+        longer = lengths[number + 1] if number + 1 < len(lengths) else math.inf
+        keep = len(waiting) - (over if over * longer < units_at_once * length else 0)
+        left = waiting[keep:]
+        for part in _parts(waiting[:keep], units_per_chunk):
             chunk = _chunk(batch, mask, part, units_per_chunk)
             yield chunk._replace(batch=buckets.trim(chunk.batch, length), length=length)
 

@@ -41,6 +41,7 @@ def clipped_sum(
     *,
     rows_per_pass: int = 8,
     buckets: Buckets | None = None,
+    total: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """sum over units of clip(mean over the unit's rows of grad loss, C).
 
@@ -53,25 +54,37 @@ def clipped_sum(
       mask: bool [units, group], true where a row is real.
       rows_per_pass: rows of one forward and backward pass.
       buckets: lengths that the rows of a pass may be cut to: the least that holds all of them.
+      total: a sum to be added to, float32 tree like params.
     Returns: (sum, float32 tree like params; norms [units]; losses [units]; dropped bool [units]).
     Source: Charles et al. 2024, Algorithms 1 and 2.
     """
 
-    def add_unit(total, unit):
-        rows, real = unit
-        grad, loss = jax.lax.cond(
-            real.any(),
-            lambda: _unit_gradient(loss_fn, params, rows, real, rows_per_pass, buckets),
-            lambda: (zeros_like(params), jnp.float32(0)),
-        )
-        norm = global_norm(grad)
+    def add_unit(i, carry):
+        total, *values = carry
+        rows, real = jax.tree.map(lambda leaf: leaf[i], (batch, mask))
+        grad, loss = _unit_gradient(loss_fn, params, rows, real, rows_per_pass, buckets)
+        norm = jnp.where(real.any(), global_norm(grad), 0)
         scale, finite = clip.scale(norm), jnp.isfinite(norm)
         # Selected, not multiplied by zero: 0 * nan is nan.
-        total = jax.tree.map(lambda t, g: t + jnp.where(finite, g * scale, 0), total, grad)
-        return total, (norm, loss, ~finite)
+        used = finite & real.any()
+        total = jax.tree.map(lambda t, g: t + jnp.where(used, g * scale, 0), total, grad)
+        found = (norm, loss, ~finite)
+        return total, *(old.at[i].set(new) for old, new in zip(values, found, strict=True))
 
-    total, (norms, losses, dropped) = jax.lax.scan(add_unit, zeros_like(params), (batch, mask))
-    return total, norms, losses, dropped
+    batch, mask = jax.tree.map(jnp.asarray, (batch, mask))
+    total = zeros_like(params) if total is None else total
+    # Loops of dynamic length cost less than loops that skip: a branch copies what passes through.
+    return jax.lax.fori_loop(0, reach(mask.any(axis=1)), add_unit, (total, *no_values(len(mask))))
+
+
+def no_values(units: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """norms, losses, dropped of units without rows."""
+    return jnp.zeros(units), jnp.zeros(units), jnp.zeros(units, bool)
+
+
+def reach(real: jax.Array) -> jax.Array:
+    """How many entries there are up to the last one that is true."""
+    return jnp.max(jnp.where(real, jnp.arange(1, len(real) + 1), 0), initial=0)
 
 
 def zeros_like(params: Any) -> Any:
@@ -87,31 +100,28 @@ def _unit_gradient(loss_fn, params, rows, real, rows_per_pass, buckets):
         rows, real = part
         return jnp.sum(jnp.where(real, loss_fn(params, rows), 0)) / count
 
-    def add_part(carry, part):
+    def gradient(part):
         loss, grad = jax.value_and_grad(part_loss)(params, part)
-        grad = jax.tree.map(lambda g: g.astype(jnp.float32), grad)
-        return jax.tree.map(jnp.add, carry, (grad, loss))
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss
 
-    def add_at(length):
-        return lambda carry, part: add_part(carry, (buckets.trim(part[0], length), part[1]))
+    def gradient_at(length):
+        return lambda part: gradient((buckets.trim(part[0], length), part[1]))
 
     parts = jax.tree.map(lambda leaf: _in_parts(leaf, rows_per_pass), (rows, real))
-    start = (zeros_like(params), jnp.float32(0))
     if len(parts[1]) == 1:  # one pass, as always in ELS: no loop, no second copy of the gradient
-        return add_part(start, jax.tree.map(lambda leaf: leaf[0], parts))
+        return gradient(jax.tree.map(lambda leaf: leaf[0], parts))
 
-    ways = [add_at(length) for length in buckets.lengths] if buckets else [add_part]
+    def add_part(i, carry):
+        part = rows, real = jax.tree.map(lambda leaf: leaf[i], parts)
+        if buckets is None or len(buckets.lengths) == 1:
+            return jax.tree.map(jnp.add, carry, gradient(part))
+        longest = jnp.max(jnp.where(real, buckets.sizes(rows), 0))
+        number = jnp.searchsorted(jnp.array(buckets.lengths), longest)
+        ways = [gradient_at(length) for length in buckets.lengths]
+        return jax.tree.map(jnp.add, carry, jax.lax.switch(number, ways, part))
 
-    def add_one(carry, part):
-        rows, real = part
-        way = jnp.int32(0)
-        if buckets:
-            longest = jnp.max(jnp.where(real, buckets.sizes(rows), 0))
-            way = jnp.searchsorted(jnp.array(buckets.lengths), longest).astype(jnp.int32)
-        skip = [lambda carry, _: carry]
-        return jax.lax.switch(jnp.where(real.any(), way + 1, 0), skip + ways, carry, part), None
-
-    return jax.lax.scan(add_one, start, parts)[0]
+    start = (zeros_like(params), jnp.float32(0))
+    return jax.lax.fori_loop(0, reach(parts[1].any(axis=1)), add_part, start)
 
 
 def _in_parts(leaf: jax.Array, size: int) -> jax.Array:

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fedsim.clipping import bookkeeping, scan, vmap
 from fedsim.clipping.clip import Clip
 from fedsim.config import expect
 
 NAMES = ("scan", "bookkeeping", "vmap")  # the simpler ones first
-SCAN_UNITS_PER_CHUNK = 16  # costs no memory: units are worked through one by one
+UNITS_PER_CALL = 32
 FEW_PARAMETERS = 20_000
+LARGE = 10_000_000
 NEAR_TIE = 1.03
 
 
@@ -36,9 +38,15 @@ class Strategy:
     def __str__(self) -> str:
         return f"{self.name}:{self.rows}"
 
-    def units_per_chunk(self, group: int) -> int:
-        """Units of one call of `clipped_sum`, for groups of so many rows."""
-        return SCAN_UNITS_PER_CHUNK if self.name == "scan" else max(1, self.rows // group)
+    def units_at_once(self, group: int) -> int:
+        """Units of one forward and backward pass, for groups of so many rows."""
+        return 1 if self.name == "scan" else max(1, self.rows // group)
+
+    def units_per_call(self, group: int) -> int:
+        """A good number for one call of `clipped_sum`: it costs no memory, and units that are
+        padding at the end cost no time."""
+        at_once = self.units_at_once(group)
+        return -(-UNITS_PER_CALL // at_once) * at_once
 
     def splits_units(self, group: int) -> bool:
         """Whether a unit's rows are seen in several passes, each of which may have its length."""
@@ -54,25 +62,51 @@ def clipped_sum(
     strategy: Strategy = Strategy(),  # noqa: B008 (frozen)
     *,
     buckets: scan.Buckets | None = None,
+    total: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """sum over units of clip(mean over the unit's rows of grad loss, C), by any strategy.
 
     Arguments, results and guarantees are those of `scan.clipped_sum`.
     """
     if strategy.name == "scan":
-        options = {"rows_per_pass": strategy.rows, "buckets": buckets}
+        options = {"rows_per_pass": strategy.rows, "buckets": buckets, "total": total}
         return scan.clipped_sum(loss_fn, params, batch, mask, clip, **options)
     module = {"bookkeeping": bookkeeping, "vmap": vmap}[strategy.name]
-    return module.clipped_sum(loss_fn, params, batch, mask, clip)
+    units, group = mask.shape
+    at_once = min(units, strategy.units_at_once(group))
+    chunks = jax.tree.map(lambda leaf: _in_chunks(leaf, at_once), (batch, mask))
+
+    def add_chunk(i, carry):
+        total, *values = carry
+        batch, mask = jax.tree.map(lambda leaf: leaf[i], chunks)
+        chunk_sum, *found = module.clipped_sum(loss_fn, params, batch, mask, clip)
+        total = jax.tree.map(jnp.add, total, chunk_sum)
+        return total, *(old.at[i].set(new) for old, new in zip(values, found, strict=True))
+
+    values = (jnp.stack([value] * len(chunks[1])) for value in scan.no_values(at_once))
+    start = (scan.zeros_like(params) if total is None else total, *values)
+    number = scan.reach(chunks[1].any(axis=(1, 2)))
+    total, *values = jax.lax.fori_loop(0, number, add_chunk, start)
+    norms, losses, dropped = (value.reshape(-1)[:units] for value in values)
+    return total, norms, losses, dropped
 
 
-def candidates(group: int, num_parameters: int) -> list[Strategy]:
+def _in_chunks(leaf: jax.Array, size: int) -> jax.Array:
+    """[units, ...] -> [chunks, size, ...], padded with zeros (false in a mask)."""
+    padding = [(0, -len(leaf) % size)] + [(0, 0)] * (leaf.ndim - 1)
+    return jnp.pad(leaf, padding).reshape(-1, size, *leaf.shape[1:])
+
+
+def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[Strategy]:
     """What is worth timing for units of so many rows, the simplest first."""
     if num_parameters <= FEW_PARAMETERS:
         return [Strategy("scan", min(group, 8)), Strategy("vmap", max(group, 64))]
-    passes = sorted({min(group, rows) for rows in (4, 16)})
-    several = [Strategy("bookkeeping", rows) for rows in (4, 16) if group <= rows]
-    return [Strategy("scan", rows) for rows in passes] + several
+    # A processor's cache holds the activations of few rows, but each pass adds up all parameters;
+    # an accelerator wants to be filled.
+    few, many = ((2, 4) if num_parameters < LARGE else (4, 16)) if on_cpu else (8, 32)
+    scans = [Strategy("scan", rows) for rows in sorted({min(group, few), min(group, many)})]
+    book = [Strategy("bookkeeping", rows) for rows in (many, 2 * many) if group <= rows]
+    return scans + book
 
 
 def choose(found: Sequence[tuple[Strategy, float | None]]) -> Strategy:

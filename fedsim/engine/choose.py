@@ -43,12 +43,12 @@ def choose_strategy(
         if trial.fault is not None:
             raise ConfigError(f"strategy={wanted}: expected another one: {trial.fault}")
         return strategy, "as asked for"
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    tried = candidates(group, count)
     if not len(rows):
-        return tried[0], "nothing to try others on"
-    machine = next(engine._lanes("machine", params, [rows]))
-    file = cache / f"{_digest(str(machine), params, group, tried)}.json"
+        return Strategy("scan", min(group, 8)), "nothing to try others on"
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    machine = str(next(engine._lanes("machine", params, [rows])))
+    tried = candidates(group, count, on_cpu=", cpu," in machine)
+    file = cache / f"{_digest(machine, params, group, tried)}.json"
     try:
         return Strategy.parse(json.loads(file.read_text())["strategy"]), "as on this machine before"
     except (OSError, ValueError, KeyError, TypeError, ConfigError):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedsim.clipping import Clip, Strategy, clipped_sum
@@ -89,8 +88,8 @@ class Worker:
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
         """(sum of nats, number of predicted tokens) over examples `rows` [n] of a split."""
         params = self._on_device(version, params)
-        nats, predictions = 0.0, 0
-        for chunk in self._chunks(split, rows[:, None], EVAL_ROWS_PER_CHUNK, in_passes=False):
+        nats, predictions, size = 0.0, 0, EVAL_ROWS_PER_CHUNK
+        for chunk in self._chunks(split, rows[:, None], size, size, in_passes=False):
             batch = jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch)
             program = self._program(("nats", chunk.length), self.task.nats, params, batch)
             found = map(np.asarray, program(params, batch))
@@ -116,7 +115,7 @@ class Worker:
         trials: list[Trial] = []
         norms = None
         for strategy in tried:
-            count = strategy.units_per_chunk(rows.shape[1])
+            count = strategy.units_at_once(rows.shape[1])
             some = np.resize(rows, (-(-len(rows) // count) * count, rows.shape[1]))
             try:
                 trial, found = self._try(params, some, clip, strategy)
@@ -173,11 +172,11 @@ class Worker:
 
     def _lane_chunks(self, rows, strategy):
         group = rows.shape[1]
-        count, in_passes = strategy.units_per_chunk(group), strategy.splits_units(group)
-        return self._chunks("train", rows, count, in_passes=in_passes)
+        units, at_once = strategy.units_per_call(group), strategy.units_at_once(group)
+        return self._chunks("train", rows, units, at_once, in_passes=strategy.splits_units(group))
 
     def _chunks(
-        self, split: str, rows: np.ndarray, units_per_chunk: int, *, in_passes: bool
+        self, split: str, rows: np.ndarray, units_per_chunk: int, at_once: int, *, in_passes: bool
     ) -> Iterator[Chunk]:
         """Chunks of rows [units, group]; the next rows are read while the caller computes.
 
@@ -196,17 +195,15 @@ class Worker:
             some = rows[start : start + units]
             shape = some.shape
             batch = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)  # noqa: B023
-            for chunk in chunks(batch, some >= 0, units_per_chunk, buckets):
+            for chunk in chunks(batch, some >= 0, units_per_chunk, buckets, at_once):
                 yield chunk._replace(units=chunk.units + start)
 
     def _chunk_program(self, total, params, chunk, clip, strategy):
         buckets = self.buckets.up_to(chunk.length) if self.buckets else None
 
         def add(total, params, batch, mask):
-            chunk_sum, *values = clipped_sum(
-                self.task.losses, params, batch, mask, clip, strategy, buckets=buckets
-            )
-            return jax.tree.map(jnp.add, total, chunk_sum), *values
+            options = {"buckets": buckets, "total": total}
+            return clipped_sum(self.task.losses, params, batch, mask, clip, strategy, **options)
 
         key = ("sum", chunk.length, chunk.mask.shape, clip, strategy)
         return self._program(key, add, total, params, chunk.batch, chunk.mask, donate_argnums=0)

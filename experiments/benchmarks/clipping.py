@@ -1,0 +1,265 @@
+"""What clipping costs: every strategy, and peers, against the best plain gradient of the same rows.
+
+    python -m experiments.benchmarks.clipping [--quick] [--json] [--sizes 1M 5M] [--groups 1 4]
+                                                                   (40 minutes; quick: 45 s)
+
+A cell is a transformer and a group size: G = 1 is ELS, more rows of a user are ULS. All rows have
+the same 64 positions, so nothing is gained by buckets. `plain` is the sum of the rows' gradients
+without any clipping, its micro-batch tuned; `auto` is what a run would choose, its lane computed as
+a worker computes it. jax_privacy runs in the same process, its micro-batch tuned; Opacus (hooks and
+ghost clipping, examples only) in an environment of its own, beside PyTorch's own plain gradient.
+
+Everything runs on one thread, as fedsim's workers do, in turn; times are processor seconds, ratios
+are medians over turns. Memory is what the compiled program needs beside parameters and result.
+"""
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}  # before JAX starts its client
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.peers import run
+from fedsim.clipping import Clip, clipped_sum
+from fedsim.clipping.scan import zeros_like
+from fedsim.clipping.strategy import candidates
+from fedsim.engine.choose import choose_strategy
+from fedsim.engine.local import LocalEngine
+from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
+
+CLIP = Clip(1.0, normalised=True)
+POSITIONS = 64
+PLAIN_ROWS = {"1M": (2, 4, 8), "5M": (2, 4, 8), "17M": (2, 4, 8), "60M": (4, 8, 16)}
+SIZES = {  # width, layers, vocabulary
+    "1M": (128, 4, 2048),
+    "5M": (256, 5, 4096),
+    "17M": (512, 4, 8192),
+    "60M": (768, 6, 22528),
+}
+GROUPS = (1, 4, 16, 64)
+PEER_UNITS = (1, 4)
+
+
+class TokensTask:
+    """Random tokens; every row is full."""
+
+    def __init__(self, size: str, num_rows: int):
+        width, layers, vocabulary = SIZES[size]
+        self.config = TransformerConfig(vocabulary, POSITIONS + 1, width, layers, width // 64)
+        self.model = Transformer(self.config)
+        rng = np.random.default_rng(0)
+        self.tokens = rng.integers(vocabulary, size=(num_rows, POSITIONS + 1), dtype=np.int32)
+
+    def __repr__(self) -> str:
+        return f"{self.config}"
+
+    def init(self) -> Any:
+        return self.model.init(jax.random.key(0), jnp.asarray(self.tokens[:1]))["params"]
+
+    def read(self, split: str, rows: np.ndarray) -> np.ndarray:
+        return self.tokens[rows]
+
+    def losses(self, params: Any, tokens: jax.Array) -> jax.Array:
+        sizes = jnp.full(len(tokens), POSITIONS + 1)
+        nats, predictions = next_token_nats(self.model, params, tokens, sizes)
+        return nats / predictions
+
+
+def plain(task, rows_per_pass):
+    """Sum of the rows' gradients."""
+
+    def gradient(params, tokens):
+        parts = tokens.reshape(-1, rows_per_pass, POSITIONS + 1)
+
+        def add(total, part):
+            grad = jax.grad(lambda p: task.losses(p, part).sum())(params)
+            return jax.tree.map(jnp.add, total, grad), None
+
+        return jax.lax.scan(add, zeros_like(params), parts)[0]
+
+    return gradient
+
+
+def ours(task, group, strategy):
+    """The clipped sum in one program."""
+
+    def total(params, tokens):
+        users = tokens.reshape(-1, group, POSITIONS + 1)
+        mask = jnp.ones(users.shape[:2], bool)
+        return clipped_sum(task.losses, params, users, mask, CLIP, strategy)
+
+    return total
+
+
+def jax_privacy(task, group, units):
+    """Their clipped gradient of users of `group` rows."""
+    from jax_privacy import clipped_grad
+
+    def total(params, tokens):
+        users = tokens.reshape(-1, group, POSITIONS + 1)
+        return clipped_grad(
+            lambda params, rows: task.losses(params, rows).mean(),
+            l2_clip_norm=CLIP.norm,
+            rescale_to_unit_norm=True,
+            keep_batch_dim=False,
+            microbatch_size=min(units, len(users)),
+        )(params, users)
+
+    return total
+
+
+def cell(size: str, group: int, turns: int, peers: bool) -> dict[str, Any]:
+    """One row of the table."""
+    num_rows = max(32, group)
+    task = TokensTask(size, num_rows)
+    params, tokens = task.init(), jnp.asarray(task.tokens)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    functions = {f"plain:{rows}": plain(task, rows) for rows in PLAIN_ROWS[size]}
+    tried = candidates(group, count)
+    functions |= {str(strategy): ours(task, group, strategy) for strategy in tried}
+    if peers:
+        for units in PEER_UNITS:
+            functions[f"jax_privacy:{units}"] = jax_privacy(task, group, units)
+    programs = {
+        name: jax.jit(function).lower(params, tokens).compile()
+        for name, function in functions.items()
+    }
+    memory = {name: temporary_mib(program) for name, program in programs.items()}
+    calls = {name: functools.partial(program, params, tokens) for name, program in programs.items()}
+    calls["auto"], auto, why = automatic(task, params, num_rows, group)
+    seconds = in_turn(calls, turns)
+    best = min(
+        (name for name in calls if name.startswith("plain")), key=lambda n: median(seconds[n])
+    )
+    ratios = {
+        name: median([a / b for a, b in zip(times, seconds[best], strict=True)])
+        for name, times in seconds.items()
+    }
+    row = {"size": size, "parameters": count, "group": group, "rows": num_rows, "auto": auto}
+    row |= {"why": why, "best_plain": best, "plain_s": median(seconds[best]), "ratios": ratios}
+    row |= {
+        "seconds": {name: median(times) for name, times in seconds.items()},
+        "memory_mib": memory,
+    }
+    return row
+
+
+def automatic(task, params, num_rows, group):
+    """What a run would choose, and its lane as a worker computes it."""
+    engine = LocalEngine(task, num_lanes=1)
+    rows = np.arange(num_rows).reshape(-1, group)
+    with tempfile.TemporaryDirectory() as cache:
+        engine.strategy, why = choose_strategy(engine, params, rows, CLIP, "auto", Path(cache))
+    return lambda: engine.clipped_sum(params, rows, CLIP), str(engine.strategy), why
+
+
+def in_turn(calls: dict[str, Any], turns: int) -> dict[str, list[float]]:
+    """Processor seconds of each call in each turn; the first turn, which warms up, is left out."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(turns + 1):
+        for name, call in calls.items():
+            start = time.process_time()
+            jax.block_until_ready(call())
+            if turn:
+                seconds[name].append(time.process_time() - start)
+    return seconds
+
+
+def temporary_mib(program) -> float:
+    found = program.memory_analysis()
+    return round(found.temp_size_in_bytes / 2**20, 1)
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def opacus(size: str, turns: int) -> dict[str, float]:
+    """Processor seconds of PyTorch's plain gradient and of Opacus's ways, micro-batches tuned."""
+    width, layers, vocabulary = SIZES[size]
+    return run.script(
+        "opacus", "opacus_clipping.py", width, layers, vocabulary, POSITIONS, 32, turns
+    )
+
+
+def bars(rows: list[dict]) -> list[dict]:
+    large = [row["ratios"]["auto"] for row in rows if row["parameters"] > 4.5e6]
+    against = [
+        row["seconds"]["auto"] / min(times)
+        for row in rows
+        if (times := [s for n, s in row["seconds"].items() if n.startswith(("jax_p", "opacus"))])
+    ]
+    found = (
+        [
+            at_most("auto / best plain gradient, most, from 5 M parameters", max(large), 1.10),
+            at_most("auto / best plain gradient, median, from 5 M parameters", median(large), 1.0),
+        ]
+        if large
+        else []
+    )
+    if against:
+        found.append(at_most("auto / fastest peer, most", max(against), 1.0))
+    return found
+
+
+def at_most(name: str, value: float, bound: float) -> dict:
+    return {"name": name, "value": value, "bound": bound, "holds": value <= bound}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="the smallest cells, without peers")
+    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser.add_argument("--no-peers", action="store_true", help="leave the peers out")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--groups", nargs="+", type=int, default=list(GROUPS))
+    parser.add_argument("--turns", type=int, default=5)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.sizes, arguments.groups, arguments.turns = ["1M"], [1, 16], 3
+        arguments.no_peers = True
+    rows = []
+    for size in arguments.sizes:
+        torch = {} if arguments.no_peers else opacus(size, arguments.turns)
+        for group in arguments.groups:
+            row = cell(size, group, arguments.turns, peers=not arguments.no_peers)
+            if group == 1:
+                row["seconds"] |= torch
+            rows.append(row)
+            print(summary(row), file=sys.stderr, flush=True)
+    found = bars(rows)
+    for bar in found:
+        print(bar, file=sys.stderr)
+    if arguments.json:
+        names = ("fedsim", "jax", "flax", "numpy")
+        versions = {name: version(name) for name in names}
+        machine = {"cpu_count": os.cpu_count(), "architecture": platform.machine()}
+        result = {"machine": machine, "versions": versions, "rows": rows, "bars": found}
+        print(json.dumps(result))
+
+
+def summary(row: dict) -> str:
+    ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in row["ratios"].items())
+    extra = {name: s for name, s in row["seconds"].items() if name.startswith(("opacus", "torch"))}
+    torch = "".join(f", {name} {s:.2f} s" for name, s in extra.items())
+    head = f"{row['size']} G {row['group']}: {row['best_plain']} {row['plain_s']:.3f} s"
+    return f"{head}; auto = {row['auto']}; {ratios}{torch}"
+
+
+if __name__ == "__main__":
+    main()
