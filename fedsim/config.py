@@ -133,6 +133,12 @@ class RunConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the model's computation. Parameters, norms, sums and noise are float32 always."""
 
+    accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    """What workers compute on. auto: the accelerators that the cluster has when the run starts."""
+
+    wait_for_workers: float = 0.0
+    """Seconds to wait for nodes, which an autoscaler is asked for, until num_workers find room."""
+
     eval_every: int | None = None
     """Steps between evaluations. Default: a tenth of the run."""
 
@@ -159,6 +165,8 @@ class RunConfig:
         ):
             value = getattr(self, name)
             expect(name, value, value is None or value >= least, f">= {least}")
+        wait = self.wait_for_workers
+        expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
         rate = self.learning_rate
         expect("learning_rate", rate, 0 < rate < math.inf, "> 0 and finite")
 
@@ -172,7 +180,8 @@ class RunConfig:
 # May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
 # the data is the same is checked by its fingerprint, wherever it lies.)
 OPERATIONAL = frozenset(
-    {"data", "run_dir", "engine", "num_workers", "checkpoint_every", "log_every", "resume"}
+    {"data", "run_dir", "engine", "num_workers", "wait_for_workers"}
+    | {"checkpoint_every", "log_every", "resume"}
 )
 
 

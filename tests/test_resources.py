@@ -41,6 +41,13 @@ def test_there_are_as_many_workers_as_the_nodes_hold(nodes, threads, devices, ex
 
 
 @pytest.mark.parametrize("node", [{"CPU": 8.0}, GPUS, TPUS])
+def test_the_user_may_say_on_what_they_compute(node):
+    plan = plan_workers(2, 3, [node], None, "gpu")  # before an autoscaler has brought any
+    assert plan.needs == {"CPU": 3, "GPU": 1}
+    assert plan_workers(2, 3, [node], None, "cpu").accelerator is None
+
+
+@pytest.mark.parametrize("node", [{"CPU": 8.0}, GPUS, TPUS])
 def test_the_user_may_say_how_many_workers(node):
     plan = plan_workers(5, 2, [node])
     assert (plan.num_workers, plan.threads) == (5, 2)

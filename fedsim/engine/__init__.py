@@ -26,6 +26,8 @@ def start(run: RunConfig, task) -> Engine:
         num_workers=run.num_workers,
         threads=run.threads_per_worker,
         devices=run.devices_per_worker,
+        accelerator=run.accelerator,
+        wait_s=run.wait_for_workers,
         cache_dir=cache_dir() / "compiled",
     )
 

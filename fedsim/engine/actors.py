@@ -5,12 +5,14 @@ What `ray_pool` and `spmd` share. Both retry; neither lets Ray do it (`resources
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import ray
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from fedsim.engine.cluster import Cluster
@@ -32,14 +34,16 @@ class Actors:
         num_workers: int | None,
         threads: int,
         devices: int | None = None,
+        accelerator: str = "auto",
+        wait_s: float = 0.0,
         cache_dir: Path | None = None,
     ):
         """Raises: ConfigError: the cluster cannot be reached, or has no room for the workers."""
         self._cluster = Cluster(_cpus_needed(num_workers, threads * (devices or 1)))
         try:
             nodes = self._cluster.nodes()
-            self.plan: WorkerPlan = plan_workers(num_workers, threads, nodes, devices)
-            expect_room(self.plan, nodes)
+            self.plan: WorkerPlan = plan_workers(num_workers, threads, nodes, devices, accelerator)
+            expect_room(self.plan, self._nodes_in_time(wait_s))
             self._task = ray.put(task)
         except BaseException:
             self._cluster.close()
@@ -57,6 +61,17 @@ class Actors:
         """How many workers there should be now: what was asked for, or what there is room for."""
         room = self.plan.room(self._cluster.nodes())
         return min(self.plan.num_workers, room) if self.fixed else room
+
+    def _nodes_in_time(self, wait_s: float) -> list[dict[str, float]]:
+        """The nodes, as soon as the workers find room on them, or when the time is up."""
+        deadline = time.monotonic() + wait_s
+        nodes = self._cluster.nodes()
+        if wait_s and self.plan.room(nodes) < self.plan.num_workers:
+            request_resources(bundles=[self.plan.needs] * self.plan.num_workers)
+        while self.plan.room(nodes) < self.plan.num_workers and time.monotonic() < deadline:
+            time.sleep(1)
+            nodes = self._cluster.nodes()
+        return nodes
 
     def store_bytes(self) -> float:
         """The object store of the smallest node that holds workers."""

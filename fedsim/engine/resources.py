@@ -47,7 +47,11 @@ class WorkerPlan:
 
 
 def plan_workers(
-    num_workers: int | None, threads: int, nodes: Iterable[Resources], devices: int | None = None
+    num_workers: int | None,
+    threads: int,
+    nodes: Iterable[Resources],
+    devices: int | None = None,
+    accelerator: str = "auto",
 ) -> WorkerPlan:
     """As many workers as the nodes hold: by default one per GPU, per TPU host, or else one per
     `threads` CPUs.
@@ -55,13 +59,16 @@ def plan_workers(
     Args:
       num_workers: what the user asked for, or None.
       devices: devices of a worker that the user asked for, or None.
+      accelerator: auto, cpu, gpu or tpu.
     """
     nodes = list(nodes)
     most = {name: int(max((n.get(name, 0) for n in nodes), default=0)) for name in ("GPU", "TPU")}
-    if most["GPU"]:
+    if accelerator == "auto":
+        accelerator = next((name.lower() for name, count in most.items() if count), "cpu")
+    if accelerator == "gpu":
         plan = WorkerPlan(1, threads, "GPU", devices or 1)
-    elif most["TPU"]:  # one process holds all chips of a host
-        plan = WorkerPlan(1, threads, "TPU", devices or most["TPU"])
+    elif accelerator == "tpu":  # one process holds all chips of a host
+        plan = WorkerPlan(1, threads, "TPU", devices or most["TPU"] or 1)
     else:
         plan = WorkerPlan(1, threads, None, devices or 1)
     return dataclasses.replace(plan, num_workers=num_workers or max(1, plan.room(nodes)))
