@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import ray
+from ray import cloudpickle
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
@@ -21,6 +22,7 @@ from fedsim.engine.facts import difference, versions
 from fedsim.engine.resources import WorkerPlan, actor_options, expect_room, plan_workers
 
 MAX_LOSSES = 4  # of one lane, in one call
+INLINE_BYTES = 100_000
 START_S = 120.0  # for all workers to answer for the first time
 
 
@@ -44,7 +46,9 @@ class Actors:
             nodes = self._cluster.nodes()
             self.plan: WorkerPlan = plan_workers(num_workers, threads, nodes, devices, accelerator)
             expect_room(self.plan, self._nodes_in_time(wait_s))
-            self._task = ray.put(task)
+            # Ray keeps a small argument with the actor's specification, for restarts.
+            small = len(cloudpickle.dumps(task)) < INLINE_BYTES  # pyright: ignore
+            self._task = task if small else ray.put(task)
         except BaseException:
             self._cluster.close()
             raise
