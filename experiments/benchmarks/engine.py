@@ -3,6 +3,7 @@
     python -m experiments.benchmarks.engine [--quick] [--json]     (15 minutes; quick: 45 s)
 
 overhead   a step with gradients that cost nothing: draw, lanes, parameters out, sums back and added
+peers      the same of pfl, FedJAX and Flower
 scaling    a transformer's step with one worker and with two, in turn
 large      a transformer of 100 MB: how much of a step is not gradient computation
 lm         pfl's Stack Overflow shape (`peers.shape`), clipped per user, beside pfl and FedJAX
@@ -157,7 +158,7 @@ def overhead(quick: bool) -> list[dict]:
             )
             show(rows[-1])
         engine.close()
-    return rows if quick else rows + overhead_of_peers()
+    return rows
 
 
 def scaling(quick: bool) -> list[dict]:
@@ -243,7 +244,8 @@ def private_rounds(num_workers: int, rounds: int) -> tuple[list[float], str]:
     return seconds, params_sha256(params)
 
 
-def overhead_of_peers() -> list[dict]:
+def peers(quick: bool) -> list[dict]:
+    """What `overhead` measures, of pfl, FedJAX and Flower."""
     rows = []
     for peer in ("pfl", "fedjax"):
         for found in run.rounds(peer, "overhead", 1, core=0):
@@ -325,7 +327,7 @@ def show(row: dict) -> None:
     print(row["name"] + ":", *(f"{k} {v}" for k, v in shown.items()), file=sys.stderr, flush=True)
 
 
-SECTIONS = {f.__name__: f for f in (overhead, scaling, large, lm, fault)}
+SECTIONS = {f.__name__: f for f in (overhead, peers, scaling, large, lm, fault)}
 
 
 def main() -> None:
@@ -337,7 +339,7 @@ def main() -> None:
     parser.add_argument("--only", choices=SECTIONS, nargs="*", default=list(SECTIONS))
     arguments = parser.parse_args()
     cluster, rows = Cluster(num_cpus=8), []
-    skipped = {"large", "lm"} if arguments.quick else set()
+    skipped = {"peers", "large", "lm"} if arguments.quick else set()
     for name in arguments.only:
         if name not in skipped:
             rows += SECTIONS[name](arguments.quick)
