@@ -19,7 +19,7 @@ LEVELS = (
     "cli arguments",
 )
 ACCOUNTANT = {"fedsim.accounting", "fedsim.calibration", "fedsim.mixture"}
-FREE_OF_RAY = "engine worker local resources health facts prefetch".split()
+FREE_OF_RAY = "engine worker local resources health facts prefetch mesh".split()
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 
 

@@ -99,9 +99,11 @@ def test_cpu_workers_and_drivers_take_no_accelerator():
     }
 
 
-@pytest.mark.parametrize("accelerator, more", [("GPU", {"XLA_CLIENT_MEM_FRACTION"}), ("TPU", ())])
-def test_accelerator_workers_leave_the_platform_to_jax(accelerator, more):
-    assert worker_environment(WorkerPlan(4, 3, accelerator)).keys() == {"NPROC", *more}
+@pytest.mark.parametrize("accelerator, platform", [("GPU", "cuda"), ("TPU", "tpu")])
+def test_accelerator_workers_do_not_inherit_the_drivers_platform(accelerator, platform):
+    variables = worker_environment(WorkerPlan(4, 3, accelerator))
+    assert variables["JAX_PLATFORMS"].split(",")[0] == platform
+    assert driver_environment(3).keys() <= variables.keys()  # each is the worker's own
 
 
 def test_the_variables_of_a_worker_are_those_of_its_actor():

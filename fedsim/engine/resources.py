@@ -12,6 +12,8 @@ from fedsim.config import ConfigError
 
 Resources = Mapping[str, float]  # of a node, as Ray counts them: CPU, GPU, TPU, ...
 
+PLATFORMS = {None: "cpu", "GPU": "cuda,cpu", "TPU": "tpu,cpu"}  # by accelerator
+
 
 @dataclasses.dataclass(frozen=True)
 class WorkerPlan:
@@ -96,11 +98,13 @@ def worker_environment(plan: WorkerPlan) -> dict[str, str]:
     """Variables that JAX reads when it is imported or starts its first client."""
     # NPROC sizes XLA's thread pool; OMP_NUM_THREADS and XLA flags do not.
     variables = {"NPROC": str(plan.threads)}
+    # Named, for workers inherit the driver's variables; and an accelerator that JAX cannot use is
+    # an error, not a slow run.
+    variables["JAX_PLATFORMS"] = PLATFORMS[plan.accelerator]
     if plan.accelerator == "GPU":
         # A worker has its GPU to itself; the default leaves a quarter of the memory unused.
         variables["XLA_CLIENT_MEM_FRACTION"] = "0.9"
     if plan.accelerator is None:
-        variables["JAX_PLATFORMS"] = "cpu"
         variables["JAX_NUM_CPU_DEVICES"] = str(plan.devices)
     return variables
 
