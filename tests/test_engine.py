@@ -13,7 +13,6 @@ from problems import mean_problem
 
 from fedsim.clipping import Clip
 from fedsim.config import ConfigError
-from fedsim.engine import worker
 from fedsim.engine.engine import EngineError
 from fedsim.engine.health import Patience
 from fedsim.engine.local import LocalEngine
@@ -118,10 +117,9 @@ def test_evaluation_is_a_mean_over_predictions(engine, rng, task, params):
 
 def test_cohorts_of_varying_size_compile_once(rng, task, params):
     engine = LocalEngine(task, num_lanes=4)
-    worker.Worker._add_chunk.clear_cache()
     for units in [5, 0, 40, 1, 17, 33, 8]:
         engine.clipped_sum(params, groups(rng, units, 3), CLIP)
-    assert worker.Worker._add_chunk._cache_size() == 1
+    assert len(engine._worker.programs) == 1
 
 
 @pytest.mark.ray
@@ -151,14 +149,14 @@ def test_a_killed_worker_changes_nothing(pool, rng, task, params):
 @pytest.mark.ray
 def test_a_frozen_worker_is_replaced(ray_cluster, task, rng, params):
     rows = groups(rng, 200, 2)
-    pool = ray_pool(task, patience=Patience(first=30, least=3))
+    pool = ray_pool(task, patience=Patience(first=120, least=4))
     expected, _ = pool.clipped_sum(params, rows, CLIP)
     pool.clipped_sum(params, rows, CLIP)
     os.kill(process_of(pool), signal.SIGSTOP)
     started = time.monotonic()
     total, _ = pool.clipped_sum(params, rows, CLIP)
-    assert same(total, expected) and time.monotonic() - started < 30
-    assert pool.redispatched == 1
+    assert same(total, expected) and time.monotonic() - started < 60
+    assert pool.redispatched >= 1
     pool.close()
 
 

@@ -351,6 +351,7 @@ def main() -> None:
         names = ("fedsim", "jax", "jaxlib", "numpy", "ray")
         versions = {"python": platform.python_version(), **{n: version(n) for n in names}}
         machine = {"cpu_count": os.cpu_count(), "architecture": platform.machine()}
+        machine["load_average"] = os.getloadavg()[0]  # far above cpu_count: times of a busy machine
         result = {"machine": machine, "versions": versions, "rows": rows, "bars": found}
         print(json.dumps(result))
 
