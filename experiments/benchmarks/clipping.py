@@ -190,9 +190,7 @@ def median(values: list[float]) -> float:
 def opacus(size: str, turns: int) -> dict[str, float]:
     """Processor seconds of PyTorch's plain gradient and of Opacus's ways, micro-batches tuned."""
     width, layers, vocabulary = SIZES[size]
-    return run.script(
-        "opacus", "opacus_clipping.py", width, layers, vocabulary, POSITIONS, 32, turns
-    )
+    return run.clipping("opacus", width, layers, vocabulary, POSITIONS, 32, turns)
 
 
 def bars(rows: list[dict]) -> list[dict]:

@@ -59,7 +59,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens):
-        places = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        places = torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous()
         x = self.embed(tokens) + self.positions(places)
         for block in self.blocks:
             x = block(x)

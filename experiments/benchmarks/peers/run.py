@@ -12,6 +12,7 @@ from fedsim.files import cache_dir
 HERE = Path(__file__).parent
 REQUIREMENTS = {
     "pfl": ["torch==2.13.0", "pfl[pytorch]==0.6.*", "h5py"],
+    "opacus": ["torch==2.13.0", "opacus==1.6.*"],
     "flower": ["flwr[simulation]==1.41.*"],
     "fedjax": [
         *("fedjax==0.0.17", "jax==0.4.35", "numpy<2"),
@@ -29,11 +30,21 @@ def rounds(peer: str, *arguments, processes: int = 1, core: int | None = None):
 
     Args: core: keep it to this core; for comparisons with one worker.
     """
-    python = environment(peer) / "bin" / "python"
     script = [str(HERE / f"{peer}_rounds.py"), *map(str, arguments)]
     if processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         script = [*launcher, f"--nproc_per_node={processes}", *script]
+    return _printed(peer, script, core)
+
+
+def clipping(peer: str, *arguments):
+    """What a peer's script of clipped gradients prints; on one thread."""
+    return _printed(peer, [str(HERE / f"{peer}_clipping.py"), *map(str, arguments)])
+
+
+def _printed(peer: str, script: list[str], core: int | None = None):
+    """The last line that the script prints, JSON, with the peer's own packages."""
+    python = environment(peer) / "bin" / "python"
     found = subprocess.run(
         [str(python), *script],
         env={**os.environ, **(ONE_THREAD if peer != "flower" else {})},
@@ -42,7 +53,7 @@ def rounds(peer: str, *arguments, processes: int = 1, core: int | None = None):
         text=True,
     )
     if found.returncode:
-        raise RuntimeError(f"{peer} {arguments}: exit code {found.returncode}: {found.stderr}")
+        raise RuntimeError(f"{peer} {script}: exit code {found.returncode}: {found.stderr}")
     return json.loads(found.stdout.strip().splitlines()[-1])
 
 
