@@ -138,7 +138,9 @@ def cell(size: str, group: int, turns: int, peers: bool) -> dict[str, Any]:
         for name, function in functions.items()
     }
     memory = {name: temporary_mib(program) for name, program in programs.items()}
-    calls = {name: functools.partial(program, params, tokens) for name, program in programs.items()}
+    calls: dict[str, Any] = {
+        name: functools.partial(program, params, tokens) for name, program in programs.items()
+    }
     calls["auto"], auto, why = automatic(task, params, num_rows, group)
     seconds = in_turn(calls, turns)
     best = min(
@@ -167,12 +169,15 @@ def automatic(task, params, num_rows, group):
 
 
 def in_turn(calls: dict[str, Any], turns: int) -> dict[str, list[float]]:
-    """Processor seconds of each call in each turn; the first turn, which warms up, is left out."""
+    """Processor seconds of each call in each turn; the first turn, which warms up, is left out.
+    The order changes from turn to turn: a call leaves caches and heap as the next one finds them.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    rng = np.random.default_rng(0)
     for turn in range(turns + 1):
-        for name, call in calls.items():
+        for name in rng.permutation(list(calls)).tolist():
             start = time.process_time()
-            jax.block_until_ready(call())
+            jax.block_until_ready(calls[name]())
             if turn:
                 seconds[name].append(time.process_time() - start)
     return seconds
