@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from experiments import common
-from fedsim import accounting
+from fedsim import accounting, group_privacy
 from fedsim.accounting import StepEvent
 
 
@@ -49,7 +49,7 @@ def run(settings: Settings) -> list[dict]:
                     "noise_multiplier": sigma,
                     "group_size": group,
                     "epsilon": accounting.epsilon([(event, steps)], delta),
-                    "black_box_epsilon": accounting.black_box_epsilon(event, steps, delta),
+                    "black_box_epsilon": group_privacy.black_box_epsilon(event, steps, delta),
                 }
             )
     return rows

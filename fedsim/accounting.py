@@ -4,31 +4,30 @@ Source: Charles et al. 2024, Theorems 1 and 2. Adjacency is add-or-remove one us
 with Poisson sampling: a shuffled run is not what is accounted here.
 
 Every epsilon and delta is an upper bound, on any grid of the privacy loss. The grid is refined
-until the answer is predicted to lie within RELATIVE_ACCURACY of the exact one, or until it has
-_LARGEST_REFINEMENT points. One-step losses are kept, so asking again about a step is cheap.
+until the answer is predicted to lie within RELATIVE_ACCURACY of the exact one, or until it is as
+fine as refinement allows. One-step losses are kept, so asking again about a step is cheap.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import dp_accounting
 import numpy as np
+from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-from scipy import optimize, stats
+from scipy import stats
 
-from fedsim import calibration, mixture
+from fedsim import calibration, composition, mixture, refinement
 from fedsim.calibration import Progress, cached
+from fedsim.refinement import Query
 
 RELATIVE_ACCURACY = calibration.SPEND_ACCURACY
-"""How far above the exact value an adaptive answer may lie: predicted, mostly five times better."""
+"""How far above the exact value an adaptive answer may lie: predicted, and mostly less."""
 
 _FIRST_GRID = 1024  # points of the coarsest one-step grid
-_SMALLEST_DELTA = mixture.COMPOSED_TAIL_MASS  # nothing below is resolved
-_LARGEST_REFINEMENT = 2**18  # composed points: a second or so
-
-Query = Callable[[PrivacyLossDistribution], np.ndarray]
+_SMALLEST_DELTA = composition.COMPOSED_TAIL_MASS  # nothing below is resolved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +49,9 @@ class StepEvent:
 
     def __post_init__(self) -> None:
         noise, prob = self.noise_multiplier, self.sampling_prob
-        _require("noise_multiplier", noise, 0 < noise < math.inf, "> 0 and finite")
-        _require("sampling_prob", prob, 0 < prob <= 1, "in (0, 1]")
-        _require_count("max_contributions", self.max_contributions, 1)
+        require("noise_multiplier", noise, 0 < noise < math.inf, "> 0 and finite")
+        require("sampling_prob", prob, 0 < prob <= 1, "in (0, 1]")
+        require_count("max_contributions", self.max_contributions, 1)
 
     def to_dp_event(self) -> dp_accounting.DpEvent:
         """The same step in dp_accounting's words, for any other accountant to check."""
@@ -81,12 +80,12 @@ def epsilon(
 
     Args:
       discretization: grid of the privacy loss; None chooses it by RELATIVE_ACCURACY.
-    Returns: inf where delta is too small to be resolved (about 1e-15).
+    Returns: inf where delta is too small to be resolved (1e-15, and 4e-19 per step).
     Raises: ValueError: delta outside (0, 1), a negative count, or a grid beyond the memory cap.
     >>> round(epsilon([(StepEvent(noise_multiplier=1.0, sampling_prob=0.01), 100)], 1e-6), 3)
     0.954
     """
-    _require("delta", delta, 0 < delta < 1, "in (0, 1)")
+    require("delta", delta, 0 < delta < 1, "in (0, 1)")
     return float(_answer(phases, _epsilon_query(delta), 1, discretization, progress)[0])
 
 
@@ -114,13 +113,18 @@ def privacy_curve(
     Raises: ValueError: an epsilon is negative.
     """
     for value in epsilons:
-        _require("epsilon", value, 0 <= value < math.inf, ">= 0 and finite")
+        require("epsilon", value, 0 <= value < math.inf, ">= 0 and finite")
 
-    def query(pld: PrivacyLossDistribution) -> np.ndarray:
-        deltas = [float(pld.get_delta_for_epsilon(float(value))) for value in epsilons]
+    def query(pmf: DensePLDPmf) -> np.ndarray:
+        deltas = [float(pmf.get_delta_for_epsilon(float(value))) for value in epsilons]
         return np.clip(deltas, _SMALLEST_DELTA, 1.0)
 
     return _answer(phases, query, len(epsilons), discretization, progress)
+
+
+def composed_loss(phases: Phases, delta: float) -> PrivacyLossDistribution:
+    """The composed loss of some steps, on the grid that epsilon() needs at this delta."""
+    return _compose(phases, _refine(phases, _epsilon_query(delta))[1])
 
 
 class RunningEpsilon:
@@ -131,12 +135,12 @@ class RunningEpsilon:
     """
 
     def __init__(self, event: StepEvent, delta: float) -> None:
-        _require("delta", delta, 0 < delta < 1, "in (0, 1)")
+        require("delta", delta, 0 < delta < 1, "in (0, 1)")
         self._event, self._delta = event, delta
         self._chosen_at, self._discretization = 0, 0.0
 
     def __call__(self, num_steps: int) -> float:
-        _require_count("num_steps", num_steps, 0)
+        require_count("num_steps", num_steps, 0)
         phases = [(self._event, num_steps)]
         if 0 < self._chosen_at <= num_steps < 2 * self._chosen_at:
             return epsilon(phases, self._delta, discretization=self._discretization)
@@ -162,7 +166,7 @@ def noise_multiplier(
     Raises: ValueError: an argument is out of range, or no sigma up to 1e6 is enough.
     """
     _require_target(epsilon, delta)
-    _require_count("num_steps", num_steps, 1)
+    require_count("num_steps", num_steps, 1)
     event = StepEvent(1.0, sampling_prob, max_contributions)
     # A Gaussian mechanism with the mean contribution as its sensitivity is the right size.
     mean = max_contributions * sampling_prob * math.sqrt(num_steps)
@@ -194,7 +198,7 @@ def sampling_prob(
     Raises: ValueError: an argument is out of range, or even 1e-12 is too much.
     """
     _require_target(epsilon, delta)
-    _require_count("num_steps", num_steps, 1)
+    require_count("num_steps", num_steps, 1)
     event = StepEvent(noise_multiplier, 1.0, max_contributions)
 
     def spend(prob: float, accuracy: float) -> float:
@@ -237,37 +241,6 @@ def num_steps(
     return int(cached("num_steps", (epsilon, delta, event), solve))
 
 
-def black_box_epsilon(event: StepEvent, num_steps: int, delta: float) -> float:
-    """The user-level epsilon that group privacy alone gives from an example-level guarantee.
-
-    (epsilon_0, delta_0) for one contribution gives G epsilon_0 and
-    delta_0 (e^(G epsilon_0) - 1) / (e^epsilon_0 - 1) for G; the smallest epsilon_0 that meets
-    delta is used. delta_0 may have to be astronomically small: below what the composed loss
-    resolves it comes from Renyi divergences.
-    Returns: inf where no epsilon_0 meets delta.
-    Source: Vadhan 2017, Lemma 2.2; the baseline of Figure 1.
-    """
-    _require("delta", delta, 0 < delta < 1, "in (0, 1)")
-    _require_count("num_steps", num_steps, 1)
-    group = event.max_contributions
-    example = dataclasses.replace(event, max_contributions=1)
-    if group == 1:
-        return epsilon([(example, num_steps)], delta)
-    example_log_delta = _example_log_delta(example, num_steps, delta)
-
-    def excess(level: float) -> float:
-        """log of delta's group version over delta."""
-        ratio = math.log(-math.expm1(-group * level) / -math.expm1(-level))
-        return example_log_delta(level) + (group - 1) * level + ratio - math.log(delta)
-
-    levels = np.geomspace(1e-6, 1e9, 1000)
-    enough = next((i for i, level in enumerate(levels) if excess(level) <= 0), None)
-    if enough is None:
-        return math.inf
-    root = optimize.root_scalar(excess, bracket=(levels[enough - 1], levels[enough]), rtol=1e-9)
-    return group * root.root * (1 + 1e-6)
-
-
 def truncated_sampling_delta(
     delta: float, epsilon: float, num_steps: int, num_units: int, sampling_prob: float, cap: int
 ) -> float:
@@ -278,45 +251,24 @@ def truncated_sampling_delta(
     Raises: ValueError: an argument is out of range.
     """
     _require_target(epsilon, delta)
-    _require("sampling_prob", sampling_prob, 0 < sampling_prob <= 1, "in (0, 1]")
+    require("sampling_prob", sampling_prob, 0 < sampling_prob <= 1, "in (0, 1]")
     for name, value in (("num_steps", num_steps), ("num_units", num_units), ("cap", cap)):
-        _require_count(name, value, 0 if name == "cap" else 1)
+        require_count(name, value, 0 if name == "cap" else 1)
     tail = stats.binom.logsf(cap, num_units, sampling_prob)
     return min(
         1.0, delta + math.exp(min(0.0, np.logaddexp(0, epsilon) + math.log(num_steps) + tail))
     )
 
 
-def _example_log_delta(event: StepEvent, num_steps: int, delta: float) -> Callable[[float], float]:
-    """log delta as a function of epsilon, from the composed loss or, far out, from Renyi orders."""
-    phases = [(event, num_steps)]
-    composed = _compose(phases, _refine(phases, _epsilon_query(delta))[1])
-    floor = 10 * _SMALLEST_DELTA
-    resolved = mixture.epsilon_at(composed, floor)
-    orders = np.unique(np.geomspace(2, 4096, 100).astype(int))
-    renyi = dp_accounting.rdp.RdpAccountant(orders.tolist())
-    renyi.compose(dp_accounting.SelfComposedDpEvent(event.to_dp_event(), num_steps))
-    divergences = np.asarray(renyi._rdp)
-
-    def log_delta(level: float) -> float:
-        if level < resolved:
-            return math.log(float(composed.get_delta_for_epsilon(level)))
-        # Canonne, Kamath and Steinke 2020, Proposition 12.
-        exponents = (orders - 1) * (divergences - level + np.log1p(-1 / orders)) - np.log(orders)
-        return min(math.log(floor), float(exponents.min()))
-
-    return log_delta
-
-
 def _epsilon_query(delta: float) -> Query:
-    return lambda pld: np.array([mixture.epsilon_at(pld, delta)])
+    return lambda pmf: np.array([composition.pmf_epsilon_at(pmf, delta)])
 
 
 def _spent(event: StepEvent, num_steps: int, delta: float, accuracy: float) -> float:
     """epsilon(), or inf where the noise is so small that no grid can hold the loss."""
     try:
         return float(_refine([(event, num_steps)], _epsilon_query(delta), accuracy)[0][0])
-    except mixture.GridTooLargeError:
+    except composition.GridTooLargeError:
         return math.inf
 
 
@@ -332,8 +284,9 @@ def _answer(
         return np.zeros(size)
     if discretization is None:
         return _refine(phases, query, progress=progress)[0]
-    _require("discretization", discretization, 0 < discretization <= 1, "in (0, 1]")
-    return query(_compose(merged, discretization))
+    require("discretization", discretization, 0 < discretization <= 1, "in (0, 1]")
+    halves = composition.directions(_compose(merged, discretization))
+    return np.maximum(*map(query, halves))
 
 
 def _refine(
@@ -341,32 +294,36 @@ def _refine(
 ) -> tuple[np.ndarray, float]:
     """The query's answer on an adaptive grid, and the grid that was enough for it.
 
-    The error of connecting the dots falls with the grid's width, at least in proportion and mostly
-    with its square: two grids tell what error the finer one has left, at most.
+    Any grid gives an upper bound. So a direction whose bound has fallen below the other's answer
+    needs no finer grid, which is soon the fate of ADD.
     """
     merged, report = _merge(phases), calibration.throttled(progress)
     widest = max(_loss_range(event) for event, _ in merged)
-    grid = min(1.0, 2.0 ** math.floor(math.log2(widest / _FIRST_GRID)))
-    composed = _compose(merged, grid)
-    answer, factor = query(composed), 4
-    while np.isfinite(answer).all() and answer.any():
-        while factor * composed._pmf_remove.size > _LARGEST_REFINEMENT:
-            factor //= 2
-        if factor < 2:
-            break
-        grid /= factor
-        composed = _compose(merged, grid)
-        before, answer = answer, query(composed)
-        report(f"discretization {grid:.1e}: {answer[-1]:.6g}")
-        error = np.max((before - answer) / np.maximum(answer, 1e-300)) / (factor - 1)
-        if error <= accuracy:
-            break
-        factor = 2 ** min(3, math.ceil(math.log2(error / accuracy) / 2))
-    return answer, grid
+    coarsest = min(1.0, 2.0 ** math.floor(math.log2(widest / _FIRST_GRID)))
+    answer, finest = None, coarsest
+    for direction in (composition.REMOVE, composition.ADD):
+        compose = functools.partial(_compose_direction, merged, direction)
+        found, grid = refinement.refine(compose, query, coarsest, accuracy, answer, report)
+        answer = found if answer is None else np.maximum(found, answer)
+        finest = min(finest, grid)
+    assert answer is not None
+    return answer, finest
 
 
 def _compose(phases: Phases, discretization: float) -> PrivacyLossDistribution:
-    return mixture.compose([(_one_step(event, discretization), count) for event, count in phases])
+    return composition.compose(
+        [(_one_step(event, discretization), count) for event, count in phases]
+    )
+
+
+def _compose_direction(phases: Phases, direction: int, discretization: float) -> DensePLDPmf:
+    steps = [(_one_direction(event, discretization, direction), count) for event, count in phases]
+    return composition.compose_pmfs(steps)
+
+
+@functools.lru_cache(maxsize=16)
+def _one_direction(event: StepEvent, discretization: float, direction: int) -> DensePLDPmf:
+    return mixture.one_step_pmf(_mixture(event), discretization, direction)
 
 
 @functools.lru_cache(maxsize=16)
@@ -389,21 +346,21 @@ def _merge(phases: Phases) -> list[tuple[StepEvent, int]]:
     """Equal events added up, phases without a step left out."""
     counts: dict[StepEvent, int] = {}
     for event, count in phases:
-        _require_count("num_steps", count, 0)
+        require_count("num_steps", count, 0)
         counts[event] = counts.get(event, 0) + int(count)
     return [(event, count) for event, count in counts.items() if count > 0]
 
 
-def _require(name: str, value: object, holds: bool, expectation: str) -> None:
+def require(name: str, value: object, holds: bool, expectation: str) -> None:
     if not holds:
         raise ValueError(f"{name}={value}: expected {expectation}")
 
 
-def _require_count(name: str, value: int, least: int) -> None:
+def require_count(name: str, value: int, least: int) -> None:
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    _require(name, value, whole and value >= least, f"a whole number >= {least}")
+    require(name, value, whole and value >= least, f"a whole number >= {least}")
 
 
 def _require_target(epsilon: float, delta: float) -> None:
-    _require("epsilon", epsilon, 0 < epsilon < math.inf, "> 0 and finite")
-    _require("delta", delta, 0 < delta < 1, "in (0, 1)")
+    require("epsilon", epsilon, 0 < epsilon < math.inf, "> 0 and finite")
+    require("delta", delta, 0 < delta < 1, "in (0, 1)")

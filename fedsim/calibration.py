@@ -15,7 +15,7 @@ from importlib.metadata import version
 
 from scipy import optimize
 
-ACCOUNTANT_VERSION = 2
+ACCOUNTANT_VERSION = 3
 """Raised whenever a number may change, so that calibrations kept on disk are not reused."""
 
 SPEND_ACCURACY = 1e-4

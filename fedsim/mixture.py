@@ -1,9 +1,8 @@
 """Privacy loss of one step, N(Binomial(G, p), sigma^2) against N(0, sigma^2): Theorems 1 and 2.
 
-The discretisation (connect the dots), the bounds on what composition truncates and delta at an
-epsilon are those of dp_accounting. This module replaces what lies beneath them and takes
-dp_accounting 97 % of its time, the inversion of the privacy loss, by vectorised Newton steps on all
-grid points at once, and runs the composing FFT in extended precision.
+The method is dp_accounting's, connect the dots, and so is the type of the result. What takes
+dp_accounting 97 % of its time, the inversion of the privacy loss, is done here by vectorised Newton
+steps on all grid points at once.
 
 Notation, with y the noisy sum: Q = N(0, sigma^2), P = sum_k p_k N(k, sigma^2) and
 L(y) = log P(y)/Q(y), which is increasing and convex. The REMOVE direction is P against Q with loss
@@ -14,36 +13,24 @@ Every departure from the exact distributions makes the answer larger:
     The adversary is told when such a count was drawn: infinite loss, with that probability, in
     REMOVE; missing mass in P in ADD. Telling is post-processing undone, so this is an upper bound.
   - Hockey-stick divergences are raised by a bound on their rounding error.
-  - Connect the dots and the truncation of the composed loss are upper bounds by construction.
-What remains is the rounding error of the FFT. It runs in extended precision, where it is about
-1e-18 per step in delta; where long double is only double (some ARM machines), about 1e-15.
+  - Connect the dots gives an upper bound by construction.
 """
 
-import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
-from dp_accounting.pld import common, pld_pmf
+from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-from scipy import fft, optimize, signal, special, stats
+from scipy import optimize, special, stats
+
+from fedsim.composition import COMPOSED_TAIL_MASS, check_size
 
 TAIL_MASS = math.exp(-50)
 """Probability of one step that may be sent to infinite loss, as dp_accounting's default."""
 
-COMPOSED_TAIL_MASS = 1e-15
-"""Probability that composition may send to infinite loss, as dp_accounting's default."""
-
-MAX_GRID_POINTS = 2**23
-"""Longest discretised privacy loss, before or after composition: about half a gigabyte."""
-
 _BLOCK = 2**20  # numbers held at once in a [points, components] array
 _ROUNDING = 5e-14  # relative error of scipy.special.ndtr in the tails, with room for the sums
-
-
-class GridTooLargeError(ValueError):
-    """A privacy loss that does not fit into MAX_GRID_POINTS at its discretization."""
 
 
 class Mixture(NamedTuple):
@@ -77,12 +64,12 @@ def log_ratio(mixture: Mixture, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     constants = np.log(mixture.probs) - mixture.counts**2 / (2 * variance)
     value, slope = np.empty_like(y), np.empty_like(y)
     for block in _blocks(y.size, mixture.counts.size):
-        terms = constants + np.multiply.outer(y[block] / variance, mixture.counts)
-        largest = terms.max(axis=1)
-        terms = np.exp(terms - largest[:, None])
-        total = terms.sum(axis=1)
+        terms = np.multiply.outer(mixture.counts, y[block] / variance) + constants[:, None]
+        largest = terms.max(axis=0)
+        terms = np.exp(np.subtract(terms, largest, out=terms), out=terms)
+        total = terms.sum(axis=0)
         value[block] = largest + np.log(total)
-        slope[block] = terms @ mixture.counts / (total * variance)
+        slope[block] = mixture.counts @ terms / (total * variance)
     return value, slope
 
 
@@ -90,16 +77,19 @@ def invert_log_ratio(mixture: Mixture, levels: np.ndarray, low: float, high: flo
     """The y in [low, high] with L(y) = level, for each of the increasing `levels`.
 
     Levels that L does not reach within [low, high] get -inf or +inf. A table of L brackets every
-    root; Newton steps, kept inside the bracket, converge quadratically because L is convex.
+    root and gives a first guess, mostly good to 1e-7 sigma; Newton steps, kept inside the bracket,
+    converge quadratically because L is convex.
     The divergence is stationary in y, so an error of 1e-9 sigma in y is one of 1e-18 in delta.
     """
     spread = float(np.ptp(mixture.counts)) + 1.0
-    cells = int(np.clip((high - low) * spread / mixture.stddev**2, 256, 4096))
+    cells = int(np.clip((high - low) * spread / mixture.stddev**2, 1024, 4096))
     table_y = np.linspace(low, high, cells + 1)
-    table_level = np.maximum.accumulate(log_ratio(mixture, table_y)[0])
+    table_level, table_slope = log_ratio(mixture, table_y)
+    table_level = np.maximum.accumulate(table_level)
     cell = np.clip(np.searchsorted(table_level, levels, side="right"), 1, cells)
     left, right = table_y[cell - 1], table_y[cell]
-    y = np.clip(np.interp(levels, table_level, table_y), left, right)
+    slope = table_slope * (high - low) / cells
+    y = left + (right - left) * _interpolate(table_level, slope, cell, levels)
     active = np.flatnonzero((levels > table_level[0]) & (levels < table_level[-1]))
     for _ in range(100):
         step, left[active], right[active] = _newton_step(
@@ -125,131 +115,71 @@ def one_step_pld(mixture: Mixture, discretization: float) -> PrivacyLossDistribu
 
     Raises: GridTooLargeError: the grid would be longer than MAX_GRID_POINTS.
     """
+    crossings = _crossings(mixture, discretization)
+    return PrivacyLossDistribution(_remove(crossings), _add(crossings))
+
+
+def one_step_pmf(mixture: Mixture, discretization: float, direction: int) -> DensePLDPmf:
+    """one_step_pld in one direction alone."""
+    return (_remove, _add)[direction](_crossings(mixture, discretization))
+
+
+class _Crossings(NamedTuple):
+    """Where L crosses each level: y in units of stddev, and the mass of P and Q on either side."""
+
+    mixture: Mixture
+    discretization: float
+    first: int  # index of the lowest level
+    levels: np.ndarray
+    y: np.ndarray
+    above: np.ndarray  # Q(Y > y)
+    below: np.ndarray  # Q(Y < y)
+    gained: np.ndarray  # P(Y > y) - Q(Y > y)
+    moved: np.ndarray  # what the rounding of `gained` is in proportion to
+
+
+def _crossings(mixture: Mixture, discretization: float) -> _Crossings:
     low, high = _support(mixture)
-    (lowest, add_lowest, highest), _ = log_ratio(mixture, np.array([low, -low, high]))
+    (lowest, highest), _ = log_ratio(mixture, np.array([low, high]))
     first, last = math.floor(lowest / discretization), math.ceil(highest / discretization)
     check_size(last - first + 1, discretization)
     levels = np.arange(first, last + 1) * discretization
-    remove, add = _divergences(mixture, levels, low, high)
-    # ADD samples from Q, whose own tail ends the grid; P reaches further.
-    add = add[: max(2, math.ceil(add_lowest / discretization) - first + 1)][::-1]
-    return PrivacyLossDistribution(
-        _connect_dots(discretization, first, remove),
-        _connect_dots(discretization, -(first + add.size - 1), add),
-    )
-
-
-def compose(steps: Sequence[tuple[PrivacyLossDistribution, int]]) -> PrivacyLossDistribution:
-    """Each step run its number of times.
-
-    Raises: GridTooLargeError: the composed grid would be longer than MAX_GRID_POINTS.
-    """
-    parts = [
-        PrivacyLossDistribution(*(self_compose(pmf, count) for pmf in directions(pld)))
-        for pld, count in steps
-    ]
-    return functools.reduce(lambda one, other: one.compose(other), parts)
-
-
-def self_compose(pmf: pld_pmf.DensePLDPmf, num_steps: int) -> pld_pmf.DensePLDPmf:
-    """DensePLDPmf.self_compose, but with the FFT in extended precision and finer Chernoff orders.
-
-    In double precision the FFT alone errs by up to 1e-15 per step in delta, either way. As in
-    dp_accounting, mass outside the composed grid is bounded and goes to infinite loss.
-    """
-    if num_steps == 1:
-        return pmf
-    orders = [sign * 4.0**power / pmf.size for sign in (-1, 1) for power in range(5)]
-    with np.errstate(over="ignore"):  # tiny masses overflow harmlessly in scipy's logsumexp
-        low, high = common.compute_self_convolve_bounds(
-            cast(list[float], pmf._probs), num_steps, COMPOSED_TAIL_MASS, orders
-        )
-    check_size(high - low + 1, pmf._discretization)
-    length = fft.next_fast_len(max(high - low + 1, pmf.size), real=True)
-    spectrum = np.asarray(fft.rfft(pmf._probs.astype(np.longdouble), length))
-    wrapped = np.asarray(fft.irfft(_power(spectrum, num_steps), length))
-    probs = np.roll(wrapped, -low)[: high - low + 1]
-    return pld_pmf.DensePLDPmf(
-        pmf._discretization,
-        pmf._lower_loss * num_steps + low,
-        probs.astype(np.float64),
-        COMPOSED_TAIL_MASS - math.expm1(num_steps * math.log1p(-pmf._infinity_mass)),
-        True,
-    )
-
-
-def epsilon_at(pld: PrivacyLossDistribution, delta: float) -> float:
-    """The smallest epsilon >= 0 at which both directions have at most delta; inf if there is none.
-
-    The library's own search underflows for losses above 700.
-    """
-    return max(_epsilon_at(pmf, delta) for pmf in directions(pld))
-
-
-def directions(pld: PrivacyLossDistribution) -> tuple[pld_pmf.DensePLDPmf, pld_pmf.DensePLDPmf]:
-    """The REMOVE and ADD halves; the library has no accessor."""
-    return pld._pmf_remove.to_dense_pmf(), pld._pmf_add.to_dense_pmf()
-
-
-def check_size(size: int, discretization: float) -> None:
-    """Refuses grids that would need more memory than allowed."""
-    if size > MAX_GRID_POINTS:
-        raise GridTooLargeError(
-            f"discretization={discretization:g}: expected a privacy loss of at most "
-            f"{MAX_GRID_POINTS} grid points, got {size}: raise noise_multiplier or discretization"
-        )
-
-
-def _power(spectrum: np.ndarray, exponent: int) -> np.ndarray:
-    """spectrum ** exponent, by repeated squaring of what does not end below e^-100."""
-    kept = np.abs(spectrum.astype(np.complex128)) > math.exp(-100 / exponent)
-    base, product = spectrum[kept], np.ones_like(spectrum[kept])
-    while exponent:
-        if exponent & 1:
-            product *= base
-        base, exponent = base * base, exponent >> 1
-    result = np.zeros_like(spectrum)
-    result[kept] = product
-    return result
-
-
-def _epsilon_at(pmf: pld_pmf.DensePLDPmf, delta: float) -> float:
-    if pmf._infinity_mass > delta:
-        return math.inf
-    grid, descending = pmf._discretization, pmf._probs[::-1]
-    reached = pmf._infinity_mass + np.cumsum(descending)
-    # paid[j] = sum over losses l >= l_j of p(l) e^(l_j - grid - l), by its recurrence.
-    decay = math.exp(-grid)
-    paid = np.asarray(signal.lfilter([decay], [1.0, -decay], descending))
-    enough = reached - paid > delta
-    index = int(np.argmax(enough)) if enough.any() else enough.size - 1
-    start = (pmf._lower_loss + pmf.size - 2 - index) * grid
-    return max(0.0, start + math.log((reached[index] - delta) / paid[index]))
-
-
-def _divergences(
-    mixture: Mixture, levels: np.ndarray, low: float, high: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Upper bounds on H_{e^level}(P, Q) and on H_{e^-level}(Q, P), at every level.
-
-    With L(y) = level and S = P(Y > y) - Q(Y > y), they are S - (e^level - 1) Q(Y > y) and
-    e^-level S - (e^-level - 1) Q(Y < y). Written so, a small sampling probability leaves no
-    difference of two numbers near one.
-    """
     y = invert_log_ratio(mixture, levels, low, high) / mixture.stddev
     above, below = special.ndtr(-y), special.ndtr(y)
     gained = _gained(mixture, y, above, below)
-    paid = _expm1_times(levels, special.log_ndtr(-y))
-    remove = gained - paid + mixture.tail * below
-    # Q(Y < y) - e^-level P(Y < y) is the form of ADD that does not cancel at losses above one.
-    far, near = levels < -1, np.maximum(levels, -1)
-    add = np.exp(-near) * (gained + mixture.tail * below) - np.expm1(-near) * below
-    add[far] = below[far] - np.exp(_log_mass_below(mixture, y[far]) - levels[far])
-    rounding = _ROUNDING * (1 + np.abs(levels))
     moved = gained + mixture.probs[mixture.counts > 0].sum() * np.minimum(above, below)
-    remove += rounding * (moved + np.abs(paid))
-    add += rounding * (np.exp(-near) * moved + np.abs(np.expm1(-near)) * below)
-    return _monotone(remove), _monotone(add[::-1])[::-1]
+    return _Crossings(mixture, discretization, first, levels, y, above, below, gained, moved)
+
+
+def _remove(at: _Crossings) -> DensePLDPmf:
+    """REMOVE from upper bounds on H_{e^level}(P, Q) = S - (e^level - 1) Q(Y > y).
+
+    With S = P(Y > y) - Q(Y > y): a small sampling probability leaves no difference of two numbers
+    near one.
+    """
+    paid = _expm1_times(at.levels, special.log_ndtr(-at.y))
+    deltas = at.gained - paid + at.mixture.tail * at.below
+    deltas += _ROUNDING * (1 + np.abs(at.levels)) * (at.moved + np.abs(paid))
+    return _connect_dots(at.discretization, at.first, _monotone(deltas))
+
+
+def _add(at: _Crossings) -> DensePLDPmf:
+    """ADD from upper bounds on H_{e^-level}(Q, P) = e^-level S - (e^-level - 1) Q(Y < y).
+
+    Q(Y < y) - e^-level P(Y < y) is the form of it that does not cancel at losses above one. The
+    grid ends where Q does: the little that is below is counted as if it were at the end.
+    """
+    end = np.array([-special.ndtri(COMPOSED_TAIL_MASS) * at.mixture.stddev])
+    size = math.ceil(float(log_ratio(at.mixture, end)[0][0]) / at.discretization) - at.first + 1
+    kept = slice(0, max(2, size))
+    levels, y, below = at.levels[kept], at.y[kept], at.below[kept]
+    far, near = levels < -1, np.maximum(levels, -1)
+    deltas = np.exp(-near) * (at.gained[kept] + at.mixture.tail * below) - np.expm1(-near) * below
+    deltas[far] = below[far] - np.exp(_log_mass_below(at.mixture, y[far]) - levels[far])
+    error = np.exp(-near) * at.moved[kept] + np.abs(np.expm1(-near)) * below
+    deltas += _ROUNDING * (1 + np.abs(levels)) * error
+    losses = -(at.first + levels.size - 1)
+    return _connect_dots(at.discretization, losses, _monotone(deltas[::-1]))
 
 
 def _gained(mixture: Mixture, y: np.ndarray, above: np.ndarray, below: np.ndarray) -> np.ndarray:
@@ -302,6 +232,18 @@ def _support(mixture: Mixture) -> tuple[float, float]:
     return -reach, optimize.root_scalar(excess, bracket=(0.0, end), xtol=precision).root + precision
 
 
+def _interpolate(
+    level: np.ndarray, slope: np.ndarray, cell: np.ndarray, levels: np.ndarray
+) -> np.ndarray:
+    """How far into its cell of a table each level is reached, in [0, 1]: a rising Hermite cubic."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rise = np.diff(level)
+        start, stop = (np.fmin(rise / end, 3.0)[cell - 1] for end in (slope[:-1], slope[1:]))
+        part = np.clip((levels - level[cell - 1]) / rise[cell - 1], 0.0, 1.0)
+    rest = 1 - part
+    return part * (part * (3 - 2 * part - stop * rest) + start * rest**2)
+
+
 def _newton_step(
     mixture: Mixture, levels: np.ndarray, y: np.ndarray, left: np.ndarray, right: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -314,11 +256,18 @@ def _newton_step(
     return np.where(inside, target, (left + right) / 2) - y, left, right
 
 
-def _connect_dots(discretization: float, first: int, deltas: np.ndarray) -> pld_pmf.DensePLDPmf:
-    """dp_accounting's discretisation of a privacy curve given from grid point `first` on."""
-    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
-        discretization, first, first + deltas.size - 1, deltas
-    ).to_dense_pmf()
+def _connect_dots(discretization: float, first: int, deltas: np.ndarray) -> DensePLDPmf:
+    """The loss whose privacy curve joins the `deltas`, given from grid point `first` on, by lines.
+
+    Lines in e^epsilon: an upper bound on any curve through these points.
+    Source: Doroshenko et al. 2022, Algorithm 1; dp_accounting has it for dictionaries of losses.
+    """
+    falls, gap = np.diff(deltas), math.expm1(discretization)
+    probs = np.empty_like(deltas)
+    probs[0] = 1 - deltas[0] + falls[0] / gap
+    probs[1:-1] = (falls[1:] - falls[:-1] * (1 + gap)) / gap
+    probs[-1] = falls[-1] / math.expm1(-discretization)
+    return DensePLDPmf(discretization, first, np.maximum(probs, 0), float(deltas[-1]), True)
 
 
 def _blocks(rows: int, columns: int) -> list[slice]:

@@ -12,13 +12,24 @@ import fedsim
 ROOT = Path(fedsim.__file__).parent
 LEVELS = (
     "config files keys",
-    "accounting calibration mixture sampling clipping mechanism models data "
+    "accounting calibration composition group_privacy mixture refinement "
+    "sampling clipping mechanism models data "
     "checkpoint ledger metrics rundir optimizers",
     "els uls engine variance",
     "plan console train evaluate",
     "cli arguments",
 )
-ACCOUNTANT = {"fedsim.accounting", "fedsim.calibration", "fedsim.mixture"}
+ACCOUNTANT = {
+    f"fedsim.{name}"
+    for name in (
+        "accounting",
+        "calibration",
+        "composition",
+        "group_privacy",
+        "mixture",
+        "refinement",
+    )
+}
 FREE_OF_RAY = "engine worker local resources health facts prefetch mesh".split()
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 

@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from dp_accounting.pld import pld_pmf
 from scipy import integrate, stats
 
-from fedsim import mixture
+from fedsim import composition, mixture
 
 SETTINGS = [
     (1.0, 1, 0.01),
@@ -88,7 +89,7 @@ def test_one_step_is_the_integral_at_grid_points_and_above_it_between(setting):
     mix = mixture.binomial_mixture(*setting)
     lowest, highest = mixture.loss_range(mix)
     grid = 2.0 ** math.floor(math.log2((highest - lowest) / 2000))
-    remove, add = mixture.directions(mixture.one_step_pld(mix, grid))
+    remove, add = composition.directions(mixture.one_step_pld(mix, grid))
     for index in (0, 3, 40, 300):
         for pmf, at_point, between in zip(
             (remove, add),
@@ -123,7 +124,7 @@ def test_dropping_likely_counts_costs_delta_in_both_directions(monkeypatch):
     mix = mixture.binomial_mixture(*setting)
     assert mix.counts.size < 5
     monkeypatch.undo()
-    remove, add = mixture.directions(mixture.one_step_pld(mix, 2**-9))
+    remove, add = composition.directions(mixture.one_step_pld(mix, 2**-9))
     for epsilon in (0.0, 0.25, 0.375):
         exact_remove, exact_add = exact_deltas(*setting, epsilon)
         assert float(remove.get_delta_for_epsilon(epsilon)) >= exact_remove
@@ -135,63 +136,36 @@ def test_dropping_likely_counts_costs_delta_in_both_directions(monkeypatch):
 def test_no_probability_is_lost(setting):
     mix = mixture.binomial_mixture(*setting)
     lowest, highest = mixture.loss_range(mix)
-    for pmf in mixture.directions(mixture.one_step_pld(mix, (highest - lowest) / 3000)):
+    for pmf in composition.directions(mixture.one_step_pld(mix, (highest - lowest) / 3000)):
         assert pmf._probs.sum() + pmf._infinity_mass >= 1 - 1e-13
         assert pmf._probs.sum() + pmf._infinity_mass <= 1 + 1e-9
         assert pmf._infinity_mass >= mixture.TAIL_MASS  # what lies beyond the ends of the grid
 
 
-@pytest.mark.parametrize("delta", [1e-3, 1e-7, 1e-12])
-def test_composed_gaussian_is_its_closed_form(delta):
-    """p = 1: T steps of sensitivity G are one Gaussian mechanism with sigma / (G sqrt(T))."""
-    mix = mixture.binomial_mixture(40.0, 3, 1.0)
-    composed = mixture.compose([(mixture.one_step_pld(mix, 2**-10), 400)])
-    epsilon = mixture.epsilon_at(composed, delta)
-    ratio = 3 * 20 / 40.0
-    upper = stats.norm.cdf(ratio / 2 - epsilon / ratio)
-    exact = upper - math.exp(epsilon + stats.norm.logcdf(-ratio / 2 - epsilon / ratio))
-    assert exact <= delta
-    # 1e-15 is what truncation costs on top of the discretisation.
-    assert exact >= delta * (1 - 1e-3) - 2e-15
-
-
-def test_composition_of_different_steps_is_at_least_each_and_at_most_their_sum():
-    grid = 2**-9
-    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 2, 0.1), grid)
-    other = mixture.one_step_pld(mixture.binomial_mixture(2.0, 1, 0.3), grid)
-    both = mixture.compose([(one, 10), (other, 20)])
-    swapped = mixture.compose([(other, 20), (one, 10)])
-    alone = [mixture.compose([(one, 10)]), mixture.compose([(other, 20)])]
-    epsilon = mixture.epsilon_at(both, 2e-6)
-    parts = [mixture.epsilon_at(pld, 1e-6) for pld in alone]
-    assert max(mixture.epsilon_at(pld, 2e-6) for pld in alone) < epsilon < sum(parts)
-    assert epsilon == pytest.approx(mixture.epsilon_at(swapped, 2e-6), rel=1e-9)
-
-
-@pytest.mark.parametrize("delta", [0.5, 1e-2, 1e-6, 1e-10])
-def test_epsilon_at_is_the_search_of_dp_accounting(delta):
-    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 4, 0.1), 2**-9)
-    for steps in (1, 30):
-        composed = mixture.compose([(one, steps)])
-        expected = composed.get_epsilon_for_delta(delta)
-        assert mixture.epsilon_at(composed, delta) == pytest.approx(expected, rel=1e-9)
-    assert mixture.epsilon_at(composed, 1e-17) == math.inf
-
-
-def test_epsilon_at_does_not_underflow_at_huge_losses():
-    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 40, 1.0), 2**-7)
-    epsilon = mixture.epsilon_at(one, 1e-6)
-    assert epsilon > 900
-    upper, lower = (stats.norm.logsf(epsilon / 40 + shift) for shift in (-20, 20))
-    assert math.exp(upper) - math.exp(epsilon + lower) == pytest.approx(1e-6, rel=1e-4)
-
-
 def test_grids_beyond_the_memory_cap_are_refused_before_they_are_made():
     mix = mixture.binomial_mixture(0.1, 64, 0.5)
     with pytest.raises(
-        mixture.GridTooLargeError, match="discretization=0.0001: expected .* points"
+        composition.GridTooLargeError, match="discretization=0.0001: expected .* points"
     ):
         mixture.one_step_pld(mix, 1e-4)
-    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 4, 0.5), 1e-3)
-    with pytest.raises(ValueError, match="expected .* grid points, got"):
-        mixture.compose([(one, 10**5)])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_one_direction_is_half_of_both(setting):
+    mix = mixture.binomial_mixture(*setting)
+    lowest, highest = mixture.loss_range(mix)
+    grid = (highest - lowest) / 500
+    both = composition.directions(mixture.one_step_pld(mix, grid))
+    for direction in (composition.REMOVE, composition.ADD):
+        half = mixture.one_step_pmf(mix, grid, direction)
+        assert half._lower_loss == both[direction]._lower_loss
+        np.testing.assert_array_equal(half._probs, both[direction]._probs)
+
+
+def test_connected_dots_are_those_of_dp_accounting():
+    deltas = np.array([0.9, 0.5, 0.25, 0.2, 0.01])
+    ours = mixture._connect_dots(0.25, -2, deltas)
+    library = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(0.25, -2, 2, deltas)
+    theirs = library.to_dense_pmf()
+    assert (ours._lower_loss, ours._infinity_mass) == (theirs._lower_loss, theirs._infinity_mass)
+    np.testing.assert_allclose(ours._probs, theirs._probs, rtol=1e-12)

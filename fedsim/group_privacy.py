@@ -1,0 +1,66 @@
+"""The baseline of Figure 1: user-level epsilon from an example-level one, by group privacy alone.
+
+What accounting.epsilon is compared with; nothing in training uses it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import dp_accounting
+import numpy as np
+from scipy import optimize
+
+from fedsim import accounting, composition
+from fedsim.accounting import StepEvent
+
+
+def black_box_epsilon(event: StepEvent, num_steps: int, delta: float) -> float:
+    """The user-level epsilon that group privacy alone gives from an example-level guarantee.
+
+    (epsilon_0, delta_0) for one contribution gives G epsilon_0 and
+    delta_0 (e^(G epsilon_0) - 1) / (e^epsilon_0 - 1) for G; the smallest epsilon_0 that meets
+    delta is used. delta_0 may have to be astronomically small: below what the composed loss
+    resolves it comes from Renyi divergences.
+    Returns: inf where no epsilon_0 meets delta.
+    Source: Vadhan 2017, Lemma 2.2; the baseline of Figure 1.
+    """
+    accounting.require("delta", delta, 0 < delta < 1, "in (0, 1)")
+    accounting.require_count("num_steps", num_steps, 1)
+    group = event.max_contributions
+    example = dataclasses.replace(event, max_contributions=1)
+    if group == 1:
+        return accounting.epsilon([(example, num_steps)], delta)
+    example_log_delta = _example_log_delta(example, num_steps, delta)
+
+    def excess(level: float) -> float:
+        """log of delta's group version over delta."""
+        ratio = math.log(-math.expm1(-group * level) / -math.expm1(-level))
+        return example_log_delta(level) + (group - 1) * level + ratio - math.log(delta)
+
+    levels = np.geomspace(1e-6, 1e9, 1000)
+    enough = next((i for i, level in enumerate(levels) if excess(level) <= 0), None)
+    if enough is None:
+        return math.inf
+    root = optimize.root_scalar(excess, bracket=(levels[enough - 1], levels[enough]), rtol=1e-9)
+    return group * root.root * (1 + 1e-6)
+
+
+def _example_log_delta(event: StepEvent, num_steps: int, delta: float) -> Callable[[float], float]:
+    """log delta as a function of epsilon, from the composed loss or, far out, from Renyi orders."""
+    composed = accounting.composed_loss([(event, num_steps)], delta)
+    floor = 10 * composition.COMPOSED_TAIL_MASS
+    resolved = composition.epsilon_at(composed, floor)
+    orders = np.unique(np.geomspace(2, 4096, 100).astype(int))
+    renyi = dp_accounting.rdp.RdpAccountant(orders.tolist())
+    renyi.compose(dp_accounting.SelfComposedDpEvent(event.to_dp_event(), num_steps))
+    divergences = np.asarray(renyi._rdp)
+
+    def log_delta(level: float) -> float:
+        if level < resolved:
+            return math.log(float(composed.get_delta_for_epsilon(level)))
+        # Canonne, Kamath and Steinke 2020, Proposition 12.
+        exponents = (orders - 1) * (divergences - level + np.log1p(-1 / orders)) - np.log(orders)
+        return min(math.log(floor), float(exponents.min()))
+
+    return log_delta
