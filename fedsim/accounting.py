@@ -26,6 +26,7 @@ from fedsim.refinement import Query
 RELATIVE_ACCURACY = calibration.SPEND_ACCURACY
 """How far above the exact value an adaptive answer may lie: predicted, and mostly less."""
 
+_MOST_STEPS = 10**7  # that calibration looks for
 _FIRST_GRID = 1024  # points of the coarsest one-step grid
 _SMALLEST_DELTA = composition.COMPOSED_TAIL_MASS  # nothing below is resolved
 
@@ -227,16 +228,25 @@ def num_steps(
     _require_target(epsilon, delta)
     event = StepEvent(noise_multiplier, sampling_prob, max_contributions)
 
-    def spend(steps: float, accuracy: float) -> float:
-        return _spent(event, max(1, int(steps)), delta, accuracy)
+    report = calibration.throttled(progress)
+
+    def spent(steps: int) -> float:
+        value = _spent(event, steps, delta, RELATIVE_ACCURACY)
+        report(f"num_steps {steps}: epsilon {value:.6g}")
+        return value
 
     def solve() -> float:
-        steps = max(
-            1, int(calibration.calibrate("num_steps", spend, epsilon, 1e3, (1.0, 1e7), progress))
-        )
-        while steps < 1e7 and spend(steps + 1, RELATIVE_ACCURACY) <= epsilon:
-            steps += 1
-        return steps
+        least = spent(1)
+        if least > epsilon:
+            raise ValueError(f"epsilon={epsilon}: expected at least {least:.4g}, spent by one step")
+        low, high = 1, 2
+        while high <= _MOST_STEPS and spent(high) <= epsilon:
+            low, high = high, 4 * high
+        high = min(high, _MOST_STEPS + 1)
+        while high - low > 1:
+            middle = max(low + 1, min(high - 1, round(math.sqrt(low * high))))
+            low, high = (middle, high) if spent(middle) <= epsilon else (low, middle)
+        return low
 
     return int(cached("num_steps", (epsilon, delta, event), solve))
 

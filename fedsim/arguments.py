@@ -62,4 +62,10 @@ def _first_fault(box: str) -> str:
     if title == "Required options":
         names = re.findall(r"(?:^| )(--[a-z][a-z-]*|\{[\w,]+\})", fault)
         return "missing " + ", ".join(dict.fromkeys(names))
+    number = re.match(
+        r"Error parsing --([\w-]+): (invalid literal for int|could not).* '(.*)'", fault
+    )
+    if number:
+        kind = "a whole number" if "int" in number[2] else "a number"
+        return f"{number[1].replace('-', '_')}={number[3]}: expected {kind}"
     return re.sub(r"^Error parsing [^:]*: ", "", fault)

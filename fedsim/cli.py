@@ -6,6 +6,7 @@ A user's mistake ends with exit code 2 and one line, `fedsim: error: ...`; never
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -135,6 +136,8 @@ class Account:
                 epsilon = accounting.epsilon(phases, delta, progress=_progress)
             elif epsilon is not None:
                 delta = accounting.delta(phases, epsilon, progress=_progress)
+        if epsilon == math.inf:
+            _progress(f"delta={delta}: too small for an answer; at most about 1e-15 is resolved")
         if not self.json:
             print(f"epsilon {epsilon:.6g} at delta {delta:.6g}")
         return {**_without_json(self), "epsilon": to_json(epsilon), "delta": delta}
@@ -142,7 +145,9 @@ class Account:
 
 @dataclasses.dataclass(frozen=True)
 class Calibrate:
-    """The smallest noise multiplier that meets a user-level (epsilon, delta)."""
+    """What meets a user-level (epsilon, delta): the smallest noise multiplier, given num-steps and
+    sampling-prob; or, given the noise multiplier and one of these, the most that the other may be.
+    """
 
     algorithm: AlgorithmName
     """els or uls."""
@@ -153,11 +158,14 @@ class Calibrate:
     delta: float
     """Target. In (0, 1)."""
 
-    num_steps: int
+    num_steps: int | None = None
     """T: number of steps. >= 1."""
 
-    sampling_prob: float
+    sampling_prob: float | None = None
     """p (ELS, of an example) or q (ULS, of a user). In (0, 1]."""
+
+    noise_multiplier: float | None = None
+    """sigma: standard deviation of the noise on the sum, in units of its sensitivity. > 0."""
 
     group_size: int = 1
     """G_ELS: most examples of a user in the pool. ULS's noise does not depend on it. >= 1."""
@@ -168,19 +176,28 @@ class Calibrate:
     def __call__(self) -> dict[str, Any]:
         from fedsim import accounting
 
+        names = ("num_steps", "sampling_prob", "noise_multiplier")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        wanted = next((name for name in reversed(names) if name not in given), names[-1])
+        expect(
+            wanted,
+            getattr(self, wanted),
+            len(given) == 2,
+            "two of num_steps, sampling_prob and noise_multiplier, to find the third",
+        )
         cap = _max_contributions(self)
         with mistakes():
-            sigma = accounting.noise_multiplier(
+            found = getattr(accounting, wanted)(
                 epsilon=self.epsilon,
                 delta=self.delta,
-                num_steps=self.num_steps,
-                sampling_prob=self.sampling_prob,
                 max_contributions=cap,
                 progress=_progress,
+                **given,
             )
         if not self.json:
-            print(f"noise multiplier {sigma:.6g}")
-        return {**_without_json(self), "noise_multiplier": sigma}
+            shown = found if wanted == "num_steps" else f"{found:.6g}"
+            print(wanted.replace("_", " "), shown)
+        return {**_without_json(self), wanted: found}
 
 
 @dataclasses.dataclass(frozen=True)

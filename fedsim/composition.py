@@ -125,11 +125,14 @@ def _composed_range(steps: Sequence[tuple[DensePLDPmf, int]]) -> tuple[int, int]
     upper = sum(count * (pmf.size - 1) for pmf, count in steps)
     losses = [(np.arange(pmf.size), pmf._probs, count) for pmf, count in steps]
     sketches = [(*_sketch(positions, probs), count) for positions, probs, count in losses]
-    orders = 2.0 ** np.arange(0, 9, 0.5) / max(pmf.size for pmf, _ in steps)
-    bounds = [0, upper]
+    longest, bounds = max(pmf.size for pmf, _ in steps), [0, upper]
     for side, sign in ((0, -1), (1, 1)):
-        sketched = [_chernoff(sketches, sign * order) for order in orders]
-        best = orders[np.nanargmin(np.multiply(sign, sketched))]
+
+        def width(exponent: float, sign: int = sign) -> float:
+            return sign * _chernoff(sketches, sign * 2.0**exponent / longest)
+
+        coarse = min(range(-10, 10), key=width)
+        best = 2.0 ** min(np.arange(coarse - 0.75, coarse + 1, 0.25), key=width) / longest
         bound = _chernoff(losses, sign * best)
         if math.isfinite(bound):
             bounds[side] = math.floor(bound) if side == 0 else math.ceil(bound)

@@ -86,7 +86,7 @@ def test_cache_directory_follows_xdg_and_need_not_be_writable(tmp_path, monkeypa
 
 
 def test_targets_out_of_reach_are_refused(cache):
-    with pytest.raises(ValueError, match="epsilon=0.01: expected at least .* num_steps=1 spends"):
+    with pytest.raises(ValueError, match="epsilon=0.01: expected at least .*, spent by one step"):
         accounting.num_steps(epsilon=0.01, delta=1e-6, noise_multiplier=0.5, sampling_prob=0.5)
 
 

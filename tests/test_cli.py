@@ -12,7 +12,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from fedsim import cli
+from fedsim import accounting, cli
 
 
 def run(*args, capsys):
@@ -142,6 +142,24 @@ def test_calibrate_meets_its_target(capsys):
         assert (json.loads(out)["epsilon"] <= 2) == holds
 
 
+@pytest.mark.parametrize("wanted", ["num_steps", "sampling_prob", "noise_multiplier"])
+def test_calibrate_finds_whichever_of_three_is_not_given(wanted, capsys):
+    given = {"num_steps": 200, "sampling_prob": 0.01, "noise_multiplier": 1.5}
+    found = given.pop(wanted)
+    event = accounting.StepEvent(1.5, 0.01, 4)
+    target = {"epsilon": accounting.epsilon([(event, 200)], 1e-6), "delta": 1e-6, "group_size": 4}
+    args = as_flags({**target, **given})
+    result = json.loads(run("calibrate", "els", *args, "--json", capsys=capsys)[1])
+    assert result[wanted] == pytest.approx(found, rel=1e-2)
+    assert {**target, **given}.items() <= result.items()
+
+
+def test_an_epsilon_that_cannot_be_resolved_is_explained(capsys):
+    code, out, err = run(*account(delta=1e-16, num_steps=100), capsys=capsys)
+    assert code == 0 and out.startswith("epsilon inf at delta")
+    assert err.startswith("delta=1e-16: too small")
+
+
 def test_the_group_size_of_uls_does_not_reach_the_accountant(capsys):
     settings = ["--num-steps", 10, "--sampling-prob", 0.1, "--noise-multiplier", 1, "--delta", 1e-5]
     epsilons = [
@@ -220,11 +238,15 @@ def test_els_budget_beyond_the_pool(texts, run_dir, capsys):
 
 def account(**changed):
     flags = {"num_steps": 1, "sampling_prob": 0.5, "noise_multiplier": 1, "delta": 1e-5, **changed}
-    return (
-        "account",
-        "els",
-        *(x for k, v in flags.items() for x in (f"--{k.replace('_', '-')}", v)),
-    )
+    return ("account", "els", *as_flags(flags))
+
+
+def calibrate(**given):
+    return ("calibrate", "els", *as_flags({"epsilon": 1.0, "delta": 1e-5, **given}))
+
+
+def as_flags(values):
+    return [x for name, value in values.items() for x in (f"--{name.replace('_', '-')}", value)]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +263,15 @@ def account(**changed):
         (account(epsilon=1), "delta=1e-05: expected a delta or an epsilon, and not both"),
         (account(group_size=0), "group_size=0: expected >= 1"),
         (account(num_steps=0), "num_steps=0: expected"),
+        (account(num_steps=2.5), "error: num_steps=2.5: expected a whole number$"),
+        (account(sampling_prob="x"), "error: sampling_prob=x: expected a number$"),
         (("account", "els", "--bogus", 1), "--bogus|missing"),
+        (calibrate(num_steps=3), "noise_multiplier=None: expected two of"),
+        (
+            calibrate(num_steps=3, sampling_prob=0.1, noise_multiplier=1),
+            "noise_multiplier=1.0: expected two of num_steps, sampling_prob and noise_multiplier",
+        ),
+        (calibrate(num_steps=0, sampling_prob=0.1), "num_steps=0: expected a whole number >= 1"),
         (("evaluate", "nowhere"), "run_dir=nowhere|run=nowhere"),
         (("data", "stats", "nowhere"), "nowhere"),
         (("train", "uls", "--config", "none.toml"), "config=none.toml: expected a TOML file"),
