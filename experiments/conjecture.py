@@ -111,10 +111,12 @@ def plot(rows: Sequence[dict]) -> Figure:
             label = None if edge else f"K = {group}"
             ratios = [row["ratio"] for row in cells]
             axes.plot(sigmas, ratios, marker, color=f"C{index}", label=label, alpha=0.7)
-    axes.axhline(1.0, color="grey")
+    axes.plot([], [], "x", color="grey", label=r"$T q \leq 2 \delta$: hardly any noise needed")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel=r"$\sigma_{ULS}$")
     axes.set_ylabel(r"$\sigma_{ELS} / (K \sigma_{ULS})$")
-    axes.legend()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
     return figure
 
 

@@ -110,19 +110,24 @@ def plot(rows: Sequence[dict]) -> Figure:
         axis = axes[0, column]
         groups = [row["els_group_size"] for row in here]
         axis.plot(groups, [row["els"] for row in here], "-o", color=common.COLOURS["ELS"])
-        axis.set(ylim=(0, 1.2 * max(row["els"] for row in here)), title=f"epsilon = {epsilon:g}")
-        axis.set(xlabel="$G_{ELS}$", ylabel=f"variance, B = {here[0]['budget']}")
+        axis.set(ylim=(0, 1.2 * max(row["els"] for row in here)), xlabel="$G_{ELS}$")
+        axis.set_title(rf"$\varepsilon$ = {epsilon:g}")
         for index, cohort in enumerate(cohorts):
             here = [r for r in grid if (r["epsilon"], r["cohort_size"]) == (epsilon, cohort)]
             axis = axes[index + 1, column]
             for key, algorithm, style, label in lines:
                 colour, budgets = common.COLOURS[algorithm], [row["budget"] for row in here]
                 axis.plot(budgets, [row[key] for row in here], style, color=colour, label=label)
-            axis.set(yscale="log", xlabel="B", ylabel=f"variance, M = {cohort}")
+            axis.set(yscale="log", xlabel="$B$")
             axis.yaxis.set_minor_formatter("")
     for axis in axes.flat:
         axis.set_xscale("log", base=2)
-    axes[1, 0].legend(fontsize="x-small")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel(f"noise variance, $B$ = {fixed_budget[0]['budget']}")
+    for axis, cohort in zip(axes[1:, 0], cohorts, strict=True):
+        axis.set_ylabel(f"noise variance, $M$ = {cohort}")
+    handles = axes[1, 0].get_lines()
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
 
 

@@ -33,20 +33,25 @@ def black_box_epsilon(event: StepEvent, num_steps: int, delta: float) -> float:
         return accounting.epsilon([(example, num_steps)], delta)
     example_log_delta = _example_log_delta(example, num_steps, delta)
 
-    def excess(level: float) -> float:
+    def excess(levels: np.ndarray) -> np.ndarray:
         """log of delta's group version over delta."""
-        ratio = math.log(-math.expm1(-group * level) / -math.expm1(-level))
-        return example_log_delta(level) + (group - 1) * level + ratio - math.log(delta)
+        ratio = np.log(-np.expm1(-group * levels) / -np.expm1(-levels))
+        return example_log_delta(levels) + (group - 1) * levels + ratio - math.log(delta)
 
     levels = np.geomspace(1e-6, 1e9, 1000)
-    enough = next((i for i, level in enumerate(levels) if excess(level) <= 0), None)
-    if enough is None:
+    enough = np.flatnonzero(excess(levels) <= 0)
+    if enough.size == 0:
         return math.inf
-    root = optimize.root_scalar(excess, bracket=(levels[enough - 1], levels[enough]), rtol=1e-9)
+    bracket = (levels[enough[0] - 1], levels[enough[0]])
+    root = optimize.root_scalar(
+        lambda level: excess(np.array([level]))[0], bracket=bracket, rtol=1e-9
+    )
     return group * root.root * (1 + 1e-6)
 
 
-def _example_log_delta(event: StepEvent, num_steps: int, delta: float) -> Callable[[float], float]:
+def _example_log_delta(
+    event: StepEvent, num_steps: int, delta: float
+) -> Callable[[np.ndarray], np.ndarray]:
     """log delta as a function of epsilon, from the composed loss or, far out, from Renyi orders."""
     composed = accounting.composed_loss([(event, num_steps)], delta)
     floor = 10 * composition.COMPOSED_TAIL_MASS
@@ -56,11 +61,14 @@ def _example_log_delta(event: StepEvent, num_steps: int, delta: float) -> Callab
     renyi.compose(dp_accounting.SelfComposedDpEvent(event.to_dp_event(), num_steps))
     divergences = np.asarray(renyi._rdp)
 
-    def log_delta(level: float) -> float:
-        if level < resolved:
-            return math.log(float(composed.get_delta_for_epsilon(level)))
+    def log_delta(levels: np.ndarray) -> np.ndarray:
         # Canonne, Kamath and Steinke 2020, Proposition 12.
-        exponents = (orders - 1) * (divergences - level + np.log1p(-1 / orders)) - np.log(orders)
-        return min(math.log(floor), float(exponents.min()))
+        ratios = np.multiply.outer(orders - 1, levels) - ((orders - 1) * divergences)[:, None]
+        constants = (orders - 1) * np.log1p(-1 / orders) - np.log(orders)
+        values = np.minimum(math.log(floor), (constants[:, None] - ratios).min(axis=0))
+        near = levels < resolved
+        if near.any():
+            values[near] = np.log(composed.get_delta_for_epsilon(levels[near].tolist()))
+        return values
 
     return log_delta
