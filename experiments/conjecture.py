@@ -8,7 +8,7 @@ a small sigma_ELS has total variation near 1 - (1 - q)^K. `edge` marks the cells
 where this can happen, and which no sensible delta enters; elsewhere the conjecture must hold, and
 every exception is listed.
 
-    python -m experiments.conjecture --scale paper      (4 minutes; smoke: 10 seconds)
+    python -m experiments.conjecture --scale paper      (1 minute; smoke: 5 seconds)
 """
 
 import dataclasses
