@@ -1,6 +1,6 @@
 """The accountant against dp_accounting as it is: seconds and epsilons, in one run.
 
-    python -m experiments.benchmarks.accounting [--quick] [--json]     (HOWLONG)
+    python -m experiments.benchmarks.accounting [--quick] [--json]   (25 minutes; quick: 7 s)
 
 Settings: the paper's own (SETTINGS), and the grid of tests/recorded_epsilons.csv. For each:
 dp_accounting at its default discretisation of 1e-4, fedsim on the same grid where it fits, and
@@ -13,8 +13,9 @@ speed-up is a lower bound.
 
 dp_accounting's FFT runs in double precision and errs either way, by about 1e-15 per step in delta;
 `wide` is the epsilon of its own one-step loss composed in extended precision, the fair comparison
-where delta is tiny. Agreement with the library as it is, over the ranges of the issue, is what
-tests/test_accounting.py checks against recorded epsilons, on grids coarse enough for the library.
+where delta is tiny. The test suite holds 60 and more settings to the library as it is, rounding and
+all, with G to 128, p from 1e-5 to 0.5, T to 10,000, sigma from 0.5 to 10 and delta from 1e-12 to
+1e-3, against recorded epsilons on grids coarse enough for it (tests/test_accounting.py).
 """
 
 import argparse
@@ -224,8 +225,8 @@ def bars(rows: list[dict], calibrations: list[dict], peers: bool) -> list[dict]:
         found.append(at_least("settings", len(rows), 60))
         found.append(at_least("median speed-up", statistics.median(speedups), 50))
         wide = [row["off_wide"] for row in rows if "off_wide" in row]
-        exact = [r["off_library"] for r in rows if r["delta"] >= 1e-8 and "off_library" in r]
-        for name, offs in (("wide", wide), ("dp_accounting, delta >= 1e-8", exact)):
+        exact = [r["off_library"] for r in rows if r["delta"] >= 1e-7 and "off_library" in r]
+        for name, offs in (("wide", wide), ("dp_accounting, delta >= 1e-7", exact)):
             found.append(at_most(f"same grid, most below {name}", -min(offs), 1e-6))
             found.append(at_most(f"same grid, most above {name}", max(offs), 1e-4))
     return found
