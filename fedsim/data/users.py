@@ -7,8 +7,7 @@ Small data in memory is the same bytes in a buffer, read by the same code. Writi
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,9 @@ from fedsim.data.shards import (
     seal,
     token_dtype,
 )
+from fedsim.data.tokens import TokenReader
+
+SCAN_ROWS = 2**18
 
 
 class UserStore:
@@ -50,11 +52,11 @@ class UserStore:
         counts = self._users_column("num_examples").to_numpy()
         self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_users = len(counts)
-        columns = [b.column(0) for s in shards for b in pa.ipc.open_stream(s)]
-        self._first = np.cumsum([0, *map(len, columns)], dtype=np.int64)
-        self._starts = [c.offsets.to_numpy() for c in columns]
-        self._values = [c.values.to_numpy() for c in columns]
-        self.num_examples = int(self._first[-1])
+        try:
+            self._reader = TokenReader(self._shards)
+        except pa.ArrowException as error:
+            raise DataError(f"shards={metadata['shards']}: cut off or damaged ({error})") from None
+        self.num_examples = self._reader.num_rows
         if not self.num_examples == self.offsets[-1] == metadata["num_examples"]:
             raise DataError(
                 f"num_examples={metadata['num_examples']} in metadata.json: expected the "
@@ -128,22 +130,29 @@ class UserStore:
             raise IndexError(
                 f"rows in [{rows.min()}, {rows.max()}]: expected [-1, {self.num_examples})"
             )
-        tokens = np.zeros((len(rows), length), np.int32)
-        sizes = np.zeros(len(rows), np.int32)
-        batches = np.searchsorted(self._first, rows, side="right") - 1
-        within = (rows - self._first[batches]).tolist()
-        for out, (batch, i) in enumerate(zip(batches.tolist(), within, strict=True)):
-            if batch < 0:
-                continue
-            start, end = self._starts[batch][i], self._starts[batch][i + 1]
-            sizes[out] = size = min(end - start, length)
-            tokens[out, :size] = self._values[batch][start : start + size]
-        return tokens, sizes
+        return self._reader.gather(rows, length)
 
-    @cached_property
+    @property
     def lengths(self) -> np.ndarray:
-        """int32 [num_examples]: tokens per row."""
-        return np.concatenate([np.zeros(0, np.int32), *map(np.diff, self._starts)])
+        """int32 [num_examples]: tokens per row; made anew each time, four bytes an example."""
+        parts = (self._reader.lengths(low, high) for low, high in self._scan())
+        return np.concatenate([np.zeros(0, np.int32), *(p.astype(np.int32) for p in parts)])
+
+    def length_counts(self) -> np.ndarray:
+        """int64 [max_length + 1]: how many rows have each length, without a number per row."""
+        counts = np.zeros(self.max_length + 1, np.int64)
+        for low, high in self._scan():
+            counts += np.bincount(self._reader.lengths(low, high), minlength=len(counts))
+        return counts
+
+    def scan(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All rows in order, SCAN_ROWS at a time: lengths [rows] and token ids end to end."""
+        for low, high in self._scan():
+            yield self._reader.take(np.arange(low, high))
+
+    def _scan(self) -> Iterator[tuple[int, int]]:
+        for low in range(0, self.num_examples, SCAN_ROWS):
+            yield low, min(low + SCAN_ROWS, self.num_examples)
 
     def user_ids(self) -> list[str]:
         """[num_users] the ids, in the order of the users; read from the users table each time."""

@@ -1,0 +1,117 @@
+"""Reading rows of tokens by number from Arrow streams that are mapped into memory.
+
+A row is found by arithmetic on what the batches' headers say, so a reader keeps a few numbers per
+record batch and none per row. Rows are copied block by block with NumPy alone; nothing is shared
+between calls, so threads may read at the same time.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+BLOCK_ROWS = 16_384
+
+
+class TokenReader:
+    """The rows of `shards` end to end: Arrow IPC streams with one column, a list of token ids.
+
+    Attributes: num_rows, num_tokens: totals.
+    """
+
+    def __init__(self, shards: Sequence[pa.Buffer]):
+        """Reads the headers. Raises: pa.ArrowInvalid: a shard is cut off or damaged."""
+        self._shards = list(shards)
+        rows, tokens, table = [0], [0], []
+        self._words: list[np.ndarray] = []  # each shard as int32: where the offsets lie
+        self._values: list[np.ndarray] = []  # each shard as token ids
+        for number, shard in enumerate(self._shards):
+            stream = pa.ipc.open_stream(shard)
+            kind = stream.schema.field(0).type.value_type.to_pandas_dtype()
+            self._words.append(np.frombuffer(shard, np.int32, shard.size // 4))
+            width = np.dtype(kind).itemsize
+            self._values.append(np.frombuffer(shard, kind, shard.size // width))
+            for batch in stream:
+                column = batch.column(0)
+                _, offsets, *_, values = column.buffers()
+                table.append((number, _place(shard, offsets, 4), _place(shard, values, width)))
+                rows.append(len(column))
+                tokens.append(len(column.values))
+        self._first = np.cumsum(rows, dtype=np.int64)
+        self._table = np.array(table, np.int64).reshape(-1, 3)
+        self.num_rows, self.num_tokens = int(self._first[-1]), sum(tokens)
+
+    def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows in any order (-1 is padding), cut or zero-padded to `length`.
+
+        Returns: tokens int32 [rows, length], sizes int32 [rows]: real tokens per row.
+        """
+        tokens = np.zeros((len(rows), length), np.int32)
+        sizes = np.zeros(len(rows), np.int32)
+        flat = tokens.reshape(-1)
+        for low in range(0, len(rows), BLOCK_ROWS):
+            real = low + np.flatnonzero(rows[low : low + BLOCK_ROWS] >= 0)
+            shard, begin, size = self._locate(rows[real])
+            sizes[real] = size = np.minimum(size, length)
+            self._copy(shard, begin, size, flat, real * length)
+        return tokens, sizes
+
+    def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows in any order, whole: lengths int64 [rows], and their token ids end to end."""
+        shard, begin, size = self._locate(rows)
+        ends = np.cumsum(size)
+        dtype = self._values[0].dtype if self._values else np.dtype(np.uint16)
+        flat = np.empty(int(ends[-1]) if len(ends) else 0, dtype)
+        for low in range(0, len(rows), BLOCK_ROWS):
+            part = slice(low, low + BLOCK_ROWS)
+            self._copy(shard[part], begin[part], size[part], flat, ends[part] - size[part])
+        return size, flat
+
+    def lengths(self, start: int = 0, end: int | None = None) -> np.ndarray:
+        """int64: tokens of each of the rows start:end."""
+        return self._locate(np.arange(start, self.num_rows if end is None else end))[2]
+
+    def _locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Each row's shard, where its tokens begin there, and how many they are."""
+        batch = np.searchsorted(self._first, rows, side="right") - 1
+        shard, offsets_at, values_at = self._table[batch].T
+        offsets_at = offsets_at + (rows - self._first[batch])
+        begin, end = np.empty((2, len(rows)), np.int64)
+        for number, which in _groups(shard):
+            at = offsets_at[which]
+            begin[which], end[which] = self._words[number][at], self._words[number][at + 1]
+        return shard, begin + values_at, end - begin
+
+    def _copy(self, shard, begin, size, flat: np.ndarray, at: np.ndarray) -> None:
+        """Copies row i's size[i] tokens to flat[at[i]:]."""
+        for number, which in _groups(shard):
+            count = size[which]
+            skipped = np.cumsum(count) - count
+            inside = np.arange(int(count.sum()))
+            source = np.repeat(begin[which] - skipped, count)
+            source += inside
+            inside += np.repeat(at[which] - skipped, count)
+            flat[inside] = self._values[number][source]
+
+
+def _groups(shard: np.ndarray):
+    """(shard number, the rows that lie in it) for each shard there is."""
+    if not len(shard):
+        return
+    if shard[0] == shard[-1] and (shard == shard[0]).all():
+        yield int(shard[0]), slice(None)
+        return
+    order = np.argsort(shard.astype(np.uint16), kind="stable")
+    bounds = np.flatnonzero(np.diff(shard[order], prepend=-1, append=-1))
+    for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        yield int(shard[order[low]]), order[low:high]
+
+
+def _place(shard: pa.Buffer, part: pa.Buffer | None, width: int) -> int:
+    """Where in `shard` the buffer `part` lies, in items of `width` bytes."""
+    if part is None or part.size == 0:
+        return 0
+    place = part.address - shard.address
+    if not 0 <= place <= shard.size - part.size or place % width:
+        raise pa.ArrowInvalid("expected uncompressed, aligned record batches")
+    return place // width
