@@ -4,6 +4,8 @@ import csv
 import gzip
 import hashlib
 import json
+import subprocess
+import sys
 from datetime import date
 from pathlib import Path
 
@@ -12,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedsim.data import sources, splits
 from fedsim.data.build import build
 from fedsim.data.dataset import Dataset, stats
 from fedsim.data.shards import DataError
@@ -156,7 +157,8 @@ def test_long_texts_are_cut_or_split(tmp_path, long_texts, expected):
     data = build(file, tmp_path / "out", **options)
     assert texts_of(data.train) == {"a": expected, "b": ["xy"]}
     assert data.train.max_length == 4 and data.train.lengths.max() == 4
-    assert data.metadata["counts"] == {"rows": 2, "empty_texts_dropped": 0, "long_texts": 1}
+    counts = data.metadata["counts"]
+    assert (counts["rows"], counts["empty_texts_dropped"], counts["long_texts"]) == (2, 0, 1)
 
 
 def test_empty_texts_are_dropped_and_counted(tmp_path):
@@ -193,14 +195,19 @@ def test_wordpiece_learns_from_training_users_only(tmp_path):
     assert sum(one_piece) > 50
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "wordpiece:400"])
+def cut_finely(monkeypatch):
+    """Many runs, many blocks, nothing at its usual size except what is part of the bytes."""
+    sizes = {"readers.READ_ROWS": 64, "runs.RUN_ROWS": 100, "merge.SORTED_ROWS": 50}
+    sizes |= {"merge.TAKEN_TOKENS": 300, "merge.RUNS_AT_ONCE": 2, "tokens.BLOCK_TOKENS": 99}
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"fedsim.data.{name}", size)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "wordpiece:400", "bpe:400"])
 def test_the_same_input_gives_the_same_bytes(tmp_path, monkeypatch, tokenizer):
     file = parquet(tmp_path / "a.parquet", ROWS * 5)
     build(file, tmp_path / "one", tokenizer=tokenizer)
-    monkeypatch.setattr(sources, "READ_ROWS", 64)
-    monkeypatch.setattr(splits, "SORT_ROWS", 100)
-    monkeypatch.setattr(splits, "SORT_MEMORY", "100MB")
-    monkeypatch.setattr(splits.os, "cpu_count", lambda: 1)
+    cut_finely(monkeypatch)
     build(file, tmp_path / "two", tokenizer=tokenizer)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
     assert str(tmp_path) not in (tmp_path / "one" / "metadata.json").read_text()
@@ -241,7 +248,11 @@ BAD_INPUT = [
     ("x.jsonl", b'{"user_id": 1.0, "text": "x"}\n', f"{FLOATS} double"),
     ("x.csv", b"user_id,text\n1.0,x\n2.0,y\n", f"{FLOATS} floats"),
     ("x.parquet", {"user_id": [True], "text": ["x"]}, "strings or integers, got bool"),
-    ("x.parquet", {"user_id": ["a"], "text": [1]}, "text_column=text: expected strings, got int64"),
+    (
+        "x.parquet",
+        {"user_id": ["a"], "text": [1]},
+        "text_column=text: expected strings, or lists of token ids, got int64",
+    ),
     ("x.parquet", NO_ROWS, "got an empty data set"),
     ("x.jsonl", b"", "got an empty data set"),
     ("x.csv", b"user_id,text\n", "got an empty data set"),
@@ -316,14 +327,105 @@ def test_what_exists_is_never_overwritten(tmp_path):
     assert digests(tmp_path / "out") == before
 
 
-def test_a_build_that_fails_half_way_leaves_nothing(tmp_path):
-    def stop(line):
-        if line.startswith("sorted"):
+def interrupt(stage):
+    """A progress callback that stops the build at the end of a stage."""
+
+    def say(line):
+        if line.startswith(stage):
             raise KeyboardInterrupt
 
-    file = parquet(tmp_path / "a.parquet")
+    return say
+
+
+@pytest.mark.parametrize("stage", ["training", "tokenised", "sorted"])
+def test_an_interrupted_build_goes_on_where_it_was(tmp_path, monkeypatch, stage):
+    cut_finely(monkeypatch)
+    options = {"tokenizer": "wordpiece:400"}
+    file = parquet(tmp_path / "a.parquet", ROWS * 5)
+    build(file, tmp_path / "whole", **options)
+    out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        build(file, tmp_path / "out", progress=stop)
+        build(file, out, progress=interrupt(stage), **options)
+    assert not out.exists()
+    lines = []
+    if stage != "training":  # what is finished is not done again
+        monkeypatch.setattr(Tokenizer, "encode", None)
+        monkeypatch.setattr(Tokenizer, "train_wordpiece", None)
+    build(file, out, progress=lines.append, **options)
+    assert "going on with the build that was interrupted" in lines
+    assert digests(out) == digests(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.parquet", "out", "whole"}
+
+
+def test_other_options_start_anew_after_an_interruption(tmp_path):
+    file, out = parquet(tmp_path / "a.parquet"), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        build(file, out, progress=interrupt("tokenised"))
+    assert build(file, out, max_length=4).train.max_length == 4
+
+
+def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypatch):
+    """SIGKILL in the middle of tokenising, in a process with workers; 8 parts, 3 runs each."""
+    for number in range(8):
+        parquet(tmp_path / f"{number}.parquet", ROWS * 30)
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    command = [sys.executable, script, tmp_path / "*.parquet", tmp_path / "out"]
+    subprocess.run([*command, "kill"], check=False, timeout=100)
+    staging = tmp_path / ".out.building"
+    done = {path: path.stat().st_mtime_ns for path in staging.glob("runs/part-*")}
+    assert 1 <= len(done) < 8 and not (tmp_path / "out").exists()
+    subprocess.run([*command, "watch"], check=True, timeout=100)
+    build(tmp_path / "*.parquet", tmp_path / "whole", num_workers=1)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert kept.items() >= {path.name: written for path, written in done.items()}.items()
+
+
+KILLED = """
+import json, os, pathlib, signal, sys
+from fedsim.data import build, pool, runs, staging
+
+def say(line):
+    parts = sorted(pathlib.Path(sys.argv[2]).parent.glob(".out.building/runs/part-*"))
+    if sys.argv[3] == "kill" and parts:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if line.startswith("sorted"):
+        kept = {path.name: path.stat().st_mtime_ns for path in parts}
+        pathlib.Path(sys.argv[2]).with_name("kept.json").write_text(json.dumps(kept))
+
+if __name__ == "__main__":
+    pool.SMALL_BYTES, pool.PROGRESS_EVERY_S = 0, 0.01
+    build.build(sys.argv[1], sys.argv[2], num_workers=2, progress=say)
+"""
+
+
+def test_a_directory_that_is_being_built_is_refused(tmp_path):
+    file, out = parquet(tmp_path / "a.parquet"), tmp_path / "out"
+    refused = []
+
+    def build_it_again(line):
+        if line.startswith("tokenised"):
+            with pytest.raises(DataError, match="no other process is building") as error:
+                build(file, out)
+            refused.append(error)
+
+    build(file, out, progress=build_it_again)
+    assert refused and Dataset.open(out).train.num_examples
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
+    """A limit on the size of a file stands for a full disk: the same error on the same path."""
+    file = parquet(tmp_path / "a.parquet", [(f"u{i}", "x" * 2_000) for i in range(300)])
+    code = (
+        "import resource, sys; from fedsim.cli import main; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); main(sys.argv[1:])"
+    )
+    flags = ["data", "build", file, "--out", tmp_path / "out", "--max-length", "4000"]
+    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("fedsim: error: out=")
+    assert "no space left on the disk; nothing was kept" in done.stderr
     assert list(tmp_path.iterdir()) == [file]
 
 

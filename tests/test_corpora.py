@@ -133,7 +133,7 @@ def test_builds_at_the_same_time_agree(source, tmp_path):
         found = list(pool.map(lambda _: load(source, cache_dir=tmp_path / "c"), range(4)))
     assert len({data.path for data in found}) == 1
     assert len({data.train.fingerprint for data in found}) == 1
-    assert len(entries(tmp_path / "c")) == 1  # and no temporary directory
+    assert len(entries(tmp_path / "c")) == 1  # and no staging directory
 
 
 def test_a_built_directory_is_opened(source, tmp_path):
@@ -151,7 +151,7 @@ def test_a_failed_build_leaves_no_entry(source, tmp_path):
 
 @pytest.mark.parametrize(
     "name, message",
-    [("hf:imdb", "not available in this version"), ("nowhere", "file or glob that exists")],
+    [("hf:", "expected hf:NAME"), ("nowhere", "file or glob that exists")],
 )
 def test_unknown_sources(name, message):
     with pytest.raises(DataError, match=message):

@@ -32,22 +32,6 @@ def test_bytes_are_what_the_library_gives(tmp_path):
     assert Tokenizer.bytes().encode_batch(TEXTS) == expected
 
 
-@pytest.mark.parametrize("long_texts", ["cut", "split"])
-@pytest.mark.parametrize(
-    "ids, examples",
-    [
-        ([], [[256, 256]]),
-        ([1, 2], [[256, 1, 2, 256]]),
-        ([1, 2, 3], [[256, 1, 2, 3]]),
-        ([1, 2, 3, 4, 5], [[256, 1, 2, 3], [256, 4, 5, 256]]),
-        ([1, 2, 3, 4, 5, 6], [[256, 1, 2, 3], [256, 4, 5, 6]]),
-    ],
-)
-def test_frame_begins_every_example_and_ends_it_if_there_is_room(ids, examples, long_texts):
-    framed = list(Tokenizer.bytes().frame(ids, 4, long_texts))
-    assert framed == (examples if long_texts == "split" else examples[:1])
-
-
 def test_a_saved_tokenizer_is_the_same_tokenizer(tmp_path):
     for tokenizer in (Tokenizer.bytes(), Tokenizer.train_wordpiece(lambda: WORDS, 300)):
         tokenizer.save(tmp_path / "tokenizer.json")
@@ -115,7 +99,7 @@ def test_a_hole_in_the_ids_counts_for_the_vocabulary(tmp_path):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("missing.json", "tokenizer=missing.json: expected bytes, wordpiece:SIZE, or"),
+        ("missing.json", "tokenizer=missing.json: expected bytes, wordpiece:SIZE, bpe:SIZE"),
         ("wordpiece:many", "tokenizer=wordpiece:many: expected wordpiece:SIZE"),
         ("wordpiece", "tokenizer=wordpiece: expected wordpiece:SIZE"),
         ("wordpiece:10", "tokenizer=wordpiece:10: expected a size >= 300"),

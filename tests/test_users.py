@@ -11,22 +11,30 @@ from datasets import Dataset as HubDataset
 
 from fedsim.data import shards
 from fedsim.data.dataset import stats
-from fedsim.data.shards import DataError, StoreWriter
+from fedsim.data.shards import DataError
 from fedsim.data.users import UserStore
 
 EXAMPLES = {"bob": [[1, 2, 3], [4]], "amy": [[5, 6]], "eve": []}
 
 
-def write(directory, examples, vocab_size=300, max_length=64, **options):
+def write(directory, examples, vocab_size=300, max_length=64, rows_per_shard=None):
     """The same store as UserStore.from_examples, through a directory, in pieces of 7 rows."""
+    directory.mkdir()
     ids = sorted(user for user in examples if examples[user])
-    counts = np.array([len(examples[user]) for user in ids])
-    writer = StoreWriter(directory, ids, counts, vocab_size, **options)
     rows = [row for user in ids for row in examples[user]]
-    for start in range(0, len(rows), 7):
-        piece = rows[start : start + 7]
-        writer.add(np.array([len(row) for row in piece]), np.concatenate(piece))
-    writer.close({"max_length": max_length})
+    size = rows_per_shard or len(rows)
+    names = shards.shard_names(-(-len(rows) // size))
+    for name, first in zip(names, range(0, len(rows), size), strict=True):
+        own = rows[first : first + size]
+        pieces = (own[start : start + 7] for start in range(0, len(own), 7))
+        blocks = ((np.array([len(row) for row in p]), np.concatenate(p)) for p in pieces)
+        dtype = shards.token_dtype(vocab_size)
+        blocks = ((lengths, values.astype(dtype)) for lengths, values in blocks)
+        shards.write_stream(directory / name, blocks, dtype)
+    counts = np.array([len(examples[user]) for user in ids])
+    tokens = np.array([sum(map(len, examples[user])) for user in ids])
+    about = {"max_length": max_length, "vocab_size": vocab_size}
+    shards.close_store(directory, ids, counts, tokens, about)
     return UserStore.open(directory)
 
 
@@ -98,10 +106,10 @@ def test_the_users_table_counts_tokens_per_user(tmp_path, rng):
     assert store._users_column("offset").to_pylist() == store.offsets[:-1].tolist()
 
 
-def test_shards_are_cut_by_size_and_read_as_one(tmp_path, rng, monkeypatch):
+def test_many_shards_are_read_as_one(tmp_path, rng, monkeypatch):
     monkeypatch.setattr(shards, "BATCH_ROWS", 16)
     examples = random_examples(rng, 40, 5)
-    store = write(tmp_path / "s", examples, shard_bytes=4_000)
+    store = write(tmp_path / "s", examples, rows_per_shard=48)
     names = sorted(path.name for path in (tmp_path / "s").glob("data-*"))
     assert len(names) > 3 and names[1] == f"data-00001-of-{len(names):05d}.arrow"
     whole = UserStore.from_examples(examples, 64, 300)

@@ -1,216 +1,315 @@
-"""Build a data set that need not fit in memory, from files with a user column and a text column.
+"""Build a data set that need not fit in memory, from sources with a user column and a text column.
 
-Files -> checked and tokenised in batches -> a scratch Parquet file -> external sort by user ->
-splits. Everything happens in a directory beside `out`, which is renamed when it is complete, so
-`out` is whole or absent. The same input and options give the same bytes, however many threads.
+Sources -> checked -> tokenised into sorted runs -> merged into the shards of the splits. The same
+input and options give the same bytes, whatever the number of processes and however often the build
+was killed and run again; finished parts are not done twice. Source order is kept within a user.
 """
 
-import os
-import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from fedsim.config import FedsimError
+from fedsim.data import domains, hub
+from fedsim.data.columns import Columns
 from fedsim.data.dataset import Dataset
-from fedsim.data.shards import FORMAT, DataError, fingerprint, token_dtype, write_json
-from fedsim.data.sources import Columns, find_files, is_blank, read, survey
-from fedsim.data.splits import Holdout, write_splits
-from fedsim.data.text import LONG_TEXTS, Tokenizer
+from fedsim.data.framing import LONG_TEXTS
+from fedsim.data.merge import Merge, Shard, collect_owners, index_run, write_shard
+from fedsim.data.pool import Pool
+from fedsim.data.runs import Encoding, training_texts, write_runs
+from fedsim.data.shards import (
+    DISK_FULL,
+    FORMAT,
+    DataError,
+    close_store,
+    shard_names,
+    shard_rows,
+    token_dtype,
+    write_json,
+)
+from fedsim.data.sources import Sources, examine, find_files, survey
+from fedsim.data.splits import Holdout, SplitRows, divide, dropped
+from fedsim.data.staging import resume, staging
+from fedsim.data.text import Tokenizer
 
-PROGRESS_EVERY_S = 5.0
+LEARNT_TEXTS = 2**22  # a tokenizer is trained on at most so many, taken evenly
+
+Say = Callable[[str], None] | None
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What determines the bytes of a build, besides the sources."""
+
+    columns: Columns
+    holdout: Holdout
+    tokenizer: str
+    max_length: int
+    long_texts: str
+
+    def __post_init__(self):
+        def check(field: str, value: Any, holds: bool, expected: str) -> None:
+            if not holds:
+                raise DataError(f"{field}={value}: expected {expected}")
+
+        holdout, columns = self.holdout, self.columns
+        check("max_length", self.max_length, self.max_length >= 2, "at least 2 tokens")
+        of = f"one of {', '.join(LONG_TEXTS)}"
+        check("long_texts", self.long_texts, self.long_texts in LONG_TEXTS, of)
+        share = holdout.eval_users
+        check("eval_users", share, 0 <= share < 1, "a fraction in [0, 1)")
+        check("min_examples", holdout.min_examples, holdout.min_examples >= 1, "at least 1")
+        ordered = holdout.test_from is None or columns.order is not None
+        check("test_from", holdout.test_from, ordered, "an order_column to compare with")
 
 
 def build(
     sources: Sequence[str | Path] | str | Path,
     out: str | Path,
     *,
-    user_column: str = "user_id",
-    text_column: str = "text",
+    user_column: str | Sequence[str] = "user_id",
+    text_column: str | Sequence[str] = "text",
+    url_column: str | None = None,
+    order_column: str | None = None,
     tokenizer: str | Path = "bytes",
     max_length: int = 128,
     long_texts: str = "cut",
     eval_users: float = 0.05,
     eval_examples: bool = True,
-    order_column: str | None = None,
-    progress: Callable[[str], None] | None = None,
+    min_examples: int = 1,
+    test_from: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    num_workers: int | None = None,
+    progress: Say = None,
     provenance: dict[str, Any] | None = None,
+    wait: bool = False,
 ) -> Dataset:
-    """Builds `out` from files or globs and opens it.
+    """Builds `out` from files, globs, saved data sets or hf:NAME[:CONFIG], and opens it.
+
+    A build that was interrupted or killed goes on where it was. Where processes are started (large
+    data on several CPUs), a script must call this under `if __name__ == "__main__":`.
 
     Args:
-      tokenizer: "bytes", "wordpiece:SIZE" (trained on the texts of the users not held out), or a
-        tokenizer.json or vocab.txt.
+      user_column, text_column: one column or several; several text columns are joined by newlines.
+      url_column: makes the user the registrable domain of this column's URL.
+      order_column: sorts a user's examples; ties, and all without it, stay as in the sources.
+      tokenizer: "bytes", "wordpiece:SIZE" or "bpe:SIZE" (trained on the texts of the users not held
+        out), "hf:NAME", or a tokenizer.json or vocab.txt.
       max_length: tokens per example, begin token included; longer texts are "cut" or "split".
       eval_users: fraction of users held out of training, drawn by a hash of their ids.
       eval_examples: also hold out the first min(32, ceil(n / 10)) examples of each training user.
-      order_column: sorts a user's examples; ties, and all without it, stay as in the sources.
+      min_examples: leaves out users with fewer.
+      test_from: rows whose order column is at least this become the split "test".
+      split, revision: of hf: and saved data sets. Default: train, the newest.
+      num_workers: processes; default: one per CPU. Does not change the result.
       progress: is told in a line, every few seconds and at the end of a stage, how far it is.
       provenance: anything to record about where the sources came from.
-    Raises: DataError: bad input, or `out` exists. Nothing is left behind.
+      wait: for another process that is building `out`, instead of raising at once.
+    Raises: DataError: bad input, or `out` exists or is being built. FedsimError: the disk is full.
+      Nothing is left behind.
     """
     out = Path(out).absolute()
-    _check_options(max_length, long_texts, eval_users)
-    _check_absent(out)
-    columns = Columns(user_column, text_column, order_column)
-    holdout = Holdout(eval_users, eval_examples)
-    framing = {"max_length": max_length, "long_texts": long_texts}
-    files = find_files(sources)
-    num_rows = survey(files, columns)
-    with _staging(out) as staging:
-        tokens = Tokenizer.from_spec(tokenizer, lambda: _training_texts(files, columns, holdout))
-        about = {"max_length": max_length, "tokenizer": _describe(tokens)}
-        scratch = staging / "scratch"
-        counts = _Tokenising(tokens, scratch, **framing).run(
-            files, columns, partial(_Meter("tokenised", progress), total=num_rows)
+    columns = Columns.of(user_column, text_column, order_column, url_column)
+    holdout = Holdout(eval_users, eval_examples, min_examples, test_from)
+    options = _Options(columns, holdout, str(tokenizer), max_length, long_texts)
+    sources = [sources] if isinstance(sources, str | Path) else list(sources)
+    try:
+        with staging(out, wait) as directory, Pool(num_workers, progress) as pool:
+            building = _Build(directory, options, pool, progress)
+            building.run(sources, split, revision, provenance or {})
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise FedsimError(f"out={out}: no space left on the disk; nothing was kept") from error
+        raise
+    return Dataset.open(out)
+
+
+class _Build:
+    """One build at work in its directory."""
+
+    def __init__(self, directory: Path, options: _Options, pool: Pool, say: Say):
+        self.directory, self.options, self.pool, self.say = directory, options, pool, say
+        self.runs, self.out = directory / "runs", directory / "out"
+
+    def run(
+        self,
+        named: Sequence[str | Path],
+        split: str | None,
+        revision: str | None,
+        provenance: dict[str, Any],
+    ) -> None:
+        """All stages; self.out is complete at the end."""
+        sources, hubs = self._sources(named, split, revision)
+        options = self.options
+        self.pool.grow(sources.num_bytes)
+        num_rows = survey(sources, options.columns, self.pool)
+        tokenizer = self._tokenizer(sources, num_rows)
+        encoding = Encoding(
+            self.runs,
+            self.directory / "tokenizer.json",
+            options.columns,
+            options.holdout,
+            options.max_length,
+            options.long_texts,
         )
-        splits = write_splits(
-            scratch, staging, tokens.vocab_size, holdout, about, _Meter("sorted", progress)
+        self.runs.mkdir(exist_ok=True)
+        self.out.mkdir(exist_ok=True)
+        call = partial(write_runs, encoding=encoding)
+        items = list(enumerate(sources.parts))
+        records = self.pool.map(call, items, "tokenised", num_rows)
+        runs = tuple(run for record in records for run in record["runs"])
+        if not runs:
+            raise DataError(
+                f"text_column={','.join(options.columns.text)}: no user has text, expected at "
+                "least one"
+            )
+        owners = collect_owners(self.runs, runs)
+        group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
+        splits = dict(divide(group, counts, options.holdout))
+        self._write_splits(runs, owners, splits, tokenizer)
+        tokenizer.save(self.out / "tokenizer.json")
+        about = {
+            "rows": num_rows,
+            "empty_texts_dropped": sum(record["empty"] for record in records),
+            "long_texts": sum(record["long"] for record in records),
+            **dropped(group, counts, options.holdout),
+        }
+        self._describe(sources, hubs, tokenizer, list(splits), about, provenance)
+
+    def _sources(
+        self, named: Sequence[str | Path], split: str | None, revision: str | None
+    ) -> tuple[Sources, list[dict[str, Any]]]:
+        """The sources, fetched if need be, and what they are on the Hub."""
+        of_hub, others = hub.split_sources(named)
+        if of_hub and others or len(of_hub) > 1:
+            raise DataError(f"data={named}: expected files, or one hf: data set")
+        if not of_hub:
+            files = find_files(others)
+            sources = examine(files, self.options.columns, self.pool, split)
+            self._resume([sources.files, split])
+            return sources, []
+        source = hub.HubSource.parse(of_hub[0], split, revision).pinned()
+        about = {**asdict(source), "source": str(source)}
+        self._resume([about])
+        if self.say:
+            self.say(f"fetching {source}, split {source.split}")
+        files = hub.fetch(source, self.options.columns, self.directory / "fetched", self.pool)
+        return examine(files, self.options.columns, self.pool, None), [about]
+
+    def _resume(self, identity: list[Any]) -> None:
+        tokenizer = Path(self.options.tokenizer)
+        digest = Tokenizer.load(tokenizer).sha256 if tokenizer.is_file() else None
+        plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
+        if resume(self.directory, {**plan, **asdict(self.options)}) and self.say:
+            self.say("going on with the build that was interrupted")
+
+    def _tokenizer(self, sources: Sources, num_rows: int) -> Tokenizer:
+        """The tokenizer, trained if need be; saved, too, for workers and a later resumption."""
+        file, spec = self.directory / "tokenizer.json", self.options.tokenizer
+        trained = spec.startswith(("wordpiece:", "bpe:"))
+        if trained and file.exists():
+            found = Tokenizer.load(file, spec)
+            found.trained_on_data = True
+            return found
+        if trained and self.say:
+            self.say(f"training {spec}")
+        every = -(-num_rows // LEARNT_TEXTS)
+        columns, holdout = self.options.columns, self.options.holdout
+        found = Tokenizer.from_spec(
+            spec, lambda: training_texts(sources.parts, columns, holdout, every)
         )
-        shutil.rmtree(scratch)
-        tokens.save(staging / "tokenizer.json")
+        found.save(file)
+        return found
+
+    def _write_splits(
+        self,
+        runs: tuple[str, ...],
+        owners: pa.Table,
+        splits: dict[str, SplitRows],
+        tokenizer: Tokenizer,
+    ) -> None:
+        """The stores of all splits."""
+        self.pool.map(partial(index_run, directory=self.runs), runs)
+        merge = Merge(self.runs, runs, self.options.columns.order)
+        merge.save(splits)
+        num_rows, num_tokens = (int(owners[name].to_numpy().sum()) for name in ("rows", "tokens"))
+        width = np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
+        size = shard_rows(num_rows, num_tokens, width)
+        shards = [
+            shard for name, rows in splits.items() for shard in self._shards(name, rows, size)
+        ]
+        total = sum(int(rows.counts.sum()) for rows in splits.values())
+        self.pool.map(partial(write_shard, merge=merge), shards, "sorted", total)
+        about = {
+            "max_length": self.options.max_length,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": _described(tokenizer),
+        }
+        for name, rows in splits.items():
+            num_tokens = np.zeros(len(rows.owners), np.int64)
+            for shard in shards:
+                if shard.split == name:
+                    user, tokens = np.load(shard.tokens_file)
+                    num_tokens[user] += tokens
+            ids = owners["user_id"].combine_chunks().take(pa.array(rows.owners))
+            about["split"] = name
+            close_store(self.out / name, ids, rows.counts, num_tokens, about)
+
+    def _shards(self, name: str, rows: SplitRows, size: int) -> list[Shard]:
+        directory = self.out / name
+        directory.mkdir(exist_ok=True)
+        total = int(rows.counts.sum())
+        files = shard_names(-(-total // size))
+        return [
+            Shard(
+                directory / file,
+                self.runs / f"{name}-{number}.npy",
+                name,
+                number * size,
+                min((number + 1) * size, total),
+            )
+            for number, file in enumerate(files)
+        ]
+
+    def _describe(
+        self,
+        sources: Sources,
+        hubs: list[dict[str, Any]],
+        tokenizer: Tokenizer,
+        splits: list[str],
+        counts: dict[str, int],
+        provenance: dict[str, Any],
+    ) -> None:
+        """metadata.json of the whole."""
+        options = self.options
+        rules = {"max_length": options.max_length, "long_texts": options.long_texts}
         metadata = {
             "kind": "dataset",
             "format": FORMAT,
             "splits": splits,
-            "tokenizer": _describe(tokens),
-            "columns": asdict(columns),
-            "rules": {**framing, **asdict(holdout)},
-            "counts": {"rows": num_rows, **counts},
-            "sources": [_identify(file) for file in files],
-            "provenance": provenance or {},
+            "tokenizer": _described(tokenizer),
+            "columns": asdict(options.columns),
+            "rules": {**rules, **asdict(options.holdout)},
+            "counts": counts,
+            "sources": list(sources.files),
+            "hub": hubs,
+            "provenance": provenance,
         }
-        write_json(staging / "metadata.json", metadata)
-    return Dataset.open(out)
+        if options.columns.url is not None:
+            metadata["public_suffix_list"] = domains.list_version()
+        write_json(self.out / "metadata.json", metadata)
 
 
-class _Meter:
-    """Says how far a stage is, not too often."""
-
-    def __init__(self, stage: str, say: Callable[[str], None] | None):
-        self.stage, self.say, self.said_at = stage, say, time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        if self.say and (done == total or time.monotonic() - self.said_at > PROGRESS_EVERY_S):
-            self.said_at = time.monotonic()
-            self.say(f"{self.stage} {done:,} of {total:,} rows")
-
-
-def _check_options(max_length: int, long_texts: str, eval_users: float) -> None:
-    if max_length < 2:
-        raise DataError(f"max_length={max_length}: expected at least 2 tokens")
-    if long_texts not in LONG_TEXTS:
-        raise DataError(f"long_texts={long_texts}: expected one of {', '.join(LONG_TEXTS)}")
-    if not 0 <= eval_users < 1:
-        raise DataError(f"eval_users={eval_users}: expected a fraction in [0, 1)")
-
-
-def _check_absent(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise DataError(f"out={out}: already exists, expected a new directory")
-
-
-def _describe(tokenizer: Tokenizer) -> dict[str, Any]:
+def _described(tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "name": tokenizer.name,
         "sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "trained_on_data": tokenizer.trained_on_data,
     }
-
-
-def _identify(file: Path) -> dict[str, Any]:
-    return {"name": file.name, "bytes": file.stat().st_size, "sha256": fingerprint([file])}
-
-
-@contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that becomes `out`, or vanishes if anything goes wrong."""
-    staging = out.parent / f".{out.name}.{uuid4().hex}.tmp"
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-        try:
-            os.rename(staging, out)
-        except OSError:
-            _check_absent(out)  # somebody else was faster
-            raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _training_texts(files: Sequence[Path], columns: Columns, holdout: Holdout) -> Iterator[str]:
-    """What a tokenizer may learn from: the texts of the users who are not held out."""
-    takes_user = cache(holdout.takes_user)
-    for file in files:
-        for batch in read(file, columns):
-            users, texts = batch["user_id"].to_pylist(), batch["text"].to_pylist()
-            for user, text in zip(users, texts, strict=True):
-                if text and not takes_user(user):
-                    yield text
-
-
-@dataclass
-class _Tokenising:
-    """Texts to rows of scratch/rows.parquet: user_id, perhaps order, tokens, row (its number)."""
-
-    tokenizer: Tokenizer
-    scratch: Path
-    max_length: int
-    long_texts: str
-    num_rows: int = 0
-    num_empty: int = 0
-    num_long: int = 0
-
-    def run(
-        self, files: Sequence[Path], columns: Columns, report: Callable[[int], None]
-    ) -> dict[str, int]:
-        """Reads all `files`. Returns how many texts were empty (dropped) and long (cut or split).
-
-        Raises: DataError: no text is left, or the order column changes its type on the way.
-        """
-        self.scratch.mkdir()
-        batches = (batch for file in files for batch in read(file, columns))
-        done, writer = 0, None
-        with ExitStack() as stack:
-            for batch in batches:
-                rows = self._encode(batch)
-                if writer is None:
-                    path = self.scratch / "rows.parquet"
-                    writer = stack.enter_context(pq.ParquetWriter(path, rows.schema))
-                try:
-                    writer.write_table(rows.cast(writer.schema))
-                except pa.ArrowInvalid as error:
-                    raise DataError(
-                        f"order_column={columns.order}: expected one type, got {error}"
-                    ) from None
-                done += len(batch)
-                report(done)
-        if not self.num_rows:
-            raise DataError(f"text_column={columns.text}: no user has text, expected at least one")
-        return {"empty_texts_dropped": self.num_empty, "long_texts": self.num_long}
-
-    def _encode(self, batch: pa.RecordBatch) -> pa.Table:
-        """The examples of the texts of one batch."""
-        kept = batch.filter(pa.array(~is_blank(batch["text"])))
-        texts = self.tokenizer.encode_batch(kept["text"].to_pylist())
-        framed = [list(self.tokenizer.frame(t, self.max_length, self.long_texts)) for t in texts]
-        origin = np.repeat(np.arange(len(framed)), [len(examples) for examples in framed])
-        examples = [example for text in framed for example in text]
-        kind = pa.list_(pa.from_numpy_dtype(token_dtype(self.tokenizer.vocab_size)))
-        first, self.num_rows = self.num_rows, self.num_rows + len(examples)
-        self.num_empty += len(batch) - len(kept)
-        self.num_long += sum(len(text) >= self.max_length for text in texts)
-        columns = {name: kept[name].take(pa.array(origin)) for name in kept.schema.names}
-        del columns["text"]
-        columns["tokens"] = pa.array(examples, kind)
-        columns["row"] = pa.array(np.arange(first, self.num_rows))
-        return pa.table(columns)

@@ -1,52 +1,65 @@
-"""Where data comes from: a built directory, files, or the embedded corpus `pydocs`.
+"""Where data comes from: a built directory, files, the Hub, or the embedded corpus `pydocs`.
 
 What is built on the way is kept in the user's cache, under a key of everything it depends on, and
-memory-mapped from then on. Two processes may build the same thing at once: each works in a
-directory of its own, the first to finish wins, the other takes what is there.
+memory-mapped from then on. Of two processes that want the same thing at once, one builds it and the
+other waits for it.
 """
 
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from fedsim import files
-from fedsim.data import pydocs
+from fedsim.data import hub, pydocs
 from fedsim.data.build import build
 from fedsim.data.dataset import Dataset
 from fedsim.data.shards import FORMAT, DataError
-from fedsim.data.sources import find_files
+from fedsim.data.sources import find_files, is_saved
 
 
 def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_options) -> Dataset:
     """The data set that `source` names, built first if need be.
 
     Args:
-      source: a built directory (opened as it is, no build options), a file or glob, or "pydocs".
+      source: a built directory (opened as it is, no build options), a file or glob, a saved data
+        set, hf:NAME[:CONFIG], or "pydocs".
       cache_dir: where builds are kept; see `files.cache_dir`.
       build_options: as for `build`.
     Raises: DataError: bad input, as `build` raises it.
     """
     source = str(source)
-    if source.startswith("hf:"):
-        raise DataError(
-            f"data={source}: hf: is not available in this version, expected a built directory, "
-            "files, or pydocs"
-        )
     if source == "pydocs":
         return _load_pydocs(cache_dir, build_options)
-    if Path(source).is_dir():
+    if source.startswith(hub.PREFIX):
+        return _load_hub(source, cache_dir, build_options)
+    if Path(source).is_dir() and not is_saved(Path(source)):
         for name, value in build_options.items():
             if name != "progress":
                 raise DataError(f"{name}={value}: expected nothing, {source} is built already")
         return Dataset.open(source)
     sources = find_files(source)
-    facts = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in sources]
+    facts = [fact for file in sources for fact in _facts(file)]
     return _cached(
-        facts, cache_dir, build_options, lambda out: build(sources, out, **build_options)
+        facts, cache_dir, build_options, lambda out: build(sources, out, wait=True, **build_options)
     )
+
+
+def _facts(path: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of a file, or of all files of a directory."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
+def _load_hub(source: str, cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
+    found = hub.HubSource.parse(source, options.get("split"), options.get("revision")).pinned()
+    local = Path(found.name)
+    facts = [asdict(found), *(_facts(local) if local.exists() else [])]
+    options = {**options, "revision": found.revision}
+    return _cached(facts, cache_dir, options, lambda out: build(source, out, wait=True, **options))
 
 
 def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
@@ -57,7 +70,7 @@ def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Datas
             progress(f"reading the docstrings of Python, {', '.join(pydocs.PACKAGES)} (once)")
         with TemporaryDirectory() as scratch:
             file = pydocs.harvest(Path(scratch))
-            return build([file], out, provenance={"packages": versions}, **options)
+            return build([file], out, provenance={"packages": versions}, wait=True, **options)
 
     return _cached(["pydocs", versions], cache_dir, options, harvest_and_build)
 
@@ -69,7 +82,7 @@ def _cached(
     make: Callable[[Path], Dataset],
 ) -> Dataset:
     """The data set under the key of `facts` and `options`, made if it is not there."""
-    relevant = {name: value for name, value in options.items() if name != "progress"}
+    relevant = {n: v for n, v in options.items() if n not in ("progress", "num_workers")}
     tokenizer = Path(str(options.get("tokenizer", "")))
     if tokenizer.is_file():
         relevant["tokenizer"] = [tokenizer.name, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]

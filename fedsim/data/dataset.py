@@ -8,7 +8,7 @@ import numpy as np
 
 from fedsim.data.users import UserStore, read_metadata
 
-SPLITS = ("train", "eval_users", "eval_examples")
+SPLITS = ("train", "eval_users", "eval_examples", "test")
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Dataset:
     """All examples of the users held out of training, or None."""
     eval_examples: UserStore | None = None
     """Held-out examples of training users, or None."""
+    test: UserStore | None = None
+    """Later examples, of training users and of others, or None."""
     tokenizer_path: Path | None = None
     """Its tokenizer.json, or None in memory."""
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -1,10 +1,11 @@
 """How a store is written: sorted rows in, Arrow shards, users table and metadata out.
 
-The bytes depend on the rows alone, not on how the caller cut them into pieces: record batches are
+The bytes depend on the rows alone, not on how the caller cut them into blocks: record batches are
 always BATCH_ROWS rows (at the usual 1,000 a large store has 100,000 batches, slow to open and
 heavy in every process), buffers carry no null bitmap, and JSON keys are sorted.
 """
 
+import errno
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -14,12 +15,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import DTypeLike
 
 from fedsim.config import ConfigError
 
 BATCH_ROWS = 16_384
-SHARD_BYTES = 512 * 2**20
+SHARD_BYTES = 256 * 2**20
 FORMAT = 1
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
 
 
 class DataError(ConfigError):
@@ -31,7 +34,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def token_schema(dtype: Any) -> pa.Schema:
+def token_schema(dtype: DTypeLike) -> pa.Schema:
     """One column, `tokens`: a list of uint16 or uint32."""
     return pa.schema({"tokens": pa.list_(pa.from_numpy_dtype(dtype))})
 
@@ -44,14 +47,41 @@ def token_batch(lengths: np.ndarray, values: np.ndarray) -> pa.RecordBatch:
 
 
 def encode_stream(lengths: np.ndarray, values: np.ndarray) -> pa.Buffer:
-    """A whole shard in memory: the same bytes that StoreWriter would put in a file."""
+    """A whole shard in memory: the same bytes that `write_stream` puts in a file."""
     sink = pa.BufferOutputStream()
-    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    with pa.ipc.new_stream(sink, token_schema(values.dtype)) as stream:
-        for start in range(0, len(lengths), BATCH_ROWS):
-            end = min(start + BATCH_ROWS, len(lengths))
-            stream.write(token_batch(lengths[start:end], values[ends[start] : ends[end]]))
+    _write_batches(sink, [(lengths, values)], values.dtype)
     return sink.getvalue()
+
+
+def write_stream(
+    file: Path, blocks: Iterable[tuple[np.ndarray, np.ndarray]], dtype: DTypeLike
+) -> None:
+    """A shard: blocks of rows (lengths [rows], their token ids end to end) in order.
+
+    Raises: OSError: the disk is full.
+    """
+    with pa.OSFile(str(file), "wb") as sink:
+        _write_batches(sink, blocks, dtype)
+
+
+def _write_batches(
+    sink: Any, blocks: Iterable[tuple[np.ndarray, np.ndarray]], dtype: DTypeLike
+) -> None:
+    """Record batches of exactly BATCH_ROWS rows, the last one shorter."""
+    lengths, values = np.zeros(0, np.int64), np.zeros(0, dtype)
+    with pa.ipc.new_stream(sink, token_schema(dtype)) as stream:
+        for block in blocks:
+            if len(lengths):
+                block = np.concatenate([lengths, block[0]]), np.concatenate([values, block[1]])
+            lengths, values = block
+            ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            whole = len(lengths) // BATCH_ROWS * BATCH_ROWS
+            for row in range(0, whole, BATCH_ROWS):
+                end = row + BATCH_ROWS
+                stream.write(token_batch(lengths[row:end], values[ends[row] : ends[end]]))
+            lengths, values = lengths[whole:], values[ends[whole] :]
+        if len(lengths):
+            stream.write(token_batch(lengths, values))
 
 
 def encode_users(
@@ -106,77 +136,32 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-class StoreWriter:
-    """Writes one store. Its users and their numbers of rows are known before the rows come."""
+def shard_rows(num_rows: int, num_tokens: int, width: int) -> int:
+    """Rows of each shard but the last: whole record batches, about SHARD_BYTES in all."""
+    per_batch = BATCH_ROWS * (4 + width * num_tokens / max(num_rows, 1))
+    return BATCH_ROWS * max(1, int(SHARD_BYTES / per_batch))
 
-    def __init__(
-        self,
-        directory: Path,
-        user_ids: Sequence[str] | pa.Array,
-        num_examples: np.ndarray,
-        vocab_size: int,
-        shard_bytes: int = SHARD_BYTES,
-    ):
-        """`user_ids` sorted, `num_examples` [users] their rows; makes `directory`."""
-        directory.mkdir(parents=True)
-        self.directory, self.shard_bytes, self.vocab_size = directory, shard_bytes, vocab_size
-        self.user_ids, self.num_examples = user_ids, num_examples
-        self._dtype = token_dtype(vocab_size)
-        self._ends = np.cumsum(num_examples, dtype=np.int64)  # row after each user's last
-        self._tokens_at_end = np.zeros(len(num_examples), np.int64)
-        self._rows = self._tokens = 0
-        self._held: list[tuple[np.ndarray, np.ndarray]] = []
-        self._num_held = 0
-        self._stream = self._sink = None
-        self._paths: list[Path] = []
 
-    def add(self, lengths: np.ndarray, values: np.ndarray) -> None:
-        """The next rows, in order: `lengths` [rows] and their token ids end to end in `values`."""
-        tokens = self._tokens + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        end = self._rows + len(lengths)
-        first, last = np.searchsorted(self._ends, [self._rows, end], side="right")
-        self._tokens_at_end[first:last] = tokens[self._ends[first:last] - self._rows]
-        self._rows, self._tokens = end, int(tokens[-1])
-        self._held.append((lengths, values.astype(self._dtype, copy=False)))
-        self._num_held += len(lengths)
-        while self._num_held >= BATCH_ROWS:
-            self._write(BATCH_ROWS)
+def shard_names(number: int) -> list[str]:
+    """The files of a store's shards, in order."""
+    return [f"data-{shard:05d}-of-{number:05d}.arrow" for shard in range(number)]
 
-    def close(self, about: dict[str, Any]) -> None:
-        """Writes what is held, the users table and metadata.json (`about` plus the totals)."""
-        if self._num_held:
-            self._write(self._num_held)
-        self._end_shard()
-        if self._rows != self.num_examples.sum():
-            raise ValueError(f"rows={self._rows}: expected {self.num_examples.sum()}")
-        names = [
-            path.rename(path.with_name(f"{path.stem}-of-{len(self._paths):05d}.arrow")).name
-            for path in self._paths
-        ]
-        num_tokens = np.diff(self._tokens_at_end, prepend=0)
-        users = self.directory / "users.parquet"
-        users.write_bytes(encode_users(self.user_ids, self.num_examples, num_tokens))
-        digest = fingerprint([users, *(self.directory / name for name in names)])
-        about = {**about, "vocab_size": self.vocab_size, "shards": names}
-        metadata = seal(about, self.num_examples, num_tokens, digest)
-        write_json(self.directory / "metadata.json", metadata)
 
-    def _write(self, rows: int) -> None:
-        """One record batch of the first `rows` held rows; a full shard is closed."""
-        lengths, values = (np.concatenate(part) for part in zip(*self._held, strict=True))
-        if self._stream is None or self._sink is None:
-            self._paths.append(self.directory / f"data-{len(self._paths):05d}.part")
-            self._sink = pa.OSFile(str(self._paths[-1]), "wb")
-            self._stream = pa.ipc.new_stream(self._sink, token_schema(self._dtype))
-        cut = int(lengths[:rows].sum(dtype=np.int64))
-        self._stream.write(token_batch(lengths[:rows], values[:cut]))
-        self._held = [(lengths[rows:], values[cut:])]
-        self._num_held = len(lengths) - rows
-        if self._sink.tell() >= self.shard_bytes:
-            self._end_shard()
+def close_store(
+    directory: Path,
+    user_ids: Sequence[str] | pa.Array,
+    num_examples: np.ndarray,
+    num_tokens: np.ndarray,
+    about: dict[str, Any],
+) -> None:
+    """Completes a directory of shards with its users table and metadata.json.
 
-    def _end_shard(self) -> None:
-        if self._stream is not None and self._sink is not None:
-            self._stream.close()
-            self._sink.close()
-        self._stream = self._sink = None
+    Args: user_ids sorted, num_examples and num_tokens [users]. about: goes into the metadata, with
+      vocab_size and max_length in it.
+    """
+    names = sorted(path.name for path in directory.glob("data-*.arrow"))
+    users = directory / "users.parquet"
+    users.write_bytes(encode_users(user_ids, num_examples, num_tokens))
+    digest = fingerprint([users, *(directory / name for name in names)])
+    metadata = seal({**about, "shards": names}, num_examples, num_tokens, digest)
+    write_json(directory / "metadata.json", metadata)

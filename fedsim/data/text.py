@@ -1,38 +1,41 @@
 """Text to token ids and back, through the `tokenizers` library: its files are data, never code.
 
 `bytes` is the default: 256 bytes and one special token need no training, so nothing about the users
-reaches the tokenizer. `wordpiece:SIZE` is the paper's kind, trained on the data: a step outside the
-privacy guarantee, and recorded as one. Any tokenizer.json or BERT vocab.txt can be loaded instead.
+reaches the tokenizer. `wordpiece:SIZE` is the paper's kind and `bpe:SIZE` a byte-level BPE, trained
+on the data: a step outside the privacy guarantee, and recorded as one. Any tokenizer.json or BERT
+vocab.txt can be loaded instead, from a file or, as `hf:NAME`, from the Hub.
 
-Every example begins with a begin token, so that a causal model predicts its first real token too,
-and ends with an end token if that fits. Special tokens spelled out in a text are ordinary text.
+Every example begins with a begin token, so that a causal model predicts its first real token too
+(see framing.py). Special tokens spelled out in a text are ordinary text.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
-from fedsim.data.shards import DataError
+from fedsim.data.shards import DataError, token_dtype
 
-LONG_TEXTS = ("cut", "split")
 BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
 END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-MIN_WORDPIECE, MAX_CHARACTERS = 300, 1000
+MIN_SIZE, MAX_CHARACTERS = 300, 1000
+PIECE = 2**20  # characters that are given to the library at once
 
 
 class Tokenizer:
     """A tokenizer of the `tokenizers` library with a name, a begin token and an end token.
 
     Attributes:
-      name: "bytes", "wordpiece:SIZE" or the file's name.
+      name: "bytes", "wordpiece:SIZE", "bpe:SIZE", "hf:NAME" or the file's name.
       vocab_size: every id is below it. begin_id, end_id: the tokens around an example.
       sha256: hex digest of the tokenizer.json that `save` writes.
       trained_on_data: True if the users' texts made the vocabulary (not private).
@@ -70,8 +73,8 @@ class Tokenizer:
         The library breaks ties by a piece's id and numbers single characters at random, so they
         are numbered here first. `texts` is called twice: to count characters, then to learn.
         """
-        if size < MIN_WORDPIECE:
-            raise DataError(f"tokenizer=wordpiece:{size}: expected a size >= {MIN_WORDPIECE}")
+        if size < MIN_SIZE:
+            raise DataError(f"tokenizer=wordpiece:{size}: expected a size >= {MIN_SIZE}")
         counts = Counter(chain.from_iterable(texts()))
         ranked = sorted(counts, key=lambda c: (-counts[c], c))
         num_kept = min(MAX_CHARACTERS, size // 4)
@@ -90,6 +93,26 @@ class Tokenizer:
         return cls(inner._tokenizer, f"wordpiece:{size}", trained_on_data=True)
 
     @classmethod
+    def train_bpe(cls, texts: Callable[[], Iterable[str]], size: int) -> "Tokenizer":
+        """A byte-level BPE of at most `size` pieces, learnt from `texts()`: not private.
+
+        Any text comes back as it was. Words are what GPT-2 takes for words.
+        """
+        if size < MIN_SIZE:
+            raise DataError(f"tokenizer=bpe:{size}: expected a size >= {MIN_SIZE}")
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=["<|endoftext|>"],
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts(), trainer)
+        return cls(inner, f"bpe:{size}", trained_on_data=True)
+
+    @classmethod
     def load(cls, file: str | Path, name: str | None = None) -> "Tokenizer":
         """From a tokenizer.json, or a BERT vocab.txt (lower-case if it has no capital letters).
 
@@ -98,8 +121,8 @@ class Tokenizer:
         file = Path(file)
         if not file.is_file():
             raise DataError(
-                f"tokenizer={file}: expected bytes, wordpiece:SIZE, or a tokenizer.json or "
-                "vocab.txt file that exists"
+                f"tokenizer={file}: expected bytes, wordpiece:SIZE, bpe:SIZE, hf:NAME, or a "
+                "tokenizer.json or vocab.txt file that exists"
             )
         try:
             inner = _load_vocab(file) if file.suffix == ".txt" else _load_json(file)
@@ -112,45 +135,85 @@ class Tokenizer:
 
     @classmethod
     def from_spec(cls, spec: str | Path, texts: Callable[[], Iterable[str]] = tuple) -> "Tokenizer":
-        """`bytes`, `wordpiece:SIZE` (learnt from `texts()`), or a file to load."""
-        kind, _, size = str(spec).partition(":")
+        """`bytes`, `wordpiece:SIZE` or `bpe:SIZE` (learnt from `texts()`), `hf:NAME`, or a file."""
+        kind, _, rest = str(spec).partition(":")
         if spec == "bytes":
             return cls.bytes()
-        if kind != "wordpiece":
+        if kind == "hf":
+            return cls.load(_download(rest), str(spec))
+        train = {"wordpiece": cls.train_wordpiece, "bpe": cls.train_bpe}.get(kind)
+        if train is None:
             return cls.load(spec)
-        if not size.isdecimal():
-            raise DataError(f"tokenizer={spec}: expected wordpiece:SIZE, as in wordpiece:8000")
-        return cls.train_wordpiece(texts, int(size))
+        if not rest.isdecimal():
+            raise DataError(f"tokenizer={spec}: expected {kind}:SIZE, as in {kind}:8000")
+        return train(texts, int(rest))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without begin and end tokens."""
-        if self._is_bytes:  # what the library gives, thirty times faster
-            return [list(text.encode()) for text in texts]
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        lengths, values = self.encode(pa.array(texts, pa.string()))
+        return [ids.tolist() for ids in np.split(values, np.cumsum(lengths)[:-1])][: len(texts)]
+
+    def encode(self, texts: pa.Array, first_only: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of texts (no nulls), without begin and end tokens.
+
+        A text of more than PIECE characters is taken apart at white space and its pieces' ids are
+        put together, so that one huge text does not take memory many times its size.
+        Args: first_only: of such a text, only the first piece: enough for who cuts it anyway.
+        Returns: lengths int64 [texts], their ids end to end (uint8, uint16 or uint32).
+        """
+        if self._is_bytes:  # what the library gives, without an object per text
+            offsets = np.frombuffer(texts.buffers()[1], np.int32, len(texts) + 1, texts.offset * 4)
+            data = texts.buffers()[2] or b""
+            values = np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]]
+            return np.diff(offsets).astype(np.int64), values
+        strings, owner = texts.to_pylist(), np.arange(len(texts))
+        if any(len(text) > PIECE for text in strings):
+            pieces = [list(_take_apart(text))[: 1 if first_only else None] for text in strings]
+            owner = np.repeat(owner, [len(found) for found in pieces])
+            strings = list(chain.from_iterable(pieces))
+        found = [e.ids for e in self._inner.encode_batch_fast(strings, add_special_tokens=False)]
+        counts = np.fromiter(map(len, found), np.int64, len(found))
+        dtype = token_dtype(self.vocab_size)
+        values = np.fromiter(chain.from_iterable(found), dtype, int(counts.sum()))
+        lengths = np.bincount(owner, counts, minlength=len(texts)).astype(np.int64)
+        return lengths, values
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special tokens are left out."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def frame(
-        self, ids: list[int], max_length: int, long_texts: str = "cut"
-    ) -> Iterator[list[int]]:
-        """The examples of one text: begin token, ids, and the end token if it fits.
-
-        A text longer than max_length is cut, or split into examples that all start with the begin
-        token. Ids that fit give one example.
-        """
-        body = max_length - 1
-        pieces = range(0, max(1, len(ids)), body) if long_texts == "split" else range(1)
-        for start in pieces:
-            piece = ids[start : start + body]
-            ends_here = start + body > len(ids)
-            yield [self.begin_id, *piece, self.end_id] if ends_here else [self.begin_id, *piece]
-
     def save(self, file: str | Path) -> None:
         """Writes tokenizer.json: the same tokenizer gives the same bytes."""
         Path(file).write_text(self._json, encoding="utf-8")
+
+
+def _take_apart(text: str) -> Iterable[str]:
+    """The text in pieces of at most PIECE characters that end before white space if they can."""
+    start = 0
+    while len(text) - start > PIECE:
+        space = max(
+            text.rfind(" ", start + 1, start + PIECE), text.rfind("\n", start + 1, start + PIECE)
+        )
+        end = space if space > 0 else start + PIECE
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _download(spec: str) -> Path:
+    """tokenizer.json of NAME or NAME@REVISION on the Hub, from the cache if it is there."""
+    import huggingface_hub
+
+    name, _, revision = spec.partition("@")
+    try:
+        return Path(
+            huggingface_hub.hf_hub_download(name, "tokenizer.json", revision=revision or None)
+        )
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"tokenizer=hf:{spec}: expected a repository with a tokenizer.json ({reason})"
+        ) from None
 
 
 def _first_of(tokens: Iterable[str], vocab: dict[str, int]) -> str | None:

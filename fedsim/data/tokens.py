@@ -6,11 +6,14 @@ between calls, so threads may read at the same time.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 
-BLOCK_ROWS = 16_384
+from fedsim.data.framing import copy
+
+BLOCK_ROWS, BLOCK_TOKENS = 16_384, 2**21  # copied at a time: what fits in a processor's cache
 
 
 class TokenReader:
@@ -60,12 +63,17 @@ class TokenReader:
         """Rows in any order, whole: lengths int64 [rows], and their token ids end to end."""
         shard, begin, size = self._locate(rows)
         ends = np.cumsum(size)
-        dtype = self._values[0].dtype if self._values else np.dtype(np.uint16)
-        flat = np.empty(int(ends[-1]) if len(ends) else 0, dtype)
-        for low in range(0, len(rows), BLOCK_ROWS):
-            part = slice(low, low + BLOCK_ROWS)
+        flat = np.empty(int(ends[-1]) if len(ends) else 0, self.dtype)
+        cuts = np.searchsorted(ends, np.arange(BLOCK_TOKENS, len(flat), BLOCK_TOKENS)) + 1
+        for low, high in pairwise([0, *cuts.tolist(), len(rows)]):
+            part = slice(low, high)
             self._copy(shard[part], begin[part], size[part], flat, ends[part] - size[part])
         return size, flat
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the token ids."""
+        return self._values[0].dtype if self._values else np.dtype(np.uint16)
 
     def lengths(self, start: int = 0, end: int | None = None) -> np.ndarray:
         """int64: tokens of each of the rows start:end."""
@@ -85,13 +93,7 @@ class TokenReader:
     def _copy(self, shard, begin, size, flat: np.ndarray, at: np.ndarray) -> None:
         """Copies row i's size[i] tokens to flat[at[i]:]."""
         for number, which in _groups(shard):
-            count = size[which]
-            skipped = np.cumsum(count) - count
-            inside = np.arange(int(count.sum()))
-            source = np.repeat(begin[which] - skipped, count)
-            source += inside
-            inside += np.repeat(at[which] - skipped, count)
-            flat[inside] = self._values[number][source]
+            copy(self._values[number], begin[which], size[which], flat, at[which])
 
 
 def _groups(shard: np.ndarray):
