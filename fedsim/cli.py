@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -25,6 +24,7 @@ from fedsim.config import (
     mistakes,
     to_json,
 )
+from fedsim.data_commands import Data
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
 Flat = tyro.conf.OmitArgPrefixes
@@ -200,87 +200,6 @@ class Calibrate:
         return {**_without_json(self), wanted: found}
 
 
-@dataclasses.dataclass(frozen=True)
-class DataBuild:
-    """Tokenise files of text with a user column into a directory that train reads quickly."""
-
-    sources: tyro.conf.Positional[tuple[str, ...]]
-    """Parquet, JSONL or CSV files, or globs."""
-
-    out: Path
-    """Directory to make."""
-
-    user_column: str = "user_id"
-    """Column that says whose a row is."""
-
-    text_column: str = "text"
-    """Column with the text."""
-
-    order_column: str | None = None
-    """Column by which a user's examples are ordered. Default: as they come."""
-
-    tokenizer: str = "bytes"
-    """bytes, wordpiece:SIZE (trained on this data: not private), or a tokenizer file."""
-
-    max_length: int = 128
-    """Most tokens of an example. >= 2."""
-
-    long_texts: Literal["cut", "split"] = "cut"
-    """What happens to longer ones: cut off, or split into several examples of the user."""
-
-    eval_users: float = 0.05
-    """Share of users held out from training, to evaluate on. In [0, 1)."""
-
-    eval_examples: bool = True
-    """Hold out a tenth of each training user's examples, too (at most 32)."""
-
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __call__(self) -> dict[str, Any]:
-        from fedsim.console import Console
-        from fedsim.data.build import build
-
-        options = _without_json(self)
-        sources = options.pop("sources")
-        dataset = build(list(sources), progress=Console().note, **options)
-        return _show_stats(dataset, self.json)
-
-
-@dataclasses.dataclass(frozen=True)
-class DataStats:
-    """Users, examples and tokens of a built directory: the paper's table of data sets."""
-
-    directory: tyro.conf.Positional[str]
-    """A directory made by `fedsim data build`, or pydocs."""
-
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __call__(self) -> dict[str, Any]:
-        from fedsim.console import Console
-        from fedsim.data import corpora
-
-        return _show_stats(corpora.load(self.directory, progress=Console().note), self.json)
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Build data sets, and look at them."""
-
-    command: tyro.conf.OmitSubcommandPrefixes[
-        Annotated[DataBuild, tyro.conf.subcommand("build")]
-        | Annotated[DataStats, tyro.conf.subcommand("stats")]
-    ]
-
-    @property
-    def json(self) -> bool:
-        return self.command.json
-
-    def __call__(self) -> dict[str, Any]:
-        return self.command()
-
-
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
@@ -288,34 +207,6 @@ Command = (
     | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
     | Annotated[Data, tyro.conf.subcommand("data")]
 )
-
-
-def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
-    """Statistics of every split; as a table unless JSON was asked for."""
-    from fedsim.data.dataset import stats
-
-    splits = {name: stats(store) for name, store in dataset.splits().items()}
-    if not as_json:
-        tables = {split: dict(_flat(values)) for split, values in splits.items()}
-        names = list(next(iter(tables.values())))
-        width = max(map(len, names))
-        print(" " * width, *(f"{split:>14}" for split in tables))
-        for name in names:
-            print(f"{name:{width}}", *(f"{_short(table[name]):>14}" for table in tables.values()))
-    return {"path": str(dataset.path), "splits": splits}
-
-
-def _short(value: float) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, number) of a nested dict, names joined with spaces."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name} ")
-        else:
-            yield prefix + name, value
 
 
 def _max_contributions(command: Account | Calibrate) -> int:

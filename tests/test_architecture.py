@@ -17,7 +17,7 @@ LEVELS = (
     "checkpoint ledger metrics rundir optimizers",
     "els uls engine variance",
     "plan console train evaluate",
-    "cli arguments",
+    "cli arguments data_commands",
 )
 ACCOUNTANT = {
     f"fedsim.{name}"

@@ -204,7 +204,13 @@ def test_stats_are_table_1():
     found = stats(UserStore.from_examples(examples, 8, 10))
     assert (found["num_users"], found["num_examples"]) == (101, 5051)
     assert found["num_tokens"] == 4 * 5050 + 8
-    assert found["examples_per_user"] == {"min": 1, "median": 50, "p95": 95, "max": 100}
+    assert found["examples_per_user"] == {
+        "min": 1,
+        "median": 50,
+        "p95": 95,
+        "p99": 99,
+        "max": 100,
+    }
     assert found["tokens_per_example"] == {"p5": 4, "p50": 4, "p95": 4, "p99": 4}
     assert found["share_at_max_length"] == pytest.approx(1 / 5051)
     json.dumps(found)

@@ -21,7 +21,9 @@ from fedsim.data.dataset import Dataset
 from fedsim.data.framing import LONG_TEXTS
 from fedsim.data.merge import Merge, Shard, collect_owners, index_run, write_shard
 from fedsim.data.pool import Pool
+from fedsim.data.readers import Part
 from fedsim.data.runs import Encoding, training_texts, write_runs
+from fedsim.data.screen import Screen, collect, screen_parts
 from fedsim.data.shards import (
     DISK_FULL,
     FORMAT,
@@ -32,11 +34,12 @@ from fedsim.data.shards import (
     token_dtype,
     write_json,
 )
-from fedsim.data.sources import Sources, examine, find_files, survey
+from fedsim.data.sources import Sources, examine, find_files, identify, survey
 from fedsim.data.splits import Holdout, SplitRows, divide, dropped
 from fedsim.data.staging import resume, staging
 from fedsim.data.text import Tokenizer
 
+UNOWNED = ("refuse", "drop")
 LEARNT_TEXTS = 2**22  # a tokenizer is trained on at most so many, taken evenly
 
 Say = Callable[[str], None] | None
@@ -51,6 +54,8 @@ class _Options:
     tokenizer: str
     max_length: int
     long_texts: str
+    screen: Screen
+    unowned: str
 
     def __post_init__(self):
         def check(field: str, value: Any, holds: bool, expected: str) -> None:
@@ -61,11 +66,13 @@ class _Options:
         check("max_length", self.max_length, self.max_length >= 2, "at least 2 tokens")
         of = f"one of {', '.join(LONG_TEXTS)}"
         check("long_texts", self.long_texts, self.long_texts in LONG_TEXTS, of)
+        check("unowned", self.unowned, self.unowned in UNOWNED, f"one of {', '.join(UNOWNED)}")
         share = holdout.eval_users
         check("eval_users", share, 0 <= share < 1, "a fraction in [0, 1)")
         check("min_examples", holdout.min_examples, holdout.min_examples >= 1, "at least 1")
         ordered = holdout.test_from is None or columns.order is not None
         check("test_from", holdout.test_from, ordered, "an order_column to compare with")
+        self.screen.check()
 
 
 def build(
@@ -83,6 +90,8 @@ def build(
     eval_examples: bool = True,
     min_examples: int = 1,
     test_from: str | None = None,
+    unowned: str = "refuse",
+    screen: Screen | None = None,
     split: str | None = None,
     revision: str | None = None,
     num_workers: int | None = None,
@@ -106,6 +115,8 @@ def build(
       eval_examples: also hold out the first min(32, ceil(n / 10)) examples of each training user.
       min_examples: leaves out users with fewer.
       test_from: rows whose order column is at least this become the split "test".
+      unowned: "refuse" rows without a user, or "drop" and count them.
+      screen: rows to leave out first: near duplicates of other sources, URLs.
       split, revision: of hf: and saved data sets. Default: train, the newest.
       num_workers: processes; default: one per CPU. Does not change the result.
       progress: is told in a line, every few seconds and at the end of a stage, how far it is.
@@ -117,7 +128,9 @@ def build(
     out = Path(out).absolute()
     columns = Columns.of(user_column, text_column, order_column, url_column)
     holdout = Holdout(eval_users, eval_examples, min_examples, test_from)
-    options = _Options(columns, holdout, str(tokenizer), max_length, long_texts)
+    options = _Options(
+        columns, holdout, str(tokenizer), max_length, long_texts, screen or Screen(), unowned
+    )
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     try:
         with staging(out, wait) as directory, Pool(num_workers, progress) as pool:
@@ -148,8 +161,9 @@ class _Build:
         sources, hubs = self._sources(named, split, revision)
         options = self.options
         self.pool.grow(sources.num_bytes)
-        num_rows = survey(sources, options.columns, self.pool)
-        tokenizer = self._tokenizer(sources, num_rows)
+        parts, screened = self._screened(sources)
+        num_rows = survey(parts, options.columns, self.pool, options.unowned == "drop")
+        tokenizer = self._tokenizer(parts, num_rows)
         encoding = Encoding(
             self.runs,
             self.directory / "tokenizer.json",
@@ -161,7 +175,7 @@ class _Build:
         self.runs.mkdir(exist_ok=True)
         self.out.mkdir(exist_ok=True)
         call = partial(write_runs, encoding=encoding)
-        items = list(enumerate(sources.parts))
+        items = list(enumerate(parts))
         records = self.pool.map(call, items, "tokenised", num_rows)
         runs = tuple(run for record in records for run in record["runs"])
         if not runs:
@@ -175,7 +189,9 @@ class _Build:
         self._write_splits(runs, owners, splits, tokenizer)
         tokenizer.save(self.out / "tokenizer.json")
         about = {
+            **screened,
             "rows": num_rows,
+            "rows_without_user_dropped": sum(record["unowned"] for record in records),
             "empty_texts_dropped": sum(record["empty"] for record in records),
             "long_texts": sum(record["long"] for record in records),
             **dropped(group, counts, options.holdout),
@@ -205,11 +221,29 @@ class _Build:
     def _resume(self, identity: list[Any]) -> None:
         tokenizer = Path(self.options.tokenizer)
         digest = Tokenizer.load(tokenizer).sha256 if tokenizer.is_file() else None
+        local = (name.partition("#")[0] for name in self.options.screen.against)
+        local = [name for name in local if not name.startswith(hub.PREFIX)]
+        against = [identify(file) for file in find_files(local)] if local else []
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
+        plan["against"] = against
         if resume(self.directory, {**plan, **asdict(self.options)}) and self.say:
             self.say("going on with the build that was interrupted")
 
-    def _tokenizer(self, sources: Sources, num_rows: int) -> Tokenizer:
+    def _screened(self, sources: Sources) -> tuple[Sequence[Part], dict[str, int]]:
+        """The parts that are left to read when what is to be left out is, and the counts of it."""
+        screen, columns = self.options.screen, self.options.columns
+        if screen.is_idle:
+            return sources.parts, {}
+        if self.say:
+            self.say("leaving out near duplicates and known URLs")
+        against = collect(screen, columns, self.directory, self.pool)
+        self.pool.grow(sum(path.stat().st_size for one in against for path in one.files))
+        files, counts = screen_parts(
+            sources.parts, columns, screen, against, self.directory / "screened", self.pool
+        )
+        return examine(files, columns, self.pool, None).parts, counts
+
+    def _tokenizer(self, parts: Sequence[Part], num_rows: int) -> Tokenizer:
         """The tokenizer, trained if need be; saved, too, for workers and a later resumption."""
         file, spec = self.directory / "tokenizer.json", self.options.tokenizer
         trained = spec.startswith(("wordpiece:", "bpe:"))
@@ -221,9 +255,7 @@ class _Build:
             self.say(f"training {spec}")
         every = -(-num_rows // LEARNT_TEXTS)
         columns, holdout = self.options.columns, self.options.holdout
-        found = Tokenizer.from_spec(
-            spec, lambda: training_texts(sources.parts, columns, holdout, every)
-        )
+        found = Tokenizer.from_spec(spec, lambda: training_texts(parts, columns, holdout, every))
         found.save(file)
         return found
 
@@ -295,7 +327,8 @@ class _Build:
             "splits": splits,
             "tokenizer": _described(tokenizer),
             "columns": asdict(options.columns),
-            "rules": {**rules, **asdict(options.holdout)},
+            "rules": {**rules, **asdict(options.holdout), "unowned": options.unowned},
+            "screen": asdict(options.screen),
             "counts": counts,
             "sources": list(sources.files),
             "hub": hubs,

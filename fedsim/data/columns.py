@@ -7,13 +7,14 @@ of token ids) and, if asked for, `order`. Every complaint names the row, counted
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.domains import registrable_domain
-from fedsim.data.shards import DataError
+from fedsim.data.shards import DataError, MissingColumn
 
 TEXT_JOINT = "\n"
 ID_JOINT = "/"
@@ -28,6 +29,8 @@ class Columns:
     order: str | None = None
     url: str | None = None
     """If given, the user is the registrable domain of this column's URL, not `user`."""
+    extra: tuple[str, ...] = ()
+    """Others that are read, and not used here."""
 
     @classmethod
     def of(
@@ -57,7 +60,7 @@ class Columns:
     def names(self) -> list[str]:
         """The columns to read, each once."""
         order = () if self.order is None else (self.order,)
-        return list(dict.fromkeys((*self.owner, *self.text, *order)))
+        return list(dict.fromkeys((*self.owner, *self.text, *order, *self.extra)))
 
     @property
     def blamed(self) -> str:
@@ -67,11 +70,11 @@ class Columns:
     def check(self, found: Sequence[str]) -> None:
         """Raises: DataError: a column is not among those `found`."""
         named = {"user": () if self.url else self.user, "text": self.text}
-        named |= {"order": (self.order,), "url": (self.url,)}
+        named |= {"order": (self.order,), "url": (self.url,), "screen_url": self.extra}
         for field, names in named.items():
             for name in names:
                 if name is not None and name not in found:
-                    raise DataError(
+                    raise MissingColumn(
                         f"{field}_column={name}: no such column, expected one of {', '.join(found)}"
                     )
 
@@ -98,9 +101,7 @@ def normalise(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.Rec
     if len(texts) > 1:
         if any(is_token_list(text.type) for text in texts):
             raise DataError(f"text_column={columns.text}: expected one column of token ids")
-        found["text"] = pc.binary_join_element_wise(  # pyright: ignore
-            *texts, TEXT_JOINT, null_handling="skip"
-        )
+        found["text"] = reduce(_join_texts, texts)
     elif texts:
         found["text"] = texts[0]
     if columns.order is not None:
@@ -157,6 +158,14 @@ def _join_ids(parts: Sequence[pa.Array]) -> pa.Array:
         blank = pa.array(is_blank(part))
         escaped.append(pc.if_else(blank, pa.scalar(None, pa.string()), part))  # pyright: ignore
     return pc.binary_join_element_wise(*escaped, ID_JOINT)  # pyright: ignore
+
+
+def _join_texts(one: pa.Array, other: pa.Array) -> pa.Array:
+    """Texts joined; nulls and empty ones are skipped."""
+    one, other = one.fill_null(""), other.fill_null("")
+    both = pc.binary_join_element_wise(one, other, TEXT_JOINT)  # pyright: ignore
+    both = pc.if_else(pc.equal(other, ""), one, both)  # pyright: ignore
+    return pc.if_else(pc.equal(one, ""), other, both)  # pyright: ignore
 
 
 def _as_domains(urls: pa.Array) -> pa.Array:

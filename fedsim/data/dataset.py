@@ -52,17 +52,29 @@ def stats(store: UserStore) -> dict[str, Any]:
     Quantiles are exact (the lower of two neighbours). share_at_max_length is the share of rows
     that fill max_length: an upper bound on the share of texts that were cut.
     """
-    per_user, lengths = np.diff(store.offsets), store.lengths
+    per_user = np.sort(np.diff(store.offsets))
+    lengths = store.length_counts()
+    up_to = np.cumsum(lengths)
 
-    def quantiles(values: np.ndarray, **shares: float) -> dict[str, int]:
-        points = np.quantile(values, list(shares.values()), method="lower") if len(values) else []
-        return {name: int(point) for name, point in zip(shares, points, strict=False)}
+    def of_users(share: float) -> int:
+        return int(per_user[_place(share, len(per_user))]) if len(per_user) else 0
 
+    def of_lengths(share: float) -> int:
+        place = _place(share, store.num_examples)
+        return int(np.searchsorted(up_to, place, side="right")) if store.num_examples else 0
+
+    users = {"min": 0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1}
+    tokens = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
     return {
         "num_users": store.num_users,
         "num_examples": store.num_examples,
         "num_tokens": store.num_tokens,
-        "examples_per_user": quantiles(per_user, min=0, median=0.5, p95=0.95, max=1),
-        "tokens_per_example": quantiles(lengths, p5=0.05, p50=0.5, p95=0.95, p99=0.99),
-        "share_at_max_length": float(np.mean(lengths >= store.max_length)) if len(lengths) else 0.0,
+        "examples_per_user": {name: of_users(share) for name, share in users.items()},
+        "tokens_per_example": {name: of_lengths(share) for name, share in tokens.items()},
+        "share_at_max_length": float(lengths[-1] / max(store.num_examples, 1)),
     }
+
+
+def _place(share: float, number: int) -> int:
+    """The place, from 0, of a quantile among `number` sorted values: the lower of two."""
+    return int(np.floor(share * (number - 1)))

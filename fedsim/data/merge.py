@@ -130,8 +130,7 @@ class _Runs:
     """All runs of a build, mapped; a row is named by its number in the runs end to end."""
 
     def __init__(self, directory: Path, runs: Sequence[str], order_column: str | None):
-        maps = [pa.memory_map(str(directory / f"{run}.tokens")).read_buffer() for run in runs]
-        self.reader = TokenReader(maps)
+        self.reader = TokenReader([directory / f"{run}.tokens" for run in runs])
         self.index = [np.load(directory / f"{run}.index.npy", mmap_mode="r") for run in runs]
         self.first = np.cumsum([0, *(int(index[1, -1]) for index in self.index)])
         self.order_column, self.order = order_column, None
@@ -176,6 +175,7 @@ class _Runs:
             user = np.searchsorted(ends, np.arange(row, row + len(rows)), side="right")
             num_tokens += np.bincount(user - first_user, lengths, len(num_tokens)).astype(np.int64)
             row += len(rows)
+            self.reader.release()
             yield lengths, values
             report(len(rows))
 

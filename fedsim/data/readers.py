@@ -74,6 +74,14 @@ def read(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     Batches have the columns user_id, text and perhaps order; see `columns.normalise`.
     Raises: DataError: naming the file and what is wrong with it.
     """
+    for first_row, batch in raw(part, columns):
+        with _complaints(part):
+            batch = normalise(batch, columns, first_row)
+        yield first_row, batch
+
+
+def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The same with the columns as they are in the file."""
     readers = {
         "parquet": _read_parquet,
         "jsonl": _read_jsonl,
@@ -83,7 +91,7 @@ def read(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     with _complaints(part):
         for first_row, batch in readers[part.kind](part, columns):
             for start, piece in _small(batch):
-                yield first_row + start, normalise(piece, columns, first_row + start)
+                yield first_row + start, piece
 
 
 class _complaints:
@@ -97,7 +105,7 @@ class _complaints:
 
     def __exit__(self, kind, error, trace) -> None:
         if isinstance(error, DataError):
-            raise DataError(f"{error} (in {self.part.file})") from None
+            raise type(error)(f"{error} (in {self.part.file})") from None
         expected = (pa.ArrowException, OSError, EOFError, ValueError, OverflowError)
         if isinstance(error, expected):
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -129,6 +137,7 @@ def _cut_parquet(file: Path, columns: Columns) -> list[Part]:
 
 def _read_parquet(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     with pq.ParquetFile(part.file) as parquet:
+        columns.check(parquet.schema_arrow.names)
         groups = range(part.start, part.end or 0)
         about = [parquet.metadata.row_group(group) for group in groups]
         size = sum(group.total_byte_size for group in about)
@@ -153,7 +162,9 @@ def _load_saved(directory: Path, split: str | None) -> Any:
 
 
 def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
-    table = _load_saved(part.file, part.split).select_columns(columns.names).with_format("arrow")
+    table = _load_saved(part.file, part.split)
+    columns.check(table.column_names)
+    table = table.select_columns(columns.names).with_format("arrow")
     end = len(table) if part.end is None else part.end
     for row in range(part.start, end, READ_ROWS):
         for batch in table[row : min(row + READ_ROWS, end)].combine_chunks().to_batches():

@@ -56,13 +56,13 @@ def write_runs(
         record = json.loads(record_file.read_text())
         report(record["rows"])
         return record
-    record = {"runs": [], "rows": 0, "empty": 0, "long": 0}
+    record = {"runs": [], "rows": 0, "unowned": 0, "empty": 0, "long": 0}
     run = _Run(encoding)
     for first_row, batch in read(part, encoding.columns):
         record["rows"] += len(batch)
-        empty, long = run.add(batch, first_row, part.file)
-        record["empty"] += empty
-        record["long"] += long
+        found = run.add(batch, first_row, part.file)
+        for name, number_found in zip(("unowned", "empty", "long"), found, strict=True):
+            record[name] += number_found
         if run.is_full:
             run.write(f"run-{number:06d}-{len(record['runs']):06d}", record["runs"])
             run = _Run(encoding)
@@ -88,10 +88,11 @@ class _Run:
     def is_full(self) -> bool:
         return self._rows >= RUN_ROWS or self._tokens >= RUN_TOKENS
 
-    def add(self, batch: pa.RecordBatch, first_row: int, file: Path) -> tuple[int, int]:
-        """Tokenises a batch. Returns how many of its texts were empty, and how many long."""
+    def add(self, batch: pa.RecordBatch, first_row: int, file: Path) -> tuple[int, int, int]:
+        """Tokenises a batch. Returns how many rows had no user, no text, and a long text."""
         encoding = self._encoding
-        blank = is_blank(batch["text"])
+        unowned = is_blank(batch["user_id"])
+        blank = unowned | is_blank(batch["text"])
         kept = batch.filter(pa.array(~blank)) if blank.any() else batch
         tokenizer = _tokenizer(encoding.tokenizer)
         try:
@@ -122,7 +123,8 @@ class _Run:
         self._values.append(found.values)
         self._rows += len(found.lengths)
         self._tokens += len(found.values)
-        return int(blank.sum()), int((lengths >= encoding.max_length).sum())
+        long = int((lengths >= encoding.max_length).sum())
+        return int(unowned.sum()), int((blank & ~unowned).sum()), long
 
     def write(self, name: str, names: list[str]) -> None:
         """Sorts and writes what there is and adds `name` to `names`."""
@@ -268,5 +270,5 @@ def training_texts(
             is_test = holdout.takes_rows(batch, columns.order).tolist()
             users, texts = batch["user_id"].to_pylist(), batch["text"].to_pylist()
             for user, text, later in zip(users, texts, is_test, strict=True):
-                if text and not later and not takes_user(user):
+                if user and text and not later and not takes_user(user):
                     yield text

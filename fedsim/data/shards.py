@@ -29,6 +29,10 @@ class DataError(ConfigError):
     """A user's mistake about data: one line with the field, its value and what was expected."""
 
 
+class MissingColumn(DataError):
+    """A source has no column of that name."""
+
+
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     """The smallest type that holds every id below vocab_size."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32

@@ -77,25 +77,26 @@ def examine(files: Sequence[Path], columns: Columns, pool: Pool, split: str | No
 def _examine(
     file: Path, *, columns: Columns, split: str | None, report: Callable[[int], None]
 ) -> tuple[list[Part], dict[str, Any]]:
+    return cut(file, columns, split), identify(file)
+
+
+def identify(file: Path) -> dict[str, Any]:
+    """Name, bytes and sha256 of a file, or of all files of a directory."""
     inside = sorted(p for p in file.rglob("*") if p.is_file()) if file.is_dir() else [file]
     size = sum(path.stat().st_size for path in inside)
-    return cut(file, columns, split), {
-        "name": file.name,
-        "bytes": size,
-        "sha256": fingerprint(inside),
-    }
+    return {"name": file.name, "bytes": size, "sha256": fingerprint(inside)}
 
 
-def survey(sources: Sources, columns: Columns, pool: Pool) -> int:
+def survey(parts: Sequence[Part], columns: Columns, pool: Pool, allow_unowned: bool = False) -> int:
     """Looks at every user id. Returns the number of rows.
 
     Raises: DataError: a file cannot be read, has null, empty or float user ids; it has no rows.
     """
-    found = pool.map(partial(_survey, columns=columns), sources.parts)
+    found = pool.map(partial(_survey, columns=columns), parts)
     bad: dict[Path, list[int]] = {}
     counts: dict[Path, int] = {}
-    for part, (_, number, rows) in zip(sources.parts, found, strict=True):
-        if number:
+    for part, (_, number, rows) in zip(parts, found, strict=True):
+        if number and not allow_unowned:
             counts[part.file] = counts.get(part.file, 0) + number
             bad.setdefault(part.file, []).extend(rows)
     for file, rows in bad.items():
@@ -108,7 +109,8 @@ def survey(sources: Sources, columns: Columns, pool: Pool) -> int:
     total = sum(rows for rows, *_ in found)
     if not total:
         raise DataError(
-            f"data={sources.files[0]['name']}: expected at least one row, got an empty data set"
+            f"data={parts[0].file if parts else ''}: expected at least one row, got an empty "
+            "data set"
         )
     return total
 

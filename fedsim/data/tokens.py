@@ -5,12 +5,18 @@ record batch and none per row. Rows are copied block by block with NumPy alone; 
 between calls, so threads may read at the same time.
 """
 
-from collections.abc import Sequence
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from fedsim.data.arrow_stream import read_batches, read_kind
 from fedsim.data.framing import copy
 
 BLOCK_ROWS, BLOCK_TOKENS = 16_384, 2**21  # copied at a time: what fits in a processor's cache
@@ -22,27 +28,33 @@ class TokenReader:
     Attributes: num_rows, num_tokens: totals.
     """
 
-    def __init__(self, shards: Sequence[pa.Buffer]):
+    def __init__(self, shards: Sequence[pa.Buffer | Path]):
         """Reads the headers. Raises: pa.ArrowInvalid: a shard is cut off or damaged."""
-        self._shards = list(shards)
-        rows, tokens, table = [0], [0], []
+        rows, tokens, table = [0], 0, []
         self._words: list[np.ndarray] = []  # each shard as int32: where the offsets lie
         self._values: list[np.ndarray] = []  # each shard as token ids
-        for number, shard in enumerate(self._shards):
-            stream = pa.ipc.open_stream(shard)
-            kind = stream.schema.field(0).type.value_type.to_pandas_dtype()
-            self._words.append(np.frombuffer(shard, np.int32, shard.size // 4))
-            width = np.dtype(kind).itemsize
-            self._values.append(np.frombuffer(shard, kind, shard.size // width))
-            for batch in stream:
-                column = batch.column(0)
-                _, offsets, *_, values = column.buffers()
-                table.append((number, _place(shard, offsets, 4), _place(shard, values, width)))
-                rows.append(len(column))
-                tokens.append(len(column.values))
+        self._maps: list[mmap.mmap] = []
+        for number, shard in enumerate(shards):
+            with _opened(shard) as (data, read):
+                if isinstance(data, mmap.mmap):
+                    self._maps.append(data)
+                kind = np.dtype(read_kind(read).to_pandas_dtype())
+                size = len(memoryview(data))
+                self._words.append(np.frombuffer(data, np.int32, size // 4))
+                self._values.append(np.frombuffer(data, kind, size // kind.itemsize))
+                for batch in read_batches(read, size):
+                    offsets = _items(batch.offsets_at, 4)
+                    table.append((number, offsets, _items(batch.values_at, kind.itemsize)))
+                    rows.append(batch.rows)
+                    tokens += batch.tokens
         self._first = np.cumsum(rows, dtype=np.int64)
         self._table = np.array(table, np.int64).reshape(-1, 3)
-        self.num_rows, self.num_tokens = int(self._first[-1]), sum(tokens)
+        self.num_rows, self.num_tokens = int(self._first[-1]), tokens
+
+    def release(self) -> None:
+        """Lets go of the pages that were read. They stay in the system's cache."""
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows in any order (-1 is padding), cut or zero-padded to `length`.
@@ -109,11 +121,19 @@ def _groups(shard: np.ndarray):
         yield int(shard[order[low]]), order[low:high]
 
 
-def _place(shard: pa.Buffer, part: pa.Buffer | None, width: int) -> int:
-    """Where in `shard` the buffer `part` lies, in items of `width` bytes."""
-    if part is None or part.size == 0:
-        return 0
-    place = part.address - shard.address
-    if not 0 <= place <= shard.size - part.size or place % width:
-        raise pa.ArrowInvalid("expected uncompressed, aligned record batches")
+@contextmanager
+def _opened(shard: pa.Buffer | Path) -> Iterator[tuple[Any, Callable[[int, int], bytes]]]:
+    """What holds the shard's bytes, and a function read(at, size) that does not map them."""
+    if isinstance(shard, Path):
+        with shard.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            yield data, lambda at, size: os.pread(file.fileno(), size, at)
+    else:
+        yield shard, lambda at, size: shard.slice(at, min(size, shard.size - at)).to_pybytes()
+
+
+def _items(place: int, width: int) -> int:
+    """A place in bytes as one in items of `width` bytes."""
+    if place % width:
+        raise pa.ArrowInvalid("expected aligned record batches")
     return place // width

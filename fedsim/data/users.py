@@ -40,8 +40,10 @@ class UserStore:
       metadata: the store's metadata.json. path: its directory, or None in memory.
     """
 
-    def __init__(self, users: pa.Buffer, shards: Sequence[pa.Buffer], metadata: dict[str, Any]):
-        """From a users table (Parquet) and token shards (Arrow IPC streams), both as bytes."""
+    def __init__(
+        self, users: pa.Buffer, shards: Sequence[pa.Buffer | Path], metadata: dict[str, Any]
+    ):
+        """From a users table (Parquet) and token shards (Arrow IPC streams, or their files)."""
         self.path: Path | None = None
         self.metadata = metadata
         self.max_length: int = metadata["max_length"]
@@ -75,10 +77,8 @@ class UserStore:
         expected = metadata["shards"]
         if names != expected or not (path / "users.parquet").is_file():
             raise DataError(f"data={path}: expected users.parquet and {expected}, got {names}")
-        users, *shards = (
-            pa.memory_map(str(path / name)).read_buffer() for name in ["users.parquet", *names]
-        )
-        store = cls(users, shards, metadata)
+        users = pa.memory_map(str(path / "users.parquet")).read_buffer()
+        store = cls(users, [path / name for name in names], metadata)
         store.path = path
         return store
 
