@@ -262,6 +262,16 @@ BAD_INPUT = [
         "text_column=text: no user has text",
     ),
     ("x.parquet", b"PAR1 and then nothing", "a readable parquet file"),
+    ("x.parquet", {"user_id": [b"a"], "text": ["x"]}, "strings or integers, got binary"),
+    ("x.parquet", {"user_id": ["a"], "text": [b"\x00\xff"]}, "token ids, got binary"),
+    ("x.parquet", {"user_id": ["a"], "text": [["x"]]}, "or lists of token ids, got list<"),
+    ("x.jsonl", ALICE + b'{"user_id": ["a"], "text": "x"}\n', "readable jsonl file (line "),
+    (
+        "x.jsonl",
+        ALICE + b'{"user_id": "a", "text": {"x": 1}}\n',
+        "readable jsonl file (line 2, text",
+    ),
+    ("x.jsonl", ALICE + b'{"user_id": true, "text": "x"}\n', "readable jsonl file (line "),
     ("x.jsonl", ALICE + b"{oops\n", "a readable jsonl file (line 2: "),
     ("x.jsonl", b"[1, 2]\n", "a readable jsonl file (line 1: expected an object, got list)"),
     ("x.jsonl", b'{"user_id": "a", "text": "\xff"}\n', "a readable jsonl file"),
@@ -282,11 +292,139 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(tmp_path, name, content,
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_token_ids_are_taken_as_they_are(tmp_path):
+    rows = {"user_id": ["a", "b", "a"], "text": pa.array([[1, 2, 3, 4], [], [255]])}
+    file = write_bad(tmp_path / "x.parquet", rows)
+    options = {"max_length": 4, "long_texts": "split", **ALL_IN_TRAIN}
+    data = build(file, tmp_path / "out", **options)
+    tokens, sizes = data.train.gather(np.arange(3), 4)
+    assert tokens.tolist() == [[256, 1, 2, 3], [256, 4, 256, 0], [256, 255, 256, 0]]
+    assert data.train.user_ids() == ["a"] and data.metadata["counts"]["empty_texts_dropped"] == 1
+
+
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        ([[1, 2], [], [7, 257]], "token id 257, expected one in [0, 257) in row 3 of"),
+        ([[1, 2], [-1]], "token id -1, expected one in [0, 257) in row 2 of"),
+        ([[1], [2, None]], "a null token id in row 2 of"),
+    ],
+)
+def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path, ids, message):
+    rows = {"user_id": ["a"] * len(ids), "text": pa.array(ids, pa.list_(pa.int64()))}
+    file = write_bad(tmp_path / "x.parquet", rows)
+    with pytest.raises(DataError) as error:
+        build(file, tmp_path / "out")
+    assert f"text_column=text: {message} {file}" in str(error.value)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_token_ids_teach_no_tokenizer(tmp_path):
+    file = write_bad(tmp_path / "x.parquet", {"user_id": ["a"], "text": pa.array([[1]])})
+    with pytest.raises(DataError, match="expected a text column to learn from"):
+        build(file, tmp_path / "out", tokenizer="wordpiece:400", **ALL_IN_TRAIN)
+
+
+def test_rows_without_a_user_may_be_dropped(tmp_path):
+    file = write_bad(tmp_path / "x.parquet", HOLES)
+    data = build(file, tmp_path / "out", unowned="drop", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == {"a": ["x"], "b": ["x"], "c": ["x"]}
+    assert data.metadata["counts"]["rows_without_user_dropped"] == 6
+
+
+def test_duplicate_rows_are_kept(tmp_path):
+    rows = [("a", "same"), ("b", "same"), ("a", "same")] * 2
+    data = build(parquet(tmp_path / "a.parquet", rows), tmp_path / "out", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == {"a": ["same"] * 4, "b": ["same"] * 2}
+
+
+@pytest.mark.parametrize("order_column", [None, "n"])
+def test_one_user_may_have_everything(tmp_path, monkeypatch, order_column):
+    cut_finely(monkeypatch)
+    monkeypatch.setattr("fedsim.data.shards.BATCH_ROWS", 32)
+    monkeypatch.setattr("fedsim.data.merge.BATCH_ROWS", 32)
+    monkeypatch.setattr("fedsim.data.shards.SHARD_BYTES", 2_000)
+    rows = [("all", f"text {i}") for i in range(900)]
+    order = np.random.default_rng(0).permutation(900)
+    file = parquet(tmp_path / "a.parquet", rows, n=pa.array(order))
+    data = build(file, tmp_path / "out", order_column=order_column, eval_users=0)
+    assert len(data.train.metadata["shards"]) > 5
+    found = [*texts_of(data.eval_examples)["all"], *texts_of(data.train)["all"]]
+    expected = [text for _, text in rows]
+    assert found == (expected if order_column is None else [expected[i] for i in order.argsort()])
+
+
+def test_many_shards_hold_every_split_whole(tmp_path, monkeypatch, rng):
+    """Against plain Python, with everything cut as finely as it goes and users of all sizes."""
+    cut_finely(monkeypatch)
+    monkeypatch.setattr("fedsim.data.shards.BATCH_ROWS", 16)
+    monkeypatch.setattr("fedsim.data.merge.BATCH_ROWS", 16)
+    monkeypatch.setattr("fedsim.data.shards.SHARD_BYTES", 900)
+    sizes = [*rng.integers(1, 9, 60), 70, 250]
+    users = rng.permutation(np.repeat(np.arange(len(sizes)), sizes)).tolist()
+    days = rng.integers(0, 100, len(users)).tolist()
+    rows = [(f"u{user}", f"{user} {i}") for i, user in enumerate(users)]
+    file = parquet(tmp_path / "a.parquet", rows, day=pa.array(days))
+    options = {"order_column": "day", "test_from": "80", "eval_users": 0.2, "min_examples": 3}
+    data = build(file, tmp_path / "out", **options)
+    holdout = Holdout(0.2, True)
+    expected = {name: {} for name in ("train", "eval_users", "eval_examples", "test")}
+    numbered = list(enumerate(zip(rows, days, strict=True)))
+    for user in {user for user, _ in rows}:
+        own = [(day, i, text) for i, ((u, text), day) in numbered if u == user]
+        texts = [text for *_, text in sorted(own)]
+        late = [text for day, _, text in sorted(own) if day >= 80]
+        early = [text for text in texts if text not in late]
+        if holdout.takes_user(user):
+            late, early = [], []
+            expected["eval_users"][user] = texts if len(texts) >= 3 else []
+        held = min(32, -(-len(early) // 10))
+        if len(early) >= 3:
+            expected["eval_examples"][user] = early[:held]
+            expected["train"][user] = early[held:]
+        expected["test"][user] = late
+    assert len(data.train.metadata["shards"]) > 3
+    for name, of_user in expected.items():
+        assert texts_of(getattr(data, name)) == {u: t for u, t in of_user.items() if t}
+
+
+def test_a_huge_document_is_cut_or_split(tmp_path):
+    """Its pieces are tokenised one after another; 2 MB here, 100 MB among the slow tests."""
+    words = "some words that are repeated " * 60_000
+    tokenizer = tmp_path / "tokenizer.json"
+    Tokenizer.train_wordpiece(lambda: [words[:1_000]] * 9, 300).save(tokenizer)
+    for name in ("a.jsonl", "a.csv", "a.parquet"):
+        rows = [("a", "first"), ("b", words), ("a", "last")]
+        write = {"a.jsonl": jsonl, "a.csv": csv_file, "a.parquet": parquet}[name]
+        file, out = write(tmp_path / name, rows), tmp_path / f"out {name}"
+        options = {"tokenizer": tokenizer, "max_length": 512, **ALL_IN_TRAIN}
+        cut = build(file, out, **options)
+        assert cut.train.num_examples == 3
+    whole = build(file, tmp_path / "split", long_texts="split", **options)
+    again = texts_of(whole.train, Tokenizer.load(whole.tokenizer_path))["b"]
+    assert " ".join(again).split() == words.split()
+
+
+def test_bytes_that_are_no_utf8_in_parquet_are_named_with_their_row(tmp_path):
+    good = pa.array(["ok"] * 4)
+    data = pa.py_buffer(b"okok\xff\xfeok")
+    bad = pa.Array.from_buffers(pa.string(), 4, [None, good.buffers()[1], data])
+    file = write_bad(tmp_path / "x.parquet", {"user_id": good, "text": bad})
+    with pytest.raises(DataError, match="text_column=text: expected UTF-8.* in row 3"):
+        build(file, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"max_length": 1}, "max_length=1: expected at least 2"),
         ({"long_texts": "wrap"}, "long_texts=wrap: expected one of cut, split"),
+        ({"unowned": "keep"}, "unowned=keep: expected one of refuse, drop"),
+        ({"min_examples": 0}, "min_examples=0: expected at least 1"),
+        ({"min_examples": 99}, "min_examples=99: expected at most as many as the largest user"),
+        ({"test_from": "2018-01-01"}, "test_from=2018-01-01: expected an order_column"),
+        ({"url_column": "link"}, "url_column=link: no such column, expected one of user_id, text"),
         ({"eval_users": 1.0}, r"eval_users=1.0: expected a fraction in \[0, 1\)"),
         ({"eval_users": 0.99999}, "eval_users=0.99999: holds out all 17 users"),
         ({"tokenizer": "nonsense"}, "tokenizer=nonsense: expected"),

@@ -113,6 +113,7 @@ class _Run:
             max_length=encoding.max_length,
             long_texts=encoding.long_texts,
         )
+        kept = kept.drop_columns(["text"])
         if len(found.origin) > len(kept):
             kept = kept.take(pa.array(found.origin))
         self._users.append(kept["user_id"])
