@@ -1,4 +1,4 @@
-"""What the experiments share: the --scale argument, where results go, CSV files, colours."""
+"""What the experiments share: the --scale argument, where results go, CSV files, data sets."""
 
 import argparse
 import csv
@@ -13,9 +13,36 @@ matplotlib.use("Agg")
 
 import matplotlib.figure
 
+from fedsim.data import synthetic
+from fedsim.data.build import build
+from fedsim.data.dataset import Dataset
+from fedsim.data.recipes import options_of
+
 RESULTS = Path(__file__).parent / "results"
 SCALES = ("smoke", "small", "paper")
 COLOURS = {"ELS": "tab:blue", "ULS": "tab:orange"}
+
+# Real data that stand in for the paper's: recipe, file, columns; not in the repository.
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "scotus": (
+        "stack-overflow",
+        "scotus.parquet",
+        {
+            "user_column": "user_id",
+            "text_column": "text",
+            "order_column": "date",
+            "test_from": "2000-01-01",
+        },
+    ),
+    "reddit_links": ("cc-news", "reddit_links.parquet", {"user_column": "user_id"}),
+    "reddit_links, 8 or more": (
+        "cc-news",
+        "reddit_links.parquet",
+        {"user_column": "user_id", "min_examples": 8},
+    ),
+    "allsides_news": ("cc-news", "allsides_news.parquet", {"url_column": "url"}),
+}
 
 
 def parse_arguments(description: str | None, argv: Sequence[str] | None = None) -> tuple[str, Path]:
@@ -46,6 +73,19 @@ def save_figure(figure: matplotlib.figure.Figure, path: Path) -> None:
     """A PNG without software versions or dates in it, so that equal data give equal files."""
     figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})
     print(f"wrote {path}")
+
+
+def prepare(name: str, directory: Path) -> Dataset:
+    """A stand-in, prepared by its recipe."""
+    recipe, file, given = STAND_INS[name]
+    return build(SHARED / file, directory / name, **options_of(recipe, given))
+
+
+def synthetic_stack_overflow(share: float, directory: Path) -> Dataset:
+    """A made-up source with the shape of a share of Stack Overflow, all of it for training."""
+    shape = synthetic.STACK_OVERFLOW.scaled(share)
+    files = synthetic.write(directory / "source", shape)
+    return build(files, directory / "built", eval_users=0.0, eval_examples=False)
 
 
 def _short(value: Any) -> Any:

@@ -58,8 +58,9 @@ class DataBuild:
     eval_users: float | None = None
     """Share of users held out from training, to evaluate on. In [0, 1). Default: 0.05."""
 
-    eval_examples: bool | None = None
-    """Hold out a tenth of each training user's examples, too (at most 32). Default: True."""
+    eval_examples: bool = True
+    """Hold out a tenth of each training user's examples, too (at most 32), unless the recipe does
+    not."""
 
     min_examples: int | None = None
     """Leave out users with fewer examples. Default: 1."""
@@ -101,6 +102,8 @@ class DataBuild:
             if field.name not in ("sources", "out", "recipe", "json", *SCREEN)
             and getattr(self, field.name) not in (None, ())
         }
+        if self.eval_examples:
+            del given["eval_examples"]
         options = recipes.options_of(self.recipe, given | self._screen())
         sources = list(self.sources)
         if not sources and self.recipe is not None:

@@ -32,10 +32,9 @@ class Shape:
     """Of a text; with the tokenizer `bytes` an example has two tokens more."""
 
     def scaled(self, share: float) -> "Shape":
-        """A share of everything but the median."""
-        examples, users, largest = (
-            round(n * share) for n in (self.num_examples, self.num_users, self.largest)
-        )
+        """A share of users and examples, with the same median; the largest user by its root."""
+        examples, users = (round(n * share) for n in (self.num_examples, self.num_users))
+        largest = round(self.largest * share**0.5)
         return Shape(examples, users, self.median, largest, self.mean_characters)
 
 

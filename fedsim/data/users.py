@@ -159,7 +159,8 @@ class UserStore:
         return self._users_column("user_id").to_pylist()
 
     def _users_column(self, name: str) -> pa.ChunkedArray:
-        return pq.read_table(pa.BufferReader(self._users), columns=[name])[name]
+        with pq.ParquetFile(pa.BufferReader(self._users)) as table:
+            return table.read([name])[name]
 
     def __reduce__(self):
         if self.path is not None:

@@ -1,0 +1,283 @@
+"""The data pipeline at the size of Stack Overflow, and beside other stores on a slice of it.
+
+    python -m experiments.benchmarks.data [--quick] [--json]     (20 minutes; quick: 30 s)
+
+A made-up source of 135,818,730 short texts of 342,477 users is written, built with the tokenizer
+`bytes` (17 tokens an example), and read by a process of its own. Times are warm: the files have
+just been written. Memory is what the processes hold themselves (RssAnon), with pages of mapped
+files beside it: those are the system's cache, shared by all processes. Needs 14 GB of disk; --quick
+takes a hundredth of everything, and no peers.
+
+The peers are SQLite (a blob per user as in FedJAX, a row per example as in TensorFlow Federated), a
+Parquet row group per user, an HDF5 group per user (pfl) and Dataset Grouper, the last two in an
+environment that is made for them. Rounds alternate between fedsim and a peer.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import venv
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from fedsim.data import synthetic
+from fedsim.data.build import build
+from fedsim.data.users import UserStore
+from fedsim.keys import SecretKey
+from fedsim.sampling import draw_groups
+
+T = TypeVar("T")
+
+COHORT, GROUP, POOLED, LENGTH = 4_096, 64, 4_096, 128
+ROUNDS, USERS_A_ROUND, PEER_GROUP = 9, 40, 16
+PEERS = ("sqlite-blob", "sqlite-rows", "parquet-groups")
+PEERS_ELSEWHERE = ("hdf5", "dataset-grouper")
+PACKAGES = ("dataset-grouper==0.3.0", "h5py")  # with the TensorFlow and NumPy that they ask for
+
+
+def write_source(directory: Path, shape: synthetic.Shape) -> dict:
+    start = time.perf_counter()
+    files = synthetic.write(directory, shape)
+    size = sum(file.stat().st_size for file in files)
+    return {"name": "write source", "bytes": size, "seconds": time.perf_counter() - start}
+
+
+def build_store(source: Path, out: Path) -> dict:
+    """The command as a person runs it, its time and memory."""
+    command = [sys.executable, "-m", "fedsim.cli", "data", "build", str(source / "*.parquet")]
+    command += ["--out", str(out), "--eval-users", "0", "--no-eval-examples", "--json"]
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        peak = {"RssAnon": 0, "VmRSS": 0}
+        watch = threading.Thread(target=_watch, args=(process, peak))
+        watch.start()
+        output, _ = process.communicate()
+        watch.join()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed")
+    found = json.loads(output.splitlines()[-1])["splits"]["train"]
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    return {
+        "name": "build",
+        "seconds": time.perf_counter() - start,
+        "peak_memory_bytes": peak["RssAnon"],
+        "peak_memory_with_mapped_files_bytes": peak["VmRSS"],
+        "bytes": size,
+        **{key: found[key] for key in ("num_examples", "num_users", "num_tokens")},
+        **found["examples_per_user"],
+    }
+
+
+def _watch(process: subprocess.Popen, peak: dict[str, int]) -> None:
+    """The largest memory of a process and its children together."""
+    while process.poll() is None:
+        total = dict.fromkeys(peak, 0)
+        for pid in _family(process.pid):
+            for name, value in memory(pid).items():
+                total[name] += value
+        for name in peak:
+            peak[name] = max(peak[name], total[name])
+        time.sleep(0.3)
+
+
+def _family(root: int) -> list[int]:
+    found, left = [], [root]
+    while left:
+        found.append(left.pop())
+        try:
+            children = Path(f"/proc/{found[-1]}/task/{found[-1]}/children").read_text()
+            left += map(int, children.split())
+        except OSError:
+            pass
+    return found
+
+
+def memory(pid: int | str = "self") -> dict[str, int]:
+    """Bytes a process holds itself, and with its pages of mapped files."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {"RssAnon": 0, "VmRSS": 0}
+    values = dict(line.split(":", 1) for line in lines)
+    return {n: int(values.get(n, "0 kB").split()[0]) * 1024 for n in ("RssAnon", "VmRSS")}
+
+
+def read_store(train: Path) -> dict:
+    """Everything a step reads, in a fresh process."""
+    command = [sys.executable, "-m", "experiments.benchmarks.data", "--read", str(train)]
+    return json.loads(subprocess.check_output(command))
+
+
+def reads(train: Path) -> dict:
+    before = memory()
+    opened, store = timed(lambda: UserStore.open(train), 1)
+    rng, key = np.random.default_rng(0), SecretKey.create(seed=0)
+    share = min(1.0, COHORT / store.num_users)
+
+    def cohort() -> int:
+        users = np.flatnonzero(rng.random(store.num_users) < share)
+        rows = draw_groups(store.offsets, users, GROUP, key, 0)
+        store.gather(rows.ravel(), LENGTH)
+        return len(users)
+
+    cohort_s, num_users = timed(cohort, 5)
+    pooled_s, _ = timed(
+        lambda: store.gather(rng.integers(0, store.num_examples, POOLED), LENGTH), 9
+    )
+    held = memory()["RssAnon"] - before["RssAnon"]
+    scan_s, scanned = timed(lambda: sum(len(lengths) for lengths, _ in store.scan()), 1)
+    return {
+        "name": "read",
+        "open_s": opened,
+        "cohort_s": cohort_s,
+        "cohort_users": num_users,
+        "pooled_s": pooled_s,
+        "memory_bytes": held,
+        "scan_examples_per_s": scanned / scan_s,
+    }
+
+
+def timed(call: Callable[[], T], repeats: int) -> tuple[float, T]:
+    """Median seconds, and the last result."""
+    seconds, values = [], []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        values = [call()]
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds), values[0]
+
+
+def compare(directory: Path, share: float) -> list[dict]:
+    """A row for each peer: its build and its reads beside fedsim's."""
+    source = directory / "slice-source"
+    files = synthetic.write(source, synthetic.STACK_OVERFLOW.scaled(share))
+    start = time.perf_counter()
+    options = {"eval_users": 0.0, "eval_examples": False, "num_workers": 1}
+    dataset = build(files, directory / "slice", **options)
+    rate = dataset.train.num_examples / (time.perf_counter() - start)
+    store = dataset.train
+    lengths, values = (np.concatenate(part) for part in zip(*store.scan(), strict=True))
+    sliced = directory / "slice.npz"
+    np.savez(sliced, offsets=store.offsets, lengths=lengths, values=values)
+    rows = [compare_one(k, Path(sys.executable), store, rate, sliced, directory) for k in PEERS]
+    python = environment(directory / "environment")
+    rows += [compare_one(k, python, store, rate, sliced, directory) for k in PEERS_ELSEWHERE]
+    return rows
+
+
+def environment(directory: Path) -> Path:
+    """An environment for the peers that need other versions."""
+    venv.create(directory, with_pip=True)
+    python = directory / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True, stdout=2)
+    return python
+
+
+def compare_one(
+    kind: str, python: Path, store: UserStore, rate: float, sliced: Path, directory: Path
+) -> dict:
+    (directory / kind).mkdir()
+    script = Path(__file__).with_name("data_peers.py")
+    command = [python, script, kind, sliced, directory / kind]
+    rng, key = np.random.default_rng(1), SecretKey.create(seed=1)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as peer:
+        assert peer.stdin is not None and peer.stdout is not None
+        built = json.loads(peer.stdout.readline())
+        ours, theirs = [], []
+        for number in range(ROUNDS):
+            users = rng.choice(store.num_users, USERS_A_ROUND, replace=False)
+            start = time.perf_counter()
+            store.gather(draw_groups(store.offsets, users, PEER_GROUP, key, number).ravel(), LENGTH)
+            ours.append((time.perf_counter() - start) / len(users))
+            print(json.dumps(users.tolist()), file=peer.stdin, flush=True)
+            found = json.loads(peer.stdout.readline())
+            theirs.append(found["seconds"] / found["users"])
+        peer.stdin.close()
+    peer_rate = built["examples"] / built["build_s"]
+    return {
+        "name": kind,
+        "fedsim_us_per_user": 1e6 * statistics.median(ours),
+        "us_per_user": 1e6 * statistics.median(theirs),
+        "times_slower": statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
+        "build_examples_per_s": peer_rate,
+        "build_times_slower": rate / peer_rate,
+        "bytes_per_example": built["bytes"] / built["examples"],
+    }
+
+
+def bars(rows: list[dict], quick: bool) -> list[dict]:
+    found = {row["name"]: row for row in rows}
+    built, read = found["build"], found["read"]
+    limits = [
+        at_most("build, s", built["seconds"], 720),
+        at_most("build, memory, GB", built["peak_memory_bytes"] / 1e9, 3),
+        at_most("open, s", read["open_s"], 0.3),
+        at_most("cohort of 4,096 users x 64 rows, s", read["cohort_s"], 1),
+        at_most("4,096 pooled examples, s", read["pooled_s"], 0.5),
+        at_most("memory of a reader, MB", read["memory_bytes"] / 1e6, 200),
+    ]
+    if not quick:
+        limits.append(at_most("store, GB", built["bytes"] / 1e9, 10))
+        slower = min(found[kind]["times_slower"] for kind in (*PEERS, *PEERS_ELSEWHERE))
+        limits.append({"name": "fastest peer, times slower", "value": slower, "bound": 1})
+        limits[-1]["holds"] = slower >= 1
+    return limits
+
+
+def at_most(name: str, value: float, bound: float) -> dict:
+    return {"name": name, "value": value, "bound": bound, "holds": value <= bound}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a hundredth of it, no peers")
+    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser.add_argument("--directory", help="where to work; default: a temporary directory")
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.read is not None:
+        print(json.dumps(reads(arguments.read)))
+        return
+    shape = synthetic.STACK_OVERFLOW
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        directory = Path(name)
+        source, out = directory / "source", directory / "built"
+        rows = [write_source(source, shape.scaled(0.01) if arguments.quick else shape)]
+        rows += [build_store(source, out), read_store(out / "train")]
+        if not arguments.quick:
+            rows += compare(directory, 0.002)
+    found = bars(rows, arguments.quick)
+    for line in (*rows, *found):
+        print(line, file=sys.stderr)
+    if arguments.json:
+        print(
+            json.dumps({"machine": machine(), "versions": versions(), "rows": rows, "bars": found})
+        )
+
+
+def machine() -> dict:
+    return {"cpu_count": os.cpu_count(), "architecture": platform.machine()}
+
+
+def versions() -> dict:
+    names = ("numpy", "pyarrow")
+    found = {"python": platform.python_version(), **{name: version(name) for name in names}}
+    return {**found, "peers": ", ".join(PACKAGES)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Figure 10 (Appendix C): histograms of examples per user in the training splits.
+
+Claim: users' sizes spread over orders of magnitude, in both data sets. Stack Overflow is drawn from
+a law fitted to Table 1 (its data are not at hand); at `paper` the stand-ins in ../shared/data are
+drawn, too, prepared as table1_datasets does.
+
+    python -m experiments.fig10_dataset_sizes --scale paper      (5 minutes; smoke: 10 seconds)
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import common
+from fedsim.data import synthetic
+from fedsim.data.histogram import bins
+
+SHOWN = ("scotus", "reddit_links, 8 or more")
+SHARE = {"smoke": 0.002, "small": 0.02}
+
+
+def sizes_of(scale: str) -> dict[str, np.ndarray]:
+    """Examples per user of each data set."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        if scale != "paper":
+            dataset = common.synthetic_stack_overflow(SHARE[scale], directory)
+            return {"Stack Overflow's shape": np.diff(dataset.train.offsets)}
+        found = {"Stack Overflow (fitted)": synthetic.sizes(synthetic.STACK_OVERFLOW)}
+        if common.SHARED.is_dir():
+            for stand_in in SHOWN:
+                found[stand_in] = np.diff(common.prepare(stand_in, directory).train.offsets)
+        return found
+
+
+def run(scale: str) -> list[dict[str, Any]]:
+    """A row for each bin of each histogram."""
+    rows = []
+    for name, sizes in sizes_of(scale).items():
+        edges, users = bins(sizes)
+        for low, high, number in zip(edges[:-1], edges[1:], users, strict=True):
+            rows.append({"dataset": name, "from": low, "below": high, "users": number})
+    return rows
+
+
+def plot(rows: list[dict[str, Any]]) -> Figure:
+    names = list(dict.fromkeys(row["dataset"] for row in rows))
+    figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
+    for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        own = [row for row in rows if row["dataset"] == name]
+        edges = [own[0]["from"], *(row["below"] for row in own)]
+        axis.stairs([row["users"] for row in own], edges, fill=True)
+        axis.set(xscale="log", xlabel="examples per user", ylabel="users", title=name)
+    return figure
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    """Users of a bin near the top exist, and so do users a hundred times smaller."""
+    for name in dict.fromkeys(row["dataset"] for row in rows):
+        filled = [row for row in rows if row["dataset"] == name and row["users"]]
+        assert filled[-1]["from"] >= 15 * filled[0]["from"], name
+        assert sum(row["users"] for row in filled) > 100, name
+
+
+def main() -> None:
+    scale, out = common.parse_arguments(__doc__)
+    rows = run(scale)
+    common.write_csv(out / "fig10_dataset_sizes.csv", rows)
+    common.save_figure(plot(rows), out / "fig10_dataset_sizes.png")
+    check(rows)
+
+
+if __name__ == "__main__":
+    main()
