@@ -43,7 +43,7 @@ COHORT, GROUP, POOLED, LENGTH = 4_096, 64, 4_096, 128
 ROUNDS, USERS_A_ROUND, PEER_GROUP = 9, 40, 16
 PEERS = ("sqlite-blob", "sqlite-rows", "parquet-groups")
 PEERS_ELSEWHERE = ("hdf5", "dataset-grouper")
-PACKAGES = ("dataset-grouper==0.3.0", "h5py")  # with the TensorFlow and NumPy that they ask for
+PACKAGES = ("dataset-grouper==0.3.0", "tensorflow-metadata==1.14.0", "h5py")
 
 
 def write_source(directory: Path, shape: synthetic.Shape) -> dict:
