@@ -80,7 +80,7 @@ class RunConfig:
     """What cannot change the guarantee."""
 
     data: str
-    """A directory made by `fedsim data build`, parquet/JSONL/CSV files, or pydocs."""
+    """A directory made by `fedsim data build`, parquet/JSONL/CSV files, hf:NAME, or pydocs."""
 
     run_dir: Path
     """Directory of the run: configuration, ledger, metrics, TensorBoard, checkpoints, summary."""

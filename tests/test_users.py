@@ -185,6 +185,24 @@ def test_open_refuses_files_that_do_not_belong_together(tmp_path, rng):
         UserStore.open(tmp_path / "b")
 
 
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:40], lambda b: b"x" * 99])
+def test_open_refuses_a_shard_that_is_cut_off(tmp_path, rng, damage):
+    write(tmp_path / "s", random_examples(rng, 5, 3))
+    shard = tmp_path / "s" / "data-00000-of-00001.arrow"
+    shard.write_bytes(damage(shard.read_bytes()))
+    with pytest.raises(DataError, match="data-00000-of-00001.arrow.*: cut off or damaged"):
+        UserStore.open(tmp_path / "s")
+
+
+def test_lengths_are_counted_without_a_number_per_row(tmp_path, rng, monkeypatch):
+    monkeypatch.setattr("fedsim.data.users.SCAN_ROWS", 50)
+    store = write(tmp_path / "s", random_examples(rng, 60, 5))
+    np.testing.assert_array_equal(store.length_counts(), np.bincount(store.lengths, minlength=65))
+    lengths, values = (np.concatenate(part) for part in zip(*store.scan(), strict=True))
+    np.testing.assert_array_equal(lengths, store.lengths)
+    assert len(values) == store.num_tokens
+
+
 def test_gather_is_fast(tmp_path, rng):
     """About 2 ms for 1,024 rows; the bound leaves room for a busy machine."""
     store = write(tmp_path / "s", random_examples(rng, 500, 40))

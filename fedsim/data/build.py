@@ -8,6 +8,7 @@ was killed and run again; finished parts are not done twice. Source order is kep
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from fedsim.data.staging import resume, staging
 from fedsim.data.text import Tokenizer
 
 UNOWNED = ("refuse", "drop")
+VERSIONS = ("fedsim", "datasketch", "numpy", "pyarrow", "tokenizers")  # of one build
 LEARNT_TEXTS = 2**22  # a tokenizer is trained on at most so many, taken evenly
 
 Say = Callable[[str], None] | None
@@ -226,6 +228,7 @@ class _Build:
         against = [identify(file) for file in find_files(local)] if local else []
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
         plan["against"] = against
+        plan["versions"] = {name: version(name) for name in VERSIONS}
         if resume(self.directory, {**plan, **asdict(self.options)}) and self.say:
             self.say("going on with the build that was interrupted")
 
