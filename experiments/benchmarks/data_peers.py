@@ -166,8 +166,9 @@ class DatasetGrouper:
         ]
         prefix = str(directory / "groups.tfrecord")
         with beam.Pipeline() as root:
+            tensors = root | beam.Create(examples) | beam.Map(_as_tensors)
             keyed = beam_transforms.to_keyed_sequence_examples(
-                root | beam.Create(examples), lambda example: b"%d" % example["user"], features
+                tensors, lambda example: b"%d" % example["user"].numpy(), features
             )
             coder = beam.coders.ProtoCoder(tf.train.SequenceExample)
             write = beam.io.tfrecordio.WriteToTFRecord(prefix, coder=coder)
@@ -178,6 +179,12 @@ class DatasetGrouper:
     def read(self, user):
         rows = [example["tokens"].numpy() for example in next(self.stream)]
         return [rows[i] for i in chosen(len(rows))]
+
+
+def _as_tensors(example):
+    import tensorflow as tf
+
+    return {name: tf.constant(value) for name, value in example.items()}
 
 
 KINDS = {

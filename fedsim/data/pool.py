@@ -34,8 +34,11 @@ class Pool:
     def __enter__(self) -> "Pool":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, error, *_) -> None:
         if self._executor is not None:
+            if error is not None:  # nobody wants what the workers are at, which may take long
+                for process in list(self._executor._processes.values()):
+                    process.terminate()
             self._executor.shutdown(cancel_futures=True)
 
     def grow(self, num_bytes: int) -> None:
