@@ -43,7 +43,7 @@ COHORT, GROUP, POOLED, LENGTH = 4_096, 64, 4_096, 128
 ROUNDS, USERS_A_ROUND, PEER_GROUP = 9, 40, 16
 PEERS = ("sqlite-blob", "sqlite-rows", "parquet-groups")
 PEERS_ELSEWHERE = ("hdf5", "dataset-grouper")
-PACKAGES = ("dataset-grouper==0.3.0", "tensorflow-metadata==1.14.0", "h5py")
+PACKAGES = ("dataset-grouper==0.3.0", "tensorflow-metadata==1.14.0", "google-crc32c", "h5py")
 
 
 def write_source(directory: Path, shape: synthetic.Shape) -> dict:
@@ -188,7 +188,7 @@ def compare_one(
     kind: str, python: Path, store: UserStore, rate: float, sliced: Path, directory: Path
 ) -> dict:
     (directory / kind).mkdir()
-    script = Path(__file__).with_name("data_peers.py")
+    script = Path(__file__).parent / "peers" / "data_stores.py"
     command = [python, script, kind, sliced, directory / kind]
     rng, key = np.random.default_rng(1), SecretKey.create(seed=1)
     pipe = subprocess.PIPE

@@ -1,14 +1,12 @@
 """Other ways to keep users' examples, each in a process of its own; run by benchmarks/data.py.
 
-    python data_peers.py KIND SLICE DIRECTORY
+    python data_stores.py KIND SLICE DIRECTORY
 
 SLICE.npz holds `offsets` [users + 1] of rows, `lengths` [rows] and `values`, their token ids. The
 process builds its store and prints {"build_s", "bytes", "examples"}; then, for every line of user
 numbers on its input, it reads at most 16 examples of each, padded to [users, 16, 128], and prints
 {"seconds", "users"}. Nothing of fedsim is imported: a peer may need other versions of everything.
 """
-
-# pyright: reportMissingImports=false, reportMissingModuleSource=false
 
 import json
 import os
