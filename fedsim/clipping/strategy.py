@@ -103,10 +103,10 @@ def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[
         return [Strategy("scan", min(group, 8)), Strategy("vmap", max(group, 64))]
     # A processor's cache holds the activations of few rows, but each pass adds up all parameters;
     # an accelerator wants to be filled.
-    few, many = ((2, 4) if num_parameters < LARGE else (4, 16)) if on_cpu else (8, 32)
-    scans = [Strategy("scan", rows) for rows in sorted({min(group, few), min(group, many)})]
-    book = [Strategy("bookkeeping", rows) for rows in (many, 2 * many) if group <= rows]
-    return scans + book
+    passes = ((2, 4) if num_parameters < LARGE else (4, 16)) if on_cpu else (8, 32)
+    together = (4, 16) if on_cpu else (8, 32)
+    scans = [Strategy("scan", rows) for rows in sorted({min(group, rows) for rows in passes})]
+    return scans + [Strategy("bookkeeping", rows) for rows in together if group <= rows]
 
 
 def choose(found: Sequence[tuple[Strategy, float | None]]) -> Strategy:
