@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import traverse_util
+from flax.core import tracers
 
 from fedsim.clipping import scan
 from fedsim.clipping.clip import Clip
-from fedsim.clipping.layers import LAYERS, METHODS
+from fedsim.clipping.layers import CALL, LAYERS, METHODS
 from fedsim.config import FedsimError
 
 # A unit's squared norm must be so many times its rounding: then the norm is right to 0.1 %.
@@ -34,22 +35,34 @@ def clipped_sum(
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """Like `scan.clipped_sum`, all units at once; memory: the activations of all rows.
 
-    Where a unit is not finite, or its gradient's parts cancel so far that rounding could hide its
-    norm, the whole batch is left to `scan`: the guarantee is the same.
+    A unit that is not finite, or whose gradient's parts cancel so far that rounding could hide its
+    norm, is left to `scan`: the guarantee is the same, and the other units' sum is, too.
     Raises: UnsupportedModel: a parameter is not in a layer of `LAYERS`.
     """
     model = _Model(loss_fn, params)
     *seen, squared, rounding, losses = model.run(batch, mask)
     trusted = jnp.isfinite(squared) & (squared >= TRUSTED * rounding)
 
+    norms = jnp.where(trusted, jnp.sqrt(squared), 0)
+    scale = clip.scale(jnp.sqrt(squared + rounding))  # of the largest that they may be
+
     def weigh():
-        norms = jnp.sqrt(squared)
-        return model.weighted_sum(seen, clip.scale(norms)), norms, losses, norms < 0
+        return model.weighted_sum(seen, scale), norms, losses, norms < 0
 
-    def one_by_one():
-        return scan.clipped_sum(loss_fn, params, batch, mask, clip)
+    def apart():
+        def trusted_only(leaf):
+            return jnp.where(trusted.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0)
 
-    return jax.lax.cond(trusted.all(), weigh, one_by_one)
+        # Selected, not multiplied by zero: 0 * nan is nan.
+        kept = model.weighted_sum(jax.tree.map(trusted_only, seen), trusted_only(scale))
+        own = mask & ~trusted[:, None]
+        total, *others = scan.clipped_sum(loss_fn, params, batch, own, clip)
+        values = zip(others, (norms, losses, norms < 0), strict=True)
+        return jax.tree.map(jnp.add, kept, total), *(
+            jnp.where(trusted, ours, theirs) for theirs, ours in values
+        )
+
+    return jax.lax.cond(trusted.all(), weigh, apart)
 
 
 class _Model:
@@ -71,29 +84,52 @@ class _Model:
             losses = jnp.where(mask, losses.reshape(units, group), 0) / count
             return losses.sum(), (losses.sum(axis=1), inputs, outputs)
 
+        self._check_rows(rows)
         # Zeros, added to a layer's output: the gradient there is the output's cotangent.
         outputs = jax.eval_shape(lambda: run({})[1][2])
         taps = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), outputs)
         cotangents, (losses, inputs, _) = jax.grad(run, has_aux=True)(taps)
-        for (path, *_), number in self.inputs.items():
-            shape = inputs[number].shape
-            if shape[0] != units * group:
-                name = "/".join(path)
-                raise UnsupportedModel(f"{name}: called on {shape}, without the axis of the rows")
 
         def by_unit(leaf):
-            return leaf.reshape(units, -1, *leaf.shape[2:])
+            return leaf.reshape(units, -1, leaf.shape[-1])
 
+        for call, number in self.inputs.items():
+            if self._is_lookup(call):  # ids have no axis of features
+                inputs[number] = inputs[number][..., None]
         inputs, cotangents = jax.tree.map(by_unit, (inputs, cotangents))
         norms = [layer.squared_norms(own) for _, layer, own in self._layers(inputs, cotangents)]
         squared, rounding = (sum(parts) for parts in zip(*norms, strict=True))
         return inputs, cotangents, squared, rounding, losses
+
+    def _check_rows(self, rows):
+        """Raises UnsupportedModel: an input's first axis is not that of the rows: it would be cut
+        into units all the same where it is as long as that by chance."""
+
+        def seen_with(count):
+            some = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), rows
+            )
+            return jax.eval_shape(lambda rows: self._observe(rows, {})[1], some)
+
+        some, more = seen_with(2), seen_with(3)
+        for (path, *_), number in self.inputs.items():
+            shape = some[number].shape
+            if (*shape[:1], *more[number].shape[:1]) != (2, 3):
+                name = "/".join(path)
+                raise UnsupportedModel(f"{name}: called on {shape}, without the axis of the rows")
+
+    def _is_lookup(self, call: Call) -> bool:
+        return type(self.modules[call[0]]) is nn.Embed and call[1] == CALL
 
     def weighted_sum(self, seen, weights):
         """sum over units of weight times gradient, a tree like the parameters."""
         leaves = {}
         for path, layer, own in self._layers(*seen):
             for name, leaf in layer.weighted_sum(own, weights).items():
+                if leaf.shape != (shape := own[name].shape):
+                    name = "/".join((*path, name))
+                    expected = f"expected {leaf.shape}, one axis of features"
+                    raise UnsupportedModel(f"parameter {name} of shape {shape}: {expected}")
                 leaves[*path, name] = leaf
         return traverse_util.unflatten_dict(leaves)
 
@@ -101,17 +137,23 @@ class _Model:
         """Run the model; taps are added to its layers' outputs. Returns losses, the distinct
         inputs of layers, outputs by call."""
         inputs, outputs = [], {}
+        here = tracers.current_trace()
 
         def interceptor(next_fun, args, kwargs, context):
             module, method = context.module, context.method_name
             y = next_fun(*args, **kwargs)
             if type(module) not in LAYERS or method not in METHODS:
                 return y
+            given, name = [*args, *kwargs.values()], "/".join(module.path)
+            if len(given) != 1:
+                raise UnsupportedModel(f"{name}: called with {len(given)} arguments, expected one")
+            if tracers.current_trace() != here:  # what it saw could not be handed out
+                raise UnsupportedModel(f"{name}: called inside of remat, scan or the like")
             call = (module.path, method, sum(c[:2] == (module.path, method) for c in outputs))
             self.modules[module.path] = module.clone(parent=None)  # its fields, no tracer
-            same = [number for number, x in enumerate(inputs) if x is args[0]]
+            same = [number for number, x in enumerate(inputs) if x is given[0]]
             self.inputs[call] = same[0] if same else len(inputs)
-            inputs.extend(() if same else (args[0],))
+            inputs.extend(() if same else given)
             outputs[call] = y
             return y + taps[call] if call in taps else y
 

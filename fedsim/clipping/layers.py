@@ -16,6 +16,11 @@ from flax import linen as nn
 
 CALL, ATTEND = METHODS = ("__call__", "attend")
 EPS = float(jnp.finfo(jnp.float32).eps)
+# Rounding where gradients are formed to take their norm, EPS^2 by itself: more, for the clipped sum
+# adds up tokens in another order, and what cancels there must not be larger than what remains.
+DIRECT = 1e6 * EPS**2
+# Beyond it, a square may overflow, and its partner in a product underflow unseen.
+LARGEST = 1e15
 
 # (squared norms, rounding): float32 [U] each. `rounding` is the scale of the error of `squared`
 # that cancellation may leave: where `squared` is not far above it, the unit is not to be trusted.
@@ -67,10 +72,10 @@ class Embed(Layer):
 
     def squared_norms(self, params):
         if ATTEND not in self.calls:
-            return lookup_norms(*self.joined())
+            return lookup_norms(*self.looked_up())
         if CALL not in self.calls:
             return product_norms(*self.joined(ATTEND))
-        return tied_norms(*self.joined(ATTEND), *self.joined())
+        return tied_norms(*self.joined(ATTEND), *self.looked_up())
 
     def weighted_sum(self, params, weights_U):
         total = jnp.zeros(params["embedding"].shape, jnp.float32)
@@ -78,9 +83,15 @@ class Embed(Layer):
             x_UTD, g_UTV = self.joined(ATTEND)
             total = product(x_UTD, g_UTV, weights_U).T
         if CALL in self.calls:
-            ids_US, h_USD = self.joined()
+            ids_US, h_USD = self.looked_up()
             total = total.at[ids_US].add(weighted(h_USD, weights_U))
         return {"embedding": total}
+
+    def looked_up(self) -> tuple[jax.Array, jax.Array]:
+        """Ids and cotangents of all lookups; ids that count from the end become ordinary ones."""
+        ids_UT1, h_UTD = self.joined()
+        ids_UT = ids_UT1[..., 0]
+        return jnp.where(ids_UT < 0, ids_UT + self.module.num_embeddings, ids_UT), h_UTD
 
 
 class Norm(Layer):
@@ -122,14 +133,15 @@ def product_norms(x_UTI: jax.Array, g_UTO: jax.Array) -> Norms:
             jnp.matmul(a, jnp.swapaxes(a, 1, 2), preferred_element_type=jnp.float32)
             for a in (x_UTI, g_UTO)
         )
-        rounding = EPS * jnp.trace(x_UTS, axis1=1, axis2=2) * jnp.trace(g_UTS, axis1=1, axis2=2)
+        x_U, g_U = (jnp.trace(a, axis1=1, axis2=2) for a in (x_UTS, g_UTS))
+        rounding = jnp.where(jnp.maximum(x_U, g_U) < LARGEST, EPS * x_U * g_U, jnp.inf)
         return jnp.sum(x_UTS * g_UTS, axis=(1, 2)), rounding
 
     def one(unit):
         x_TI, g_TO = unit
         return jnp.sum(jnp.square(_dot(x_TI.T, g_TO)))
 
-    rounding = EPS**2 * square_sum(x_UTI) * square_sum(g_UTO)
+    rounding = DIRECT * square_sum(x_UTI) * square_sum(g_UTO)
     return jax.lax.map(one, (x_UTI, g_UTO)), rounding
 
 
@@ -142,7 +154,7 @@ def lookup_norms(ids_UT: jax.Array, g_UTD: jax.Array) -> Norms:
         return jnp.sum(jnp.square(jnp.zeros(g_TD.shape, jnp.float32).at[first_T].add(g_TD)))
 
     squared = jax.lax.map(one, (ids_UT, g_UTD.astype(jnp.float32)))
-    return squared, EPS**2 * ids_UT.shape[1] * square_sum(g_UTD)
+    return squared, DIRECT * ids_UT.shape[1] * square_sum(g_UTD)
 
 
 def tied_norms(x_UTD: jax.Array, g_UTV: jax.Array, ids_US: jax.Array, h_USD: jax.Array) -> Norms:
@@ -161,7 +173,7 @@ def tied_norms(x_UTD: jax.Array, g_UTV: jax.Array, ids_US: jax.Array, h_USD: jax
         return jnp.sum(jnp.square(_dot(g_TV.T, x_TD).at[ids_S].add(h_SD)))
 
     squared = jax.lax.map(one, (x_UTD, g_UTV, ids_US, h_USD.astype(jnp.float32)))
-    return squared, EPS**2 * _tied_bound(x_UTD, g_UTV, h_USD)
+    return squared, DIRECT * _tied_bound(x_UTD, g_UTV, h_USD)
 
 
 def _cross(x_UTD, g_UTV, ids_US, h_USD) -> Norms:

@@ -1,0 +1,199 @@
+"""Book-keeping and vmap are scan, only faster; what book-keeping does not know it refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zoo import LENGTH, VOCAB, Tied, Untied, losses_of, random_batch, random_params
+
+from fedsim.clipping import Buckets, Clip, Strategy, bookkeeping, clipped_sum, layers
+from fedsim.clipping.bookkeeping import UnsupportedModel
+
+UNITS, GROUP = 4, 2
+BUCKETS = Buckets(
+    (2, LENGTH), lambda b: b["sizes"], lambda b, n: b | {"tokens": b["tokens"][:, :n]}
+)
+OTHERS = {
+    "bookkeeping": (Strategy("bookkeeping"), None),
+    "vmap": (Strategy("vmap"), None),
+    "scan, row by row in buckets": (Strategy("scan", 1), BUCKETS),
+}
+# Wide enough for Grams, also where a layer has seen twice the tokens; narrow enough for none.
+MODELS = {"tied wide": Tied(48), "tied": Tied(4), "untied wide": Untied(32), "untied": Untied(4)}
+
+
+@functools.cache
+def compiled(model, normalised):
+    """(params, batch, mask, C) -> results of scan and of the other strategies."""
+    strategies = {"scan": (Strategy("scan", 8), None)} | OTHERS
+    if isinstance(model, Untied):  # a mean over a row's padding too: rows cannot be cut
+        strategies["scan, row by row in buckets"] = (Strategy("scan", 1), None)
+
+    def run(params, batch, mask, norm):
+        clip = Clip(norm, normalised)
+        return {
+            name: clipped_sum(losses_of(model), params, batch, mask, clip, how, buckets=buckets)
+            for name, (how, buckets) in strategies.items()
+        }
+
+    return jax.jit(run)
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
+
+
+@pytest.fixture
+def no_fallback(monkeypatch):
+    """What book-keeping leaves to scan fails."""
+
+    def fallback(loss_fn, params, batch, mask, clip):
+        zeros = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan), params)
+        return zeros, mask[:, 0] * jnp.nan, mask[:, 0] * jnp.nan, mask[:, 0]
+
+    monkeypatch.setattr(bookkeeping.scan, "clipped_sum", fallback)
+
+
+def test_both_ways_to_norms_are_tested(monkeypatch):
+    taken = {}
+
+    def cheaper(x, g):
+        taken.setdefault(model, set()).add(real(x, g))
+        return real(x, g)
+
+    real = layers._gram_is_cheaper
+    monkeypatch.setattr(layers, "_gram_is_cheaper", cheaper)
+    for model in MODELS.values():
+        rng = np.random.default_rng(0)
+        batch, mask = random_batch(rng, UNITS, GROUP), np.ones((UNITS, GROUP), bool)
+        params = random_params(model, rng)
+        run = functools.partial(bookkeeping.clipped_sum, losses_of(model), clip=Clip(1.0))
+        jax.eval_shape(lambda run=run, args=(params, batch, mask): run(*args))
+    assert taken[MODELS["tied"]] == {False} and True in taken[MODELS["tied wide"]]
+    assert taken[MODELS["untied"]] == {False} and True in taken[MODELS["untied wide"]]
+
+
+@pytest.mark.parametrize(
+    "name, normalised", [*zip(MODELS, [True, False, False, True], strict=True)]
+)
+@settings(deadline=None, max_examples=25)
+@given(
+    density=st.sampled_from([0.0, 0.5, 1.0]),
+    norm=st.sampled_from([1e-3, 0.3, 1.0, 1e4]),
+    seed=st.integers(0, 2**32),
+)
+def test_every_strategy_equals_scan(name, normalised, density, norm, seed):
+    rng = np.random.default_rng(seed)
+    model, batch = MODELS[name], random_batch(rng, UNITS, GROUP)
+    params, mask = random_params(model, rng), rng.random((UNITS, GROUP)) < density
+    found = compiled(model, normalised)(params, batch, mask, norm)
+    total, norms, losses, dropped = found.pop("scan")
+    assert not dropped.any()
+    for other_total, other_norms, other_losses, other_dropped in found.values():
+        np.testing.assert_allclose(other_norms, norms, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(other_losses, losses, rtol=1e-5, atol=1e-7)
+        np.testing.assert_array_equal(other_dropped, dropped)
+        assert jax.tree.structure(other_total) == jax.tree.structure(total)
+        assert {leaf.dtype for leaf in jax.tree.leaves(other_total)} == {jnp.dtype("float32")}
+        error = np.linalg.norm(flat(other_total) - flat(total))
+        assert error <= 1e-5 * np.linalg.norm(flat(total))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ordinary_units_are_not_left_to_scan(name, no_fallback, rng):
+    model, batch = MODELS[name], random_batch(rng, UNITS, GROUP)
+    mask = np.ones((UNITS, GROUP), bool)
+    mask[1], mask[2, 1] = False, False  # no rows, one row
+    run = jax.jit(functools.partial(bookkeeping.clipped_sum, losses_of(model), clip=Clip(1.0)))
+    _, norms, _, dropped = run(random_params(model, rng), batch, mask)
+    assert np.isfinite(norms).all() and not dropped.any()
+
+
+def test_half_precision_is_scan_up_to_its_rounding_and_sums_are_float32(rng):
+    batch, mask = random_batch(rng, UNITS, GROUP), np.ones((UNITS, GROUP), bool)
+    params = random_params(Tied(16), rng)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def run(name, dtype, params):
+        losses = losses_of(Tied(16, dtype))
+        return clipped_sum(losses, params, batch, mask, Clip(0.3), Strategy(name))
+
+    batch, mask = jax.tree.map(jnp.asarray, (batch, mask))
+    exact = run("scan", None, params)
+    for name in ("scan", "bookkeeping"):
+        total, norms, losses, _ = run(name, jnp.bfloat16, params)
+        assert {x.dtype for x in (*jax.tree.leaves(total), norms, losses)} == {jnp.dtype("float32")}
+        np.testing.assert_allclose(norms, exact[1], rtol=0.05)
+        np.testing.assert_allclose(losses, exact[2], rtol=0.05)
+        error = np.linalg.norm(flat(total) - flat(exact[0])) / np.linalg.norm(flat(exact[0]))
+        assert 1e-5 < error < 0.05
+
+
+class Own(nn.Module):
+    """A model with one thing that book-keeping does not know."""
+
+    part: str
+
+    @nn.compact
+    def __call__(self, batch):
+        tokens = batch["tokens"]
+        x = nn.Embed(VOCAB, 8, name="embed")(tokens)
+        if self.part == "parameter":
+            x = x * self.param("gain", nn.initializers.ones, (1, 1, 8))
+        elif self.part == "module":
+            x = nn.Conv(8, (3,), name="conv")(x)
+        elif self.part == "derived":
+            x = Subclass(8, name="mine")(x)
+        elif self.part == "positions":
+            x = x + nn.Embed(LENGTH, 8, name="positions")(jnp.arange(tokens.shape[1]))[None]
+        elif self.part == "transposed":
+            x = jnp.swapaxes(nn.Dense(8, name="dense")(jnp.swapaxes(x, 0, 1)), 0, 1)
+        elif self.part == "joint norm":
+            x = nn.LayerNorm(feature_axes=(-2, -1), reduction_axes=(-2, -1), name="norm")(x)
+        elif self.part == "remat":
+            x = nn.remat(Block)(name="block")(x)
+        elif self.part == "masked norm":
+            x = nn.LayerNorm(name="norm")(x, mask=x > 0)
+        return nn.Dense(VOCAB, name="head")(x)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(x)
+
+
+class Subclass(nn.Dense):
+    """May compute what it likes."""
+
+
+REFUSED = {
+    "parameter": "parameter gain: expected one of a layer of type Dense, Embed",
+    "module": "parameter conv/",
+    "derived": "parameter mine/",
+    "positions": "positions: called on .*, without the axis of the rows",
+    "transposed": "dense: called on .*, without the axis of the rows",
+    "joint norm": r"parameter norm/\w+ of shape \(8, 8\): expected \(8,\)",
+    "masked norm": "norm: called with 2 arguments, expected one",
+    "remat": "block/Dense_0: called inside of remat, scan or the like",
+}
+
+
+@pytest.mark.parametrize("units", [UNITS, 5])  # in the first, there are as many rows as positions
+@pytest.mark.parametrize("part, message", REFUSED.items())
+def test_what_is_not_known_is_refused_by_name(part, message, units, rng):
+    model, length = Own(part), UNITS * GROUP
+    batch = random_batch(rng, units, GROUP, length)
+    rows = jax.tree.map(lambda leaf: leaf[0], batch)
+    params = jax.eval_shape(model.init, jax.random.key(0), rows)["params"]
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), params)
+    mask = np.ones((units, GROUP), bool)
+    with pytest.raises(UnsupportedModel, match=message):
+        jax.eval_shape(
+            lambda p: bookkeeping.clipped_sum(losses_of(model), p, batch, mask, Clip(1.0)), params
+        )

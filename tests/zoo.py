@@ -1,0 +1,114 @@
+"""Small `flax.linen` models that hold every layer the strategies know, and some that none does."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+VOCAB, LENGTH = 11, 5
+BIASES = nn.initializers.normal(0.3)
+
+
+class Tied(nn.Module):
+    """Tokens to logits by one embedding, looked up twice and attended to once."""
+
+    width: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, batch):
+        embed = nn.Embed(VOCAB, self.width, dtype=self.dtype, name="embed")
+        positions = nn.Embed(LENGTH, self.width, dtype=self.dtype, name="positions")
+        tokens = batch["tokens"]
+        at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        before = jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
+        x = embed(tokens) + positions(at) + 0.5 * embed(before)
+        x = nn.LayerNorm(dtype=self.dtype, bias_init=BIASES)(x)
+        shared = nn.Dense(self.width, bias_init=BIASES, dtype=self.dtype)
+        x = x + nn.tanh(shared(nn.tanh(shared(x))))
+        return embed.attend(nn.RMSNorm(dtype=self.dtype)(x))
+
+
+class Untied(nn.Module):
+    """Layers with and without biases and scales, on inputs of two, three and four axes."""
+
+    width: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, batch):
+        tokens, own = batch["tokens"], {"dtype": self.dtype}
+        x = nn.Embed(VOCAB, self.width, embedding_init=BIASES, **own)(tokens)
+        x = nn.LayerNorm(use_bias=False, **own)(x)
+        q, k = (nn.Dense(self.width, use_bias=False, **own)(x) for _ in range(2))  # one input
+        x = x + nn.tanh(q * k)
+        x = nn.LayerNorm(use_scale=False, bias_init=BIASES, epsilon=1e-3, **own)(x)
+        pair = x.reshape(*x.shape[:2], 2, -1)  # [rows, length, 2, half]
+        x = x + nn.Dense(self.width // 2, **own)(nn.RMSNorm(**own)(pair)).reshape(x.shape)
+        pooled = nn.Dense(self.width, bias_init=BIASES, **own)(x.mean(axis=1))  # [rows, width]
+        kind = nn.Embed(3, self.width, **own)(batch["kind"])  # one id per row
+        x = x + nn.tanh(pooled + kind)[:, None]
+        return nn.Dense(VOCAB, **own)(x)
+
+
+def losses_of(model):
+    """Mean cross entropy per row, float32, of its first `sizes` tokens."""
+
+    def losses(params, batch):
+        logits = model.apply({"params": params}, batch).astype(jnp.float32)
+        each = -jnp.take_along_axis(
+            jax.nn.log_softmax(logits), (batch["tokens"] * 7 % VOCAB)[..., None], axis=-1
+        )[..., 0]
+        length = batch["tokens"].shape[1]
+        real = jnp.arange(length)[None] < batch["sizes"][:, None]
+        return jnp.sum(jnp.where(real, each, 0), axis=1) / jnp.maximum(batch["sizes"], 1)
+
+    return losses
+
+
+def random_batch(rng, units, group, length=LENGTH):
+    """Rows of all sizes whose tokens repeat."""
+    shape = (units, group)
+    few = rng.integers(1, VOCAB + 1)
+    return {
+        "tokens": rng.integers(few, size=(*shape, length)).astype(np.int32),
+        "sizes": rng.integers(length + 1, size=shape).astype(np.int32),
+        "kind": rng.integers(3, size=shape).astype(np.int32),
+    }
+
+
+def random_params(model, rng):
+    """Every parameter random, also those that start at 0 or 1."""
+    rows = jax.tree.map(lambda leaf: leaf[0], random_batch(rng, 1, 2))
+    fresh = jax.eval_shape(model.init, jax.random.key(0), rows)["params"]
+    return jax.tree.map(
+        lambda leaf: rng.normal(0, 1 / np.sqrt(leaf.shape[0]), leaf.shape).astype(np.float32), fresh
+    )
+
+
+class ByHand(nn.Module):
+    """Linear in its parameters: inputs and cotangents of all layers are given by the batch.
+
+    Sizes such that norms of `gram` and `tied_gram` come from Grams where a unit has two tokens, and
+    those of the other layers from gradients.
+    """
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, batch):
+        own = {"dtype": self.dtype}
+        x, c, ids = batch["x"], batch["c"], batch["ids"]
+
+        def dot(c, y):  # [rows, tokens, features] -> [rows]
+            return jnp.sum(c * y.astype(jnp.float32), axis=(1, 2))
+
+        total = dot(c, nn.Dense(8, use_bias=False, name="gram", **own)(x))
+        total += dot(c[..., :4], nn.Dense(4, name="direct", **own)(x[..., :4]))
+        for name, size in (("tied_gram", 8), ("tied_direct", 4)):
+            embed = nn.Embed(size, size, name=name, **own)
+            total += dot(c[..., :size], embed.attend(x[..., :size]))
+            total += dot(c[..., -size:], embed(ids))
+        return total
