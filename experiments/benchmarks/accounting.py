@@ -24,7 +24,6 @@ import csv
 import json
 import multiprocessing
 import os
-import platform
 import resource
 import signal
 import statistics
@@ -32,13 +31,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import dp_accounting
 from dp_accounting import pld
 
+from experiments.benchmarks.common import at_least, at_most, circumstances
 from fedsim import accounting, composition
 from fedsim.accounting import StepEvent
 
@@ -232,14 +231,6 @@ def bars(rows: list[dict], calibrations: list[dict], peers: bool) -> list[dict]:
     return found
 
 
-def at_least(name: str, value: float, bound: float) -> dict:
-    return {"name": name, "value": value, "bound": bound, "holds": value >= bound}
-
-
-def at_most(name: str, value: float, bound: float) -> dict:
-    return {"name": name, "value": value, "bound": bound, "holds": value <= bound}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -261,22 +252,13 @@ def main() -> None:
     for bar in found:
         print(bar, file=sys.stderr)
     if arguments.json:
-        result = {"machine": machine(), "versions": versions(), "rows": rows + calibrations}
-        print(json.dumps({**result, "bars": found}))
+        facts = circumstances("dp-accounting", "numpy", "scipy")
+        print(json.dumps({**facts, "rows": rows + calibrations, "bars": found}))
 
 
 def summary(row: dict) -> str:
     shown = {key: value for key, value in row.items() if key.endswith(("_s", "epsilon", "speedup"))}
     return f"{row['name']}: " + ", ".join(f"{key} {value:.6g}" for key, value in shown.items())
-
-
-def machine() -> dict:
-    return {"cpu_count": os.cpu_count(), "architecture": platform.machine()}
-
-
-def versions() -> dict:
-    names = ("dp-accounting", "numpy", "scipy")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 if __name__ == "__main__":

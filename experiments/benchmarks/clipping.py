@@ -17,12 +17,10 @@ import argparse
 import functools
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.benchmarks.common import at_most, circumstances
 from experiments.benchmarks.peers import run
 from fedsim.clipping import Clip, clipped_sum
 from fedsim.clipping.scan import zeros_like
@@ -218,10 +217,6 @@ def bars(rows: list[dict]) -> list[dict]:
     return found
 
 
-def at_most(name: str, value: float, bound: float) -> dict:
-    return {"name": name, "value": value, "bound": bound, "holds": value <= bound}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -249,11 +244,8 @@ def main() -> None:
     for bar in found:
         print(bar, file=sys.stderr)
     if arguments.json:
-        names = ("fedsim", "jax", "flax", "numpy")
-        versions = {name: version(name) for name in names}
-        machine = {"cpu_count": os.cpu_count(), "architecture": platform.machine()}
-        result = {"machine": machine, "versions": versions, "rows": rows, "bars": found}
-        print(json.dumps(result))
+        facts = circumstances("fedsim", "jax", "flax", "numpy")
+        print(json.dumps({**facts, "rows": rows, "bars": found}))
 
 
 def summary(row: dict) -> str:

@@ -15,8 +15,6 @@ environment that is made for them. Rounds alternate between fedsim and a peer.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,12 +23,12 @@ import threading
 import time
 import venv
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
+from experiments.benchmarks.common import at_least, at_most, circumstances
 from fedsim.data import synthetic
 from fedsim.data.build import build
 from fedsim.data.users import UserStore
@@ -231,13 +229,8 @@ def bars(rows: list[dict], quick: bool) -> list[dict]:
     if not quick:
         limits.append(at_most("store, GB", built["bytes"] / 1e9, 10))
         slower = min(found[kind]["times_slower"] for kind in (*PEERS, *PEERS_ELSEWHERE))
-        limits.append({"name": "fastest peer, times slower", "value": slower, "bound": 1})
-        limits[-1]["holds"] = slower >= 1
+        limits.append(at_least("fastest peer, times slower", slower, 1))
     return limits
-
-
-def at_most(name: str, value: float, bound: float) -> dict:
-    return {"name": name, "value": value, "bound": bound, "holds": value <= bound}
 
 
 def main() -> None:
@@ -264,19 +257,8 @@ def main() -> None:
     for line in (*rows, *found):
         print(line, file=sys.stderr)
     if arguments.json:
-        print(
-            json.dumps({"machine": machine(), "versions": versions(), "rows": rows, "bars": found})
-        )
-
-
-def machine() -> dict:
-    return {"cpu_count": os.cpu_count(), "architecture": platform.machine()}
-
-
-def versions() -> dict:
-    names = ("numpy", "pyarrow")
-    found = {"python": platform.python_version(), **{name: version(name) for name in names}}
-    return {**found, "peers": ", ".join(PACKAGES)}
+        facts = circumstances("numpy", "pyarrow") | {"peers": list(PACKAGES)}
+        print(json.dumps({**facts, "rows": rows, "bars": found}))
 
 
 if __name__ == "__main__":

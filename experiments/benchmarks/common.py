@@ -1,0 +1,24 @@
+"""What the benchmarks' JSON has in common."""
+
+import os
+import platform
+from importlib.metadata import version
+from typing import Any
+
+
+def at_most(name: str, value: float, bound: float) -> dict[str, Any]:
+    """A bar that holds where the value does not exceed the bound."""
+    return {"name": name, "value": value, "bound": bound, "holds": value <= bound}
+
+
+def at_least(name: str, value: float, bound: float) -> dict[str, Any]:
+    """A bar that holds where the value reaches the bound."""
+    return {"name": name, "value": value, "bound": bound, "holds": value >= bound}
+
+
+def circumstances(*packages: str) -> dict[str, Any]:
+    """The machine, how busy it was, and the versions of Python and of packages."""
+    machine = {"cpu_count": os.cpu_count(), "architecture": platform.machine()}
+    machine["load_average"] = os.getloadavg()[0]  # far above cpu_count: times of a busy machine
+    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {"machine": machine, "versions": versions}
