@@ -1,0 +1,100 @@
+"""Chunks hold every unit and every row once, whole, in few shapes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedsim.clipping import Buckets
+from fedsim.clipping.packing import chunks
+
+LENGTHS = (4, 8, 16, 20)
+BUCKETS = Buckets(LENGTHS, lambda b: b["sizes"], lambda b, n: b | {"tokens": b["tokens"][..., :n]})
+
+
+def lane(rng, units, group, longest=20, density=0.7):
+    """Rows whose real tokens are all different, 0 is padding, and a mask."""
+    mask = rng.random((units, group)) < density
+    sizes = rng.integers(longest + 1, size=(units, group)) * mask
+    number = 1 + np.arange(units * group).reshape(units, group, 1)
+    tokens = np.where(np.arange(20) < sizes[..., None], 100 * number + np.arange(20), 0)
+    return {"tokens": tokens, "sizes": sizes}, mask
+
+
+def rows_of(tokens, mask):
+    """The real rows of a unit, without padding, in some order."""
+    return sorted(tuple(row[row > 0]) for row in tokens[mask])
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    units=st.integers(0, 30),
+    group=st.integers(1, 5),
+    longest=st.sampled_from([0, 3, 8, 17, 20]),
+    density=st.sampled_from([0.0, 0.5, 1.0]),
+    per_chunk=st.integers(1, 9),
+    buckets=st.sampled_from([None, BUCKETS]),
+    seed=st.integers(0, 2**32),
+)
+def test_every_unit_is_in_one_chunk_and_no_row_is_cut(
+    units, group, longest, density, per_chunk, buckets, seed
+):
+    batch, mask = lane(np.random.default_rng(seed), units, group, longest, density)
+    found = list(chunks(batch, mask, per_chunk, buckets))
+    placed = np.concatenate([chunk.units for chunk in found] or [np.zeros(0, int)])
+    assert sorted(placed) == list(range(units))
+    assert len(found) == -(-units // per_chunk)  # so at most one of them is padded
+    for chunk in found:
+        assert chunk.mask.shape == (per_chunk, group)
+        assert chunk.batch["tokens"].shape == (per_chunk, group, chunk.length or 20)
+        assert not chunk.mask[len(chunk.units) :].any()
+        for place, unit in enumerate(chunk.units):
+            own = chunk.mask[place]
+            expected = rows_of(batch["tokens"][unit], mask[unit])
+            assert rows_of(chunk.batch["tokens"][place], own) == expected
+            np.testing.assert_array_equal(
+                chunk.batch["sizes"][place][own], (chunk.batch["tokens"][place] > 0).sum(axis=1)[own]
+            )
+    if buckets:
+        assert {chunk.length for chunk in found} <= set(LENGTHS)
+        for chunk in found:  # rows of a kind stand together, padding last
+            assert (np.diff(np.where(chunk.mask, chunk.batch["sizes"], -1), axis=1) <= 0).all()
+
+
+def test_short_units_are_cut_short(rng):
+    batch, mask = lane(rng, 40, 2, longest=4)
+    assert {chunk.length for chunk in chunks(batch, mask, 8, BUCKETS)} == {4}
+    longer, _ = lane(rng, 40, 2, longest=20)
+    mixed = {name: np.concatenate([batch[name], longer[name]]) for name in batch}
+    found = [chunk.length for chunk in chunks(mixed, np.ones((80, 2), bool), 8, BUCKETS)]
+    assert found == sorted(found) and found.count(4) >= 5 and found.count(20) < 5
+
+
+def test_the_same_lane_gives_the_same_chunks(rng):
+    batch, mask = lane(rng, 23, 3)
+    first, second = (list(chunks(batch, mask, 4, BUCKETS)) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one.units, other.units)
+        np.testing.assert_array_equal(one.batch["tokens"], other.batch["tokens"])
+        assert one.length == other.length
+
+
+@pytest.mark.parametrize("buckets", [None, BUCKETS])
+def test_an_empty_lane_has_no_chunks(buckets, rng):
+    assert list(chunks(*lane(rng, 0, 3), 4, buckets)) == []
+
+
+@pytest.mark.parametrize("buckets", [None, BUCKETS])
+def test_units_without_rows_have_their_place(buckets, rng):
+    batch, mask = lane(rng, 5, 3, density=0)
+    (chunk,) = chunks(batch, mask, 8, buckets)
+    assert sorted(chunk.units) == list(range(5)) and not chunk.mask.any()
+
+
+def test_rows_of_the_longest_and_of_each_bucket_fit_exactly(rng):
+    batch, _ = lane(rng, 4, 1, density=1)
+    batch["sizes"] = np.array(LENGTHS)[:, None]
+    batch["tokens"] = np.where(np.arange(20) < batch["sizes"][..., None], 7, 0)
+    found = list(chunks(batch, np.ones((4, 1), bool), 1, BUCKETS))
+    assert [chunk.length for chunk in found] == list(LENGTHS)
+    assert [int((chunk.batch["tokens"] > 0).sum()) for chunk in found] == list(LENGTHS)
