@@ -53,7 +53,8 @@ def test_every_unit_is_in_one_chunk_and_no_row_is_cut(
             expected = rows_of(batch["tokens"][unit], mask[unit])
             assert rows_of(chunk.batch["tokens"][place], own) == expected
             np.testing.assert_array_equal(
-                chunk.batch["sizes"][place][own], (chunk.batch["tokens"][place] > 0).sum(axis=1)[own]
+                chunk.batch["sizes"][place][own],
+                (chunk.batch["tokens"][place] > 0).sum(axis=1)[own],
             )
     if buckets:
         assert {chunk.length for chunk in found} <= set(LENGTHS)
