@@ -174,12 +174,14 @@ def test_ten_killed_drivers_are_resumed_to_the_same_parameters(texts, tmp_path):
     subprocess.run(run(command(texts, tmp_path / "quiet", **flags)), check=True)
     args = command(texts, tmp_path / "run", engine="ray", **flags)
     rng = np.random.default_rng(3)
-    for kill in range(10):
-        process = subprocess.Popen(run([*args, "--resume"]), stderr=subprocess.DEVNULL)
+    for _ in range(10):
+        said = tmp_path / "stderr"
+        with open(said, "w") as stderr:
+            process = subprocess.Popen(run([*args, "--resume"]), stderr=stderr)
         want = len(lines(tmp_path / "run", "ledger.jsonl")) + int(rng.integers(1, 6))
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 400
         while len(lines(tmp_path / "run", "ledger.jsonl")) < want:
-            assert process.poll() is None and time.monotonic() < deadline, kill
+            assert process.poll() is None and time.monotonic() < deadline, said.read_text()
             time.sleep(0.002)
         process.kill()
         process.wait()

@@ -23,7 +23,7 @@ from fedsim.engine.resources import WorkerPlan, actor_options, expect_room, plan
 
 MAX_LOSSES = 4  # of one lane, in one call
 INLINE_BYTES = 100_000
-START_S = 120.0  # for all workers to answer for the first time
+START_S = 300.0  # for all workers to answer for the first time; imports are slow on busy hosts
 
 
 class Actors:
