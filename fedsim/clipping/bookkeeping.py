@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import traverse_util
 from flax.core import tracers
+from jax.extend.core import Var
 
 from fedsim.clipping import scan
 from fedsim.clipping.clip import Clip
@@ -85,6 +86,7 @@ class _Model:
             return losses.sum(), (losses.sum(axis=1), inputs, outputs)
 
         self._check_rows(rows)
+        self._check_parameters(rows)
         # Zeros, added to a layer's output: the gradient there is the output's cotangent.
         outputs = jax.eval_shape(lambda: run({})[1][2])
         taps = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), outputs)
@@ -118,6 +120,24 @@ class _Model:
                 name = "/".join(path)
                 raise UnsupportedModel(f"{name}: called on {shape}, without the axis of the rows")
 
+    def _check_parameters(self, rows):
+        """Raises UnsupportedModel: the loss depends on a parameter beside its layer's calls."""
+
+        def losses(leaves):
+            params = traverse_util.unflatten_dict(leaves)
+            return self._observe(rows, None, params)[0]
+
+        leaves = traverse_util.flatten_dict(self.params)
+        jaxpr = jax.make_jaxpr(losses)(leaves).jaxpr
+        # By variable: the parameters that it depends on.
+        of = {var: {path} for var, path in zip(jaxpr.invars, sorted(leaves), strict=True)}
+        for equation in jaxpr.eqns:
+            used = set().union(*(of.get(v, ()) for v in equation.invars if isinstance(v, Var)))
+            of |= dict.fromkeys(equation.outvars, used)
+        for path in set().union(*(of.get(v, ()) for v in jaxpr.outvars if isinstance(v, Var))):
+            name = "/".join(path)
+            raise UnsupportedModel(f"parameter {name}: used beside the calls of its layer")
+
     def _is_lookup(self, call: Call) -> bool:
         return type(self.modules[call[0]]) is nn.Embed and call[1] == CALL
 
@@ -133,9 +153,9 @@ class _Model:
                 leaves[*path, name] = leaf
         return traverse_util.unflatten_dict(leaves)
 
-    def _observe(self, rows, taps):
-        """Run the model; taps are added to its layers' outputs. Returns losses, the distinct
-        inputs of layers, outputs by call."""
+    def _observe(self, rows, taps, params=None):
+        """Run the model; taps are added to its layers' outputs, which are zeros where taps is None.
+        Returns losses, the distinct inputs of layers, outputs by call."""
         inputs, outputs = [], {}
         here = tracers.current_trace()
 
@@ -155,10 +175,12 @@ class _Model:
             self.inputs[call] = same[0] if same else len(inputs)
             inputs.extend(() if same else given)
             outputs[call] = y
+            if taps is None:
+                return jnp.zeros_like(y)
             return y + taps[call] if call in taps else y
 
         with nn.intercept_methods(interceptor):
-            losses = self.loss_fn(self.params, rows)
+            losses = self.loss_fn(self.params if params is None else params, rows)
         return losses, inputs, outputs
 
     def _layers(self, inputs, cotangents):

@@ -16,8 +16,9 @@ class MeanTask:
         return jnp.zeros(self.points.shape[1])
 
     def read(self, split: str, rows: np.ndarray) -> np.ndarray:
-        """Points [rows, d]; padding (-1) reads some point, which its mask keeps out."""
-        return self.points[rows]
+        """Points [rows, d]; zeros for padding (-1): a point would take its user into other units,
+        where 0 * nan is nan."""
+        return np.where(rows[:, None] >= 0, self.points[rows], np.float32(0))
 
     def losses(self, params: jax.Array, batch: jax.Array) -> jax.Array:
         """f per row, [rows]."""
