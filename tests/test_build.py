@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from datetime import date
@@ -509,11 +510,12 @@ def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypat
     script = tmp_path / "script.py"
     script.write_text(KILLED)
     command = [sys.executable, script, tmp_path / "*.parquet", tmp_path / "out"]
-    subprocess.run([*command, "kill"], check=False, timeout=100)
+    killed = subprocess.run([*command, "kill"], check=False, timeout=300)
+    assert killed.returncode == -signal.SIGKILL
     staging = tmp_path / ".out.building"
-    done = {path: path.stat().st_mtime_ns for path in staging.glob("runs/part-*")}
+    done = {path: path.stat().st_mtime_ns for path in staging.glob("runs/part-*.json")}
     assert 1 <= len(done) < 8 and not (tmp_path / "out").exists()
-    subprocess.run([*command, "watch"], check=True, timeout=100)
+    subprocess.run([*command, "watch"], check=True, timeout=300)
     build(tmp_path / "*.parquet", tmp_path / "whole", num_workers=1)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
     kept = json.loads((tmp_path / "kept.json").read_text())
@@ -521,20 +523,30 @@ def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypat
 
 
 KILLED = """
-import json, os, pathlib, signal, sys
-from fedsim.data import build, pool, runs, staging
+import json, os, pathlib, signal, sys, time
+from fedsim.data import build, pool, runs
+
+OUT, MODE = pathlib.Path(sys.argv[2]), sys.argv[3]
+write_json = runs.write_json
+
+def parts():
+    return sorted(OUT.parent.glob(".out.building/runs/part-*.json"))
+
+def write_and_kill(*record):  # in the workers, which import this script, too
+    write_json(*record)
+    if MODE == "kill" and len(parts()) >= 2:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)  # but they end with their parent
 
 def say(line):
-    parts = sorted(pathlib.Path(sys.argv[2]).parent.glob(".out.building/runs/part-*"))
-    if sys.argv[3] == "kill" and parts:
-        os.kill(os.getpid(), signal.SIGKILL)
     if line.startswith("sorted"):
-        kept = {path.name: path.stat().st_mtime_ns for path in parts}
-        pathlib.Path(sys.argv[2]).with_name("kept.json").write_text(json.dumps(kept))
+        kept = {path.name: path.stat().st_mtime_ns for path in parts()}
+        OUT.with_name("kept.json").write_text(json.dumps(kept))
 
+runs.write_json = write_and_kill
+pool.SMALL_BYTES = 0
 if __name__ == "__main__":
-    pool.SMALL_BYTES, pool.PROGRESS_EVERY_S = 0, 0.01
-    build.build(sys.argv[1], sys.argv[2], num_workers=2, progress=say)
+    build.build(sys.argv[1], OUT, num_workers=2, progress=say)
 """
 
 
