@@ -142,4 +142,5 @@ def test_few_candidates_are_tried_the_simplest_first(group, num_parameters):
     assert numbers == sorted(numbers) and tried[0].name == "scan"
     assert ("vmap" in {strategy.name for strategy in tried}) == (num_parameters == 100)
     for strategy in tried:
-        assert strategy.units_per_chunk(group) >= 1
+        assert strategy.units_at_once(group) >= 1
+        assert strategy.units_per_call(group) % strategy.units_at_once(group) == 0
