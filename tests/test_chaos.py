@@ -109,13 +109,14 @@ def test_a_short_storm_changes_nothing(ray_cluster, problem):
 
     def between(step):
         if step in kill:
+            os.kill(pids[kill[step]], signal.SIGSTOP)  # so that it dies with its lane under way
             threading.Timer(0.1, os.kill, (pids[kill[step]], signal.SIGKILL)).start()
 
     found = steps(pool, params, np.random.default_rng(1), 8, between)
     measured = pool.measurements()
     pool.close()
     assert np.array_equal(found, expected)
-    assert measured["performance/redispatched_lanes"] >= 1
+    assert measured["performance/redispatched_lanes"] == 2
 
 
 @pytest.mark.slow
