@@ -256,3 +256,64 @@ def test_runs_with_other_settings_share_no_noise_though_they_share_a_seed(texts,
         main(command(texts, tmp_path / name, **{"num-steps": 1, **flags}))
     a, b, c = ((tmp_path / name / "secret.json").read_text() for name in changes)
     assert a != b and a == c  # the number of workers changes nothing
+
+
+def config(run_dir):
+    return json.loads((run_dir / "config.json").read_text())
+
+
+def refused(args, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(args)
+    assert stop.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_every_strategy_trains_alike(algorithm, texts, undisturbed, tmp_path):
+    expected = undisturbed[algorithm]["final_eval_loss"]
+    assert "the strategy of the clipped sum" in str(undisturbed[algorithm]["non_private"])
+    for name in ("scan:1", "bookkeeping:4", "vmap:4"):
+        run_dir = tmp_path / name.replace(":", "-")
+        # Another strategy is another run, with other noise, unless there is none.
+        main(command(texts, run_dir, algorithm, epsilon="inf", strategy=name))
+        found = summary(run_dir)
+        assert config(run_dir)["strategy"] == {"name": name, "why": "as asked for"}
+        assert "strategy of the clipped sum" not in str(found["non_private"])
+        assert found["final_eval_loss"] < found["initial_eval_loss"]
+        assert found["final_eval_loss"] == pytest.approx(expected, rel=0.2)
+
+
+def test_a_run_in_half_precision_learns_the_same_and_stays_so(texts, tmp_path, capsys):
+    for dtype in ("float32", "bfloat16"):
+        flags = {"compute-dtype": dtype, "strategy": "scan:2", "epsilon": "inf"}
+        main(command(texts, tmp_path / dtype, **flags))
+    exact, half = (summary(tmp_path / dtype) for dtype in ("float32", "bfloat16"))
+    assert half["params_sha256"] != exact["params_sha256"]
+    assert half["final_eval_loss"] == pytest.approx(exact["final_eval_loss"], rel=0.1)
+    args = command(texts, tmp_path / "float32", **{**flags, "compute-dtype": "bfloat16"})
+    message = refused([*args, "--resume"], capsys)
+    assert "compute_dtype=bfloat16: expected float32" in message
+
+
+def test_a_resumed_run_keeps_its_strategy_whatever_is_remembered(
+    texts, run_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path))
+    remembered = tmp_path / "strategies"
+    args = command(texts, run_dir)
+    kill_after(args, run_dir, 4, signal.SIGTERM)
+    recorded = config(run_dir)["strategy"]
+    (file,) = remembered.iterdir()
+    assert json.loads(file.read_text())["strategy"] == recorded["name"]
+    other = "bookkeeping:7" if recorded["name"].startswith("scan") else "scan:7"
+    file.write_text(json.dumps({"strategy": other}))
+    main([*args, "--resume"])
+    assert config(run_dir)["strategy"] == recorded
+
+
+@pytest.mark.parametrize("text", ["ghost", "scan:0", "auto:2"])
+def test_a_strategy_that_there_is_not_is_refused(text, texts, run_dir, capsys):
+    message = refused(command(texts, run_dir, strategy=text), capsys)
+    assert message.startswith(f"fedsim: error: strategy={text}: expected auto, or scan")
+    assert not run_dir.exists()

@@ -122,6 +122,7 @@ class _Model:
 
     def _check_parameters(self, rows):
         """Raises UnsupportedModel: the loss depends on a parameter beside its layer's calls."""
+        self._own_parameters()
 
         def losses(leaves):
             params = traverse_util.unflatten_dict(leaves)

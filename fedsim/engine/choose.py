@@ -50,7 +50,8 @@ def choose_strategy(
     tried = candidates(group, count, on_cpu=", cpu," in machine)
     file = cache / f"{_digest(machine, params, group, tried)}.json"
     try:
-        return Strategy.parse(json.loads(file.read_text())["strategy"]), "as on this machine before"
+        known = Strategy.parse(str(json.loads(file.read_text())["strategy"]))
+        return known, "as on this machine before"
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         pass
     trials = _try(engine, params, rows, clip, tried)
