@@ -1,11 +1,13 @@
 """Per-unit norms and weighted sums of single layers, held against gradients that NumPy forms."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
 
 from fedsim.clipping import layers
+from fedsim.clipping.bookkeeping import TRUSTED
 
 UNITS = 3
 # tokens, inputs, outputs: the first two of few tokens and wide, the others not
@@ -122,3 +124,40 @@ def test_squares_that_underflow_beside_large_ones_are_not_trusted():
     x, g = jnp.full((1, 1, 8), 1e-23), jnp.full((1, 1, 8), 1e18)
     squared, rounding = layers.product_norms(x, g)  # the norm is 8e-5
     assert not squared >= rounding
+
+
+def cancelling(rng, units, tokens, width):
+    """Cotangents [units, 1, tokens, width] whose second half takes the first half back, nearly."""
+    shape = (units, 1, 1, 1)
+    first = rng.normal(size=(units, 1, tokens // 2, width)) * 10 ** rng.uniform(-3, 3, shape)
+    second = -first * (1 + 10 ** rng.uniform(-8, 0, shape))
+    return jnp.asarray(np.concatenate([first, second], axis=2), jnp.float32)
+
+
+@pytest.mark.parametrize("kind", ["dense", "embedding", "tied"])
+@pytest.mark.parametrize("tokens, inputs, outputs", [(6, 32, 48), (40, 8, 6)])
+def test_what_is_trusted_is_no_longer_than_its_norm(kind, tokens, inputs, outputs, rng):
+    units = 2000
+    half = rng.normal(size=(units, 1, tokens // 2, inputs)).astype(np.float32)
+    ids = rng.integers(outputs, size=(units, 1, tokens // 2, 1))
+    x, ids = (jnp.asarray(np.concatenate([leaf, leaf], axis=2)) for leaf in (half, ids))
+    lookup = (ids, cancelling(rng, units, tokens, inputs))
+    matmul = (x, cancelling(rng, units, tokens, outputs))
+
+    def one(seen):
+        lookup, matmul = seen
+        params = {"embedding": np.zeros((outputs, inputs))}
+        calls = {layers.CALL: [lookup]} | ({layers.ATTEND: [matmul]} if kind == "tied" else {})
+        layer = layers.Embed(nn.Embed(outputs, inputs), calls)
+        if kind == "dense":
+            params = {"kernel": np.zeros((inputs, outputs))}
+            layer = layers.Dense(nn.Dense(outputs), {layers.CALL: [matmul]})
+        squared, rounding = layer.squared_norms(params)
+        (total,) = layer.weighted_sum(params, 1 / jnp.sqrt(squared + rounding)).values()
+        return total, squared >= TRUSTED * rounding
+
+    totals, trusted = jax.jit(lambda seen: jax.lax.map(one, seen))((lookup, matmul))
+    lengths = np.linalg.norm(np.asarray(totals, np.float64).reshape(units, -1), axis=1)
+    kept = np.asarray(trusted)[:, 0]
+    assert 100 < kept.sum() < 1990
+    assert 1 - 1e-3 < lengths[kept].max() <= 1 + 1e-5

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-VOCAB, LENGTH = 11, 5
+VOCAB, LENGTH = 29, 5
 BIASES = nn.initializers.normal(0.3)
 
 
