@@ -1,12 +1,16 @@
 """Workers and their environment follow from what the cluster has, and from nothing else."""
 
 import os
+import platform
 import re
+import subprocess
+import sys
 
 import pytest
 
 from fedsim.config import ConfigError
 from fedsim.engine.resources import (
+    ALLOCATOR,
     WorkerPlan,
     actor_options,
     driver_environment,
@@ -96,7 +100,22 @@ def test_cpu_workers_and_drivers_take_no_accelerator():
     assert worker_environment(WorkerPlan(4, 3, None, 2)) == {
         **driver_environment(3),
         "JAX_NUM_CPU_DEVICES": "2",
+        "GLIBC_TUNABLES": ALLOCATOR,
     }
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="variables of the GNU C library")
+def test_memory_that_a_worker_frees_stays_with_it():
+    script = """
+import resource, numpy as np
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.ones(25_000_000, np.float32)  # 24,414 pages
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    env = {**os.environ, **worker_environment(WorkerPlan(1, 1))}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, check=True)
+    assert int(done.stdout) < 100
 
 
 @pytest.mark.parametrize("accelerator, platform", [("GPU", "cuda"), ("TPU", "tpu")])

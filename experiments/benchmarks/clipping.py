@@ -9,8 +9,9 @@ without any clipping, its micro-batch tuned; `auto` is what a run would choose, 
 a worker computes it. jax_privacy runs in the same process, its micro-batch tuned; Opacus (hooks and
 ghost clipping, examples only) in an environment of its own, beside PyTorch's own plain gradient.
 
-Everything runs on one thread, as fedsim's workers do, in turn; times are processor seconds, ratios
-are medians over turns. Memory is what the compiled program needs beside parameters and result.
+Everything runs on one thread, with the memory allocator set as in fedsim's workers, in turn; times
+are processor seconds, ratios are medians over turns. Memory is what the compiled program needs
+beside parameters and result.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from fedsim.clipping.scan import zeros_like
 from fedsim.clipping.strategy import candidates
 from fedsim.engine.choose import choose_strategy
 from fedsim.engine.local import LocalEngine
+from fedsim.engine.resources import ALLOCATOR
 from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
 
 CLIP = Clip(1.0, normalised=True)
@@ -217,6 +219,13 @@ def bars(rows: list[dict]) -> list[dict]:
     return found
 
 
+def as_a_worker() -> None:
+    """Start again with the allocator settings of a worker's process: all calls gain by them."""
+    if os.environ.get("GLIBC_TUNABLES") != ALLOCATOR:
+        os.environ["GLIBC_TUNABLES"] = ALLOCATOR
+        os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -228,6 +237,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", type=int, default=list(GROUPS))
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
+    as_a_worker()
     if arguments.quick:
         arguments.sizes, arguments.groups, arguments.turns = ["1M"], [1, 16], 3
         arguments.no_peers = True

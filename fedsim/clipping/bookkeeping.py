@@ -44,26 +44,22 @@ def clipped_sum(
     *seen, squared, rounding, losses = model.run(batch, mask)
     trusted = jnp.isfinite(squared) & (squared >= TRUSTED * rounding)
 
-    norms = jnp.where(trusted, jnp.sqrt(squared), 0)
-    scale = clip.scale(jnp.sqrt(squared + rounding))  # of the largest that they may be
-
-    def weigh():
-        return model.weighted_sum(seen, scale), norms, losses, norms < 0
-
-    def apart():
-        def trusted_only(leaf):
-            return jnp.where(trusted.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0)
-
+    def trusted_only(leaf):
         # Selected, not multiplied by zero: 0 * nan is nan.
-        kept = model.weighted_sum(jax.tree.map(trusted_only, seen), trusted_only(scale))
-        own = mask & ~trusted[:, None]
-        total, *others = scan.clipped_sum(loss_fn, params, batch, own, clip)
-        values = zip(others, (norms, losses, norms < 0), strict=True)
-        return jax.tree.map(jnp.add, kept, total), *(
-            jnp.where(trusted, ours, theirs) for theirs, ours in values
-        )
+        return jnp.where(trusted.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0)
 
-    return jax.lax.cond(trusted.all(), weigh, apart)
+    # Loops that are never entered, where all are trusted: a branch would copy what it is given.
+    seen = jax.lax.fori_loop(
+        0, 1 - trusted.all(), lambda _, seen: jax.tree.map(trusted_only, seen), seen
+    )
+    scale = trusted_only(clip.scale(jnp.sqrt(squared + rounding)))  # of the largest it may be
+    total = model.weighted_sum(seen, scale)
+    own = mask & ~trusted[:, None]
+    total, *values = scan.clipped_sum(loss_fn, params, batch, own, clip, total=total)
+    ours = trusted_only(jnp.sqrt(squared)), losses, jnp.zeros_like(trusted)
+    return total, *(
+        jnp.where(trusted, mine, theirs) for mine, theirs in zip(ours, values, strict=True)
+    )
 
 
 class _Model:

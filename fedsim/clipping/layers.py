@@ -81,7 +81,7 @@ class Embed(Layer):
         total = jnp.zeros(params["embedding"].shape, jnp.float32)
         if ATTEND in self.calls:
             x_UTD, g_UTV = self.joined(ATTEND)
-            total = product(x_UTD, g_UTV, weights_U).T
+            total = product(g_UTV, x_UTD, weights_U)
         if CALL in self.calls:
             ids_US, h_USD = self.looked_up()
             total = total.at[ids_US].add(weighted(h_USD, weights_U))

@@ -107,8 +107,8 @@ class Engine(ABC):
             "lane_sum", params, self.cut(rows), clip, self.strategy
         ):
             stats.append(lane_stats)
-            if total is None:  # a worker's answer may be a read-only view of shared memory
-                total = jax.tree.map(np.array, lane_sum)
+            if total is None or len(stats) == 2:  # may be read-only views of shared memory
+                total = lane_sum if total is None else jax.tree.map(_plus, total, lane_sum)
             else:
                 jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
         if total is None:
@@ -149,3 +149,7 @@ class Engine(ABC):
         # Of one unit alone, a lane's sum would be that unit's gradient.
         num_lanes = max(1, min(self.num_lanes, len(rows) // 2))
         return [lane for lane in np.array_split(rows, num_lanes) if len(lane)]
+
+
+def _plus(a, b):
+    return np.asarray(np.add(a, b))  # an array also where NumPy makes a scalar
