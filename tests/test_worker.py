@@ -67,19 +67,13 @@ def compiled():
 def test_200_random_cohorts_compile_nothing_new(text, group, task, params, rng, compiled):
     worker, strategy = Worker(task), Strategy.parse(text)
     for low in (0, 100, 200):  # one bucket after the other
-        worker.lane_sum(
-            0,
-            params,
-            np.arange(low, low + 40 * group).reshape(-1, group)[:40] % 300,
-            CLIP,
-            strategy,
-        )
+        worker.lane_sum(0, params, cohort(rng, 40, group, low, low + 100), CLIP, strategy)
     worker.lane_sum(0, params, cohort(rng, 40, group), CLIP, strategy)
     known = set(worker.programs)
     assert compiled and len(known) <= len(task.buckets.lengths)
     compiled.clear()
     for step in range(200):
-        rows = cohort(rng, rng.integers(41), group)
+        rows = cohort(rng, rng.integers(41 if step % 20 == 0 else 9), group)
         total, stats = worker.lane_sum(step, params, rows, CLIP, strategy)
         assert len(stats.norms) == len(rows)
         if not step % 50:

@@ -55,11 +55,12 @@ def clipped_sum(
     scale = trusted_only(clip.scale(jnp.sqrt(squared + rounding)))  # of the largest it may be
     total = model.weighted_sum(seen, scale)
     own = mask & ~trusted[:, None]
-    total, *values = scan.clipped_sum(loss_fn, params, batch, own, clip, total=total)
+    total, *apart = scan.clipped_sum(loss_fn, params, batch, own, clip, total=total)
     ours = trusted_only(jnp.sqrt(squared)), losses, jnp.zeros_like(trusted)
-    return total, *(
-        jnp.where(trusted, mine, theirs) for mine, theirs in zip(ours, values, strict=True)
+    norms, losses, dropped = (
+        jnp.where(trusted, mine, theirs) for mine, theirs in zip(ours, apart, strict=True)
     )
+    return total, norms, losses, dropped
 
 
 class _Model:

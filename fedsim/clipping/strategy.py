@@ -14,7 +14,6 @@ from fedsim.config import expect
 NAMES = ("scan", "bookkeeping", "vmap")  # the simpler ones first
 UNITS_PER_CALL = 32
 FEW_PARAMETERS = 20_000
-LARGE = 10_000_000
 NEAR_TIE = 1.02
 
 
@@ -103,10 +102,9 @@ def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[
         return [Strategy("scan", min(group, 8)), Strategy("vmap", max(group, 64))]
     # A processor's cache holds the activations of few rows, but each pass adds up all parameters;
     # an accelerator wants to be filled.
-    passes = ((2, 4) if num_parameters < LARGE else (4, 16)) if on_cpu else (8, 32)
-    together = (4, 16) if on_cpu else (8, 32)
+    passes = (4, 16) if on_cpu else (8, 32)
     scans = [Strategy("scan", rows) for rows in sorted({min(group, rows) for rows in passes})]
-    return scans + [Strategy("bookkeeping", rows) for rows in together if group <= rows]
+    return scans + [Strategy("bookkeeping", rows) for rows in passes if group <= rows]
 
 
 def choose(found: Sequence[tuple[Strategy, float | None]]) -> Strategy:
