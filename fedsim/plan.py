@@ -17,6 +17,7 @@ from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.els import ELS
 from fedsim.keys import SecretKey
+from fedsim.tuner import median_group_size
 from fedsim.uls import ULS
 
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
@@ -87,7 +88,7 @@ def complete(
         delta = users.num_examples**-1.1
         found.append(f"delta={delta:.3g} (n^-1.1 for the n training examples)")
     if group_size is None and algorithm == Algorithm.ELS:
-        group_size = max(1, int(np.median(np.diff(users.offsets))))
+        group_size = median_group_size(np.diff(users.offsets))
         found.append(f"group_size={group_size} (the median user's number of examples)")
     if data.metadata.get("tokenizer", {}).get("trained_on_data"):
         found.append("the tokenizer (trained on the training users' text)")

@@ -33,7 +33,7 @@ def els_noise_variance(setting: Setting, *, budget: int, group_size: int) -> flo
     Raises: ValueError: the budget exceeds the pool of G_ELS N examples.
     """
     sigma = _noise_multiplier(setting, budget / (group_size * setting.num_users), group_size)
-    return (sigma * setting.example_grad_norm / budget) ** 2
+    return noise_stddev(setting.example_grad_norm, sigma, budget) ** 2
 
 
 def uls_noise_variance(
@@ -47,7 +47,30 @@ def uls_noise_variance(
     """
     cohort = budget / group_size
     sigma = _noise_multiplier(setting, cohort / setting.num_users, 1)
-    return (sigma * user_grad_norm / cohort) ** 2
+    return noise_stddev(user_grad_norm, sigma, cohort) ** 2
+
+
+def noise_stddev(grad_norm: float, noise_multiplier: float, count: float) -> float:
+    """L sigma / count: standard deviation per coordinate of a step's noise, in the gradient's unit.
+
+    Args: grad_norm: L_ELS or L_ULS, the clip norm. count: B or M.
+    """
+    return grad_norm * noise_multiplier / count
+
+
+def els_has_less_noise(
+    *,
+    example_grad_norm: float,
+    els_noise_multiplier: float,
+    user_grad_norm: float,
+    uls_noise_multiplier: float,
+    group_size: int,
+) -> bool:
+    """Equation 5: L_ELS sigma_ELS <= G_ULS L_ULS sigma_ULS, at equal budgets B = G_ULS M."""
+    return (
+        example_grad_norm * els_noise_multiplier
+        <= group_size * user_grad_norm * uls_noise_multiplier
+    )
 
 
 def aligned_grad_norm(example_grad_norm: float, group_size: int) -> float:

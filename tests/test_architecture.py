@@ -15,7 +15,7 @@ LEVELS = (
     "accounting calibration composition group_privacy mixture refinement "
     "sampling clipping mechanism models data "
     "checkpoint ledger metrics rundir optimizers",
-    "els uls engine variance",
+    "els uls engine norms tuner variance",
     "plan console train evaluate",
     "cli arguments data_commands",
 )
