@@ -21,6 +21,7 @@ from scipy import stats
 
 from fedsim import calibration, composition, mixture, refinement
 from fedsim.calibration import Progress, cached
+from fedsim.pure import PureEvent, pure_pld, pure_pmf
 from fedsim.refinement import Query
 
 RELATIVE_ACCURACY = calibration.SPEND_ACCURACY
@@ -66,8 +67,9 @@ class StepEvent:
         )
 
 
-Phases = Sequence[tuple[StepEvent, int]]
-"""What was released: events, each with its number of steps, composed."""
+Event = StepEvent | PureEvent
+Phases = Sequence[tuple[Event, int]]
+"""What was released: events, each with its number of times, composed."""
 
 
 def epsilon(
@@ -129,24 +131,24 @@ def composed_loss(phases: Phases, delta: float) -> PrivacyLossDistribution:
 
 
 class RunningEpsilon:
-    """epsilon after t steps of one event, cheap enough to call while training.
+    """epsilon after `before` and t steps of one event, cheap enough to call while training.
 
     Guarantees: every answer is an upper bound, within about RELATIVE_ACCURACY of epsilon().
     The grid is chosen anew when t has doubled; in between, a call is one composition.
     """
 
-    def __init__(self, event: StepEvent, delta: float) -> None:
+    def __init__(self, event: StepEvent, delta: float, before: Phases = ()) -> None:
         require("delta", delta, 0 < delta < 1, "in (0, 1)")
-        self._event, self._delta = event, delta
+        self._event, self._delta, self._before = event, delta, before
         self._chosen_at, self._discretization = 0, 0.0
 
     def __call__(self, num_steps: int) -> float:
         require_count("num_steps", num_steps, 0)
-        phases = [(self._event, num_steps)]
+        phases = [*self._before, (self._event, num_steps)]
         if 0 < self._chosen_at <= num_steps < 2 * self._chosen_at:
             return epsilon(phases, self._delta, discretization=self._discretization)
         if num_steps == 0:
-            return 0.0
+            return epsilon(self._before, self._delta)
         answer, self._discretization = _refine(phases, _epsilon_query(self._delta))
         self._chosen_at = num_steps
         return float(answer[0])
@@ -159,9 +161,10 @@ def noise_multiplier(
     num_steps: int,
     sampling_prob: float,
     max_contributions: int = 1,
+    before: Phases = (),
     progress: Progress = None,
 ) -> float:
-    """The smallest sigma that keeps num_steps steps within (epsilon, delta).
+    """The smallest sigma that keeps num_steps steps, and `before`, within (epsilon, delta).
 
     Guarantees: the module's epsilon() of the result is at most `epsilon`. Kept on disk.
     Raises: ValueError: an argument is out of range, or no sigma up to 1e6 is enough.
@@ -175,14 +178,15 @@ def noise_multiplier(
 
     def spend(sigma: float, accuracy: float) -> float:
         step = dataclasses.replace(event, noise_multiplier=sigma)
-        return _spent(step, num_steps, delta, accuracy)
+        return _spent([*before, (step, num_steps)], delta, accuracy)
 
     def solve() -> float:
         return calibration.calibrate(
             "noise_multiplier", spend, epsilon, guess, (1e6, 1e-2), progress
         )
 
-    return cached("noise_multiplier", (epsilon, delta, num_steps, event), solve)
+    key = (epsilon, delta, num_steps, event, *before)
+    return cached("noise_multiplier", key, solve)
 
 
 def sampling_prob(
@@ -204,7 +208,7 @@ def sampling_prob(
 
     def spend(prob: float, accuracy: float) -> float:
         step = dataclasses.replace(event, sampling_prob=min(prob, 1.0))
-        return _spent(step, num_steps, delta, accuracy)
+        return _spent([(step, num_steps)], delta, accuracy)
 
     def solve() -> float:
         return calibration.calibrate("sampling_prob", spend, epsilon, 1e-2, (1e-12, 1.0), progress)
@@ -231,7 +235,7 @@ def num_steps(
     report = calibration.throttled(progress)
 
     def spent(steps: int) -> float:
-        value = _spent(event, steps, delta, RELATIVE_ACCURACY)
+        value = _spent([(event, steps)], delta, RELATIVE_ACCURACY)
         report(f"num_steps {steps}: epsilon {value:.6g}")
         return value
 
@@ -274,10 +278,10 @@ def _epsilon_query(delta: float) -> Query:
     return lambda pmf: np.array([composition.pmf_epsilon_at(pmf, delta)])
 
 
-def _spent(event: StepEvent, num_steps: int, delta: float, accuracy: float) -> float:
+def _spent(phases: Phases, delta: float, accuracy: float) -> float:
     """epsilon(), or inf where the noise is so small that no grid can hold the loss."""
     try:
-        return float(_refine([(event, num_steps)], _epsilon_query(delta), accuracy)[0][0])
+        return float(_refine(phases, _epsilon_query(delta), accuracy)[0][0])
     except composition.GridTooLargeError:
         return math.inf
 
@@ -332,16 +336,22 @@ def _compose_direction(phases: Phases, direction: int, discretization: float) ->
 
 
 @functools.lru_cache(maxsize=16)
-def _one_direction(event: StepEvent, discretization: float, direction: int) -> DensePLDPmf:
+def _one_direction(event: Event, discretization: float, direction: int) -> DensePLDPmf:
+    if isinstance(event, PureEvent):
+        return pure_pmf(event, discretization)
     return mixture.one_step_pmf(_mixture(event), discretization, direction)
 
 
 @functools.lru_cache(maxsize=16)
-def _one_step(event: StepEvent, discretization: float) -> PrivacyLossDistribution:
+def _one_step(event: Event, discretization: float) -> PrivacyLossDistribution:
+    if isinstance(event, PureEvent):
+        return pure_pld(event, discretization)
     return mixture.one_step_pld(_mixture(event), discretization)
 
 
-def _loss_range(event: StepEvent) -> float:
+def _loss_range(event: Event) -> float:
+    if isinstance(event, PureEvent):
+        return 2 * event.epsilon
     lowest, highest = mixture.loss_range(_mixture(event))
     return highest - lowest
 
@@ -352,9 +362,9 @@ def _mixture(event: StepEvent) -> mixture.Mixture:
     )
 
 
-def _merge(phases: Phases) -> list[tuple[StepEvent, int]]:
+def _merge(phases: Phases) -> list[tuple[Event, int]]:
     """Equal events added up, phases without a step left out."""
-    counts: dict[StepEvent, int] = {}
+    counts: dict[Event, int] = {}
     for event, count in phases:
         require_count("num_steps", count, 0)
         counts[event] = counts.get(event, 0) + int(count)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -27,6 +28,16 @@ def parse(command: Any, args: list[str]) -> Any:
         if stop.code in (0, None):
             raise
         raise ConfigError(_first_fault(shown.getvalue())) from None
+
+
+def set_threads(run: RunConfig) -> None:
+    """Before JAX starts its first client: it reads these variables then."""
+    from fedsim.engine.resources import driver_environment
+
+    variables = driver_environment(run.threads_per_worker)
+    if run.engine == "local":  # this process computes, on whatever there is
+        del variables["JAX_PLATFORMS"]
+    os.environ.update(variables)
 
 
 def _with_file(args: list[str]) -> list[str]:

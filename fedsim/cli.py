@@ -7,14 +7,13 @@ A user's mistake ends with exit code 2 and one line, `fedsim: error: ...`; never
 import dataclasses
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
-from fedsim.arguments import parse
+from fedsim.arguments import parse, set_threads
 from fedsim.config import (
     Algorithm,
     FedsimError,
@@ -25,6 +24,7 @@ from fedsim.config import (
     to_json,
 )
 from fedsim.data_commands import Data
+from fedsim.tuning_commands import Recommend
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
 Flat = tyro.conf.OmitArgPrefixes
@@ -51,7 +51,7 @@ class Train:
     """Print summary.json's object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
-        _set_threads(self.run)
+        set_threads(self.run)
         from fedsim.console import Console
         from fedsim.train import train
 
@@ -83,7 +83,7 @@ class Evaluate:
         stored = rundir.load(self.run_dir)
         stored["run"] |= {"engine": self.engine, "num_workers": self.num_workers}
         run = RunConfig(**{**stored["run"], "run_dir": self.run_dir})
-        _set_threads(run)
+        set_threads(run)
         from fedsim.console import Console
         from fedsim.evaluate import evaluate_run
 
@@ -205,6 +205,7 @@ Command = (
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[Account, tyro.conf.subcommand("account")]
     | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
+    | Annotated[Recommend, tyro.conf.subcommand("recommend")]
     | Annotated[Data, tyro.conf.subcommand("data")]
 )
 
@@ -223,16 +224,6 @@ def _without_json(command: Any) -> dict[str, Any]:
 
 def _progress(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def _set_threads(run: RunConfig) -> None:
-    """Before JAX starts its first client: it reads these variables then."""
-    from fedsim.engine.resources import driver_environment
-
-    variables = driver_environment(run.threads_per_worker)
-    if run.engine == "local":  # this process computes, on whatever there is
-        del variables["JAX_PLATFORMS"]
-    os.environ.update(variables)
 
 
 def main(args: list[str] | None = None) -> None:

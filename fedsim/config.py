@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +64,18 @@ class PrivacyConfig:
     sampling: Literal["poisson", "shuffle"] = "poisson"
     """shuffle is the paper's comparison mode: epsilon as if Poisson sampled, not a guarantee."""
 
+    group_size_epsilon: float | None = None
+    """ELS: choose the group size privately, as the median of users' numbers of examples, with this
+    much of epsilon. > 0 and below epsilon. Default: group_size, or the median as it is."""
+
+    clip_quantile: float | None = None
+    """Move the clip norm, from clip_norm on, to this quantile of the norms of users' (ULS) or
+    examples' (ELS) gradients, privately and within epsilon (Andrew et al. 2021). In (0, 1)."""
+
+    chosen_on_data: str = ""
+    """Settings chosen by looking at this data without protection (group_size,clip_norm): nothing
+    accounts for that, so the report says it. `fedsim recommend` fills this in."""
+
     def __post_init__(self):
         expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
@@ -73,6 +86,14 @@ class PrivacyConfig:
             expect("delta", self.delta, 0 < self.delta < 1, "in (0, 1)")
         if self.group_size is not None:
             expect("group_size", self.group_size, self.group_size >= 1, ">= 1")
+        if (share := self.group_size_epsilon) is not None:
+            holds = 0 < share < self.epsilon
+            expect("group_size_epsilon", share, holds, f"> 0 and below epsilon={self.epsilon}")
+        if self.clip_quantile is not None:
+            expect("clip_quantile", self.clip_quantile, 0 < self.clip_quantile < 1, "in (0, 1)")
+        names = {field.name for part in (PrivacyConfig, RunConfig) for field in fields(part)}
+        for name in filter(None, self.chosen_on_data.split(",")):
+            expect("chosen_on_data", name, name in names, "names of settings with commas between")
 
 
 @dataclasses.dataclass(frozen=True)

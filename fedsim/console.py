@@ -93,6 +93,9 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
         epsilon = f"{plan.target_epsilon:g} at delta {plan.delta:.3g}{label}"
     else:
         epsilon = "inf: no noise, non-private"
+    median = plan.group_size_epsilon
+    chosen = f"; a private median, for epsilon {median:g} of it" if median else ""
+    moves = f", moved to quantile {plan.clip_quantile:g} privately" if plan.clip_quantile else ""
     compute = f"{plan.num_steps:,} steps x {plan.budget:,} gradients"
     return [
         ("algorithm", f"DP-SGD-{plan.algorithm.upper()}, {plan.sampling_run} sampling"),
@@ -101,8 +104,8 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
             "step",
             f"{plan.expected_count:,} {unit} expected, with probability {plan.sampling_prob:.3g}",
         ),
-        ("group size", f"{plan.group_size:,} of a user's examples {share} at most"),
-        ("clipping", f"{plan.clipping}, C = {plan.clip_norm:g}"),
+        ("group size", f"{plan.group_size:,} of a user's examples {share} at most{chosen}"),
+        ("clipping", f"{plan.clipping}, C = {plan.clip_norm:g}{moves}"),
         ("epsilon", epsilon),
         ("noise multiplier", f"{plan.noise_multiplier:.4f}"),
         ("compute", f"{compute}, {plan.num_parameters:,} parameters"),

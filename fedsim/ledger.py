@@ -1,8 +1,9 @@
 """What was released, step by step: append-only, chained, and the only source of a run's epsilon.
 
-`ledger.jsonl` has a head (what is fixed for the life of the run) and one line per step, written
-*before* anything of the step becomes visible. A step that is run again after a crash draws the same
-units and the same noise, so it is no second release: its line is there already and must agree.
+`ledger.jsonl` has a head (what is fixed for the life of the run, and in `before` what was released
+before the first step) and one line per step, written *before* anything of it becomes visible. A
+step that is run again after a crash draws the same units and the same noise, so it is no second
+release: its line is there already and must agree.
 Each line carries the sha256 of the line before it, so that a change in the past shows.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 from fedsim.accounting import StepEvent, epsilon
 from fedsim.config import FedsimError
 from fedsim.files import remove_cut_off_line, sync_directory, whole_lines
+from fedsim.pure import PureEvent
 
 FILE = "ledger.jsonl"
 
@@ -77,12 +79,15 @@ class Ledger:
 
 
 def released_epsilon(directory: Path, delta: float) -> float:
-    """Epsilon of the steps a run has released, recomputed from its ledger; inf without noise."""
-    events = [line["event"] for line in read(directory)[1:]]
+    """Epsilon of what a run has released, recomputed from its ledger; inf without noise."""
+    lines = read(directory)
+    events = [line["event"] for line in lines[1:]]
     if None in events:
         return math.inf
     phases = [(StepEvent(**event), len(list(same))) for event, same in itertools.groupby(events)]
-    return epsilon(phases, delta)
+    first = [each for line in lines[:1] for each in line["head"].get("before", [])]
+    before = [(PureEvent(each["epsilon"]), 1) for each in first]
+    return epsilon([*before, *phases], delta)
 
 
 def read(directory: Path) -> list[dict[str, Any]]:

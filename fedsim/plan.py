@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 
 from fedsim import accounting
+from fedsim.adaptive import AdaptiveClip
 from fedsim.clipping import Clip
 from fedsim.config import Algorithm, PrivacyConfig, expect, mistakes, to_json
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.els import ELS
 from fedsim.keys import SecretKey
+from fedsim.private_median import private_median
+from fedsim.pure import PureEvent
 from fedsim.tuner import median_group_size
 from fedsim.uls import ULS
 
@@ -52,11 +55,38 @@ class Plan:
     """Keyed digest of the data's fingerprint: says to the key's owner whether data are the same."""
     non_private: tuple[str, ...]
     """What the guarantee does not cover: read off the data, or known to others."""
+    group_size_epsilon: float | None = None
+    """What choosing the group size privately cost; part of target_epsilon."""
+    clip_quantile: float | None = None
+    """What clip_norm, the first step's, is moved towards; None: it stays."""
 
     @property
     def clip(self) -> Clip:
-        """The clip function, with its sensitivity."""
-        return Clip(self.clip_norm, normalised=self.clipping == "normalised")
+        """The clip function of the first step, with its sensitivity."""
+        return self.clip_at(self.clip_norm)
+
+    def clip_at(self, clip_norm: float) -> Clip:
+        """The clip function with another norm."""
+        return Clip(clip_norm, normalised=self.clipping == "normalised")
+
+    @property
+    def adaptive(self) -> AdaptiveClip | None:
+        """How the clip norm moves, or None if it stays."""
+        if self.clip_quantile is None:
+            return None
+        return AdaptiveClip(self.clip_quantile, self.expected_count, self.noise_multiplier)
+
+    @property
+    def gradient_noise_multiplier(self) -> float:
+        """Of the noise on the gradient: noise_multiplier, or more where a step releases the count
+        of units within the clip norm, too."""
+        adaptive = self.adaptive
+        return adaptive.gradient_noise_multiplier if adaptive else self.noise_multiplier
+
+    @property
+    def before(self) -> list[tuple[PureEvent, int]]:
+        """What is released before the first step, to the accountant."""
+        return _before(self.group_size_epsilon)
 
     def as_dict(self) -> dict[str, Any]:
         """In JSON's types."""
@@ -75,9 +105,12 @@ class Plan:
 
 
 def complete(
-    algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset, *, seeded: bool = False
+    algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset, *, key: SecretKey | None = None
 ) -> tuple[PrivacyConfig, list[str]]:
-    """Fill in delta and group size; also returns all that the guarantee does not cover."""
+    """Fill in delta and group size; also returns all that the guarantee does not cover.
+
+    Args: key: the run's; what group_size_epsilon asks for is drawn from it.
+    """
     users = data.train
     pool = " and the pool's size" if algorithm == Algorithm.ELS else ""
     counts = f"num_users={users.num_users}, num_examples={users.num_examples}{pool}"
@@ -87,12 +120,19 @@ def complete(
         expect("delta", None, users.num_examples > 1, "a value: one example gives none")
         delta = users.num_examples**-1.1
         found.append(f"delta={delta:.3g} (n^-1.1 for the n training examples)")
+    if (share := privacy.group_size_epsilon) is not None:
+        expect("group_size_epsilon", share, algorithm == Algorithm.ELS, "nothing with uls")
+        expect("group_size", group_size, group_size is None, "none, or no group_size_epsilon")
+        assert key is not None, "a private choice needs a key"
+        group_size = private_median(np.diff(users.offsets), share, key.generator("median"))
     if group_size is None and algorithm == Algorithm.ELS:
         group_size = median_group_size(np.diff(users.offsets))
         found.append(f"group_size={group_size} (the median user's number of examples)")
     if data.metadata.get("tokenizer", {}).get("trained_on_data"):
         found.append("the tokenizer (trained on the training users' text)")
-    if seeded:
+    for name in filter(None, privacy.chosen_on_data.split(",")):
+        found.append(f"{name} (chosen by looking at this data)")
+    if key is not None and key.seed is not None:
         found.append("the seed (whoever knows it can take the noise away)")
     return dataclasses.replace(privacy, delta=delta, group_size=group_size or 1), found
 
@@ -121,6 +161,7 @@ def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:
             num_steps=privacy.num_steps,
             sampling_prob=event.sampling_prob,
             max_contributions=event.max_contributions,
+            before=_before(privacy.group_size_epsilon),
         )
 
 
@@ -155,4 +196,10 @@ def make_plan(
         num_parameters=num_parameters,
         data_seal=data_seal,
         non_private=tuple(non_private),
+        group_size_epsilon=privacy.group_size_epsilon,
+        clip_quantile=privacy.clip_quantile,
     )
+
+
+def _before(group_size_epsilon: float | None) -> list[tuple[PureEvent, int]]:
+    return [] if group_size_epsilon is None else [(PureEvent(group_size_epsilon), 1)]

@@ -68,7 +68,7 @@ def train(
             same = stored["identity"]["data_seal"] == seal
             expect("data", run.data, same, f"the data with which {run.run_dir} was started")
             rundir.expect_same(run.run_dir, stored, config)
-        completed, non_private = complete(algorithm, privacy, data, seeded=key.seed is not None)
+        completed, non_private = complete(algorithm, privacy, data, key=key)
         if run.strategy == AUTO:
             non_private.append("the strategy of the clipped sum (timed on units of a draw)")
         method = method_for(algorithm, completed, data.train, key)
@@ -132,6 +132,8 @@ class State:
     step: int = 0
     gradients_computed: int = 0
     wall_seconds: float = 0.0
+    clip_norm: float = math.nan
+    """C of the next step, which moves where the plan says so."""
     initial_eval_loss: float = math.nan
     eval_loss: float = math.nan
     evaluated: int = -1
@@ -154,14 +156,21 @@ class Trainer:
         sigma = self.plan.noise_multiplier
         self.event = self.method.event(sigma) if sigma else None
         if self.event is not None:
-            self.running_epsilon = accounting.RunningEpsilon(self.event, self.plan.delta)
+            self.running_epsilon = accounting.RunningEpsilon(
+                self.event, self.plan.delta, self.plan.before
+            )
         self.eval_every = self.run.eval_every or max(1, self.plan.num_steps // 10)
         self.update = jax.jit(self._update)
 
     def fit(self, params: Any, key: SecretKey) -> dict[str, Any]:
         """Run the steps that are left, then write the summary."""
-        state = self._restore(State(params, self.transformation.init(params)))
+        start = State(params, self.transformation.init(params), clip_norm=self.plan.clip_norm)
+        state = self._restore(start)
         head = {"plan": self.plan.as_dict(), "adjacency": ADJACENCY, "key_seal": key.seal("ledger")}
+        if self.plan.before:
+            head["before"] = [
+                {"what": "group_size", **dataclasses.asdict(e)} for e, _ in self.plan.before
+            ]
         ledger = Ledger(self.run.run_dir, head)
         if ledger.num_steps < state.step:
             missing = f"{ledger.num_steps} steps, and the checkpoint has {state.step}"
@@ -239,10 +248,11 @@ class Trainer:
             state.params,
             state.step,
             self.engine,
-            clip=self.plan.clip,
-            noise_multiplier=self.plan.noise_multiplier,
+            clip=self.plan.clip_at(state.clip_norm),
+            noise_multiplier=self.plan.gradient_noise_multiplier,
             rows=rows,
         )
+        values = self._private_values(stats, state.clip_norm)
         epsilon = accounted.result()
         ledger.record(
             state.step,
@@ -252,6 +262,11 @@ class Trainer:
             epsilon=to_json(epsilon),
         )
         state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
+        if (adaptive := self.plan.adaptive) is not None:
+            values["privacy/clip_norm"] = state.clip_norm
+            norms = np.where(stats.dropped, math.inf, stats.norms)
+            rng = self.method.key.generator("clip quantile", state.step)
+            state.clip_norm = adaptive.next(state.clip_norm, norms, rng)
         state.step = step
         state.gradients_computed += int(stats.num_rows.sum())
         seconds = time.monotonic() - started
@@ -262,7 +277,7 @@ class Trainer:
             **self.engine.measurements(),
             "non_private/gradients_per_second": int(stats.num_rows.sum()) / seconds,
             "non_private/units_per_second": len(stats.norms) / seconds,
-            **self._private_values(stats),
+            **values,
         }
 
     def _epsilon_name(self) -> str:
@@ -278,7 +293,7 @@ class Trainer:
             saver.save(state.step, vars(state))
             metrics.flush()
 
-    def _private_values(self, stats: Stats) -> dict[str, float]:
+    def _private_values(self, stats: Stats, clip_norm: float) -> dict[str, float]:
         """What the step looked like, computed from private data without noise."""
         values = {
             "cohort_size": len(stats.norms),
@@ -292,7 +307,7 @@ class Trainer:
                 "loss": float(stats.losses[kept].mean()),
                 "norm_median": float(np.median(norms)),
                 "norm_p90": float(np.quantile(norms, 0.9)),
-                "clip_fraction": float((norms > self.plan.clip_norm).mean()),
+                "clip_fraction": float((norms > clip_norm).mean()),
             }
         return {f"non_private/{name}": value for name, value in values.items()}
 
@@ -330,6 +345,8 @@ class Trainer:
             "epsilon_holds": COMPARISON_ONLY if comparison else ADJACENCY,
             "adjacency": ADJACENCY,
             "privacy_unit": "user",
+            "gradient_noise_multiplier": self.plan.gradient_noise_multiplier,
+            "final_clip_norm": state.clip_norm,
             "steps_done": state.step,
             "initial_eval_loss": to_json(state.initial_eval_loss),
             "final_eval_loss": to_json(state.eval_loss),

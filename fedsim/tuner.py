@@ -1,8 +1,13 @@
 """How to set the group size: Algorithm 3 (Estimate-and-Double) and what it is compared with.
 
 Which G_ULS and M share a budget best (Appendix F of the paper), and the median heuristic for G_ELS
-(Section 6). Pure: gradient norms, noise multipliers and losses come in as functions; `norms` makes
-the first from data, `accounting` the second.
+(Section 6). Pure: gradient norms, noise and losses come in as functions; `norms` makes the first
+from data, `uls_noise` the second.
+
+The sigma(M) of Algorithm 3 is taken as the noise of the mean gradient, sigma_ULS(M) / M. Read as
+the noise multiplier itself it would grow with M, since q = M / N does: every turn would double G,
+and the paper's "increasing M decreases sigma_ULS" would be false. With the division, L sigma is
+v_ULS, the noise that the objective stands for.
 """
 
 import dataclasses
@@ -56,13 +61,13 @@ class Doubling:
     tau_group: float
     """L_ULS(2G) / L_ULS(G)."""
     tau_cohort: float
-    """sigma(2M) / sigma(M)."""
+    """sigma(2M) / sigma(M), of the mean gradient's noise."""
 
 
 def estimate_and_double(
     budget: int,
     user_grad_norm: Callable[[int], float],
-    noise_multiplier: Callable[[int], float],
+    noise: Callable[[int], float],
     start: Configuration = START,
     limits: Limits = NO_LIMITS,
 ) -> tuple[Configuration, list[Doubling]]:
@@ -70,7 +75,8 @@ def estimate_and_double(
 
     Args:
       user_grad_norm: L_ULS(G): norm of a user's mean gradient over at most G examples.
-      noise_multiplier: sigma(M), which meets the privacy target with cohorts of M users.
+      noise: sigma(M), the mean gradient's noise that meets the privacy target with cohorts of M
+        users; see the module's docstring, and `uls_noise`.
       limits: a doubling beyond them is not considered; where neither is left, the loop ends.
     Returns: (the choice, every turn). G M >= budget, unless the limits were met.
     Raises: ValueError: budget < 1, or the start is beyond the limits.
@@ -84,7 +90,7 @@ def estimate_and_double(
         if group in limits:
             tau_group = user_grad_norm(group.group_size) / user_grad_norm(at.group_size)
         if cohort in limits:
-            tau_cohort = noise_multiplier(cohort.cohort_size) / noise_multiplier(at.cohort_size)
+            tau_cohort = noise(cohort.cohort_size) / noise(at.cohort_size)
         turns.append(Doubling(at, tau_group, tau_cohort))
         return tau_group < tau_cohort
 
@@ -151,21 +157,23 @@ def median_group_size(sizes: np.ndarray) -> int:
     return max(1, int(np.median(sizes)))
 
 
-def uls_noise_multiplier(
+def uls_noise(
     epsilon: float, delta: float, num_steps: int, num_users: int
 ) -> Callable[[int], float]:
-    """sigma_ULS(M) of Theorem 2 with q = M / N, each computed once."""
+    """sigma_ULS(M) / M of Theorem 2 with q = M / N, each computed once: the standard deviation of
+    the mean gradient's noise for clip norm 1."""
 
     @functools.cache
-    def sigma(cohort_size: int) -> float:
-        return accounting.noise_multiplier(
+    def noise(cohort_size: int) -> float:
+        multiplier = accounting.noise_multiplier(
             epsilon=epsilon,
             delta=delta,
             num_steps=num_steps,
             sampling_prob=cohort_size / num_users,
         )
+        return multiplier / cohort_size
 
-    return sigma
+    return noise
 
 
 def _double(

@@ -12,12 +12,12 @@ import fedsim
 ROOT = Path(fedsim.__file__).parent
 LEVELS = (
     "config files keys",
-    "accounting calibration composition group_privacy mixture refinement "
-    "sampling clipping mechanism models data "
+    "accounting calibration composition group_privacy mixture pure refinement "
+    "sampling clipping mechanism adaptive private_median models data "
     "checkpoint ledger metrics rundir optimizers",
     "els uls engine norms tuner variance",
-    "plan console train evaluate",
-    "cli arguments data_commands",
+    "plan console train evaluate advice recommend",
+    "cli arguments data_commands tuning_commands",
 )
 ACCOUNTANT = {
     f"fedsim.{name}"
@@ -27,6 +27,7 @@ ACCOUNTANT = {
         "composition",
         "group_privacy",
         "mixture",
+        "pure",
         "refinement",
     )
 }

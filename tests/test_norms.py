@@ -41,7 +41,7 @@ def test_the_norm_of_a_users_mean_gradient(share, key):
 def test_the_tuners_choice_is_the_analytic_optimum(share, budget, key):
     """Norms through an engine, noise from the accountant; the optimum from the formulas."""
     norms = norms_of(*users_sharing(share), key, num_users=8, most=16)
-    sigma = tuner.uls_noise_multiplier(2.0, 1e-5, 100, 600)
+    sigma = tuner.uls_noise(2.0, 1e-5, 100, 600)
     limits = tuner.Limits(32, 600)
     chosen, _ = tuner.estimate_and_double(budget, norms.user_norm, sigma, limits=limits)
     options = [

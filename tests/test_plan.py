@@ -10,6 +10,7 @@ from problems import users_of_sizes
 
 from fedsim import accounting
 from fedsim.config import Algorithm, ConfigError, PrivacyConfig
+from fedsim.keys import SecretKey
 from fedsim.plan import Plan, calibrate, complete, make_plan, method_for
 
 SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples
@@ -140,7 +141,8 @@ def test_a_plan_with_a_field_too_few_or_too_many_is_not_read(users, key):
 def test_what_else_the_guarantee_does_not_cover_is_named(users):
     data = data_of(users, trained_on_data=True)
     _, plain = complete(Algorithm.ULS, privacy(), data_of(users))
-    _, more = complete(Algorithm.ULS, privacy(), data, seeded=True)
+    key = SecretKey.create(seed=3)
+    _, more = complete(Algorithm.ULS, privacy(), data, key=key)
     assert [fact for fact in more if fact not in plain] == [
         "the tokenizer (trained on the training users' text)",
         "the seed (whoever knows it can take the noise away)",

@@ -1,19 +1,20 @@
 """Algorithm 3 against exhaustive search on objectives that are known, and its competitors."""
 
+import functools
 import itertools
 import math
 
 import numpy as np
 import pytest
 
-from fedsim import tuner
+from fedsim import accounting, tuner
 from fedsim.tuner import Configuration, Limits, estimate_and_double
 
 GRID = [Configuration(2**i, 2**j) for i, j in itertools.product(range(9), range(5, 13))]
 
 
 def sigma(cohort):
-    """Like a real one: falls no faster than 1/M, levels off where noise is small."""
+    """Like a real one: falls no faster than 1/M, and levels off."""
     return 0.5 + 60 / cohort
 
 
@@ -97,7 +98,7 @@ def test_limits_are_never_left():
     ],
 )
 def test_bad_arguments_are_named(changed, message):
-    arguments = {"budget": 64, "user_grad_norm": norms_with(0.1), "noise_multiplier": sigma}
+    arguments = {"budget": 64, "user_grad_norm": norms_with(0.1), "noise": sigma}
     with pytest.raises(ValueError, match=message):
         estimate_and_double(**{**arguments, **changed})
 
@@ -129,9 +130,20 @@ def test_the_median_heuristic():
     assert tuner.median_group_size(np.array([0, 0, 0, 4])) == 1
 
 
-def test_the_noise_of_uls_is_that_of_theorem_2():
-    from fedsim import accounting
-
-    noise = tuner.uls_noise_multiplier(3.0, 1e-5, 10, 400)
+def test_the_noise_of_uls_is_theorem_2s_multiplier_over_the_cohort():
+    noise = tuner.uls_noise(3.0, 1e-5, 10, 400)
     target = {"epsilon": 3.0, "delta": 1e-5, "num_steps": 10}
-    assert noise(40) == accounting.noise_multiplier(**target, sampling_prob=0.1)
+    assert noise(40) == accounting.noise_multiplier(**target, sampling_prob=0.1) / 40
+
+
+def test_read_literally_algorithm_3_would_never_enlarge_the_cohort():
+    """Theorem 2's multiplier grows with M at a fixed epsilon: why noise is that of the mean."""
+    multiplier = functools.partial(
+        accounting.noise_multiplier, epsilon=3.0, delta=1e-5, num_steps=10
+    )
+    literal = estimate_and_double(
+        128, norms_with(0.9), lambda cohort: multiplier(sampling_prob=cohort / 400)
+    )
+    assert literal[0] == Configuration(4, 32)
+    meant = estimate_and_double(128, norms_with(0.9), tuner.uls_noise(3.0, 1e-5, 10, 400))
+    assert meant[0] == Configuration(1, 128)

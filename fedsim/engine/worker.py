@@ -52,9 +52,7 @@ class Worker:
     def __init__(self, task: Any, cache_dir: Path | None = None):
         """Args: cache_dir: where compiled programs are kept for other processes and runs."""
         if cache_dir is not None:
-            jax.config.update("jax_compilation_cache_dir", str(cache_dir / host_kind()))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+            keep_compiled(cache_dir)
         self.task = task
         self.buckets = getattr(task, "buckets", None)
         self.programs: dict[tuple, Any] = {}
@@ -164,7 +162,7 @@ class Worker:
         stats = Stats.zeros(len(rows))
         for chunk in self._lane_chunks(rows, strategy):
             program = self._chunk_program(total, params, chunk, clip, strategy)
-            total, *values = program(total, params, chunk.batch, chunk.mask)
+            total, *values = program(total, params, chunk.batch, chunk.mask, np.float32(clip.norm))
             values = [*values, chunk.mask.sum(axis=1)]
             for column, value in zip(stats.columns(), values, strict=True):
                 column[chunk.units] = np.asarray(value)[: len(chunk.units)]
@@ -201,12 +199,14 @@ class Worker:
     def _chunk_program(self, total, params, chunk, clip, strategy):
         buckets = self.buckets.up_to(chunk.length) if self.buckets else None
 
-        def add(total, params, batch, mask):
+        def add(total, params, batch, mask, norm):  # one program for a clip norm that moves
+            own = dataclasses.replace(clip, norm=norm)
             options = {"buckets": buckets, "total": total}
-            return clipped_sum(self.task.losses, params, batch, mask, clip, strategy, **options)
+            return clipped_sum(self.task.losses, params, batch, mask, own, strategy, **options)
 
-        key = ("sum", chunk.length, chunk.mask.shape, clip, strategy)
-        return self._program(key, add, total, params, chunk.batch, chunk.mask, donate_argnums=0)
+        key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, strategy)
+        arguments = (total, params, chunk.batch, chunk.mask, np.float32(clip.norm))
+        return self._program(key, add, *arguments, donate_argnums=0)
 
     def _program(self, key, function, *args, **options):
         """`function`, compiled for arguments like these; `key` says what else it depends on."""
@@ -220,6 +220,13 @@ class Worker:
             self._version, self._params = None, None
             self._version, self._params = version, jax.device_put(params)
         return self._params
+
+
+def keep_compiled(cache_dir: Path) -> None:
+    """Keep this process's compiled programs in a directory, and use those that are there."""
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir / host_kind()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def trial_clock() -> Callable[[], float]:

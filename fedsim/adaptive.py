@@ -1,0 +1,61 @@
+"""A clip norm that follows a quantile of the gradient norms, privately (Andrew et al. 2021).
+
+In each step, how many units have a norm within C is released with noise, beside the gradient and
+from the same draw, and C moves: C <- C exp(-rate (share within C - quantile)). Both releases
+together are one Gaussian mechanism, so the accountant sees the step that it would see without: the
+gradient gets a little more noise in exchange.
+
+Sound for both algorithms. A sampling unit moves the pair (clipped sum, count), each divided by the
+noise on it, by at most 1/z in norm, z being the noise multiplier of the step. A user with k
+examples in a step of ELS moves it by at most k/z, which is what Theorem 1 accounts. The quantile is
+of users in ULS and of examples in ELS.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+RATE = 0.2
+"""How far C moves, on a logarithmic scale; the value of Andrew et al. 2021."""
+
+SMALLEST, LARGEST = 1e-6, 1e6  # norms outside over- or underflow float32
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveClip:
+    """What a step releases to move the clip norm; all public."""
+
+    quantile: float
+    """gamma: share of units whose norm is to be within C. In (0, 1)."""
+    count: float
+    """B or M."""
+    noise_multiplier: float
+    """z, of the whole step: what is accounted. 0: no noise anywhere."""
+
+    @property
+    def count_stddev(self) -> float:
+        """sigma_b, of the noise on the count of units within C.
+
+        count / 20 as in Andrew et al., or as much as leaves the gradient's multiplier within 1 % of
+        z, which is more where few units take part.
+        """
+        return max(self.count / 20, 3.6 * self.noise_multiplier) if self.noise_multiplier else 0.0
+
+    @property
+    def gradient_noise_multiplier(self) -> float:
+        """z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2): what the gradient gets. In the count, a unit is
+        1/2 or -1/2. Source: Andrew et al. 2021, Theorem 1."""
+        z = self.noise_multiplier
+        return (z**-2 - (2 * self.count_stddev) ** -2) ** -0.5 if z else 0.0
+
+    def next(self, clip_norm: float, norms: np.ndarray, rng: np.random.Generator) -> float:
+        """The next step's C, from the norms [units] of this one's draw before clipping.
+
+        Guarantees: one unit changes the released count by at most 1/2, whatever its norm; nan is
+        not within C.
+        """
+        within = np.sum(np.where(norms <= clip_norm, 0.5, -0.5))
+        share = (within + rng.normal(0, self.count_stddev)) / self.count + 0.5
+        moved = clip_norm * math.exp(-RATE * (share - self.quantile))
+        return min(max(moved, SMALLEST), LARGEST)
