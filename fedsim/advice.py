@@ -34,7 +34,7 @@ class Advice:
     gradients: float
     """Expected number, over all steps."""
     seconds: float
-    """Of training on the present workers, evaluation left out; nan if nothing was drawn."""
+    """Of training on the present workers, evaluation left out."""
     command: list[str]
     """That trains so."""
 

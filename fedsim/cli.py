@@ -24,7 +24,7 @@ from fedsim.config import (
     to_json,
 )
 from fedsim.data_commands import Data
-from fedsim.tuning_commands import Recommend
+from fedsim.tuning_commands import Recommend, Sweep
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
 Flat = tyro.conf.OmitArgPrefixes
@@ -206,6 +206,7 @@ Command = (
     | Annotated[Account, tyro.conf.subcommand("account")]
     | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
     | Annotated[Recommend, tyro.conf.subcommand("recommend")]
+    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
     | Annotated[Data, tyro.conf.subcommand("data")]
 )
 

@@ -20,6 +20,10 @@ from fedsim.keys import SecretKey
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", "lock"
 
 
+class Busy(ConfigError):
+    """Another process is working on the run."""
+
+
 def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
     """The settings of the run that `run_dir` holds, or None if a run may start there.
 
@@ -47,14 +51,14 @@ def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
 def lock(run_dir: Path) -> Iterator[None]:
     """Hold the run: two processes at once would release steps under one ledger line.
 
-    Raises: ConfigError: another process holds it.
+    Raises: Busy: another process holds it.
     """
     with open(run_dir / LOCK, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             message = "expected a run that no other process is working on"
-            raise ConfigError(f"run_dir={run_dir}: {message}") from None
+            raise Busy(f"run_dir={run_dir}: {message}") from None
         yield
 
 

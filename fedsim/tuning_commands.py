@@ -1,13 +1,16 @@
-"""`fedsim recommend`: which algorithm to use, and how to set it."""
+"""`fedsim recommend`: which algorithm to use, and how to set it. `fedsim sweep`: many runs."""
 
 import dataclasses
+import json
+import os
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
 from fedsim.arguments import set_threads
-from fedsim.config import PrivacyConfig, RunConfig
+from fedsim.config import ConfigError, FedsimError, PrivacyConfig, RunConfig, expect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,3 +70,97 @@ class Recommend:
         if not self.json:
             print(report(result))
         return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Train many runs side by side, as many at a time as there is room for, into one table.
+
+    The same command goes on with a sweep that was killed: finished runs are not repeated.
+    """
+
+    file: tyro.conf.Positional[Path | None] = None
+    """A TOML or JSON file: settings of train for all runs; in [grid] lists of values, every
+    combination of which is run; in [[runs]] settings that go together."""
+
+    out: Path = Path()
+    """Directory for the runs, results.csv, results.json, logs and TensorBoard's table."""
+
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE or NAME=VALUE,VALUE,...: a setting of all runs, or of the grid; again for more."""
+
+    at_once: int | None = None
+    """Most runs at a time. Default: one per accelerator, or per CPU (per threads_per_worker)."""
+
+    dry_run: bool = False
+    """List the runs, and run nothing."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.sweep import expand, plan_jobs, sweep
+
+        expect("out", self.out, self.out != Path(), "a directory, as in --out sweeps/first")
+        expect("at_once", self.at_once, self.at_once is None or self.at_once >= 1, ">= 1")
+        spec = read_spec(self.file, self.set)
+        settings = expand(spec)
+        jobs = plan_jobs(settings, self.out)
+        if self.dry_run:
+            rows = [
+                {"run": job.name, "done": job.summary is not None, **job.settings} for job in jobs
+            ]
+            if not self.json:
+                for row in rows:
+                    print(*(f"{name}={value}" for name, value in row.items()))
+            return {"out": str(self.out), "rows": rows}
+        set_threads(jobs[0].run)
+        os.environ["JAX_PLATFORMS"] = "cpu"  # the runs compute elsewhere
+        from fedsim.console import Console
+
+        rows = sweep(settings, self.out, Console(), at_once=self.at_once)
+        failed = [row for row in rows if row["status"] == "failed"]
+        if failed:
+            raise FedsimError(
+                f"{len(failed)} of {len(rows)} runs failed, the first of them: "
+                f"{failed[0]['error']} (see {self.out / 'results.csv'})"
+            )
+        if not self.json:
+            print(f"{len(rows)} runs: {self.out / 'results.csv'}")
+            print(f"tensorboard --logdir {self.out / 'tb'}")
+        return {"out": str(self.out), "rows": rows}
+
+
+def read_spec(file: Path | None, flags: tuple[str, ...]) -> dict[str, Any]:
+    """What a sweep file says, with the settings of --set instead of or beside its own.
+
+    Raises: ConfigError: the file cannot be read, or a flag is not NAME=VALUE.
+    """
+    spec: dict[str, Any] = {}
+    if file is not None:
+        read = json.loads if file.suffix == ".json" else tomllib.loads
+        try:
+            spec = read(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"file={file}: expected a TOML or JSON file ({error})") from None
+        expect("file", file, isinstance(spec, dict), "settings by name")
+    grid = dict(spec.get("grid", {}))
+    for flag in flags:
+        name, equals, text = flag.partition("=")
+        expect("set", flag, bool(name and equals and text), "NAME=VALUE")
+        values = [_value(part) for part in text.split(",")]
+        grid.pop(name, None)
+        if len(values) > 1:
+            spec.pop(name, None)
+            grid[name] = values
+        else:
+            spec[name] = values[0]
+    return {**spec, "grid": grid}
+
+
+def _value(text: str) -> Any:
+    """As TOML reads it: numbers, true and false; anything else is a text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

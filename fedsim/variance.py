@@ -53,24 +53,11 @@ def uls_noise_variance(
 def noise_stddev(grad_norm: float, noise_multiplier: float, count: float) -> float:
     """L sigma / count: standard deviation per coordinate of a step's noise, in the gradient's unit.
 
+    ELS has less noise than ULS where this is smaller; with B = G_ULS M that is Equation 5,
+    L_ELS sigma_ELS <= G_ULS L_ULS sigma_ULS.
     Args: grad_norm: L_ELS or L_ULS, the clip norm. count: B or M.
     """
     return grad_norm * noise_multiplier / count
-
-
-def els_has_less_noise(
-    *,
-    example_grad_norm: float,
-    els_noise_multiplier: float,
-    user_grad_norm: float,
-    uls_noise_multiplier: float,
-    group_size: int,
-) -> bool:
-    """Equation 5: L_ELS sigma_ELS <= G_ULS L_ULS sigma_ULS, at equal budgets B = G_ULS M."""
-    return (
-        example_grad_norm * els_noise_multiplier
-        <= group_size * user_grad_norm * uls_noise_multiplier
-    )
 
 
 def aligned_grad_norm(example_grad_norm: float, group_size: int) -> float:

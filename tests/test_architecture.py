@@ -14,9 +14,9 @@ LEVELS = (
     "config files keys",
     "accounting calibration composition group_privacy mixture pure refinement "
     "sampling clipping mechanism adaptive private_median models data "
-    "checkpoint ledger metrics rundir optimizers",
+    "checkpoint ledger metrics hparams rundir optimizers",
     "els uls engine norms tuner variance",
-    "plan console train evaluate advice recommend",
+    "plan console train evaluate advice recommend sweep",
     "cli arguments data_commands tuning_commands",
 )
 ACCOUNTANT = {
