@@ -1,0 +1,133 @@
+"""Figures 14 and 15 (Appendix F): how far strategies to set DP-SGD-ULS are from the best setting.
+
+Suboptimality is the loss above that of the best G and M of the same budget, by exhaustive search.
+Claim: Estimate-and-Double (Algorithm 3) does as well as the greedy local oracle at most budgets, on
+both data sets, and better than a random choice. Averaged over epsilon, as in the paper; `random` is
+the mean over all choices of a budget. The runs are Figure 5's, and CC-News's.
+
+    python -m experiments.fig14_tuner_suboptimality --scale small      (--dry-run; smoke: 15 s)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import common, finetuning
+from experiments.finetuning import ULS_GRIDS
+from fedsim import recommend, tuner
+from fedsim.console import Console
+from fedsim.tuner import Configuration
+
+SETTINGS = ULS_GRIDS
+STRATEGIES = {
+    "estimate-and-double": "tab:orange",
+    "greedy local oracle": "black",
+    "random": "tab:grey",
+    "max cohort": "tab:green",
+    "max group size": "tab:purple",
+}
+
+
+def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
+    """A row for each data set, epsilon, budget and strategy."""
+    rows = []
+    found = finetuning.uls_grid_losses(settings, arguments)
+    for name, own in finetuning.by(found, lambda row: row["dataset"]).items():
+        training = settings.training
+        users = finetuning.open_data(name, arguments, training).train
+        delta = users.num_examples**-1.1  # as train derives it
+        run_config = finetuning.run_of(name, arguments, training, training.seeds[0])
+        norms = recommend.user_grad_norms(run_config, settings.group_sizes, Console())
+        for epsilon, cells in finetuning.by(own, lambda row: row["epsilon"]).items():
+            losses = {Configuration(r["group_size"], r["cohort_size"]): r["loss"] for r in cells}
+            noise = tuner.uls_noise(epsilon, delta, training.num_steps[name], users.num_users)
+            for budget in sorted({at.budget for at in losses}):
+                best = min(losses[at] for at in tuner.with_budget(list(losses), budget))
+                for strategy, loss in strategies(losses, budget, norms, noise).items():
+                    where = {"dataset": name, "epsilon": epsilon, "budget": budget}
+                    rows.append({**where, "strategy": strategy, "suboptimality": loss - best})
+    return rows
+
+
+def strategies(losses: dict[Configuration, float], budget: int, norms, noise) -> dict[str, float]:
+    """Loss with the configuration that each strategy chooses."""
+    grid = list(losses)
+    start = Configuration(min(at.group_size for at in grid), min(at.cohort_size for at in grid))
+    limits = tuner.Limits(max(at.group_size for at in grid), max(at.cohort_size for at in grid))
+    chosen, _ = tuner.estimate_and_double(budget, norms.__getitem__, noise, start, limits)
+    oracle = tuner.greedy_local_oracle(budget, losses.__getitem__, start, limits)
+    return {
+        "estimate-and-double": losses[chosen],
+        "greedy local oracle": losses[oracle],
+        "random": float(np.mean([losses[at] for at in tuner.with_budget(grid, budget)])),
+        "max cohort": losses[tuner.max_cohort(grid, budget)],
+        "max group size": losses[tuner.max_group_size(grid, budget)],
+    }
+
+
+def averaged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and standard deviation over epsilon."""
+    found = []
+    keys = ("dataset", "strategy", "budget")
+    for where, own in finetuning.by(rows, lambda row: tuple(row[key] for key in keys)).items():
+        values = [row["suboptimality"] for row in own]
+        spread = {"mean": float(np.mean(values)), "std": float(np.std(values))}
+        found.append({**dict(zip(keys, where, strict=True)), **spread})
+    return found
+
+
+def plot(rows: Sequence[dict[str, Any]]) -> Figure:
+    panels = finetuning.by(averaged(rows), lambda row: row["dataset"])
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.5 * len(panels), 3.4), squeeze=False, layout="constrained"
+    )
+    for axis, (name, own) in zip(axes[0], panels.items(), strict=True):
+        for strategy, series in finetuning.by(own, lambda row: row["strategy"]).items():
+            budgets, means, stds = (
+                np.array([row[key] for row in series]) for key in ("budget", "mean", "std")
+            )
+            colour = STRATEGIES[strategy]
+            axis.plot(budgets, means, "-o", color=colour, label=strategy, markersize=4)
+            axis.fill_between(budgets, means - stds, means + stds, color=colour, alpha=0.12)
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="compute budget $B$", ylabel="suboptimality (nats per token)", title=name)
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(fontsize="small")
+    return figure
+
+
+def check(rows: Sequence[dict[str, Any]]) -> list[tuple[str, bool, str]]:
+    """Estimate-and-Double within the oracle's band, and below random, by data set."""
+    assert all(row["suboptimality"] >= -1e-9 for row in rows)
+    claims = []
+    for name, own in finetuning.by(averaged(rows), lambda row: row["dataset"]).items():
+        by_strategy = finetuning.by(own, lambda row: row["strategy"])
+        ours, oracle, random = (
+            by_strategy[strategy]
+            for strategy in ("estimate-and-double", "greedy local oracle", "random")
+        )
+        pairs = list(zip(ours, oracle, strict=True))
+        within = sum(a["mean"] <= b["mean"] + b["std"] + 1e-9 for a, b in pairs)
+        means = [float(np.mean([row["mean"] for row in each])) for each in (ours, oracle, random)]
+        what = f"{name}: Estimate-and-Double lies within the oracle's band at most budgets"
+        claims.append((what, within > len(pairs) / 2, f"at {within} of {len(pairs)}"))
+        what = f"{name}: Estimate-and-Double is nearer the best than a random choice"
+        numbers = "mean suboptimality {:.4f}, oracle {:.4f}, random {:.4f}".format(*means)
+        claims.append((what, means[0] <= means[2], numbers))
+    return claims
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = finetuning.parse_arguments(__doc__, argv)
+    rows = run(SETTINGS[arguments.scale], arguments)
+    if rows:
+        common.write_csv(arguments.out / "fig14_tuner_suboptimality.csv", rows)
+        common.save_figure(plot(rows), arguments.out / "fig14_tuner_suboptimality.png")
+        finetuning.report_claims(check(rows), arguments.scale)
+
+
+if __name__ == "__main__":
+    main()
