@@ -1,5 +1,7 @@
 """The model against a plain NumPy forward pass, and what user-level privacy asks of its loss."""
 
+import dataclasses
+import json
 import math
 import pickle
 
@@ -7,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import transformer_logits
+from reference import family_logits, transformer_logits
+from zoo import FAMILIES, random_like
 
 from fedsim.checkpoint import params_sha256
 from fedsim.config import ConfigError
@@ -16,10 +19,13 @@ from fedsim.data.users import UserStore
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import (
     PRESETS,
+    Lora,
+    RopeScaling,
     Transformer,
     TransformerConfig,
     next_token_nats,
     preset,
+    rope_frequencies,
 )
 
 VOCAB, LENGTH = 23, 10
@@ -181,3 +187,72 @@ def test_a_task_starts_from_the_same_parameters_wherever_it_is_unpickled(task):
     expected = init(jax.random.key(2), jnp.zeros((5, LENGTH), jnp.int32))["params"]
     assert params_sha256(found) == params_sha256(expected)
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_open_families_are_those_of_the_plain_loops(family, rng):
+    config = FAMILIES[family]
+    params = random_like(config, rng)
+    tokens = rng.integers(config.vocab_size, size=(2, config.max_length))
+    expected = family_logits(config, params, tokens)
+    assert expected.std() > 0.5
+    found = jax.jit(lambda p, t: Transformer(config).apply({"params": p}, t))(params, tokens)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_one_by_one_give_the_logits_of_all_at_once(family, rng):
+    config = FAMILIES[family]
+    params = {"params": random_like(config, rng)}
+    tokens = rng.integers(config.vocab_size, size=(2, config.max_length))
+    model = Transformer(config)
+    step = jax.jit(lambda v, t, start: model.apply(v, t, start, mutable=["cache"]))
+    # Nine at once, the last three of which are padding that later tokens replace.
+    padded = tokens[:, :9].copy()
+    padded[:, 6:] = 0
+    found, cache = step(params, padded, 0)
+    found = [found[:, :6]]
+    for i in range(6, config.max_length):
+        logits, cache = step(params | cache, tokens[:, i : i + 1], i)
+        found.append(logits)
+    expected = jax.jit(model.apply)(params, tokens)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_config_comes_back_from_json():
+    config = dataclasses.replace(
+        FAMILIES["llama"],
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64),
+        lora=Lora(2, 16.0, ("query", "down")),
+    )
+    for each in (config, CONFIG, *FAMILIES.values()):
+        assert TransformerConfig.from_dict(json.loads(json.dumps(each.as_dict()))) == each
+
+
+def test_scaled_positions_keep_high_frequencies_and_divide_low_ones():
+    config = dataclasses.replace(FAMILIES["llama"], head_width=64, rope_base=500_000.0)
+    plain = rope_frequencies(config)
+    scaled = rope_frequencies(
+        dataclasses.replace(config, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
+    )
+    wavelengths = 2 * np.pi / plain
+    high, low = wavelengths < 8192 / 4, wavelengths > 8192
+    assert high.any() and low.any() and (~high & ~low).any()
+    np.testing.assert_array_equal(scaled[high], plain[high])
+    np.testing.assert_allclose(scaled[low], plain[low] / 8, rtol=1e-6)
+    between = scaled[~high & ~low] / plain[~high & ~low]
+    assert ((between > 1 / 8) & (between < 1)).all() and (np.diff(between) < 0).all()
+
+
+def test_half_precision_stays_near_full_precision(rng):
+    config = FAMILIES["qwen3"]
+    params = random_like(config, rng)
+    tokens = rng.integers(config.vocab_size, size=(2, config.max_length))
+    sizes = np.full(2, config.max_length, np.int32)
+    half = dataclasses.replace(config, dtype="bfloat16")
+    exact, found = (
+        jax.jit(lambda p, c=c: next_token_nats(Transformer(c), p, tokens, sizes)[0])(params)
+        for c in (config, half)
+    )
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, exact, rtol=0.05)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from fedsim.models.transformer import Transformer, TransformerConfig
+
 VOCAB, LENGTH = 29, 5
 BIASES = nn.initializers.normal(0.3)
 
@@ -112,3 +114,32 @@ class ByHand(nn.Module):
             total += dot(c[..., :size], embed.attend(x[..., :size]))
             total += dot(c[..., -size:], embed(ids))
         return total
+
+
+_FAMILY = {"norm": "rms", "norm_epsilon": 1e-5, "positions": "rope", "mlp": "swiglu"}
+_FAMILY |= {"mlp_bias": False, "mlp_width": 20, "num_kv_heads": 2}
+FAMILIES = {
+    "llama": TransformerConfig(VOCAB, 12, 16, 2, 4, **_FAMILY),
+    "mistral": TransformerConfig(VOCAB, 12, 16, 2, 4, **_FAMILY, tied=False, window=5),
+    "qwen2": TransformerConfig(VOCAB, 12, 16, 2, 4, **_FAMILY, query_bias=True, rope_base=1e6),
+    "qwen3": TransformerConfig(
+        VOCAB, 12, 16, 2, 4, **_FAMILY, tied=False, query_key_norm=True, head_width=6
+    ),
+    "gpt2": TransformerConfig(
+        VOCAB, 12, 16, 2, 4, num_positions=15, query_bias=True, out_bias=True, norm_epsilon=1e-5
+    ),
+}
+
+
+def random_like(config, rng):
+    """Random parameters of a transformer, also where they start at 0 or 1."""
+    tokens = jax.ShapeDtypeStruct((1, config.max_length), jnp.int32)
+    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]
+
+    def draw(path, leaf):
+        scale = 1.0 if path[-1].key == "embedding" else 1 / np.sqrt(leaf.shape[0])
+        if path[-1].key == "scale":
+            return rng.uniform(0.5, 1.5, leaf.shape).astype(np.float32)
+        return rng.normal(0, scale, leaf.shape).astype(np.float32)
+
+    return jax.tree.map_with_path(draw, shapes)

@@ -18,6 +18,7 @@ from jax.extend.core import Var
 from fedsim.clipping import scan
 from fedsim.clipping.clip import Clip
 from fedsim.clipping.layers import CALL, LAYERS, METHODS
+from fedsim.clipping.remat import recorded
 from fedsim.config import FedsimError
 
 # A unit's squared norm must be so many times its rounding: then the norm is right to 0.1 %.
@@ -177,7 +178,7 @@ class _Model:
                 return jnp.zeros_like(y)
             return y + taps[call] if call in taps else y
 
-        with nn.intercept_methods(interceptor):
+        with recorded(), nn.intercept_methods(interceptor):
             losses = self.loss_fn(self.params if params is None else params, rows)
         return losses, inputs, outputs
 

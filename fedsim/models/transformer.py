@@ -1,24 +1,54 @@
 """A decoder-only transformer and its causal language-modelling loss.
 
-Plain `flax.linen`: pre-norm blocks, learned positions, GELU, tied embedding. Rows are independent:
-no dropout, no batch statistics, nothing that would couple users inside the loss.
+One plain `flax.linen` model in the shapes of the paper's 350 M parameters (pre-norm blocks, learned
+positions, GELU, tied embedding) and of the widespread open families: RMS norm, rotary positions,
+grouped-query attention, SwiGLU, biases or none, an untied head. Rows are independent: no dropout,
+no batch statistics, nothing that would couple users inside the loss.
 
-Shape suffixes: B rows, L positions, D width, H heads, K head width, V vocabulary.
+Shape suffixes: B rows, L positions, D width, H heads, K head width, S keys, V vocabulary.
 """
 
 import dataclasses
-from typing import Any
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
+from fedsim.clipping.remat import remat_function, remat_module
 from fedsim.config import expect
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 and later stretch rotary positions: low frequencies are divided by `factor`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (Hu et al. 2021): y = x W + (alpha / rank) x A B."""
+
+    rank: int
+    alpha: float
+    layers: tuple[str, ...]
+    """Which of `DENSE`, in every block."""
+
+
+DENSE = ("query", "key", "value", "out", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes of a model."""
+    """Sizes and parts of a model. The defaults are the paper's kind."""
 
     vocab_size: int
     max_length: int
@@ -27,6 +57,67 @@ class TransformerConfig:
     num_heads: int
     dtype: str | None = None
     """Type of the computation; None: the parameters' own, which is float32."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, shared by groups of queries' heads. None: num_heads."""
+    head_width: int | None = None
+    """None: width / num_heads."""
+    mlp_width: int | None = None
+    """None: four times the width."""
+    num_positions: int | None = None
+    """Rows of the table of learned positions. None: max_length."""
+    norm: Literal["layer", "rms"] = "layer"
+    norm_epsilon: float = 1e-6
+    query_key_norm: bool = False
+    """An RMS norm of every head's query and key."""
+    positions: Literal["learned", "rope"] = "learned"
+    rope_base: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    window: int | None = None
+    """A position sees so many, itself included. None: all before it."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    query_bias: bool = False
+    """Of queries, keys and values."""
+    out_bias: bool = False
+    mlp_bias: bool = True
+    tied: bool = True
+    """The embedding is the output layer, too."""
+    remat: bool = False
+    """Compute each block again in the backward pass: less memory, more time. The same values."""
+    lora: Lora | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head(self) -> int:
+        """Width of a head."""
+        return self.head_width or self.width // self.num_heads
+
+    @property
+    def hidden(self) -> int:
+        """Width inside the MLP."""
+        return self.mlp_width or 4 * self.width
+
+    @property
+    def table(self) -> int:
+        """Rows of the table of learned positions."""
+        return self.num_positions or self.max_length
+
+    def as_dict(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "TransformerConfig":
+        """The config that `as_dict` wrote."""
+        scaling, lora = fields["rope_scaling"], fields["lora"]
+        parts = {
+            "rope_scaling": scaling and RopeScaling(**scaling),
+            "lora": lora and Lora(**{**lora, "layers": tuple(lora["layers"])}),
+        }
+        return cls(**{**fields, **parts})
 
 
 # width, layers, heads. `paper` has the paper's 350 M parameters with a 30,522-piece WordPiece
@@ -53,46 +144,140 @@ def preset(
     return TransformerConfig(vocab_size, max_length, *PRESETS[name], own)
 
 
+def _norm(c: TransformerConfig, name: str) -> nn.Module:
+    kind = nn.LayerNorm if c.norm == "layer" else nn.RMSNorm
+    return kind(epsilon=c.norm_epsilon, dtype=c.dtype, name=name)
+
+
+def _dense(c: TransformerConfig, name: str, x_BLD: jax.Array, width: int, bias: bool) -> jax.Array:
+    """x W (+ b), and the adapter's x A B where the layer has one."""
+    y = nn.Dense(width, use_bias=bias, dtype=c.dtype, name=name)(x_BLD)
+    if c.lora is None or name not in c.lora.layers:
+        return y
+    own = {"use_bias": False, "dtype": c.dtype}
+    # B starts at zero, and A as in the reference implementation: uniform in +-1/sqrt(inputs).
+    a_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+    x_BLR = nn.Dense(c.lora.rank, kernel_init=a_init, name=f"{name}_lora_a", **own)(x_BLD)
+    added = nn.Dense(width, kernel_init=nn.initializers.zeros, name=f"{name}_lora_b", **own)(x_BLR)
+    return y + c.lora.alpha / c.lora.rank * added
+
+
 class Block(nn.Module):
     """Attention and MLP, each with a norm before it and a residual around it."""
 
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        width, heads = self.config.width, self.config.num_heads
-        dtype = self.config.dtype
-        split = (*x_BLD.shape[:2], heads, width // heads)
-        y_BLD = nn.LayerNorm(dtype=dtype, name="attention_norm")(x_BLD)
+    def __call__(self, x_BLD: jax.Array, start: jax.Array | None = None) -> jax.Array:
+        c = self.config
+        y_BLD = _norm(c, "attention_norm")(x_BLD)
         q_BLHK, k_BLHK, v_BLHK = (
-            nn.Dense(width, use_bias=False, dtype=dtype, name=name)(y_BLD).reshape(split)
-            for name in ("query", "key", "value")
+            _dense(c, name, y_BLD, heads * c.head, c.query_bias).reshape(
+                *x_BLD.shape[:2], heads, c.head
+            )
+            for name, heads in (("query", c.num_heads), ("key", c.kv_heads), ("value", c.kv_heads))
         )
-        y_BLHK = jax.nn.dot_product_attention(q_BLHK, k_BLHK, v_BLHK, is_causal=True)
-        y_BLD = y_BLHK.reshape(x_BLD.shape)
-        x_BLD += nn.Dense(width, use_bias=False, dtype=dtype, name="out")(y_BLD)
-        y_BLD = nn.LayerNorm(dtype=dtype, name="mlp_norm")(x_BLD)
-        y_BLD = nn.gelu(nn.Dense(4 * width, dtype=dtype, name="up")(y_BLD))
-        return x_BLD + nn.Dense(width, dtype=dtype, name="down")(y_BLD)
+        if c.query_key_norm:
+            own = {"epsilon": c.norm_epsilon, "dtype": c.dtype}
+            q_BLHK = nn.RMSNorm(name="query_norm", **own)(q_BLHK)
+            k_BLHK = nn.RMSNorm(name="key_norm", **own)(k_BLHK)
+        if c.positions == "rope":
+            q_BLHK, k_BLHK = rotate(c, q_BLHK, start), rotate(c, k_BLHK, start)
+        if start is None:
+            y_BLHK = _attention(c)(q_BLHK, k_BLHK, v_BLHK)
+        else:
+            k_BSHK = self._remember("key_cache", k_BLHK, start)
+            v_BSHK = self._remember("value_cache", v_BLHK, start)
+            seen = _seen(c, start + jnp.arange(x_BLD.shape[1]))
+            y_BLHK = jax.nn.dot_product_attention(q_BLHK, k_BSHK, v_BSHK, mask=seen)
+        y_BLD = y_BLHK.reshape(*x_BLD.shape[:2], c.num_heads * c.head)
+        x_BLD += _dense(c, "out", y_BLD, c.width, c.out_bias)
+        y_BLD = _norm(c, "mlp_norm")(x_BLD)
+        if c.mlp == "gelu":
+            y_BLD = nn.gelu(_dense(c, "up", y_BLD, c.hidden, c.mlp_bias))
+        else:
+            gate_BLD = nn.silu(_dense(c, "gate", y_BLD, c.hidden, c.mlp_bias))
+            y_BLD = gate_BLD * _dense(c, "up", y_BLD, c.hidden, c.mlp_bias)
+        return x_BLD + _dense(c, "down", y_BLD, c.width, c.mlp_bias)
+
+    @nn.nowrap
+    def _remember(self, name: str, new_BLHK: jax.Array, start: jax.Array) -> jax.Array:
+        """All keys or values so far, [B, max_length, H, K], those of `start` and later new."""
+        rows, _, *heads = new_BLHK.shape
+        shape = (rows, self.config.max_length, *heads)
+        cache = self.variable("cache", name, jnp.zeros, shape, new_BLHK.dtype)
+        cache.value = jax.lax.dynamic_update_slice(cache.value, new_BLHK, (0, start, 0, 0))
+        return cache.value
+
+
+def _attention(c: TransformerConfig):
+    """Causal attention of (q, k, v)."""
+    local = {} if c.window is None else {"local_window_size": (c.window - 1, 0)}
+    attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, **local)
+    return remat_function(attention) if c.remat else attention
+
+
+def _seen(c: TransformerConfig, positions_L: jax.Array) -> jax.Array:
+    """Which of max_length keys a position sees, bool [1, 1, L, S]."""
+    back_LS = positions_L[:, None] - jnp.arange(c.max_length)[None, :]
+    seen_LS = back_LS >= 0
+    if c.window is not None:
+        seen_LS &= back_LS < c.window
+    return seen_LS[None, None]
+
+
+def rope_frequencies(c: TransformerConfig) -> np.ndarray:
+    """Radians per position of each pair of a head's features, float32 [K / 2]."""
+    frequencies = c.rope_base ** (-np.arange(0, c.head, 2) / c.head)
+    if (s := c.rope_scaling) is not None:
+        turns = s.original_length * frequencies / (2 * math.pi)  # within the original length
+        kept = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        kept = np.clip(kept, 0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / s.factor)
+    return frequencies.astype(np.float32)
+
+
+def rotate(c: TransformerConfig, x_BLHK: jax.Array, start: jax.Array | None = None) -> jax.Array:
+    """Rotary positions (Su et al. 2021); feature i is paired with i + K/2, as Hugging Face does."""
+    positions_L = jnp.arange(x_BLHK.shape[1]) + (0 if start is None else start)
+    angles_LK = positions_L[:, None].astype(jnp.float32) * rope_frequencies(c)[None]
+    cos, sin = jnp.cos(angles_LK)[None, :, None], jnp.sin(angles_LK)[None, :, None]
+    first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BLHK.dtype)
 
 
 class Transformer(nn.Module):
-    """Tokens to logits."""
+    """Tokens to logits.
+
+    With `start`, the tokens are those from that position on; keys and values of all before them
+    are in the collection `cache`, to which their own are added.
+    """
 
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, tokens_BL: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BL: jax.Array, start: jax.Array | None = None) -> jax.Array:
         c = self.config
         options = {"embedding_init": nn.initializers.normal(0.02), "dtype": c.dtype}
         embed = nn.Embed(c.vocab_size, c.width, **options, name="embed")
-        positions = nn.Embed(c.max_length, c.width, **options, name="positions")
-        positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
-        x_BLD = embed(tokens_BL) + positions(positions_BL)
+        if c.positions == "learned":
+            positions = nn.Embed(c.table, c.width, **options, name="positions")
+            positions_L = jnp.arange(tokens_BL.shape[1])
+            positions_L = positions_L if start is None else positions_L + start
+            positions_BL = jnp.broadcast_to(positions_L, tokens_BL.shape)
+            x_BLD = embed(tokens_BL) + positions(positions_BL)
+        else:
+            x_BLD = embed(tokens_BL)
+        block = remat_module(Block) if c.remat and start is None else Block
         for i in range(c.num_layers):
-            x_BLD = Block(c, name=f"block_{i}")(x_BLD)
-        x_BLD = nn.LayerNorm(dtype=c.dtype, name="final_norm")(x_BLD)
-        return embed.attend(x_BLD)
+            x_BLD = block(c, name=f"block_{i}")(x_BLD, start)
+        x_BLD = _norm(c, "final_norm")(x_BLD)
+        if c.tied:
+            return embed.attend(x_BLD)
+        init = nn.initializers.normal(0.02)
+        head = nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, dtype=c.dtype, name="head")
+        return head(x_BLD)
 
 
 def next_token_nats(
