@@ -12,7 +12,7 @@ from typing import Any
 
 import tyro
 
-from fedsim.config import ConfigError, PrivacyConfig, RunConfig, expect
+from fedsim.config import ConfigError, PretrainConfig, PrivacyConfig, RunConfig, expect
 
 
 def parse(command: Any, args: list[str]) -> Any:
@@ -44,14 +44,15 @@ def _with_file(args: list[str]) -> list[str]:
     """The flags of the TOML file that --config names, before those of the command line."""
     after = itertools.pairwise([*args, ""])
     named = [b if a == "--config" else a[9:] for a, b in after if re.match("--config(=|$)", a)]
-    if args[:1] != ["train"] or not named:
+    parts = {"train": PrivacyConfig, "pretrain": PretrainConfig}
+    if not named or not args or args[0] not in parts:
         return args
     path = Path(named[-1])
     try:
         defaults = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"config={path}: expected a TOML file ({error})") from None
-    known = {f.name for part in (PrivacyConfig, RunConfig) for f in dataclasses.fields(part)}
+    known = {f.name for part in (parts[args[0]], RunConfig) for f in dataclasses.fields(part)}
     flags = []
     for name, value in defaults.items():
         expect("config", path, name in known, f"names of flags, found {name}")

@@ -24,6 +24,7 @@ from fedsim.config import (
     to_json,
 )
 from fedsim.data_commands import Data
+from fedsim.model_commands import Export, Generate, Pretrain, set_threads
 from fedsim.tuning_commands import Recommend, Sweep
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
@@ -203,6 +204,9 @@ class Calibrate:
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Pretrain, tyro.conf.subcommand("pretrain")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Account, tyro.conf.subcommand("account")]
     | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
     | Annotated[Recommend, tyro.conf.subcommand("recommend")]

@@ -97,6 +97,31 @@ class PrivacyConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PretrainConfig:
+    """What a pre-training is told beside its `RunConfig`. No privacy, so no constants of it."""
+
+    num_steps: int
+    """Number of steps. >= 1. The paper's: 400,000."""
+
+    batch_size: int = 512
+    """Examples of a step; each is seen once in every pass over the data. >= 1."""
+
+    rows_per_pass: int = 16
+    """Examples of one forward and backward pass. >= 1; divides the batch size."""
+
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises. In [0, num_steps)."""
+
+    def __post_init__(self):
+        for name in ("num_steps", "batch_size", "rows_per_pass"):
+            expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
+        rows = self.rows_per_pass
+        expect("rows_per_pass", rows, self.batch_size % rows == 0, f"to divide {self.batch_size}")
+        warmup = self.warmup_steps
+        expect("warmup_steps", warmup, 0 <= warmup < self.num_steps, f"in [0, {self.num_steps})")
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """What cannot change the guarantee."""
 
@@ -107,13 +132,28 @@ class RunConfig:
     """Directory of the run: configuration, ledger, metrics, TensorBoard, checkpoints, summary."""
 
     model: str = "tiny"
-    """Size of the transformer: tiny, small, medium, or paper (350 M parameters)."""
+    """A fresh transformer, tiny, small, medium or paper (350 M parameters), or a pretrained one: a
+    Hugging Face directory, hf:NAME, a GGUF file, or the directory of a run of pretrain or train."""
+
+    lora_rank: int = 0
+    """Rank of LoRA adapters, which are trained instead of a pretrained model. >= 0; 0: the model
+    itself is trained."""
+
+    lora_layers: str = "all"
+    """Which layers of each block get adapters: all, or some of query,key,value,out,gate,up,down."""
+
+    lora_alpha: float = 16.0
+    """What adapters add is multiplied by alpha / rank. > 0."""
+
+    remat: bool = False
+    """Compute each block again in the backward pass: on accelerators less memory, more time. Part
+    of the result's bits."""
 
     optimizer: str = "adafactor"
     """momentum, or any optax optimizer by name: adafactor, adam, sgd, ..."""
 
     learning_rate: float = 0.1
-    """Constant learning rate. > 0."""
+    """Learning rate, constant; in pre-training its peak. > 0."""
 
     user_column: str | None = None
     """Where data names files: column that says whose a row is. Default: user_id."""
@@ -182,13 +222,14 @@ class RunConfig:
             expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
         for name, least in (
             *(("num_workers", 1), ("devices_per_worker", 1)),
-            *(("eval_every", 1), ("max_length", 2)),
+            *(("eval_every", 1), ("max_length", 2), ("lora_rank", 0)),
         ):
             value = getattr(self, name)
             expect(name, value, value is None or value >= least, f">= {least}")
         wait = self.wait_for_workers
         expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
-        rate = self.learning_rate
+        alpha, rate = self.lora_alpha, self.learning_rate
+        expect("lora_alpha", alpha, 0 < alpha < math.inf, "> 0 and finite")
         expect("learning_rate", rate, 0 < rate < math.inf, "> 0 and finite")
 
     @property
@@ -221,7 +262,7 @@ def mistakes() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def as_dict(config: PrivacyConfig | RunConfig) -> dict[str, Any]:
+def as_dict(config: PrivacyConfig | RunConfig | PretrainConfig) -> dict[str, Any]:
     """The config in JSON's types; inf is written as the string 'inf'."""
     return {name: to_json(value) for name, value in dataclasses.asdict(config).items()}
 

@@ -46,8 +46,8 @@ class DataBuild:
     """Column by which a user's examples are ordered. Default: as they come."""
 
     tokenizer: str | None = None
-    """bytes (default), wordpiece:SIZE or bpe:SIZE (trained on this data: not private), hf:NAME, or
-    a tokenizer file."""
+    """bytes (default), wordpiece:SIZE or bpe:SIZE (trained on this data: not private), hf:NAME, a
+    tokenizer file, or the directory of a model or a run that holds one."""
 
     max_length: int | None = None
     """Most tokens of an example. >= 2. Default: 128."""

@@ -12,12 +12,10 @@ import numpy as np
 from fedsim import checkpoint, engine
 from fedsim.config import ConfigError, RunConfig, expect
 from fedsim.console import Console
-from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
 from fedsim.keys import SecretKey
-from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.transformer import preset
+from fedsim.models import start
 
 SPLITS = {"eval_users": "eval/loss", "eval_examples": "non_private/eval_examples_loss"}
 
@@ -62,12 +60,13 @@ def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> di
     path = checkpoint.latest(run.run_dir)
     if path is None:
         raise ConfigError(f"run_dir={run.run_dir}: expected a checkpoint, found none")
-    data = corpora.load(run.data, progress=console.note, **run.data_options)
+    model = start.find(run.model)
+    data = start.load_data(run, model, console.note)
     found = SecretKey.load(run.run_dir).seal(data.train.fingerprint)
     expect("data", run.data, found == stored["identity"]["data_seal"], "the data of the run")
-    train = data.train
-    sizes = preset(run.model, train.vocab_size, train.max_length, run.compute_dtype)
-    task = LanguageModelTask(data, sizes)
+    same = start.sha256(model) == stored["identity"]["model"]
+    expect("model", run.model, same, "the model of the run")
+    task, _ = start.begin(run, model, data, SecretKey.create(0).jax_key("init"))
     workers = engine.start(run, task)
     try:
         workers.ready()

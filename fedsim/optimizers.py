@@ -8,8 +8,9 @@ import optax
 from fedsim.config import ConfigError
 
 
-def optimizer(name: str, learning_rate: float) -> optax.GradientTransformation:
-    """`momentum` (sgd with 0.9), or any optax optimizer that needs nothing but a learning rate.
+def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.GradientTransformation:
+    """`momentum` (sgd with 0.9), or any optax optimizer that needs nothing but a learning rate, or
+    its schedule.
 
     Raises: ConfigError: no such optimizer.
     """

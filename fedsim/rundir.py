@@ -1,12 +1,14 @@
 """The run directory: who owns it, what it was started with, what it ended with.
 
-config.json    settings and plan, written once
+config.json    settings, plan and model, written once
 secret.json    the key, mode 0600
+tokenizer.json of the data, so that the model can be used without them
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
 """
 
 import fcntl
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from fedsim.files import write_json
 from fedsim.keys import SecretKey
 
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", "lock"
+TOKENIZER = "tokenizer.json"
 
 
 class Busy(ConfigError):
@@ -39,7 +42,7 @@ def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")
     # A run that was killed before its first step leaves its key, and nothing else.
-    leftovers = {LOCK, keys.FILE, keys.FILE + ".tmp", CONFIG + ".tmp"}
+    leftovers = {LOCK, keys.FILE, keys.FILE + ".tmp", CONFIG + ".tmp", TOKENIZER}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
         raise ConfigError(
             f"run_dir={run_dir}: expected a new or empty directory, or one with a run"
@@ -63,8 +66,11 @@ def lock(run_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def start(run_dir: Path, config: dict[str, Any], key: SecretKey) -> Iterator[None]:
-    """Make the directory and hold it; write key and settings. config.json, the last, marks a run.
+def start(
+    run_dir: Path, config: dict[str, Any], key: SecretKey, tokenizer: Path | None = None
+) -> Iterator[None]:
+    """Make the directory and hold it; write key, tokenizer and settings. config.json, the last,
+    marks a run.
 
     Raises: ConfigError: it cannot be written, or another process was faster.
     """
@@ -76,6 +82,8 @@ def start(run_dir: Path, config: dict[str, Any], key: SecretKey) -> Iterator[Non
     with lock(run_dir):
         stored_config(run_dir, resume=False)
         key.save(run_dir)
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, run_dir / TOKENIZER)
         write_json(run_dir / CONFIG, config)
         yield
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ from fedsim import accounting, checkpoint, engine, rundir
 from fedsim.clipping import Strategy
 from fedsim.config import OPERATIONAL, Algorithm, PrivacyConfig, RunConfig, as_dict, expect, to_json
 from fedsim.console import Console
-from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
 from fedsim.engine.choose import AUTO, choose_strategy
@@ -35,8 +35,7 @@ from fedsim.files import cache_dir, write_json
 from fedsim.keys import SecretKey
 from fedsim.ledger import Ledger, LedgerError, released_epsilon
 from fedsim.metrics import Metrics, table
-from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.transformer import check_preset, preset
+from fedsim.models import start
 from fedsim.optimizers import optimizer
 from fedsim.plan import ADJACENCY, COMPARISON_ONLY, Plan, complete, make_plan, method_for
 
@@ -52,14 +51,15 @@ def train(
     Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
     """
     transformation = optimizer(run.optimizer, run.learning_rate)
-    check_preset(run.model)
     reduction = engine.reduction(run)
     stored = rundir.stored_config(run.run_dir, resume=run.resume)
+    model = start.find(run.model)
     with ExitStack() as stack:
         if stored:
             stack.enter_context(rundir.lock(run.run_dir))
-        data = corpora.load(run.data, progress=console.note, **run.data_options)
-        config = {"identity": {"algorithm": algorithm}, "privacy": as_dict(privacy)}
+        data = start.load_data(run, model, console.note)
+        identity = {"algorithm": algorithm, "model": start.sha256(model)}
+        config: dict[str, Any] = {"identity": identity, "privacy": as_dict(privacy)}
         config["run"] = {name: value for name, value in as_dict(run).items() if name != "seed"}
         key = rundir.key_of(run, stored) or create_key(run.seed, config, data)
         seal = key.seal(data.train.fingerprint)
@@ -72,12 +72,11 @@ def train(
         if run.strategy == AUTO:
             non_private.append("the strategy of the clipped sum (timed on units of a draw)")
         method = method_for(algorithm, completed, data.train, key)
-        sizes = preset(run.model, data.train.vocab_size, data.train.max_length, run.compute_dtype)
-        task = LanguageModelTask(data, sizes)
+        fresh = SecretKey.create(key.seed or 0).jax_key("init")  # public, as theta^0 is
+        task, params = start.begin(run, model, data, fresh)
         workers = engine.start(run, task)
         workers.note = console.note
         stack.callback(workers.close)
-        params = task.init(SecretKey.create(key.seed or 0).jax_key("init"))  # public, as theta^0 is
         if stored:
             plan = Plan.from_dict(stored["plan"])
         else:
@@ -91,8 +90,9 @@ def train(
         versions = {name: version(name) for name in PACKAGES}
         if not stored:
             config |= {"plan": plan.as_dict(), "versions": versions}
+            config["model"] = task.config.as_dict()
             config["strategy"] = {"name": str(workers.strategy), "why": why}
-            stack.enter_context(rundir.start(run.run_dir, config, key))
+            stack.enter_context(rundir.start(run.run_dir, config, key, data.tokenizer_path))
         console.plan(plan, workers)
         console.note(f"{'clipped sum':17} {workers.strategy} ({why})")
         if stored and stored["versions"] != versions:
@@ -140,6 +140,19 @@ class State:
     """The step after which eval_loss was computed."""
 
 
+def restored(run_dir: Path, state: State, console: Console) -> State:
+    """The last checkpoint, or the state as it is if there is none."""
+    path = checkpoint.latest(run_dir)
+    if path is None:
+        return state
+    fields = checkpoint.restore(path, vars(state))
+    for name in vars(state).keys() - {"params", "opt_state"}:
+        fields[name] = fields[name].item()
+    state = State(**fields)
+    console.note(f"resuming after step {state.step}")
+    return state
+
+
 @dataclasses.dataclass
 class Trainer:
     """One run, from its first or its next step to its last."""
@@ -164,8 +177,8 @@ class Trainer:
 
     def fit(self, params: Any, key: SecretKey) -> dict[str, Any]:
         """Run the steps that are left, then write the summary."""
-        start = State(params, self.transformation.init(params), clip_norm=self.plan.clip_norm)
-        state = self._restore(start)
+        state = State(params, self.transformation.init(params), clip_norm=self.plan.clip_norm)
+        state = restored(self.run.run_dir, state, self.console)
         head = {"plan": self.plan.as_dict(), "adjacency": ADJACENCY, "key_seal": key.seal("ledger")}
         if self.plan.before:
             head["before"] = [
@@ -320,18 +333,6 @@ class Trainer:
         if self.event is None:
             return math.inf
         return self.running_epsilon(num_steps) if self._due(num_steps, self.run.log_every) else None
-
-    def _restore(self, state: State) -> State:
-        """The last checkpoint, or the state as it is if there is none."""
-        path = checkpoint.latest(self.run.run_dir)
-        if path is None:
-            return state
-        fields = checkpoint.restore(path, vars(state))
-        for name in vars(state).keys() - {"params", "opt_state"}:
-            fields[name] = fields[name].item()
-        state = State(**fields)
-        self.console.note(f"resuming after step {state.step}")
-        return state
 
     def _summary(self, state: State) -> dict[str, Any]:
         """What `summary.json` holds; epsilon is recomputed from the ledger."""

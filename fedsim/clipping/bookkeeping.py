@@ -69,6 +69,7 @@ class _Model:
 
     def __init__(self, loss_fn, params):
         self.loss_fn, self.params = loss_fn, params
+        self.trained = {path[:-1] for path in traverse_util.flatten_dict(params)}
         self.modules: dict[Path, nn.Module] = {}
         self.inputs: dict[Call, int] = {}  # which of the distinct inputs a call saw
 
@@ -162,6 +163,8 @@ class _Model:
             module, method = context.module, context.method_name
             y = next_fun(*args, **kwargs)
             if type(module) not in LAYERS or method not in METHODS:
+                return y
+            if module.path not in self.trained:  # none of its parameters has a gradient
                 return y
             given, name = [*args, *kwargs.values()], "/".join(module.path)
             if len(given) != 1:

@@ -38,7 +38,7 @@ from fedsim.data.shards import (
 from fedsim.data.sources import Sources, examine, find_files, identify, survey
 from fedsim.data.splits import Holdout, SplitRows, divide, dropped
 from fedsim.data.staging import resume, staging
-from fedsim.data.text import Tokenizer
+from fedsim.data.text import Tokenizer, file_of
 
 UNOWNED = ("refuse", "drop")
 VERSIONS = ("fedsim", "datasketch", "numpy", "pyarrow", "tokenizers")  # of one build
@@ -111,7 +111,7 @@ def build(
       url_column: makes the user the registrable domain of this column's URL.
       order_column: sorts a user's examples; ties, and all without it, stay as in the sources.
       tokenizer: "bytes", "wordpiece:SIZE" or "bpe:SIZE" (trained on the texts of the users not held
-        out), "hf:NAME", or a tokenizer.json or vocab.txt.
+        out), "hf:NAME", a tokenizer.json or vocab.txt, or a directory with the former.
       max_length: tokens per example, begin token included; longer texts are "cut" or "split".
       eval_users: fraction of users held out of training, drawn by a hash of their ids.
       eval_examples: also hold out the first min(32, ceil(n / 10)) examples of each training user.
@@ -131,7 +131,7 @@ def build(
     columns = Columns.of(user_column, text_column, order_column, url_column)
     holdout = Holdout(eval_users, eval_examples, min_examples, test_from)
     options = _Options(
-        columns, holdout, str(tokenizer), max_length, long_texts, screen or Screen(), unowned
+        columns, holdout, file_of(tokenizer), max_length, long_texts, screen or Screen(), unowned
     )
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     try:

@@ -19,6 +19,7 @@ from fedsim.data.build import build
 from fedsim.data.dataset import Dataset
 from fedsim.data.shards import FORMAT, DataError
 from fedsim.data.sources import find_files, is_saved
+from fedsim.data.text import file_of
 
 
 def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_options) -> Dataset:
@@ -32,11 +33,13 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
     Raises: DataError: bad input, as `build` raises it.
     """
     source = str(source)
+    if "tokenizer" in build_options:
+        build_options["tokenizer"] = file_of(build_options["tokenizer"])
     if source == "pydocs":
         return _load_pydocs(cache_dir, build_options)
     if source.startswith(hub.PREFIX):
         return _load_hub(source, cache_dir, build_options)
-    if Path(source).is_dir() and not is_saved(Path(source)):
+    if is_built(source):
         for name, value in build_options.items():
             if name != "progress":
                 raise DataError(f"{name}={value}: expected nothing, {source} is built already")
@@ -46,6 +49,11 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
     return _cached(
         facts, cache_dir, build_options, lambda out: build(sources, out, wait=True, **build_options)
     )
+
+
+def is_built(source: str | Path) -> bool:
+    """Whether a source is a directory that `build` made, to be opened as it is."""
+    return Path(source).is_dir() and not is_saved(Path(source))
 
 
 def _facts(path: Path) -> list[tuple[str, int, int]]:

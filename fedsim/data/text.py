@@ -187,6 +187,12 @@ class Tokenizer:
         Path(file).write_text(self._json, encoding="utf-8")
 
 
+def file_of(spec: str | Path) -> str:
+    """A directory with a tokenizer.json, as of a model, stands for that file."""
+    file = Path(spec) / "tokenizer.json"
+    return str(file if file.is_file() else spec)
+
+
 def _take_apart(text: str) -> Iterable[str]:
     """The text in pieces of at most PIECE characters that end before white space if they can."""
     start = 0

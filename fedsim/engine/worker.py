@@ -55,6 +55,7 @@ class Worker:
             keep_compiled(cache_dir)
         self.task = task
         self.buckets = getattr(task, "buckets", None)
+        self._frozen: tuple[Any, ...] | None = None
         self.programs: dict[tuple, Any] = {}
         """Compiled programs by what they depend on."""
         self._version, self._params = None, None
@@ -89,8 +90,9 @@ class Worker:
         nats, predictions, size = 0.0, 0, EVAL_ROWS_PER_CHUNK
         for chunk in self._chunks(split, rows[:, None], size, size, in_passes=False):
             batch = jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch)
-            program = self._program(("nats", chunk.length), self.task.nats, params, batch)
-            found = map(np.asarray, program(params, batch))
+            arguments = (params, batch, *self.frozen())
+            program = self._program(("nats", chunk.length), self.task.nats, *arguments)
+            found = map(np.asarray, program(*arguments))
             chunk_nats, chunk_predictions = (value[: len(chunk.units)] for value in found)
             nats += float(chunk_nats.sum(dtype=np.float64))
             predictions += int(chunk_predictions.sum())
@@ -162,7 +164,8 @@ class Worker:
         stats = Stats.zeros(len(rows))
         for chunk in self._lane_chunks(rows, strategy):
             program = self._chunk_program(total, params, chunk, clip, strategy)
-            total, *values = program(total, params, chunk.batch, chunk.mask, np.float32(clip.norm))
+            arguments = (chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen())
+            total, *values = program(total, params, *arguments)
             values = [*values, chunk.mask.sum(axis=1)]
             for column, value in zip(stats.columns(), values, strict=True):
                 column[chunk.units] = np.asarray(value)[: len(chunk.units)]
@@ -199,13 +202,18 @@ class Worker:
     def _chunk_program(self, total, params, chunk, clip, strategy):
         buckets = self.buckets.up_to(chunk.length) if self.buckets else None
 
-        def add(total, params, batch, mask, norm):  # one program for a clip norm that moves
+        # One program for a clip norm that moves.
+        def add(total, params, batch, mask, norm, *frozen):
+            def losses(params, batch):
+                return self.task.losses(params, batch, *frozen)
+
             own = dataclasses.replace(clip, norm=norm)
             options = {"buckets": buckets, "total": total}
-            return clipped_sum(self.task.losses, params, batch, mask, own, strategy, **options)
+            return clipped_sum(losses, params, batch, mask, own, strategy, **options)
 
         key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, strategy)
-        arguments = (total, params, chunk.batch, chunk.mask, np.float32(clip.norm))
+        norm = np.float32(clip.norm)
+        arguments = (total, params, chunk.batch, chunk.mask, norm, *self.frozen())
         return self._program(key, add, *arguments, donate_argnums=0)
 
     def _program(self, key, function, *args, **options):
@@ -213,6 +221,13 @@ class Worker:
         if key not in self.programs:
             self.programs[key] = jax.jit(function, **options).lower(*args).compile()
         return self.programs[key]
+
+    def frozen(self) -> tuple[Any, ...]:
+        """What the task's functions get beside parameters and batch, put on the device once."""
+        if self._frozen is None:
+            frozen = getattr(self.task, "frozen", None)
+            self._frozen = () if frozen is None else (jax.device_put(frozen),)
+        return self._frozen
 
     def _on_device(self, version, params):
         if version != self._version:

@@ -8,6 +8,7 @@ import numpy as np
 
 from fedsim.clipping import Buckets
 from fedsim.data.dataset import Dataset
+from fedsim.models import lora
 from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
 
 
@@ -15,12 +16,16 @@ class LanguageModelTask:
     """A transformer and the data it is trained on. Pickles as sizes and paths.
 
     A task is the contract between algorithms and engines: `read` (on the host), `losses` and
-    `nats` (traced by JAX). Rows are independent of each other in all of them.
+    `nats` (traced by JAX). Rows are independent of each other in all of them. A task with `frozen`
+    gets it as the last argument of both: parameters that stay as they are, which reach a worker
+    once, with the task, and its device once.
     """
 
-    def __init__(self, dataset: Dataset, config: TransformerConfig):
+    def __init__(self, dataset: Dataset, config: TransformerConfig, frozen: Any = None):
+        """Args: frozen: the model, if the parameters that are trained are its adapters."""
         self.dataset = dataset
         self.config = config
+        self.frozen = frozen
 
     def __repr__(self) -> str:
         return f"LanguageModelTask({self.config})"
@@ -40,13 +45,14 @@ class LanguageModelTask:
         tokens, sizes = getattr(self.dataset, split).gather(rows, self.config.max_length)
         return {"tokens": tokens, "sizes": sizes}
 
-    def nats(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def nats(self, params: Any, batch: Any, frozen: Any = None) -> tuple[jax.Array, jax.Array]:
         """(nats, predictions) per row: what evaluation adds up."""
+        params = params if frozen is None else lora.joined(frozen, params)
         return next_token_nats(Transformer(self.config), params, batch["tokens"], batch["sizes"])
 
-    def losses(self, params: Any, batch: Any) -> jax.Array:
+    def losses(self, params: Any, batch: Any, frozen: Any = None) -> jax.Array:
         """f(theta, z) per row: mean cross entropy in nats per predicted token, float32 [rows]."""
-        nats, predictions = self.nats(params, batch)
+        nats, predictions = self.nats(params, batch, frozen)
         return nats / jnp.maximum(predictions, 1)
 
 

@@ -64,7 +64,8 @@ class TransformerConfig:
     mlp_width: int | None = None
     """None: four times the width."""
     num_positions: int | None = None
-    """Rows of the table of learned positions. None: max_length."""
+    """The longest sequence it is made for: rows of the table of learned positions. None:
+    max_length."""
     norm: Literal["layer", "rms"] = "layer"
     norm_epsilon: float = 1e-6
     query_key_norm: bool = False
@@ -102,7 +103,7 @@ class TransformerConfig:
 
     @property
     def table(self) -> int:
-        """Rows of the table of learned positions."""
+        """The longest sequence the model is made for."""
         return self.num_positions or self.max_length
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,0 +1,104 @@
+"""Text from a model: what a person looks at to see what was learned.
+
+One pass over the prompt, then a token at a time; keys and values of what came before are kept. Two
+programs are compiled, whatever the lengths. Public only if the model is: see the run's epsilon.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim.config import expect
+from fedsim.data.text import Tokenizer
+from fedsim.models import start
+from fedsim.models.language_model import lengths_up_to
+from fedsim.models.pretrained import TOKENIZER, Pretrained
+from fedsim.models.transformer import Transformer, TransformerConfig
+
+
+def generate_text(
+    source: str, prompt: str, *, num_tokens: int, temperature: float, top_k: int, seed: int
+) -> dict[str, Any]:
+    """What a run's last checkpoint, or a pretrained model, writes after a prompt.
+
+    Args:
+      temperature: logits are divided by it; 0 takes the likeliest token.
+      top_k: only so many likeliest tokens are drawn from; 0: all.
+    Raises: ConfigError: there is no such model, it has no tokenizer, or the prompt is too long.
+    """
+    model = start.find(source)
+    expect("model", source, model is not None, "the directory of a run or a model")
+    assert model is not None
+    expect("model", source, model.tokenizer is not None, f"a model with a {TOKENIZER}")
+    assert model.tokenizer is not None
+    tokenizer = Tokenizer.load(model.tokenizer)
+    ids = [tokenizer.begin_id, *tokenizer.encode_batch([prompt])[0]]
+    longest = model.config.table
+    expect("prompt", f"{len(ids)} tokens", len(ids) < longest, f"fewer than {longest} tokens")
+    count = min(num_tokens, longest - len(ids))
+    found: list[int] = []
+    for token in tokens_after(
+        model, ids, count, temperature=temperature, top_k=top_k, key=jax.random.key(seed)
+    ):
+        if token == tokenizer.end_id:
+            break
+        found.append(token)
+    text = tokenizer.decode(found)
+    return {"prompt": prompt, "text": text, "tokens": len(found), "seed": seed}
+
+
+def tokens_after(
+    model: Pretrained,
+    ids: list[int],
+    count: int,
+    *,
+    temperature: float,
+    top_k: int,
+    key: jax.Array,
+) -> Iterator[int]:
+    """`count` tokens drawn one after the other; token i is drawn with `key` folded with i."""
+    longest = next(n for n in (*lengths_up_to(model.config.table),) if n >= len(ids) + count)
+    config = dataclasses.replace(model.config, max_length=longest, num_positions=model.config.table)
+    params = jax.device_put(model.params)
+    width = next(n for n in lengths_up_to(longest) if n >= len(ids))
+    prompt = np.zeros((1, width), np.int32)
+    prompt[0, : len(ids)] = ids
+    # What padding leaves in the cache is replaced before it is seen.
+    logits, cache = _first(config, params, prompt, len(ids) - 1)
+    for i in range(count):
+        token = draw(logits, jax.random.fold_in(key, i), temperature, top_k)
+        yield int(token)
+        if i + 1 < count:
+            logits, cache = _next(config, params, cache, token, len(ids) + i)
+
+
+def draw(logits_V: jax.Array, key: jax.Array, temperature: float, top_k: int) -> jax.Array:
+    """One token, int32."""
+    if temperature == 0:
+        return jnp.argmax(logits_V).astype(jnp.int32)
+    logits_V = logits_V.astype(jnp.float32) / temperature
+    if 0 < top_k < len(logits_V):
+        least = jax.lax.top_k(logits_V, top_k)[0][-1]
+        logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
+    return jax.random.categorical(key, logits_V).astype(jnp.int32)
+
+
+def _apply(config: TransformerConfig, variables: Any, tokens: Any, at: Any) -> tuple[Any, Any]:
+    return Transformer(config).apply(variables, tokens, at, mutable=["cache"])
+
+
+@jax.jit(static_argnums=0)
+def _first(config, params, prompt, last):
+    logits, state = _apply(config, {"params": params}, prompt, jnp.int32(0))
+    return logits[0, last], state["cache"]
+
+
+@jax.jit(static_argnums=0, donate_argnums=2)
+def _next(config, params, cache, token, at):
+    variables = {"params": params, "cache": cache}
+    logits, state = _apply(config, variables, token[None, None], at)
+    return logits[0, 0], state["cache"]

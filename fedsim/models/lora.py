@@ -1,0 +1,155 @@
+"""LoRA (Hu et al. 2021): small adapters are trained, the model they sit on stays as it is.
+
+The adapters are the run's parameters: clipping, noise and checkpoints are about them alone. The
+frozen model is an argument beside them, so no gradient of it is ever computed.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from fedsim.config import ConfigError, expect
+from fedsim.models import families, tensor_files
+from fedsim.models.transformer import DENSE, Lora, Transformer, TransformerConfig
+
+A, B = "_lora_a", "_lora_b"
+
+
+def adapted(c: TransformerConfig, rank: int, alpha: float, layers: str) -> TransformerConfig:
+    """The model with adapters on `layers`: names with commas between them, or "all".
+
+    Raises: ConfigError: it has no such layer.
+    """
+    have = [name for name in DENSE if name != "gate" or c.mlp == "swiglu"]
+    chosen = have if layers == "all" else layers.split(",")
+    for name in chosen:
+        expect("lora_layers", layers, name in have, f"all, or some of {','.join(have)}")
+    expect("lora_layers", layers, len(set(chosen)) == len(chosen), "each layer once")
+    lora = Lora(rank, alpha, tuple(name for name in have if name in chosen))
+    return dataclasses.replace(c, lora=lora)
+
+
+def init(c: TransformerConfig, key: jax.Array) -> Any:
+    """Fresh adapters, float32: the model's logits do not change."""
+
+    @jax.jit
+    def adapters_alone(key):
+        tokens = jnp.zeros((1, 2), jnp.int32)
+        return adapters_of(Transformer(c).init(key, tokens)["params"])
+
+    return adapters_alone(key)
+
+
+def adapters_of(params: Any) -> Any:
+    """The adapters among parameters."""
+    leaves = traverse_util.flatten_dict(params)
+    return traverse_util.unflatten_dict({p: x for p, x in leaves.items() if p[1].endswith((A, B))})
+
+
+def joined(frozen: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model is applied with."""
+    return {name: {**leaf, **adapters.get(name, {})} for name, leaf in frozen.items()}
+
+
+def merged(c: TransformerConfig, frozen: Any, adapters: Any) -> tuple[TransformerConfig, Any]:
+    """The ordinary model that computes the same: W + (alpha / rank) A B."""
+    assert c.lora is not None
+    leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(frozen))
+    for block, parts in adapters.items():
+        for layer in c.lora.layers:
+            a, b = (np.asarray(parts[layer + x]["kernel"], np.float64) for x in (A, B))
+            path = (block, layer, "kernel")
+            added = c.lora.alpha / c.lora.rank * (a @ b)
+            leaves[path] = (leaves[path] + added).astype(np.float32)
+    return dataclasses.replace(c, lora=None), traverse_util.unflatten_dict(leaves)
+
+
+def save(directory: Path, c: TransformerConfig, adapters: Any, base: str) -> None:
+    """Write adapters in PEFT's format into a new directory.
+
+    GPT-2 has queries, keys and values in one layer: their adapters become one, of the ranks' sum.
+    Args: base: the model they belong to.
+    Raises: ConfigError: the directory is there already, or cannot be made.
+    """
+    assert c.lora is not None
+    tensors, ranks = _tensors(c, adapters)
+    targets = sorted({families.peft_name(c, layer) for layer in c.lora.layers})
+    other = {name: rank for name, rank in ranks.items() if rank != c.lora.rank}
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": c.lora.rank,
+        "lora_alpha": c.lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": c.positions == "learned",
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "target_modules": targets,
+        "rank_pattern": other,
+        "alpha_pattern": {n: c.lora.alpha * rank / c.lora.rank for n, rank in other.items()},
+    }
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"out={directory}: expected a directory to make ({error})") from None
+    try:
+        tensor_files.write(directory / "adapter_model.safetensors", tensors)
+        (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    except OSError:
+        shutil.rmtree(directory)
+        raise
+
+
+def _tensors(c: TransformerConfig, adapters: Any) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Arrays under PEFT's names, and the rank of each layer."""
+    assert c.lora is not None
+    heads = {"query": c.num_heads, "key": c.kv_heads, "value": c.kv_heads}
+    tensors, ranks = {}, {}
+    there = "transformer.h" if c.positions == "learned" else "model.layers"
+    for i in range(c.num_layers):
+        block = adapters[f"block_{i}"]
+        parts = {
+            layer: (
+                np.asarray(block[layer + A]["kernel"], np.float32),
+                np.asarray(block[layer + B]["kernel"], np.float32),
+            )
+            for layer in c.lora.layers
+        }
+        by_name: dict[str, list[str]] = {}
+        for layer in c.lora.layers:
+            by_name.setdefault(families.peft_name(c, layer), []).append(layer)
+        for name, layers in by_name.items():
+            if name == families.GPT2_JOINT:
+                widths = {n: heads[n] * c.head for n in heads}
+                a, b = _jointly({n: parts[n] for n in layers}, widths)
+            else:
+                a, b = parts[layers[0]]
+            prefix = f"base_model.model.{there}.{i}.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(a.T)
+            tensors[f"{prefix}.lora_B.weight"] = np.ascontiguousarray(b.T)
+            ranks[name] = a.shape[1]
+    return tensors, ranks
+
+
+def _jointly(
+    parts: Mapping[str, tuple[np.ndarray, np.ndarray]], widths: Mapping[str, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """One adapter of a layer that is several side by side: [x A1 B1, x A2 B2, ...]."""
+    a = np.concatenate([a for a, _ in parts.values()], axis=1)
+    b = np.zeros((a.shape[1], sum(widths.values())), np.float32)
+    starts = dict(zip(widths, np.cumsum([0, *widths.values()]), strict=False))
+    row = 0
+    for name, (_, own) in parts.items():
+        b[row : row + len(own), starts[name] : starts[name] + widths[name]] = own
+        row += len(own)
+    return a, b

@@ -1,0 +1,168 @@
+"""Models that others made, and models for others: Hugging Face directories, without torch.
+
+A directory has config.json, model.safetensors (or several, and their index) and tokenizer.json.
+What is loaded is float32 whatever it was; what is saved is read by `transformers`.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from fedsim.config import ConfigError
+from fedsim.models import families, gguf_files, tensor_files
+from fedsim.models.tensor_files import TensorError
+from fedsim.models.transformer import Transformer, TransformerConfig
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+HUB = "hf:"
+WANTED = (CONFIG, TOKENIZER, tensor_files.INDEX, "model*.safetensors")
+
+
+class Pretrained(NamedTuple):
+    """A model with its parameters."""
+
+    config: TransformerConfig
+    """Its max_length is the longest the model was made for."""
+    params: Any
+    """Nested dicts of float32 NumPy arrays."""
+    tokenizer: Path | None
+    """Its tokenizer.json."""
+
+
+def load(source: str) -> Pretrained:
+    """A Hugging Face directory, `hf:NAME` or `hf:NAME@REVISION` from the Hub, or a GGUF file.
+
+    Raises: ConfigError: there is none, it is of an unsupported architecture, or lacks an array.
+    """
+    if source.startswith(HUB):
+        return load_directory(_download(source))
+    if Path(source).suffix == gguf_files.SUFFIX:
+        config, params = gguf_files.load(Path(source))
+        check_shapes(source, config, params)
+        return Pretrained(config, params, gguf_files.tokenizer_beside(Path(source)))
+    return load_directory(Path(source))
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a model of Hugging Face's format lies there."""
+    return (path / CONFIG).is_file() and "model_type" in _fields(path)
+
+
+def load_directory(directory: Path) -> Pretrained:
+    """A model in Hugging Face's format."""
+    config = families.config_of(_fields(directory))
+    tensors = tensor_files.read_directory(directory)
+    params = from_tensors(str(directory), config, tensors)
+    tokenizer = directory / TOKENIZER
+    return Pretrained(config, params, tokenizer if tokenizer.is_file() else None)
+
+
+def from_tensors(source: str, c: TransformerConfig, tensors: Mapping[str, np.ndarray]) -> Any:
+    """Our parameters from arrays under their names.
+
+    Raises: TensorError: one is missing, or has another shape than the config says.
+    """
+    prefix = "" if any(name.startswith("transformer.") for name in tensors) else "transformer."
+    leaves = {}
+    for path, (name, transposed, third) in families.places(c):
+        found = tensors.get(name)
+        if found is None:  # the first GPT-2 has no prefix
+            found = tensors.get(name.removeprefix(prefix))
+        if found is None:
+            raise TensorError(f"model={source}: expected a tensor {name}, and there is none")
+        if third is not None:
+            found = np.split(found, 3, axis=-1)[third]
+        found = np.asarray(found, np.float32)
+        leaves[path] = np.ascontiguousarray(found.T) if transposed else found
+    params = traverse_util.unflatten_dict(leaves)
+    check_shapes(source, c, params)
+    return params
+
+
+def check_shapes(source: str, c: TransformerConfig, params: Any) -> None:
+    """Raises: TensorError: an array has another shape than the config says, or is missing."""
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    shapes: dict[Any, Any] = jax.eval_shape(Transformer(c).init, jax.random.key(0), tokens)[
+        "params"
+    ]
+    found: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
+    expected: dict[Any, Any] = dict(traverse_util.flatten_dict(shapes))
+    for path, leaf in expected.items():
+        name = "/".join(path)
+        if path not in found:
+            raise TensorError(f"model={source}: expected a tensor for {name}, and there is none")
+        if found[path].shape != leaf.shape:
+            shape = found[path].shape
+            raise TensorError(f"model={source}: {name} has shape {shape}: expected {leaf.shape}")
+
+
+def save(directory: Path, c: TransformerConfig, params: Any, tokenizer: Path | None = None) -> None:
+    """Write a model in Hugging Face's format into a new directory, whole or not at all.
+
+    Raises: ConfigError: the directory is there already, or no family has the model's parts.
+    """
+    fields = families.fields_of(c)
+    tensors = to_tensors(c, params)
+    if directory.exists():
+        raise ConfigError(f"out={directory}: expected a directory that is not there yet")
+    temporary = directory.with_name(directory.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        tensor_files.write_directory(temporary, tensors)
+        (temporary / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, temporary / TOKENIZER)
+        temporary.rename(directory)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise ConfigError(f"out={directory}: expected a place to write to ({error})") from None
+
+
+def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
+    """Arrays under their names, float32; a bias that the family has and the model lacks is zero."""
+    leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
+    parts: dict[str, list[np.ndarray]] = {}
+    for path, (name, transposed, _) in families.places(c):  # thirds come in order
+        if path in leaves:
+            found = np.asarray(leaves[path], np.float32)
+        else:
+            found = np.zeros(leaves[*path[:-1], "kernel"].shape[1], np.float32)
+        parts.setdefault(name, []).append(found.T if transposed else found)
+    return {name: np.concatenate(found, axis=-1) for name, found in parts.items()}
+
+
+def _fields(directory: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except OSError:
+        expected = f"a model's size, or a directory with a {CONFIG}"
+        raise ConfigError(f"model={directory}: expected {expected}") from None
+    except ValueError as error:
+        raise ConfigError(f"model={directory / CONFIG}: expected JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"model={directory / CONFIG}: expected a JSON object")
+    return fields
+
+
+def _download(source: str) -> Path:
+    """The files of hf:NAME[@REVISION], from the cache if they are there."""
+    import huggingface_hub
+
+    name, _, revision = source.removeprefix(HUB).partition("@")
+    try:
+        found = huggingface_hub.snapshot_download(
+            name, revision=revision or None, allow_patterns=list(WANTED)
+        )
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        reason = " ".join(str(error).split())[:200]
+        message = f"expected a repository with {CONFIG} and safetensors ({reason})"
+        raise ConfigError(f"model={source}: {message}") from None
+    return Path(found)

@@ -1,0 +1,229 @@
+"""Pre-training on public text, without privacy, as before the paper's experiments.
+
+Plain stochastic gradient descent: every example once in a pass over the data, the mean gradient of
+a batch, Adafactor, a cosine. The engines are those of private training: a unit is some examples of
+the batch and nothing is clipped, so their sum is the batch's gradient. Nobody whose text is used is
+protected, which summary, console and metrics say.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from contextlib import ExitStack
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from fedsim import checkpoint, engine, rundir
+from fedsim.clipping import Clip, Strategy
+from fedsim.config import PretrainConfig, RunConfig, as_dict, expect, to_json
+from fedsim.console import Console
+from fedsim.data.dataset import Dataset
+from fedsim.engine import Engine
+from fedsim.evaluate import evaluate, headline
+from fedsim.files import write_json
+from fedsim.keys import SecretKey
+from fedsim.metrics import Metrics, table
+from fedsim.models import start
+from fedsim.optimizers import optimizer
+from fedsim.train import PACKAGES, State, count, restored, stop_signals
+
+WARNING = "non-private: pre-training protects nobody whose text it sees"
+NO_CLIP = Clip(math.inf)
+
+
+def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict[str, Any]:
+    """Train, or go on training; returns what `summary.json` holds.
+
+    Raises: ConfigError (a user's mistake), EngineError (workers).
+    """
+    rate = schedule(settings, run.learning_rate)
+    transformation = optimizer(run.optimizer, rate)
+    expect("lora_rank", run.lora_rank, run.lora_rank == 0, "0: pre-training is of whole models")
+    reduction = engine.reduction(run)
+    stored = rundir.stored_config(run.run_dir, resume=run.resume)
+    model = start.find(run.model)
+    with ExitStack() as stack:
+        if stored:
+            stack.enter_context(rundir.lock(run.run_dir))
+        data = start.load_data(run, model, console.note)
+        most = data.train.num_examples
+        expect("batch_size", settings.batch_size, settings.batch_size <= most, f"<= {most}")
+        key = rundir.key_of(run, stored) or SecretKey.create(run.seed, "pretrain")
+        seal = key.seal(data.train.fingerprint)
+        config: dict[str, Any] = {
+            "identity": {
+                "algorithm": "pretrain",
+                "data_seal": seal,
+                "reduction": reduction,
+                "model": start.sha256(model),
+            },
+            "pretrain": as_dict(settings),
+            "run": {name: value for name, value in as_dict(run).items() if name != "seed"},
+        }
+        if stored:
+            rundir.expect_same(run.run_dir, stored, config)
+        fresh = SecretKey.create(key.seed or 0).jax_key("init")
+        task, params = start.begin(run, model, data, fresh)
+        workers = engine.start(run, task)
+        workers.note = console.note
+        stack.callback(workers.close)
+        console.note(WARNING)
+        console.note("starting the workers")
+        workers.ready()
+        workers.strategy = Strategy("scan", settings.rows_per_pass)
+        if not stored:
+            versions = {name: version(name) for name in PACKAGES}
+            config |= {"versions": versions, "model": task.config.as_dict()}
+            stack.enter_context(rundir.start(run.run_dir, config, key, data.tokenizer_path))
+        trainer = Pretrainer(settings, run, data, transformation, rate, workers, console, key)
+        return trainer.fit(params)
+
+
+def schedule(settings: PretrainConfig, peak: float) -> optax.Schedule:
+    """From zero to the peak in `warmup_steps`, then down to zero like a cosine."""
+    if not settings.warmup_steps:
+        return optax.cosine_decay_schedule(peak, settings.num_steps)
+    return optax.warmup_cosine_decay_schedule(0.0, peak, settings.warmup_steps, settings.num_steps)
+
+
+class Batches:
+    """Which examples a step sees: a pure function of (key, step). The examples left over at the end
+    of a pass sit it out."""
+
+    def __init__(self, lengths: np.ndarray, batch_size: int, rows_per_pass: int, key: SecretKey):
+        """Args: lengths: tokens of each example, [examples]."""
+        self.lengths, self.batch_size = lengths, batch_size
+        self.rows_per_pass, self.key = rows_per_pass, key
+        self._order = functools.lru_cache(maxsize=1)(self._order_of)
+
+    def draw(self, step: int) -> np.ndarray:
+        """Rows [passes, rows per pass], examples of like lengths together."""
+        epoch, batch = divmod(step, len(self.lengths) // self.batch_size)
+        rows = self._order(epoch)[batch * self.batch_size :][: self.batch_size]
+        rows = rows[np.argsort(self.lengths[rows], kind="stable")]
+        return rows.astype(np.int64).reshape(-1, self.rows_per_pass)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        order = np.arange(len(self.lengths), dtype=np.uint32)
+        self.key.generator("pretrain", epoch).shuffle(order)
+        return order
+
+
+@dataclasses.dataclass
+class Pretrainer:
+    """One pre-training, from its first or its next step to its last."""
+
+    settings: PretrainConfig
+    run: RunConfig
+    data: Dataset
+    transformation: optax.GradientTransformation
+    rate: optax.Schedule
+    engine: Engine
+    console: Console
+    key: SecretKey
+
+    def __post_init__(self):
+        self.update = jax.jit(self._update)
+        self.eval_every = self.run.eval_every or max(1, self.settings.num_steps // 10)
+
+    def fit(self, params: Any) -> dict[str, Any]:
+        """Run the steps that are left, then write the summary."""
+        run_dir = self.run.run_dir
+        state = State(params, self.transformation.init(params))
+        state = restored(run_dir, state, self.console)
+        if state.step < self.settings.num_steps:
+            (run_dir / rundir.SUMMARY).unlink(missing_ok=True)
+        metrics = Metrics(run_dir, last_step=state.step or -1)
+        try:
+            about = {"privacy": WARNING, **as_dict(self.settings), **as_dict(self.run)}
+            metrics.text("pretrain", table({n: v for n, v in about.items() if n != "seed"}))
+            self._steps(state, metrics)
+        finally:
+            metrics.close()
+        summary = self._summary(state)
+        write_json(run_dir / rundir.SUMMARY, summary)
+        return summary
+
+    def _steps(self, state: State, metrics: Metrics) -> None:
+        train, last = self.data.train, self.settings.num_steps
+        rows = (self.settings.batch_size, self.settings.rows_per_pass)
+        batches = Batches(train.lengths, *rows, self.key)
+        with stop_signals() as stop, checkpoint.Saver(self.run.run_dir, state.step) as saver:
+            if not state.step:
+                self._evaluate(state, metrics)
+                state.initial_eval_loss = state.eval_loss
+            while state.step < last and not stop.is_set():
+                values = self._step(state, batches)
+                metrics.log(state.step, values)
+                self.engine.publish(state.step, values)
+                if state.step % self.eval_every == 0 or state.step == last:
+                    self._evaluate(state, metrics)
+                if state.step % self.run.checkpoint_every == 0:
+                    saver.save(state.step, vars(state))
+                    metrics.flush()
+                if state.step % self.run.log_every == 0 or state.step == last:
+                    self._tell(state, values)
+            saver.save(state.step, vars(state))
+        if state.step < last:
+            self.console.note(f"stopped after step {state.step}; --resume goes on from there")
+
+    def _step(self, state: State, batches: Batches) -> dict[str, float]:
+        started = time.monotonic()
+        rows = batches.draw(state.step)
+        total, stats = self.engine.clipped_sum(state.params, rows, NO_CLIP)
+        grad = jax.tree.map(lambda leaf: leaf / np.float32(len(rows)), total)
+        state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
+        rate = float(np.asarray(self.rate(state.step)))
+        state.step += 1
+        state.gradients_computed += rows.size
+        seconds = time.monotonic() - started
+        state.wall_seconds += seconds
+        tokens = int(batches.lengths[rows.ravel()].sum())
+        return {
+            "non_private/loss": float(stats.losses.mean()),
+            "non_private/dropped_passes": int(stats.dropped.sum()),
+            "learning_rate": rate,
+            "performance/step_seconds": seconds,
+            "performance/tokens_per_second": tokens / seconds,
+            **self.engine.measurements(),
+        }
+
+    def _evaluate(self, state: State, metrics: Metrics) -> None:
+        losses = evaluate(self.engine, state.params, self.data, self.run.eval_examples)
+        metrics.log(state.step, losses)
+        state.eval_loss, state.evaluated = headline(losses), state.step
+
+    def _tell(self, state: State, values: dict[str, float]) -> None:
+        self.console.note(
+            f"step {state.step} of {self.settings.num_steps}  loss {values['non_private/loss']:.4g}"
+            f"  eval loss {state.eval_loss:.4g}"
+            f"  tokens/s {values['performance/tokens_per_second']:,.0f}"
+        )
+
+    def _update(self, grad, opt_state, params):
+        updates, opt_state = self.transformation.update(grad, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def _summary(self, state: State) -> dict[str, Any]:
+        return {
+            "algorithm": "pretrain",
+            "privacy": WARNING,
+            "epsilon": "inf",
+            **as_dict(self.settings),
+            "optimizer": self.run.optimizer,
+            "learning_rate": self.run.learning_rate,
+            "num_parameters": count(state.params),
+            "num_examples": self.data.train.num_examples,
+            "num_tokens": self.data.train.num_tokens,
+            "steps_done": state.step,
+            "initial_eval_loss": to_json(state.initial_eval_loss),
+            "final_eval_loss": to_json(state.eval_loss),
+            "params_sha256": checkpoint.params_sha256(state.params),
+            "gradients_computed": state.gradients_computed,
+            "wall_seconds": round(state.wall_seconds, 3),
+        }

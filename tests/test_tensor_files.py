@@ -1,0 +1,83 @@
+"""The safetensors format: arrays come back bit for bit, and a damaged file is one line."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fedsim.models import tensor_files
+from fedsim.models.tensor_files import TensorError
+
+TENSORS = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "half": np.array([1.5, -2], ml_dtypes.bfloat16),
+    "f16": np.array([[0.25]], np.float16),
+    "empty": np.zeros((0, 4), np.float32),
+    "count": np.array(7, np.int64),
+}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        np.testing.assert_array_equal(found[name], tensor)
+
+
+def test_the_bytes_are_those_of_the_format(tmp_path):
+    tensor_files.write(tmp_path / "x", {"w": np.array([[1, 2]], np.float32)})
+    data = (tmp_path / "x").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert header["w"] == {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}
+    assert data[8 + size :] == np.array([1, 2], "<f4").tobytes() and (8 + size) % 64 == 0
+
+
+@pytest.mark.parametrize("shard_bytes, files", [(1000, 1), (30, 2), (1, 5)])
+def test_arrays_come_back_from_one_file_or_several(shard_bytes, files, tmp_path):
+    tensor_files.write_directory(tmp_path, TENSORS, shard_bytes)
+    assert len(list(tmp_path.glob("*.safetensors"))) == files
+    assert_same(tensor_files.read_directory(tmp_path), TENSORS)
+
+
+def header(**about):
+    text = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **about}})
+    return len(text).to_bytes(8, "little") + text.encode() + bytes(8)
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (b"", "the header is cut off"),
+        (bytes(7), "the header is cut off"),
+        (header()[:20], "the header is cut off"),
+        (header()[:-1], "w is cut off, or of another size"),
+        (header(shape=[3]), "w is cut off, or of another size"),
+        (header(data_offsets=[-8, 0]), "w is cut off, or of another size"),
+        (header(dtype="F8_E4M3"), "w has the type F8_E4M3"),
+        (b"\2" + bytes(7) + b"[]", "expected a safetensors file"),
+    ],
+)
+def test_a_damaged_file_is_one_line(data, message, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(TensorError, match=message) as error:
+        tensor_files.read_directory(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_an_index_that_does_not_hold_is_refused(tmp_path):
+    with pytest.raises(TensorError, match="expected model.safetensors or"):
+        tensor_files.read_directory(tmp_path)
+    tensor_files.write_directory(tmp_path, TENSORS, 30)
+    index = tmp_path / tensor_files.INDEX
+    record = json.loads(index.read_text())
+    for name, file, message in (
+        ("a", "../x.safetensors", "names of files beside it"),
+        ("other", record["weight_map"]["a"], "expected 'other' in the file"),
+        ("a", "gone.safetensors", "expected a file that exists"),
+    ):
+        changed = {"weight_map": {**record["weight_map"], name: file}}
+        index.write_text(json.dumps(changed))
+        with pytest.raises(TensorError, match=message):
+            tensor_files.read_directory(tmp_path)
