@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 REQUIREMENTS = {
     "pfl": ["torch==2.13.0", "pfl[pytorch]==0.6.*", "h5py"],
     "opacus": ["torch==2.13.0", "opacus==1.6.*"],
+    "transformers": ["torch==2.15.0", "transformers==5.23.0", "peft==0.21.2"],
     "flower": ["flwr[simulation]==1.41.*"],
     "fedjax": [
         *("fedjax==0.0.17", "jax==0.4.35", "numpy<2"),
@@ -40,6 +41,12 @@ def rounds(peer: str, *arguments, processes: int = 1, core: int | None = None):
 def clipping(peer: str, *arguments):
     """What a peer's script of clipped gradients prints; on one thread."""
     return _printed(peer, [str(HERE / f"{peer}_clipping.py"), *map(str, arguments)])
+
+
+def models(*arguments):
+    """What the script that makes and reads models with `transformers` prints."""
+    script = str(HERE / "transformers_models.py")
+    return _printed("transformers", [script, *map(str, arguments)])
 
 
 def _printed(peer: str, script: list[str], core: int | None = None):
