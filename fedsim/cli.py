@@ -24,7 +24,7 @@ from fedsim.config import (
     to_json,
 )
 from fedsim.data_commands import Data
-from fedsim.model_commands import Export, Generate, Pretrain, set_threads
+from fedsim.model_commands import Export, Generate, Pretrain
 from fedsim.tuning_commands import Recommend, Sweep
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]

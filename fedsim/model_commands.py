@@ -1,12 +1,12 @@
 """`fedsim pretrain`, `generate`, `export`: models before and after training on users' text."""
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from fedsim.arguments import set_threads
 from fedsim.config import PretrainConfig, RunConfig, expect
 
 Flat = tyro.conf.OmitArgPrefixes
@@ -99,13 +99,3 @@ class Export:
         if not self.json:
             print(*(f"{name} {value}" for name, value in found.items()), sep="\n")
         return found
-
-
-def set_threads(run: RunConfig) -> None:
-    """Before JAX starts its first client: it reads these variables then."""
-    from fedsim.engine.resources import driver_environment
-
-    variables = driver_environment(run.threads_per_worker)
-    if run.engine == "local":  # this process computes, on whatever there is
-        del variables["JAX_PLATFORMS"]
-    os.environ.update(variables)

@@ -23,12 +23,10 @@ from fedsim.advice import Advice, choose, command, draw
 from fedsim.clipping import Clip, Strategy
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, expect, mistakes
 from fedsim.console import Console
-from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
 from fedsim.keys import SecretKey
-from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.transformer import check_preset, preset
+from fedsim.models import start
 from fedsim.norms import NUM_USERS, GradientNorms
 from fedsim.plan import calibrate, complete, method_for
 from fedsim.variance import noise_stddev
@@ -78,11 +76,10 @@ def user_grad_norms(
 @contextmanager
 def _starting_point(run: RunConfig, console: Console) -> Iterator[tuple[Dataset, Engine, Any, Any]]:
     """A run's data, its workers, its parameters before training, and a key for samples."""
-    check_preset(run.model)
-    data = corpora.load(run.data, progress=console.note, **run.data_options)
-    sizes = preset(run.model, data.train.vocab_size, data.train.max_length, run.compute_dtype)
-    task = LanguageModelTask(data, sizes)
-    params = task.init(SecretKey.create(run.seed or 0).jax_key("init"))  # as train does
+    model = start.find(run.model)
+    data = start.load_data(run, model, console.note)
+    fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
+    task, params = start.begin(run, model, data, fresh)
     workers = engine.start(run, task)
     workers.note = console.note
     try:

@@ -69,6 +69,8 @@ def train(
             expect("data", run.data, same, f"the data with which {run.run_dir} was started")
             rundir.expect_same(run.run_dir, stored, config)
         completed, non_private = complete(algorithm, privacy, data, key=key)
+        if model is not None:
+            non_private.append(f"what model={run.model} was trained on")
         if run.strategy == AUTO:
             non_private.append("the strategy of the clipped sum (timed on units of a draw)")
         method = method_for(algorithm, completed, data.train, key)
