@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from fedsim.clipping.clip import Clip, global_norm
 
 LossFn = Callable[[Any, Any], jax.Array]
+MANY_ROWS = 16  # of a pass, from which on `_over_one` gains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,10 @@ def _unit_gradient(loss_fn, params, rows, real, rows_per_pass, buckets):
         return jnp.sum(jnp.where(real, loss_fn(params, rows), 0)) / count
 
     def gradient(part):
-        loss, grad = jax.value_and_grad(part_loss)(params, part)
+        gradient = jax.value_and_grad(part_loss)
+        if len(part[1]) >= MANY_ROWS:
+            gradient = _over_one(gradient)
+        loss, grad = gradient(params, part)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss
 
     def gradient_at(length):
@@ -122,6 +126,17 @@ def _unit_gradient(loss_fn, params, rows, real, rows_per_pass, buckets):
 
     start = (zeros_like(params), jnp.float32(0))
     return jax.lax.fori_loop(0, reach(parts[1].any(axis=1)), add_part, start)
+
+
+def _over_one(function):
+    """function(params, part) over an axis of length one: so written, XLA for processors takes a
+    faster matrix product for the weights' gradients (a tenth of all time; jaxlib 0.10)."""
+
+    def run(params, part):
+        parts = jax.tree.map(lambda leaf: leaf[None], part)
+        return jax.tree.map(lambda leaf: leaf[0], jax.vmap(function, (None, 0))(params, parts))
+
+    return run
 
 
 def _in_parts(leaf: jax.Array, size: int) -> jax.Array:
