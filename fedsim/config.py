@@ -153,7 +153,7 @@ class RunConfig:
     """momentum, or any optax optimizer by name: adafactor, adam, sgd, ..."""
 
     learning_rate: float = 0.1
-    """Learning rate, constant; in pre-training its peak. > 0."""
+    """Constant learning rate. > 0. In pre-training, its peak."""
 
     user_column: str | None = None
     """Where data names files: column that says whose a row is. Default: user_id."""
