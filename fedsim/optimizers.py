@@ -1,7 +1,10 @@
 """Optimizers by name, with a constant learning rate: the update that both algorithms share."""
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -23,6 +26,16 @@ def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.Gradien
         expected = "momentum or an optax optimizer such as adafactor, adam, sgd"
         raise ConfigError(f"optimizer={name}: expected {expected}")
     return factory(learning_rate=learning_rate)
+
+
+def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any, Any], Any]:
+    """(gradient, optimizer state, parameters) -> (parameters, optimizer state), compiled."""
+
+    def update(grad, opt_state, params):
+        updates, opt_state = transformation.update(grad, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(update)
 
 
 def _works(factory) -> bool:

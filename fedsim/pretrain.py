@@ -29,7 +29,7 @@ from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.metrics import Metrics, table
 from fedsim.models import start
-from fedsim.optimizers import optimizer
+from fedsim.optimizers import optimizer, updater
 from fedsim.train import PACKAGES, State, count, restored, stop_signals
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
@@ -128,7 +128,7 @@ class Pretrainer:
     key: SecretKey
 
     def __post_init__(self):
-        self.update = jax.jit(self._update)
+        self.update = updater(self.transformation)
         self.eval_every = self.run.eval_every or max(1, self.settings.num_steps // 10)
 
     def fit(self, params: Any) -> dict[str, Any]:
@@ -204,10 +204,6 @@ class Pretrainer:
             f"  eval loss {state.eval_loss:.4g}"
             f"  tokens/s {values['performance/tokens_per_second']:,.0f}"
         )
-
-    def _update(self, grad, opt_state, params):
-        updates, opt_state = self.transformation.update(grad, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
 
     def _summary(self, state: State) -> dict[str, Any]:
         return {

@@ -36,7 +36,7 @@ from fedsim.keys import SecretKey
 from fedsim.ledger import Ledger, LedgerError, released_epsilon
 from fedsim.metrics import Metrics, table
 from fedsim.models import start
-from fedsim.optimizers import optimizer
+from fedsim.optimizers import optimizer, updater
 from fedsim.plan import ADJACENCY, COMPARISON_ONLY, Plan, complete, make_plan, method_for
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "ray", "dp-accounting")
@@ -175,7 +175,7 @@ class Trainer:
                 self.event, self.plan.delta, self.plan.before
             )
         self.eval_every = self.run.eval_every or max(1, self.plan.num_steps // 10)
-        self.update = jax.jit(self._update)
+        self.update = updater(self.transformation)
 
     def fit(self, params: Any, key: SecretKey) -> dict[str, Any]:
         """Run the steps that are left, then write the summary."""
@@ -325,10 +325,6 @@ class Trainer:
                 "clip_fraction": float((norms > clip_norm).mean()),
             }
         return {f"non_private/{name}": value for name, value in values.items()}
-
-    def _update(self, grad, opt_state, params):
-        updates, opt_state = self.transformation.update(grad, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
 
     def _epsilon_so_far(self, num_steps: int) -> float | None:
         """Epsilon after so many steps, at every reporting interval; None in between."""
