@@ -44,6 +44,6 @@ class ELS:
         rows = self.draw(step) if rows is None else rows
         grad_sum, stats = engine.clipped_sum(params, rows, clip)  # ................ g_sum^t
         stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma
-        key = self.key.jax_key("noise", step)
-        grad = noisy_mean(grad_sum, stddev=stddev, count=self.expected_batch_size, key=key)  # g^t
+        count = self.expected_batch_size
+        grad = noisy_mean(grad_sum, stddev=stddev, count=count, key=self.key, step=step)  # g^t
         return grad, stats

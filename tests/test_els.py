@@ -24,9 +24,7 @@ def make(users, key, *, budget=8, group_size=4, sampling="poisson"):
 def test_a_step_equals_the_oracle(rng, key, clip):
     users, task, theta = softmax_problem(rng, SIZES)
     els = make(users, key)
-    noise = noisy_mean(
-        theta * 0, stddev=1.3 * clip.sensitivity, count=1, key=key.jax_key("noise", 3)
-    )
+    noise = noisy_mean(theta * 0, stddev=1.3 * clip.sensitivity, count=1, key=key, step=3)
     engine = LocalEngine(task, num_lanes=3)
     grad, _ = els.gradient(jnp.asarray(theta), 3, engine, clip=clip, noise_multiplier=1.3)
     expected = reference.els_gradient(
@@ -81,7 +79,7 @@ def test_an_empty_draw_is_a_step_of_noise_alone(rng, key):
     grad, stats = els.gradient(
         jnp.zeros(6), step, LocalEngine(task, num_lanes=2), clip=Clip(1.0), noise_multiplier=2.0
     )
-    noise = noisy_mean(jnp.zeros(6), stddev=2.0, count=1, key=key.jax_key("noise", step))
+    noise = noisy_mean(jnp.zeros(6), stddev=2.0, count=1, key=key, step=step)
     np.testing.assert_array_equal(grad, noise)
     assert len(stats.norms) == 0
 

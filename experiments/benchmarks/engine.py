@@ -194,8 +194,7 @@ def large(quick: bool) -> list[dict]:
     for step in range(4):
         started = time.perf_counter()
         grad_sum, stats = engine.clipped_sum(params, rows, CLIP)
-        key = SecretKey.create(0).jax_key("noise", step)
-        grad = noisy_mean(grad_sum, stddev=0.1, count=32, key=key)
+        grad = noisy_mean(grad_sum, stddev=0.1, count=32, key=SecretKey.create(0), step=step)
         params = jax.block_until_ready(update(params, grad))
         seconds = time.perf_counter() - started
         shares.append(1 - float(stats.losses.max()) / seconds)
@@ -235,9 +234,8 @@ def private_rounds(num_workers: int, rounds: int) -> tuple[list[float], str]:
     for step, cohort in enumerate(shape.cohorts(rounds + 1)):
         started = time.perf_counter()
         grad_sum, _ = engine.clipped_sum(params, task.rows(cohort), CLIP)
-        key = SecretKey.create(0).jax_key("noise", step)
-        stddev = shape.NOISE * CLIP.sensitivity
-        grad = noisy_mean(grad_sum, stddev=stddev, count=shape.COHORT, key=key)
+        noise = {"stddev": shape.NOISE * CLIP.sensitivity, "key": SecretKey.create(0), "step": step}
+        grad = noisy_mean(grad_sum, count=shape.COHORT, **noise)
         params = jax.block_until_ready(update(params, grad))
         seconds.append(time.perf_counter() - started)
     engine.close()
