@@ -7,8 +7,8 @@ between calls, so threads may read at the same time.
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fedsim.data.arrow_stream import read_batches, read_kind
+from fedsim.data.arrow_stream import Batch, read_batches, read_kind
 from fedsim.data.framing import copy
 
 BLOCK_ROWS, BLOCK_TOKENS = 16_384, 2**21  # copied at a time: what fits in a processor's cache
+READ_AT_ONCE = 16  # shards whose headers are read
 
 
 class TokenReader:
@@ -34,19 +35,19 @@ class TokenReader:
         self._words: list[np.ndarray] = []  # each shard as int32: where the offsets lie
         self._values: list[np.ndarray] = []  # each shard as token ids
         self._maps: list[mmap.mmap] = []
-        for number, shard in enumerate(shards):
-            with _opened(shard) as (data, read):
-                if isinstance(data, mmap.mmap):
-                    self._maps.append(data)
-                kind = np.dtype(read_kind(read).to_pandas_dtype())
-                size = len(memoryview(data))
-                self._words.append(np.frombuffer(data, np.int32, size // 4))
-                self._values.append(np.frombuffer(data, kind, size // kind.itemsize))
-                for batch in read_batches(read, size):
-                    offsets = _items(batch.offsets_at, 4)
-                    table.append((number, offsets, _items(batch.values_at, kind.itemsize)))
-                    rows.append(batch.rows)
-                    tokens += batch.tokens
+        with ThreadPoolExecutor(READ_AT_ONCE) as threads:  # headers lie far apart on a disk
+            read = list(threads.map(_read_headers, shards))
+        for number, (data, kind, batches) in enumerate(read):
+            if isinstance(data, mmap.mmap):
+                self._maps.append(data)
+            size = len(memoryview(data))
+            self._words.append(np.frombuffer(data, np.int32, size // 4))
+            self._values.append(np.frombuffer(data, kind, size // kind.itemsize))
+            for batch in batches:
+                offsets = _items(batch.offsets_at, 4)
+                table.append((number, offsets, _items(batch.values_at, kind.itemsize)))
+                rows.append(batch.rows)
+                tokens += batch.tokens
         self._first = np.cumsum(rows, dtype=np.int64)
         self._table = np.array(table, np.int64).reshape(-1, 3)
         self.num_rows, self.num_tokens = int(self._first[-1]), tokens
@@ -121,15 +122,22 @@ def _groups(shard: np.ndarray):
         yield int(shard[order[low]]), order[low:high]
 
 
-@contextmanager
-def _opened(shard: pa.Buffer | Path) -> Iterator[tuple[Any, Callable[[int, int], bytes]]]:
-    """What holds the shard's bytes, and a function read(at, size) that does not map them."""
-    if isinstance(shard, Path):
-        with shard.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            yield data, lambda at, size: os.pread(file.fileno(), size, at)
-    else:
-        yield shard, lambda at, size: shard.slice(at, min(size, shard.size - at)).to_pybytes()
+def _read_headers(shard: pa.Buffer | Path) -> tuple[Any, np.dtype, list[Batch]]:
+    """What holds a shard's bytes, the type of its token ids, and where its rows lie."""
+    if not isinstance(shard, Path):
+
+        def cut(at, size):
+            return shard.slice(at, min(size, shard.size - at)).to_pybytes()
+
+        return shard, *_scan(cut, shard.size)
+    with shard.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # Read, not mapped: a page of the mapping per header would stay in every process.
+        return data, *_scan(lambda at, size: os.pread(file.fileno(), size, at), len(data))
+
+
+def _scan(read: Callable[[int, int], bytes], size: int) -> tuple[np.dtype, list[Batch]]:
+    return np.dtype(read_kind(read).to_pandas_dtype()), list(read_batches(read, size))
 
 
 def _items(place: int, width: int) -> int:
