@@ -3,6 +3,8 @@
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -232,3 +234,11 @@ def test_stats_are_table_1():
     assert found["tokens_per_example"] == {"p5": 4, "p50": 4, "p95": 4, "p99": 4}
     assert found["share_at_max_length"] == pytest.approx(1 / 5051)
     json.dumps(found)
+
+
+def test_opening_a_store_does_not_import_pandas(tmp_path):
+    """It takes longer than all else that opening does."""
+    write(tmp_path / "store", EXAMPLES)
+    code = "import sys; from fedsim.data.users import UserStore; UserStore.open(sys.argv[1]); "
+    code += "sys.exit('pandas' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, tmp_path / "store"], check=True)

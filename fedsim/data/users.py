@@ -51,7 +51,9 @@ class UserStore:
         self.fingerprint: str = metadata["fingerprint"]
         self.num_tokens: int = metadata["num_tokens"]
         self._users, self._shards = users, list(shards)
-        counts = self._users_column("num_examples").to_numpy()
+        column = self._users_column("num_examples")
+        # Arrow's own to_numpy imports pandas, which takes longer than all else here.
+        counts = np.concatenate([np.zeros(0, np.int32), *map(np.from_dlpack, column.chunks)])
         self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_users = len(counts)
         try:
