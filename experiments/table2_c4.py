@@ -3,7 +3,8 @@
 Claim: screening finds the near duplicates and the URLs of the fine-tuning data, and little else. C4
 is not at hand. Made-up pages with planted overlaps in the paper's proportions (5.2 % and another
 5.7 %) have an answer that is known; at `paper` the recipe also runs on real stand-ins in
-../shared/data: package descriptions against articles and titles of links, which hardly overlap.
+../shared/data: package descriptions against articles, titles of links and court transcripts, which
+hardly overlap.
 
     python -m experiments.table2_c4 --scale paper      (10 minutes; smoke: 10 seconds)
 """
@@ -68,10 +69,8 @@ def run(scale: str) -> list[dict[str, Any]]:
         found = screened(pages, directory / "planted", [articles])
         rows += [{"dataset": "planted", **planted}, {"dataset": "planted, found", **found}]
         if scale == "paper" and common.SHARED.is_dir():
-            against = [
-                common.SHARED / "allsides_news.parquet",
-                common.SHARED / "reddit_links.parquet",
-            ]
+            names = ("allsides_news", "reddit_links", "scotus")
+            against = [common.SHARED / f"{name}.parquet" for name in names]
             source = common.SHARED / "debian_desc.parquet"
             found = screened(source, directory / "debian", against, user_column="user_id")
             rows.append({"dataset": "debian_desc", **found})
