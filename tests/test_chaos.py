@@ -80,6 +80,14 @@ def processes(pool):
     return found
 
 
+def freeze_one(pool):
+    """Sends SIGSTOP to a process of a pool that is not killed at the same moment."""
+    while True:
+        for process in processes(pool).values():
+            with contextlib.suppress(ProcessLookupError):
+                return os.kill(process, signal.SIGSTOP)
+
+
 class Killer:
     """Sends SIGKILL to a random process of a pool, again and again, until there were enough."""
 
@@ -149,7 +157,7 @@ def storm():
             if killer is None:
                 return
             if step == 20:
-                os.kill(next(iter(processes(pool).values())), signal.SIGSTOP)
+                freeze_one(pool)
             if step == 60:
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
             if step == 100:
