@@ -72,6 +72,11 @@ class PrivacyConfig:
     """Move the clip norm, from clip_norm on, to this quantile of the norms of users' (ULS) or
     examples' (ELS) gradients, privately and within epsilon (Andrew et al. 2021). In (0, 1)."""
 
+    assumed_population: int | None = None
+    """Account as if the users had been drawn from so many, at least as many as there are, as the
+    paper does for CC-News: an assumption, not a guarantee, and labelled so wherever epsilon is
+    shown. Also of delta's default. Default: the users there are."""
+
     chosen_on_data: str = ""
     """Settings chosen by looking at this data without protection (group_size,clip_norm): nothing
     accounts for that, so the report says it. `fedsim recommend` fills this in."""
@@ -91,6 +96,8 @@ class PrivacyConfig:
             expect("group_size_epsilon", share, holds, f"> 0 and below epsilon={self.epsilon}")
         if self.clip_quantile is not None:
             expect("clip_quantile", self.clip_quantile, 0 < self.clip_quantile < 1, "in (0, 1)")
+        if (assumed := self.assumed_population) is not None:
+            expect("assumed_population", assumed, assumed >= 1, ">= 1")
         names = {field.name for part in (PrivacyConfig, RunConfig) for field in fields(part)}
         for name in filter(None, self.chosen_on_data.split(",")):
             expect("chosen_on_data", name, name in names, "names of settings with commas between")

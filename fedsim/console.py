@@ -13,7 +13,7 @@ from rich import progress
 from rich.console import Console as RichConsole
 
 from fedsim.config import Algorithm
-from fedsim.plan import COMPARISON_ONLY, Plan
+from fedsim.plan import ADJACENCY, Plan, holds
 
 
 class Console:
@@ -78,8 +78,9 @@ def claim(summary: dict[str, Any]) -> str:
         return "non-private: trained without noise"
     epsilon = math.ceil(summary["epsilon"] * 1e4) / 1e4  # an upper bound is rounded up
     guarantee = f"epsilon {epsilon:.4f} at delta {summary['delta']:.3g}"
-    if summary["sampling_run"] != summary["sampling_accounted"]:
-        return f"{guarantee}: {COMPARISON_ONLY}"
+    names = ("sampling_run", "sampling_accounted", "assumed_population")
+    if (label := holds(*map(summary.get, names))) != ADJACENCY:
+        return f"{guarantee}: {label}"
     return f"user-level DP: {guarantee} ({summary['adjacency']})"
 
 
@@ -88,7 +89,7 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
     els = plan.algorithm == Algorithm.ELS
     unit, share = ("examples", "in all") if els else ("users", "each")
     pool = f", {plan.num_units:,} in the pool" if els else ""
-    label = f" ({COMPARISON_ONLY})" if plan.sampling_run != plan.sampling_accounted else ""
+    label = f" ({plan.epsilon_holds})" if plan.epsilon_holds != ADJACENCY else ""
     if plan.noise_multiplier:
         epsilon = f"{plan.target_epsilon:g} at delta {plan.delta:.3g}{label}"
     else:
@@ -120,6 +121,9 @@ def line(values: dict[str, float]) -> str:
         "eval loss": values["eval/loss"],
         "epsilon": values.get("privacy/epsilon"),
         "epsilon as if Poisson sampled": values.get("comparison_only/epsilon_as_if_poisson"),
+        "epsilon of an assumed population": values.get(
+            "comparison_only/epsilon_of_assumed_population"
+        ),
         "gradients/s": values["non_private/gradients_per_second"],
     }
     known = {name: value for name, value in shown.items() if value is not None}

@@ -59,6 +59,8 @@ class Plan:
     """What choosing the group size privately cost; part of target_epsilon."""
     clip_quantile: float | None = None
     """What clip_norm, the first step's, is moved towards; None: it stays."""
+    assumed_population: int | None = None
+    """How many users are accounted for; None: those there are."""
 
     @property
     def clip(self) -> Clip:
@@ -88,6 +90,16 @@ class Plan:
         """What is released before the first step, to the accountant."""
         return _before(self.group_size_epsilon)
 
+    @property
+    def accounted_prob(self) -> float:
+        """p or q as it is accounted: below sampling_prob with an assumed population."""
+        return self.sampling_prob * _assumed_share(self.assumed_population, self.num_users)
+
+    @property
+    def epsilon_holds(self) -> str:
+        """What epsilon holds under: the adjacency, or a label that says that it is no guarantee."""
+        return holds(self.sampling_run, self.sampling_accounted, self.assumed_population)
+
     def as_dict(self) -> dict[str, Any]:
         """In JSON's types."""
         fields = {name: to_json(value) for name, value in dataclasses.asdict(self).items()}
@@ -112,14 +124,21 @@ def complete(
     Args: key: the run's; what group_size_epsilon asks for is drawn from it.
     """
     users = data.train
+    population = privacy.assumed_population or users.num_users
+    least = f">= {users.num_users}, the users there are"
+    expect("assumed_population", population, population >= users.num_users, least)
     pool = " and the pool's size" if algorithm == Algorithm.ELS else ""
     counts = f"num_users={users.num_users}, num_examples={users.num_examples}{pool}"
     found = [f"{counts} (taken as public)"]
+    times = ""
+    if privacy.assumed_population is not None:
+        found.append(f"assumed_population={population} (instead of the {users.num_users} users)")
+        times = f", times {population / users.num_users:g}"
     delta, group_size = privacy.delta, privacy.group_size
     if delta is None:
         expect("delta", None, users.num_examples > 1, "a value: one example gives none")
-        delta = users.num_examples**-1.1
-        found.append(f"delta={delta:.3g} (n^-1.1 for the n training examples)")
+        delta = (users.num_examples * population / users.num_users) ** -1.1
+        found.append(f"delta={delta:.3g} (n^-1.1 for the n training examples{times})")
     if (share := privacy.group_size_epsilon) is not None:
         expect("group_size_epsilon", share, algorithm == Algorithm.ELS, "nothing with uls")
         expect("group_size", group_size, group_size is None, "none, or no group_size_epsilon")
@@ -139,13 +158,16 @@ def complete(
 
 def method_for(algorithm: Algorithm, privacy: PrivacyConfig, users: UserStore, key: SecretKey):
     """The algorithm, ready to draw its first step."""
-    return METHODS[algorithm](
+    method = METHODS[algorithm](
         users,
         budget=privacy.budget,
         group_size=privacy.group_size,
         sampling=privacy.sampling,
         key=key,
     )
+    share = _assumed_share(privacy.assumed_population, users.num_users)
+    method.sampler = dataclasses.replace(method.sampler, assumed_share=share)
+    return method
 
 
 def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:
@@ -198,7 +220,21 @@ def make_plan(
         non_private=tuple(non_private),
         group_size_epsilon=privacy.group_size_epsilon,
         clip_quantile=privacy.clip_quantile,
+        assumed_population=privacy.assumed_population,
     )
+
+
+def holds(sampling_run: str, sampling_accounted: str, assumed_population: int | None) -> str:
+    """What epsilon holds under: the adjacency, or a label that says that it is no guarantee."""
+    labels = [COMPARISON_ONLY] if sampling_run != sampling_accounted else []
+    if assumed_population is not None:
+        assumed = f"as if there were {assumed_population:,} users"
+        labels.append(f"{assumed}: an assumption, not a guarantee")
+    return "; ".join(labels) or ADJACENCY
+
+
+def _assumed_share(assumed_population: int | None, num_users: int) -> float:
+    return num_users / (assumed_population or num_users)
 
 
 def _before(group_size_epsilon: float | None) -> list[tuple[PureEvent, int]]:

@@ -27,6 +27,9 @@ class Poisson:
 
     num_units: int
     expected_count: int
+    assumed_share: float = 1.0
+    """Of an assumed population's units, the share that is there. Below 1 what is accounted is an
+    assumption, not a guarantee."""
     name: ClassVar[str] = "poisson"
 
     @property
@@ -43,7 +46,8 @@ class Poisson:
 
     def event(self, noise_multiplier: float, *, max_contributions: int = 1) -> StepEvent:
         """What one step is to the accountant."""
-        return StepEvent(noise_multiplier, self.sampling_prob, max_contributions)
+        prob = self.sampling_prob * self.assumed_share
+        return StepEvent(noise_multiplier, prob, max_contributions)
 
 
 @dataclasses.dataclass(frozen=True)

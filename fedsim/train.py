@@ -37,7 +37,7 @@ from fedsim.ledger import Ledger, LedgerError, released_epsilon
 from fedsim.metrics import Metrics, table
 from fedsim.models import start
 from fedsim.optimizers import optimizer, updater
-from fedsim.plan import ADJACENCY, COMPARISON_ONLY, Plan, complete, make_plan, method_for
+from fedsim.plan import ADJACENCY, Plan, complete, make_plan, method_for
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "ray", "dp-accounting")
 
@@ -296,8 +296,11 @@ class Trainer:
         }
 
     def _epsilon_name(self) -> str:
-        poisson = self.plan.sampling_run == self.plan.sampling_accounted
-        return "privacy/epsilon" if poisson else "comparison_only/epsilon_as_if_poisson"
+        if self.plan.sampling_run != self.plan.sampling_accounted:
+            return "comparison_only/epsilon_as_if_poisson"
+        if self.plan.assumed_population is not None:
+            return "comparison_only/epsilon_of_assumed_population"
+        return "privacy/epsilon"
 
     def _due(self, step: int, interval: int) -> bool:
         """Whether what is done every `interval` steps, and after the last, is done after `step`."""
@@ -335,13 +338,12 @@ class Trainer:
     def _summary(self, state: State) -> dict[str, Any]:
         """What `summary.json` holds; epsilon is recomputed from the ledger."""
         epsilon = released_epsilon(self.run.run_dir, self.plan.delta)
-        comparison = self.plan.sampling_run != self.plan.sampling_accounted
         realised = "gradients_computed and wall_seconds (sizes of the draws)"
         return {
             **self.plan.as_dict(),
             "non_private": [*self.plan.non_private, realised],
             "epsilon": to_json(epsilon),
-            "epsilon_holds": COMPARISON_ONLY if comparison else ADJACENCY,
+            "epsilon_holds": self.plan.epsilon_holds,
             "adjacency": ADJACENCY,
             "privacy_unit": "user",
             "gradient_noise_multiplier": self.plan.gradient_noise_multiplier,

@@ -119,6 +119,16 @@ def test_a_shuffled_run_claims_no_guarantee():
     assert "user-level DP" not in text
 
 
+def test_an_epsilon_of_an_assumed_population_is_never_shown_as_a_guarantee():
+    label = "as if there were 12,000 users: an assumption, not a guarantee"
+    assumed = dict(plan_rows(replaced(assumed_population=12_000), WORKERS))
+    assert assumed["epsilon"] == f"4 at delta 1e-06 ({label})"
+    assert claim({**SUMMARY, "assumed_population": 12_000}).endswith(f"1e-06: {label}")
+    values = {**VALUES, "comparison_only/epsilon_of_assumed_population": 0.5}
+    del values["privacy/epsilon"]
+    assert "epsilon of an assumed population 0.5" in line(values)
+
+
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 def test_a_run_without_noise_claims_nothing(sampling):
     text = claim({**SUMMARY, "epsilon": "inf", "sampling_run": sampling})

@@ -5,13 +5,22 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from problems import users_of_sizes
 
 from fedsim import accounting
 from fedsim.config import Algorithm, ConfigError, PrivacyConfig
 from fedsim.keys import SecretKey
-from fedsim.plan import Plan, calibrate, complete, make_plan, method_for
+from fedsim.plan import (
+    ADJACENCY,
+    COMPARISON_ONLY,
+    Plan,
+    calibrate,
+    complete,
+    make_plan,
+    method_for,
+)
 
 SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples
 
@@ -109,6 +118,38 @@ def test_the_plan_has_the_constants_of_the_paper(users, key):
 def test_the_plan_says_what_is_run_and_what_is_accounted(sampling, users, key):
     plan, *_ = planned(Algorithm.ULS, users, key, sampling=sampling, epsilon=math.inf)
     assert (plan.sampling_run, plan.sampling_accounted) == (sampling, "poisson")
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_an_assumed_population_is_accounted_for_and_never_drawn(algorithm, users, key):
+    fields = {"sampling": "poisson", "group_size": 2, "delta": 1e-5}
+    plain, *_ = planned(algorithm, users, key, **fields)
+    plan, method, *_ = planned(algorithm, users, key, assumed_population=80, **fields)
+    assert plan.sampling_prob == plain.sampling_prob == plain.accounted_prob
+    assert plan.accounted_prob == pytest.approx(plain.sampling_prob / 10)
+    assert method.event(1.0).sampling_prob == plan.accounted_prob
+    assert plan.noise_multiplier < plain.noise_multiplier
+    for step in range(5):
+        own = method_for(algorithm, privacy(**fields), users, key)
+        np.testing.assert_array_equal(method.draw(step), own.draw(step))
+
+
+def test_an_assumed_population_is_labelled_as_one(users, key):
+    plan, *_ = planned(Algorithm.ULS, users, key, assumed_population=80)
+    assert "assumed_population=80 (instead of the 8 users)" in plan.non_private
+    assert plan.delta == pytest.approx((10 * 56) ** -1.1)
+    assert plan.epsilon_holds == "as if there were 80 users: an assumption, not a guarantee"
+    plain, *_ = planned(Algorithm.ULS, users, key)
+    assert plain.epsilon_holds == ADJACENCY and plain.assumed_population is None
+    shuffled, *_ = planned(Algorithm.ULS, users, key, assumed_population=80, sampling="shuffle")
+    assert shuffled.epsilon_holds == f"{COMPARISON_ONLY}; {plan.epsilon_holds}"
+
+
+def test_fewer_users_than_there_are_cannot_be_assumed(users):
+    with pytest.raises(ConfigError, match="^assumed_population=7: expected >= 8, the users"):
+        complete(Algorithm.ULS, privacy(assumed_population=7), data_of(users))
+    with pytest.raises(ConfigError, match="^assumed_population=0: expected >= 1"):
+        privacy(assumed_population=0)
 
 
 @pytest.mark.parametrize("clipping, sensitivity", [("normalised", 1.0), ("plain", 0.5)])
