@@ -24,7 +24,7 @@ from fedsim.config import (
     to_json,
 )
 from fedsim.data_commands import Data
-from fedsim.model_commands import Export, Generate, Pretrain
+from fedsim.model_commands import Export, Generate, Personalize, Pretrain
 from fedsim.tuning_commands import Recommend, Sweep
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
@@ -204,6 +204,7 @@ class Calibrate:
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Personalize, tyro.conf.subcommand("personalize")]
     | Annotated[Pretrain, tyro.conf.subcommand("pretrain")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Export, tyro.conf.subcommand("export")]

@@ -129,6 +129,35 @@ class PretrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Personalization:
+    """How models are personalized. The defaults are the paper's, where it says."""
+
+    num_epochs: int = 4
+    """How often SGD goes over a user's first half. >= 1."""
+
+    batch_size: int = 8
+    """Examples of a step of SGD. >= 1."""
+
+    learning_rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
+    """Of SGD, each tried; the best counts. > 0."""
+
+    users: int = 256
+    """How many users are looked at, drawn at random. >= 1."""
+
+    max_examples: int = 64
+    """Most examples of a user's half. >= 1."""
+
+    seed: int = 0
+    """Of users, halves and the order of examples: the same ones for every model."""
+
+    def __post_init__(self):
+        for name in ("num_epochs", "batch_size", "users", "max_examples"):
+            expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
+        rates = self.learning_rates
+        expect("learning_rates", rates, bool(rates) and min(rates) > 0, "numbers > 0")
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """What cannot change the guarantee."""
 

@@ -78,8 +78,8 @@ def claim(summary: dict[str, Any]) -> str:
         return "non-private: trained without noise"
     epsilon = math.ceil(summary["epsilon"] * 1e4) / 1e4  # an upper bound is rounded up
     guarantee = f"epsilon {epsilon:.4f} at delta {summary['delta']:.3g}"
-    names = ("sampling_run", "sampling_accounted", "assumed_population")
-    if (label := holds(*map(summary.get, names))) != ADJACENCY:
+    sampling = summary["sampling_run"], summary["sampling_accounted"]
+    if (label := holds(*sampling, summary.get("assumed_population"))) != ADJACENCY:
         return f"{guarantee}: {label}"
     return f"user-level DP: {guarantee} ({summary['adjacency']})"
 

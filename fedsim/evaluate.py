@@ -5,6 +5,7 @@ The second is computed from the data of protected users without noise: it is `no
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
 from fedsim.keys import SecretKey
 from fedsim.models import start
+from fedsim.models.language_model import LanguageModelTask
 
 SPLITS = {"eval_users": "eval/loss", "eval_examples": "non_private/eval_examples_loss"}
 
@@ -57,6 +59,25 @@ def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> di
       stored: what the run's config.json holds.
     Raises: ConfigError: there is no checkpoint, or the data are not those of the run.
     """
+    task, params, data, path = last_model(run, stored, console)
+    workers = engine.start(run, task)
+    try:
+        workers.ready()
+        losses = evaluate(workers, params, data)
+    finally:
+        workers.close()
+    return {"run_dir": str(run.run_dir), "checkpoint": path.name, **losses}
+
+
+def last_model(
+    run: RunConfig, stored: dict[str, Any], console: Console
+) -> tuple[LanguageModelTask, Any, Dataset, Path]:
+    """(task, parameters, data, file) of a run's last checkpoint.
+
+    Args:
+      stored: what the run's config.json holds.
+    Raises: ConfigError: there is no checkpoint, or the data are not those of the run.
+    """
     path = checkpoint.latest(run.run_dir)
     if path is None:
         raise ConfigError(f"run_dir={run.run_dir}: expected a checkpoint, found none")
@@ -67,10 +88,4 @@ def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> di
     same = start.sha256(model) == stored["identity"]["model"]
     expect("model", run.model, same, "the model of the run")
     task, _ = start.begin(run, model, data, SecretKey.create(0).jax_key("init"))
-    workers = engine.start(run, task)
-    try:
-        workers.ready()
-        losses = evaluate(workers, checkpoint.load_params(path), data)
-    finally:
-        workers.close()
-    return {"run_dir": str(run.run_dir), "checkpoint": path.name, **losses}
+    return task, checkpoint.load_params(path), data, path

@@ -1,13 +1,13 @@
-"""`fedsim pretrain`, `generate`, `export`: models before and after training on users' text."""
+"""`fedsim pretrain`, `personalize`, `generate`, `export`: models before and after training."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
 from fedsim.arguments import set_threads
-from fedsim.config import PretrainConfig, RunConfig, expect
+from fedsim.config import Personalization, PretrainConfig, RunConfig, expect
 
 Flat = tyro.conf.OmitArgPrefixes
 
@@ -35,6 +35,38 @@ class Pretrain:
         from fedsim.pretrain import pretrain
 
         return pretrain(self.pretrain, self.run, Console(log_every=self.run.log_every))
+
+
+@dataclasses.dataclass(frozen=True)
+class Personalize:
+    """Loss of a run's last checkpoint on held-out users with and without personalization: SGD on
+    half of each user's examples, evaluated on the other half."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The run's directory."""
+
+    how: Flat[Personalization]
+
+    split: Literal["eval_users", "test"] = "eval_users"
+    """Whose text: users held out of training, or the later examples."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim import rundir
+
+        stored = rundir.load(self.run_dir)
+        run = RunConfig(**{**stored["run"], "run_dir": self.run_dir, "engine": "local"})
+        set_threads(run)
+        from fedsim.console import Console
+        from fedsim.personalize import personalize_run
+
+        found = personalize_run(run, stored, Console(), split=self.split, settings=self.how)
+        if not self.json:
+            shown = ("num_users", "learning_rate", "loss", "personalized_loss", "gain_error")
+            print(*(f"{name} {found[name]}" for name in shown), sep="\n")
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ LEVELS = (
     "sampling clipping mechanism adaptive private_median models data "
     "checkpoint ledger metrics hparams rundir optimizers",
     "els uls engine norms tuner variance",
-    "plan console train evaluate generate pretrain export advice recommend sweep",
+    "plan console train evaluate personalize generate pretrain export advice recommend sweep",
     "cli arguments data_commands model_commands tuning_commands",
 )
 ACCOUNTANT = {

@@ -1,0 +1,164 @@
+"""Loss on users' own text before and after a model is personalized to them (Appendix G).
+
+The examples of each user are halved; plain SGD goes a few times over one half, and the other half
+says what that was worth. The users are held-out ones, whom training did not see. A personal model
+is its user's own: nothing here is private, and nothing is kept.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim.config import ConfigError, Personalization, RunConfig, expect
+from fedsim.console import Console
+from fedsim.data.users import UserStore
+from fedsim.engine.worker import Worker
+from fedsim.evaluate import last_model
+from fedsim.keys import SecretKey
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """Rows of one user's examples."""
+
+    user: int
+    own: np.ndarray
+    """To personalize with."""
+    reserved: np.ndarray
+    """To evaluate on."""
+
+
+def halves(store: UserStore, settings: Personalization, key: SecretKey) -> list[Halves]:
+    """Users with two examples or more, drawn without replacement, and their halves.
+
+    Guarantees: a user's halves share no row and depend on (key, user) alone.
+    Args: store: anything with the users' `offsets`.
+    """
+    sizes = np.diff(store.offsets)
+    owners = np.flatnonzero(sizes >= 2)
+    count = min(settings.users, len(owners))
+    chosen = np.sort(key.generator("personalize: users").choice(owners, count, replace=False))
+    found = []
+    for user in map(int, chosen):
+        rows = key.generator("personalize: halves", user).permutation(sizes[user])
+        rows = store.offsets[user] + rows
+        half = min(len(rows) // 2, settings.max_examples)
+        found.append(Halves(user, rows[:half], rows[half:][: settings.max_examples]))
+    return found
+
+
+class Personalizer:
+    """Personalizes one model to one user after another, in this process."""
+
+    def __init__(self, task: Any, params: Any, split: str, settings: Personalization):
+        """Args: split: whose users they are."""
+        self._task, self._split, self._settings = task, split, settings
+        self._params = jax.tree.map(jnp.asarray, params)
+        self._worker = Worker(task)
+        self._version = 0
+        self._step = jax.jit(self._descend)
+
+    def loss(self, params: Any, rows: np.ndarray) -> float:
+        """Mean loss over rows [n], nats per predicted token."""
+        self._version += 1  # other parameters
+        nats, predictions = self._worker.lane_nats(self._version, params, rows, self._split)
+        return nats / max(predictions, 1)
+
+    def before(self, user: Halves) -> float:
+        """The model's own loss on a user's reserved half."""
+        return self.loss(self._params, user.reserved)
+
+    def after(self, user: Halves, learning_rate: float, key: SecretKey) -> float:
+        """Its loss there after SGD on the other half."""
+        return self.loss(self.personal(user, learning_rate, key), user.reserved)
+
+    def personal(self, user: Halves, learning_rate: float, key: SecretKey) -> Any:
+        """The parameters after SGD on a user's own half; batches are drawn anew in every epoch."""
+        params, rate = self._params, jnp.float32(learning_rate)
+        for rows in self._batches(user, key):
+            batch = self._task.read(self._split, rows)
+            params = self._step(params, batch, rows >= 0, rate, *self._worker.frozen())
+        return params
+
+    def _batches(self, user: Halves, key: SecretKey) -> Iterator[np.ndarray]:
+        """Rows [batch_size] of each step, -1 = padding."""
+        size = self._settings.batch_size
+        for epoch in range(self._settings.num_epochs):
+            rows = key.generator("personalize: order", user.user, epoch).permutation(user.own)
+            rows = np.pad(rows, (0, -len(rows) % size), constant_values=-1)
+            yield from rows.reshape(-1, size)
+
+    def _descend(self, params, batch, real, rate, *frozen):
+        def mean_loss(params):
+            losses = jnp.where(real, self._task.losses(params, batch, *frozen), 0)
+            return losses.sum() / jnp.maximum(real.sum(), 1)
+
+        return jax.tree.map(lambda p, g: p - rate * g, params, jax.grad(mean_loss)(params))
+
+
+def personalize(
+    task: Any,
+    params: Any,
+    store: UserStore,
+    split: str,
+    settings: Personalization,
+    console: Console,
+) -> dict[str, Any]:
+    """Losses of a model with and without personalization, averaged over users.
+
+    Returns: `num_users`, `left_out_users` (with one example), `loss` (without), `learning_rate`
+      (the best), `personalized_loss`, `gain` and `gain_error` (its standard error over users) and
+      `rates`: the last three for every learning rate.
+    Raises: ConfigError: nobody has two examples.
+    """
+    key = SecretKey.create(settings.seed, "personalize")
+    users = halves(store, settings, key)
+    expect(split, f"{store.num_users} users", bool(users), "a user with two examples at least")
+    personalizer = Personalizer(task, params, split, settings)
+    before = np.array([personalizer.before(user) for user in users])
+    tried: list[dict[str, Any]] = []
+    for rate in settings.learning_rates:
+        gains = before - [personalizer.after(user, rate, key) for user in users]
+        tried.append({"learning_rate": rate, **_of_users(before, gains)})
+        console.note(
+            f"learning rate {rate:g}: {before.mean():.4f} -> {(before - gains).mean():.4f}"
+        )
+    best = max(tried, key=lambda row: row["gain"] if np.isfinite(row["gain"]) else -np.inf)
+    left_out = int((np.diff(store.offsets) == 1).sum())
+    counts = {"num_users": len(users), "left_out_users": left_out}
+    return {**counts, "loss": float(before.mean()), **best, "rates": tried}
+
+
+def _of_users(before: np.ndarray, gains: np.ndarray) -> dict[str, float]:
+    error = float(gains.std(ddof=1) / np.sqrt(len(gains))) if len(gains) > 1 else 0.0
+    after = float((before - gains).mean())
+    return {"personalized_loss": after, "gain": float(gains.mean()), "gain_error": error}
+
+
+def personalize_run(
+    run: RunConfig,
+    stored: dict[str, Any],
+    console: Console,
+    *,
+    split: str = "eval_users",
+    settings: Personalization = Personalization(),  # noqa: B008 (frozen)
+) -> dict[str, Any]:
+    """`personalize` of a run's last checkpoint.
+
+    Args:
+      stored: what the run's config.json holds.
+      split: eval_users, or test: later examples, some of them by users of the training data.
+    Raises: ConfigError: there is no checkpoint, other data, or no such split.
+    """
+    task, params, data, path = last_model(run, stored, console)
+    store = getattr(data, split)
+    if store is None:
+        raise ConfigError(
+            f"split={split}: expected data with {split}, found {', '.join(data.splits())}"
+        )
+    found = personalize(task, params, store, split, settings, console)
+    return {"run_dir": str(run.run_dir), "checkpoint": path.name, "split": split, **found}
