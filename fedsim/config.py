@@ -191,6 +191,13 @@ class RunConfig:
     learning_rate: float = 0.1
     """Constant learning rate. > 0. In pre-training, its peak."""
 
+    local_steps: int = 1
+    """ULS: steps of a user's own SGD over its examples of a step, a part of them each; what is
+    clipped is the mean of the gradients met on the way (DP-FedAvg). In [1, group_size]."""
+
+    local_learning_rate: float = 0.1
+    """Of users' own SGD, where local_steps is above 1. > 0."""
+
     user_column: str | None = None
     """Where data names files: column that says whose a row is. Default: user_id."""
 
@@ -254,6 +261,7 @@ class RunConfig:
     def __post_init__(self):
         expect("data", self.data, self.data != "", "a directory, files, or pydocs")
         positive = ("num_lanes", "threads_per_worker", "eval_examples", "checkpoint_every")
+        positive += ("local_steps",)
         for name in (*positive, "log_every"):
             expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
         for name, least in (
@@ -267,6 +275,8 @@ class RunConfig:
         alpha, rate = self.lora_alpha, self.learning_rate
         expect("lora_alpha", alpha, 0 < alpha < math.inf, "> 0 and finite")
         expect("learning_rate", rate, 0 < rate < math.inf, "> 0 and finite")
+        rate = self.local_learning_rate
+        expect("local_learning_rate", rate, 0 < rate < math.inf, "> 0 and finite")
 
     @property
     def data_options(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
     rate = schedule(settings, run.learning_rate)
     transformation = optimizer(run.optimizer, rate)
     expect("lora_rank", run.lora_rank, run.lora_rank == 0, "0: pre-training is of whole models")
+    expect("local_steps", run.local_steps, run.local_steps == 1, "1: there are no users")
     reduction = engine.reduction(run)
     stored = rundir.stored_config(run.run_dir, resume=run.resume)
     model = start.find(run.model)

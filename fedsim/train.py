@@ -69,6 +69,11 @@ def train(
             expect("data", run.data, same, f"the data with which {run.run_dir} was started")
             rundir.expect_same(run.run_dir, stored, config)
         completed, non_private = complete(algorithm, privacy, data, key=key)
+        most = completed.group_size if algorithm == Algorithm.ULS else 1
+        found = (
+            f"in [1, {most}], the group size" if most != 1 else "1, with ELS or one example each"
+        )
+        expect("local_steps", run.local_steps, run.local_steps <= (most or 1), found)
         if model is not None:
             non_private.append(f"what model={run.model} was trained on")
         if run.strategy == AUTO:

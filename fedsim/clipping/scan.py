@@ -33,6 +33,20 @@ class Buckets:
         return dataclasses.replace(self, lengths=tuple(n for n in self.lengths if n <= length))
 
 
+@dataclasses.dataclass(frozen=True)
+class LocalSteps:
+    """A user's own SGD, as in DP-FedAvg: a unit's rows are cut into `number` batches, a step each.
+
+    The unit's contribution, which is clipped as a whole, is the mean over its rows of the gradients
+    that were met on the way: what the steps went, in units of gradients. With one batch, or as the
+    learning rate goes to 0, it is the gradient.
+    Source: McMahan et al. 2018 (Learning Differentially Private Recurrent Language Models).
+    """
+
+    number: int
+    learning_rate: float
+
+
 def clipped_sum(
     loss_fn: LossFn,
     params: Any,
@@ -42,6 +56,7 @@ def clipped_sum(
     *,
     rows_per_pass: int = 8,
     buckets: Buckets | None = None,
+    local: LocalSteps | None = None,
     total: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """sum over units of clip(mean over the unit's rows of grad loss, C).
@@ -55,6 +70,7 @@ def clipped_sum(
       mask: bool [units, group], true where a row is real.
       rows_per_pass: rows of one forward and backward pass.
       buckets: lengths that the rows of a pass may be cut to: the least that holds all of them.
+      local: what is clipped is a user's update of several steps, instead of its gradient.
       total: a sum to be added to, float32 tree like params.
     Returns: (sum, float32 tree like params; norms [units]; losses [units]; dropped bool [units]).
     Source: Charles et al. 2024, Algorithms 1 and 2.
@@ -63,7 +79,8 @@ def clipped_sum(
     def add_unit(i, carry):
         total, *values = carry
         rows, real = jax.tree.map(lambda leaf: leaf[i], (batch, mask))
-        grad, loss = _unit_gradient(loss_fn, params, rows, real, rows_per_pass, buckets)
+        arguments = (loss_fn, params, rows, real, rows_per_pass, buckets)
+        grad, loss = _local_gradient(local, *arguments) if local else _unit_gradient(*arguments)
         norm = jnp.where(real.any(), global_norm(grad), 0)
         scale, finite = clip.scale(norm), jnp.isfinite(norm)
         # Selected, not multiplied by zero: 0 * nan is nan.
@@ -126,6 +143,26 @@ def _unit_gradient(loss_fn, params, rows, real, rows_per_pass, buckets):
 
     start = (zeros_like(params), jnp.float32(0))
     return jax.lax.fori_loop(0, reach(parts[1].any(axis=1)), add_part, start)
+
+
+def _local_gradient(local, loss_fn, params, rows, real, rows_per_pass, buckets):
+    """Mean over a unit's rows of gradient and value where its own SGD had got to."""
+    batches = jax.tree.map(
+        lambda leaf: _in_parts(leaf, -(-len(real) // local.number)), (rows, real)
+    )
+    count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
+
+    def step(i, carry):
+        at, *sums = carry
+        rows, real = jax.tree.map(lambda leaf: leaf[i], batches)
+        grad, loss = _unit_gradient(loss_fn, at, rows, real, rows_per_pass, buckets)
+        share = real.sum() / count
+        at = jax.tree.map(lambda p, g: p - (local.learning_rate * g).astype(p.dtype), at, grad)
+        return at, *jax.tree.map(lambda s, new: s + share * new, sums, [grad, loss])
+
+    start = (params, zeros_like(params), jnp.float32(0))
+    _, grad, loss = jax.lax.fori_loop(0, reach(batches[1].any(axis=1)), step, start)
+    return grad, loss
 
 
 def _over_one(function):

@@ -61,15 +61,19 @@ def clipped_sum(
     strategy: Strategy = Strategy(),  # noqa: B008 (frozen)
     *,
     buckets: scan.Buckets | None = None,
+    local: scan.LocalSteps | None = None,
     total: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """sum over units of clip(mean over the unit's rows of grad loss, C), by any strategy.
 
     Arguments, results and guarantees are those of `scan.clipped_sum`.
+    Raises: UnsupportedModel: the strategy cannot do it.
     """
     if strategy.name == "scan":
-        options = {"rows_per_pass": strategy.rows, "buckets": buckets, "total": total}
-        return scan.clipped_sum(loss_fn, params, batch, mask, clip, **options)
+        options = {"rows_per_pass": strategy.rows, "buckets": buckets, "local": local}
+        return scan.clipped_sum(loss_fn, params, batch, mask, clip, total=total, **options)
+    if local is not None:
+        raise bookkeeping.UnsupportedModel("only scan takes users' own steps")
     module = {"bookkeeping": bookkeeping, "vmap": vmap}[strategy.name]
     units, group = mask.shape
     at_once = min(units, strategy.units_at_once(group))

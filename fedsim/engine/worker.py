@@ -208,7 +208,8 @@ class Worker:
                 return self.task.losses(params, batch, *frozen)
 
             own = dataclasses.replace(clip, norm=norm)
-            options = {"buckets": buckets, "total": total}
+            local = getattr(self.task, "local_steps", None)
+            options = {"buckets": buckets, "local": local, "total": total}
             return clipped_sum(losses, params, batch, mask, own, strategy, **options)
 
         key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, strategy)

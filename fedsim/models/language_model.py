@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.clipping import Buckets
+from fedsim.clipping import Buckets, LocalSteps
 from fedsim.data.dataset import Dataset
 from fedsim.models import lora
 from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
@@ -18,17 +18,26 @@ class LanguageModelTask:
     A task is the contract between algorithms and engines: `read` (on the host), `losses` and
     `nats` (traced by JAX). Rows are independent of each other in all of them. A task with `frozen`
     gets it as the last argument of both: parameters that stay as they are, which reach a worker
-    once, with the task, and its device once.
+    once, with the task, and its device once. One with `local_steps` asks for users' updates
+    instead of their gradients.
     """
 
-    def __init__(self, dataset: Dataset, config: TransformerConfig, frozen: Any = None):
+    def __init__(
+        self,
+        dataset: Dataset,
+        config: TransformerConfig,
+        frozen: Any = None,
+        local_steps: LocalSteps | None = None,
+    ):
         """Args: frozen: the model, if the parameters that are trained are its adapters."""
         self.dataset = dataset
         self.config = config
         self.frozen = frozen
+        self.local_steps = local_steps
 
     def __repr__(self) -> str:
-        return f"LanguageModelTask({self.config})"
+        local = f", {self.local_steps}" if self.local_steps else ""
+        return f"LanguageModelTask({self.config}{local})"
 
     @property
     def buckets(self) -> Buckets:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedsim import checkpoint, rundir
+from fedsim.clipping import LocalSteps
 from fedsim.config import ConfigError, RunConfig, expect
 from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
@@ -87,10 +88,13 @@ def begin(run: RunConfig, model: Pretrained | None, data: Dataset, key: jax.Arra
     Raises: ConfigError: data and model do not fit, or there is nothing to adapt.
     """
     expect("lora_rank", run.lora_rank, run.lora_rank == 0 or model is not None, "0: fresh models")
-    users = data.train
+    users, local = data.train, None
+    if run.local_steps > 1:
+        local = LocalSteps(run.local_steps, run.local_learning_rate)
     if model is None:
         config = preset(run.model, users.vocab_size, users.max_length, run.compute_dtype)
-        task = LanguageModelTask(data, dataclasses.replace(config, remat=run.remat))
+        config = dataclasses.replace(config, remat=run.remat)
+        task = LanguageModelTask(data, config, local_steps=local)
         return Start(task, task.init(key))
     check_fit(run, model, data)
     config = dataclasses.replace(
@@ -101,9 +105,9 @@ def begin(run: RunConfig, model: Pretrained | None, data: Dataset, key: jax.Arra
         remat=run.remat,
     )
     if not run.lora_rank:
-        return Start(LanguageModelTask(data, config), model.params)
+        return Start(LanguageModelTask(data, config, local_steps=local), model.params)
     config = lora.adapted(config, run.lora_rank, run.lora_alpha, run.lora_layers)
-    return Start(LanguageModelTask(data, config, model.params), lora.init(config, key))
+    return Start(LanguageModelTask(data, config, model.params, local), lora.init(config, key))
 
 
 def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:
