@@ -2,8 +2,10 @@
 
 import argparse
 import csv
+import json
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ matplotlib.use("Agg")
 
 import matplotlib.figure
 
+from experiments.benchmarks.common import circumstances
 from fedsim.data import synthetic
 from fedsim.data.build import build
 from fedsim.data.dataset import Dataset
 from fedsim.data.recipes import options_of
 
 RESULTS = Path(__file__).parent / "results"
+STARTED = time.time()
 SCALES = ("smoke", "small", "paper")
 COLOURS = {"ELS": "tab:blue", "ULS": "tab:orange"}
 
@@ -46,15 +50,16 @@ STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def parse_arguments(description: str | None, argv: Sequence[str] | None = None) -> tuple[str, Path]:
-    """(scale, directory for results). Only the paper's scale writes where results are kept."""
+    """(scale, directory for results). The smallest scale writes to a temporary directory."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--scale", choices=SCALES, default="paper")
     parser.add_argument("--out", type=Path, help="directory for the CSV and PNG files")
     arguments = parser.parse_args(argv)
-    elsewhere = Path(tempfile.gettempdir()) / "fedsim-experiments" / arguments.scale
-    out = arguments.out or (RESULTS if arguments.scale == "paper" else elsewhere)
+    elsewhere = Path(tempfile.gettempdir()) / "fedsim-experiments"
+    kept = {"smoke": elsewhere / "smoke", "small": RESULTS / "small", "paper": RESULTS}
+    out = arguments.out or kept[arguments.scale]
     out.mkdir(parents=True, exist_ok=True)
     return arguments.scale, out
 
@@ -75,10 +80,42 @@ def save_figure(figure: matplotlib.figure.Figure, path: Path) -> None:
     print(f"wrote {path}")
 
 
-def prepare(name: str, directory: Path) -> Dataset:
-    """A stand-in, prepared by its recipe."""
+Claims = Sequence[tuple[str, bool, str]]
+"""What is claimed, whether it held, and the numbers."""
+
+
+def finish(
+    name: str,
+    scale: str,
+    out: Path,
+    rows: Sequence[dict[str, Any]],
+    figures: Mapping[str, matplotlib.figure.Figure],
+    claims: Claims,
+) -> None:
+    """Write rows (NAME.csv) and figures, say whether the claims held, and write that down with what
+    it was run on (NAME.json). `minutes` are this process's: runs that were kept cost none.
+
+    Claims are about training that gets somewhere: at the smallest scale they are only computed.
+    """
+    write_csv(out / f"{name}.csv", rows)
+    for file, figure in figures.items():
+        save_figure(figure, out / f"{file}.png")
+    record = {"scale": scale, "minutes": round((time.time() - STARTED) / 60, 1)}
+    record["claims"] = [
+        {"claim": what, "held": None if scale == "smoke" else bool(held), "numbers": numbers}
+        for what, held, numbers in claims
+    ]
+    record |= circumstances("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "dp-accounting")
+    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    for what, held, numbers in claims:
+        verdict = "not judged at this scale" if scale == "smoke" else "yes" if held else "no"
+        print(f"{what}: {verdict} ({numbers})")
+
+
+def prepare(name: str, directory: Path, **options: Any) -> Dataset:
+    """A stand-in, prepared by its recipe. Args: options: of `build`, instead of the recipe's."""
     recipe, file, given = STAND_INS[name]
-    return build(SHARED / file, directory / name, **options_of(recipe, given))
+    return build(SHARED / file, directory / name, **options_of(recipe, {**given, **options}))
 
 
 def synthetic_stack_overflow(share: float, directory: Path) -> Dataset:

@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common, finetuning
+from experiments import common
 from fedsim.clipping import Clip, vmap
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.keys import SecretKey
@@ -297,7 +297,7 @@ def _is(row, algorithm, group):
     return (row["algorithm"], row["group_size"]) == (algorithm, group)
 
 
-def check(rows: Sequence[dict[str, Any]]) -> list[tuple[str, bool, str]]:
+def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     """Section 4's claims: (what, whether it holds, the numbers)."""
     assert all(np.isfinite(row["loss"]) for row in rows)
     whole = max(row["group_size"] for row in rows)
@@ -352,9 +352,8 @@ def _best(rows, panel, value):
 def main() -> None:
     scale, out = common.parse_arguments(__doc__)
     rows = run(SETTINGS[scale])
-    common.write_csv(out / "fig03_mean_estimation.csv", rows)
-    common.save_figure(plot(rows), out / "fig03_mean_estimation.png")
-    finetuning.report_claims(check(rows), scale)
+    figures = {"fig03_mean_estimation": plot(rows)}
+    common.finish("fig03_mean_estimation", scale, out, rows, figures, check(rows))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What the fine-tuning experiments share: data sets, the model, sweeps of runs, the grid of ULS.
 
-Runs are kept under the user's cache by their settings, so an experiment that is run again, or that
-shares runs with another, computes only what is new. `--model` names the model to start from; the
-paper's is a pre-trained one.
+Runs are kept in one place under the user's cache by their settings, so an experiment that is run
+again, or that shares runs with another, computes only what is new. `small` starts from the model
+that start.py makes, `paper` from a run of `fedsim pretrain`; `--model` names another one.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments import common
+from experiments import common, start
 from fedsim import files, metrics
 from fedsim.config import RunConfig
 from fedsim.console import Console
@@ -31,8 +31,13 @@ STACK_OVERFLOW, CC_NEWS = "Stack Overflow", "CC-News"
 SMALL = {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"}  # what stands in at small scale
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
+PAPER_MODEL = "models/c4"  # made by fedsim pretrain --model paper
 EPSILONS = (1.0, 4.0, 16.0, 64.0)
-GRADIENTS_PER_SECOND = 300.0  # of the model `tiny` on two cores, for estimates
+
+# For estimates. Gradients of the model `tiny` with texts up to 64 tokens on one core, and what a
+# run takes beside them; of the paper's model, operations of a gradient, and of an accelerator.
+GRADIENTS_PER_CORE_SECOND, SECONDS_PER_RUN = 500.0, 5.0
+PAPER_OPERATIONS, PAPER_SPEED = 6 * 350e6 * 128, 1e14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,9 @@ class Training:
     eval_examples: int = 512
     max_length: int | None = None
     """Of data that are built on the way."""
+    assumed_times: tuple[tuple[str, int], ...] = ((CC_NEWS, 10),)
+    """Data sets that are accounted for as if they had so many times the users, as in the paper."""
+    sampling: str = "poisson"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +77,40 @@ class UlsGrid:
 
 
 SMOKE_TRAINING = Training({STACK_OVERFLOW: 2}, (4.0,), (0,), eval_examples=16, max_length=24)
+SMALL_TRAINING = Training({STACK_OVERFLOW: 30, CC_NEWS: 30}, learning_rates=(0.03,))
+PAPER_TRAINING = Training(PAPER_STEPS, learning_rates=(0.01, 0.03, 0.1, 0.3), clip_norms=(0.1, 1.0))
 ULS_GRIDS = {
     "smoke": UlsGrid(SMOKE_TRAINING, (1, 2), (8, 16)),
-    "small": UlsGrid(Training({STACK_OVERFLOW: 40, CC_NEWS: 40}), (1, 2, 4, 8), (16, 32, 64, 128)),
+    "small": UlsGrid(
+        dataclasses.replace(SMALL_TRAINING, epsilons=(1.0, 4.0, 16.0)),
+        (1, 2, 4, 8),
+        (16, 32, 64, 128),
+    ),
     "paper": UlsGrid(
-        Training(PAPER_STEPS, learning_rates=(0.01, 0.03, 0.1, 0.3), clip_norms=(0.1, 1.0)),
-        tuple(2**n for n in range(9)),
-        tuple(2**n for n in range(5, 13)),
+        PAPER_TRAINING, tuple(2**n for n in range(9)), tuple(2**n for n in range(5, 13))
     ),
 }
 """Of Figures 5, 13, 14 and 15, which are views of the same runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Both algorithms, set by the heuristics, at every epsilon and budget."""
+
+    training: Training
+    budgets: tuple[int, ...]
+    tuned_at: int | None = None
+    """The budget at which learning rates are tuned; None: all."""
+
+
+COMPARISONS = {
+    "smoke": Comparison(SMOKE_TRAINING, (8, 16)),
+    "small": Comparison(
+        dataclasses.replace(SMALL_TRAINING, learning_rates=(0.01, 0.03, 0.1)), (32, 128, 512), 128
+    ),
+    "paper": Comparison(PAPER_TRAINING, (512, 2048, 8192)),
+}
+"""Of Figures 6, 7 and 16 to 18, which share runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +119,21 @@ class Arguments:
 
     scale: str
     out: Path
-    model: str
+    given_model: str | None
     dry_run: bool
+
+    @property
+    def model(self) -> str:
+        """What is started from; at `small` it is made if need be."""
+        if self.given_model is None and self.scale == "small" and not self.dry_run:
+            return str(start.model())
+        return self.given_model or {"smoke": "tiny", "paper": PAPER_MODEL}.get(self.scale, "")
 
     @property
     def runs(self) -> Path:
         """Where runs are kept: for good, but at the scale that tests use."""
-        return self.out / "runs" if self.scale == "smoke" else files.cache_dir() / "experiments"
+        kept = files.cache_dir() / "experiments" / self.scale
+        return self.out / "runs" if self.scale == "smoke" else kept
 
 
 def parse_arguments(description: str | None, argv: Sequence[str] | None = None) -> Arguments:
@@ -101,7 +141,7 @@ def parse_arguments(description: str | None, argv: Sequence[str] | None = None) 
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="tiny", help="a size, or a model to start from")
+    parser.add_argument("--model", help="a size, or a model to start from")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run")
     own, rest = parser.parse_known_args(argv)
     scale, out = common.parse_arguments(description, rest)
@@ -113,11 +153,7 @@ def data_of(name: str, arguments: Arguments) -> str:
     if arguments.scale == "smoke":
         return str(_made_up(arguments.out / "texts.parquet"))
     if arguments.scale == "small":
-        directory = files.cache_dir() / "experiments" / "data"
-        if not (directory / SMALL[name]).is_dir():
-            directory.mkdir(parents=True, exist_ok=True)
-            common.prepare(SMALL[name], directory)
-        return str(directory / SMALL[name])
+        return str(start.users(SMALL[name]))
     return str(Path("data") / PAPER[name])  # `fedsim data build --recipe R --out data/R`
 
 
@@ -138,56 +174,91 @@ def run_of(name: str, arguments: Arguments, training: Training, seed: int) -> Ru
 
 
 def losses(
-    cells: Iterable[dict[str, Any]], training: Training, arguments: Arguments, figure: str
+    cells: Iterable[dict[str, Any]], training: Training, arguments: Arguments
 ) -> list[dict[str, Any]]:
     """Train every cell, and say what came out: one row per cell.
 
     A cell has `dataset`, `epsilon` and settings of train. Its row has these, `loss` and `loss_std`
-    over seeds (at the best learning rate and clip norm, which are there, too), and `seeds`.
-    At --dry-run the cost is printed, and there are no rows.
+    over seeds (at the best learning rate and clip norm, which are there, too), `loss_before` (of
+    the model that was started from) and `seeds`. At --dry-run the cost is printed, and there are no
+    rows.
     """
     cells = list(cells)
+    tuned = list(itertools.product(training.learning_rates, training.clip_norms))
     settings = [
-        _settings(cell, training, arguments, rate, clip, seed)
+        settings_of(cell, training, arguments, rate, clip, seed)
         for cell in cells
-        for rate, clip in itertools.product(training.learning_rates, training.clip_norms)
+        for rate, clip in tuned
         for seed in training.seeds
     ]
-    directory = arguments.runs / figure
     if arguments.dry_run:
-        gradients = sum(each["budget"] * each["num_steps"] for each in settings)
-        hours = gradients / GRADIENTS_PER_SECOND / 3600
-        print(f"{figure}: {len(settings)} runs, {gradients:,} gradients; with the model tiny on")
-        print(f"two cores about {hours:.1f} hours ({GRADIENTS_PER_SECOND:g} gradients a second)")
+        print(cost(settings, arguments.scale))
         return []
-    done = sweep(settings, directory, Console(), here=arguments.scale == "smoke")
+    done = sweep(settings, arguments.runs, Console(), here=arguments.scale == "smoke")
     failed = [row["error"] for row in done if row["status"] != "done"]
     if failed:
         raise SystemExit(f"{len(failed)} runs failed, the first: {failed[0]}")
     by_name = {row["run"]: row for row in done}
-    names = [job.name for each in settings for job in plan_jobs([each], directory)]
-    found = [_loss(by_name[name], directory) for name in names]
-    per_cell = np.reshape(found, (len(cells), -1, len(training.seeds)))
-    tuned = list(itertools.product(training.learning_rates, training.clip_norms))
+    names = [job.name for each in settings for job in plan_jobs([each], arguments.runs)]
+    found = [_losses(by_name[name], arguments.runs) for name in names]
+    per_cell = np.reshape(found, (len(cells), -1, len(training.seeds), 2))
     rows = []
-    for cell, values in zip(cells, per_cell, strict=True):
+    for cell, (before, values) in zip(cells, np.moveaxis(per_cell, -1, 1), strict=True):
         means = np.where(np.isfinite(values).all(axis=1), values.mean(axis=1), np.inf)
         best = int(np.argmin(means))
         rate, clip = tuned[best]
         spread = float(values[best].std(ddof=1)) if len(training.seeds) > 1 else 0.0
         came = {"loss": float(means[best]), "loss_std": spread, "seeds": len(training.seeds)}
-        rows.append({**cell, **came, "learning_rate": rate, "clip_norm": clip})
+        came["loss_before"] = float(before.mean())
+        rows.append({"learning_rate": rate, "clip_norm": clip, **cell, **came})
     return rows
 
 
-def report_claims(claims: Sequence[tuple[str, bool, str]], scale: str) -> None:
-    """Say of each claim (what, whether it held, the numbers) whether it held.
+def tuned_losses(
+    cells: Iterable[dict[str, Any]], training: Training, arguments: Arguments, budget: int | None
+) -> list[dict[str, Any]]:
+    """Like `losses`, with learning rate and clip norm tuned at one budget alone, for the first
+    seed; cells that differ in budget and group size share them. None: tuned in every cell."""
+    cells = list(cells)
+    if budget is None:
+        return losses(cells, training, arguments)
 
-    Claims are about training that gets somewhere: at the smallest scale they are only computed.
-    """
-    for what, holds, numbers in claims:
-        verdict = "not judged at this scale" if scale == "smoke" else "yes" if holds else "no"
-        print(f"{what}: {verdict} ({numbers})")
+    def kind(cell):
+        return tuple(cell[n] for n in cell if n not in ("budget", "group_size"))
+
+    pilots = [cell for cell in cells if cell["budget"] == budget]
+    first = dataclasses.replace(training, seeds=training.seeds[:1])
+    names = ("learning_rate", "clip_norm")
+    best = {kind(pilot): {} for pilot in pilots}
+    for pilot, row in zip(pilots, losses(pilots, first, arguments), strict=not arguments.dry_run):
+        best[kind(pilot)] = {name: row[name] for name in names}
+    cells = [{**best[kind(cell)], **cell} for cell in cells]
+    one = {"learning_rates": training.learning_rates[:1], "clip_norms": training.clip_norms[:1]}
+    return losses(cells, dataclasses.replace(training, **one), arguments)
+
+
+def cost(settings: Sequence[dict[str, Any]], scale: str) -> str:
+    """What a sweep would run, and about how long it takes."""
+    gradients = sum(each["budget"] * each["num_steps"] for each in settings)
+    what = f"{len(settings)} runs, {gradients:,} gradients: "
+    if scale == "paper":
+        hours = gradients * PAPER_OPERATIONS / PAPER_SPEED / 3600
+        return what + f"about {hours:,.0f} accelerator hours at {PAPER_SPEED / 1e12:g} TFLOP/s"
+    seconds = gradients / GRADIENTS_PER_CORE_SECOND + len(settings) * SECONDS_PER_RUN
+    return what + f"about {seconds / 2 / 60:.0f} minutes on two cores, less those run before"
+
+
+def assumed(name: str, training: Training, arguments: Arguments) -> int:
+    """How many users a data set is accounted for as having."""
+    users = open_data(name, arguments, training).train
+    return users.num_users * dict(training.assumed_times).get(name, 1)
+
+
+def delta_of(name: str, training: Training, arguments: Arguments) -> float:
+    """As train derives it."""
+    users = open_data(name, arguments, training).train
+    times = dict(training.assumed_times).get(name, 1)
+    return (users.num_examples * times) ** -1.1
 
 
 def uls_grid_losses(
@@ -208,7 +279,7 @@ def uls_grid_losses(
         for epsilon in grid.training.epsilons
         for at in grid.configurations
     ]
-    return losses(cells, grid.training, arguments, "uls_grid")
+    return losses(cells, grid.training, arguments)
 
 
 def by(rows: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list]:
@@ -219,34 +290,64 @@ def by(rows: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> 
     return found
 
 
-def _settings(cell, training: Training, arguments: Arguments, rate, clip, seed) -> dict[str, Any]:
+def pairs(rows: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(ELS's row, ULS's) of cells that differ in nothing else."""
+    own = ("algorithm", "group_size", "local_steps", "learning_rate", "clip_norm")
+    came = ("loss", "loss_std", "loss_before")
+    found = by(rows, lambda row: tuple(v for n, v in row.items() if n not in own + came))
+    each = [{row["algorithm"]: row for row in same} for same in found.values()]
+    return [(row["els"], row["uls"]) for row in each]
+
+
+def noise(*rows: dict[str, Any]) -> float:
+    """Two deviations over seeds, of one row or of the difference of two."""
+    return float(2 * np.linalg.norm([row["loss_std"] for row in rows]))
+
+
+def settings_of(
+    cell: dict[str, Any], training: Training, arguments: Arguments, rate: float, clip: float, seed
+) -> dict[str, Any]:
+    """What a run of a cell is told; what the cell says itself comes first."""
+    name = cell["dataset"]
     given = {n: v for n, v in cell.items() if n not in ("dataset", "cohort_size")}
     common_ = {
-        "data": data_of(cell["dataset"], arguments) if not arguments.dry_run else cell["dataset"],
-        "num_steps": training.num_steps[cell["dataset"]],
-        "eval_every": training.num_steps[cell["dataset"]],
+        "data": data_of(name, arguments) if not arguments.dry_run else name,
+        "num_steps": training.num_steps[name],
+        "eval_every": training.num_steps[name],
         "model": arguments.model,
         "learning_rate": rate,
         "clip_norm": clip,
         "seed": seed,
         "optimizer": training.optimizer,
         "eval_examples": training.eval_examples,
+        "sampling": training.sampling,
         "strategy": "scan:4",  # a timer's choice would be part of the bits
         "num_lanes": 1,  # a run computes in one process: no more pieces than need be
     }
     if training.max_length is not None:
         common_["max_length"] = training.max_length
+    if name in dict(training.assumed_times) and not arguments.dry_run:
+        common_["assumed_population"] = assumed(name, training, arguments)
     return {**common_, **given}
 
 
-def _loss(row: dict[str, Any], directory: Path) -> float:
-    """Final held-out loss: of held-out users, or where there are none of held-out examples."""
-    loss = float(row["final_eval_loss"])
-    if math.isfinite(loss):
-        return loss
+def run_dir_of(row: dict[str, Any], training: Training, arguments: Arguments, seed: int) -> Path:
+    """The run directory of a row of `losses`, for one of its seeds."""
+    came = ("loss", "loss_std", "loss_before", "seeds")
+    cell = {name: value for name, value in row.items() if name not in came}
+    settings = settings_of(cell, training, arguments, 0.0, 0.0, seed)
+    return plan_jobs([settings], arguments.runs)[0].run.run_dir
+
+
+def _losses(row: dict[str, Any], directory: Path) -> tuple[float, float]:
+    """Held-out loss before and after training: of held-out users, or where there are none of
+    held-out examples."""
+    found = float(row["initial_eval_loss"]), float(row["final_eval_loss"])
+    if all(map(math.isfinite, found)):
+        return found
     name = "non_private/eval_examples_loss"
-    found = [line[name] for line in metrics.read(directory / "runs" / row["run"]) if name in line]
-    return float(found[-1]) if found else math.inf
+    seen = [line[name] for line in metrics.read(directory / "runs" / row["run"]) if name in line]
+    return (float(seen[0]), float(seen[-1])) if seen else (math.inf, math.inf)
 
 
 def _made_up(file: Path) -> Path:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments import common
+from experiments import common, start
 from fedsim.config import Algorithm, PretrainConfig, PrivacyConfig, RunConfig
 from fedsim.console import Console
 from fedsim.data.build import build
@@ -34,7 +34,6 @@ from fedsim.train import train
 
 EPSILON = 8.0
 WORK = cache_dir() / "table_pretraining"
-PUBLIC = ("debian_desc", "allsides_news")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +67,7 @@ def sources(scale: str, directory: Path) -> tuple[Path, Path, str]:
     """(public text, users' text, the column of both that holds it), as Parquet files."""
     public = directory / "public.parquet"
     if scale != "smoke":
-        texts = [
-            pq.read_table(common.SHARED / f"{name}.parquet", columns=["text"])["text"]
-            for name in PUBLIC
-        ]
-        joined = pa.chunked_array([chunk for text in texts for chunk in text.chunks])
-        owners = pa.array([f"{i // 16:08d}" for i in range(len(joined))])  # whose plays no part
-        pq.write_table(pa.table({"user_id": owners, "text": joined}), public)
+        start.write_public_text(public)
         return public, common.SHARED / "scotus.parquet", "text"
     private = directory / "private.parquet"
     for file, seed, evenness in ((public, 0, 1.0), (private, 1, 0.7)):

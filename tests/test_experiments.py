@@ -1,5 +1,6 @@
 """A pulse of every experiment: its smallest scale runs and its claims hold."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 NAMES = sorted(
     p.stem
     for p in (ROOT / "experiments").glob("*.py")
-    if p.stem not in ("__init__", "common", "finetuning")
+    if p.stem not in ("__init__", "common", "finetuning", "heuristics", "start")
 )
 
 
@@ -22,6 +23,10 @@ def test_smoke(name, tmp_path):
     assert ({".csv"} if name.startswith("table") else {".csv", ".png"}) <= suffixes
 
 
-def test_every_experiment_is_in_the_index():
+def test_every_experiment_and_every_figure_is_in_the_index_once():
     index = (ROOT / "experiments" / "README.md").read_text()
-    assert [name for name in NAMES if f"experiments.{name}" not in index] == []
+    rows = re.findall(r"^\| (.*?) \| \[`(\w+)`\]\((\w+).py\)", index, re.MULTILINE)
+    assert sorted(name for _, name, _ in rows) == NAMES
+    assert all(name == file for _, name, file in rows)
+    numbers = [where for where, *_ in rows if re.fullmatch(r"[\d, ]+", where)]
+    assert sorted(int(n) for where in numbers for n in where.split(",")) == list(range(1, 19))

@@ -1,0 +1,152 @@
+"""Figures 6, 7, 16 and 17 (Section 6, Appendix G): loss of both algorithms against epsilon.
+
+Both are set by the paper's heuristics (the median user, Estimate-and-Double) at three compute
+budgets; the untouched pre-trained model is a line. Claims: on Stack Overflow (Figure 6) ULS is at
+least as good as ELS everywhere; on CC-News (7) it is better where epsilon is small or the budget
+large; ULS gains more from a larger budget (16, 17: the same numbers against the budget); and
+fine-tuning improves on the pre-trained model everywhere. As in the paper CC-News is accounted for
+as if it had ten times the users. At `small`, 30 steps and two seeds; the learning rate is tuned at
+the middle budget, by the first seed, for each data set, algorithm and epsilon.
+
+Beyond the paper, on Stack Overflow: ULS with four local steps (DP-FedAvg), each over a quarter of a
+user's examples of a step, so with at least four of these; the same gradients, hence the same budget
+and the same epsilon. The rate of the local steps is not tuned.
+
+    python -m experiments.fig06_privacy_loss --scale small      (--dry-run: its cost; smoke: 20 s)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import common, finetuning, heuristics
+from experiments.finetuning import STACK_OVERFLOW
+
+SETTINGS = finetuning.COMPARISONS
+LOCAL_STEPS, LOCAL = 4, "ULS, local steps"
+COLOURS = {**common.COLOURS, LOCAL: "tab:green"}
+
+
+def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
+    """A row for each data set, epsilon, budget and algorithm."""
+    found = heuristics.cells_of(settings.budgets, settings.training, arguments)
+    cells = [{**cell, "local_steps": 1} for cell in found]
+    for cell in found:
+        if (cell["dataset"], cell["algorithm"]) == (STACK_OVERFLOW, "uls"):
+            group = max(LOCAL_STEPS, cell["group_size"])
+            cells.append({**cell, "group_size": group, "local_steps": LOCAL_STEPS})
+    return finetuning.tuned_losses(cells, settings.training, arguments, settings.tuned_at)
+
+
+def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "budget") -> Figure:
+    """Rows of panels: data sets; columns: budgets (or epsilons); bars: deviations over seeds."""
+    names = list(dict.fromkeys(row["dataset"] for row in rows))
+    columns = sorted({row[across] for row in rows})
+    shape = (len(names), len(columns))
+    size = (3.2 * shape[1], 2.6 * shape[0])
+    figure, axes = plt.subplots(
+        *shape, figsize=size, squeeze=False, layout="constrained", sharey="row"
+    )
+    label = {"epsilon": r"$\varepsilon$", "budget": "$B$"}
+    for (name, column), own in finetuning.by(rows, lambda r: (r["dataset"], r[across])).items():
+        axis = axes[names.index(name), columns.index(column)]
+        for algorithm, series in finetuning.by(own, _curve).items():
+            series = sorted(series, key=lambda row: row[along])
+            values = [[row[key] for row in series] for key in (along, "loss", "loss_std")]
+            look = {"color": COLOURS[algorithm], "label": algorithm}
+            axis.errorbar(*values, fmt="-o", capsize=2, **look)
+        axis.axhline(own[0]["loss_before"], color="black", linestyle=":", label="pre-trained")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted({row[along] for row in own}))
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_title(f"{name}, {label[across]} = {column:g}", fontsize="medium")
+        axis.set(xlabel=label[along])
+        axis.grid(alpha=0.3)
+    for axis in axes[:, 0]:
+        axis.set(ylabel="loss (nats per token)")
+    axes[0, 0].legend(fontsize="small")
+    return figure
+
+
+def _curve(row):
+    return LOCAL if row["local_steps"] > 1 else row["algorithm"].upper()
+
+
+def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
+    """The paper's claims, by data set; a difference counts beyond two deviations over seeds."""
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    claims = []
+    plain = [row for row in rows if row["local_steps"] == 1]
+    for name, own in finetuning.by(plain, lambda row: row["dataset"]).items():
+        pairs = finetuning.pairs(own)
+        better = [uls["loss"] <= els["loss"] + finetuning.noise(els, uls) for els, uls in pairs]
+        counted = f"in {sum(better)} of {len(better)} settings"
+        if name == STACK_OVERFLOW:
+            claims.append((f"{name}: ULS is at least as good as ELS", all(better), counted))
+        else:
+            claims.append(_corner(name, pairs, counted))
+        claims.append(_compute(name, pairs))
+        above = [row for row in own if row["loss"] > row["loss_before"] - finetuning.noise(row)]
+        gain = np.mean([row["loss_before"] - row["loss"] for row in own])
+        what = f"{name}: fine-tuning improves on the pre-trained model"
+        numbers = f"in {len(own) - len(above)} of {len(own)} settings, by {gain:.3f} on average"
+        claims.append((what, not above, numbers))
+    claims.append(_local([row for row in rows if row["dataset"] == STACK_OVERFLOW]))
+    return claims
+
+
+def _local(rows):
+    """Local steps against none, at equal epsilon and budget."""
+    cells = finetuning.by(rows, lambda row: (row["epsilon"], row["budget"])).values()
+    curves = [{_curve(row): row for row in own} for own in cells]
+    both = [(own["ULS"], own[LOCAL]) for own in curves]
+    good = [b["loss"] <= a["loss"] + finetuning.noise(a, b) for a, b in both]
+    gain = np.mean([a["loss"] - b["loss"] for a, b in both])
+    what = "beyond the paper: local steps are at least as good as none"
+    return what, all(good), f"in {sum(good)} of {len(good)} settings; {gain:.4f} on average"
+
+
+def _corner(name, pairs, counted):
+    """Small epsilon or large budget: where ULS is to be better."""
+    epsilons, budgets = ({els[key] for els, _ in pairs} for key in ("epsilon", "budget"))
+    corner = [
+        (els, uls)
+        for els, uls in pairs
+        if els["epsilon"] == min(epsilons) or els["budget"] == max(budgets)
+    ]
+    lower = [uls["loss"] < els["loss"] for els, uls in corner]
+    what = f"{name}: ULS is better than ELS where epsilon is small or the budget large"
+    numbers = f"in {sum(lower)} of {len(lower)} such settings; as good {counted}"
+    return what, sum(lower) > len(lower) / 2, numbers
+
+
+def _compute(name, pairs):
+    """What the largest budget gains over the smallest, for each algorithm."""
+    gains = []
+    for epsilon in sorted({els["epsilon"] for els, _ in pairs}):
+        own = [pair for pair in pairs if pair[0]["epsilon"] == epsilon]
+        least, *_, most = sorted(own, key=lambda pair: pair[0]["budget"])
+        gains.append([least[i]["loss"] - most[i]["loss"] for i in range(2)])
+    els, uls = np.transpose(gains)
+    what = f"{name}: ULS gains more from compute than ELS"
+    numbers = f"at {int((uls > els).sum())} of {len(els)} epsilons; {uls.mean():.4f} against"
+    return what, bool(np.all(uls > els)), f"{numbers} {els.mean():.4f} on average"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = finetuning.parse_arguments(__doc__, argv)
+    rows = run(SETTINGS[arguments.scale], arguments)
+    if rows:
+        figures = {
+            "fig06_privacy_loss": plot(rows),
+            "fig16_compute_loss": plot(rows, along="budget", across="epsilon"),
+        }
+        out = arguments.out
+        common.finish("fig06_privacy_loss", arguments.scale, out, rows, figures, check(rows))
+
+
+if __name__ == "__main__":
+    main()

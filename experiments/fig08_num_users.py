@@ -1,0 +1,127 @@
+"""Figure 8 (Section 6): what more users would be worth, on CC-News at epsilon = 4.
+
+The number of users is varied in the accounting alone (`assumed_population`): the users there are,
+ten and a hundred times as many; delta is that of ten times, as in the paper's other experiments.
+Both algorithms are set by the heuristics. Claims: ULS gains more from a larger budget throughout,
+ELS more from more users. An epsilon of a population that is assumed is no guarantee for the users
+there are, and every run says so. At `small`, the runs of ten times are Figure 7's; 30 steps, two
+seeds, the learning rate tuned at the middle budget by the first seed.
+
+    python -m experiments.fig08_num_users --scale small      (--dry-run: its cost; smoke: 20 s)
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import common, finetuning, heuristics
+from experiments.finetuning import CC_NEWS, STACK_OVERFLOW, Comparison
+
+EPSILON = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    models: Comparison
+    times: tuple[int, ...] = (1, 10, 100)
+
+
+def _at_one_epsilon(comparison: Comparison) -> Comparison:
+    """On CC-News, or the data that there are at the smallest scale."""
+    steps = comparison.training.num_steps
+    name = CC_NEWS if CC_NEWS in steps else STACK_OVERFLOW
+    training = dataclasses.replace(
+        comparison.training, num_steps={name: steps[name]}, epsilons=(EPSILON,)
+    )
+    return dataclasses.replace(comparison, training=training)
+
+
+SETTINGS = {
+    scale: Settings(_at_one_epsilon(own), times=(1, 100) if scale == "smoke" else (1, 10, 100))
+    for scale, own in finetuning.COMPARISONS.items()
+}
+
+
+def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
+    """A row for each assumed population, budget and algorithm."""
+    training, budgets = settings.models.training, settings.models.budgets
+    (name,) = training.num_steps
+    num_users, delta = 1, None
+    if not arguments.dry_run:
+        users = finetuning.open_data(name, arguments, training).train
+        num_users, delta = users.num_users, (10 * users.num_examples) ** -1.1
+    rows = []
+    for times in settings.times:
+        extra = {"assumed_population": times * num_users, "delta": delta}
+        if times == dict(training.assumed_times).get(name):
+            extra = {}  # as Figure 7 has it
+        cells = heuristics.cells_of(budgets, training, arguments, extra)
+        found = finetuning.tuned_losses(cells, training, arguments, settings.models.tuned_at)
+        rows += [{"times": times, **row, **extra} for row in found]
+    wanted = (
+        [name for name in rows[0] if name not in ("assumed_population", "delta")] if rows else []
+    )
+    return [{name: row[name] for name in wanted} for row in rows]
+
+
+def plot(rows: Sequence[dict[str, Any]]) -> Figure:
+    """A panel for each population; bars are deviations over seeds."""
+    panels = finetuning.by(rows, lambda row: row["times"])
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(3.2 * len(panels), 2.9), layout="constrained", sharey=True
+    )
+    for axis, (times, own) in zip(axes, panels.items(), strict=True):
+        for algorithm, series in finetuning.by(own, lambda row: row["algorithm"].upper()).items():
+            values = [[row[key] for row in series] for key in ("budget", "loss", "loss_std")]
+            colour = common.COLOURS[algorithm]
+            axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=algorithm)
+        axis.axhline(own[0]["loss_before"], color="black", linestyle=":", label="pre-trained")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted({row["budget"] for row in own}))
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set(xlabel="compute budget $B$")
+        axis.set_title(f"as if {times} x the users" if times > 1 else "the users there are")
+        axis.grid(alpha=0.3)
+    axes[0].set(ylabel="loss (nats per token)")
+    axes[0].legend(fontsize="small")
+    return figure
+
+
+def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
+    """What the largest budget gains over the smallest, and the most users over the fewest."""
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    by_cell = {(row["times"], row["budget"], row["algorithm"]): row["loss"] for row in rows}
+    times, budgets = (sorted({row[key] for row in rows}) for key in ("times", "budget"))
+
+    def gain(algorithm, first, last):
+        return by_cell[*first, algorithm] - by_cell[*last, algorithm]
+
+    compute = [((t, budgets[0]), (t, budgets[-1])) for t in times]
+    more_users = [((times[0], b), (times[-1], b)) for b in budgets]
+    claims = []
+    for what, ends, winner, loser in (
+        ("ULS gains more from a larger budget than ELS", compute, "uls", "els"),
+        ("ELS gains more from more users than ULS", more_users, "els", "uls"),
+    ):
+        gains = {name: [gain(name, *each) for each in ends] for name in (winner, loser)}
+        held = sum(a > b for a, b in zip(gains[winner], gains[loser], strict=True))
+        numbers = f"in {held} of {len(ends)}; {np.mean(gains[winner]):.4f} against"
+        numbers += f" {np.mean(gains[loser]):.4f} on average"
+        claims.append((what, held == len(ends), numbers))
+    return claims
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = finetuning.parse_arguments(__doc__, argv)
+    rows = run(SETTINGS[arguments.scale], arguments)
+    if rows:
+        figures = {"fig08_num_users": plot(rows)}
+        common.finish("fig08_num_users", arguments.scale, arguments.out, rows, figures, check(rows))
+
+
+if __name__ == "__main__":
+    main()

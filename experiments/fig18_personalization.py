@@ -1,0 +1,207 @@
+"""Figure 18 (Appendix G): Figure 6's models with and without personalization, on Stack Overflow.
+
+Each model is fine-tuned further by four local epochs of SGD on half of each test user's examples,
+and evaluated on the other half, as is the model itself; losses are means over users. Claims:
+personalization lowers the loss of both algorithms everywhere, by about as much for either, and
+leaves their order as it was. The paper tunes the learning rate of SGD, on what is not said; here it
+is tuned for each algorithm at the middle epsilon and budget. The models are the first seeds of
+Figure 6's runs; bars are standard errors over users. At `small`, 64 users, and at most 32 examples
+of a half.
+
+    python -m experiments.fig18_personalization --scale small      (--dry-run; smoke: 30 s)
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import common, finetuning, heuristics
+from experiments.finetuning import STACK_OVERFLOW, Comparison
+from fedsim import rundir
+from fedsim.config import FedsimError, Personalization, RunConfig
+from fedsim.console import Console
+from fedsim.files import cache_dir
+from fedsim.personalize import personalize_run
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    models: Comparison
+    personalization: Personalization
+    split: str = "test"
+    """Of the users: the later examples, as in the paper."""
+
+
+def _on_stack_overflow(comparison: Comparison) -> Comparison:
+    training = comparison.training
+    steps = {STACK_OVERFLOW: training.num_steps[STACK_OVERFLOW]}
+    return dataclasses.replace(comparison, training=dataclasses.replace(training, num_steps=steps))
+
+
+MODELS = {scale: _on_stack_overflow(own) for scale, own in finetuning.COMPARISONS.items()}
+SETTINGS = {
+    "smoke": Settings(
+        dataclasses.replace(MODELS["smoke"], budgets=(16,)),
+        Personalization(learning_rates=(0.1,), users=4, max_examples=8),
+        split="eval_users",
+    ),
+    "small": Settings(MODELS["small"], Personalization(users=64, max_examples=32)),
+    "paper": Settings(MODELS["paper"], Personalization(users=10_000, max_examples=512)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One model to personalize."""
+
+    run_dir: Path
+    how: Personalization
+    split: str
+
+
+def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
+    """A row for each epsilon, budget and algorithm: losses with and without personalization."""
+    training, split = settings.models.training, settings.split
+    cells = heuristics.cells_of(settings.models.budgets, training, arguments)
+    rows = finetuning.tuned_losses(cells, training, arguments, settings.models.tuned_at)
+    if arguments.dry_run:
+        how = settings.personalization
+        steps = how.num_epochs * how.max_examples * how.users
+        print(f"{len(cells)} models x at most {steps:,} gradients, less those of short users")
+        return []
+    models = [finetuning.run_dir_of(row, training, arguments, training.seeds[0]) for row in rows]
+    how = tuned(settings, rows, models, arguments)
+    jobs = [
+        Job(model, how[row["algorithm"]], split) for row, model in zip(rows, models, strict=True)
+    ]
+    names = ("dataset", "epsilon", "budget", "algorithm", "group_size")
+    given = ("num_users", "learning_rate", "loss", "personalized_loss", "gain", "gain_error")
+    return [
+        {**{name: row[name] for name in names}, **{name: each[name] for name in given}}
+        for row, each in zip(rows, _personalized(jobs, arguments), strict=True)
+    ]
+
+
+def tuned(settings: Settings, rows, models, arguments) -> dict[str, Personalization]:
+    """By algorithm, with the learning rate that is best at the middle epsilon and budget."""
+    how, algorithms = settings.personalization, ("els", "uls")
+    if len(how.learning_rates) == 1:
+        return dict.fromkeys(algorithms, how)
+    at = [rows.index(_middle(rows, algorithm)) for algorithm in algorithms]
+    found = _personalized([Job(models[i], how, settings.split) for i in at], arguments)
+    return {
+        algorithm: dataclasses.replace(how, learning_rates=(each["learning_rate"],))
+        for algorithm, each in zip(algorithms, found, strict=True)
+    }
+
+
+def _middle(rows, algorithm):
+    """The row at the middle epsilon and budget."""
+    own = [row for row in rows if row["algorithm"] == algorithm]
+    epsilons, budgets = (sorted({row[key] for row in own}) for key in ("epsilon", "budget"))
+    at = (epsilons[(len(epsilons) - 1) // 2], budgets[len(budgets) // 2])
+    return next(row for row in own if (row["epsilon"], row["budget"]) == at)
+
+
+def _personalized(jobs: Sequence[Job], arguments: finetuning.Arguments) -> Iterator[dict[str, Any]]:
+    """What came of each job, in order; side by side, but at the scale that tests use."""
+    if arguments.scale == "smoke":
+        yield from map(personalize_one, jobs)
+        return
+    from fedsim.engine.side_by_side import SideBySide
+
+    side = SideBySide(cache_dir=cache_dir() / "compiled")
+    try:
+        found = dict(side.run(personalize_one, jobs))
+    finally:
+        side.close()
+    for number in range(len(jobs)):
+        if isinstance(found[number], FedsimError):
+            raise found[number]
+        yield found[number]
+
+
+def personalize_one(job: Job) -> dict[str, Any]:
+    """Runs in a process apart."""
+    stored = rundir.load(job.run_dir)
+    run = RunConfig(**{**stored["run"], "run_dir": job.run_dir, "engine": "local"})
+    return personalize_run(run, stored, Console(), split=job.split, settings=job.how)
+
+
+def plot(rows: Sequence[dict[str, Any]]) -> Figure:
+    """A panel for each budget; dashed with personalization."""
+    panels = finetuning.by(rows, lambda row: row["budget"])
+    figure, axes = plt.subplots(
+        1,
+        len(panels),
+        figsize=(3.4 * len(panels), 3),
+        layout="constrained",
+        sharey=True,
+        squeeze=False,
+    )
+    for axis, (budget, own) in zip(axes[0], panels.items(), strict=True):
+        for algorithm, series in finetuning.by(own, lambda row: row["algorithm"].upper()).items():
+            colour = common.COLOURS[algorithm]
+            x, before, after, errors = (
+                [row[key] for row in series]
+                for key in ("epsilon", "loss", "personalized_loss", "gain_error")
+            )
+            axis.plot(x, before, "-o", color=colour, label=algorithm)
+            label = f"{algorithm}, personalized"
+            axis.errorbar(x, after, errors, fmt="--s", color=colour, capsize=2, label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted({row["epsilon"] for row in own}))
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set(xlabel=r"$\varepsilon$", title=f"$B$ = {budget}")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set(ylabel="loss (nats per token)")
+    axes[0, 0].legend(fontsize="small")
+    return figure
+
+
+def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
+    """Margins are two standard errors over users; the models are one seed's."""
+    assert all(np.isfinite(row["personalized_loss"]) for row in rows)
+    lower = [row["gain"] > 2 * row["gain_error"] for row in rows]
+    claims = [
+        (
+            "personalization lowers the loss of every model",
+            all(lower),
+            f"of {sum(lower)} of {len(rows)}, by {np.mean([row['gain'] for row in rows]):.4f}",
+        )
+    ]
+    cells = finetuning.by(rows, lambda row: (row["epsilon"], row["budget"])).values()
+    pairs = [{row["algorithm"]: row for row in own} for own in cells]
+    gaps = [abs(pair["els"]["gain"] - pair["uls"]["gain"]) for pair in pairs]
+    errors = [2 * np.hypot(pair["els"]["gain_error"], pair["uls"]["gain_error"]) for pair in pairs]
+    like = [gap <= error for gap, error in zip(gaps, errors, strict=True)]
+    numbers = f"in {sum(like)} of {len(like)}; gains differ by up to {max(gaps):.4f}"
+    claims.append(("both algorithms gain alike", all(like), numbers))
+    same = 0
+    for pair, error in zip(pairs, errors, strict=True):
+        before, after = (
+            pair["els"][key] - pair["uls"][key] for key in ("loss", "personalized_loss")
+        )
+        same += before * after > 0 or abs(after - before) <= error
+    numbers = f"in {same} of {len(pairs)}, up to the error over users"
+    claims.append(("the order of the algorithms stays", same == len(pairs), numbers))
+    return claims
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = finetuning.parse_arguments(__doc__, argv)
+    rows = run(SETTINGS[arguments.scale], arguments)
+    if rows:
+        figures = {"fig18_personalization": plot(rows)}
+        common.finish(
+            "fig18_personalization", arguments.scale, arguments.out, rows, figures, check(rows)
+        )
+
+
+if __name__ == "__main__":
+    main()

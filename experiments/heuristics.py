@@ -1,0 +1,72 @@
+"""Both algorithms as the paper's heuristics set them, for the experiments that compare them."""
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from experiments import finetuning
+from experiments.finetuning import Arguments, Training
+from fedsim import recommend, tuner
+from fedsim.config import RunConfig
+from fedsim.console import Console
+
+
+def cells_of(
+    budgets: Sequence[int],
+    training: Training,
+    arguments: Arguments,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Both algorithms at every data set, epsilon and budget, set by the paper's heuristics: the
+    median user for G_ELS, Estimate-and-Double for G_ULS. `extra` is of every cell."""
+    cells = []
+    for name in training.num_steps:
+        where = [
+            {"dataset": name, "epsilon": epsilon, "budget": budget, **extra}
+            for epsilon, budget in itertools.product(training.epsilons, budgets)
+        ]
+        if arguments.dry_run:  # the data are not looked at
+            chosen = {(each["epsilon"], each["budget"]): (1, 1) for each in where}
+        else:
+            chosen = groups_of(name, budgets, training, arguments, extra)
+        for each in where:
+            els, uls = chosen[each["epsilon"], each["budget"]]
+            cells.append({**each, "algorithm": "els", "group_size": els})
+            cells.append({**each, "algorithm": "uls", "group_size": uls})
+    return cells
+
+
+@functools.cache
+def user_grad_norms(run: RunConfig, groups: tuple[int, ...]) -> dict[int, float]:
+    """L_ULS by group size, which depends on neither epsilon nor population."""
+    return recommend.user_grad_norms(run, groups, Console())
+
+
+def groups_of(
+    name: str,
+    budgets: Sequence[int],
+    training: Training,
+    arguments: Arguments,
+    extra: Mapping[str, Any],
+) -> dict[tuple[float, int], tuple[int, int]]:
+    """(G_ELS, G_ULS) by (epsilon, budget)."""
+    users = finetuning.open_data(name, arguments, training).train
+    population = extra.get("assumed_population") or finetuning.assumed(name, training, arguments)
+    delta = extra.get("delta") or finetuning.delta_of(name, training, arguments)
+    first = tuner.Configuration(1, min(tuner.START.cohort_size, *budgets))
+    groups = [2**n for n in range((max(budgets) // first.cohort_size).bit_length())]
+    run = finetuning.run_of(name, arguments, training, training.seeds[0])
+    norms = user_grad_norms(run, tuple(groups))
+    limits = tuner.Limits(groups[-1], users.num_users)
+    median = tuner.median_group_size(np.diff(users.offsets))
+    found = {}
+    for epsilon in training.epsilons:
+        noise = tuner.uls_noise(epsilon, delta, training.num_steps[name], population)
+        for budget in budgets:
+            chosen, _ = tuner.estimate_and_double(budget, norms.__getitem__, noise, first, limits)
+            found[epsilon, budget] = median, chosen.group_size
+    return found

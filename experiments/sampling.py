@@ -1,0 +1,134 @@
+"""Poisson against shuffled sampling at equal noise: the loss, and the epsilon each may claim.
+
+Beyond the paper, which shuffles and accounts as if it had drawn Poisson samples (Section 5). With
+the same noise multiplier the loss should not tell the two apart; the claims do. Poisson sampling
+has the accountant's epsilon. For shuffled batches of fixed size no amplification is assumed here:
+an epoch touches each unit once, so a user is in one Gaussian release per epoch, of sensitivity 1
+for ULS, and of up to G_ELS for ELS, whose examples may all fall into one batch; epochs compose.
+That holds where a user is replaced by nothing, not removed (the batches of the others stay as they
+are), and bounds batches in any fixed order (Chua et al. 2024, who show that the truth for shuffling
+may be far above Poisson's epsilon). ULS and ELS on Stack Overflow, G as the heuristics have it.
+
+    python -m experiments.sampling --scale small      (--dry-run: its cost; smoke: 20 s)
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import common, finetuning, heuristics
+from experiments.finetuning import SMALL_TRAINING, SMOKE_TRAINING, STACK_OVERFLOW, Training
+from fedsim import accounting, rundir
+from fedsim.accounting import StepEvent
+from fedsim.config import Algorithm
+from fedsim.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    training: Training
+    budget: int
+
+
+def _here(training: Training, **changed) -> Training:
+    steps = {STACK_OVERFLOW: training.num_steps[STACK_OVERFLOW]}
+    return dataclasses.replace(training, num_steps=steps, **changed)
+
+
+SETTINGS = {
+    "smoke": Settings(_here(SMOKE_TRAINING), 16),
+    "small": Settings(_here(SMALL_TRAINING, epsilons=(1.0, 16.0), seeds=(0, 1, 2)), 128),
+    "paper": Settings(_here(finetuning.PAPER_TRAINING), 2048),
+}
+SAMPLINGS = ("poisson", "shuffle")
+MARGIN = 0.005  # nats per token, beside the noise of the seeds
+
+
+def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
+    """A row for each epsilon, algorithm and way of sampling."""
+    training = settings.training
+    base = heuristics.cells_of([settings.budget], training, arguments)
+    cells = [{**cell, "sampling": sampling} for cell in base for sampling in SAMPLINGS]
+    rows = finetuning.losses(cells, training, arguments)
+    for row in rows:
+        path = finetuning.run_dir_of(row, training, arguments, training.seeds[0])
+        plan = Plan.from_dict(rundir.load(path)["plan"])
+        row |= {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta}
+        row["claimed_epsilon"] = claimed_epsilon(plan)
+    return rows
+
+
+def claimed_epsilon(plan: Plan) -> float:
+    """Epsilon that the run's own way of sampling has; see above."""
+    cap = plan.group_size if plan.algorithm == Algorithm.ELS else 1
+    event, times = StepEvent(plan.noise_multiplier, plan.accounted_prob, cap), plan.num_steps
+    if plan.sampling_run == "shuffle":
+        steps_per_epoch = plan.num_units // plan.expected_count
+        event, times = (
+            StepEvent(plan.noise_multiplier / cap, 1.0),
+            math.ceil(plan.num_steps / steps_per_epoch),
+        )
+    return accounting.epsilon([(event, times)], plan.delta)
+
+
+def plot(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Losses, with deviations over seeds, and the epsilons that may be claimed."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.2), layout="constrained")
+    kinds = finetuning.by(rows, lambda row: (row["algorithm"].upper(), row["sampling"]))
+    for number, ((algorithm, sampling), own) in enumerate(kinds.items()):
+        look = {"color": common.COLOURS[algorithm], "label": f"{algorithm}, {sampling}"}
+        style = "-o" if sampling == "poisson" else "--s"
+        x = np.array([row["epsilon"] for row in own]) * 1.04 ** (number - len(kinds) / 2)
+        losses, spread, claimed = (
+            [row[key] for row in own] for key in ("loss", "loss_std", "claimed_epsilon")
+        )
+        left.errorbar(x, losses, spread, fmt=style, capsize=2, **look)
+        right.plot(x, claimed, style, **look)
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted({row["epsilon"] for row in rows}))
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set(xlabel=r"$\varepsilon$ of Poisson sampling")
+        axis.grid(alpha=0.3)
+    left.set(ylabel="loss (nats per token)")
+    right.set(ylabel=r"$\varepsilon$ that may be claimed", yscale="log")
+    left.legend(fontsize="small")
+    return figure
+
+
+def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
+    """Equal noise, equal loss, other epsilons."""
+    cells = finetuning.by(rows, lambda row: (row["epsilon"], row["algorithm"])).values()
+    pairs = [{row["sampling"]: row for row in own} for own in cells]
+    gaps, alike = [], 0
+    for pair in pairs:
+        poisson, shuffled = (pair[name] for name in SAMPLINGS)
+        same = math.isclose(poisson["noise_multiplier"], shuffled["noise_multiplier"])
+        assert same, "the noise is not equal"
+        gaps.append(shuffled["loss"] - poisson["loss"])
+        alike += abs(gaps[-1]) <= MARGIN + finetuning.noise(poisson, shuffled)
+    numbers = f"in {alike} of {len(pairs)}; they differ by up to {max(map(abs, gaps)):.4f}"
+    claims = [("equal noise gives equal losses", alike == len(pairs), numbers)]
+    ratios = [
+        pair["shuffle"]["claimed_epsilon"] / pair["poisson"]["claimed_epsilon"] for pair in pairs
+    ]
+    numbers = f"{min(ratios):.3g} to {max(ratios):.3g} times Poisson's"
+    claims.append(("shuffling may only claim a larger epsilon", min(ratios) > 1, numbers))
+    return claims
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = finetuning.parse_arguments(__doc__, argv)
+    rows = run(SETTINGS[arguments.scale], arguments)
+    if rows:
+        figures = {"sampling": plot(rows)}
+        common.finish("sampling", arguments.scale, arguments.out, rows, figures, check(rows))
+
+
+if __name__ == "__main__":
+    main()
