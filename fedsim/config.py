@@ -313,6 +313,12 @@ def as_dict(config: PrivacyConfig | RunConfig | PretrainConfig) -> dict[str, Any
     return {name: to_json(value) for name, value in dataclasses.asdict(config).items()}
 
 
+def changed(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of a config's settings, in JSON's types, that are not at their defaults."""
+    defaults = {field.name: field.default for field in fields(kind)}
+    return {name: value for name, value in settings.items() if value != defaults[name]}
+
+
 def to_json(value: Any) -> Any:
     """Paths and non-finite floats as strings, everything else as it is."""
     if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):

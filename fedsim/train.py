@@ -24,7 +24,16 @@ import optax
 
 from fedsim import accounting, checkpoint, engine, rundir
 from fedsim.clipping import Strategy
-from fedsim.config import OPERATIONAL, Algorithm, PrivacyConfig, RunConfig, as_dict, expect, to_json
+from fedsim.config import (
+    OPERATIONAL,
+    Algorithm,
+    PrivacyConfig,
+    RunConfig,
+    as_dict,
+    changed,
+    expect,
+    to_json,
+)
 from fedsim.console import Console
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
@@ -119,9 +128,13 @@ def strategy_for(run, stored, workers, params, method, clip) -> tuple[Strategy, 
 
 
 def create_key(seed: int | None, config: dict[str, Any], data: Dataset) -> SecretKey:
-    """A key that no run with other settings or data has, even from the same seed."""
+    """A key that no run with other settings or data has, even from the same seed.
+
+    Settings at their defaults are left out: one that is new changes no earlier run.
+    """
     settings = {n: v for n, v in config["run"].items() if n not in OPERATIONAL}
-    context = [config["identity"], config["privacy"], settings, data.train.fingerprint]
+    own = [changed(PrivacyConfig, config["privacy"]), changed(RunConfig, settings)]
+    context = [config["identity"], *own, data.train.fingerprint]
     return SecretKey.create(seed, json.dumps(context, sort_keys=True))
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,7 @@ import pytest
 
 from fedsim import ledger, rundir
 from fedsim.cli import main
+from fedsim.train import create_key
 
 NUM_STEPS = 12
 
@@ -248,6 +250,21 @@ def test_a_summary_of_fewer_steps_does_not_outlive_a_resumption(texts, run_dir):
     done = summary(run_dir)["steps_done"]
     kill_after([*args, "--resume"], run_dir, done + 3)
     assert not (run_dir / "summary.json").exists()
+
+
+def test_a_seeds_key_does_not_depend_on_settings_at_their_defaults():
+    data = SimpleNamespace(train=SimpleNamespace(fingerprint="abc"))
+    settings = {"epsilon": 4.0, "num_steps": 3, "budget": 128, "clip_quantile": None}
+
+    def seal(privacy, **run):
+        config = {"identity": {"algorithm": "uls"}, "privacy": privacy, "run": run}
+        return create_key(3, config, data).seal("x")
+
+    first = seal(settings, optimizer="adafactor", local_steps=1)
+    assert first == seal({"epsilon": 4.0, "num_steps": 3})  # as before there were such settings
+    assert first == seal(settings, num_workers=2)  # operational
+    others = [seal(settings, local_steps=2), seal({**settings, "num_steps": 4})]
+    assert len({first, *others}) == 3
 
 
 def test_runs_with_other_settings_share_no_noise_though_they_share_a_seed(texts, tmp_path):
