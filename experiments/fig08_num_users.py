@@ -40,9 +40,11 @@ def _at_one_epsilon(comparison: Comparison) -> Comparison:
     return dataclasses.replace(comparison, training=training)
 
 
+MODELS = {scale: _at_one_epsilon(own) for scale, own in finetuning.COMPARISONS.items()}
 SETTINGS = {
-    scale: Settings(_at_one_epsilon(own), times=(1, 100) if scale == "smoke" else (1, 10, 100))
-    for scale, own in finetuning.COMPARISONS.items()
+    "smoke": Settings(dataclasses.replace(MODELS["smoke"], budgets=(16,)), times=(1, 100)),
+    "small": Settings(MODELS["small"]),
+    "paper": Settings(MODELS["paper"]),
 }
 
 

@@ -6,7 +6,7 @@ model is pre-trained on it, and the users' text is brought into the model's toke
 ../shared/data; every figure that trains at `small` starts here. At `paper` all of this is made by
 `fedsim data build --recipe` and `fedsim pretrain` (README.md has the commands).
 
-    python -m experiments.start
+    python -m experiments.start      (about 15 minutes on two cores, half of it the screening)
 """
 
 import dataclasses
