@@ -130,9 +130,12 @@ def strategy_for(run, stored, workers, params, method, clip) -> tuple[Strategy, 
 def create_key(seed: int | None, config: dict[str, Any], data: Dataset) -> SecretKey:
     """A key that no run with other settings or data has, even from the same seed.
 
-    Settings at their defaults are left out: one that is new changes no earlier run.
+    Settings at their defaults are left out: one that is new changes no earlier run. A pretrained
+    model is known by its parameters, wherever it lies, as data are.
     """
     settings = {n: v for n, v in config["run"].items() if n not in OPERATIONAL}
+    if config["identity"]["model"] is not None:
+        del settings["model"]
     own = [changed(PrivacyConfig, config["privacy"]), changed(RunConfig, settings)]
     context = [config["identity"], *own, data.train.fingerprint]
     return SecretKey.create(seed, json.dumps(context, sort_keys=True))

@@ -252,19 +252,21 @@ def test_a_summary_of_fewer_steps_does_not_outlive_a_resumption(texts, run_dir):
     assert not (run_dir / "summary.json").exists()
 
 
-def test_a_seeds_key_does_not_depend_on_settings_at_their_defaults():
+def test_a_seeds_key_depends_on_neither_defaults_nor_places():
     data = SimpleNamespace(train=SimpleNamespace(fingerprint="abc"))
     settings = {"epsilon": 4.0, "num_steps": 3, "budget": 128, "clip_quantile": None}
 
-    def seal(privacy, **run):
-        config = {"identity": {"algorithm": "uls"}, "privacy": privacy, "run": run}
+    def seal(privacy, sha256=None, **run):
+        config = {"identity": {"model": sha256}, "privacy": privacy, "run": run}
         return create_key(3, config, data).seal("x")
 
     first = seal(settings, optimizer="adafactor", local_steps=1)
     assert first == seal({"epsilon": 4.0, "num_steps": 3})  # as before there were such settings
     assert first == seal(settings, num_workers=2)  # operational
+    assert seal(settings, "12ab", model="here") == seal(settings, "12ab", model="there")
     others = [seal(settings, local_steps=2), seal({**settings, "num_steps": 4})]
-    assert len({first, *others}) == 3
+    others += [seal(settings, model="small"), *(seal(settings, s, model="x") for s in "ab")]
+    assert len({first, *others}) == 6
 
 
 def test_runs_with_other_settings_share_no_noise_though_they_share_a_seed(texts, tmp_path):
