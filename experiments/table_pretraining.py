@@ -5,7 +5,7 @@ the work, and both algorithms lower the loss on held-out users further at epsilo
 text is Debian's package descriptions and news, the users are speakers before the Supreme Court
 (../shared/data); `smoke` makes both up. A run that was interrupted goes on with the same command.
 
-    python -m experiments.table_pretraining --scale small      (2 cores: 40 minutes; smoke: 30 seconds)
+    python -m experiments.table_pretraining --scale small      (2 cores: 40 minutes; smoke: 30 s)
 """
 
 import dataclasses
