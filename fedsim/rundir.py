@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import keys
-from fedsim.config import OPERATIONAL, ConfigError, RunConfig, expect
+from fedsim.config import OPERATIONAL, ConfigError, PrivacyConfig, RunConfig, changed, expect
+from fedsim.data.dataset import Dataset
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
 
@@ -96,6 +97,20 @@ def key_of(run: RunConfig, stored: dict[str, Any] | None) -> SecretKey | None:
     same = run.seed is None or run.seed == key.seed
     expect("seed", run.seed, same, "the one the run was started with, or none")
     return key
+
+
+def create_key(seed: int | None, config: dict[str, Any], data: Dataset) -> SecretKey:
+    """A key that no run with other settings or data has, even from the same seed.
+
+    Settings at their defaults are left out: one that is new changes no earlier run. A pretrained
+    model is known by its parameters, wherever it lies, as data are.
+    """
+    settings = {n: v for n, v in config["run"].items() if n not in OPERATIONAL}
+    if config["identity"]["model"] is not None:
+        del settings["model"]
+    own = [changed(PrivacyConfig, config["privacy"]), changed(RunConfig, settings)]
+    context = [config["identity"], *own, data.train.fingerprint]
+    return SecretKey.create(seed, json.dumps(context, sort_keys=True))
 
 
 def expect_same(run_dir: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:

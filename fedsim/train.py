@@ -6,7 +6,6 @@ is run again after a crash is the same step: same units, same noise, same parame
 """
 
 import dataclasses
-import json
 import math
 import signal
 import threading
@@ -24,16 +23,7 @@ import optax
 
 from fedsim import accounting, checkpoint, engine, rundir
 from fedsim.clipping import Strategy
-from fedsim.config import (
-    OPERATIONAL,
-    Algorithm,
-    PrivacyConfig,
-    RunConfig,
-    as_dict,
-    changed,
-    expect,
-    to_json,
-)
+from fedsim.config import Algorithm, PrivacyConfig, RunConfig, as_dict, expect, to_json
 from fedsim.console import Console
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
@@ -70,7 +60,7 @@ def train(
         identity = {"algorithm": algorithm, "model": start.sha256(model)}
         config: dict[str, Any] = {"identity": identity, "privacy": as_dict(privacy)}
         config["run"] = {name: value for name, value in as_dict(run).items() if name != "seed"}
-        key = rundir.key_of(run, stored) or create_key(run.seed, config, data)
+        key = rundir.key_of(run, stored) or rundir.create_key(run.seed, config, data)
         seal = key.seal(data.train.fingerprint)
         config["identity"] |= {"data_seal": seal, "reduction": reduction}
         if stored:
@@ -125,20 +115,6 @@ def strategy_for(run, stored, workers, params, method, clip) -> tuple[Strategy, 
         return Strategy.parse(stored["strategy"]["name"]), "as the run was started"
     remembered = cache_dir() / "strategies"
     return choose_strategy(workers, params, method.draw(0), clip, run.strategy, remembered)
-
-
-def create_key(seed: int | None, config: dict[str, Any], data: Dataset) -> SecretKey:
-    """A key that no run with other settings or data has, even from the same seed.
-
-    Settings at their defaults are left out: one that is new changes no earlier run. A pretrained
-    model is known by its parameters, wherever it lies, as data are.
-    """
-    settings = {n: v for n, v in config["run"].items() if n not in OPERATIONAL}
-    if config["identity"]["model"] is not None:
-        del settings["model"]
-    own = [changed(PrivacyConfig, config["privacy"]), changed(RunConfig, settings)]
-    context = [config["identity"], *own, data.train.fingerprint]
-    return SecretKey.create(seed, json.dumps(context, sort_keys=True))
 
 
 def count(params: Any) -> int:

@@ -15,7 +15,6 @@ import pytest
 
 from fedsim import ledger, rundir
 from fedsim.cli import main
-from fedsim.train import create_key
 
 NUM_STEPS = 12
 
@@ -258,7 +257,7 @@ def test_a_seeds_key_depends_on_neither_defaults_nor_places():
 
     def seal(privacy, sha256=None, **run):
         config = {"identity": {"model": sha256}, "privacy": privacy, "run": run}
-        return create_key(3, config, data).seal("x")
+        return rundir.create_key(3, config, data).seal("x")
 
     first = seal(settings, optimizer="adafactor", local_steps=1)
     assert first == seal({"epsilon": 4.0, "num_steps": 3})  # as before there were such settings
