@@ -7,6 +7,7 @@ Small data in memory is the same bytes in a buffer, read by the same code. Writi
 """
 
 import json
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class UserStore:
         self.num_users = len(counts)
         try:
             self._reader = TokenReader(self._shards)
-        except pa.ArrowException as error:
+        except (pa.ArrowException, ValueError, IndexError, struct.error) as error:
             raise DataError(f"shards={metadata['shards']}: cut off or damaged ({error})") from None
         self.num_examples = self._reader.num_rows
         if not self.num_examples == self.offsets[-1] == metadata["num_examples"]:
@@ -161,8 +162,12 @@ class UserStore:
         return self._users_column("user_id").to_pylist()
 
     def _users_column(self, name: str) -> pa.ChunkedArray:
-        with pq.ParquetFile(pa.BufferReader(self._users)) as table:
-            return table.read([name])[name]
+        try:
+            with pq.ParquetFile(pa.BufferReader(self._users)) as table:
+                return table.read([name])[name]
+        except (pa.ArrowException, KeyError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"users.parquet: cut off or damaged ({reason})") from None
 
     def __reduce__(self):
         if self.path is not None:
