@@ -47,6 +47,9 @@ class UserStore:
         """From a users table (Parquet) and token shards (Arrow IPC streams, or their files)."""
         self.path: Path | None = None
         self.metadata = metadata
+        names = ("max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples", "shards")
+        if missing := [name for name in names if name not in metadata]:
+            raise DataError(f"metadata.json: expected {missing[0]}")
         self.max_length: int = metadata["max_length"]
         self.vocab_size: int = metadata["vocab_size"]
         self.fingerprint: str = metadata["fingerprint"]
@@ -59,7 +62,7 @@ class UserStore:
         self.num_users = len(counts)
         try:
             self._reader = TokenReader(self._shards)
-        except (pa.ArrowException, ValueError, IndexError, struct.error) as error:
+        except (pa.ArrowException, ValueError, IndexError, OSError, struct.error) as error:
             raise DataError(f"shards={metadata['shards']}: cut off or damaged ({error})") from None
         self.num_examples = self._reader.num_rows
         if not self.num_examples == self.offsets[-1] == metadata["num_examples"]:
@@ -133,7 +136,11 @@ class UserStore:
             raise IndexError(
                 f"rows in [{rows.min()}, {rows.max()}]: expected [-1, {self.num_examples})"
             )
-        return self._reader.gather(rows, length)
+        try:
+            return self._reader.gather(rows, length)
+        except (ValueError, IndexError) as error:
+            shards = self.metadata["shards"]
+            raise DataError(f"shards={shards}: cut off or damaged ({error})") from None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -165,7 +172,7 @@ class UserStore:
         try:
             with pq.ParquetFile(pa.BufferReader(self._users)) as table:
                 return table.read([name])[name]
-        except (pa.ArrowException, KeyError, OSError) as error:
+        except (pa.ArrowException, KeyError, ValueError, OSError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"users.parquet: cut off or damaged ({reason})") from None
 
