@@ -201,5 +201,17 @@ def make_plan(
     )
 
 
+def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, Any]:
+    """The first line of a run's ledger: what is fixed for its life."""
+    before = [{"what": "group_size", **dataclasses.asdict(event)} for event, _ in plan.before]
+    return {
+        "plan": plan.as_dict(),
+        "adjacency": ADJACENCY,
+        "key_seal": key_seal,
+        "config_sha256": config_sha256,
+        **({"before": before} if before else {}),
+    }
+
+
 def _before(group_size_epsilon: float | None) -> list[tuple[PureEvent, int]]:
     return [] if group_size_epsilon is None else [(PureEvent(group_size_epsilon), 1)]

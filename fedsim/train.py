@@ -35,7 +35,15 @@ from fedsim.ledger import Ledger, released_epsilon
 from fedsim.metrics import Metrics, table
 from fedsim.models import start
 from fedsim.optimizers import optimizer, updater
-from fedsim.plan import ADJACENCY, COMPARISON_ONLY, Plan, complete, make_plan, method_for
+from fedsim.plan import (
+    ADJACENCY,
+    COMPARISON_ONLY,
+    Plan,
+    complete,
+    ledger_head,
+    make_plan,
+    method_for,
+)
 from fedsim.signals import stop_signals
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "ray", "dp-accounting")
@@ -86,14 +94,9 @@ def train(
         seal = key.seal(data.train.fingerprint)
         config["identity"] |= {"data_seal": seal, "reduction": reduction}
         if stored:
-            same = stored["identity"]["data_seal"] == seal
-            expect("data", run.data, same, f"the data with which {run.run_dir} was started")
-            rundir.expect_same(run.run_dir, stored, config)
+            expect_same(run, stored, config)
         completed, non_private = complete(algorithm, privacy, data, key=key)
-        if model is not None:
-            non_private.append(f"what model={run.model} was trained on")
-        if run.strategy == AUTO:
-            non_private.append("the strategy of the clipped sum (timed on units of a draw)")
+        non_private += outside(run, fresh_model=model is None)
         method = method_for(algorithm, completed, data.train, key)
         fresh = SecretKey.create(key.seed or 0).jax_key("init")  # public, as theta^0 is
         task, params = start.begin(run, model, data, fresh)
@@ -120,12 +123,24 @@ def train(
         console.plan(plan, workers)
         console.note(f"{'clipped sum':17} {workers.strategy} ({why})")
         if stored and stored["versions"] != versions:
-            console.note(
-                "packages changed since the run was started: its bits may change with them"
-            )
+            console.note("packages changed since the run was started: its bits may change, too")
         watch = plant.watch if plant else None
         trainer = Trainer(method, plan, data, transformation, workers, run, console, watch)
         return trainer.fit(params, key)
+
+
+def outside(run: RunConfig, *, fresh_model: bool) -> list[str]:
+    """What the guarantee does not cover, by the settings that cannot change it."""
+    facts = [] if fresh_model else [f"what model={run.model} was trained on"]
+    timed = "the strategy of the clipped sum (timed on units of a draw)"
+    return [*facts, timed] if run.strategy == AUTO else facts
+
+
+def expect_same(run: RunConfig, stored: dict[str, Any], config: dict[str, Any]) -> None:
+    """Raises ConfigError naming what a resumed run would do otherwise; its data first."""
+    same = stored["identity"]["data_seal"] == config["identity"]["data_seal"]
+    expect("data", run.data, same, f"the data with which {run.run_dir} was started")
+    rundir.expect_same(run.run_dir, stored, config)
 
 
 def strategy_for(run, stored, workers, params, method, clip) -> tuple[Strategy, str]:
@@ -180,18 +195,6 @@ def restored(run_dir: Path, state: State, console: Console) -> State:
     return state
 
 
-def head(run_dir: Path, plan: Plan, key_seal: str) -> dict[str, Any]:
-    """The first line of a run's ledger: what is fixed for its life."""
-    before = [{"what": "group_size", **dataclasses.asdict(event)} for event, _ in plan.before]
-    return {
-        "plan": plan.as_dict(),
-        "adjacency": ADJACENCY,
-        "key_seal": key_seal,
-        "config_sha256": rundir.config_sha256(run_dir),
-        **({"before": before} if before else {}),
-    }
-
-
 @dataclasses.dataclass
 class Trainer:
     """One run, from its first or its next step to its last."""
@@ -220,7 +223,8 @@ class Trainer:
         """Run the steps that are left, then write the summary."""
         state = State(params, self.transformation.init(params), clip_norm=self.plan.clip_norm)
         state = restored(self.run.run_dir, state, self.console)
-        first = head(self.run.run_dir, self.plan, key.seal("ledger"))
+        settings = rundir.config_sha256(self.run.run_dir)
+        first = ledger_head(self.plan, config_sha256=settings, key_seal=key.seal("ledger"))
         ledger = Ledger(self.run.run_dir, first, least=state.step)
         if state.step < self.plan.num_steps:  # a summary of fewer steps than will be released
             (self.run.run_dir / rundir.SUMMARY).unlink(missing_ok=True)
