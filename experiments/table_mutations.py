@@ -4,7 +4,7 @@ Claim: each is caught, by a test, by `fedsim verify --replay` on what the broken
 with the code as it is), by the audit's lower bound, or by several of these. `smoke` plants two and
 asks the tests, `small` plants all and asks the tests, `paper` asks all three.
 
-    python -m experiments.table_mutations --scale paper      (about 20 minutes; smoke: 20 seconds)
+    python -m experiments.table_mutations --scale paper
 """
 
 import dataclasses
