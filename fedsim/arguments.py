@@ -50,7 +50,7 @@ def _with_file(args: list[str]) -> list[str]:
     path = Path(named[-1])
     try:
         defaults = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"config={path}: expected a TOML file ({error})") from None
     known = {f.name for part in (parts[args[0]], RunConfig) for f in dataclasses.fields(part)}
     flags = []
@@ -80,4 +80,7 @@ def _first_fault(box: str) -> str:
     if number:
         kind = "a whole number" if "int" in number[2] else "a number"
         return f"{number[1].replace('-', '_')}={number[3]}: expected {kind}"
+    optional = re.match(r"Error parsing --([\w-]+): .*\bINT could be .* \['(.*)'\]", fault)
+    if optional:
+        return f"{optional[1].replace('-', '_')}={optional[2]}: expected a whole number"
     return re.sub(r"^Error parsing [^:]*: ", "", fault)

@@ -1,7 +1,8 @@
 """The state between two steps, written whole or not at all.
 
 Restoring parameters, optimizer state and step is all that resuming takes, for randomness has no
-state (see `keys`). MessagePack through flax: loading runs no code.
+state (see `keys`). MessagePack through flax: loading runs no code. A file ends with the sha256 of
+what comes before, so that it is read as it was written or not at all.
 """
 
 import hashlib
@@ -13,10 +14,16 @@ import jax
 import numpy as np
 from flax import serialization
 
+from fedsim.config import FedsimError
 from fedsim.files import write_atomically
 
 DIRECTORY = "checkpoints"
 KEEP = 2
+DIGEST_SIZE = hashlib.sha256().digest_size
+
+
+class CheckpointError(FedsimError, ValueError):
+    """A checkpoint is not what was written, or not of this run."""
 
 
 def save(run_dir: Path, step: int, state: dict[str, Any]) -> Path:
@@ -27,10 +34,11 @@ def save(run_dir: Path, step: int, state: dict[str, Any]) -> Path:
     """
     directory = run_dir / DIRECTORY
     directory.mkdir(exist_ok=True)
-    path = directory / f"step-{step:08d}.msgpack"
+    path = directory / name(step)
     arrays = jax.tree.map(np.asarray, serialization.to_state_dict(state))
-    write_atomically(path, serialization.msgpack_serialize(arrays))
-    for old in _all(run_dir)[:-KEEP]:
+    packed = serialization.msgpack_serialize(arrays)
+    write_atomically(path, packed, hashlib.sha256(packed).digest())
+    for old in kept(run_dir)[:-KEEP]:
         old.unlink()
     return path
 
@@ -68,18 +76,48 @@ class Saver:
 
 def latest(run_dir: Path) -> Path | None:
     """The newest checkpoint, if there is one."""
-    return max(_all(run_dir), default=None)
+    return max(kept(run_dir), default=None)
+
+
+def kept(run_dir: Path) -> list[Path]:
+    """The checkpoints there are, the newest last."""
+    return sorted((run_dir / DIRECTORY).glob("step-*.msgpack"))
+
+
+def check(path: Path) -> memoryview:
+    """What was packed into a checkpoint. Raises CheckpointError unless it is as it was written."""
+    data = memoryview(path.read_bytes())
+    packed = data[:-DIGEST_SIZE]
+    if hashlib.sha256(packed).digest() != data[-DIGEST_SIZE:]:
+        raise CheckpointError(f"{path}: was cut or changed since it was written")
+    return packed
 
 
 def restore(path: Path, like: dict[str, Any]) -> dict[str, Any]:
-    """The state of a checkpoint in the structure of `like`."""
-    state: Any = serialization.msgpack_restore(path.read_bytes())
-    return serialization.from_state_dict(like, state)
+    """The state of a checkpoint in the structure of `like`.
+
+    Raises: CheckpointError: it was changed, or is the state of something else.
+    """
+    state: Any = _unpacked(path)
+    try:
+        return serialization.from_state_dict(like, state)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: expected the state of this run ({error})") from None
 
 
 def load_params(path: Path) -> Any:
     """The parameters of a checkpoint, as nested dicts of float32 arrays."""
-    return serialization.msgpack_restore(path.read_bytes())["params"]
+    return _unpacked(path)["params"]
+
+
+def load_step(path: Path) -> int:
+    """The step that a checkpoint was written after."""
+    return int(_unpacked(path)["step"])
+
+
+def name(step: int) -> str:
+    """Of the checkpoint after `step` steps."""
+    return f"step-{step:08d}.msgpack"
 
 
 def params_sha256(params: Any) -> str:
@@ -92,5 +130,12 @@ def params_sha256(params: Any) -> str:
     return digest.hexdigest()
 
 
-def _all(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / DIRECTORY).glob("step-*.msgpack"))
+def _unpacked(path: Path) -> dict[str, Any]:
+    packed = check(path)
+    try:
+        state: Any = serialization.msgpack_restore(packed)  # pyright: ignore (any buffer will do)
+        if "params" in state.keys():
+            return state
+    except Exception:  # of whatever is in it: MessagePack's errors have no type in common
+        pass
+    raise CheckpointError(f"{path}: expected the state of a run")

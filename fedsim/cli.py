@@ -25,6 +25,7 @@ from fedsim.config import (
 )
 from fedsim.data_commands import Data
 from fedsim.model_commands import Export, Generate, Personalize, Pretrain
+from fedsim.trust_commands import Audit, Report, Verify
 from fedsim.tuning_commands import Recommend, Sweep
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
@@ -208,6 +209,9 @@ Command = (
     | Annotated[Pretrain, tyro.conf.subcommand("pretrain")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Audit, tyro.conf.subcommand("audit")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Account, tyro.conf.subcommand("account")]
     | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
     | Annotated[Recommend, tyro.conf.subcommand("recommend")]
@@ -248,6 +252,8 @@ def main(args: list[str] | None = None) -> None:
         print(json.dumps(result))
     if "steps_done" in result and result["steps_done"] < result["num_steps"]:
         sys.exit(UNFINISHED)
+    if result.get("holds") is False:
+        sys.exit(1)
 
 
 def _fail(reason: Any, code: int) -> NoReturn:

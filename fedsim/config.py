@@ -104,6 +104,32 @@ class PrivacyConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class AuditConfig:
+    """What is planted in a training that is audited, and how sure its bound is to be."""
+
+    gradient_canaries: int = 400
+    """Made-up users whose gradient always points their own way. >= 0; each is included with
+    probability 1/2."""
+
+    text_canaries: int = 100
+    """Made-up users who wrote a line of random tokens. >= 0; each is included with probability
+    1/2."""
+
+    confidence: float = 0.95
+    """Of each lower bound. In [0.5, 1)."""
+
+    attacked_users: int = 200
+    """How many real users, in training and held out, are told apart by their loss. >= 0."""
+
+    def __post_init__(self):
+        for name in ("gradient_canaries", "text_canaries", "attacked_users"):
+            expect(name, getattr(self, name), getattr(self, name) >= 0, ">= 0")
+        total = self.gradient_canaries + self.text_canaries
+        expect("gradient_canaries", self.gradient_canaries, total > 0, "a canary of either kind")
+        expect("confidence", self.confidence, 0.5 <= self.confidence < 1, "in [0.5, 1)")
+
+
+@dataclasses.dataclass(frozen=True)
 class PretrainConfig:
     """What a pre-training is told beside its `RunConfig`. No privacy, so no constants of it."""
 

@@ -5,6 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from fedsim.config import FedsimError
+
+
+class FileDamaged(FedsimError, ValueError):
+    """A file that fedsim wrote is not what it was."""
+
 
 def cache_dir() -> Path:
     """Where fedsim keeps what it can make again: FEDSIM_CACHE_DIR, or fedsim/ in ~/.cache."""
@@ -12,13 +18,13 @@ def cache_dir() -> Path:
     return Path(os.environ.get("FEDSIM_CACHE_DIR") or Path(base) / "fedsim")
 
 
-def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
+def write_atomically(path: Path, *parts: bytes, mode: int = 0o644) -> None:
     """Write `path` so that a crash at any moment leaves the old file or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
+        file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -36,19 +42,33 @@ def sync_directory(directory: Path) -> None:
 
 def write_json(path: Path, record: dict[str, Any], mode: int = 0o644) -> None:
     """Write a JSON object, indented, atomically."""
-    write_atomically(path, (json.dumps(record, indent=2) + "\n").encode(), mode)
+    write_atomically(path, (json.dumps(record, indent=2) + "\n").encode(), mode=mode)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that `write_json` wrote. Raises: FileDamaged: it is none, or not JSON."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise FileDamaged(f"{path}: expected JSON, cut or changed since ({error})") from None
+    if not isinstance(record, dict):
+        raise FileDamaged(f"{path}: expected a JSON object")
+    return record
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
     """Records of a JSON-lines file, without a last line that is cut off or still being written.
 
-    Raises: ValueError: a line is no JSON object.
+    Raises: FileDamaged: a line is no JSON object.
     """
     if not path.exists():
         return []
-    records = [json.loads(line) for line in _whole(path.read_bytes()).splitlines()]
+    try:
+        records = [json.loads(line) for line in _whole(path.read_bytes()).splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise FileDamaged(f"{path}: expected JSON in every line ({error})") from None
     if not all(isinstance(record, dict) for record in records):
-        raise ValueError(f"{path}: expected a JSON object in every line")
+        raise FileDamaged(f"{path}: expected a JSON object in every line")
     return records
 
 

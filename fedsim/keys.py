@@ -7,16 +7,16 @@ The key is secret: whoever has it can subtract the noise. It is in no log, ledge
 """
 
 import hashlib
-import json
 import secrets
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from fedsim.files import write_json
+from fedsim.files import FileDamaged, read_json, write_json
 
 FILE = "secret.json"
+KEY_BYTES = 32
 
 
 class SecretKey:
@@ -35,11 +35,14 @@ class SecretKey:
             released, so runs with other settings get other keys from the same seed.
         """
         if seed is None:
-            return cls(secrets.token_bytes(32))
+            return cls(secrets.token_bytes(KEY_BYTES))
         return cls(hashlib.sha256(f"fedsim seed {seed} {context}".encode()).digest(), seed)
 
     def __repr__(self) -> str:
         return "SecretKey(hidden)"
+
+    def __reduce__(self):
+        raise TypeError("a key stays in its process")
 
     def _digest(self, purpose: str, index: tuple[int, ...]) -> bytes:
         message = purpose.encode() + b"".join(b"/%d" % i for i in index)
@@ -66,6 +69,12 @@ class SecretKey:
 
     @classmethod
     def load(cls, directory: Path) -> "SecretKey":
-        """The key that `save` wrote."""
-        record = json.loads((directory / FILE).read_text())
-        return cls(bytes.fromhex(record["secret"]), record["seed"])
+        """The key that `save` wrote. Raises: FileDamaged; FileNotFoundError."""
+        record = read_json(directory / FILE)
+        try:
+            secret = bytes.fromhex(record["secret"])
+            if len(secret) == KEY_BYTES:
+                return cls(secret, record["seed"])
+        except (KeyError, TypeError, ValueError):
+            pass  # nothing of it may be shown
+        raise FileDamaged(f"{directory / FILE}: expected the key of a run")

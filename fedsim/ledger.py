@@ -4,7 +4,10 @@
 before the first step) and one line per step, written *before* anything of it becomes visible. A
 step that is run again after a crash draws the same units and the same noise, so it is no second
 release: its line is there already and must agree.
-Each line carries the sha256 of the line before it, so that a change in the past shows.
+Each line ends with the sha256 of its own bytes and of all lines before it. So no byte can change,
+and no line go missing before one that is there, without this showing; that the last lines are there
+is checked against checkpoint, metrics and summary. A chain is no signature: who writes all of these
+anew leaves no trace in them (`fedsim verify --replay` computes again).
 """
 
 import hashlib
@@ -16,12 +19,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedsim.accounting import StepEvent, epsilon
+from fedsim.accounting import Event, StepEvent, epsilon
 from fedsim.config import FedsimError
-from fedsim.files import remove_cut_off_line, sync_directory, whole_lines
+from fedsim.files import remove_cut_off_line, sync_directory
 from fedsim.pure import PureEvent
 
 FILE = "ledger.jsonl"
+LINK = ', "chain": "{}"}}'
+LINK_SIZE = len(LINK.format("0" * 64))
 
 
 class LedgerError(FedsimError):
@@ -31,16 +36,24 @@ class LedgerError(FedsimError):
 class Ledger:
     """The ledger of a run directory, open for appending."""
 
-    def __init__(self, directory: Path, head: dict[str, Any]):
-        """Open or start it. Raises LedgerError if it belongs to another run or was changed."""
+    def __init__(self, directory: Path, head: dict[str, Any], *, least: int = 0):
+        """Open or start it.
+
+        Args: least: steps that it has, by what is known from elsewhere.
+        Raises: LedgerError: it belongs to another run, was changed, or was cut.
+        """
         path = directory / FILE
-        remove_cut_off_line(path)
         lines = read(directory)
-        if lines and lines[0].get("head") != head:
+        if (steps := max(0, len(lines) - 1)) < least:
+            missing = f"{steps} steps, and the checkpoint has {least}"
+            raise LedgerError(f"{path}: was cut: it has {missing}")
+        if lines and lines[0]["head"] != head:
             raise LedgerError(f"{path}: was written by a run with other settings or data")
-        self._chain = lines[-1]["chain"] if lines else ""
+        remove_cut_off_line(path)
+        self.chain: str = lines[-1]["chain"] if lines else ""
+        """Stands for all lines there are."""
         self._events = [line["event"] for line in lines[1:]]
-        self._file = open(path, "a")
+        self._file = open(path, "ab")
         if not lines:
             self._append({"head": head})
             sync_directory(directory)
@@ -72,44 +85,82 @@ class Ledger:
         self._file.close()
 
     def _append(self, line: dict[str, Any]) -> None:
-        self._chain = _link(self._chain, line)
-        self._file.write(json.dumps({**line, "chain": self._chain}) + "\n")
+        body = json.dumps(line).encode()[:-1]
+        self.chain = link(self.chain, body)
+        self._file.write(body + LINK.format(self.chain).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
 
 def released_epsilon(directory: Path, delta: float) -> float:
     """Epsilon of what a run has released, recomputed from its ledger; inf without noise."""
-    lines = read(directory)
-    events = [line["event"] for line in lines[1:]]
-    if None in events:
-        return math.inf
-    phases = [(StepEvent(**event), len(list(same))) for event, same in itertools.groupby(events)]
-    first = [each for line in lines[:1] for each in line["head"].get("before", [])]
-    before = [(PureEvent(each["epsilon"]), 1) for each in first]
-    return epsilon([*before, *phases], delta)
+    released = phases(read(directory))
+    return math.inf if released is None else epsilon(released, delta)
+
+
+def phases(lines: list[dict[str, Any]]) -> list[tuple[Event, int]] | None:
+    """What the lines of a ledger say was released, to the accountant; None: without noise."""
+    if any(line["event"] is None for line in lines[1:]):
+        return None
+    before = [each for line in lines[:1] for each in line["head"].get("before", [])]
+    steps = itertools.groupby(line["event"] for line in lines[1:])
+    return [
+        *((PureEvent(each["epsilon"]), 1) for each in before),
+        *((StepEvent(**event), len(list(same))) for event, same in steps),
+    ]
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """All lines of a run's ledger, the head first. Raises LedgerError if they were changed."""
-    try:
-        lines = whole_lines(directory / FILE)
-    except ValueError as error:
-        raise LedgerError(f"{directory / FILE}: a line is not JSON ({error})") from error
-    check_chain(lines)
+    """All lines of a run's ledger, the head first, without one that a crash has cut off.
+
+    Raises: LedgerError: a byte was changed, or a line before the last one removed.
+    """
+    path = directory / FILE
+    return parse(path.read_bytes() if path.exists() else b"", str(path))
+
+
+def head(directory: Path) -> dict[str, Any]:
+    """The first line's content, empty if there is none yet. Raises LedgerError: it was changed."""
+    path = directory / FILE
+    if not path.exists():
+        return {}
+    with open(path, "rb") as file:
+        first = file.readline()
+    return next((line["head"] for line in parse(first, str(path))), {})
+
+
+def parse(data: bytes, name: str) -> list[dict[str, Any]]:
+    """The lines of a ledger's bytes. Raises: LedgerError: naming `name` and the line."""
+    *whole, rest = data.split(b"\n")
+    chain, lines = "", []
+    for number, line in enumerate(whole):
+        chain = link(chain, line[:-LINK_SIZE])
+        if line[-LINK_SIZE:] != LINK.format(chain).encode():
+            raise LedgerError(f"{name}: line {number + 1} was changed, or one before it removed")
+        try:
+            lines.append(_record(line, number))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise LedgerError(f"{name}: line {number + 1} is none of a ledger: {error}") from None
+    # A crash leaves the beginning of a line, and nothing after a line's end.
+    end = rest.rfind(LINK.partition("{")[0].encode())
+    if end >= 0 and len(rest) > end + LINK_SIZE:
+        raise LedgerError(f"{name}: line {len(whole) + 1} was changed")
     return lines
 
 
-def check_chain(lines: list[dict[str, Any]]) -> None:
-    """Raises LedgerError if a line was changed, put in, or removed before one that is there."""
-    chain = ""
-    for number, line in enumerate(lines):
-        chain = _link(chain, {name: value for name, value in line.items() if name != "chain"})
-        if line.get("chain") != chain or line.get("step", -1) != number - 1:
-            raise LedgerError(
-                f"line {number + 1} of the ledger was changed, or one before it removed"
-            )
+def link(chain: str, body: bytes) -> str:
+    """The chain after a line, from the one before it and the line's bytes up to its own."""
+    return hashlib.sha256(chain.encode() + body).hexdigest()
 
 
-def _link(chain: str, line: dict[str, Any]) -> str:
-    return hashlib.sha256((chain + json.dumps(line, sort_keys=True)).encode()).hexdigest()
+def _record(line: bytes, number: int) -> dict[str, Any]:
+    """A line that can be relied upon: the head, or a step with its event."""
+    record = json.loads(line)
+    if number == 0:
+        for each in record["head"].get("before", []):
+            PureEvent(each["epsilon"])
+    elif record["step"] != number - 1:
+        raise ValueError(f"step={record['step']}: expected {number - 1}")
+    elif record["event"] is not None:
+        StepEvent(**record["event"])
+    return record

@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams import summary_v2 as hparams
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from fedsim.config import to_json
-from fedsim.files import whole_lines, write_atomically
+from fedsim.files import FileDamaged, whole_lines, write_atomically
 
 FILE = "metrics.jsonl"
 DIRECTORY = "tb"
@@ -27,7 +27,7 @@ class Metrics:
     def __init__(self, run_dir: Path, last_step: int = -1):
         """Continue after `last_step`: what was logged of later steps is dropped."""
         path = run_dir / FILE
-        kept = [line for line in whole_lines(path) if line["step"] <= last_step]
+        kept = [line for line in read(run_dir) if line["step"] <= last_step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._file = open(path, "a")
         self._events = EventFileWriter(str(run_dir / DIRECTORY))
@@ -71,8 +71,11 @@ class Metrics:
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of metrics.jsonl."""
-    return whole_lines(run_dir / FILE)
+    """All records of metrics.jsonl. Raises: FileDamaged."""
+    lines = whole_lines(run_dir / FILE)
+    if not all(isinstance(line.get("step"), int) for line in lines):
+        raise FileDamaged(f"{run_dir / FILE}: expected a step in every line")
+    return lines
 
 
 def table(values: dict[str, Any]) -> str:

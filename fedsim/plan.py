@@ -224,6 +224,18 @@ def make_plan(
     )
 
 
+def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, Any]:
+    """The first line of a run's ledger: what is fixed for its life."""
+    before = [{"what": "group_size", **dataclasses.asdict(event)} for event, _ in plan.before]
+    return {
+        "plan": plan.as_dict(),
+        "adjacency": ADJACENCY,
+        "key_seal": key_seal,
+        "config_sha256": config_sha256,
+        **({"before": before} if before else {}),
+    }
+
+
 def holds(sampling_run: str, sampling_accounted: str, assumed_population: int | None) -> str:
     """What epsilon holds under: the adjacency, or a label that says that it is no guarantee."""
     labels = [COMPARISON_ONLY] if sampling_run != sampling_accounted else []

@@ -30,7 +30,8 @@ from fedsim.keys import SecretKey
 from fedsim.metrics import Metrics, table
 from fedsim.models import start
 from fedsim.optimizers import optimizer, updater
-from fedsim.train import PACKAGES, State, count, restored, stop_signals
+from fedsim.signals import stop_signals
+from fedsim.train import PACKAGES, State, count, restored
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
 NO_CLIP = Clip(math.inf)

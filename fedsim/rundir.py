@@ -4,9 +4,11 @@ config.json    settings, plan and model, written once
 secret.json    the key, mode 0600
 tokenizer.json of the data, so that the model can be used without them
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
+report.html   report.md   audit.html   audit.md   audit.json, if they were asked for
 """
 
 import fcntl
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -14,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedsim import keys
+from fedsim import keys, ledger
 from fedsim.config import OPERATIONAL, ConfigError, PrivacyConfig, RunConfig, changed, expect
 from fedsim.data.dataset import Dataset
-from fedsim.files import write_json
+from fedsim.files import FileDamaged, read_json, write_json
 from fedsim.keys import SecretKey
 
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", "lock"
@@ -39,7 +41,7 @@ def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
             f"run_dir={run_dir}: expected a new directory, or --resume to go on with its run"
         )
     if path.exists():
-        return json.loads(path.read_text())
+        return load(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")
     # A run that was killed before its first step leaves its key, and nothing else.
@@ -125,8 +127,22 @@ def expect_same(run_dir: Path, stored: dict[str, Any], now: dict[str, Any]) -> N
 
 
 def load(run_dir: Path) -> dict[str, Any]:
-    """The settings of a run. Raises ConfigError if there is none."""
+    """The settings of a run.
+
+    Raises: ConfigError: there is none. FileDamaged: they are not what the ledger was begun with.
+    """
     path = run_dir / CONFIG
-    if not path.exists():
+    if not path.is_file():
         raise ConfigError(f"run={run_dir}: expected the directory of a run, with a {CONFIG}")
-    return json.loads(path.read_text())
+    stored = read_json(path)
+    if not all(isinstance(stored.get(section), dict) for section in ("identity", "run")):
+        raise FileDamaged(f"{path}: expected the settings of a run, found something else")
+    recorded = ledger.head(run_dir).get("config_sha256", config_sha256(run_dir))
+    if recorded != config_sha256(run_dir):
+        raise FileDamaged(f"{path}: was changed since the run was started")
+    return stored
+
+
+def config_sha256(run_dir: Path) -> str:
+    """Of the settings of a run as they were written."""
+    return hashlib.sha256((run_dir / CONFIG).read_bytes()).hexdigest()

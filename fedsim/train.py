@@ -7,15 +7,13 @@ is run again after a crash is the same step: same units, same noise, same parame
 
 import dataclasses
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -32,21 +30,43 @@ from fedsim.engine.engine import Stats
 from fedsim.evaluate import begin_evaluate, headline
 from fedsim.files import cache_dir, write_json
 from fedsim.keys import SecretKey
-from fedsim.ledger import Ledger, LedgerError, released_epsilon
+from fedsim.ledger import Ledger, released_epsilon
 from fedsim.metrics import Metrics, table
 from fedsim.models import start
 from fedsim.optimizers import optimizer, updater
-from fedsim.plan import ADJACENCY, Plan, complete, make_plan, method_for
+from fedsim.plan import ADJACENCY, Plan, complete, ledger_head, make_plan, method_for
+from fedsim.signals import stop_signals
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "ray", "dp-accounting")
 
 
+class Plant(Protocol):
+    """What an audit puts into a run and sees of it; see `canaries`."""
+
+    def data(self, data: Dataset) -> Dataset:
+        """The data to train on."""
+        ...
+
+    def task(self, task: Any, params: Any) -> Any:
+        """The task to train, from these parameters."""
+        ...
+
+    def watch(self, gradient: Any) -> None:
+        """Called with every step's privatised gradient."""
+        ...
+
+
 def train(
-    algorithm: Algorithm, privacy: PrivacyConfig, run: RunConfig, console: Console
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    console: Console,
+    plant: Plant | None = None,
 ) -> dict[str, Any]:
     """Train, or go on training; returns what `summary.json` holds.
 
     Nothing is written to the run directory before everything has been found in order.
+    Args: plant: of an audit.
     Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
     """
     transformation = optimizer(run.optimizer, run.learning_rate)
@@ -57,6 +77,7 @@ def train(
         if stored:
             stack.enter_context(rundir.lock(run.run_dir))
         data = start.load_data(run, model, console.note)
+        data = plant.data(data) if plant else data
         identity = {"algorithm": algorithm, "model": start.sha256(model)}
         config: dict[str, Any] = {"identity": identity, "privacy": as_dict(privacy)}
         config["run"] = {name: value for name, value in as_dict(run).items() if name != "seed"}
@@ -64,22 +85,18 @@ def train(
         seal = key.seal(data.train.fingerprint)
         config["identity"] |= {"data_seal": seal, "reduction": reduction}
         if stored:
-            same = stored["identity"]["data_seal"] == seal
-            expect("data", run.data, same, f"the data with which {run.run_dir} was started")
-            rundir.expect_same(run.run_dir, stored, config)
+            expect_same(run, stored, config)
         completed, non_private = complete(algorithm, privacy, data, key=key)
         most = completed.group_size if algorithm == Algorithm.ULS else 1
         found = (
             f"in [1, {most}], the group size" if most != 1 else "1, with ELS or one example each"
         )
         expect("local_steps", run.local_steps, run.local_steps <= (most or 1), found)
-        if model is not None:
-            non_private.append(f"what model={run.model} was trained on")
-        if run.strategy == AUTO:
-            non_private.append("the strategy of the clipped sum (timed on units of a draw)")
+        non_private += outside(run, fresh_model=model is None)
         method = method_for(algorithm, completed, data.train, key)
         fresh = SecretKey.create(key.seed or 0).jax_key("init")  # public, as theta^0 is
         task, params = start.begin(run, model, data, fresh)
+        task = plant.task(task, params) if plant else task
         workers = engine.start(run, task)
         workers.note = console.note
         stack.callback(workers.close)
@@ -102,11 +119,24 @@ def train(
         console.plan(plan, workers)
         console.note(f"{'clipped sum':17} {workers.strategy} ({why})")
         if stored and stored["versions"] != versions:
-            console.note(
-                "packages changed since the run was started: its bits may change with them"
-            )
-        trainer = Trainer(method, plan, data, transformation, workers, run, console)
+            console.note("packages changed since the run was started: its bits may change, too")
+        watch = plant.watch if plant else None
+        trainer = Trainer(method, plan, data, transformation, workers, run, console, watch)
         return trainer.fit(params, key)
+
+
+def outside(run: RunConfig, *, fresh_model: bool) -> list[str]:
+    """What the guarantee does not cover, by the settings that cannot change it."""
+    facts = [] if fresh_model else [f"what model={run.model} was trained on"]
+    timed = "the strategy of the clipped sum (timed on units of a draw)"
+    return [*facts, timed] if run.strategy == AUTO else facts
+
+
+def expect_same(run: RunConfig, stored: dict[str, Any], config: dict[str, Any]) -> None:
+    """Raises ConfigError naming what a resumed run would do otherwise; its data first."""
+    same = stored["identity"]["data_seal"] == config["identity"]["data_seal"]
+    expect("data", run.data, same, f"the data with which {run.run_dir} was started")
+    rundir.expect_same(run.run_dir, stored, config)
 
 
 def strategy_for(run, stored, workers, params, method, clip) -> tuple[Strategy, str]:
@@ -142,6 +172,8 @@ class State:
 def restored(run_dir: Path, state: State, console: Console) -> State:
     """The last checkpoint, or the state as it is if there is none."""
     path = checkpoint.latest(run_dir)
+    for each in checkpoint.kept(run_dir):
+        checkpoint.check(each)
     if path is None:
         return state
     fields = checkpoint.restore(path, vars(state))
@@ -163,6 +195,8 @@ class Trainer:
     engine: Engine
     run: RunConfig
     console: Console
+    watch: Callable[[Any], None] | None = None
+    """Called with every privatised gradient."""
 
     def __post_init__(self):
         sigma = self.plan.noise_multiplier
@@ -178,15 +212,9 @@ class Trainer:
         """Run the steps that are left, then write the summary."""
         state = State(params, self.transformation.init(params), clip_norm=self.plan.clip_norm)
         state = restored(self.run.run_dir, state, self.console)
-        head = {"plan": self.plan.as_dict(), "adjacency": ADJACENCY, "key_seal": key.seal("ledger")}
-        if self.plan.before:
-            head["before"] = [
-                {"what": "group_size", **dataclasses.asdict(e)} for e, _ in self.plan.before
-            ]
-        ledger = Ledger(self.run.run_dir, head)
-        if ledger.num_steps < state.step:
-            missing = f"{ledger.num_steps} steps, and the checkpoint has {state.step}"
-            raise LedgerError(f"the ledger in {self.run.run_dir} was cut: it has {missing}")
+        settings = rundir.config_sha256(self.run.run_dir)
+        first = ledger_head(self.plan, config_sha256=settings, key_seal=key.seal("ledger"))
+        ledger = Ledger(self.run.run_dir, first, least=state.step)
         if state.step < self.plan.num_steps:  # a summary of fewer steps than will be released
             (self.run.run_dir / rundir.SUMMARY).unlink(missing_ok=True)
         metrics = Metrics(self.run.run_dir, last_step=state.step or -1)
@@ -194,7 +222,7 @@ class Trainer:
             metrics.text("plan", table(self.plan.as_dict()))
             metrics.text("run", table({n: v for n, v in as_dict(self.run).items() if n != "seed"}))
             self._steps(state, ledger, metrics)
-            summary = self._summary(state)
+            summary = self._summary(state, ledger.chain)
             metrics.hparams(self._hparams(summary))
         finally:
             ledger.close()
@@ -273,6 +301,8 @@ class Trainer:
             sampling_accounted=self.plan.sampling_accounted,
             epsilon=to_json(epsilon),
         )
+        if self.watch is not None:
+            self.watch(grad)
         state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
         if (adaptive := self.plan.adaptive) is not None:
             values["privacy/clip_norm"] = state.clip_norm
@@ -332,7 +362,7 @@ class Trainer:
             return math.inf
         return self.running_epsilon(num_steps) if self._due(num_steps, self.run.log_every) else None
 
-    def _summary(self, state: State) -> dict[str, Any]:
+    def _summary(self, state: State, chain: str) -> dict[str, Any]:
         """What `summary.json` holds; epsilon is recomputed from the ledger."""
         epsilon = released_epsilon(self.run.run_dir, self.plan.delta)
         realised = "gradients_computed and wall_seconds (sizes of the draws)"
@@ -349,6 +379,7 @@ class Trainer:
             "initial_eval_loss": to_json(state.initial_eval_loss),
             "final_eval_loss": to_json(state.eval_loss),
             "params_sha256": checkpoint.params_sha256(state.params),
+            "ledger_chain": chain,
             "gradients_computed": state.gradients_computed,
             "wall_seconds": round(state.wall_seconds, 3),
         }
@@ -357,32 +388,3 @@ class Trainer:
         run = {name: getattr(self.run, name) for name in ("model", "optimizer", "learning_rate")}
         names = ("algorithm", "target_epsilon", "budget", "group_size", "clip_norm", "num_steps")
         return {**run, **{name: summary[name] for name in names}}
-
-
-@contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM or SIGINT sets, so that the step under way is finished and saved.
-
-    A second signal does what it would have done without this. Installed after Ray has started: Ray
-    puts its own handler in place.
-    """
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def first(*_):
-        stop.set()
-        restore()
-
-    def restore():
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    for number in before:
-        signal.signal(number, first)
-    try:
-        yield stop
-    finally:
-        restore()

@@ -14,10 +14,12 @@ LEVELS = (
     "config files keys",
     "accounting calibration composition group_privacy mixture pure refinement "
     "sampling clipping mechanism adaptive private_median models data "
-    "checkpoint ledger metrics hparams rundir optimizers",
-    "els uls engine norms tuner variance",
-    "plan console train evaluate personalize generate pretrain export advice recommend sweep",
-    "cli arguments data_commands model_commands tuning_commands",
+    "checkpoint ledger metrics hparams rundir optimizers signals "
+    "svg document one_run",
+    "els uls engine norms tuner variance canaries",
+    "plan console train evaluate personalize generate pretrain export advice recommend sweep "
+    "verify report audit",
+    "cli arguments data_commands model_commands trust_commands tuning_commands",
 )
 ACCOUNTANT = {
     f"fedsim.{name}"

@@ -1,6 +1,8 @@
 """A checkpoint is there whole or not at all, and gives back every bit."""
 
+import hashlib
 import os
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import optax
 import pytest
 
 from fedsim import checkpoint
+from fedsim.checkpoint import CheckpointError
 
 PARAMS = {"a": {"kernel": jnp.arange(6.0).reshape(2, 3)}, "b": jnp.array([-0.0, 1e-40, jnp.inf])}
 
@@ -105,3 +108,37 @@ def test_the_digest_is_that_of_the_values_wherever_they_lie():
     first = checkpoint.params_sha256({"a": values, "b": values})
     assert first == checkpoint.params_sha256({"b": jnp.asarray(values), "a": values})
     assert first == checkpoint.params_sha256({"a": np.asfortranarray(values), "b": values})
+
+
+@pytest.mark.parametrize("read", [checkpoint.check, checkpoint.load_params, checkpoint.load_step])
+def test_a_changed_byte_is_refused_by_the_name_of_the_file(read, tmp_path):
+    path = checkpoint.save(tmp_path, 3, state(3))
+    whole = path.read_bytes()
+    read(path)
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match=f"^{path}: was cut or changed"):
+            read(path)
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, -1])
+def test_a_truncated_checkpoint_is_refused(size, tmp_path):
+    path = checkpoint.save(tmp_path, 3, state(3))
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="was cut or changed"):
+        checkpoint.restore(path, state())
+
+
+def test_loading_runs_no_code_of_the_file(tmp_path):
+    """A pickle is data like any other, and refused as such, even with a digest that fits."""
+
+    class Trap:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "sprung"),))
+
+    packed = pickle.dumps({"params": Trap(), "step": 1})
+    path = tmp_path / "trap"
+    path.write_bytes(packed + hashlib.sha256(packed).digest())
+    with pytest.raises(CheckpointError):
+        checkpoint.load_params(path)
+    assert not (tmp_path / "sprung").exists()

@@ -91,6 +91,7 @@ def test_another_head_is_refused(head, tmp_path):
 
 
 TAMPERING = {
+    "white space": lambda lines: [*lines[:-1], lines[-1].replace(": ", ":  ", 1)],
     "changed noise": lambda lines: [*lines[:2], lines[2].replace("2.0", "9.0"), *lines[3:]],
     "changed head": lambda lines: [lines[0].replace("1e-06", "1e-05"), *lines[1:]],
     "changed field": lambda lines: [*lines[:-1], lines[-1].replace("poisson", "shuffle")],
@@ -122,30 +123,83 @@ def test_a_ledger_is_refused_with_a_line(how, tmp_path):
 def test_the_message_names_the_first_line_that_does_not_fit(tmp_path):
     path = write(tmp_path)
     path.write_text(path.read_text().replace('"step": 2', '"step": 7'))
-    with pytest.raises(LedgerError, match="^line 4 of the ledger"):
+    with pytest.raises(LedgerError, match="ledger.jsonl: line 4 was changed"):
         ledger.read(tmp_path)
 
 
+def forged(lines):
+    """Bytes of a ledger with these lines and a chain that fits."""
+    chain, whole = "", b""
+    for line in lines:
+        body = json.dumps(line).encode()[:-1]
+        chain = ledger.link(chain, body)
+        whole += body + ledger.LINK.format(chain).encode() + b"\n"
+    return whole
+
+
 def test_a_renumbered_step_is_refused_even_with_a_chain_of_its_own():
-    chain, lines = "", []
-    for line in ({"head": HEAD}, {"step": 0, "event": None}, {"step": 2, "event": None}):
-        chain = ledger._link(chain, line)
-        lines.append({**line, "chain": chain})
-    ledger.check_chain(lines[:2])
-    with pytest.raises(LedgerError, match="line 3"):
-        ledger.check_chain(lines)
+    lines = [{"head": HEAD}, {"step": 0, "event": None}, {"step": 2, "event": None}]
+    assert len(ledger.parse(forged(lines[:2]), "x")) == 2
+    with pytest.raises(LedgerError, match="^x: line 3 is none of a ledger: step=2: expected 1"):
+        ledger.parse(forged(lines), "x")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{}, [], 1, None, {"step": 0}, {"step": 0, "event": {"noise_multiplier": 1}}, {"event": None}]
+    + [{"step": 0, "event": {"noise_multiplier": s, "sampling_prob": 0.1}} for s in (0, "x", None)],
+    ids=str,
+)
+def test_a_line_that_is_none_of_a_ledger_is_refused_even_with_a_chain(line):
+    with pytest.raises(LedgerError, match="^x: line 2 "):
+        ledger.parse(forged([{"head": HEAD}, line]), "x")
 
 
 def test_a_change_shows_in_the_lines_after_it(tmp_path):
     path = write(tmp_path)
-    lines = ledger.read(tmp_path)
+    lines = [{k: v for k, v in line.items() if k != "chain"} for line in ledger.read(tmp_path)]
+    before = path.read_bytes().splitlines(keepends=True)
     lines[2]["event"]["noise_multiplier"] = 9.0
-    content = {name: value for name, value in lines[2].items() if name != "chain"}
-    lines[2]["chain"] = ledger._link(lines[1]["chain"], content)  # as a forger would
-    ledger.check_chain(lines[:3])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(LedgerError, match="^line 4 of the ledger"):
+    changed = forged(lines).splitlines(keepends=True)  # as a forger would
+    path.write_bytes(b"".join(changed[:3] + before[3:]))
+    with pytest.raises(LedgerError, match="line 4 was changed"):
         ledger.read(tmp_path)
+
+
+def test_any_byte_that_is_changed_shows(tmp_path):
+    path = write(tmp_path, [EVENT, OTHER])
+    whole = path.read_bytes()
+    assert len(ledger.parse(whole, "x")) == 3
+    for at, byte in enumerate(whole):
+        for other in {
+            byte ^ 1,
+            byte ^ 32,
+            byte ^ 255,
+            *b"\n\r \t",
+            *(b"0" if byte != 48 else b"1"),
+        }:
+            if other != byte:
+                damaged = whole[:at] + bytes([other]) + whole[at + 1 :]
+                with pytest.raises(LedgerError, match="^x: line "):
+                    ledger.parse(damaged, "x")
+
+
+def test_any_byte_that_is_missing_or_put_in_shows_but_for_a_cut_off_end(tmp_path):
+    whole = write(tmp_path, [EVENT, OTHER]).read_bytes()
+    for at in range(len(whole)):
+        for damaged in (whole[:at] + whole[at + 1 :], whole[:at] + b" " + whole[at:]):
+            try:
+                read = ledger.parse(damaged, "x")
+            except LedgerError:
+                continue
+            assert damaged == whole[:-1] and len(read) == 2  # what a crash may leave
+
+
+def test_what_a_crash_leaves_of_a_line_is_not_read_and_not_refused(tmp_path):
+    whole = write(tmp_path, [EVENT, OTHER]).read_bytes()
+    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in range(len(whole)):
+        assert len(ledger.parse(whole[:cut], "x")) == sum(end <= cut for end in ends)
 
 
 @pytest.mark.parametrize("cut", [1, 10])

@@ -92,6 +92,6 @@ def test_a_model_without_tokenizer_is_refused(place, capsys):
 
 
 def test_a_run_without_a_checkpoint_is_no_model(tmp_path):
-    (tmp_path / "config.json").write_text('{"model": {}}')
+    (tmp_path / "config.json").write_text('{"identity": {}, "run": {}, "model": {}}')
     with pytest.raises(ConfigError, match="expected a run with a model and a checkpoint"):
         start.find(str(tmp_path))

@@ -98,6 +98,7 @@ def _cached(
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     out = Path(cache_dir or files.cache_dir()) / "data" / name
     if not out.is_dir():
+        out.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # text of people
         try:
             return make(out)
         except DataError:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim.data.shards import DataError
 from fedsim.data.users import UserStore, read_metadata
 
 SPLITS = ("train", "eval_users", "eval_examples", "test")
@@ -37,6 +38,8 @@ class Dataset:
         """
         path = Path(directory).absolute()
         metadata = read_metadata(path, "dataset")
+        if not (path / "tokenizer.json").is_file():
+            raise DataError(f"data={path}: expected its tokenizer.json")
         stores = {split: UserStore.open(path / split) for split in metadata["splits"]}
         return cls(**stores, tokenizer_path=path / "tokenizer.json", metadata=metadata, path=path)
 

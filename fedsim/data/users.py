@@ -7,6 +7,7 @@ Small data in memory is the same bytes in a buffer, read by the same code. Writi
 """
 
 import json
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,9 @@ class UserStore:
         """From a users table (Parquet) and token shards (Arrow IPC streams, or their files)."""
         self.path: Path | None = None
         self.metadata = metadata
+        names = ("max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples", "shards")
+        if missing := [name for name in names if name not in metadata]:
+            raise DataError(f"metadata.json: expected {missing[0]}")
         self.max_length: int = metadata["max_length"]
         self.vocab_size: int = metadata["vocab_size"]
         self.fingerprint: str = metadata["fingerprint"]
@@ -58,7 +62,7 @@ class UserStore:
         self.num_users = len(counts)
         try:
             self._reader = TokenReader(self._shards)
-        except pa.ArrowException as error:
+        except (pa.ArrowException, ValueError, IndexError, OSError, struct.error) as error:
             raise DataError(f"shards={metadata['shards']}: cut off or damaged ({error})") from None
         self.num_examples = self._reader.num_rows
         if not self.num_examples == self.offsets[-1] == metadata["num_examples"]:
@@ -132,7 +136,11 @@ class UserStore:
             raise IndexError(
                 f"rows in [{rows.min()}, {rows.max()}]: expected [-1, {self.num_examples})"
             )
-        return self._reader.gather(rows, length)
+        try:
+            return self._reader.gather(rows, length)
+        except (ValueError, IndexError) as error:
+            shards = self.metadata["shards"]
+            raise DataError(f"shards={shards}: cut off or damaged ({error})") from None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -161,8 +169,12 @@ class UserStore:
         return self._users_column("user_id").to_pylist()
 
     def _users_column(self, name: str) -> pa.ChunkedArray:
-        with pq.ParquetFile(pa.BufferReader(self._users)) as table:
-            return table.read([name])[name]
+        try:
+            with pq.ParquetFile(pa.BufferReader(self._users)) as table:
+                return table.read([name])[name]
+        except (pa.ArrowException, KeyError, ValueError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"users.parquet: cut off or damaged ({reason})") from None
 
     def __reduce__(self):
         if self.path is not None:

@@ -1,0 +1,241 @@
+"""What an attacker really achieves against a training: an empirical lower bound on epsilon.
+
+The training is the user's own command, with canaries among its users, each included by the toss of
+a coin (`canaries`, `one_run`); the attacker sees every privatised gradient. A bound above the
+claimed epsilon refutes the claim, with the stated confidence; a bound below it proves nothing, for
+attacks only get better. Beside it the membership attack of Kandpal et al. 2023 on real users: how
+much more likely the trained model finds their texts than the model before.
+"""
+
+import dataclasses
+import math
+import secrets
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedsim import checkpoint, one_run
+from fedsim.canaries import Planted, coins
+from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, expect
+from fedsim.console import Console
+from fedsim.data.dataset import Dataset
+from fedsim.document import Document, Items, Quote, Section, Table, to_html, to_markdown
+from fedsim.engine.choose import AUTO
+from fedsim.files import write_atomically, write_json
+from fedsim.models import start
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.svg import Chart, Series
+from fedsim.train import train
+from fedsim.tuner import median_group_size
+
+JSON, HTML, MARKDOWN = "audit.json", "audit.html", "audit.md"
+ROWS_AT_ONCE = 16
+MOST_ROWS = 8  # of an attacked user
+ALARMS = 0.01
+
+
+def audit(
+    algorithm: Algorithm,
+    settings: AuditConfig,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    console: Console,
+) -> dict[str, Any]:
+    """Train with canaries, attack, and write audit.json, .html and .md into the run's directory.
+
+    Raises: as `train`, and ConfigError: the run is one to be resumed.
+    """
+    expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
+    data = start.load_data(run, start.find(run.model), console.note)
+    if privacy.group_size is None and algorithm == Algorithm.ELS:
+        median = median_group_size(np.diff(data.train.offsets))
+        privacy = dataclasses.replace(privacy, group_size=median, group_size_epsilon=None)
+    rows = (privacy.group_size or 1) if algorithm == Algorithm.ELS else 1
+    if run.strategy == AUTO:  # bookkeeping knows no canaries
+        run = dataclasses.replace(run, strategy=f"scan:{min(privacy.group_size or 1, 8)}")
+    rng = np.random.default_rng(secrets.randbits(128) if run.seed is None else [run.seed, 1])
+    planted = Planted(
+        num_gradient=settings.gradient_canaries,
+        num_text=settings.text_canaries,
+        rows=rows,
+        clip_norm=privacy.clip_norm,
+        included=coins(settings.gradient_canaries + settings.text_canaries, rng),
+        rng=rng,
+    )
+    summary = train(algorithm, privacy, run, console, planted)
+    console.note("attacking")
+    newest = checkpoint.latest(run.run_dir)
+    assert newest is not None, "a run that ended has a checkpoint"
+    found = attack(planted, checkpoint.load_params(newest), data, settings, summary["delta"])
+    claimed = float(summary["epsilon"])
+    bounds = [each["bound"]["epsilon"] for each in found.values() if each and "bound" in each]
+    result = {
+        "run_dir": str(run.run_dir),
+        "algorithm": str(algorithm),
+        **{name: summary[name] for name in ("epsilon", "delta", "noise_multiplier")},
+        **{name: summary[name] for name in ("sampling_run", "num_steps", "sampling_prob")},
+        "confidence": settings.confidence,
+        "epsilon_lower_bound": max(bounds, default=0.0),
+        **found,
+        "holds": max(bounds, default=0.0) <= claimed,
+    }
+    write_json(run.run_dir / JSON, result)
+    document = compose(result)
+    write_atomically(run.run_dir / HTML, to_html(document).encode())
+    write_atomically(run.run_dir / MARKDOWN, to_markdown(document).encode())
+    return {**result, "html": str(run.run_dir / HTML)}
+
+
+def attack(
+    planted: Planted, params: Any, data: Dataset, settings: AuditConfig, delta: float
+) -> dict[str, Any]:
+    """All attacks on one run: {"gradient", "text", "membership"}, None where there is nothing.
+
+    Args: params: of the trained model; data: without the canaries.
+    """
+    inner = planted.task_inner
+    found: dict[str, Any] = {"gradient": None, "text": None, "membership": None}
+    if planted.num_gradient:
+        scores, included = planted.gradient_scores(), planted.gradient_included
+        found["gradient"] = _outcome(scores, included, delta, settings.confidence)
+    if planted.num_text:
+        task = LanguageModelTask(Dataset(train=planted.texts), inner.config, inner.frozen)
+        rows = np.arange(planted.num_text)
+        gain = losses(task, planted.first, "train", rows) - losses(task, params, "train", rows)
+        found["text"] = _outcome(gain, planted.text_included, delta, settings.confidence)
+    if settings.attacked_users and data.eval_users is not None:
+        task = LanguageModelTask(data, inner.config, inner.frozen)
+        inside, outside = (
+            user_scores(task, planted.first, params, split, settings.attacked_users)
+            for split in ("train", "eval_users")
+        )
+        found["membership"] = _membership(inside, outside)
+    return found
+
+
+def losses(task: Any, params: Any, split: str, rows: np.ndarray) -> np.ndarray:
+    """Loss of each of the examples `rows` [n] of a split, float64 [n]."""
+    frozen = () if task.frozen is None else (task.frozen,)
+    compute = jax.jit(task.losses)
+    found = []
+    for low in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[low : low + ROWS_AT_ONCE]
+        padded = np.pad(some, (0, ROWS_AT_ONCE - len(some)), constant_values=-1)
+        batch = task.read(split, padded)
+        found.append(np.asarray(compute(params, batch, *frozen), np.float64)[: len(some)])
+    return np.concatenate([np.zeros(0), *found])
+
+
+def user_scores(task: Any, first: Any, params: Any, split: str, most: int) -> np.ndarray:
+    """For some users of a split, evenly spaced: by how much their texts' mean loss fell, [users].
+
+    Source: Kandpal et al. 2023, Section 4 (the likelihood ratio to a model before fine-tuning). The
+    texts are the very ones trained on, where theirs are others of the same users: no weaker.
+    """
+    offsets = getattr(task.dataset, split).offsets
+    users = np.linspace(0, len(offsets) - 2, min(most, len(offsets) - 1)).astype(np.int64)
+    rows = [np.arange(offsets[u], min(offsets[u + 1], offsets[u] + MOST_ROWS)) for u in users]
+    rows = [each for each in rows if len(each)]
+    flat = np.concatenate([np.zeros(0, np.int64), *rows])
+    gain = losses(task, first, split, flat) - losses(task, params, split, flat)
+    ends = np.cumsum([len(each) for each in rows])
+    return np.array([part.mean() for part in np.split(gain, ends[:-1])])
+
+
+def gradients_of_steps(method: Any, engine: Any, params: Any, planted: Any, **settings: Any) -> Any:
+    """All steps of an algorithm without a training around them, at fixed parameters; `planted`
+    watches.
+
+    Args: settings: num_steps; clip and noise_multiplier, as for `ULS.gradient`.
+    """
+    num_steps = settings.pop("num_steps")
+    for step in range(num_steps):
+        planted.watch(method.gradient(params, step, engine, **settings)[0])
+    return planted.total
+
+
+def _outcome(
+    scores: np.ndarray, included: np.ndarray, delta: float, confidence: float
+) -> dict[str, Any]:
+    """The bound, and what a reader sees of the scores."""
+    bound = one_run.audit(scores, included, delta, confidence)
+    found: dict[str, Any] = {"bound": dataclasses.asdict(bound)}
+    if included.any() and not included.all():
+        found |= _curve(scores[included], scores[~included])
+    return found
+
+
+def _membership(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
+    return {"users_in": len(inside), "users_out": len(outside), **_curve(inside, outside)}
+
+
+def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
+    """Area under the curve, the curve, and its height at few false alarms."""
+    false, true = one_run.roc(inside, outside)
+    return {
+        "auc": one_run.area(inside, outside),
+        "true_positives_at_1_percent": float(true[false <= ALARMS].max()),
+        "roc": {"false": false.tolist(), "true": true.tolist()},
+    }
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """What was found, in one line."""
+    bound = f"epsilon is at least {result['epsilon_lower_bound']:.3f}"
+    claim = "and no privacy is claimed" if math.isinf(float(result["epsilon"])) else (
+        f"and at most {float(result['epsilon']):.3f} is claimed"
+    )  # fmt: skip
+    verdict = "" if result["holds"] else ": THE CLAIM IS REFUTED"
+    return f"{bound} (confidence {result['confidence']:g} for each attack) {claim}{verdict}"
+
+
+def compose(result: dict[str, Any]) -> Document:
+    """The audit as a page."""
+    kinds = {"gradient": "gradient canaries", "text": "text canaries"}
+    rows, curves = [], []
+    for name, title in {**kinds, "membership": "real users, held in and out"}.items():
+        found = result[name]
+        if not found:
+            continue
+        bound = found.get("bound")
+        right = f"{bound['correct']} of {bound['guesses']}" if bound else "-"
+        lower = f"{bound['epsilon']:.3f}" if bound else "none follows"
+        size = bound["canaries"] if bound else found["users_in"] + found["users_out"]
+        area = f"{found['auc']:.3f}" if "auc" in found else "-"
+        rows.append((title, f"{size}", right, area, lower))
+        if "roc" in found:
+            curves.append(
+                Chart(
+                    f"{title}: recognised against wrongly suspected",
+                    "share of those left out who are suspected",
+                    "share of those included who are",
+                    [
+                        Series("attack", found["roc"]["false"], found["roc"]["true"]),
+                        Series("guessing", [0, 1], [0, 1], dashed=True),
+                    ],
+                )
+            )
+    head = ("attack", "users", "coins guessed", "area under the curve", "epsilon at least")
+    means = [
+        "Each canary, a made-up user, was included or left out by a toss of a coin. From what the "
+        "training released, the attack guesses the coins. Too many right guesses refute the claim.",
+        Items(
+            [
+                "A gradient canary pulls the model in a direction that nobody else pulls in.",
+                "A text canary wrote a line of random tokens.",
+                "The attack on real users asks how much more likely the trained model finds their "
+                "texts than the model before. 0.5 under the curve is no better than guessing. Who "
+                "was held out was not decided by our coins, so that no bound follows.",
+                "A bound below the claim is what is hoped for, and no proof: a better attack may "
+                "exist. Nothing about the real users is in this page but the last row and curve, "
+                "which were computed from their texts without protection.",
+            ]
+        ),
+    ]
+    sections = [
+        Section("What was found", [Quote(sentence(result)), Table(head, rows)]),
+        Section("What that means", means),
+        Section("How well each attack tells them apart", curves),
+    ]
+    return Document("Audit of a training", [each for each in sections if each.blocks])

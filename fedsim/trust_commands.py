@@ -1,0 +1,123 @@
+"""`fedsim verify`, `report`, `audit`: why anyone should believe what a run claims."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from fedsim.arguments import set_threads
+from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig
+
+Flat = tyro.conf.OmitArgPrefixes
+RunDir = tyro.conf.Positional[Path]
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """Attack a training: plant users that are easy to notice, train, and try to tell who was there.
+
+    Takes the flags of train, and trains so; the run that results holds made-up users, so it is no
+    run to release. Gives a lower bound on epsilon beside the claim. Exit code 1 if it exceeds it.
+    """
+
+    algorithm: tyro.conf.Positional[Literal["els", "uls"]]
+    """els or uls."""
+
+    audit: Flat[AuditConfig]
+    privacy: Flat[PrivacyConfig]
+    run: Flat[RunConfig]
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        set_threads(self.run)
+        from fedsim.audit import audit, sentence
+        from fedsim.console import Console
+
+        console = Console(log_every=self.run.log_every)
+        found = audit(Algorithm(self.algorithm), self.audit, self.privacy, self.run, console)
+        if not self.json:
+            print(sentence(found), f"written to {found['html']}", sep="\n")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Write the privacy report of a run: one HTML page, and the same as Markdown.
+
+    Epsilon is recomputed from the ledger. A run that is not what its ledger says gets no report.
+    """
+
+    run_dir: RunDir
+    """The run's directory."""
+
+    out: Path | None = None
+    """Directory for report.html and report.md. Default: the run's."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.console import Console
+        from fedsim.report import report
+
+        found = report(self.run_dir, self.out or self.run_dir, Console())
+        if not self.json:
+            print(found["claim"], f"written to {found['html']} and {found['markdown']}", sep="\n")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Replay a run's ledger against its checkpoints, settings, metrics, data and summary.
+
+    A line for each promise. Exit code 1 if one is broken.
+    """
+
+    run_dir: RunDir
+    """The run's directory, or a copy of it; what a copy without key or data cannot show is said."""
+
+    data: str | None = None
+    """Where the data are now. Default: where they were when the run was started."""
+
+    replay: bool = False
+    """Compute the steps since the last checkpoint but one again, and compare every bit of the
+    parameters: shows that clipping and noise were what was claimed. Takes key, data and time."""
+
+    engine: Literal["ray", "local", "spmd"] | None = None
+    """Where --replay computes; see train. Default: as the run was started."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim import rundir
+        from fedsim.config import FedsimError
+
+        try:
+            fields = rundir.load(self.run_dir)["run"]
+            set_threads(RunConfig(**{**fields, "engine": self.engine or fields["engine"]}))
+        except (FedsimError, TypeError):
+            pass  # named below
+        from fedsim.console import Console
+        from fedsim.verify import verify
+
+        checks = verify(
+            self.run_dir,
+            data=self.data,
+            replay=self.replay,
+            engine=self.engine,
+            console=Console(),
+        )
+        if not self.json:
+            words = {True: "holds", False: "VIOLATED", None: "not looked at"}
+            for check in checks:
+                print(f"{words[check.holds]:13} {check.promise:11} {check.found}")
+        holds = all(check.holds is not False for check in checks)
+        return {
+            "run_dir": str(self.run_dir),
+            "holds": holds,
+            "checks": [dataclasses.asdict(check) for check in checks],
+        }

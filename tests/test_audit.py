@@ -1,0 +1,153 @@
+"""The audit stays below the claim when training keeps it, and above when it does not."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import mean_problem, users_of_sizes
+from test_verify import write_texts
+
+from fedsim import accounting, audit, one_run
+from fedsim.canaries import CanaryTask, Planted, coins
+from fedsim.cli import main
+from fedsim.clipping import Clip
+from fedsim.els import ELS
+from fedsim.engine.local import LocalEngine
+from fedsim.keys import SecretKey
+from fedsim.uls import ULS
+
+CANARIES, OTHERS, STEPS, DELTA = 1000, 60, 4, 1e-5
+
+
+def audited(epsilon, trial, *, noise=1.0, algorithm=ULS):
+    """The lower bound on the epsilon of mean estimation, with `noise` times the noise it takes."""
+    rng = np.random.default_rng(trial)
+    included = coins(CANARIES, rng)
+    rows = 1 if algorithm is ULS else 2
+    plant = Planted(CANARIES, 0, rows, 1.0, included, rng)
+    sizes = [rows] * (OTHERS + int(included.sum()))
+    users = users_of_sizes(sizes)
+    _, inner = mean_problem(rng, sizes, width=CANARIES)
+    owners = np.full(users.num_examples, -1, np.int32)
+    owners[OTHERS * rows :] = np.repeat(np.flatnonzero(included), rows)
+    task = CanaryTask(inner, owners, plant.directions, plant.clip_norm)
+    budget = round(0.9 * (users.num_users if algorithm is ULS else users.num_examples))
+    method = algorithm(
+        users, budget=budget, group_size=rows, sampling="poisson", key=SecretKey.create()
+    )
+    event = method.event(1.0)
+    sigma = accounting.noise_multiplier(
+        epsilon=epsilon,
+        delta=DELTA,
+        num_steps=STEPS,
+        sampling_prob=event.sampling_prob,
+        max_contributions=event.max_contributions,
+    )
+    engine = LocalEngine(task, num_lanes=1)
+    settings = {"clip": Clip(1.0), "noise_multiplier": noise * sigma, "num_steps": STEPS}
+    audit.gradients_of_steps(method, engine, jnp.zeros(CANARIES), plant, **settings)
+    return one_run.audit(plant.gradient_scores(), included, DELTA, 0.95)
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+def test_the_bound_is_below_the_claim(epsilon):
+    bounds = [audited(epsilon, trial).epsilon for trial in range(3)]
+    assert max(bounds) <= epsilon
+    assert min(bounds) > 0  # the attack is not asleep
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+@pytest.mark.parametrize("algorithm", [ULS, ELS])
+def test_a_tenth_of_the_noise_is_refuted(algorithm, epsilon):
+    found = audited(epsilon, 0, noise=0.1, algorithm=algorithm)
+    assert found.epsilon > epsilon and found.correct > 0.99 * found.guesses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [ULS, ELS])
+@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+def test_twenty_of_twenty(algorithm, epsilon):
+    bounds = [audited(epsilon, trial, algorithm=algorithm).epsilon for trial in range(20)]
+    assert sum(bound <= epsilon for bound in bounds) == 20
+    bounds = [audited(epsilon, t, noise=0.1, algorithm=algorithm).epsilon for t in range(20)]
+    assert sum(bound > epsilon for bound in bounds) == 20
+
+
+def arguments(texts, run_dir, algorithm, **flags):
+    flags = {
+        **{
+            "data": texts,
+            "run-dir": run_dir,
+            "epsilon": 4,
+            "delta": 1e-6,
+            "num-steps": 3,
+            "budget": 60,
+        },
+        **{"max-length": 24, "seed": 3, "engine": "local", "gradient-canaries": 60},
+        **{"text-canaries": 20, "attacked-users": 10, **flags},
+    }
+    return [
+        *("audit", algorithm),
+        *(str(x) for name, value in flags.items() for x in (f"--{name}", value)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.parquet", num_users=80)
+
+
+def run(args, capsys):
+    """(exit code, the JSON object)."""
+    capsys.readouterr()
+    try:
+        main([*args, "--json"])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_training_command_is_audited(texts, run_dir, capsys):
+    code, found = run(arguments(texts, run_dir, "els", **{"group-size": 2}), capsys)
+    assert code == 0 and found["holds"]
+    for kind, count in (("gradient", 60), ("text", 20)):
+        bound = found[kind]["bound"]
+        assert bound["canaries"] == count and 0 < bound["included"] < count
+        assert bound["epsilon"] <= found["epsilon"]
+    assert 0 <= found["membership"]["auc"] <= 1
+    stored = json.loads((run_dir / "audit.json").read_text())
+    assert stored["epsilon_lower_bound"] == found["epsilon_lower_bound"]
+    page = (run_dir / "audit.html").read_text()
+    assert page.count("<svg") == 3 and "REFUTED" not in page
+
+
+def test_training_without_noise_is_seen_through(texts, run_dir, capsys):
+    code, found = run(arguments(texts, run_dir, "uls", epsilon="inf"), capsys)
+    assert code == 0 and found["gradient"]["bound"]["epsilon"] > 1.5
+    assert found["gradient"]["auc"] > 0.95
+
+
+def test_a_refuted_claim_is_an_exit_code(texts, run_dir, capsys, monkeypatch):
+    monkeypatch.setattr(ULS, "event", weaker(ULS.event))
+    flags = {"epsilon": 0.05, "gradient-canaries": 100, "text-canaries": 0, "attacked-users": 0}
+    code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
+    assert code == 1 and not found["holds"] and found["epsilon_lower_bound"] > 0.05
+    assert "THE CLAIM IS REFUTED" in (run_dir / "audit.md").read_text()
+
+
+def weaker(event):
+    """Accounts a thousandth of the sampling probability: far less noise for the same claim."""
+
+    def of(self, noise_multiplier):
+        found = event(self, noise_multiplier)
+        return type(found)(found.noise_multiplier, found.sampling_prob / 1000, 1)
+
+    return of
+
+
+def test_an_audit_is_not_resumed(texts, run_dir, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments(texts, run_dir, "uls"), "--resume"])
+    assert stop.value.code == 2 and "resume=True: expected a new run" in capsys.readouterr().err
