@@ -177,7 +177,7 @@ def test_a_changed_ledger_is_refused(texts, stopped_run, capsys):
     path.write_text(kept.replace('"noise_multiplier": ', '"noise_multiplier": 1', 1))
     with pytest.raises(SystemExit) as stop:
         main([*command(texts, stopped_run), "--resume"])
-    assert stop.value.code == 1 and "ledger.jsonl: line 2 was changed" in capsys.readouterr().err
+    assert stop.value.code == 1 and "ledger.jsonl: line 1 was changed" in capsys.readouterr().err
     path.write_text(kept)
 
 
