@@ -113,13 +113,9 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = finetuning.parse_arguments(__doc__, argv)
-    rows = run(SETTINGS[arguments.scale], arguments)
-    if rows:
-        figures = {"fig04_els_group_size": plot(rows)}
-        common.finish(
-            "fig04_els_group_size", arguments.scale, arguments.out, rows, figures, check(rows)
-        )
+    finetuning.main(
+        "fig04_els_group_size", __doc__, argv, SETTINGS, run, {"fig04_els_group_size": plot}, check
+    )
 
 
 if __name__ == "__main__":

@@ -105,13 +105,9 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = finetuning.parse_arguments(__doc__, argv)
-    rows = run(SETTINGS[arguments.scale], arguments)
-    if rows:
-        figures = {"fig05_uls_heatmap": plot(rows)}
-        common.finish(
-            "fig05_uls_heatmap", arguments.scale, arguments.out, rows, figures, check(rows)
-        )
+    finetuning.main(
+        "fig05_uls_heatmap", __doc__, argv, SETTINGS, run, {"fig05_uls_heatmap": plot}, check
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ and the same epsilon. The rate of the local steps is not tuned.
     python -m experiments.fig06_privacy_loss --scale small      (--dry-run: its cost; smoke: 20 s)
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -136,16 +137,14 @@ def _compute(name, pairs):
     return what, bool(np.all(uls > els)), f"{numbers} {els.mean():.4f} on average"
 
 
+FIGURES = {
+    "fig06_privacy_loss": plot,
+    "fig16_compute_loss": functools.partial(plot, along="budget", across="epsilon"),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = finetuning.parse_arguments(__doc__, argv)
-    rows = run(SETTINGS[arguments.scale], arguments)
-    if rows:
-        figures = {
-            "fig06_privacy_loss": plot(rows),
-            "fig16_compute_loss": plot(rows, along="budget", across="epsilon"),
-        }
-        out = arguments.out
-        common.finish("fig06_privacy_loss", arguments.scale, out, rows, figures, check(rows))
+    finetuning.main("fig06_privacy_loss", __doc__, argv, SETTINGS, run, FIGURES, check)
 
 
 if __name__ == "__main__":

@@ -118,11 +118,9 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = finetuning.parse_arguments(__doc__, argv)
-    rows = run(SETTINGS[arguments.scale], arguments)
-    if rows:
-        figures = {"fig08_num_users": plot(rows)}
-        common.finish("fig08_num_users", arguments.scale, arguments.out, rows, figures, check(rows))
+    finetuning.main(
+        "fig08_num_users", __doc__, argv, SETTINGS, run, {"fig08_num_users": plot}, check
+    )
 
 
 if __name__ == "__main__":

@@ -122,13 +122,15 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = finetuning.parse_arguments(__doc__, argv)
-    rows = run(SETTINGS[arguments.scale], arguments)
-    if rows:
-        figures = {"fig14_tuner_suboptimality": plot(rows)}
-        common.finish(
-            "fig14_tuner_suboptimality", arguments.scale, arguments.out, rows, figures, check(rows)
-        )
+    finetuning.main(
+        "fig14_tuner_suboptimality",
+        __doc__,
+        argv,
+        SETTINGS,
+        run,
+        {"fig14_tuner_suboptimality": plot},
+        check,
+    )
 
 
 if __name__ == "__main__":

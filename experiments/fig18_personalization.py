@@ -194,13 +194,15 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = finetuning.parse_arguments(__doc__, argv)
-    rows = run(SETTINGS[arguments.scale], arguments)
-    if rows:
-        figures = {"fig18_personalization": plot(rows)}
-        common.finish(
-            "fig18_personalization", arguments.scale, arguments.out, rows, figures, check(rows)
-        )
+    finetuning.main(
+        "fig18_personalization",
+        __doc__,
+        argv,
+        SETTINGS,
+        run,
+        {"fig18_personalization": plot},
+        check,
+    )
 
 
 if __name__ == "__main__":

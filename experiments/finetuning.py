@@ -10,13 +10,14 @@ import dataclasses
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from matplotlib.figure import Figure
 
 from experiments import common, start
 from fedsim import files, metrics
@@ -32,6 +33,7 @@ SMALL = {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"}  # what stands in at
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
 PAPER_MODEL = "models/c4"  # made by fedsim pretrain --model paper
+Rows = list[dict[str, Any]]
 EPSILONS = (1.0, 4.0, 16.0, 64.0)
 
 # For estimates. Gradients of the model `tiny` with texts up to 64 tokens on one core, and what a
@@ -146,6 +148,23 @@ def parse_arguments(description: str | None, argv: Sequence[str] | None = None) 
     own, rest = parser.parse_known_args(argv)
     scale, out = common.parse_arguments(description, rest)
     return Arguments(scale, out, own.model, own.dry_run)
+
+
+def main(
+    name: str,
+    description: str | None,
+    argv: Sequence[str] | None,
+    settings: Mapping[str, Any],
+    run: Callable[[Any, Arguments], Rows],
+    figures: Mapping[str, Callable[[Rows], Figure]],
+    check: Callable[[Rows], common.Claims],
+) -> None:
+    """An experiment, from its command line to its files; with --dry-run it ends before them."""
+    arguments = parse_arguments(description, argv)
+    rows = run(settings[arguments.scale], arguments)
+    if rows:
+        drawn = {file: draw(rows) for file, draw in figures.items()}
+        common.finish(name, arguments.scale, arguments.out, rows, drawn, check(rows))
 
 
 def data_of(name: str, arguments: Arguments) -> str:

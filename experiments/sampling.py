@@ -123,11 +123,7 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = finetuning.parse_arguments(__doc__, argv)
-    rows = run(SETTINGS[arguments.scale], arguments)
-    if rows:
-        figures = {"sampling": plot(rows)}
-        common.finish("sampling", arguments.scale, arguments.out, rows, figures, check(rows))
+    finetuning.main("sampling", __doc__, argv, SETTINGS, run, {"sampling": plot}, check)
 
 
 if __name__ == "__main__":

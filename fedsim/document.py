@@ -78,7 +78,7 @@ font-size:1.08rem;overflow-wrap:anywhere}
 table{border-collapse:collapse;width:100%;font-size:.94rem;margin:.6rem 0}
 th,td{text-align:left;vertical-align:top;padding:.4rem .7rem .4rem 0;
 border-bottom:1px solid var(--rule);overflow-wrap:break-word}
-td code{overflow-wrap:anywhere}
+td code,td:last-child{overflow-wrap:anywhere}
 th{color:var(--soft);font-weight:600}
 td:first-child{min-width:7.5rem}
 pre,code{font:.88rem/1.5 ui-monospace,monospace;overflow-wrap:anywhere}

@@ -94,7 +94,11 @@ class Ledger:
 
 def released_epsilon(directory: Path, delta: float) -> float:
     """Epsilon of what a run has released, recomputed from its ledger; inf without noise."""
-    released = phases(read(directory))
+    return epsilon_of(phases(read(directory)), delta)
+
+
+def epsilon_of(released: list[tuple[Event, int]] | None, delta: float) -> float:
+    """Epsilon of `phases`; inf without noise."""
     return math.inf if released is None else epsilon(released, delta)
 
 

@@ -80,7 +80,7 @@ def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
     stored, lines = rundir.load(run_dir), ledger.read(run_dir)
     plan = Plan.from_dict(stored["plan"])
     phases = ledger.phases(lines)
-    epsilon = math.inf if phases is None else accounting.epsilon(phases, plan.delta)
+    epsilon = ledger.epsilon_of(phases, plan.delta)
     released = Released(run_dir, stored, plan, lines, phases, epsilon, checks)
     document = compose(released)
     out.mkdir(parents=True, exist_ok=True)
@@ -296,8 +296,7 @@ def _outside(released: Released) -> list[Any]:
 
 
 def _checked(checks: list[Check]) -> list[Any]:
-    words = {True: "holds", False: "VIOLATED", None: "not looked at"}
-    rows = [(check.promise, words[check.holds], check.found) for check in checks]
+    rows = [(check.promise, check.verdict, check.found) for check in checks]
     return [
         "When this report was written, the ledger was replayed against everything else in the "
         "run's directory, as `fedsim verify` does:",

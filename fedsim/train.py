@@ -87,11 +87,7 @@ def train(
         if stored:
             expect_same(run, stored, config)
         completed, non_private = complete(algorithm, privacy, data, key=key)
-        most = completed.group_size if algorithm == Algorithm.ULS else 1
-        found = (
-            f"in [1, {most}], the group size" if most != 1 else "1, with ELS or one example each"
-        )
-        expect("local_steps", run.local_steps, run.local_steps <= (most or 1), found)
+        expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
         non_private += outside(run, fresh_model=model is None)
         method = method_for(algorithm, completed, data.train, key)
         fresh = SecretKey.create(key.seed or 0).jax_key("init")  # public, as theta^0 is
@@ -130,6 +126,14 @@ def outside(run: RunConfig, *, fresh_model: bool) -> list[str]:
     facts = [] if fresh_model else [f"what model={run.model} was trained on"]
     timed = "the strategy of the clipped sum (timed on units of a draw)"
     return [*facts, timed] if run.strategy == AUTO else facts
+
+
+def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
+    """Raises ConfigError: more steps than a user has examples. group_size: of ULS."""
+    most = group_size or 1
+    several = f"in [1, {most}], the group size"
+    expected = several if most != 1 else "1, with ELS or one example each"
+    expect("local_steps", run.local_steps, run.local_steps <= most, expected)
 
 
 def expect_same(run: RunConfig, stored: dict[str, Any], config: dict[str, Any]) -> None:
@@ -171,11 +175,12 @@ class State:
 
 def restored(run_dir: Path, state: State, console: Console) -> State:
     """The last checkpoint, or the state as it is if there is none."""
-    path = checkpoint.latest(run_dir)
-    for each in checkpoint.kept(run_dir):
-        checkpoint.check(each)
-    if path is None:
+    kept = checkpoint.kept(run_dir)
+    if not kept:
         return state
+    *older, path = kept
+    for each in older:
+        checkpoint.check(each)
     fields = checkpoint.restore(path, vars(state))
     for name in vars(state).keys() - {"params", "opt_state"}:
         fields[name] = fields[name].item()

@@ -112,9 +112,8 @@ class Verify:
             console=Console(),
         )
         if not self.json:
-            words = {True: "holds", False: "VIOLATED", None: "not looked at"}
             for check in checks:
-                print(f"{words[check.holds]:13} {check.promise:11} {check.found}")
+                print(f"{check.verdict:13} {check.promise:11} {check.found}")
         holds = all(check.holds is not False for check in checks)
         return {
             "run_dir": str(self.run_dir),

@@ -48,6 +48,11 @@ class Check:
     """None: it could not be looked at."""
     found: str
 
+    @property
+    def verdict(self) -> str:
+        """For people."""
+        return {True: "holds", False: "VIOLATED", None: "not looked at"}[self.holds]
+
 
 @dataclasses.dataclass
 class Evidence:
@@ -223,7 +228,13 @@ def _events(evidence: Evidence) -> str:
             _require(same, f"{path}: step {line['step']}: {name}={found}: expected {value}")
     most = f"{evidence.num_steps} steps: expected at most {plan.num_steps}"
     _require(evidence.num_steps <= plan.num_steps, f"{path}: {most}")
-    return f"{event or 'no noise'} in every step"
+    if event is None:
+        return "no noise in every step"
+    return (
+        f"in every step noise multiplier {event.noise_multiplier:.6g}, "
+        f"sampling probability {event.sampling_prob:.6g}, "
+        f"at most {event.max_contributions} drawn per person"
+    )
 
 
 def _epsilon(evidence: Evidence) -> str:
@@ -243,8 +254,7 @@ def _checkpoints(evidence: Evidence) -> str:
     """Every checkpoint is as it was written, of a step that the ledger has."""
     kept = checkpoint.kept(evidence.run_dir)
     for path in kept:
-        checkpoint.check(path)
-        step = int(checkpoint.load_step(path))
+        step = checkpoint.load_step(path)
         named = path.name == checkpoint.name(step)
         _require(named, f"{path}: holds step {step}")
         fits = step <= evidence.num_steps
@@ -287,11 +297,10 @@ def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
     yield "epsilon_holds", plan.epsilon_holds
     yield "steps_done", evidence.num_steps
     yield "ledger_chain", evidence.lines[-1]["chain"]
-    spent = math.inf if released is None else accounting.epsilon(released, plan.delta)
-    yield "epsilon", to_json(spent)
+    yield "epsilon", to_json(ledger.epsilon_of(released, plan.delta))
     if (newest := checkpoint.latest(evidence.run_dir)) is not None:
         yield "params_sha256", checkpoint.params_sha256(checkpoint.load_params(newest))
-        yield "steps_done", int(checkpoint.load_step(newest))
+        yield "steps_done", checkpoint.load_step(newest)
 
 
 def _private(evidence: Evidence) -> str:
@@ -343,7 +352,7 @@ def _replay(evidence: Evidence) -> str:
     _ = evidence.dataset
     older = checkpoint.kept(evidence.run_dir)
     newest = older.pop() if older else None
-    if newest is None or int(checkpoint.load_step(newest)) != evidence.plan.num_steps:
+    if newest is None or checkpoint.load_step(newest) != evidence.plan.num_steps:
         raise Unknown("the run has not ended")
     with tempfile.TemporaryDirectory(prefix="fedsim-replay-") as scratch:
         copy = Path(scratch) / "run"
@@ -353,7 +362,7 @@ def _replay(evidence: Evidence) -> str:
                 shutil.copyfile(evidence.run_dir / name, copy / name)
         for path in older:
             shutil.copy(path, copy / checkpoint.DIRECTORY)
-        first = int(checkpoint.load_step(older[-1])) if older else 0
+        first = checkpoint.load_step(older[-1]) if older else 0
         run = dataclasses.replace(evidence.run, run_dir=copy)
         again = train(evidence.plan.algorithm, evidence.privacy, run, evidence.console)
     same = again["params_sha256"] == checkpoint.params_sha256(checkpoint.load_params(newest))
