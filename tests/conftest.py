@@ -15,8 +15,11 @@ import jax
 import numpy as np
 import pytest
 
+from fedsim.engine.worker import keep_compiled
+from fedsim.files import cache_dir
 from fedsim.keys import SecretKey
 
+keep_compiled(cache_dir() / "compiled")  # before the first program
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

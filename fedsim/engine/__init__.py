@@ -2,6 +2,7 @@
 
 from fedsim.config import RunConfig, expect
 from fedsim.engine.engine import Engine, EngineError
+from fedsim.engine.worker import keep_compiled
 from fedsim.files import cache_dir
 
 __all__ = ["Engine", "EngineError", "reduction", "start"]
@@ -12,6 +13,8 @@ def start(run: RunConfig, task) -> Engine:
 
     Raises: ConfigError: the cluster cannot be reached or has no room for the workers.
     """
+    compiled = cache_dir() / "compiled"
+    keep_compiled(compiled)  # the driver's own: optimizer, and everything with engine=local
     if run.engine == "local":
         from fedsim.engine.local import LocalEngine
 
@@ -28,7 +31,7 @@ def start(run: RunConfig, task) -> Engine:
         devices=run.devices_per_worker,
         accelerator=run.accelerator,
         wait_s=run.wait_for_workers,
-        cache_dir=cache_dir() / "compiled",
+        cache_dir=compiled,
     )
 
 
