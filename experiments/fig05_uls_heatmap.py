@@ -69,7 +69,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     axes[0, -1].set(xlabel="group size $G_{ULS}$", ylabel="loss (nats per token)")
     axes[0, -1].set_title(rf"$\varepsilon$ = {shown[0]['epsilon']:g}")
     axes[0, -1].grid(alpha=0.3)
-    axes[0, -1].legend(fontsize="small", ncols=2)
+    axes[0, -1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
