@@ -1,11 +1,13 @@
 """Figures 4, 11 and 12 (Section 6, Appendix E): loss of DP-SGD-ELS against its group size.
 
 Claim: a range of group sizes works well across compute budgets and epsilon, and the median user's
-number of examples lies in it. Figure 4 is epsilon = 4, Figure 11 Stack Overflow and Figure 12
-CC-News at every epsilon. At `small` real text stands in for both, and the paper's budgets are not
-in its text: they are our choice at every scale. `small` has five group sizes, a factor of four or
-eight apart (a valley that is narrower is within the claim's margin), two budgets, 30 steps, two
-seeds, one learning rate, and leaves out epsilon = 64, where noise hardly depends on the group size.
+number of examples lies in it: of what the best group size gains over the model that was started
+from, it loses a tenth at most. Figure 4 is epsilon = 4, Figure 11 Stack Overflow and Figure 12
+CC-News at every epsilon; losses are of validation data. At `small` real text stands in for both,
+and the paper's budgets are not in its text: they are our choice at every scale. `small` has four
+group sizes, a factor of eight apart, and the median; two budgets, 30 steps, two seeds; the learning
+rate is tuned for the median at each epsilon and budget; epsilon = 64, where noise hardly depends on
+the group size, is left out.
 
     python -m experiments.fig04_els_group_size --scale small      (--dry-run: its cost; smoke: 15 s)
 """
@@ -21,6 +23,7 @@ from matplotlib.figure import Figure
 
 from experiments import common, finetuning
 from experiments.finetuning import PAPER_TRAINING, SMALL_TRAINING, SMOKE_TRAINING, Training
+from experiments.rows import by, margin
 from fedsim.tuner import median_group_size
 
 
@@ -28,19 +31,23 @@ from fedsim.tuner import median_group_size
 class Settings:
     training: Training
     group_sizes: tuple[int, ...]
+    """Beside the median user's number of examples."""
     budgets: tuple[int, ...]
+    tuned_for_all: bool = True
+    """Tune for each group size; else for the median alone."""
 
 
 SETTINGS = {
     "smoke": Settings(SMOKE_TRAINING, (1, 4), (16,)),
     "small": Settings(
         dataclasses.replace(SMALL_TRAINING, epsilons=(1.0, 4.0, 16.0)),
-        (1, 4, 32, 128, 512),
+        (1, 8, 64, 512),
         (64, 256),
+        tuned_for_all=False,
     ),
     "paper": Settings(PAPER_TRAINING, tuple(2**n for n in range(11)), (512, 2048, 8192)),
 }
-MARGIN = 0.02  # of the best loss: what "works well" means
+SHARE = 0.1  # of the best gain that may be lost: what "works well" means
 
 
 def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
@@ -51,11 +58,17 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
         if not arguments.dry_run:
             sizes = np.diff(finetuning.open_data(name, arguments, training).train.offsets)
             medians[name] = median_group_size(sizes)
-            groups = {budget: useful(settings.group_sizes, budget, sizes) for budget in groups}
+            tried = sorted({*settings.group_sizes, medians[name]})
+            groups = {budget: useful(tried, budget, sizes) for budget in groups}
         for epsilon, budget in itertools.product(training.epsilons, settings.budgets):
             cell = {"dataset": name, "epsilon": epsilon, "algorithm": "els", "budget": budget}
             cells += [{**cell, "group_size": group} for group in groups[budget]]
-    rows = finetuning.losses(cells, training, arguments)
+
+    def is_median(cell):
+        return settings.tuned_for_all or cell["group_size"] == medians.get(cell["dataset"], 1)
+
+    shared = () if settings.tuned_for_all else ("group_size",)
+    rows = finetuning.tuned_losses(cells, training, arguments, pilot=is_median, shared=shared)
     return [{**row, "median_examples": medians[row["dataset"]]} for row in rows]
 
 
@@ -74,9 +87,9 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         *shape, figsize=(3 * shape[1], 2.6 * shape[0]), squeeze=False, layout="constrained"
     )
     budgets = sorted({row["budget"] for row in rows})
-    for (name, epsilon), own in finetuning.by(rows, lambda r: (r["dataset"], r["epsilon"])).items():
+    for (name, epsilon), own in by(rows, lambda r: (r["dataset"], r["epsilon"])).items():
         axis = axes[names.index(name), epsilons.index(epsilon)]
-        for budget, series in finetuning.by(own, lambda r: r["budget"]).items():
+        for budget, series in by(own, lambda r: r["budget"]).items():
             values = [[row[key] for row in series] for key in ("group_size", "loss", "loss_std")]
             shade = 0.35 + 0.65 * (budgets.index(budget) + 1) / len(budgets)
             colour = plt.get_cmap("Blues")(shade)
@@ -91,24 +104,22 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
-    """The group size nearest the median, against the best one, in every panel."""
+    """The median's group size against the best one, at every budget and epsilon."""
     assert all(np.isfinite(row["loss"]) for row in rows)
     claims = []
-    for name, own in finetuning.by(rows, lambda row: row["dataset"]).items():
-        excess, total = [], 0
-        for series in finetuning.by(own, lambda r: (r["epsilon"], r["budget"])).values():
-            best = min(series, key=lambda row: row["loss"])
-            near = min(
-                series, key=lambda r: abs(np.log(r["group_size"]) - np.log(r["median_examples"]))
-            )
-            noise = 2 * np.hypot(best["loss_std"], near["loss_std"])
-            total += 1
-            if near["loss"] - best["loss"] > max(MARGIN * best["loss"], noise):
-                excess.append(near["loss"] - best["loss"])
-        what = (
-            f"{name}: the group size nearest the median user's is within {MARGIN:.0%} of the best"
+    for name, own in by(rows, lambda row: row["dataset"]).items():
+        noise, lost = margin(own), []
+        for series in by(own, lambda row: (row["epsilon"], row["budget"])).values():
+            best = min(row["loss"] for row in series)
+            (median,) = (row for row in series if row["group_size"] == row["median_examples"])
+            gain = median["loss_before"] - best
+            lost.append((median["loss"] - best, max(SHARE * gain, noise)))
+        good = sum(excess <= most for excess, most in lost)
+        numbers = (
+            f"in {good} of {len(lost)} settings; {max(lost)[0]:.4f} nats above the best at most"
         )
-        claims.append((what, not excess, f"in {total - len(excess)} of {total} settings"))
+        what = f"{name}: with the median user's group size at most {SHARE:.0%} of the gain is lost"
+        claims.append((what, good == len(lost), f"{numbers}, seeds explain {noise:.4f}"))
     return claims
 
 

@@ -1,11 +1,12 @@
 """Figures 5 and 13 (Section 6, Appendix F): loss of DP-SGD-ULS over group and cohort sizes.
 
 Claims, on Stack Overflow: at every budget G M the best G is at least ten times smaller than the
-best M; and the cohort is to be enlarged, up to a limit, before the group. Figure 5 is epsilon = 4,
-with the diagonals of the heat map as curves, Figure 13 every epsilon. The runs are Figure 14's.
-`small` has 16 of the paper's 72 configurations, which span budgets of 16 to 1024, and leaves out
-epsilon = 64, where noise plays the least part in the choice; 30 steps, two seeds, and one learning
-rate for all: with Adafactor a step's size hardly depends on the noise.
+best M; and up to a limit (512 in the paper) it is better to enlarge the cohort than the group.
+Losses are of validation data. Figure 5 is epsilon = 4, with the diagonals of the heat map as
+curves, Figure 13 every epsilon. The runs are Figure 14's. `small` has 16 of the paper's 72
+configurations, which span budgets of 16 to 1024, and leaves out epsilon = 64, where noise plays the
+least part in the choice; 30 steps, two seeds; the learning rate is tuned at G = 1 for each epsilon
+and M, which the noise of a step depends on.
 
     python -m experiments.fig05_uls_heatmap --scale small      (--dry-run: its cost; smoke: 15 s)
 """
@@ -20,6 +21,7 @@ from matplotlib.patches import Rectangle
 
 from experiments import common, finetuning
 from experiments.finetuning import STACK_OVERFLOW, ULS_GRIDS
+from experiments.rows import by, margin
 
 SETTINGS = ULS_GRIDS
 SHOWN = 4.0  # the epsilon whose diagonals are drawn
@@ -31,7 +33,7 @@ def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[d
 
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     """A heat map for each epsilon, the best of each budget framed; and the diagonals of one."""
-    panels = finetuning.by(rows, lambda row: row["epsilon"])
+    panels = by(rows, lambda row: row["epsilon"])
     figure, axes = plt.subplots(
         1,
         len(panels) + 1,
@@ -62,7 +64,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         axis.set(xlabel="cohort size $M$", ylabel="group size $G_{ULS}$")
         axis.set_title(rf"$\varepsilon$ = {epsilon:g}")
     shown = panels.get(SHOWN) or next(iter(panels.values()))
-    for budget, series in sorted(finetuning.by(shown, lambda row: row["budget"]).items()):
+    for budget, series in sorted(by(shown, lambda row: row["budget"]).items()):
         values = [[row[key] for row in series] for key in ("group_size", "loss", "loss_std")]
         axes[0, -1].errorbar(*values, fmt="-o", capsize=2, label=f"$B$ = {budget}")
     axes[0, -1].set_xscale("log", base=2)
@@ -75,33 +77,51 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
 
 def best_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The row with the least loss of each budget that leaves a choice."""
-    budgets = finetuning.by(rows, lambda row: row["budget"]).values()
+    budgets = by(rows, lambda row: row["budget"]).values()
     return [min(series, key=lambda row: row["loss"]) for series in budgets if len(series) > 1]
 
 
 def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
-    """Where the best of each budget is; budgets with one configuration have no choice."""
+    """Where the best of each budget is, up to the seeds' noise; budgets with one configuration have
+    no choice."""
     assert all(np.isfinite(row["loss"]) for row in rows)
-    small, first, total = 0, 0, 0
-    for own in finetuning.by(rows, lambda row: row["epsilon"]).values():
-        for series in finetuning.by(own, lambda row: row["budget"]).values():
-            if len(series) == 1:
-                continue
-            best = min(series, key=lambda row: row["loss"])
-            widest = max(series, key=lambda row: row["cohort_size"])
-            total += 1
-            small += 10 * best["group_size"] <= best["cohort_size"]
-            noise = 2 * np.hypot(best["loss_std"], widest["loss_std"])
-            first += bool(widest["loss"] - best["loss"] <= noise)
-    counted = f"in {{}} of {total} budgets with a choice"
+    noise, small, total = margin(rows), 0, 0
+    limits, better = {}, sum(row["loss"] < row["loss_before"] for row in rows)
+    for epsilon, own in by(rows, lambda row: row["epsilon"]).items():
+        budgets = by(own, lambda row: row["budget"])
+        limits[epsilon] = 0
+        for budget, series in sorted(budgets.items()):
+            good = good_ones(series, noise)
+            if len(series) > 1:
+                total += 1
+                small += any(10 * row["group_size"] <= row["cohort_size"] for row in good)
+            if limits[epsilon] in (0, budget // 2) and any(r["group_size"] == 1 for r in good):
+                limits[epsilon] = budget
+    least, largest = (pick(row["cohort_size"] for row in rows) for pick in (min, max))
+    numbers = ", ".join(f"{limit} at epsilon {epsilon:g}" for epsilon, limit in limits.items())
     return [
         (
             "the best G is at least ten times below the best M",
             small == total,
-            counted.format(small),
+            f"in {small} of {total} budgets with a choice; the seeds explain {noise:.4f}",
         ),
-        ("the largest cohort is as good as the best", first == total, counted.format(first)),
+        (
+            "up to a limit it is better to enlarge the cohort than the group",
+            min(limits.values()) > least,
+            f"up to a cohort of {numbers}; the largest here is {largest}",
+        ),
+        (
+            "ours: every configuration is better than the model it started from",
+            better == len(rows),
+            f"{better} of {len(rows)} are",
+        ),
     ]
+
+
+def good_ones(series: Sequence[dict[str, Any]], noise: float) -> list[dict[str, Any]]:
+    """The rows of a budget that are as good as the best, as far as seeds tell."""
+    best = min(row["loss"] for row in series)
+    return [row for row in series if row["loss"] <= best + noise]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import STACK_OVERFLOW, Comparison
+from experiments.rows import by
 from fedsim import rundir
 from fedsim.config import FedsimError, Personalization, RunConfig
 from fedsim.console import Console
@@ -68,7 +69,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
     """A row for each epsilon, budget and algorithm: losses with and without personalization."""
     training, split = settings.models.training, settings.split
     cells = heuristics.cells_of(settings.models.budgets, training, arguments)
-    rows = finetuning.tuned_losses(cells, training, arguments, settings.models.tuned_at)
+    rows = finetuning.tuned_losses(cells, training, arguments)
     if arguments.dry_run:
         how = settings.personalization
         steps = how.num_epochs * how.max_examples * how.users
@@ -135,7 +136,7 @@ def personalize_one(job: Job) -> dict[str, Any]:
 
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     """A panel for each budget; dashed with personalization."""
-    panels = finetuning.by(rows, lambda row: row["budget"])
+    panels = by(rows, lambda row: row["budget"])
     figure, axes = plt.subplots(
         1,
         len(panels),
@@ -145,7 +146,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         squeeze=False,
     )
     for axis, (budget, own) in zip(axes[0], panels.items(), strict=True):
-        for algorithm, series in finetuning.by(own, lambda row: row["algorithm"].upper()).items():
+        for algorithm, series in by(own, lambda row: row["algorithm"].upper()).items():
             colour = common.COLOURS[algorithm]
             x, before, after, errors = (
                 [row[key] for row in series]
@@ -175,7 +176,7 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
             f"of {sum(lower)} of {len(rows)}, by {np.mean([row['gain'] for row in rows]):.4f}",
         )
     ]
-    cells = finetuning.by(rows, lambda row: (row["epsilon"], row["budget"])).values()
+    cells = by(rows, lambda row: (row["epsilon"], row["budget"])).values()
     pairs = [{row["algorithm"]: row for row in own} for own in cells]
     gaps = [abs(pair["els"]["gain"] - pair["uls"]["gain"]) for pair in pairs]
     errors = [2 * np.hypot(pair["els"]["gain_error"], pair["uls"]["gain_error"]) for pair in pairs]

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from experiments import common, start
+from experiments.rows import Row, Rows
 from fedsim import files, metrics
 from fedsim.config import RunConfig
 from fedsim.console import Console
@@ -33,7 +34,6 @@ SMALL = {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"}  # what stands in at
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
 PAPER_MODEL = "models/c4"  # made by fedsim pretrain --model paper
-Rows = list[dict[str, Any]]
 EPSILONS = (1.0, 4.0, 16.0, 64.0)
 
 # For estimates. Gradients of the model `tiny` with texts up to 64 tokens on one core, and what a
@@ -50,10 +50,10 @@ class Training:
     """By data set; its keys are the data sets of the experiment."""
     epsilons: tuple[float, ...] = EPSILONS
     seeds: tuple[int, ...] = (0, 1)
-    learning_rates: tuple[float, ...] = (0.1,)
+    learning_rates: tuple[float, ...] = (0.003, 0.01, 0.03)
     clip_norms: tuple[float, ...] = (1.0,)
-    """Of normalised clipping. The best learning rate and clip norm of a cell count (the paper tunes
-    them throughout)."""
+    """Of normalised clipping. Learning rate and clip norm are tuned, by the first seed (the paper
+    tunes them throughout, on what is not said)."""
     optimizer: str = "adafactor"
     eval_examples: int = 512
     max_length: int | None = None
@@ -70,6 +70,9 @@ class UlsGrid:
     training: Training
     group_sizes: tuple[int, ...]
     cohort_sizes: tuple[int, ...]
+    tuned_group_size: int | None = None
+    """Tune for this one alone, at every epsilon and cohort size (which the noise of a step depends
+    on); None: for each."""
 
     @property
     def configurations(self) -> list[Configuration]:
@@ -78,8 +81,10 @@ class UlsGrid:
         return [Configuration(*pair) for pair in pairs]
 
 
-SMOKE_TRAINING = Training({STACK_OVERFLOW: 2}, (4.0,), (0,), eval_examples=16, max_length=24)
-SMALL_TRAINING = Training({STACK_OVERFLOW: 30, CC_NEWS: 30}, learning_rates=(0.03,))
+SMOKE_TRAINING = Training(
+    {STACK_OVERFLOW: 2}, (4.0,), (0,), (0.1,), eval_examples=16, max_length=24
+)
+SMALL_TRAINING = Training({STACK_OVERFLOW: 30, CC_NEWS: 30})
 PAPER_TRAINING = Training(PAPER_STEPS, learning_rates=(0.01, 0.03, 0.1, 0.3), clip_norms=(0.1, 1.0))
 ULS_GRIDS = {
     "smoke": UlsGrid(SMOKE_TRAINING, (1, 2), (8, 16)),
@@ -87,6 +92,7 @@ ULS_GRIDS = {
         dataclasses.replace(SMALL_TRAINING, epsilons=(1.0, 4.0, 16.0)),
         (1, 2, 4, 8),
         (16, 32, 64, 128),
+        tuned_group_size=1,
     ),
     "paper": UlsGrid(
         PAPER_TRAINING, tuple(2**n for n in range(9)), tuple(2**n for n in range(5, 13))
@@ -101,15 +107,11 @@ class Comparison:
 
     training: Training
     budgets: tuple[int, ...]
-    tuned_at: int | None = None
-    """The budget at which learning rates are tuned; None: all."""
 
 
 COMPARISONS = {
     "smoke": Comparison(SMOKE_TRAINING, (8, 16)),
-    "small": Comparison(
-        dataclasses.replace(SMALL_TRAINING, learning_rates=(0.01, 0.03, 0.1)), (32, 128, 512), 128
-    ),
+    "small": Comparison(SMALL_TRAINING, (32, 128, 512)),
     "paper": Comparison(PAPER_TRAINING, (512, 2048, 8192)),
 }
 """Of Figures 6, 7 and 16 to 18, which share runs."""
@@ -192,26 +194,19 @@ def run_of(name: str, arguments: Arguments, training: Training, seed: int) -> Ru
     return RunConfig(data=data, run_dir=Path(), engine=engine, **given)
 
 
-def losses(
-    cells: Iterable[dict[str, Any]], training: Training, arguments: Arguments
-) -> list[dict[str, Any]]:
+def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Rows:
     """Train every cell, and say what came out: one row per cell.
 
     A cell has `dataset`, `epsilon` and settings of train. Its row has these, `loss` and `loss_std`
-    over seeds (at the best learning rate and clip norm, which are there, too), `loss_before` (of
-    the model that was started from) and `seeds`. At --dry-run the cost is printed, and there are no
-    rows.
+    over seeds, `loss_before` (of the model that was started from) and `seeds`. At --dry-run the
+    cost is printed, and there are no rows.
     """
     cells = list(cells)
-    tuned = list(itertools.product(training.learning_rates, training.clip_norms))
     settings = [
-        settings_of(cell, training, arguments, rate, clip, seed)
-        for cell in cells
-        for rate, clip in tuned
-        for seed in training.seeds
+        settings_of(cell, training, arguments, seed) for cell in cells for seed in training.seeds
     ]
     if arguments.dry_run:
-        print(cost(settings, arguments.scale))
+        print(plan_of(cells), cost(settings, arguments.scale), sep="\n")
         return []
     done = sweep(settings, arguments.runs, Console(), here=arguments.scale == "smoke")
     failed = [row["error"] for row in done if row["status"] != "done"]
@@ -220,40 +215,57 @@ def losses(
     by_name = {row["run"]: row for row in done}
     names = [job.name for each in settings for job in plan_jobs([each], arguments.runs)]
     found = [_losses(by_name[name], arguments.runs) for name in names]
-    per_cell = np.reshape(found, (len(cells), -1, len(training.seeds), 2))
     rows = []
-    for cell, (before, values) in zip(cells, np.moveaxis(per_cell, -1, 1), strict=True):
-        means = np.where(np.isfinite(values).all(axis=1), values.mean(axis=1), np.inf)
-        best = int(np.argmin(means))
-        rate, clip = tuned[best]
-        spread = float(values[best].std(ddof=1)) if len(training.seeds) > 1 else 0.0
-        came = {"loss": float(means[best]), "loss_std": spread, "seeds": len(training.seeds)}
-        came["loss_before"] = float(before.mean())
-        rows.append({"learning_rate": rate, "clip_norm": clip, **cell, **came})
+    for cell, each in zip(cells, np.reshape(found, (len(cells), -1, 2)), strict=True):
+        before, after = each.T
+        spread = float(after.std(ddof=1)) if len(after) > 1 else 0.0
+        came = {"loss": float(after.mean()), "loss_std": spread, "seeds": len(after)}
+        rows.append({**cell, **came, "loss_before": float(before.mean())})
     return rows
 
 
 def tuned_losses(
-    cells: Iterable[dict[str, Any]], training: Training, arguments: Arguments, budget: int | None
-) -> list[dict[str, Any]]:
-    """Like `losses`, with learning rate and clip norm tuned at one budget alone, for the first
-    seed; cells that differ in budget and group size share them. None: tuned in every cell."""
-    cells = list(cells)
-    if budget is None:
-        return losses(cells, training, arguments)
+    cells: Iterable[Row],
+    training: Training,
+    arguments: Arguments,
+    *,
+    pilot: Callable[[Row], bool] = lambda cell: True,
+    shared: Sequence[str] = (),
+) -> Rows:
+    """Like `losses`, with learning rate and clip norm tuned, by the first seed.
+
+    Args:
+      pilot: the cells they are tuned for; the others take them from the pilot that they are like.
+      shared: in what a cell may differ from its pilot.
+    """
+    tried = [
+        {"learning_rate": rate, "clip_norm": clip}
+        for rate, clip in itertools.product(training.learning_rates, training.clip_norms)
+    ]
+    best: dict[tuple, tuple[float, Row]] = {}
 
     def kind(cell):
-        return tuple(cell[n] for n in cell if n not in ("budget", "group_size"))
+        return tuple(value for name, value in cell.items() if name not in (*shared, *tried[0]))
 
-    pilots = [cell for cell in cells if cell["budget"] == budget]
-    first = dataclasses.replace(training, seeds=training.seeds[:1])
-    names = ("learning_rate", "clip_norm")
-    best = {kind(pilot): {} for pilot in pilots}
-    for pilot, row in zip(pilots, losses(pilots, first, arguments), strict=not arguments.dry_run):
-        best[kind(pilot)] = {name: row[name] for name in names}
-    cells = [{**best[kind(cell)], **cell} for cell in cells]
-    one = {"learning_rates": training.learning_rates[:1], "clip_norms": training.clip_norms[:1]}
-    return losses(cells, dataclasses.replace(training, **one), arguments)
+    cells = list(cells)
+    if len(tried) > 1:
+        pilots = [{**each, **cell} for cell in cells if pilot(cell) for each in tried]
+        first = dataclasses.replace(training, seeds=training.seeds[:1])
+        for row in losses(pilots, first, arguments):
+            came = {"loss", "loss_std", "loss_before", "seeds"}
+            of = kind({name: row[name] for name in row if name not in came})
+            loss = row["loss"] if math.isfinite(row["loss"]) else math.inf
+            if of not in best or loss < best[of][0]:
+                best[of] = loss, {name: row[name] for name in tried[0]}
+    given = [{**best.get(kind(cell), (0.0, tried[0]))[1], **cell} for cell in cells]
+    return losses(given, training, arguments)
+
+
+def plan_of(cells: Rows) -> str:
+    """The values that each setting takes."""
+    names = dict.fromkeys(name for cell in cells for name in cell)
+    values = {name: dict.fromkeys(cell[name] for cell in cells if name in cell) for name in names}
+    return "; ".join(f"{name} {', '.join(map(str, found))}" for name, found in values.items())
 
 
 def cost(settings: Sequence[dict[str, Any]], scale: str) -> str:
@@ -261,8 +273,10 @@ def cost(settings: Sequence[dict[str, Any]], scale: str) -> str:
     gradients = sum(each["budget"] * each["num_steps"] for each in settings)
     what = f"{len(settings)} runs, {gradients:,} gradients: "
     if scale == "paper":
-        hours = gradients * PAPER_OPERATIONS / PAPER_SPEED / 3600
-        return what + f"about {hours:,.0f} accelerator hours at {PAPER_SPEED / 1e12:g} TFLOP/s"
+        per_gradient = PAPER_OPERATIONS / PAPER_SPEED / 3600
+        most = max(each["budget"] * each["num_steps"] for each in settings) * per_gradient
+        what += f"about {gradients * per_gradient:,.0f} accelerator hours at "
+        return what + f"{PAPER_SPEED / 1e12:g} TFLOP/s, {most:,.0f} of them the longest run alone"
     seconds = gradients / GRADIENTS_PER_CORE_SECOND + len(settings) * SECONDS_PER_RUN
     return what + f"about {seconds / 2 / 60:.0f} minutes on two cores, less those run before"
 
@@ -282,7 +296,7 @@ def delta_of(name: str, training: Training, arguments: Arguments) -> float:
 
 def uls_grid_losses(
     grid: UlsGrid, arguments: Arguments, datasets: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Loss of ULS for every configuration, epsilon and data set."""
     names = [name for name in grid.training.num_steps if datasets is None or name in datasets]
     cells = [
@@ -298,34 +312,18 @@ def uls_grid_losses(
         for epsilon in grid.training.epsilons
         for at in grid.configurations
     ]
-    return losses(cells, grid.training, arguments)
+    if grid.tuned_group_size is None:
+        return tuned_losses(cells, grid.training, arguments)
+    return tuned_losses(
+        cells,
+        grid.training,
+        arguments,
+        pilot=lambda cell: cell["group_size"] == grid.tuned_group_size,
+        shared=("budget", "group_size"),
+    )
 
 
-def by(rows: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list]:
-    """Rows by what `key` says of them, in order of appearance."""
-    found: dict[Any, list] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
-
-
-def pairs(rows: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(ELS's row, ULS's) of cells that differ in nothing else."""
-    own = ("algorithm", "group_size", "local_steps", "learning_rate", "clip_norm")
-    came = ("loss", "loss_std", "loss_before")
-    found = by(rows, lambda row: tuple(v for n, v in row.items() if n not in own + came))
-    each = [{row["algorithm"]: row for row in same} for same in found.values()]
-    return [(row["els"], row["uls"]) for row in each]
-
-
-def noise(*rows: dict[str, Any]) -> float:
-    """Two deviations over seeds, of one row or of the difference of two."""
-    return float(2 * np.linalg.norm([row["loss_std"] for row in rows]))
-
-
-def settings_of(
-    cell: dict[str, Any], training: Training, arguments: Arguments, rate: float, clip: float, seed
-) -> dict[str, Any]:
+def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) -> dict[str, Any]:
     """What a run of a cell is told; what the cell says itself comes first."""
     name = cell["dataset"]
     given = {n: v for n, v in cell.items() if n not in ("dataset", "cohort_size")}
@@ -334,8 +332,6 @@ def settings_of(
         "num_steps": training.num_steps[name],
         "eval_every": training.num_steps[name],
         "model": arguments.model,
-        "learning_rate": rate,
-        "clip_norm": clip,
         "seed": seed,
         "optimizer": training.optimizer,
         "eval_examples": training.eval_examples,
@@ -350,15 +346,15 @@ def settings_of(
     return {**common_, **given}
 
 
-def run_dir_of(row: dict[str, Any], training: Training, arguments: Arguments, seed: int) -> Path:
+def run_dir_of(row: Row, training: Training, arguments: Arguments, seed: int) -> Path:
     """The run directory of a row of `losses`, for one of its seeds."""
     came = ("loss", "loss_std", "loss_before", "seeds")
     cell = {name: value for name, value in row.items() if name not in came}
-    settings = settings_of(cell, training, arguments, 0.0, 0.0, seed)
+    settings = settings_of(cell, training, arguments, seed)
     return plan_jobs([settings], arguments.runs)[0].run.run_dir
 
 
-def _losses(row: dict[str, Any], directory: Path) -> tuple[float, float]:
+def _losses(row: Row, directory: Path) -> tuple[float, float]:
     """Held-out loss before and after training: of held-out users, or where there are none of
     held-out examples."""
     found = float(row["initial_eval_loss"]), float(row["final_eval_loss"])

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import SMALL_TRAINING, SMOKE_TRAINING, STACK_OVERFLOW, Training
+from experiments.rows import by, margin
 from fedsim import accounting, rundir
 from fedsim.accounting import StepEvent
 from fedsim.config import Algorithm
@@ -46,7 +47,6 @@ SETTINGS = {
     "paper": Settings(_here(finetuning.PAPER_TRAINING), 2048),
 }
 SAMPLINGS = ("poisson", "shuffle")
-MARGIN = 0.005  # nats per token, beside the noise of the seeds
 
 
 def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
     training = settings.training
     base = heuristics.cells_of([settings.budget], training, arguments)
     cells = [{**cell, "sampling": sampling} for cell in base for sampling in SAMPLINGS]
-    rows = finetuning.losses(cells, training, arguments)
+    rows = finetuning.tuned_losses(cells, training, arguments)
     for row in rows:
         path = finetuning.run_dir_of(row, training, arguments, training.seeds[0])
         plan = Plan.from_dict(rundir.load(path)["plan"])
@@ -79,7 +79,7 @@ def claimed_epsilon(plan: Plan) -> float:
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     """Losses, with deviations over seeds, and the epsilons that may be claimed."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.2), layout="constrained")
-    kinds = finetuning.by(rows, lambda row: (row["algorithm"].upper(), row["sampling"]))
+    kinds = by(rows, lambda row: (row["algorithm"].upper(), row["sampling"]))
     for number, ((algorithm, sampling), own) in enumerate(kinds.items()):
         look = {"color": common.COLOURS[algorithm], "label": f"{algorithm}, {sampling}"}
         style = "-o" if sampling == "poisson" else "--s"
@@ -103,16 +103,17 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
 
 def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     """Equal noise, equal loss, other epsilons."""
-    cells = finetuning.by(rows, lambda row: (row["epsilon"], row["algorithm"])).values()
+    cells = by(rows, lambda row: (row["epsilon"], row["algorithm"])).values()
     pairs = [{row["sampling"]: row for row in own} for own in cells]
-    gaps, alike = [], 0
+    gaps, alike, noise = [], 0, margin(rows)
     for pair in pairs:
         poisson, shuffled = (pair[name] for name in SAMPLINGS)
         same = math.isclose(poisson["noise_multiplier"], shuffled["noise_multiplier"])
         assert same, "the noise is not equal"
         gaps.append(shuffled["loss"] - poisson["loss"])
-        alike += abs(gaps[-1]) <= MARGIN + finetuning.noise(poisson, shuffled)
-    numbers = f"in {alike} of {len(pairs)}; they differ by up to {max(map(abs, gaps)):.4f}"
+        alike += abs(gaps[-1]) <= noise
+    numbers = f"in {alike} of {len(pairs)}; they differ by up to {max(map(abs, gaps)):.4f}, "
+    numbers += f"seeds explain {noise:.4f}"
     claims = [("equal noise gives equal losses", alike == len(pairs), numbers)]
     ratios = [
         pair["shuffle"]["claimed_epsilon"] / pair["poisson"]["claimed_epsilon"] for pair in pairs

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 NAMES = sorted(
     p.stem
     for p in (ROOT / "experiments").glob("*.py")
-    if p.stem not in ("__init__", "common", "finetuning", "heuristics", "start")
+    if p.stem not in ("__init__", "common", "finetuning", "heuristics", "rows", "start")
 )
 
 

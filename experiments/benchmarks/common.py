@@ -3,6 +3,7 @@
 import os
 import platform
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 
@@ -19,6 +20,16 @@ def at_least(name: str, value: float, bound: float) -> dict[str, Any]:
 def circumstances(*packages: str) -> dict[str, Any]:
     """The machine, how busy it was, and the versions of Python and of packages."""
     machine = {"cpu_count": os.cpu_count(), "architecture": platform.machine()}
+    machine["cpu"] = _cpu()
     machine["load_average"] = os.getloadavg()[0]  # far above cpu_count: times of a busy machine
     versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     return {"machine": machine, "versions": versions}
+
+
+def _cpu() -> str:
+    """Its name, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "")

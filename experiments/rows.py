@@ -1,0 +1,40 @@
+"""What experiments do with rows of losses: group them, pair algorithms, know the seeds' noise."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+Row = dict[str, Any]
+Rows = list[Row]
+ERRORS = 3.0
+"""Standard errors beyond which a difference counts: figures ask about dozens of them."""
+
+
+def by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, Rows]:
+    """Rows by what `key` says of them, in order of appearance."""
+    found: dict[Any, Rows] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def paired(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """(ELS's row, ULS's) of cells that differ in nothing else."""
+    own = ("algorithm", "group_size", "local_steps", "learning_rate", "clip_norm")
+    came = ("loss", "loss_std", "loss_before")
+    found = by(rows, lambda row: tuple(v for n, v in row.items() if n not in own + came))
+    each = [{row["algorithm"]: row for row in same} for same in found.values()]
+    return [(row["els"], row["uls"]) for row in each]
+
+
+def seed_error(rows: Sequence[Row]) -> float:
+    """Standard error over seeds of a cell's mean loss; the variance is pooled over all cells, since
+    two seeds alone say little about it."""
+    variance = np.mean([row["loss_std"] ** 2 for row in rows])
+    return float(np.sqrt(variance / min(row["seeds"] for row in rows)))
+
+
+def margin(rows: Sequence[Row], cells: int = 2) -> float:
+    """What the seeds explain of a sum or difference of the losses of so many cells among `rows`."""
+    return ERRORS * np.sqrt(cells) * seed_error(rows)

@@ -1,0 +1,119 @@
+"""What the experiments say of their claims: made-up rows that keep them, and rows that do not."""
+
+import importlib
+import itertools
+
+import pytest
+
+CELL = {"seeds": 2, "loss_std": 0.001, "loss_before": 5.0}
+
+
+def verdicts(name, rows):
+    """Whether each claim of an experiment holds."""
+    found = importlib.import_module(f"experiments.{name}").check(rows)
+    return [bool(held) for _, held, _ in found]
+
+
+def heat_map(loss):
+    """Rows of Figure 5 for loss(G, M)."""
+    pairs = itertools.product((1, 2, 4, 8), (16, 32, 64, 128))
+    return [
+        {
+            **{**CELL, "epsilon": 4.0, "budget": group * cohort},
+            **{"group_size": group, "cohort_size": cohort, "loss": loss(group, cohort)},
+        }
+        for group, cohort in pairs
+    ]
+
+
+def test_figure_5_asks_where_the_best_is():
+    assert verdicts("fig05_uls_heatmap", heat_map(lambda g, m: 4 - 0.01 * m)) == [True] * 3
+    up_to_32 = heat_map(lambda g, m: 4 - 0.01 * min(m, 32) - 0.005 * g)
+    assert verdicts("fig05_uls_heatmap", up_to_32) == [False, True, True]
+    groups_first = heat_map(lambda g, m: 4 - 0.1 * g)
+    assert verdicts("fig05_uls_heatmap", groups_first) == [False, False, True]
+    worse = heat_map(lambda g, m: 6 - 0.01 * m)
+    assert verdicts("fig05_uls_heatmap", worse)[2] is False
+
+
+def test_figure_5_does_not_judge_what_seeds_explain():
+    rows = heat_map(lambda g, m: 4 - 0.0001 * g)
+    assert verdicts("fig05_uls_heatmap", rows) == [True] * 3
+    assert verdicts("fig05_uls_heatmap", [{**row, "loss_std": 0.0} for row in rows])[1] is False
+
+
+@pytest.mark.parametrize("loss, holds", [(4.0, True), (4.09, True), (4.12, False)])
+def test_figure_4_allows_the_median_a_tenth_of_the_gain(loss, holds):
+    where = {**CELL, "dataset": "d", "epsilon": 4.0, "budget": 16, "median_examples": 8}
+    rows = [
+        {**where, "group_size": group, "loss": value}
+        for group, value in ((1, 4.0), (8, loss), (64, 4.5))
+    ]
+    assert verdicts("fig04_els_group_size", rows) == [holds]
+
+
+@pytest.mark.parametrize("ours, holds", [(0.0, [True, True]), (0.05, [False, True])])
+def test_figure_14_holds_ours_against_the_oracle_and_chance(ours, holds):
+    rows = [
+        {
+            **{"dataset": "d", "epsilon": epsilon, "budget": budget, "seed_error": 0.001},
+            **{"strategy": strategy, "suboptimality": value},
+        }
+        for epsilon in (1.0, 4.0)
+        for budget in (32, 64, 128)
+        for strategy, value in (
+            ("estimate-and-double", ours),
+            ("greedy local oracle", 0.0),
+            ("random", 0.1),
+        )
+    ]
+    assert verdicts("fig14_tuner_suboptimality", rows) == holds
+
+
+def trade_off(els, uls, local=4.0, name="Stack Overflow"):
+    """Rows of Figure 6 for els(budget) and uls(budget)."""
+    return [
+        {
+            **{**CELL, "dataset": name, "epsilon": epsilon, "budget": budget},
+            **{"algorithm": algorithm, "local_steps": steps, "loss": loss, "group_size": 1},
+        }
+        for epsilon in (1.0, 4.0)
+        for budget in (32, 128, 512)
+        for algorithm, steps, loss in (
+            ("els", 1, els(budget)),
+            ("uls", 1, uls(budget)),
+            ("uls", 4, local),
+        )
+    ]
+
+
+def test_figure_6_compares_beyond_what_seeds_explain():
+    rows = trade_off(lambda b: 4.5, lambda b: 4.4 - b / 1000, local=3.8)
+    assert verdicts("fig06_privacy_loss", rows) == [True, True, True, True]
+    rows = trade_off(lambda b: 4.5 - b / 1000, lambda b: 4.6)
+    assert verdicts("fig06_privacy_loss", rows) == [False, False, True, True]
+    rows = trade_off(lambda b: 4.5, lambda b: 4.501)  # no difference that seeds do not explain
+    assert verdicts("fig06_privacy_loss", rows)[:2] == [True, False]
+    rows = trade_off(lambda b: 5.5, lambda b: 4.5, local=4.6)
+    assert verdicts("fig06_privacy_loss", rows) == [True, False, False, False]
+
+
+def test_figure_8_compares_gains():
+    def rows(els, uls):
+        return [
+            {
+                **CELL,
+                "times": times,
+                "budget": budget,
+                "algorithm": name,
+                "loss": loss(times, budget),
+            }
+            for times in (1, 10, 100)
+            for budget in (32, 128, 512)
+            for name, loss in (("els", els), ("uls", uls))
+        ]
+
+    as_claimed = rows(lambda t, b: 4.5 - t / 1000, lambda t, b: 4.5 - b / 1000)
+    assert verdicts("fig08_num_users", as_claimed) == [True, True]
+    alike = rows(lambda t, b: 4.5 - b / 1000, lambda t, b: 4.5 - b / 1000)
+    assert verdicts("fig08_num_users", alike) == [False, False]
