@@ -1,4 +1,4 @@
-"""Figures 2 and 9 (Section 3, Appendix D): noise variance per step of ELS and ULS.
+"""Figures 2 and 9 (Section 3, Appendix B): noise variance per step of ELS and ULS.
 
 Claims: (2a) G_ELS has almost no effect on ELS. (2b, 9) With M fixed and G_ULS = B / M > 1: when the
 gradients of a user are aligned (L_ULS = L_ELS), ELS is lower nearly everywhere; when they are

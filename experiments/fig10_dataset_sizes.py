@@ -1,4 +1,4 @@
-"""Figure 10 (Appendix C): histograms of examples per user in the training splits.
+"""Figure 10 (Appendix D): histograms of examples per user in the training splits.
 
 Claim: users' sizes spread over orders of magnitude, in both data sets. Stack Overflow is drawn from
 a law fitted to Table 1 (its data are not at hand); at `paper` the stand-ins in ../shared/data are

@@ -65,7 +65,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class UlsGrid:
-    """Equation 13: group sizes, cohort sizes."""
+    """Equation 12: group sizes, cohort sizes."""
 
     training: Training
     group_sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Table 1 (Appendix C): users and examples of the data sets, by split.
+"""Table 1 (Appendix D): users and examples of the data sets, by split.
 
 Claims: train and test are those the recipes give; users differ by orders of magnitude. The paper's
 data are not at hand. `smoke` prepares a made-up source with the shape of Stack Overflow, `paper`

@@ -1,4 +1,4 @@
-"""Table 2 (Appendix C): examples of C4 at each stage on the way to C4--.
+"""Table 2 (Appendix D): examples of C4 at each stage on the way to C4--.
 
 Claim: screening finds the near duplicates and the URLs of the fine-tuning data, and little else. C4
 is not at hand. Made-up pages with planted overlaps in the paper's proportions (5.2 % and another

@@ -33,14 +33,16 @@ class Advice:
     """Share of the training examples that some step is expected to use."""
     gradients: float
     """Expected number, over all steps."""
+    strategy: str
+    """How training would compute its clipped sums."""
     seconds: float
-    """Of training on the present workers, evaluation left out."""
+    """Of training so on the present workers, evaluation left out."""
     command: list[str]
     """That trains so."""
 
 
 def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
-    """The one with less noise per step (Equation 5), and the reason in a sentence."""
+    """The one with less noise per step (Equation 7), and the reason in a sentence."""
     best, other = (els, uls) if els.noise_per_step <= uls.noise_per_step else (uls, els)
     ratio = best.noise_per_step / other.noise_per_step
     reason = (

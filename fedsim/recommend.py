@@ -29,6 +29,7 @@ from fedsim.keys import SecretKey
 from fedsim.models import start
 from fedsim.norms import NUM_USERS, GradientNorms
 from fedsim.plan import calibrate, complete, method_for
+from fedsim.train import strategy_for
 from fedsim.variance import noise_stddev
 
 TIMED_GRADIENTS = 128  # of a step, to tell how long all of them take
@@ -237,6 +238,7 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
     if algorithm == Algorithm.ULS:
         rows_per_unit = float(np.minimum(sizes, settings.group_size).mean())
     prob = method.sampler.sampling_prob
+    strategy, _ = strategy_for(run, None, workers, params, method, clip)
     return Advice(
         algorithm=algorithm,
         group_size=method.group_size,
@@ -249,20 +251,25 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
         added_stddev=noise_stddev(clip.sensitivity, sigma, count),
         data_used=share_used(algorithm, sizes, method.group_size, prob, steps),
         gradients=steps * count * rows_per_unit,
-        seconds=steps * count * _seconds_per_unit(workers, params, method, clip),
+        strategy=str(strategy),
+        seconds=steps * count * _seconds_per_unit(workers, params, method, clip, strategy),
         command=command(algorithm, settings, privacy, run),
     )
 
 
-def _seconds_per_unit(workers: Engine, params: Any, method: Any, clip: Clip) -> float:
+def _seconds_per_unit(
+    workers: Engine, params: Any, method: Any, clip: Clip, strategy: Strategy
+) -> float:
     """Of the second time that part of a step is computed: the first one compiles."""
     draws = map(method.draw, itertools.count())
     rows = next(rows for rows in draws if len(rows))
     rows = rows[: max(2, TIMED_GRADIENTS // rows.shape[1])]
+    workers.strategy, seconds = strategy, math.nan
     for _ in range(2):
         start = time.perf_counter()
         workers.clipped_sum(params, rows, clip)
         seconds = time.perf_counter() - start
+    workers.strategy = NORMS_STRATEGY
     return seconds / len(rows)
 
 

@@ -1,4 +1,4 @@
-"""Variance of the privacy noise per step of DP-SGD-ELS and DP-SGD-ULS: Section 3, Equation 5.
+"""Variance of the privacy noise per step of DP-SGD-ELS and DP-SGD-ULS: Section 3, Equation 7.
 
 With Lipschitz losses and clip norms at the Lipschitz constants, both algorithms spend `budget`
 gradients per step, and their noise per coordinate has variance (sigma_ELS L_ELS / B)^2 and
@@ -53,7 +53,7 @@ def uls_noise_variance(
 def noise_stddev(grad_norm: float, noise_multiplier: float, count: float) -> float:
     """L sigma / count: standard deviation per coordinate of a step's noise, in the gradient's unit.
 
-    ELS has less noise than ULS where this is smaller; with B = G_ULS M that is Equation 5,
+    ELS has less noise than ULS where this is smaller; with B = G_ULS M that is Equation 7,
     L_ELS sigma_ELS <= G_ULS L_ULS sigma_ULS.
     Args: grad_norm: L_ELS or L_ULS, the clip norm. count: B or M.
     """

@@ -21,6 +21,7 @@ from fedsim.plan import complete, make_plan, method_for
 from fedsim.recommend import share_used
 
 FLAGS = "--epsilon 4 --num-steps 7 --budget 40 --max-length 24 --engine local --users 12".split()
+FLAGS += ["--strategy", "scan:3"]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,11 @@ def test_the_time_and_the_gradients_are_of_all_steps(advised):
     assert els["gradients"] == 7 * els["budget"]
     assert uls["gradients"] <= 7 * uls["budget"]
     assert els["seconds"] > 0 and uls["seconds"] > 0
+
+
+def test_what_is_timed_is_what_training_would_do(advised):
+    for each in (advised[0]["els"], advised[0]["uls"]):
+        assert each["strategy"] == "scan:3" and "scan:3" in each["command"]
 
 
 @pytest.mark.parametrize("els_noise, best", [(0.5, "els"), (2.0, "uls"), (1.0, "els")])

@@ -1,4 +1,4 @@
-"""The paper's preparations by name (Charles et al. 2024, Appendix C): sources and build options.
+"""The paper's preparations by name (Charles et al. 2024, Appendix D): sources and build options.
 
 A recipe is a set of defaults for `build`: its own source is on the Hub, any other source with the
 same kind of columns can stand in, and every option can be set otherwise.
