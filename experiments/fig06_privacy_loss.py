@@ -27,6 +27,7 @@ from matplotlib.figure import Figure
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import STACK_OVERFLOW
 from experiments.rows import by, margin, paired
+from experiments.testing import with_test_losses
 
 SETTINGS = finetuning.COMPARISONS
 LOCAL_STEPS, LOCAL = 4, "ULS, local steps"
@@ -41,7 +42,8 @@ def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> lis
         if (cell["dataset"], cell["algorithm"]) == (STACK_OVERFLOW, "uls"):
             group = max(LOCAL_STEPS, cell["group_size"])
             cells.append({**cell, "group_size": group, "local_steps": LOCAL_STEPS})
-    return finetuning.tuned_losses(cells, settings.training, arguments)
+    rows = finetuning.tuned_losses(cells, settings.training, arguments)
+    return with_test_losses(rows, settings.training, arguments)
 
 
 def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "budget") -> Figure:

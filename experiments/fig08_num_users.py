@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import CC_NEWS, STACK_OVERFLOW, Comparison
 from experiments.rows import by, margin
+from experiments.testing import with_test_losses
 
 EPSILON = 4.0
 
@@ -64,6 +65,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
             extra = {}  # as Figure 7 has it
         cells = heuristics.cells_of(budgets, training, arguments, extra)
         found = finetuning.tuned_losses(cells, training, arguments)
+        found = with_test_losses(found, training, arguments)
         rows += [{"times": times, **row, **extra} for row in found]
     wanted = (
         [name for name in rows[0] if name not in ("assumed_population", "delta")] if rows else []

@@ -12,7 +12,7 @@ of a half.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from matplotlib.figure import Figure
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import STACK_OVERFLOW, Comparison
 from experiments.rows import by
+from experiments.testing import side_by_side
 from fedsim import rundir
-from fedsim.config import FedsimError, Personalization, RunConfig
+from fedsim.config import Personalization, RunConfig
 from fedsim.console import Console
-from fedsim.files import cache_dir
 from fedsim.personalize import personalize_run
 
 
@@ -84,7 +84,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
     given = ("num_users", "learning_rate", "loss", "personalized_loss", "gain", "gain_error")
     return [
         {**{name: row[name] for name in names}, **{name: each[name] for name in given}}
-        for row, each in zip(rows, _personalized(jobs, arguments), strict=True)
+        for row, each in zip(rows, side_by_side(personalize_one, jobs, arguments), strict=True)
     ]
 
 
@@ -94,7 +94,9 @@ def tuned(settings: Settings, rows, models, arguments) -> dict[str, Personalizat
     if len(how.learning_rates) == 1:
         return dict.fromkeys(algorithms, how)
     at = [rows.index(_middle(rows, algorithm)) for algorithm in algorithms]
-    found = _personalized([Job(models[i], how, settings.split) for i in at], arguments)
+    found = side_by_side(
+        personalize_one, [Job(models[i], how, settings.split) for i in at], arguments
+    )
     return {
         algorithm: dataclasses.replace(how, learning_rates=(each["learning_rate"],))
         for algorithm, each in zip(algorithms, found, strict=True)
@@ -107,24 +109,6 @@ def _middle(rows, algorithm):
     epsilons, budgets = (sorted({row[key] for row in own}) for key in ("epsilon", "budget"))
     at = (epsilons[(len(epsilons) - 1) // 2], budgets[len(budgets) // 2])
     return next(row for row in own if (row["epsilon"], row["budget"]) == at)
-
-
-def _personalized(jobs: Sequence[Job], arguments: finetuning.Arguments) -> Iterator[dict[str, Any]]:
-    """What came of each job, in order; side by side, but at the scale that tests use."""
-    if arguments.scale == "smoke":
-        yield from map(personalize_one, jobs)
-        return
-    from fedsim.engine.side_by_side import SideBySide
-
-    side = SideBySide(cache_dir=cache_dir() / "compiled")
-    try:
-        found = dict(side.run(personalize_one, jobs))
-    finally:
-        side.close()
-    for number in range(len(jobs)):
-        if isinstance(found[number], FedsimError):
-            raise found[number]
-        yield found[number]
 
 
 def personalize_one(job: Job) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from experiments import common, start
-from experiments.rows import Row, Rows
+from experiments.rows import CAME, Row, Rows
 from fedsim import files, metrics
 from fedsim.config import RunConfig
 from fedsim.console import Console
@@ -56,6 +56,9 @@ class Training:
     tunes them throughout, on what is not said)."""
     optimizer: str = "adafactor"
     eval_examples: int = 512
+    """Of validation data: what learning rates are tuned on, and Figures 4, 5 and 14 show."""
+    test_examples: int | None = None
+    """Evenly spaced; None: all."""
     max_length: int | None = None
     """Of data that are built on the way."""
     assumed_times: tuple[tuple[str, int], ...] = ((CC_NEWS, 10),)
@@ -82,9 +85,9 @@ class UlsGrid:
 
 
 SMOKE_TRAINING = Training(
-    {STACK_OVERFLOW: 2}, (4.0,), (0,), (0.1,), eval_examples=16, max_length=24
+    {STACK_OVERFLOW: 2}, (4.0,), (0,), (0.1,), eval_examples=16, test_examples=16, max_length=24
 )
-SMALL_TRAINING = Training({STACK_OVERFLOW: 30, CC_NEWS: 30})
+SMALL_TRAINING = Training({STACK_OVERFLOW: 30, CC_NEWS: 30}, test_examples=4096)
 PAPER_TRAINING = Training(PAPER_STEPS, learning_rates=(0.01, 0.03, 0.1, 0.3), clip_norms=(0.1, 1.0))
 ULS_GRIDS = {
     "smoke": UlsGrid(SMOKE_TRAINING, (1, 2), (8, 16)),
@@ -245,15 +248,15 @@ def tuned_losses(
     best: dict[tuple, tuple[float, Row]] = {}
 
     def kind(cell):
-        return tuple(value for name, value in cell.items() if name not in (*shared, *tried[0]))
+        apart = {*shared, *tried[0], *CAME}
+        return tuple(value for name, value in cell.items() if name not in apart)
 
     cells = list(cells)
     if len(tried) > 1:
         pilots = [{**each, **cell} for cell in cells if pilot(cell) for each in tried]
         first = dataclasses.replace(training, seeds=training.seeds[:1])
         for row in losses(pilots, first, arguments):
-            came = {"loss", "loss_std", "loss_before", "seeds"}
-            of = kind({name: row[name] for name in row if name not in came})
+            of = kind(row)
             loss = row["loss"] if math.isfinite(row["loss"]) else math.inf
             if of not in best or loss < best[of][0]:
                 best[of] = loss, {name: row[name] for name in tried[0]}
@@ -348,8 +351,7 @@ def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) 
 
 def run_dir_of(row: Row, training: Training, arguments: Arguments, seed: int) -> Path:
     """The run directory of a row of `losses`, for one of its seeds."""
-    came = ("loss", "loss_std", "loss_before", "seeds")
-    cell = {name: value for name, value in row.items() if name not in came}
+    cell = {name: value for name, value in row.items() if name not in CAME}
     settings = settings_of(cell, training, arguments, seed)
     return plan_jobs([settings], arguments.runs)[0].run.run_dir
 

@@ -7,6 +7,8 @@ import numpy as np
 
 Row = dict[str, Any]
 Rows = list[Row]
+CAME = ("loss", "loss_std", "loss_before", "validation_loss", "seeds")
+"""Of a row, what came of its cell."""
 ERRORS = 3.0
 """Standard errors beyond which a difference counts: figures ask about dozens of them."""
 
@@ -21,9 +23,8 @@ def by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, Rows]:
 
 def paired(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
     """(ELS's row, ULS's) of cells that differ in nothing else."""
-    own = ("algorithm", "group_size", "local_steps", "learning_rate", "clip_norm")
-    came = ("loss", "loss_std", "loss_before")
-    found = by(rows, lambda row: tuple(v for n, v in row.items() if n not in own + came))
+    own = {"algorithm", "group_size", "local_steps", "learning_rate", "clip_norm", *CAME}
+    found = by(rows, lambda row: tuple(v for n, v in row.items() if n not in own))
     each = [{row["algorithm"]: row for row in same} for same in found.values()]
     return [(row["els"], row["uls"]) for row in each]
 

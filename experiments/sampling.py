@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import SMALL_TRAINING, SMOKE_TRAINING, STACK_OVERFLOW, Training
 from experiments.rows import by, margin
+from experiments.testing import with_test_losses
 from fedsim import accounting, rundir
 from fedsim.accounting import StepEvent
 from fedsim.config import Algorithm
@@ -55,6 +56,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
     base = heuristics.cells_of([settings.budget], training, arguments)
     cells = [{**cell, "sampling": sampling} for cell in base for sampling in SAMPLINGS]
     rows = finetuning.tuned_losses(cells, training, arguments)
+    rows = with_test_losses(rows, training, arguments)
     for row in rows:
         path = finetuning.run_dir_of(row, training, arguments, training.seeds[0])
         plan = Plan.from_dict(rundir.load(path)["plan"])

@@ -1,10 +1,11 @@
 """Held-out loss: on users who are not trained on, and on examples kept back from those who are.
 
-The second is computed from the data of protected users without noise: it is `non_private`.
+The second, and loss on a test split, which some of them wrote, are computed from the data of
+protected users without noise: they are `non_private`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,37 @@ from fedsim.keys import SecretKey
 from fedsim.models import start
 from fedsim.models.language_model import LanguageModelTask
 
-SPLITS = {"eval_users": "eval/loss", "eval_examples": "non_private/eval_examples_loss"}
+VALIDATION = {"eval_users": "eval/loss", "eval_examples": "non_private/eval_examples_loss"}
+"""Metric by split: what training is watched with, and settings are chosen by."""
+SPLITS = {**VALIDATION, "test": "non_private/test_loss"}
 
 
 def evaluate(
-    workers: Engine, params, dataset: Dataset, max_examples: int | None = None
+    workers: Engine,
+    params,
+    dataset: Dataset,
+    max_examples: int | None = None,
+    splits: Mapping[str, str] = VALIDATION,
 ) -> dict[str, float]:
-    """Mean loss in nats per token on each held-out split there is, by metric name.
+    """Mean loss in nats per token on each of the splits that there is, by metric name.
 
     Args:
       max_examples: look at this many examples of a split, evenly spaced: the same ones every time.
+      splits: the metric of each.
     """
-    return begin_evaluate(workers, params, dataset, max_examples)()
+    return begin_evaluate(workers, params, dataset, max_examples, splits)()
 
 
 def begin_evaluate(
-    workers: Engine, params, dataset: Dataset, max_examples: int | None = None
+    workers: Engine,
+    params,
+    dataset: Dataset,
+    max_examples: int | None = None,
+    splits: Mapping[str, str] = VALIDATION,
 ) -> Callable[[], dict[str, float]]:
     """Like `evaluate`; workers compute it when they are idle, the function waits for it."""
     waits = {}
-    for split, metric in SPLITS.items():
+    for split, metric in splits.items():
         store = getattr(dataset, split)
         if store is not None:
             count = min(store.num_examples, max_examples or store.num_examples)
@@ -49,11 +61,11 @@ def begin_evaluate(
 
 def headline(losses: dict[str, float]) -> float:
     """The loss that stands for the model: held-out users', who are not protected; nan if none."""
-    return losses.get(SPLITS["eval_users"], math.nan)
+    return losses.get(VALIDATION["eval_users"], math.nan)
 
 
 def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> dict[str, Any]:
-    """Losses of a run's last checkpoint on all held-out examples.
+    """Losses of a run's last checkpoint on all examples of all splits that are not trained on.
 
     Args:
       stored: what the run's config.json holds.
@@ -63,7 +75,7 @@ def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> di
     workers = engine.start(run, task)
     try:
         workers.ready()
-        losses = evaluate(workers, params, data)
+        losses = evaluate(workers, params, data, splits=SPLITS)
     finally:
         workers.close()
     return {"run_dir": str(run.run_dir), "checkpoint": path.name, **losses}

@@ -1,5 +1,7 @@
 """A pulse of every experiment: its smallest scale runs and its claims hold."""
 
+import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -7,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from experiments import finetuning, testing
+from fedsim.data import corpora
+
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(
     p.stem
     for p in (ROOT / "experiments").glob("*.py")
-    if p.stem not in ("__init__", "common", "finetuning", "heuristics", "rows", "start")
+    if p.stem not in ("__init__", "common", "finetuning", "heuristics", "rows", "start", "testing")
 )
 
 
@@ -30,3 +35,18 @@ def test_every_experiment_and_every_figure_is_in_the_index_once():
     assert all(name == file for _, name, file in rows)
     numbers = [where for where, *_ in rows if re.fullmatch(r"[\d, ]+", where)]
     assert sorted(int(n) for where in numbers for n in where.split(",")) == list(range(1, 19))
+
+
+def test_what_is_reported_are_test_losses_of_the_runs_that_were_tuned_on_others(tmp_path):
+    arguments = finetuning.Arguments("smoke", tmp_path, None, dry_run=False)
+    training = dataclasses.replace(finetuning.SMOKE_TRAINING, learning_rates=(1e-6, 0.1))
+    cell = {"dataset": finetuning.STACK_OVERFLOW, "epsilon": 4.0, "algorithm": "uls"}
+    rows = finetuning.tuned_losses([{**cell, "budget": 8}], training, arguments)
+    (row,) = testing.with_test_losses(rows, training, arguments)
+    assert row["learning_rate"] == 0.1  # 1e-6 learns nothing
+    run_dir = finetuning.run_dir_of(row, training, arguments, seed=0)
+    data = corpora.load(json.loads((run_dir / "config.json").read_text())["run"]["data"])
+    assert data.test is None  # held-out users stand in, the same examples as in training
+    assert row["validation_loss"] == pytest.approx(row["loss"], rel=1e-6)
+    job = testing.Job(run_dir, training.test_examples, before=True)
+    assert testing.evaluate_one(job) == row["loss_before"] != row["loss"]

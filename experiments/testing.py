@@ -1,0 +1,93 @@
+"""Test losses of finished runs: what the paper reports after tuning on validation data.
+
+Stack Overflow's test split are the later examples; CC-News has none, and its reserved examples
+stand in, as in the paper.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import finetuning
+from experiments.finetuning import Arguments, Training
+from experiments.rows import Rows
+from fedsim import engine, rundir
+from fedsim.config import FedsimError, RunConfig
+from fedsim.console import Console
+from fedsim.evaluate import SPLITS, evaluate, last_model
+from fedsim.files import cache_dir
+from fedsim.keys import SecretKey
+from fedsim.models import start
+
+REPORTED = ("test", "eval_users", "eval_examples")  # the first that there is
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A model to evaluate."""
+
+    run_dir: Path
+    max_examples: int | None
+    before: bool = False
+    """The model that the run started from, instead of the one it made."""
+
+
+def with_test_losses(rows: Rows, training: Training, arguments: Arguments) -> Rows:
+    """The rows of `tuned_losses` with test losses in the place of validation losses, which become
+    `validation_loss`."""
+    if not rows:  # a dry run
+        return []
+    dirs = [
+        [finetuning.run_dir_of(row, training, arguments, seed) for seed in training.seeds]
+        for row in rows
+    ]
+    first = {row["dataset"]: own[0] for row, own in zip(rows, dirs, strict=True)}
+    most = training.test_examples
+    jobs = [Job(directory, most) for own in dirs for directory in own]
+    jobs += [Job(directory, most, before=True) for directory in first.values()]
+    losses = dict(zip(jobs, side_by_side(evaluate_one, jobs, arguments), strict=True))
+    found = []
+    for row, own in zip(rows, dirs, strict=True):
+        after = np.array([losses[Job(directory, most)] for directory in own])
+        spread = float(after.std(ddof=1)) if len(after) > 1 else 0.0
+        before = losses[Job(first[row["dataset"]], most, before=True)]
+        came = {"loss": float(after.mean()), "loss_std": spread, "loss_before": before}
+        found.append({**row, **came, "validation_loss": row["loss"]})
+    return found
+
+
+def evaluate_one(job: Job) -> float:
+    """Runs in a process apart."""
+    stored = rundir.load(job.run_dir)
+    run = RunConfig(**{**stored["run"], "run_dir": job.run_dir, "engine": "local"})
+    task, params, data, _ = last_model(run, stored, Console())
+    if job.before:
+        fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
+        _, params = start.begin(run, start.find(run.model), data, fresh)
+    split = next(name for name in REPORTED if getattr(data, name) is not None)
+    workers = engine.start(run, task)
+    losses = evaluate(workers, params, data, job.max_examples, {split: SPLITS[split]})
+    return losses[SPLITS[split]]
+
+
+def side_by_side(
+    function: Callable[[Any], Any], jobs: Sequence[Any], arguments: Arguments
+) -> list[Any]:
+    """function(job) of each job, as many at a time as there is room for; at the scale that tests
+    use, one after another in this process."""
+    if arguments.scale == "smoke":
+        return [function(job) for job in jobs]
+    from fedsim.engine.side_by_side import SideBySide
+
+    side = SideBySide(cache_dir=cache_dir() / "compiled")
+    try:
+        found = dict(side.run(function, jobs))
+    finally:
+        side.close()
+    for each in found.values():
+        if isinstance(each, FedsimError):
+            raise each
+    return [found[number] for number in range(len(jobs))]
