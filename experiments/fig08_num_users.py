@@ -57,7 +57,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
     num_users, delta = 1, None
     if not arguments.dry_run:
         users = finetuning.open_data(name, arguments, training).train
-        num_users, delta = users.num_users, (10 * users.num_examples) ** -1.1
+        num_users, delta = users.num_users, finetuning.delta_of(name, training, arguments)
     rows = []
     for times in settings.times:
         extra = {"assumed_population": times * num_users, "delta": delta}

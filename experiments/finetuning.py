@@ -63,7 +63,10 @@ class Training:
     """Of data that are built on the way."""
     assumed_times: tuple[tuple[str, int], ...] = ((CC_NEWS, 10),)
     """Data sets that are accounted for as if they had so many times the users, as in the paper."""
+    deltas: tuple[tuple[str, float], ...] = ()
+    """By data set, where it is not n^-1.1 of the n training examples."""
     sampling: str = "poisson"
+    """The paper shuffles and accounts as if it had drawn Poisson samples; this is what is drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,12 @@ SMOKE_TRAINING = Training(
     {STACK_OVERFLOW: 2}, (4.0,), (0,), (0.1,), eval_examples=16, test_examples=16, max_length=24
 )
 SMALL_TRAINING = Training({STACK_OVERFLOW: 30, CC_NEWS: 30}, test_examples=4096)
-PAPER_TRAINING = Training(PAPER_STEPS, learning_rates=(0.01, 0.03, 0.1, 0.3), clip_norms=(0.1, 1.0))
+PAPER_TRAINING = Training(
+    PAPER_STEPS,
+    learning_rates=(0.01, 0.03, 0.1, 0.3),
+    clip_norms=(0.1, 1.0),
+    deltas=((CC_NEWS, 2.92e-8),),  # the paper's: of all examples, reserved ones among them
+)
 ULS_GRIDS = {
     "smoke": UlsGrid(SMOKE_TRAINING, (1, 2), (8, 16)),
     "small": UlsGrid(
@@ -291,7 +299,9 @@ def assumed(name: str, training: Training, arguments: Arguments) -> int:
 
 
 def delta_of(name: str, training: Training, arguments: Arguments) -> float:
-    """As train derives it."""
+    """What runs are accounted with; by default as train derives it."""
+    if name in dict(training.deltas):
+        return dict(training.deltas)[name]
     users = open_data(name, arguments, training).train
     times = dict(training.assumed_times).get(name, 1)
     return (users.num_examples * times) ** -1.1
@@ -344,6 +354,8 @@ def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) 
     }
     if training.max_length is not None:
         common_["max_length"] = training.max_length
+    if name in dict(training.deltas):
+        common_["delta"] = dict(training.deltas)[name]
     if name in dict(training.assumed_times) and not arguments.dry_run:
         common_["assumed_population"] = assumed(name, training, arguments)
     return {**common_, **given}

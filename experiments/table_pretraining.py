@@ -1,4 +1,4 @@
-"""Section 4's order of things: non-private pre-training on public text, then private fine-tuning.
+"""Section 5's order of things: non-private pre-training on public text, then private fine-tuning.
 
 Claim: pre-training on text that is not the users' (screened against it, as C4-- was) does part of
 the work, and both algorithms lower the loss on held-out users further at epsilon = 8. The public

@@ -63,6 +63,7 @@ class Personalize:
         from fedsim.personalize import personalize_run
 
         found = personalize_run(run, stored, Console(), split=self.split, settings=self.how)
+        del found["per_user"]  # of single persons
         if not self.json:
             shown = ("num_users", "learning_rate", "loss", "personalized_loss", "gain_error")
             print(*(f"{name} {found[name]}" for name in shown), sep="\n")

@@ -1,8 +1,9 @@
 """Loss on users' own text before and after a model is personalized to them (Appendix G).
 
 The examples of each user are halved; plain SGD goes a few times over one half, and the other half
-says what that was worth. The users are held-out ones, whom training did not see. A personal model
-is its user's own: nothing here is private, and nothing is kept.
+says what that was worth. The users are held-out ones, whom training did not see, or those of a test
+split, where it saw earlier examples of some. A personal model is its user's own: nothing here is
+private, and nothing is kept.
 """
 
 import dataclasses
@@ -111,8 +112,9 @@ def personalize(
     """Losses of a model with and without personalization, averaged over users.
 
     Returns: `num_users`, `left_out_users` (with one example), `loss` (without), `learning_rate`
-      (the best), `personalized_loss`, `gain` and `gain_error` (its standard error over users) and
-      `rates`: the last three for every learning rate.
+      (the best), `personalized_loss`, `gain` and `gain_error` (its standard error over users),
+      `rates` (the last three for every learning rate) and `per_user`, an array [users, 2] of losses
+      without personalization and gains.
     Raises: ConfigError: nobody has two examples.
     """
     key = SecretKey.create(settings.seed, "personalize")
@@ -121,16 +123,19 @@ def personalize(
     personalizer = Personalizer(task, params, split, settings)
     before = np.array([personalizer.before(user) for user in users])
     tried: list[dict[str, Any]] = []
+    all_gains = []
     for rate in settings.learning_rates:
         gains = before - [personalizer.after(user, rate, key) for user in users]
+        all_gains.append(gains)
         tried.append({"learning_rate": rate, **_of_users(before, gains)})
         console.note(
             f"learning rate {rate:g}: {before.mean():.4f} -> {(before - gains).mean():.4f}"
         )
-    best = max(tried, key=lambda row: row["gain"] if np.isfinite(row["gain"]) else -np.inf)
+    best = int(np.argmax([row["gain"] if np.isfinite(row["gain"]) else -np.inf for row in tried]))
     left_out = int((np.diff(store.offsets) == 1).sum())
     counts = {"num_users": len(users), "left_out_users": left_out}
-    return {**counts, "loss": float(before.mean()), **best, "rates": tried}
+    found = {**counts, "loss": float(before.mean()), **tried[best], "rates": tried}
+    return {**found, "per_user": np.stack([before, all_gains[best]], axis=1)}
 
 
 def _of_users(before: np.ndarray, gains: np.ndarray) -> dict[str, float]:

@@ -117,3 +117,14 @@ def test_figure_8_compares_gains():
     assert verdicts("fig08_num_users", as_claimed) == [True, True]
     alike = rows(lambda t, b: 4.5 - b / 1000, lambda t, b: 4.5 - b / 1000)
     assert verdicts("fig08_num_users", alike) == [False, False]
+
+
+@pytest.mark.parametrize(
+    "more, after, holds", [(0.01, 0.11, [True] * 3), (0.2, -0.1, [True, False, False])]
+)
+def test_figure_18_compares_the_same_users(more, after, holds):
+    errors = {f"{name}_error": 0.001 for name in ("gain", "ahead", "more_gain", "ahead_after")}
+    came = {"ahead": 0.1, "more_gain": more, "ahead_after": after, "personalized_loss": 4.0}
+    where = {"epsilon": 4.0, "budget": 32, "gain": 0.3, **errors, **came}
+    rows = [{**where, "algorithm": name} for name in ("els", "uls")]
+    assert verdicts("fig18_personalization", rows) == holds
