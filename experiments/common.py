@@ -91,25 +91,30 @@ def finish(
     rows: Sequence[dict[str, Any]],
     figures: Mapping[str, matplotlib.figure.Figure],
     claims: Claims,
+    *,
+    trains: bool = True,
 ) -> None:
     """Write rows (NAME.csv) and figures, say whether the claims held, and write that down with what
     it was run on (NAME.json). `minutes` are this process's: runs that were kept cost none.
 
-    Claims are about training that gets somewhere: at the smallest scale they are only computed.
+    Args: trains: claims are about training that gets somewhere: at the smallest scale they are only
+      computed. All others hold at every scale: AssertionError, after everything was written.
     """
+    judged = scale != "smoke" or not trains
     write_csv(out / f"{name}.csv", rows)
     for file, figure in figures.items():
         save_figure(figure, out / f"{file}.png")
     record = {"scale": scale, "minutes": round((time.time() - STARTED) / 60, 1)}
     record["claims"] = [
-        {"claim": what, "held": None if scale == "smoke" else bool(held), "numbers": numbers}
+        {"claim": what, "held": bool(held) if judged else None, "numbers": numbers}
         for what, held, numbers in claims
     ]
     record |= circumstances("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "dp-accounting")
     (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     for what, held, numbers in claims:
-        verdict = "not judged at this scale" if scale == "smoke" else "yes" if held else "no"
+        verdict = ("yes" if held else "no") if judged else "not judged at this scale"
         print(f"{what}: {verdict} ({numbers})")
+    assert trains or all(held for _, held, _ in claims)
 
 
 def prepare(name: str, directory: Path, **options: Any) -> Dataset:
