@@ -80,6 +80,12 @@ def test_one_unit_moves_the_count_by_one_half(rng):
     assert np.abs(np.diff(steps)).max() <= 2 * 0.2 * 0.5 / 10 + 1e-12
 
 
+def test_the_count_is_released_with_its_noise(rng):
+    clip, norms = AdaptiveClip(0.5, 40, 2.0), np.full(40, 2.0)  # nobody within 1
+    moved = [math.log(clip.next(1.0, norms, rng)) for _ in range(2000)]
+    assert np.std(moved) == pytest.approx(0.2 * clip.count_stddev / 40, rel=0.1)
+
+
 def test_the_norm_stays_where_float32_can_hold_it(rng):
     clip = AdaptiveClip(0.5, 1, 100.0)
     low, high = SMALLEST, LARGEST

@@ -100,6 +100,8 @@ def test_the_event_is_theorem_1_with_the_cap_as_contributions(rng, key):
     els = make(users, key, group_size=3)
     assert len(els.pool) == 1 + 3 + 3 + 2 + 3
     assert els.event(1.5) == StepEvent(1.5, 8 / 12, 3)  # G_ELS, though one user has just 1 example
+    # The cap also where nobody reaches it: how many the largest user has is private.
+    assert make(users, key, group_size=99).event(1.5) == StepEvent(1.5, 8 / 46, 99)
 
 
 def test_the_pool_is_the_same_in_every_step(rng, key):

@@ -13,10 +13,11 @@ from experiments import finetuning, testing
 from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[1]
+HELPERS = "__init__ common finetuning heuristics mistakes rows start testing".split()
 NAMES = sorted(
     p.stem
     for p in (ROOT / "experiments").glob("*.py")
-    if p.stem not in ("__init__", "common", "finetuning", "heuristics", "rows", "start", "testing")
+    if p.stem not in HELPERS
 )
 
 

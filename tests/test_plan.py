@@ -152,6 +152,12 @@ def test_fewer_users_than_there_are_cannot_be_assumed(users):
         privacy(assumed_population=0)
 
 
+def test_the_adjacency_is_add_or_remove(users, key):
+    """What the accountant and a sensitivity of C are about; replacing a user takes 2C."""
+    plan, *_ = planned(Algorithm.ULS, users, key, epsilon=math.inf)
+    assert plan.epsilon_holds == ADJACENCY == "add or remove one user"
+
+
 @pytest.mark.parametrize("clipping, sensitivity", [("normalised", 1.0), ("plain", 0.5)])
 def test_the_sensitivity_is_that_of_the_clipping(clipping, sensitivity, users, key):
     fields = {"clipping": clipping, "clip_norm": 0.5, "epsilon": math.inf}

@@ -20,6 +20,7 @@ from fedsim import keys
 from fedsim.cli import main
 from fedsim.data.build import build
 from fedsim.els import ELS
+from fedsim.engine.local import LocalEngine
 from fedsim.files import FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.uls import ULS
@@ -86,6 +87,15 @@ def test_a_training_that_fails_shows_no_key(tmp_path, monkeypatch, capfd, caplog
     for path in (tmp_path / "run").rglob("*"):
         if path.is_file() and path.name != keys.FILE:
             assert SECRET not in path.read_bytes() and traces(path.read_text("latin1")) == []
+
+
+def test_a_lane_has_two_units_or_more():
+    """What leaves a worker is a lane's sum: of one unit, it would be its clipped gradient."""
+    engine = LocalEngine(None, num_lanes=8)
+    for units in range(2, 40):
+        lanes = engine.cut(np.zeros((units, 1), int))
+        assert min(map(len, lanes)) >= 2 and sum(map(len, lanes)) == units
+    assert [len(lane) for lane in engine.cut(np.zeros((1, 1), int))] == [1]  # the whole draw
 
 
 RUNS_CODE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "yaml"}

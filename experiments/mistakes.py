@@ -1,0 +1,323 @@
+"""The classic mistakes of private training, as edits of fedsim's own text; see table_mutations."""
+
+import dataclasses
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "fedsim"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """A mistake: the edits that make it, and the test that should notice."""
+
+    name: str
+    tests: str
+    """Under tests/."""
+    edits: tuple[tuple[str, str, str], ...]
+    """(file under fedsim/, text, what it becomes)."""
+    flags: tuple[str, ...] = ()
+    """Of the training that shows it."""
+
+    def plant(self, package: Path) -> None:
+        """Make the mistake in a copy of fedsim. Raises: ValueError: the code has changed."""
+        for file, old, new in self.edits:
+            text = (package / file).read_text()
+            if old not in text:
+                raise ValueError(f"mistake={self.name}: expected {old!r} in {file}")
+            (package / file).write_text(text.replace(old, new))
+
+
+def one(name: str, tests: str, file: str, old: str, new: str, *flags: str) -> Mistake:
+    """A mistake that one edit makes."""
+    return Mistake(name, tests, ((file, old, new),), flags)
+
+
+def both(name: str, tests: str, old: str, new: str) -> Mistake:
+    """The same edit in both algorithms."""
+    return Mistake(name, tests, tuple((file, old, new) for file in ("els.py", "uls.py")))
+
+
+CLIP_THE_SUM = """        norm = np.sqrt(sum(float(np.sum(x**2)) for x in jax.tree.leaves(total)))
+        factor = min(1.0, clip.norm * max(len(rows), 1) / max(norm, 1e-30))
+        factor = np.float32(factor / (clip.norm if clip.normalised else 1.0))
+        return jax.tree.map(lambda x: factor * x, total), joined
+"""
+NOISE = "key=self.key, step=step)"
+ADD_UNIT = "lambda t, g: t + jnp.where(used, g * scale, 0), total, grad)"
+ADD_HALF = "lambda t, g: (t + jnp.where(used, g * scale, 0)).astype(jnp.bfloat16)"
+PART = "return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss"
+CLIP_PART = "jnp.minimum(1, 1 / global_norm(grad))"
+
+NOISE_AND_SENSITIVITY = (
+    one(
+        "a tenth of the noise",
+        "test_mechanism.py::test_the_noise_has_the_standard_deviation_of_the_sum_over_the_count",
+        *("mechanism.py", "noisy *= stddev", "noisy *= 0.1 * stddev"),
+    ),
+    one(
+        "noise of the mean, divided once more",
+        "test_mechanism.py::test_the_noise_has_the_standard_deviation_of_the_sum_over_the_count",
+        *("mechanism.py", "noisy *= stddev", "noisy *= stddev / count"),
+    ),
+    one(
+        "the same noise for all layers",
+        "test_mechanism.py::test_the_noise_of_leaves_and_steps_is_independent",
+        *("mechanism.py", "step, leaf, number)", "step, 0, number)"),
+    ),
+    both(
+        "the same noise in every step",
+        "test_uls.py::test_the_noise_is_fresh_in_every_step_and_repeated_when_a_step_is",
+        NOISE,
+        "key=self.key, step=0)",
+    ),
+    both(
+        "fresh noise when a step is run again",
+        "test_uls.py::test_the_noise_is_fresh_in_every_step_and_repeated_when_a_step_is",
+        NOISE,
+        'key=self.key, step=__import__("time").time_ns())',
+    ),
+    one(
+        "noise and draws from one random stream",
+        "test_keys.py::test_noise_and_sampling_are_independent_streams",
+        *("keys.py", "message = purpose.encode() + b", "message = b"),
+    ),
+    one(
+        "sensitivity C after scaling to norm 1",
+        "test_uls.py::test_the_noise_has_the_standard_deviation_c_sigma_over_m",
+        "clipping/clip.py",
+        "return 1.0 if self.normalised else self.norm",
+        "return self.norm",
+        *("--clip-norm", "0.1"),
+    ),
+    one(
+        "noise of add-or-remove, called replace-one",
+        "test_plan.py::test_the_adjacency_is_add_or_remove",
+        *("plan.py", 'ADJACENCY = "add or remove one user"', 'ADJACENCY = "replace one user"'),
+    ),
+    Mistake(
+        "division by the realised number",
+        "test_uls.py::test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn",
+        (
+            ("els.py", "count = self.expected_batch_size", "count = max(1, len(rows))"),
+            ("uls.py", "count = self.expected_cohort_size", "count = max(1, len(rows))"),
+        ),
+    ),
+    one(
+        "a clip norm that moves, for no extra noise on the gradient",
+        "test_adaptive.py::test_the_gradient_gets_at_most_one_percent_more_noise",
+        "adaptive.py",
+        "return (z**-2 - (2 * self.count_stddev) ** -2) ** -0.5 if z else 0.0",
+        "return z",
+        *("--clip-quantile", "0.5"),
+    ),
+    one(
+        "a clip norm that follows the count without noise",
+        "test_adaptive.py::test_the_count_is_released_with_its_noise",
+        "adaptive.py",
+        "rng.normal(0, self.count_stddev)",
+        "0.0",
+        *("--clip-quantile", "0.5"),
+    ),
+)
+
+CLIPPING = (
+    one(
+        "no clipping",
+        "test_clipping.py::"
+        "test_plain_clipping_leaves_small_gradients_alone_and_normalised_clipping_divides_by_c",
+        "clipping/clip.py",
+        "factor = jnp.minimum(jnp.float32(1), jnp.float32(self.norm) / jnp.maximum(norms, TINY))",
+        "factor = jnp.ones_like(norms)",
+    ),
+    Mistake(
+        "clipping after the sum over users",
+        "test_uls.py::test_a_step_equals_the_oracle",
+        (
+            ("engine/engine.py", "self.cut(rows), clip, self", "self.cut(rows), Clip(1e30), self"),
+            ("engine/engine.py", "        return total, joined\n", CLIP_THE_SUM),
+        ),
+    ),
+    one(
+        "clipping parts of a user, before their sum",
+        "test_clipping.py::test_a_users_gradient_is_complete_before_it_is_clipped",
+        *("clipping/scan.py", PART, PART.replace("g.as", f"{CLIP_PART} * g.as")),
+        *("--strategy", "scan:1"),
+    ),
+    one(
+        "padding in a user's mean",
+        "test_clipping.py::test_a_mean_is_over_the_real_rows",
+        *("clipping/scan.py", "jnp.maximum(real.sum(), 1)", "jnp.maximum(real.size, 1)"),
+        *("--group-size", "4"),
+    ),
+    one(
+        "a user's rows repeated to fill the group",
+        "test_sampling.py::test_groups_are_a_users_own_examples_without_repeats",
+        "sampling.py",
+        "group[:size] = np.arange(start, start + size)",
+        "group[:] = start + np.arange(group_size) % max(size, 1)",
+        *("--group-size", "4"),
+    ),
+    one(
+        "a gradient that is not finite passes",
+        "test_clipping.py::test_a_norm_that_is_not_finite_has_scale_zero",
+        *("clipping/clip.py", "jnp.where(jnp.isfinite(norms), factor, jnp.float32(0))", "factor"),
+    ),
+    Mistake(
+        "a gradient that is not finite repaired, number by number",
+        "test_clipping.py::"
+        "test_a_unit_without_a_finite_norm_contributes_exactly_zero_and_is_counted",
+        (
+            (
+                "clipping/scan.py",
+                "norm = jnp.where(real",
+                "grad = jax.tree.map(jnp.nan_to_num, grad)\n        norm = jnp.where(real",
+            ),
+        ),
+    ),
+    one(
+        "a norm in half precision underflows",
+        "test_clipping.py::test_norms_do_not_underflow_in_half_precision",
+        *("clipping/clip.py", "jnp.square(leaf.astype(jnp.float32))", "jnp.square(leaf)"),
+    ),
+    one(
+        "a running sum in half precision",
+        "test_clipping.py::test_a_running_sum_of_half_precision_gradients_does_not_drift",
+        "clipping/scan.py",
+        ADD_UNIT,
+        f"{ADD_HALF}.astype(jnp.float32), total, grad)",
+    ),
+    one(
+        "a loss divided by the tokens of the batch",
+        "test_transformer.py::test_the_loss_of_an_example_is_the_mean_over_its_predictions",
+        "models/language_model.py",
+        "return nats / jnp.maximum(predictions, 1)",
+        "return nats / jnp.maximum(predictions.sum(), 1)",
+        *("--strategy", "scan:2"),
+    ),
+    one(
+        "a lane with one user's gradient",
+        "test_security.py::test_a_lane_has_two_units_or_more",
+        *("engine/engine.py", "len(rows) // 2)", "len(rows))"),
+    ),
+)
+
+SAMPLING = (
+    one(
+        "the cap on a user's examples ignored",
+        "test_sampling.py::test_contributions_are_limited_to_the_group_size",
+        *("sampling.py", "np.diff(offsets) > group_size)", "np.diff(offsets) > 10**9)"),
+    ),
+    one(
+        "the cap on a user's examples not accounted",
+        "test_els.py::test_the_event_is_theorem_1_with_the_cap_as_contributions",
+        *("els.py", "max_contributions=self.group_size", "max_contributions=1"),
+    ),
+    Mistake(
+        "the largest user's number of examples accounted, not the cap",
+        "test_els.py::test_the_event_is_theorem_1_with_the_cap_as_contributions",
+        (
+            ("els.py", "        self.key = key\n", "        self.key, self.users = key, users\n"),
+            (
+                "els.py",
+                "max_contributions=self.group_size",
+                "max_contributions=min(self.group_size, max(int(b - a) for a, b in "
+                "zip(self.users.offsets, self.users.offsets[1:])))",
+            ),
+        ),
+        ("--group-size", "12"),
+    ),
+    Mistake(
+        "a user's pool drawn again in every step",
+        "test_els.py::test_a_step_equals_the_oracle",
+        (
+            ("els.py", "        self.key = key\n", "        self.key, self.users = key, users\n"),
+            (
+                "els.py",
+                "return self.pool[batch][:, None]",
+                'key = type(self.key)(self.key._digest("pool", (step,)) * 2)\n'
+                "        pool = limit_contributions(self.users.offsets, self.group_size, key)\n"
+                "        return pool[batch][:, None]",
+            ),
+        ),
+    ),
+    one(
+        "draws of a fixed size, accounted as Poisson",
+        "test_sampling.py::test_the_size_of_a_draw_is_binomial",
+        "sampling.py",
+        "count = rng.binomial(self.num_units, self.sampling_prob)",
+        "count = self.expected_count",
+    ),
+    one(
+        "draws cut to a largest size",
+        "test_sampling.py::test_the_size_of_a_draw_is_binomial",
+        "sampling.py",
+        "count = rng.binomial(self.num_units, self.sampling_prob)",
+        "count = min(self.expected_count, rng.binomial(self.num_units, self.sampling_prob))",
+    ),
+    one(
+        "shuffling, reported as Poisson",
+        "test_plan.py::test_the_plan_says_what_is_run_and_what_is_accounted",
+        *("plan.py", "sampling_run=method.sampler.name", 'sampling_run="poisson"'),
+        *("--sampling", "shuffle"),
+    ),
+    one(
+        "an assumed population without its label",
+        "test_plan.py::test_an_assumed_population_is_labelled_as_one",
+        "plan.py",
+        "    if assumed_population is not None:\n        assumed = ",
+        "    if False:\n        assumed = ",
+        *("--assumed-population", "400"),
+    ),
+)
+
+CLAIMS = (
+    one(
+        "noise calibrated for half of the steps",
+        "test_plan.py::test_the_calibrated_noise_meets_the_target_and_no_more",
+        "plan.py",
+        "num_steps=privacy.num_steps,\n            s",
+        "num_steps=-(-privacy.num_steps // 2),\n            s",
+    ),
+    one(
+        "epsilon copied from the target",
+        "test_train.py::test_epsilon_comes_from_the_ledger",
+        "train.py",
+        "epsilon = released_epsilon(self.run.run_dir, self.plan.delta)",
+        "epsilon = self.plan.target_epsilon / 2",
+    ),
+    one(
+        "a run stopped early that reports the epsilon of its plan",
+        "test_train.py::test_a_stop_signal_ends_the_step_and_saves_it",
+        "train.py",
+        "epsilon = released_epsilon(self.run.run_dir, self.plan.delta)",
+        "epsilon = self.running_epsilon(self.plan.num_steps)",
+    ),
+    one(
+        "other settings accepted on resume",
+        "test_rundir.py::test_a_changed_setting_is_refused_by_name",
+        "rundir.py",
+        "if name not in OPERATIONAL and value != stored[section].get(name):",
+        "if False:",
+    ),
+    one(
+        "other data accepted on resume",
+        "test_train.py::test_other_data_is_refused_on_resume",
+        "train.py",
+        'same = stored["identity"]["data_seal"] == config["identity"]["data_seal"]',
+        'same, config["identity"]["data_seal"] = True, stored["identity"]["data_seal"]',
+    ),
+    one(
+        "the key in whatever prints it",
+        "test_keys.py::test_the_key_is_in_no_representation",
+        *("keys.py", 'return "SecretKey(hidden)"', 'return f"SecretKey({self._secret.hex()})"'),
+    ),
+    one(
+        "the seed among the settings of the run",
+        "test_train.py::test_the_key_is_in_no_file_but_its_own",
+        "train.py",
+        'for name, value in as_dict(run).items() if name != "seed"}',
+        "for name, value in as_dict(run).items()}",
+    ),
+)
+
+MISTAKES = (*NOISE_AND_SENSITIVITY, *CLIPPING, *SAMPLING, *CLAIMS)
