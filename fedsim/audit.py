@@ -9,7 +9,6 @@ much more likely the trained model finds their texts than the model before.
 
 import dataclasses
 import math
-import secrets
 from typing import Any
 
 import jax
@@ -23,8 +22,10 @@ from fedsim.data.dataset import Dataset
 from fedsim.document import Document, Items, Quote, Section, Table, to_html, to_markdown
 from fedsim.engine.choose import AUTO
 from fedsim.files import write_atomically, write_json
+from fedsim.keys import SecretKey
 from fedsim.models import start
 from fedsim.models.language_model import LanguageModelTask
+from fedsim.plan import ADJACENCY
 from fedsim.svg import Chart, Series
 from fedsim.train import train
 from fedsim.tuner import median_group_size
@@ -33,6 +34,7 @@ JSON, HTML, MARKDOWN = "audit.json", "audit.html", "audit.md"
 ROWS_AT_ONCE = 16
 MOST_ROWS = 8  # of an attacked user
 ALARMS = 0.01
+POOLS = 4  # of ELS: how many times its share of the pool a canary wrote, so that a cap shows
 
 
 def audit(
@@ -48,13 +50,16 @@ def audit(
     """
     expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
     data = start.load_data(run, start.find(run.model), console.note)
-    if privacy.group_size is None and algorithm == Algorithm.ELS:
-        median = median_group_size(np.diff(data.train.offsets))
-        privacy = dataclasses.replace(privacy, group_size=median, group_size_epsilon=None)
-    rows = (privacy.group_size or 1) if algorithm == Algorithm.ELS else 1
-    if run.strategy == AUTO:  # bookkeeping knows no canaries
-        run = dataclasses.replace(run, strategy=f"scan:{min(privacy.group_size or 1, 8)}")
-    rng = np.random.default_rng(secrets.randbits(128) if run.seed is None else [run.seed, 1])
+    replaced = replacements(algorithm, settings, privacy, run, data)
+    for each in replaced:
+        console.note("{setting}={given} is {used} here: {why}".format(**each))
+    changes = {each["setting"]: each["used"] for each in replaced}
+    own = {
+        name: changes.pop(name) for name in ("group_size", "group_size_epsilon") & changes.keys()
+    }
+    privacy, run = dataclasses.replace(privacy, **own), dataclasses.replace(run, **changes)
+    rows = (privacy.group_size or 1) * (POOLS if algorithm == Algorithm.ELS else 1)
+    rng = SecretKey.create(run.seed, "audit").generator("canaries")
     planted = Planted(
         num_gradient=settings.gradient_canaries,
         num_text=settings.text_canaries,
@@ -68,23 +73,82 @@ def audit(
     newest = checkpoint.latest(run.run_dir)
     assert newest is not None, "a run that ended has a checkpoint"
     found = attack(planted, checkpoint.load_params(newest), data, settings, summary["delta"])
-    claimed = float(summary["epsilon"])
-    bounds = [each["bound"]["epsilon"] for each in found.values() if each and "bound" in each]
     result = {
         "run_dir": str(run.run_dir),
         "algorithm": str(algorithm),
-        **{name: summary[name] for name in ("epsilon", "delta", "noise_multiplier")},
-        **{name: summary[name] for name in ("sampling_run", "num_steps", "sampling_prob")},
+        **{name: summary[name] for name in ("epsilon", "epsilon_holds", "delta")},
+        **{name: summary[name] for name in ("noise_multiplier", "sampling_run", "sampling_prob")},
+        **{name: summary[name] for name in ("num_steps", "planted")},
+        "replaced": replaced,
         "confidence": settings.confidence,
-        "epsilon_lower_bound": max(bounds, default=0.0),
         **found,
-        "holds": max(bounds, default=0.0) <= claimed,
     }
+    result |= judge(result)
     write_json(run.run_dir / JSON, result)
     document = compose(result)
     write_atomically(run.run_dir / HTML, to_html(document).encode())
     write_atomically(run.run_dir / MARKDOWN, to_markdown(document).encode())
     return {**result, "html": str(run.run_dir / HTML)}
+
+
+def replacements(
+    algorithm: Algorithm,
+    settings: AuditConfig,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    data: Dataset,
+) -> list[dict[str, Any]]:
+    """What an audit's training does otherwise than the user's own: setting, given, used, why."""
+    found = []
+
+    def replace(setting: str, given: Any, used: Any, why: str) -> None:
+        if used != given:
+            found.append({"setting": setting, "given": given, "used": used, "why": why})
+
+    group_size = privacy.group_size
+    if group_size is None and algorithm == Algorithm.ELS:
+        group_size = median_group_size(np.diff(data.train.offsets))
+        replace("group_size", None, group_size, "the median of the users without the canaries")
+        why = "what choosing the group size costs is not attacked"
+        replace("group_size_epsilon", privacy.group_size_epsilon, None, why)
+    if run.strategy == AUTO and settings.gradient_canaries:
+        scan = f"scan:{min(group_size or 1, 8)}"
+        replace("strategy", AUTO, scan, "of all strategies, scan knows gradient canaries")
+    return found
+
+
+def judge(result: dict[str, Any]) -> dict[str, Any]:
+    """What the bounds say about the claim.
+
+    Returns: `holds`: False if the claim is refuted, True if it might have been and was not, None if
+      it could not have been, or if nothing is claimed; `verdict`, in words; `epsilon_lower_bound`
+      and `largest_possible` of all attacks; `canaries_needed`, of one kind, to refute the claim if
+      every coin is guessed right, None if there is no such number.
+    """
+    bounds = [result[kind]["bound"] for kind in ("gradient", "text") if result[kind]]
+    found = max((bound["epsilon"] for bound in bounds), default=0.0)
+    largest = max((bound["largest_possible"] for bound in bounds), default=0.0)
+    claimed, label = float(result["epsilon"]), result["epsilon_holds"]
+    needed = None
+    if math.isfinite(claimed):
+        needed = one_run.canaries_needed(claimed, result["delta"], result["confidence"])
+    if math.isinf(claimed):
+        holds, verdict = None, "no privacy is claimed"
+    elif label != ADJACENCY:
+        holds, verdict = None, f"nothing is claimed: epsilon is {claimed:.3f} {label}"
+    elif found > claimed:
+        holds, verdict = False, f"at most {claimed:.3f} is claimed: THE CLAIM IS REFUTED"
+    elif largest <= claimed:
+        takes = f"at least {needed:,} canaries of one kind" if needed else "a smaller delta"
+        most = f"with every coin guessed right it would be {largest:.3f}"
+        verdict = f"at most {claimed:.3f} is claimed: INCONCLUSIVE, for {most}"
+        holds, verdict = None, f"{verdict}; to refute the claim takes {takes}"
+    else:
+        holds, verdict = True, f"at most {claimed:.3f} is claimed: not refuted"
+    return {
+        **{"epsilon_lower_bound": found, "largest_possible": largest, "canaries_needed": needed},
+        **{"verdict": verdict, "holds": holds},
+    }
 
 
 def attack(
@@ -183,11 +247,7 @@ def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
 def sentence(result: dict[str, Any]) -> str:
     """What was found, in one line."""
     bound = f"epsilon is at least {result['epsilon_lower_bound']:.3f}"
-    claim = "and no privacy is claimed" if math.isinf(float(result["epsilon"])) else (
-        f"and at most {float(result['epsilon']):.3f} is claimed"
-    )  # fmt: skip
-    verdict = "" if result["holds"] else ": THE CLAIM IS REFUTED"
-    return f"{bound} (confidence {result['confidence']:g} for each attack) {claim}{verdict}"
+    return f"{bound} (confidence {result['confidence']:g} for each attack); {result['verdict']}"
 
 
 def compose(result: dict[str, Any]) -> Document:
@@ -201,9 +261,10 @@ def compose(result: dict[str, Any]) -> Document:
         bound = found.get("bound")
         right = f"{bound['correct']} of {bound['guesses']}" if bound else "-"
         lower = f"{bound['epsilon']:.3f}" if bound else "none follows"
+        most = f"{bound['largest_possible']:.3f}" if bound else "-"
         size = bound["canaries"] if bound else found["users_in"] + found["users_out"]
         area = f"{found['auc']:.3f}" if "auc" in found else "-"
-        rows.append((title, f"{size}", right, area, lower))
+        rows.append((title, f"{size}", right, area, lower, most))
         if "roc" in found:
             curves.append(
                 Chart(
@@ -217,6 +278,7 @@ def compose(result: dict[str, Any]) -> Document:
                 )
             )
     head = ("attack", "users", "coins guessed", "area under the curve", "epsilon at least")
+    head += ("with every coin guessed",)
     means = [
         "Each canary, a made-up user, was included or left out by a toss of a coin. From what the "
         "training released, the attack guesses the coins. Too many right guesses refute the claim.",
@@ -227,6 +289,8 @@ def compose(result: dict[str, Any]) -> Document:
                 "The attack on real users asks how much more likely the trained model finds their "
                 "texts than the model before. 0.5 under the curve is no better than guessing. Who "
                 "was held out was not decided by our coins, so that no bound follows.",
+                "The last column is what the bound would be with every coin guessed right: a claim "
+                "above it cannot be refuted by so few canaries, and the attack says nothing of it.",
                 "A bound below the claim is what is hoped for, and no proof: a better attack may "
                 "exist. Nothing about the real users is in this page but the last row and curve, "
                 "which were computed from their texts without protection.",
@@ -238,4 +302,12 @@ def compose(result: dict[str, Any]) -> Document:
         Section("What that means", means),
         Section("How well each attack tells them apart", curves),
     ]
+    changed = [
+        "`{setting}`: {used} instead of {given} ({why})".format(**each)
+        for each in result["replaced"]
+    ]
+    if changed:
+        sections.insert(
+            2, Section("What was done otherwise than the command says", [Items(changed)])
+        )
     return Document("Audit of a training", [each for each in sections if each.blocks])

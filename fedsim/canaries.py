@@ -127,8 +127,11 @@ class CanaryTask:
 class PlantedStore:
     """A store of users, and after them those of another one."""
 
-    def __init__(self, store: UserStore, planted: UserStore):
-        self.store, self.planted = store, planted
+    def __init__(
+        self, store: UserStore, planted: UserStore, canaries: dict[str, int] | None = None
+    ):
+        """Args: canaries: how many coins were tossed, by kind; the run's plan says it."""
+        self.store, self.planted, self.canaries = store, planted, canaries
         self.num_users = store.num_users + planted.num_users
         self.num_examples = store.num_examples + planted.num_examples
         self.num_tokens = store.num_tokens + planted.num_tokens
@@ -168,7 +171,7 @@ class Planted:
     num_gradient: int
     num_text: int
     rows: int
-    """Examples of a canary: as many as count."""
+    """Examples of a canary: as many as a user may have in a step, or more."""
     clip_norm: float
     included: np.ndarray
     """bool [gradient canaries, then text canaries]: the coins."""
@@ -210,7 +213,8 @@ class Planted:
         self.owners = np.full(store.num_examples + planted.num_examples, -1, np.int32)
         own = np.flatnonzero(self.gradient_included)
         self.owners[store.num_examples :][: len(own) * self.rows] = np.repeat(own, self.rows)
-        return dataclasses.replace(data, train=PlantedStore(store, planted))
+        canaries = {"gradient": self.num_gradient, "text": self.num_text}
+        return dataclasses.replace(data, train=PlantedStore(store, planted, canaries))
 
     def task(self, task: Any, params: Any) -> Any:
         """The run's task with the canaries' losses."""

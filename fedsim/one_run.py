@@ -13,6 +13,7 @@ from scipy import optimize, stats
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)
 """Of the canaries, how many are guessed; the surest ones. The rest is abstained from."""
 LARGEST = 100.0
+MOST_CANARIES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Bound:
     guesses: int
     """Of the number of guesses that gives the best bound."""
     correct: int
+    largest_possible: float
+    """What it would have been with every guess right: no claim above this can be refuted."""
 
 
 def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
@@ -70,6 +73,45 @@ def audit(scores: np.ndarray, included: np.ndarray, delta: float, confidence: fl
     """
     count = len(scores)
     order = np.argsort(-scores, kind="stable")
+    options = _options(count)
+    significance = (1 - confidence) / len(options)
+    # The more guesses, the better if all are right: the last option has all.
+    largest = lower_bound(count, count, count, delta, significance)
+    best = Bound(-1.0, confidence, count, int(included.sum()), 0, 0, largest)
+    for above, below in options:
+        correct = int(included[order[:above]].sum() + (~included[order[count - below :]]).sum())
+        found = lower_bound(count, above + below, correct, delta, significance)
+        if found > best.epsilon:
+            changes = {"epsilon": found, "guesses": above + below, "correct": correct}
+            best = dataclasses.replace(best, **changes)
+    return best
+
+
+def canaries_needed(epsilon: float, delta: float, confidence: float) -> int | None:
+    """How many canaries it takes to refute `epsilon`, were every guess right; None: more than
+    MOST_CANARIES, or no number, for delta gives away too much.
+
+    Guarantees: `largest_possible` of an audit with so many exceeds epsilon, and with one fewer not.
+    """
+    significance = (1 - confidence) / len(_options(1))
+
+    def enough(count: int) -> bool:
+        return p_value(count, count, count, epsilon, delta) < significance
+
+    high = 1
+    while not enough(high):
+        high *= 2
+        if high > MOST_CANARIES:
+            return None
+    low = high // 2  # too few
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _options(count: int) -> list[tuple[int, int]]:
+    """Numbers of guesses, decided on before the run: (how many took part, how many did not)."""
     options = []
     for share in SHARES:
         guesses = max(1, round(share * count))
@@ -77,15 +119,7 @@ def audit(scores: np.ndarray, included: np.ndarray, delta: float, confidence: fl
         options.append((above, guesses - above))
         if share <= 1 / 2:
             options.append((guesses, 0))  # of those who took part alone
-    best = Bound(-1.0, confidence, count, int(included.sum()), 0, 0)
-    for above, below in options:
-        correct = int(included[order[:above]].sum() + (~included[order[count - below :]]).sum())
-        significance = (1 - confidence) / len(options)
-        found = lower_bound(count, above + below, correct, delta, significance)
-        if found > best.epsilon:
-            changes = {"epsilon": found, "guesses": above + below, "correct": correct}
-            best = dataclasses.replace(best, **changes)
-    return best
+    return options
 
 
 def area(inside: np.ndarray, outside: np.ndarray) -> float:

@@ -61,6 +61,9 @@ class Plan:
     """What clip_norm, the first step's, is moved towards; None: it stays."""
     assumed_population: int | None = None
     """How many users are accounted for; None: those there are."""
+    planted: dict[str, int] | None = None
+    """Of an audit: how many canaries of each kind tossed for their place among the users. Such a
+    run is none to release."""
 
     @property
     def clip(self) -> Clip:
@@ -101,8 +104,10 @@ class Plan:
         return holds(self.sampling_run, self.sampling_accounted, self.assumed_population)
 
     def as_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """In JSON's types; `planted` where there is something."""
         fields = {name: to_json(value) for name, value in dataclasses.asdict(self).items()}
+        if self.planted is None:
+            del fields["planted"]
         return {**fields, "non_private": list(self.non_private)}
 
     @classmethod
@@ -221,6 +226,7 @@ def make_plan(
         group_size_epsilon=privacy.group_size_epsilon,
         clip_quantile=privacy.clip_quantile,
         assumed_population=privacy.assumed_population,
+        planted=getattr(users, "canaries", None),
     )
 
 

@@ -15,6 +15,7 @@ from fedsim.clipping import Clip
 from fedsim.els import ELS
 from fedsim.engine.local import LocalEngine
 from fedsim.keys import SecretKey
+from fedsim.plan import ADJACENCY, COMPARISON_ONLY
 from fedsim.uls import ULS
 
 CANARIES, OTHERS, STEPS, DELTA = 1500, 60, 4, 1e-5
@@ -24,7 +25,7 @@ def audited(epsilon, trial, *, noise=1.0, algorithm=ULS):
     """The lower bound on the epsilon of mean estimation, with `noise` times the noise it takes."""
     rng = np.random.default_rng(trial)
     included = coins(CANARIES, rng)
-    rows = 1 if algorithm is ULS else 2
+    group_size, rows = (4, 4) if algorithm is ULS else (2, 2 * audit.POOLS)
     plant = Planted(CANARIES, 0, rows, 1.0, included, rng)
     sizes = [rows] * (OTHERS + int(included.sum()))
     users = users_of_sizes(sizes)
@@ -32,10 +33,9 @@ def audited(epsilon, trial, *, noise=1.0, algorithm=ULS):
     owners = np.full(users.num_examples, -1, np.int32)
     owners[OTHERS * rows :] = np.repeat(np.flatnonzero(included), rows)
     task = CanaryTask(inner, owners, plant.directions, plant.clip_norm)
-    budget = round(0.9 * (users.num_users if algorithm is ULS else users.num_examples))
-    method = algorithm(
-        users, budget=budget, group_size=rows, sampling="poisson", key=SecretKey.create(trial)
-    )
+    options = {"group_size": group_size, "sampling": "poisson", "key": SecretKey.create(trial)}
+    budget = round(0.9 * users.num_users) * group_size
+    method = algorithm(users, budget=budget, **options)
     event = method.event(1.0)
     sigma = accounting.noise_multiplier(
         epsilon=epsilon,
@@ -110,8 +110,14 @@ def run(args, capsys):
 
 
 def test_a_training_command_is_audited(texts, run_dir, capsys):
-    code, found = run(arguments(texts, run_dir, "els", **{"group-size": 2}), capsys)
-    assert code == 0 and found["holds"]
+    flags = {"group-size": 2, "epsilon": 2}
+    code, found = run(arguments(texts, run_dir, "els", **flags), capsys)
+    assert code == 0 and found["holds"] is True and found["verdict"].endswith("not refuted")
+    assert found["largest_possible"] == found["gradient"]["bound"]["largest_possible"] > 2
+    assert [each["setting"] for each in found["replaced"]] == ["strategy"]
+    for file, section in (("config.json", "plan"), ("summary.json", None)):
+        stored = json.loads((run_dir / file).read_text())
+        assert (stored[section] if section else stored)["planted"] == {"gradient": 60, "text": 20}
     for kind, count in (("gradient", 60), ("text", 20)):
         bound = found[kind]["bound"]
         assert bound["canaries"] == count and 0 < bound["included"] < count
@@ -136,6 +142,60 @@ def test_a_refuted_claim_is_an_exit_code(texts, run_dir, capsys, monkeypatch):
     code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
     assert code == 1 and not found["holds"] and found["epsilon_lower_bound"] > 0.05
     assert "THE CLAIM IS REFUTED" in (run_dir / "audit.md").read_text()
+
+
+def test_a_claim_that_could_not_be_refuted_is_not_said_to_hold(texts, run_dir, capsys):
+    flags = {"gradient-canaries": 0, "attacked-users": 0, "strategy": "auto"}
+    code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
+    assert code == 0 and found["holds"] is None and found["replaced"] == []
+    most = found["largest_possible"]
+    assert most < 4 and 100 < found["canaries_needed"] < 300
+    page = (run_dir / "audit.md").read_text()
+    assert f"INCONCLUSIVE, for with every coin guessed right it would be {most:.3f}" in page
+    assert f"takes at least {found['canaries_needed']} canaries" in page
+
+
+def result(epsilon, label=ADJACENCY, found=5.0, largest=9.0):
+    bound = {"epsilon": found, "largest_possible": largest}
+    return {
+        **{"epsilon": epsilon, "epsilon_holds": label, "delta": 1e-6, "confidence": 0.95},
+        **{"gradient": {"bound": bound}, "text": None},
+    }
+
+
+@pytest.mark.parametrize(
+    "given, holds, verdict",
+    [
+        (result(4.0), False, "at most 4.000 is claimed: THE CLAIM IS REFUTED"),
+        (result(6.0), True, "at most 6.000 is claimed: not refuted"),
+        (result(9.5), None, "at most 9.500 is claimed: INCONCLUSIVE, for with every coin"),
+        (result("inf"), None, "no privacy is claimed"),
+        (result(4.0, COMPARISON_ONLY), None, "nothing is claimed: epsilon is 4.000 as if Poisson"),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_about_what_is_claimed(given, holds, verdict):
+    found = audit.judge(given)
+    assert found["holds"] is holds and found["verdict"].startswith(verdict)
+    assert found["verdict"] in audit.sentence({**given, **found})
+
+
+def test_what_an_audit_does_otherwise_and_what_is_not_claimed_is_on_its_page(
+    texts, run_dir, capsys
+):
+    flags = {"group-size-epsilon": 0.5, "text-canaries": 0, "attacked-users": 0, "seed": -1}
+    args = arguments(texts, run_dir, "els", **flags, sampling="shuffle")
+    code, found = run(args, capsys)
+    assert code == 0 and found["holds"] is None and found["epsilon_holds"] == COMPARISON_ONLY
+    replaced = {each["setting"]: (each["given"], each["used"]) for each in found["replaced"]}
+    group_size = json.loads((run_dir / "config.json").read_text())["plan"]["group_size"]
+    assert replaced == {
+        "group_size": (None, group_size),
+        "group_size_epsilon": (0.5, None),
+        "strategy": ("auto", f"scan:{group_size}"),
+    }
+    page = (run_dir / "audit.md").read_text()
+    assert "`group_size_epsilon`: None instead of 0.5" in page
+    assert f"nothing is claimed: epsilon is {float(found['epsilon']):.3f} {COMPARISON_ONLY}" in page
 
 
 def weaker(event):
