@@ -40,9 +40,10 @@ GIVEN_BY_SWEEP = {"run_dir", "resume", "engine", "num_workers", "wait_for_worker
 COLUMNS = (
     *("delta", "noise_multiplier", "gradient_noise_multiplier", "group_size", "expected_count"),
     *("sampling_prob", "clip_norm", "steps_done", "initial_eval_loss", "final_eval_loss"),
-    *("gradients_computed", "wall_seconds", "params_sha256"),
+    "params_sha256",
 )
-METRICS = ("eval/loss", "privacy/epsilon", "summary/final_eval_loss", "summary/wall_seconds")
+REALISED = ("gradients_computed", "wall_seconds")  # sizes of the draws: not private, named so
+METRICS = ("eval/loss", "privacy/epsilon", "summary/final_eval_loss")
 BUSY_S = 60.0  # for a process of a killed sweep to let go of a run
 
 Settings = Mapping[str, Any]
@@ -122,9 +123,11 @@ def sweep(
     """Run whatever has not finished yet, and write the table; returns its rows.
 
     Rows are in the order of the settings and have `run` (its name), `status` (done, failed or
-    waiting), what was given, COLUMNS of its summary, `spent_epsilon` and `error`. `out` gets
+    waiting), what was given, COLUMNS of its summary, `spent_epsilon`, what is not private of it
+    under names that say so, and `error`. `out` gets
     runs/NAME (run directories), logs/NAME.txt, results.csv, results.json, and tb/ for TensorBoard;
-    on a cluster it has to be where all nodes see it.
+    on a cluster it has to be where all nodes see it. Only its owner can look into it: settings are
+    shown there, and with the data a seed is a run's key.
     Args:
       at_once: most runs at a time; default: as many as there is room for.
       here: one after another in this process, without Ray.
@@ -135,6 +138,8 @@ def sweep(
     todo = [job for job in jobs if job.summary is None]
     for job in {(str(job.run.data), str(job.run.data_options)): job for job in todo}.values():
         corpora.load(job.run.data, progress=console.note, **job.run.data_options)
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    out.chmod(0o700)
     for name in (RUNS, LOGS):
         (out / name).mkdir(parents=True, exist_ok=True)
     errors: dict[str, str] = {}
@@ -220,7 +225,8 @@ def write_table(jobs: Sequence[Job], out: Path, errors: Mapping[str, str]) -> li
         given = {name: job.settings.get(name) for name in names}
         came = {name: summary.get(name, given.get(name)) for name in COLUMNS}
         came["spent_epsilon"] = summary.get("epsilon")
-        end = {"error": errors.get(job.name)}
+        end = {f"non_private/{name}": summary.get(name) for name in REALISED}
+        end["error"] = errors.get(job.name)
         rows.append({"run": job.name, "status": status, **given, **came, **end})
     text = io.StringIO()
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -297,7 +303,7 @@ def _write_session(job: Job, out: Path, *, succeeded: bool = True) -> None:
         for line in metrics.read(job.run.run_dir)
     ]
     if summary := job.summary:
-        end = {f"summary/{n}": summary[n] for n in ("final_eval_loss", "wall_seconds")}
+        end = {"summary/final_eval_loss": summary["final_eval_loss"]}
         records.append({"step": summary["steps_done"], **end})
     hparams.write_session(out / BOARD / job.name, job.settings, records, succeeded=succeeded)
 

@@ -77,6 +77,9 @@ class Sweep:
     """Train many runs side by side, as many at a time as there is room for, into one table.
 
     The same command goes on with a sweep that was killed: finished runs are not repeated.
+
+    A sweep with seeds is a reproduction, and shows them in its table, in TensorBoard and here. Who
+    has seed, settings and data has the key of a run. Runs without a seed show none.
     """
 
     file: tyro.conf.Positional[Path | None] = None

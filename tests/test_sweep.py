@@ -4,7 +4,9 @@ import csv
 import json
 import math
 import os
+import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -146,6 +148,9 @@ def test_a_sweep_killed_half_way_repeats_no_finished_run(spec_file, tmp_path, ca
     ]
     assert [row["status"] for row in rows] == ["done"] * 4
     assert len({row["params_sha256"] for row in rows}) == 4
+    assert stat.S_IMODE(out.stat().st_mode) == 0o700  # it shows seeds
+    realised = {name for name in rows[0] if re.search("seconds|gradients", name)}
+    assert realised == {"non_private/gradients_computed", "non_private/wall_seconds"}
     for row in rows:  # every step once
         steps = [line["step"] for line in ledger.read(out / "runs" / row["run"])[1:]]
         assert steps == list(range(80))
@@ -161,6 +166,7 @@ def check_board(out):
     columns, metrics, rows = board(out / "tb", "summary/final_eval_loss")
     assert {"epsilon", "algorithm", "group_size", "seed"} <= columns
     assert {"eval/loss", "summary/final_eval_loss"} <= metrics
+    assert not {name for name in metrics if "seconds" in name}
     expected = [row["final_eval_loss"] for row in json.loads((out / "results.json").read_text())]
     assert sorted(sum((values for _, values in rows), [])) == pytest.approx(sorted(expected))
 
