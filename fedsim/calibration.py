@@ -105,7 +105,7 @@ def cached(name: str, key: tuple, solve: Callable[[], float]) -> float:
     except (OSError, ValueError, KeyError, TypeError):
         value = solve()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump({"arguments": words, "value": value}, file)
         os.replace(file.name, path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,23 @@ def cache_dir() -> Path:
     """Where fedsim keeps what it can make again: FEDSIM_CACHE_DIR, or fedsim/ in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("FEDSIM_CACHE_DIR") or Path(base) / "fedsim")
+
+
+def is_own_directory(path: Path) -> bool:
+    """Whether nobody else can put anything into `path`, which is made so if it is not there.
+
+    Whoever can write to the directory that it is in could put another one in its place: if that is
+    our own, others lose the right to.
+    """
+    others = stat.S_IWGRP | stat.S_IWOTH
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        above, found = path.parent.stat(), path.stat()
+        if above.st_uid == os.getuid() and above.st_mode & others:
+            path.parent.chmod(stat.S_IMODE(above.st_mode) & ~others)
+    except OSError:
+        return False
+    return {above.st_uid, found.st_uid} == {os.getuid()} and not found.st_mode & others
 
 
 def write_atomically(path: Path, *parts: bytes, mode: int = 0o644) -> None:

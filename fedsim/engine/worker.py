@@ -1,7 +1,7 @@
 """What runs on a worker: one lane's clipped sum. Plain Python and JAX; Ray is in `ray_pool`.
 
 Pure in (params, rows, clip): a lane can be computed again, elsewhere, with the same result. What
-leaves a worker is a sum over units and per-unit scalars, never one user's gradient.
+leaves a worker is a sum over two units or more (one, if no more were drawn) and per-unit scalars.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from fedsim.clipping.scan import zeros_like
 from fedsim.engine.engine import Stats
 from fedsim.engine.facts import versions
 from fedsim.engine.prefetch import ahead, touch
+from fedsim.files import is_own_directory
 
 ROWS_PER_READ = 4096
 EVAL_ROWS_PER_CHUNK = 16
@@ -239,7 +241,14 @@ class Worker:
 
 
 def keep_compiled(cache_dir: Path) -> None:
-    """Keep this process's compiled programs in a directory, and use those that are there."""
+    """Keep this process's compiled programs in a directory, and use those that are there.
+
+    They are run as they are read, so a directory that others can write to is not used.
+    """
+    if not is_own_directory(cache_dir):
+        whose = "others could put programs there: remove it"
+        print(f"fedsim: cache={cache_dir}: not used, {whose}", file=sys.stderr)
+        return
     jax.config.update("jax_compilation_cache_dir", str(cache_dir / host_kind()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
