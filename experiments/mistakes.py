@@ -79,7 +79,9 @@ NOISE_AND_SENSITIVITY = (
     one(
         "noise and draws from one random stream",
         "test_keys.py::test_noise_and_sampling_are_independent_streams",
-        *("keys.py", "message = purpose.encode() + b", "message = b"),
+        "mechanism.py",
+        'key.generator("noise", step, leaf, number)',
+        'key.generator("units", step, *((leaf, number) if leaf or number else ()))',
     ),
     one(
         "sensitivity C after scaling to norm 1",
@@ -136,6 +138,13 @@ CLIPPING = (
             ("engine/engine.py", "self.cut(rows), clip, self", "self.cut(rows), Clip(1e30), self"),
             ("engine/engine.py", "        return total, joined\n", CLIP_THE_SUM),
         ),
+    ),
+    one(
+        "clipping a user's examples, not the user",
+        "test_uls.py::test_a_step_equals_the_oracle",
+        "uls.py",
+        "self.group_size, self.key, step)",
+        "self.group_size, self.key, step).reshape(-1, 1)",
     ),
     one(
         "clipping parts of a user, before their sum",

@@ -25,7 +25,8 @@ def make(users, key, *, budget=8, group_size=4, sampling="poisson"):
 @pytest.mark.parametrize("clip", [Clip(0.5), Clip(0.5, normalised=True)], ids=str)
 def test_a_step_equals_the_oracle(rng, key, clip):
     users, task, theta = softmax_problem(rng, SIZES)
-    uls = make(users, key)
+    uls = make(users, key, budget=16)
+    assert len(uls.sampler.draw(key, 3)) == 4  # of one user, clipping after the sum is the same
     noise = noisy_mean(theta * 0, stddev=1.3 * clip.sensitivity, count=1, key=key, step=3)
     engine = LocalEngine(task, num_lanes=3)
     grad, _ = uls.gradient(jnp.asarray(theta), 3, engine, clip=clip, noise_multiplier=1.3)
@@ -37,7 +38,7 @@ def test_a_step_equals_the_oracle(rng, key, clip):
         clip_norm=clip.norm,
         normalised=clip.normalised,
         noise=np.asarray(noise, np.float64),
-        expected_cohort_size=2,
+        expected_cohort_size=4,
     )
     np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-7)
 
