@@ -15,6 +15,7 @@ from fedsim.clipping import Clip
 from fedsim.els import ELS
 from fedsim.engine.local import LocalEngine
 from fedsim.keys import SecretKey
+from fedsim.mechanism import noisy_mean
 from fedsim.plan import ADJACENCY, COMPARISON_ONLY
 from fedsim.uls import ULS
 
@@ -196,6 +197,28 @@ def test_what_an_audit_does_otherwise_and_what_is_not_claimed_is_on_its_page(
     page = (run_dir / "audit.md").read_text()
     assert "`group_size_epsilon`: None instead of 0.5" in page
     assert f"nothing is claimed: epsilon is {float(found['epsilon']):.3f} {COMPARISON_ONLY}" in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("noise, holds", [(1.0, True), (0.1, False)])
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_the_command_with_its_own_canaries_refutes_a_tenth_of_the_noise_alone(
+    algorithm, noise, holds, texts, run_dir, capsys, monkeypatch
+):
+    def with_less(grad_sum, *, stddev, **options):
+        return noisy_mean(grad_sum, stddev=noise * stddev, **options)
+
+    monkeypatch.setattr(f"fedsim.{algorithm}.noisy_mean", with_less)
+    flags = {"epsilon": 1, "num-steps": 4, "budget": 260, "attacked-users": 0}
+    args = arguments(texts, run_dir, algorithm, **flags)
+    for name in ("--gradient-canaries", "--text-canaries"):
+        at = args.index(name)
+        del args[at : at + 2]
+    code, found = run(args, capsys)
+    assert found["planted"] == {"gradient": 400, "text": 100}
+    assert (code, found["holds"]) == (0 if holds else 1, holds), found["verdict"]
+    assert found["epsilon_lower_bound"] > 0
 
 
 def weaker(event):

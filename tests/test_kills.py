@@ -1,4 +1,5 @@
-"""kill -9 in every phase of a run: at most the step under way is lost, and the end is the same.
+"""kill -9 in every phase of a run: nothing that was released is lost, few steps are computed again,
+and the end is the same.
 
 As a program, `python test_kills.py PHASE CALL DELAY ARGUMENTS` is fedsim with a bomb in it: it
 kills itself DELAY seconds after the CALL-th time that the phase is entered.
@@ -16,9 +17,9 @@ import time
 
 import numpy as np
 import pytest
-from test_verify import NUM_STEPS, command, write_texts
+from test_verify import command, write_texts
 
-from fedsim import ledger, metrics, rundir
+from fedsim import checkpoint, ledger, metrics, rundir
 from fedsim.cli import main
 from fedsim.console import Console
 from fedsim.verify import verify
@@ -32,6 +33,11 @@ PHASES = {
     "evaluation": ("fedsim.train", "begin_evaluate"),
 }
 RUNS, LONGEST_DELAY = 9, 0.03
+NUM_STEPS, EVERY = 12, 2
+FLAGS = {"num-steps": NUM_STEPS, "checkpoint-every": EVERY}
+MOST_AGAIN = 2 * EVERY + 1
+"""Steps that are released and in no checkpoint. A checkpoint is written while the steps after it go
+on, up to the next one's, which waits for it, or the step after that, if that one is evaluated."""
 
 
 def plant(phase, call, delay):
@@ -74,7 +80,7 @@ def undisturbed(texts, tmp_path_factory):
     found = {}
     for algorithm in ("els", "uls"):
         run_dir = tmp_path_factory.mktemp("undisturbed") / algorithm
-        main(command(texts, run_dir, algorithm))
+        main(command(texts, run_dir, algorithm, **FLAGS))
         found[algorithm] = result(run_dir)
     return found
 
@@ -90,7 +96,7 @@ def result(run_dir):
 def test_a_run_that_is_killed_in_every_phase_ends_the_same(number, texts, undisturbed, run_dir):
     rng = np.random.default_rng(number)
     algorithm = ("els", "uls")[number % 2]
-    args = [*command(texts, run_dir, algorithm), "--resume"]
+    args = [*command(texts, run_dir, algorithm, **FLAGS), "--resume"]
     phases = ["calibration", *rng.permutation([p for p in PHASES if p != "calibration"])]
     released = 0
     for phase in phases:
@@ -107,6 +113,9 @@ def test_a_run_that_is_killed_in_every_phase_ends_the_same(number, texts, undist
             lines = ledger.read(run_dir)
             assert len(lines) >= released  # no step that was released is forgotten
             released = len(lines)
+            newest = checkpoint.latest(run_dir)
+            again = released - 1 - (checkpoint.load_step(newest) if newest else 0)
+            assert again <= MOST_AGAIN
             shown = max((line["step"] for line in metrics.read(run_dir)), default=0)
             assert shown <= max(0, released - 1)
             if released:
