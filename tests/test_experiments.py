@@ -14,11 +14,7 @@ from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[1]
 HELPERS = "__init__ common finetuning heuristics mistakes rows start testing".split()
-NAMES = sorted(
-    p.stem
-    for p in (ROOT / "experiments").glob("*.py")
-    if p.stem not in HELPERS
-)
+NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS)
 
 
 @pytest.mark.parametrize("name", NAMES)
