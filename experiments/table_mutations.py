@@ -145,8 +145,6 @@ def main() -> None:
         tempfile.TemporaryDirectory() as scratch,
         ThreadPoolExecutor(AT_ONCE) as threads,
     ):
-        for mistake in MISTAKES:  # at any scale: what the code has become may have no place for it
-            mistake.plant(copy_of(Path(scratch)) / "fedsim")
         texts = Path(scratch) / "texts.parquet"
         write_texts(texts)
         sound = copy_of(Path(scratch))

@@ -218,7 +218,6 @@ def test_the_command_with_its_own_canaries_refutes_a_tenth_of_the_noise_alone(
     code, found = run(args, capsys)
     assert found["planted"] == {"gradient": 400, "text": 100}
     assert (code, found["holds"]) == (0 if holds else 1, holds), found["verdict"]
-    assert found["epsilon_lower_bound"] > 0
 
 
 def weaker(event):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import finetuning, testing
+from experiments import finetuning, table_mutations, testing
+from experiments.mistakes import MISTAKES
 from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[1]
@@ -47,3 +48,30 @@ def test_what_is_reported_are_test_losses_of_the_runs_that_were_tuned_on_others(
     assert row["validation_loss"] == pytest.approx(row["loss"], rel=1e-6)
     job = testing.Job(run_dir, training.test_examples, before=True)
     assert testing.evaluate_one(job) == row["loss_before"] != row["loss"]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_every_mistake_can_be_made_and_has_its_test(mistake):
+    for file, old, new in mistake.edits:
+        assert old in (ROOT / "fedsim" / file).read_text() and old != new, file
+    file, _, test = mistake.tests.partition("::")
+    assert f"def {test}(" in (ROOT / "tests" / file).read_text()
+
+
+def test_what_the_audit_says_of_a_mistake_is_about_its_bounds():
+    sound = [0.14, 0.1]
+    found = [table_mutations.audit_says(b, sound) for b in ([1.2, 0.1], [0.0, 0.1], sound, None)]
+    assert found == [
+        "epsilon is at least 1.2, 1 claimed", "- (attack weakened)", "-", "the audit fails"
+    ]  # fmt: skip
+    rows = [{"test": "-", "verify": "-", "audit": says} for says in found]
+    assert list(map(table_mutations.caught, rows)) == [True, False, False, False]
+
+
+def test_a_planted_mistake_leaves_nothing_in_the_cache_of_others(tmp_path):
+    copies = [table_mutations.copy_of(tmp_path) for _ in range(2)]
+    script = "import fedsim.files as f; print(f.__file__, f.cache_dir())"
+    for copy in copies:
+        found = table_mutations.python(copy, "-c", script).stdout.split()
+        assert found == [str(copy / "fedsim" / "files.py"), str(copy / "cache")]
+    assert len({(copy / "cache" / "compiled").resolve() for copy in copies}) == 1
