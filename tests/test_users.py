@@ -242,3 +242,18 @@ def test_opening_a_store_does_not_import_pandas(tmp_path):
     code = "import sys; from fedsim.data.users import UserStore; UserStore.open(sys.argv[1]); "
     code += "sys.exit('pandas' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, tmp_path / "store"], check=True)
+
+
+@pytest.mark.parametrize("name", ["users.parquet", "data-00000-of-00003.arrow", "data-00002*"])
+def test_a_byte_that_is_changed_since_is_found_by_reading_everything(name, tmp_path, rng):
+    store = write(tmp_path / "store", random_examples(rng, 9, 6), rows_per_shard=25)
+    store.check()
+    (path,) = (tmp_path / "store").glob(name)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    with pytest.raises(DataError, match=f"data={tmp_path / 'store'}: changed since it was built"):
+        store.check()
+
+
+def test_a_store_in_memory_is_what_it_was():
+    UserStore.from_examples(EXAMPLES, 8, 10).check()

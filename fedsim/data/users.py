@@ -125,6 +125,16 @@ class UserStore:
         )
         return cls(users, [shard], metadata)
 
+    def check(self) -> None:
+        """Read everything once: is it what was built? Takes a second per gigabyte or two.
+
+        Raises: DataError: a byte was changed since.
+        """
+        files = [] if self.path is None else [self.path / "users.parquet", *self._shards]
+        if fingerprint(files or [self._users, *self._shards]) != self.fingerprint:
+            where = self.path or "memory"
+            raise DataError(f"data={where}: changed since it was built: another fingerprint")
+
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of `rows` (1-D, in any order; -1 is padding), cut or zero-padded to `length`.
 
