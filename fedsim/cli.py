@@ -114,6 +114,10 @@ class Account:
     group_size: int = 1
     """G_ELS: most examples of a user in the pool. ULS's epsilon does not depend on it. >= 1."""
 
+    before: float | None = None
+    """Epsilon of an (epsilon, 0)-DP release before the first step, such as a group size that was
+    chosen privately; composed with the steps. > 0."""
+
     delta: float | None = None
     """In (0, 1): print epsilon at this delta."""
 
@@ -129,10 +133,14 @@ class Account:
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
         given = (self.delta is None) + (self.epsilon is None)
         expect("delta", self.delta, given == 1, "a delta or an epsilon, and not both")
+        share = self.before
+        expect("before", share, share is None or 0 < share < math.inf, "> 0 and finite")
         cap = _max_contributions(self)
         with mistakes():
             event = accounting.StepEvent(self.noise_multiplier, self.sampling_prob, cap)
-            phases = [(event, self.num_steps)]
+            phases: list[tuple[accounting.Event, int]] = [(event, self.num_steps)]
+            if self.before is not None:
+                phases.insert(0, (accounting.PureEvent(self.before), 1))
             epsilon, delta = self.epsilon, self.delta
             if delta is not None:
                 epsilon = accounting.epsilon(phases, delta, progress=_progress)
@@ -254,6 +262,8 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(UNFINISHED)
     if result.get("holds") is False:
         sys.exit(1)
+    if result.get("interrupted"):
+        sys.exit(UNFINISHED)
 
 
 def _fail(reason: Any, code: int) -> NoReturn:
