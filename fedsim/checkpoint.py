@@ -98,21 +98,33 @@ def restore(path: Path, like: dict[str, Any]) -> dict[str, Any]:
 
     Raises: CheckpointError: it was changed, or is the state of something else.
     """
-    state: Any = _unpacked(path)
+    state: Any = load(path)
     try:
         return serialization.from_state_dict(like, state)
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: expected the state of this run ({error})") from None
 
 
+def load(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint as nested dicts of arrays. Raises: CheckpointError."""
+    packed = check(path)
+    try:
+        state: Any = serialization.msgpack_restore(packed)  # pyright: ignore (any buffer will do)
+        if "params" in state.keys():
+            return state
+    except Exception:  # of whatever is in it: MessagePack's errors have no type in common
+        pass
+    raise CheckpointError(f"{path}: expected the state of a run")
+
+
 def load_params(path: Path) -> Any:
     """The parameters of a checkpoint, as nested dicts of float32 arrays."""
-    return _unpacked(path)["params"]
+    return load(path)["params"]
 
 
 def load_step(path: Path) -> int:
     """The step that a checkpoint was written after."""
-    return int(_unpacked(path)["step"])
+    return int(load(path)["step"])
 
 
 def name(step: int) -> str:
@@ -128,14 +140,3 @@ def params_sha256(params: Any) -> str:
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
         digest.update(leaf.tobytes())
     return digest.hexdigest()
-
-
-def _unpacked(path: Path) -> dict[str, Any]:
-    packed = check(path)
-    try:
-        state: Any = serialization.msgpack_restore(packed)  # pyright: ignore (any buffer will do)
-        if "params" in state.keys():
-            return state
-    except Exception:  # of whatever is in it: MessagePack's errors have no type in common
-        pass
-    raise CheckpointError(f"{path}: expected the state of a run")

@@ -3,7 +3,6 @@
 A progress bar on a terminal, one plain line per reporting interval otherwise (job logs).
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from rich.console import Console as RichConsole
 
 from fedsim.config import Algorithm
 from fedsim.plan import ADJACENCY, Plan, holds
+from fedsim.rounding import at_most
 
 
 class Console:
@@ -76,8 +76,8 @@ def claim(summary: dict[str, Any]) -> str:
     """The privacy claim in one line."""
     if summary["epsilon"] == "inf":
         return "non-private: trained without noise"
-    epsilon = math.ceil(summary["epsilon"] * 1e4) / 1e4  # an upper bound is rounded up
-    guarantee = f"epsilon {epsilon:.4f} at delta {summary['delta']:.3g}"
+    epsilon, delta = at_most(summary["epsilon"], ".4f"), at_most(summary["delta"], ".2e")
+    guarantee = f"epsilon {epsilon} at delta {delta}"
     sampling = summary["sampling_run"], summary["sampling_accounted"]
     if (label := holds(*sampling, summary.get("assumed_population"))) != ADJACENCY:
         return f"{guarantee}: {label}"
@@ -91,7 +91,7 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
     pool = f", {plan.num_units:,} in the pool" if els else ""
     label = f" ({plan.epsilon_holds})" if plan.epsilon_holds != ADJACENCY else ""
     if plan.noise_multiplier:
-        epsilon = f"{plan.target_epsilon:g} at delta {plan.delta:.3g}{label}"
+        epsilon = f"{plan.target_epsilon:g} at delta {at_most(plan.delta, '.2e')}{label}"
     else:
         epsilon = "inf: no noise, non-private"
     median = plan.group_size_epsilon

@@ -1,9 +1,9 @@
 """What was released, step by step: append-only, chained, and the only source of a run's epsilon.
 
 `ledger.jsonl` has a head (what is fixed for the life of the run, and in `before` what was released
-before the first step) and one line per step, written *before* anything of it becomes visible. A
-step that is run again after a crash draws the same units and the same noise, so it is no second
-release: its line is there already and must agree.
+before the first step) and one line per step, written *before* anything of it becomes visible, with
+a digest of the privatised gradient. A step that is run again after a crash draws the same units and
+the same noise, so it is no second release: its line is there already and must agree.
 Each line ends with the sha256 of its own bytes and of all lines before it. So no byte can change,
 and no line go missing before one that is there, without this showing; that the last lines are there
 is checked against checkpoint, metrics and summary. A chain is no signature: who writes all of these
@@ -15,9 +15,13 @@ import itertools
 import json
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from jax.tree import leaves
 
 from fedsim.accounting import Event, StepEvent, epsilon
 from fedsim.config import FedsimError
@@ -25,12 +29,17 @@ from fedsim.files import remove_cut_off_line, sync_directory
 from fedsim.pure import PureEvent
 
 FILE = "ledger.jsonl"
+PIECE = 2**20  # bytes, of what is hashed at a time
 LINK = ', "chain": "{}"}}'
 LINK_SIZE = len(LINK.format("0" * 64))
 
 
 class LedgerError(FedsimError):
     """The ledger does not say what the run is about to do."""
+
+
+class OtherBits(LedgerError):
+    """A step that was released is about to be released again as something else."""
 
 
 class Ledger:
@@ -52,7 +61,7 @@ class Ledger:
         remove_cut_off_line(path)
         self.chain: str = lines[-1]["chain"] if lines else ""
         """Stands for all lines there are."""
-        self._events = [line["event"] for line in lines[1:]]
+        self._steps = [_identity(line) for line in lines[1:]]
         self._file = open(path, "ab")
         if not lines:
             self._append({"head": head})
@@ -63,22 +72,29 @@ class Ledger:
 
         Args:
           event: what the step is to the accountant; None for a step without noise.
+        Raises: LedgerError: it is not the next step, or was released with another event.
+          OtherBits: it was released with another `gradient_sha256`.
         """
         line = {"step": step, "event": event and asdict(event), **fields}
         if step > self.num_steps:
             raise LedgerError(f"step={step}: expected {self.num_steps}, the next one")
         if step == self.num_steps:
             self._append(line)
-            self._events.append(line["event"])
-        elif line["event"] != self._events[step]:
-            raise LedgerError(
-                f"step={step}: expected event {self._events[step]}, as released before"
+            self._steps.append(_identity(line))
+            return
+        (was, digest), (now, found) = self._steps[step], _identity(line)
+        if now != was:
+            raise LedgerError(f"step={step}: expected event {was}, as released before")
+        if digest and found != digest:
+            raise OtherBits(
+                f"step={step}: expected the gradient that was released before, of the same bits: "
+                "go on with the packages, and on the kind of host, that the run was started with"
             )
 
     @property
     def num_steps(self) -> int:
         """Released steps."""
-        return len(self._events)
+        return len(self._steps)
 
     def close(self) -> None:
         """Close the file."""
@@ -90,6 +106,18 @@ class Ledger:
         self._file.write(body + LINK.format(self.chain).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+def gradient_sha256(gradient: Any) -> str:
+    """sha256 over the sha256 of each piece of 1 MiB of each array, computed on all cores.
+
+    Of the privatised gradient: it gives away no more than the step does.
+    """
+    arrays = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves(gradient)]
+    pieces = [array[at : at + PIECE] for array in arrays for at in range(0, array.size, PIECE)]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        digests = threads.map(lambda piece: hashlib.sha256(piece).digest(), pieces)
+        return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def released_epsilon(directory: Path, delta: float) -> float:
@@ -155,6 +183,11 @@ def parse(data: bytes, name: str) -> list[dict[str, Any]]:
 def link(chain: str, body: bytes) -> str:
     """The chain after a line, from the one before it and the line's bytes up to its own."""
     return hashlib.sha256(chain.encode() + body).hexdigest()
+
+
+def _identity(line: dict[str, Any]) -> tuple[Any, str | None]:
+    """What of a step's line must be the same when the step is run again."""
+    return line["event"], line.get("gradient_sha256")
 
 
 def _record(line: bytes, number: int) -> dict[str, Any]:

@@ -103,6 +103,20 @@ class Plan:
         """What epsilon holds under: the adjacency, or a label that says that it is no guarantee."""
         return holds(self.sampling_run, self.sampling_accounted, self.assumed_population)
 
+    @property
+    def guarantee(self) -> bool:
+        """Whether epsilon is one."""
+        return bool(self.noise_multiplier) and self.epsilon_holds == ADJACENCY
+
+    @property
+    def epsilon_metric(self) -> str:
+        """The name of epsilon among the metrics."""
+        if self.sampling_run != self.sampling_accounted:
+            return "comparison_only/epsilon_as_if_poisson"
+        if self.assumed_population is not None:
+            return "comparison_only/epsilon_of_assumed_population"
+        return "privacy/epsilon"
+
     def as_dict(self) -> dict[str, Any]:
         """In JSON's types; `planted` where there is something."""
         fields = {name: to_json(value) for name, value in dataclasses.asdict(self).items()}
@@ -239,6 +253,24 @@ def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, A
         "key_seal": key_seal,
         "config_sha256": config_sha256,
         **({"before": before} if before else {}),
+    }
+
+
+def claims(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
+    """What `summary.json` says of the guarantee: it follows from the plan and the ledger.
+
+    Args: chain: the ledger's last link.
+    """
+    realised = "gradients_computed and wall_seconds (sizes of the draws)"
+    return {
+        **plan.as_dict(),
+        "non_private": [*plan.non_private, realised],
+        "epsilon": to_json(epsilon),
+        "epsilon_holds": plan.epsilon_holds,
+        "adjacency": ADJACENCY,
+        "privacy_unit": "user",
+        "gradient_noise_multiplier": plan.gradient_noise_multiplier,
+        "ledger_chain": chain,
     }
 
 

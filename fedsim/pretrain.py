@@ -11,7 +11,6 @@ import functools
 import math
 import time
 from contextlib import ExitStack
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -31,7 +30,8 @@ from fedsim.metrics import Metrics, table
 from fedsim.models import start
 from fedsim.optimizers import optimizer, updater
 from fedsim.signals import stop_signals
-from fedsim.train import PACKAGES, State, count, restored
+from fedsim.state import State, restored
+from fedsim.train import count, versions
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
 NO_CLIP = Clip(math.inf)
@@ -79,8 +79,7 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
         workers.ready()
         workers.strategy = Strategy("scan", settings.rows_per_pass)
         if not stored:
-            versions = {name: version(name) for name in PACKAGES}
-            config |= {"versions": versions, "model": task.config.as_dict()}
+            config |= {"versions": versions(), "model": task.config.as_dict()}
             stack.enter_context(rundir.start(run.run_dir, config, key, data.tokenizer_path))
         trainer = Pretrainer(settings, run, data, transformation, rate, workers, console, key)
         return trainer.fit(params)

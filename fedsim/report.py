@@ -1,88 +1,38 @@
 """The privacy report of a run: the claim, what it rests on, and what it leaves out.
 
 Follows the list of what to report of "How to DP-fy ML" (Ponomareva et al. 2023, Section 5.3.3).
-Every number about privacy is computed from the ledger when the report is written; a run whose
-ledger, settings or claim have been changed gets none.
+Every number about privacy is computed from the ledger when the report is written, and every bound
+is rounded up. A run that breaks any promise that `verify` looks at gets no report.
 """
 
-import dataclasses
-import math
 import shlex
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fedsim import accounting, checkpoint, ledger, rundir
-from fedsim.accounting import Event, RunningEpsilon, StepEvent
-from fedsim.config import Algorithm, FedsimError
+from fedsim import ledger, rundir
+from fedsim.claim import Released, ReportError, claim, curve, in_words, over_steps
+from fedsim.config import Algorithm, to_json
 from fedsim.console import Console
 from fedsim.document import Code, Document, Items, Quote, Section, Table, to_html, to_markdown
+from fedsim.evidence import Check
 from fedsim.files import read_json, write_atomically
-from fedsim.plan import ADJACENCY, Plan
+from fedsim.plan import COMPARISON_ONLY, Plan
+from fedsim.rounding import at_most
 from fedsim.svg import Chart, Series
-from fedsim.verify import Check, verify
+from fedsim.verify import verify
 
 HTML, MARKDOWN = "report.html", "report.md"
-CURVE_POINTS = 25
-STEP_POINTS = 16
-FALSE_ALARMS = (0.001, 0.01, 0.05)
-NEEDED = ("settings", "ledger", "events", "epsilon", "summary", "checkpoints")
-
-
-class ReportError(FedsimError):
-    """The run makes no claim that could be reported."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Released:
-    """What a run has released, from its ledger."""
-
-    run_dir: Path
-    stored: dict[str, Any]
-    plan: Plan
-    lines: list[dict[str, Any]]
-    phases: list[tuple[Event, int]] | None
-    epsilon: float
-    checks: list[Check]
-
-    @property
-    def num_steps(self) -> int:
-        """Steps released."""
-        return len(self.lines) - 1
-
-    @property
-    def comparison_only(self) -> bool:
-        """Whether other sampling was run than was accounted."""
-        return self.plan.sampling_run != self.plan.sampling_accounted
-
-    @property
-    def label(self) -> str:
-        """What makes epsilon no guarantee; empty where it is one."""
-        return "" if self.plan.epsilon_holds == ADJACENCY else self.plan.epsilon_holds
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of the newest checkpoint's parameters."""
-        newest = checkpoint.latest(self.run_dir)
-        return "none yet" if newest is None else params_sha256(newest)
 
 
 def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
     """Write report.html and report.md of a run into `out`.
 
-    Raises: ConfigError: there is no run. ReportError: it is not what its ledger says.
+    Raises: ConfigError: there is no run, or another process is working on it. ReportError: a
+      promise is violated, or there is no model to report of.
     """
-    checks = verify(run_dir, console=console)
-    for check in checks:
-        if check.holds is False and check.promise in NEEDED:
-            raise ReportError(f"nothing to report: {check.promise} violated: {check.found}")
-    stored, lines = rundir.load(run_dir), ledger.read(run_dir)
-    plan = Plan.from_dict(stored["plan"])
-    phases = ledger.phases(lines)
-    epsilon = ledger.epsilon_of(phases, plan.delta)
-    released = Released(run_dir, stored, plan, lines, phases, epsilon, checks)
-    document = compose(released)
+    with rundir.lock(run_dir, to_read=True):
+        released = read(run_dir, console)
+        document = compose(released)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / HTML, to_html(document).encode())
     write_atomically(out / MARKDOWN, to_markdown(document).encode())
@@ -90,16 +40,30 @@ def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
         "run_dir": str(run_dir),
         "html": str(out / HTML),
         "markdown": str(out / MARKDOWN),
-        "epsilon": "inf" if math.isinf(epsilon) else epsilon,
-        "delta": plan.delta,
+        "epsilon": to_json(released.epsilon),
+        "delta": released.plan.delta,
+        "epsilon_holds": released.plan.epsilon_holds,
+        "guarantee": released.plan.guarantee,
         "claim": claim(released),
     }
+
+
+def read(run_dir: Path, console: Console) -> Released:
+    """What a run has released. Raises: as `report`."""
+    checks = verify(run_dir, console=console)
+    for check in checks:
+        if check.holds is False:
+            raise ReportError(f"nothing to report: {check.promise} violated: {check.found}")
+    stored, lines = rundir.load(run_dir), ledger.read(run_dir)
+    plan, phases = Plan.from_dict(stored["plan"]), ledger.phases(lines)
+    epsilon = ledger.epsilon_of(phases, plan.delta)
+    return Released(run_dir, stored, plan, lines, phases, epsilon, checks)
 
 
 def compose(released: Released) -> Document:
     """The report's sections."""
     sections = [
-        Section("The claim", [Quote(claim(released)), *_in_words(released)]),
+        Section("The claim", [Quote(claim(released)), *in_words(released)]),
         Section("What was done, item by item", [_items(released)]),
     ]
     if released.phases is not None and released.num_steps:
@@ -115,89 +79,6 @@ def compose(released: Released) -> Document:
     return Document(f"Privacy report: {released.run_dir.resolve().name}", sections)
 
 
-def claim(released: Released) -> str:
-    """One sentence that can be quoted."""
-    plan = released.plan
-    model = f"The model with SHA-256 fingerprint {released.fingerprint}"
-    trained = f"was trained on {plan.num_examples:,} texts of {plan.num_users:,} people"
-    if released.phases is None:
-        return f"{model} {trained} without noise, so that no privacy is claimed for anyone."
-    if released.label:
-        order = "in shuffled order" if released.comparison_only else "taken for a sample of more"
-        return (
-            f"{model} {trained} {order}, for which no privacy is claimed: "
-            f"epsilon = {_up(released.epsilon)} is {released.label}."
-        )
-    known = any(fact.startswith("the seed") for fact in plan.non_private)
-    proviso = ", towards whoever does not know the seed of this reproduction" if known else ""
-    return (
-        f"{model} {trained} with user-level differential privacy of epsilon = "
-        f"{_up(released.epsilon)} and delta = {plan.delta:.2e}{proviso}: for every one of these "
-        "people, whatever they wrote and whatever else is known, including all of their texts in "
-        "the training instead of leaving all of them out makes no outcome of it more than "
-        f"{_factor(released.epsilon)} times as likely, nor as unlikely, give or take a "
-        f"probability of {plan.delta:.2e}."
-    )
-
-
-def _up(epsilon: float) -> str:
-    """An upper bound is rounded up."""
-    return f"{math.ceil(epsilon * 1e4 - 1e-7) / 1e4:.4f}"
-
-
-def _factor(epsilon: float) -> str:
-    factor = math.exp(min(epsilon, 700))
-    return f"{math.ceil(factor * 100) / 100:,.2f}" if factor < 1e6 else f"{factor:.2e}"
-
-
-def _in_words(released: Released) -> list[Any]:
-    """What the claim means to someone who might be recognised."""
-    if released.phases is None or released.comparison_only or not released.num_steps:
-        return []
-    rows = [
-        (f"{alarm:.1%} of those who did not", f"at most {most_recognised(released, alarm):.1%}")
-        for alarm in FALSE_ALARMS
-    ]
-    return [
-        "In other words: suppose someone has the finished model, and even the model after every "
-        "single step, and wants to find out whether a certain person's texts were used. Whatever "
-        "their method, their computers and their knowledge of everybody else, this is the most "
-        "that they can achieve:",
-        Table(("who wrongly suspects", "recognises, of those who took part"), rows),
-        "The guarantee covers the whole of what a person wrote, not one text at a time, and it "
-        "does not weaken when the model is copied, published or trained further on other data.",
-    ]
-
-
-def most_recognised(released: Released, false_alarms: float) -> float:
-    """The highest true positive rate of any test at a false positive rate, by the whole curve.
-
-    Every (epsilon, delta) that holds bounds it: by e^epsilon f + delta, and from the other side by
-    1 - e^-epsilon (1 - delta - f). Source: Kairouz et al. 2015, Theorem 2.1.
-    """
-    epsilons, deltas = curve(released)
-    above = np.exp(epsilons) * false_alarms + deltas
-    below = 1 - np.exp(-epsilons) * np.maximum(0, 1 - deltas - false_alarms)
-    return float(min(1.0, above.min(), below.min()))
-
-
-def curve(released: Released) -> tuple[np.ndarray, np.ndarray]:
-    """(epsilons, deltas) of all that was released."""
-    assert released.phases is not None
-    epsilons = np.linspace(0, 1.3 * released.epsilon, CURVE_POINTS)
-    return epsilons, accounting.privacy_curve(released.phases, epsilons)
-
-
-def over_steps(released: Released) -> tuple[list[int], list[float]]:
-    """Epsilon after some of the steps."""
-    *before, (event, count) = released.phases or []
-    if not isinstance(event, StepEvent):
-        return [], []
-    running = RunningEpsilon(event, released.plan.delta, before)
-    steps = sorted({round(i * count / STEP_POINTS) for i in range(STEP_POINTS + 1)})
-    return steps, [running(step) for step in steps]
-
-
 def _charts(released: Released) -> list[Any]:
     epsilons, deltas = curve(released)
     label = f" ({released.label})" if released.label else ""
@@ -205,7 +86,7 @@ def _charts(released: Released) -> list[Any]:
     target = released.plan.target_epsilon
     blocks: list[Any] = [
         "A guarantee is not one pair of numbers but a curve: the model has all of these pairs at "
-        f"once. The claim quotes the one at delta = {released.plan.delta:.2e}{label}.",
+        f"once. The claim quotes the one at delta = {at_most(released.plan.delta, '.2e')}{label}.",
         Chart(
             f"Delta at each epsilon, after {released.num_steps} steps{label}",
             "epsilon",
@@ -216,7 +97,8 @@ def _charts(released: Released) -> list[Any]:
     ]
     if len(steps) > 1:
         goal = Series("asked for", [steps[0], steps[-1]], [target, target], dashed=True)
-        title = f"Epsilon after each step, at delta = {released.plan.delta:.2e}{label}"
+        delta = at_most(released.plan.delta, ".2e")
+        title = f"Epsilon after each step, at delta = {delta}{label}"
         lines = [Series("released", steps, spent), goal]
         blocks.append(Chart(title, "steps", "epsilon", lines))
     return blocks
@@ -226,7 +108,7 @@ def _items(released: Released) -> Table:
     """The reporting list of Ponomareva et al. 2023, Section 5.3.3."""
     plan = released.plan
     els = plan.algorithm == Algorithm.ELS
-    unit = "text" if els else "person"
+    unit = "text" if els else "user"
     name = "DP-SGD-ELS (Algorithm 1)" if els else "DP-SGD-ULS (Algorithm 2)"
     if plan.adaptive:
         name += ", with a clip norm that follows a quantile of the norms privately"
@@ -236,23 +118,29 @@ def _items(released: Released) -> Table:
         if els
         else f"a Gaussian, sampled with probability {prob} (Theorem 2)"
     )
-    same = f"no: {released.label}" if released.label else "yes"
+    same = "yes" if plan.sampling_run == plan.sampling_accounted else f"no: {COMPARISON_ONLY}"
+    if plan.assumed_population is not None:
+        assumed = f"that these users are a Poisson sample of {plan.assumed_population:,}"
+        same += f"; but it is assumed, and not guaranteed, {assumed}"
     noise = "none" if released.phases is None else f"{plan.noise_multiplier:.6g}"
-    epsilon = _up(released.epsilon) if released.phases is not None else "infinite: no noise"
+    epsilon = "infinite: no noise"
+    if released.phases is not None:
+        epsilon = at_most(released.epsilon, ".4f")
+    label = f" ({released.label})" if released.label else ""
     tuning = [fact for fact in plan.non_private if "chosen by looking" in fact]
     share = plan.group_size_epsilon
     before = "nothing" if share is None else f"choosing the group size: {share:g} of epsilon"
     rows = [
         ("setting", "central: whoever trains sees the texts; others see what is released"),
-        ("who is protected (unit of privacy)", "a user, with all of their texts"),
+        ("unit of privacy", "a user: all texts with the same id in the data, one person's or not"),
         ("adjacency", "data sets that differ by all texts of one user, added or removed"),
-        ("released, hence covered", "the parameters after every step, and the ledger"),
+        ("released", "the parameters after every step, and the ledger"),
         ("mechanism", f"{name} of Charles et al. 2024: the Gaussian mechanism on a clipped sum"),
         ("clipping", f"{plan.clipping}, of each {unit}'s gradient, to {plan.clip_norm:g}"),
         ("noise multiplier", noise),
-        ("texts of a person", _cap(plan)),
+        ("texts of a user", _cap(plan)),
         ("divided by", f"{plan.expected_count}, the expected number, whatever was drawn"),
-        ("epsilon, delta", f"{epsilon}, {plan.delta:.3e}"),
+        ("epsilon, delta", f"{epsilon}, {at_most(plan.delta, '.3e')}{label}"),
         ("steps accounted", f"{released.num_steps} of {plan.num_steps} planned"),
         ("accountant", f"privacy loss distribution, upper bound; each step {law}"),
         ("sampling that was run", plan.sampling_run),
@@ -260,7 +148,10 @@ def _items(released: Released) -> Table:
         ("are the two the same", same),
         ("accounted before training", before),
         ("tuning of settings", "; ".join(tuning) or "none reported; none is accounted"),
-        ("other runs on these data", "not accounted: their epsilons add up with this one's"),
+        (
+            "other runs on these data",
+            "not accounted: their epsilons add up with this one's, and their deltas, too",
+        ),
     ]
     return Table(("item", "this run"), rows)
 
@@ -273,9 +164,10 @@ def _cap(plan: Plan) -> str:
 
 def _outside(released: Released) -> list[Any]:
     facts = list(released.plan.non_private)
+    about = "The guarantee is about" if released.plan.guarantee else "No guarantee is claimed for"
     return [
-        "The guarantee is about the released model and ledger. These are computed from the "
-        "people's texts without protection, or known to others:",
+        f"{about} the released model and ledger. These are computed from the "
+        "users' texts without protection, or known to others:",
         Items(
             [
                 *facts,
@@ -284,11 +176,12 @@ def _outside(released: Released) -> list[Any]:
                 "published",
                 "the secret key (`secret.json`), and whatever else the driver and the workers "
                 "hold: whoever can read that can read the texts",
-                "texts that several people share: each person is protected for their own copy",
+                "what a user shares with others: each is protected for their own copy",
+                "a person with several ids in the data: protected for each id alone",
             ]
         ),
         "About the noise: it is drawn and added in 64-bit floating point and rounded once to 32 "
-        "bits, from a pseudo-random generator (Philox, as the draws of people and texts) keyed "
+        "bits, from a pseudo-random generator (Philox, as the draws of users and texts) keyed "
         "with a secret. The mathematics assumes real numbers and perfect randomness. Attacks on "
         "the low bits of floating-point noise are known (Mironov 2012), and the generator is not a "
         "certified one. No more is claimed than that.",
@@ -316,7 +209,7 @@ def _settings(released: Released) -> Table:
     if path.exists():
         summary = read_json(path)
         names = ("initial_eval_loss", "final_eval_loss")
-        rows += [(f"{name} (people not trained on)", f"{summary[name]}") for name in names]
+        rows += [(f"{name} (users not trained on)", f"{summary[name]}") for name in names]
     else:
         rows.append(("results", "the run has not ended"))
     return Table(("setting", "value"), rows)
@@ -337,24 +230,21 @@ def _fingerprints(released: Released) -> Table:
 
 def _commands(released: Released) -> list[Any]:
     plan, path = released.plan, shlex.quote(str(released.run_dir))
-    lines = [f"fedsim verify {path}", f"fedsim verify {path} --replay"]
+    lines = [f"fedsim verify {path}{flag}" for flag in ("", " --replay", " --whole")]
     if released.phases is not None:
         lines.append(
             f"fedsim account {plan.algorithm} --num-steps {released.num_steps} "
             f"--sampling-prob {plan.accounted_prob!r} --noise-multiplier {plan.noise_multiplier!r} "
             f"--group-size {plan.group_size} --delta {plan.delta!r}"
+            + "".join(f" --before {event.epsilon!r}" for event, _ in plan.before)
         )
     return [
-        "The first replays the ledger. The second also computes the last steps again from the key "
-        "and the data, and compares every bit. The third computes epsilon from the public "
-        "constants alone. What an attacker really achieves is measured by `fedsim audit`.",
+        "The first holds the ledger against everything else. The second also computes the last "
+        "steps again from the key and the data, and compares every bit; the third does so with all "
+        f"{plan.num_steps} steps. `fedsim account` computes epsilon from the public constants "
+        "alone. What an attacker really achieves is measured by `fedsim audit`.",
         Code("\n".join(lines)),
     ]
-
-
-def params_sha256(path: Path) -> str:
-    """Of a checkpoint's parameters."""
-    return checkpoint.params_sha256(checkpoint.load_params(path))
 
 
 WORDS = Table(
@@ -362,16 +252,19 @@ WORDS = Table(
     [
         (
             "epsilon",
-            "How much one person can change the odds of anything: by a factor of e^epsilon. "
+            "How much one user can change the odds of anything: by a factor of e^epsilon. "
             "Smaller is more private: 0 is perfect, and beyond 10 or so it says little.",
         ),
         (
             "delta",
             "The small probability that is set aside. It should be well below one in the number "
-            "of people.",
+            "of users.",
         ),
-        ("user", "A person, or whatever owns texts in these data: an account, a site, an author."),
-        ("gradient", "The direction in which a text, or a person's texts, pull the model."),
+        (
+            "user",
+            "Whatever has an id of its own in the data: an author, an account, a site, a file.",
+        ),
+        ("gradient", "The direction in which a text, or a user's texts, pull the model."),
         ("clipping", "Shortening every pull to a fixed length, so that nobody pulls harder."),
         ("noise", "A random change added to the sum of all pulls, large enough to hide any one."),
         ("sampling", "Only some take part in each step, by lot, which hides who did."),

@@ -24,6 +24,7 @@ from fedsim.keys import SecretKey
 
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", "lock"
 TOKENIZER = "tokenizer.json"
+ANOTHER_KEY = "another key than the ledger was begun with"
 
 
 class Busy(ConfigError):
@@ -54,14 +55,18 @@ def stored_config(run_dir: Path, *, resume: bool) -> dict[str, Any] | None:
 
 
 @contextmanager
-def lock(run_dir: Path) -> Iterator[None]:
+def lock(run_dir: Path, *, to_read: bool = False) -> Iterator[None]:
     """Hold the run: two processes at once would release steps under one ledger line.
 
+    Args: to_read: beside others who read; nothing is written, as in a copy that has no lock.
     Raises: Busy: another process holds it.
     """
-    with open(run_dir / LOCK, "a") as file:
+    if to_read and not (run_dir / LOCK).exists():
+        yield
+        return
+    with open(run_dir / LOCK, "r" if to_read else "a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if to_read else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             message = "expected a run that no other process is working on"
             raise Busy(f"run_dir={run_dir}: {message}") from None
@@ -92,10 +97,16 @@ def start(
 
 
 def key_of(run: RunConfig, stored: dict[str, Any] | None) -> SecretKey | None:
-    """The key of a stored run. Raises ConfigError if it came from another seed than `run` has."""
+    """The key of a stored run.
+
+    Raises: ConfigError: it came from another seed than `run` has. FileDamaged: it is not the one
+      that the ledger was begun with.
+    """
     if stored is None:
         return None
     key = SecretKey.load(run.run_dir)
+    if ledger.head(run.run_dir).get("key_seal", key.seal("ledger")) != key.seal("ledger"):
+        raise FileDamaged(f"{run.run_dir / keys.FILE}: {ANOTHER_KEY}")
     same = run.seed is None or run.seed == key.seed
     expect("seed", run.seed, same, "the one the run was started with, or none")
     return key
@@ -116,7 +127,9 @@ def create_key(seed: int | None, config: dict[str, Any], data: Dataset) -> Secre
 
 
 def expect_same(run_dir: Path, stored: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises ConfigError naming the first setting in which a resumed run differs."""
+    """Raises ConfigError naming what a resumed run would do otherwise; its data first."""
+    same = stored["identity"]["data_seal"] == now["identity"]["data_seal"]
+    expect("data", now["run"]["data"], same, f"the data with which {run_dir} was started")
     for section, values in now.items():
         for name, value in values.items():
             if name not in OPERATIONAL and value != stored[section].get(name):
@@ -124,6 +137,19 @@ def expect_same(run_dir: Path, stored: dict[str, Any], now: dict[str, Any]) -> N
                 raise ConfigError(
                     f"{name}={value}: expected {was}, with which {run_dir} was started"
                 )
+
+
+def other_bits(stored: dict[str, Any], versions: dict[str, str], host: str) -> str:
+    """Why computing on `host` may give other bits than the run that was started has; empty if it
+    gives the same. Accelerators add up in any order."""
+    was = stored["versions"]
+    changed = [name for name, now in versions.items() if now != was.get(name)]
+    other = [f"{name} {versions[name]}, not {was.get(name)}" for name in changed]
+    if other:
+        return "other packages: " + ", ".join(other)
+    if stored.get("host", host) != host:
+        return f"another kind of host: {host}, not {stored['host']}"
+    return "" if ", cpu," in host else f"{host} adds up in no fixed order"
 
 
 def load(run_dir: Path) -> dict[str, Any]:

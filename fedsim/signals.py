@@ -7,6 +7,19 @@ from contextlib import contextmanager
 
 
 @contextmanager
+def terminated() -> Iterator[None]:
+    """SIGTERM ends what is inside as Ctrl-C does, so that it clears up behind itself."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def stop_signals() -> Iterator[threading.Event]:
     """An event that SIGTERM or SIGINT sets, so that the step under way is finished and saved.
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -30,12 +29,13 @@ from fedsim.engine.engine import Stats
 from fedsim.evaluate import begin_evaluate, headline
 from fedsim.files import cache_dir, write_json
 from fedsim.keys import SecretKey
-from fedsim.ledger import Ledger, released_epsilon
+from fedsim.ledger import Ledger, OtherBits, gradient_sha256, released_epsilon
 from fedsim.metrics import Metrics, table
 from fedsim.models import start
 from fedsim.optimizers import optimizer, updater
-from fedsim.plan import ADJACENCY, Plan, complete, ledger_head, make_plan, method_for
+from fedsim.plan import Plan, claims, complete, ledger_head, make_plan, method_for
 from fedsim.signals import stop_signals
+from fedsim.state import State, restored, results
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "ray", "dp-accounting")
 
@@ -77,6 +77,8 @@ def train(
         if stored:
             stack.enter_context(rundir.lock(run.run_dir))
         data = start.load_data(run, model, console.note)
+        if stored:
+            data.train.check()
         data = plant.data(data) if plant else data
         identity = {"algorithm": algorithm, "model": start.sha256(model)}
         config: dict[str, Any] = {"identity": identity, "privacy": as_dict(privacy)}
@@ -85,7 +87,7 @@ def train(
         seal = key.seal(data.train.fingerprint)
         config["identity"] |= {"data_seal": seal, "reduction": reduction}
         if stored:
-            expect_same(run, stored, config)
+            rundir.expect_same(run.run_dir, stored, config)
         completed, non_private = complete(algorithm, privacy, data, key=key)
         expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
         non_private += outside(run, fresh_model=model is None)
@@ -106,19 +108,24 @@ def train(
         console.note("starting the workers")
         workers.ready()
         workers.strategy, why = strategy_for(run, stored, workers, params, method, plan.clip)
-        versions = {name: version(name) for name in PACKAGES}
+        host = workers.host(params)
         if not stored:
-            config |= {"plan": plan.as_dict(), "versions": versions}
+            config |= {"plan": plan.as_dict(), "versions": versions(), "host": host}
             config["model"] = task.config.as_dict()
             config["strategy"] = {"name": str(workers.strategy), "why": why}
             stack.enter_context(rundir.start(run.run_dir, config, key, data.tokenizer_path))
         console.plan(plan, workers)
         console.note(f"{'clipped sum':17} {workers.strategy} ({why})")
-        if stored and stored["versions"] != versions:
-            console.note("packages changed since the run was started: its bits may change, too")
-        watch = plant.watch if plant else None
-        trainer = Trainer(method, plan, data, transformation, workers, run, console, watch)
-        return trainer.fit(params, key)
+        doubt = rundir.other_bits(stored or config, versions(), host)
+        if stored and doubt:
+            console.note(f"a step that is run again may have other bits: {doubt}")
+        parts = method, plan, data, transformation, workers, run, console, host, doubt
+        return Trainer(*parts, plant.watch if plant else None).fit(params, key)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages on which a run's bits depend."""
+    return {name: version(name) for name in PACKAGES}
 
 
 def outside(run: RunConfig, *, fresh_model: bool) -> list[str]:
@@ -136,13 +143,6 @@ def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
     expect("local_steps", run.local_steps, run.local_steps <= most, expected)
 
 
-def expect_same(run: RunConfig, stored: dict[str, Any], config: dict[str, Any]) -> None:
-    """Raises ConfigError naming what a resumed run would do otherwise; its data first."""
-    same = stored["identity"]["data_seal"] == config["identity"]["data_seal"]
-    expect("data", run.data, same, f"the data with which {run.run_dir} was started")
-    rundir.expect_same(run.run_dir, stored, config)
-
-
 def strategy_for(run, stored, workers, params, method, clip) -> tuple[Strategy, str]:
     """The clipping strategy, and why: a resumed run goes on with its own."""
     if stored:
@@ -157,39 +157,6 @@ def count(params: Any) -> int:
 
 
 @dataclasses.dataclass
-class State:
-    """Everything that a resumed run needs."""
-
-    params: Any
-    opt_state: Any
-    step: int = 0
-    gradients_computed: int = 0
-    wall_seconds: float = 0.0
-    clip_norm: float = math.nan
-    """C of the next step, which moves where the plan says so."""
-    initial_eval_loss: float = math.nan
-    eval_loss: float = math.nan
-    evaluated: int = -1
-    """The step after which eval_loss was computed."""
-
-
-def restored(run_dir: Path, state: State, console: Console) -> State:
-    """The last checkpoint, or the state as it is if there is none."""
-    kept = checkpoint.kept(run_dir)
-    if not kept:
-        return state
-    *older, path = kept
-    for each in older:
-        checkpoint.check(each)
-    fields = checkpoint.restore(path, vars(state))
-    for name in vars(state).keys() - {"params", "opt_state"}:
-        fields[name] = fields[name].item()
-    state = State(**fields)
-    console.note(f"resuming after step {state.step}")
-    return state
-
-
-@dataclasses.dataclass
 class Trainer:
     """One run, from its first or its next step to its last."""
 
@@ -200,6 +167,10 @@ class Trainer:
     engine: Engine
     run: RunConfig
     console: Console
+    host: str
+    """What workers compute on."""
+    other_bits: str
+    """Why a step that is run again may have other bits; empty if it may not."""
     watch: Callable[[Any], None] | None = None
     """Called with every privatised gradient."""
 
@@ -299,12 +270,14 @@ class Trainer:
         )
         values = self._private_values(stats, state.clip_norm)
         epsilon = accounted.result()
-        ledger.record(
+        self._record(
+            ledger,
             state.step,
             self.event,
             sampling_run=self.plan.sampling_run,
             sampling_accounted=self.plan.sampling_accounted,
             epsilon=to_json(epsilon),
+            gradient_sha256=gradient_sha256(grad),
         )
         if self.watch is not None:
             self.watch(grad)
@@ -319,7 +292,7 @@ class Trainer:
         seconds = time.monotonic() - started
         state.wall_seconds += seconds
         return {
-            **({} if epsilon is None else {self._epsilon_name(): epsilon}),
+            **({} if epsilon is None else {self.plan.epsilon_metric: epsilon}),
             "performance/step_seconds": seconds,
             **self.engine.measurements(),
             "non_private/gradients_per_second": int(stats.num_rows.sum()) / seconds,
@@ -327,12 +300,14 @@ class Trainer:
             **values,
         }
 
-    def _epsilon_name(self) -> str:
-        if self.plan.sampling_run != self.plan.sampling_accounted:
-            return "comparison_only/epsilon_as_if_poisson"
-        if self.plan.assumed_population is not None:
-            return "comparison_only/epsilon_of_assumed_population"
-        return "privacy/epsilon"
+    def _record(self, ledger: Ledger, step: int, event: Any, **fields: Any) -> None:
+        """Into the ledger. Raises OtherBits only where the same ones could be had."""
+        try:
+            ledger.record(step, event, **fields)
+        except OtherBits as error:
+            if not self.other_bits:
+                raise
+            self.console.note(f"{error} ({self.other_bits})")
 
     def _due(self, step: int, interval: int) -> bool:
         """Whether what is done every `interval` steps, and after the last, is done after `step`."""
@@ -370,24 +345,7 @@ class Trainer:
     def _summary(self, state: State, chain: str) -> dict[str, Any]:
         """What `summary.json` holds; epsilon is recomputed from the ledger."""
         epsilon = released_epsilon(self.run.run_dir, self.plan.delta)
-        realised = "gradients_computed and wall_seconds (sizes of the draws)"
-        return {
-            **self.plan.as_dict(),
-            "non_private": [*self.plan.non_private, realised],
-            "epsilon": to_json(epsilon),
-            "epsilon_holds": self.plan.epsilon_holds,
-            "adjacency": ADJACENCY,
-            "privacy_unit": "user",
-            "gradient_noise_multiplier": self.plan.gradient_noise_multiplier,
-            "final_clip_norm": state.clip_norm,
-            "steps_done": state.step,
-            "initial_eval_loss": to_json(state.initial_eval_loss),
-            "final_eval_loss": to_json(state.eval_loss),
-            "params_sha256": checkpoint.params_sha256(state.params),
-            "ledger_chain": chain,
-            "gradients_computed": state.gradients_computed,
-            "wall_seconds": round(state.wall_seconds, 3),
-        }
+        return {**claims(self.plan, epsilon, chain), **results(vars(state)), "host": self.host}
 
     def _hparams(self, summary: dict[str, Any]) -> dict[str, Any]:
         run = {name: getattr(self.run, name) for name in ("model", "optimizer", "learning_rate")}

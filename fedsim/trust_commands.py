@@ -85,11 +85,15 @@ class Verify:
     """Where the data are now. Default: where they were when the run was started."""
 
     replay: bool = False
-    """Compute the steps since the last checkpoint but one again, and compare every bit of the
-    parameters: shows that clipping and noise were what was claimed. Takes key, data and time."""
+    """Compute the steps since the last checkpoint but one again, and compare every bit: shows that
+    clipping and noise were what was claimed in these steps, and in no others. Takes key, data and
+    time."""
+
+    whole: bool = False
+    """Like --replay, with all steps from the first on: takes as long as the training."""
 
     engine: Literal["ray", "local", "spmd"] | None = None
-    """Where --replay computes; see train. Default: as the run was started."""
+    """Where --replay and --whole compute; see train. Default: as the run was started."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -104,21 +108,28 @@ class Verify:
         except (FedsimError, TypeError):
             pass  # named below
         from fedsim.console import Console
-        from fedsim.verify import verify
+        from fedsim.verify import plan_of, verify
 
         checks = verify(
             self.run_dir,
             data=self.data,
-            replay=self.replay,
+            again="whole" if self.whole else "last" if self.replay else "",
             engine=self.engine,
             console=Console(),
         )
+        holds = all(check.holds is not False for check in checks)
+        plan = plan_of(self.run_dir)
         if not self.json:
             for check in checks:
                 print(f"{check.verdict:13} {check.promise:11} {check.found}")
-        holds = all(check.holds is not False for check in checks)
+            if plan is not None and not plan.guarantee:
+                why = plan.epsilon_holds if plan.noise_multiplier else "trained without noise"
+                print(f"epsilon is no guarantee: {why}")
         return {
             "run_dir": str(self.run_dir),
             "holds": holds,
+            "epsilon_holds": plan and plan.epsilon_holds,
+            "guarantee": holds and plan is not None and plan.guarantee,
+            "interrupted": any(check.interrupted for check in checks),
             "checks": [dataclasses.asdict(check) for check in checks],
         }

@@ -1,121 +1,43 @@
 """Does a run directory keep its promises? The ledger, replayed against everything else there is.
 
 Each promise is looked at by itself and named where it is broken. Without the key, or the data, what
-needs them is left out and said to be. What no file can show, that the noise was really added, is
-shown by computing the last steps again from the key (`replay`): the parameters must be the same.
+needs them is left out and said to be. What no file can show is computed again: see `replay`.
 """
 
 import dataclasses
 import functools
 import math
-import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fedsim import accounting, checkpoint, keys, ledger, metrics, rundir
-from fedsim.accounting import StepEvent
-from fedsim.config import Algorithm, ConfigError, FedsimError, PrivacyConfig, RunConfig, to_json
+from fedsim.accounting import RunningEpsilon, StepEvent
+from fedsim.config import Algorithm, ConfigError, FedsimError
 from fedsim.console import Console
-from fedsim.data.dataset import Dataset
+from fedsim.data.shards import DataError
 from fedsim.engine import EngineError
+from fedsim.evidence import Check, Evidence, Interrupted, Unknown, Violated, require
 from fedsim.files import FileDamaged, read_json
 from fedsim.keys import SecretKey
 from fedsim.ledger import LedgerError
-from fedsim.models import start
-from fedsim.plan import ADJACENCY, Plan, method_for
-from fedsim.train import train
+from fedsim.plan import ADJACENCY, Plan, claims, method_for
+from fedsim.replay import replay
+from fedsim.rounding import at_most
+from fedsim.state import results
 
 EPSILON_TOLERANCE = 1e-9  # relative: of other versions of the packages that add up
-
-
-class Violated(FedsimError):
-    """A promise is not kept; the message says how."""
-
-
-class Unknown(FedsimError):
-    """What it takes to look at a promise is not there."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """What was found about one promise."""
-
-    promise: str
-    holds: bool | None
-    """None: it could not be looked at."""
-    found: str
-
-    @property
-    def verdict(self) -> str:
-        """For people."""
-        return {True: "holds", False: "VIOLATED", None: "not looked at"}[self.holds]
-
-
-@dataclasses.dataclass
-class Evidence:
-    """A run directory as its checks read it."""
-
-    run_dir: Path
-    stored: dict[str, Any]
-    data: str | None
-    """Where the data are now, if not where they were."""
-    engine: str | None
-    console: Console
-
-    def __post_init__(self) -> None:
-        if "plan" not in self.stored:
-            raise ConfigError(f"run={self.run_dir}: expected a run of train, which makes promises")
-        try:
-            self.plan = Plan.from_dict(self.stored["plan"])
-            self.privacy = privacy_of(self.stored)
-            run: dict[str, Any] = {**self.stored["run"], "run_dir": self.run_dir, "resume": True}
-            run |= {"data": self.data} if self.data else {}
-            run |= {"engine": self.engine} if self.engine else {}
-            self.run = RunConfig(**run)
-        except (TypeError, KeyError, ValueError) as error:
-            path = self.run_dir / rundir.CONFIG
-            raise Violated(f"{path}: not the settings of a run ({error})") from None
-        self._lines: list[dict[str, Any]] = []
-
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        """The ledger's. Raises Unknown unless they have been found whole."""
-        if not self._lines:
-            raise Unknown("needs a ledger that is whole")
-        return self._lines
-
-    @lines.setter
-    def lines(self, found: list[dict[str, Any]]) -> None:
-        self._lines = found
-
-    @property
-    def num_steps(self) -> int:
-        """Steps in the ledger."""
-        return len(self.lines) - 1
-
-    def key(self) -> SecretKey:
-        """The run's. Raises Unknown if it was not handed on."""
-        if not (self.run_dir / keys.FILE).exists():
-            raise Unknown(f"there is no {keys.FILE}")
-        return SecretKey.load(self.run_dir)
-
-    @functools.cached_property
-    def dataset(self) -> Dataset:
-        """The run's data. Raises Unknown if they cannot be read."""
-        try:
-            return start.load_data(self.run, start.find(self.run.model), self.console.note)
-        except (FedsimError, OSError) as error:
-            raise Unknown(f"the data cannot be read: {error}") from None
+RUNNING_TOLERANCE = 3 * accounting.RELATIVE_ACCURACY  # of grids chosen at other steps
+LOOKED_AT = 12  # of the epsilons that were shown on the way; all others lie between these
+SHOWN = ("privacy/", "comparison_only/")
 
 
 def verify(
     run_dir: Path,
     *,
     data: str | None = None,
-    replay: bool = False,
+    again: str = "",
     engine: str | None = None,
     console: Console,
 ) -> list[Check]:
@@ -123,26 +45,39 @@ def verify(
 
     Args:
       data: where the data are now; None: where they were when the run was started.
-      replay: compute the steps since the last checkpoint but one again, and compare parameters.
+      again: which steps to compute again, to compare bits: none (""), those since the last
+        checkpoint but one ("last"), or all of them ("whole").
       engine: where; None: as the run was started.
-    Raises: ConfigError: `run_dir` is no run, or `data` cannot be read.
+    Raises: ConfigError: `run_dir` is no run, or another process is working on it, or `data` cannot
+      be read.
     """
     try:
-        evidence = Evidence(run_dir, rundir.load(run_dir), data, engine, console)
+        with rundir.lock(run_dir, to_read=True):
+            return _verify(Evidence(run_dir, data, engine, console), data, again)
     except (Violated, FileDamaged, LedgerError) as error:
         return [Check("settings", False, str(error))]
+
+
+def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
     if data is not None:
         try:
             _ = evidence.dataset
+        except Violated:
+            pass  # named below
         except Unknown as error:
             raise ConfigError(f"data={data}: {error}") from None
-    looks = [*LOOKS, *([("replay", _replay)] if replay else [])]
+    looks = [*LOOKS]
+    if again:
+        looks.append(("replay", functools.partial(replay, whole=again == "whole")))
     return [_check(promise, look, evidence) for promise, look in looks]
 
 
-def privacy_of(stored: dict[str, Any]) -> PrivacyConfig:
-    """The settings that a run was started with."""
-    return PrivacyConfig(**{**stored["privacy"], "epsilon": float(stored["privacy"]["epsilon"])})
+def plan_of(run_dir: Path) -> Plan | None:
+    """The plan of a run, if it has kept one."""
+    try:
+        return Plan.from_dict(rundir.load(run_dir)["plan"])
+    except (FedsimError, TypeError, KeyError, ValueError):
+        return None
 
 
 def demanded_event(plan: Plan) -> StepEvent | None:
@@ -157,29 +92,24 @@ def _check(promise: str, look: Callable[[Evidence], str], evidence: Evidence) ->
     try:
         return Check(promise, True, look(evidence))
     except (Unknown, EngineError) as error:
-        return Check(promise, None, str(error))
+        return Check(promise, None, str(error), isinstance(error, Interrupted))
     except FedsimError as error:
         return Check(promise, False, str(error))
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise Violated(message)
 
 
 def _ledger(evidence: Evidence) -> str:
     """The chain is whole, and its head is of these settings."""
     path = evidence.run_dir / ledger.FILE
     lines = ledger.read(evidence.run_dir)
-    _require(len(lines) > 0, f"{path}: expected a ledger, found nothing")
+    require(len(lines) > 0, f"{path}: expected a ledger, found nothing")
     head = lines[0]["head"]
     same = head.get("config_sha256") == rundir.config_sha256(evidence.run_dir)
-    _require(same, f"{evidence.run_dir / rundir.CONFIG}: was changed since the run was started")
-    _require(head.get("plan") == evidence.plan.as_dict(), f"{path}: the head has another plan")
-    _require(head.get("adjacency") == ADJACENCY, f"{path}: the head has another adjacency")
+    require(same, f"{evidence.run_dir / rundir.CONFIG}: was changed since the run was started")
+    require(head.get("plan") == evidence.plan.as_dict(), f"{path}: the head has another plan")
+    require(head.get("adjacency") == ADJACENCY, f"{path}: the head has another adjacency")
     before = [each["epsilon"] for each in head.get("before", [])]
     demanded = [event.epsilon for event, _ in evidence.plan.before]
-    _require(before == demanded, f"{path}: before={before}: expected {demanded}, as in the plan")
+    require(before == demanded, f"{path}: before={before}: expected {demanded}, as in the plan")
     evidence.lines = lines
     return f"{evidence.num_steps} steps, none missing, none twice; not a byte changed"
 
@@ -202,12 +132,12 @@ def _settings(evidence: Evidence) -> str:
     }
     for name, (wanted, planned) in asked.items():
         same = wanted is None or wanted == planned
-        _require(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
+        require(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
     share = plan.expected_count / plan.num_units
-    _require(plan.sampling_prob == share, f"sampling_prob={plan.sampling_prob}: expected {share}")
+    require(plan.sampling_prob == share, f"sampling_prob={plan.sampling_prob}: expected {share}")
     each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
     count = plan.budget // each
-    _require(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
+    require(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
     return f"{plan.algorithm}, {plan.num_steps} steps, noise multiplier {plan.noise_multiplier:.6g}"
 
 
@@ -225,15 +155,15 @@ def _events(evidence: Evidence) -> str:
         for name, value in demanded.items():
             found = line.get(name)
             same = found == value
-            _require(same, f"{path}: step {line['step']}: {name}={found}: expected {value}")
+            require(same, f"{path}: step {line['step']}: {name}={found}: expected {value}")
     most = f"{evidence.num_steps} steps: expected at most {plan.num_steps}"
-    _require(evidence.num_steps <= plan.num_steps, f"{path}: {most}")
+    require(evidence.num_steps <= plan.num_steps, f"{path}: {most}")
     if event is None:
         return "no noise in every step"
     return (
         f"in every step noise multiplier {event.noise_multiplier:.6g}, "
         f"sampling probability {event.sampling_prob:.6g}, "
-        f"at most {event.max_contributions} drawn per person"
+        f"at most {event.max_contributions} drawn per user"
     )
 
 
@@ -242,12 +172,43 @@ def _epsilon(evidence: Evidence) -> str:
     plan = evidence.plan
     released = ledger.phases(evidence.lines)
     if released is None:
-        _require(math.isinf(plan.target_epsilon), "steps without noise: epsilon is infinite")
+        require(math.isinf(plan.target_epsilon), "steps without noise: epsilon is infinite")
         return "no noise: epsilon is infinite, as asked for"
     spent = accounting.epsilon(released, plan.delta)
     most = plan.target_epsilon * (1 + EPSILON_TOLERANCE)
-    _require(spent <= most, f"epsilon={spent}: expected at most {plan.target_epsilon}")
-    return f"{spent:.6g} at delta {plan.delta:.3g}, recomputed from the ledger's events"
+    require(spent <= most, f"epsilon={spent}: expected at most {plan.target_epsilon}")
+    path = evidence.run_dir / ledger.FILE
+    _running(evidence, path, [(n, line.get("epsilon")) for n, line in enumerate(evidence.lines)])
+    epsilon, delta = at_most(spent, ".6g"), at_most(plan.delta, ".2e")
+    return f"{epsilon} at delta {delta}, recomputed from the ledger's events{_label(plan)}"
+
+
+def _label(plan: Plan) -> str:
+    return "" if plan.epsilon_holds == ADJACENCY else f": {plan.epsilon_holds}"
+
+
+def _running(evidence: Evidence, path: Path, shown: list[tuple[int, Any]]) -> None:
+    """What was said to be spent after some steps is: [(steps, epsilon or None)].
+
+    Some are computed again, and the others do not fall between these.
+    """
+    plan, event = evidence.plan, demanded_event(evidence.plan)
+    shown = sorted((steps, epsilon) for steps, epsilon in shown if epsilon is not None)
+    if event is None:
+        for steps, epsilon in shown:
+            require(epsilon == "inf", f"{path}: epsilon={epsilon} after step {steps}: expected inf")
+        return
+    running = RunningEpsilon(event, plan.delta, plan.before)
+    every, last = max(1, len(shown) // LOOKED_AT), len(shown) - 1
+    least = 0.0
+    for place, (steps, epsilon) in enumerate(shown):
+        said = f"{path}: epsilon={epsilon} after step {steps}: expected"
+        require(isinstance(epsilon, int | float), f"{said} a number")
+        require(epsilon >= least * (1 - RUNNING_TOLERANCE), f"{said} at least {least}, as before")
+        if place % every == 0 or place == last:
+            same = math.isclose(epsilon, spent := running(steps), rel_tol=RUNNING_TOLERANCE)
+            require(same, f"{said} {spent}")
+        least = max(least, epsilon)
 
 
 def _checkpoints(evidence: Evidence) -> str:
@@ -256,21 +217,37 @@ def _checkpoints(evidence: Evidence) -> str:
     for path in kept:
         step = checkpoint.load_step(path)
         named = path.name == checkpoint.name(step)
-        _require(named, f"{path}: holds step {step}")
+        require(named, f"{path}: holds step {step}")
         fits = step <= evidence.num_steps
-        _require(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")
+        require(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")
     if not kept:
+        directory = evidence.run_dir / checkpoint.DIRECTORY
+        ended = evidence.num_steps > 0 and (evidence.run_dir / rundir.SUMMARY).exists()
+        require(not ended, f"{directory}: expected the checkpoint of which the summary speaks")
         raise Unknown("there is none yet")
     return f"{', '.join(path.name for path in kept)}: not a byte changed"
 
 
 def _metrics(evidence: Evidence) -> str:
-    """Nothing was shown of a step that the ledger does not have."""
-    path = evidence.run_dir / metrics.FILE
-    last = max((line["step"] for line in metrics.read(evidence.run_dir)), default=0)
+    """Nothing was shown of a step that the ledger does not have, and no other epsilon."""
+    path, name = evidence.run_dir / metrics.FILE, evidence.plan.epsilon_metric
+    lines = metrics.read(evidence.run_dir)
+    last = max((line["step"] for line in lines), default=0)
     fits = last <= evidence.num_steps
-    _require(fits, f"{path}: has step {last}, and the ledger {evidence.num_steps}")
-    return f"up to step {last}"
+    require(fits, f"{path}: has step {last}, and the ledger {evidence.num_steps}")
+    for line in lines:
+        others = {n for n in line if n.startswith(SHOWN) and "epsilon" in n} - {name}
+        require(not others, f"{path}: step {line['step']}: {min(others, default='')}: not {name}")
+    _running(evidence, path, [(line["step"], line.get(name)) for line in lines])
+    return _of_steps(evidence, len({line["step"] for line in lines} - {0}))
+
+
+def _of_steps(evidence: Evidence, count: int) -> str:
+    """How many steps were looked at. Raises Unknown: none."""
+    text = f"{count} of {evidence.num_steps} steps"
+    if not count:
+        raise Unknown(text)
+    return text
 
 
 def _summary(evidence: Evidence) -> str:
@@ -281,93 +258,70 @@ def _summary(evidence: Evidence) -> str:
     claimed = read_json(path)
     for name, value in _claims(evidence):
         found = claimed.get(name)
-        if isinstance(value, float) and isinstance(found, float):
+        if name == "epsilon" and isinstance(value, float) and isinstance(found, float):
             same = math.isclose(found, value, rel_tol=EPSILON_TOLERANCE)
         else:
             same = found == value
-        _require(same, f"{path}: {name}={found}: expected {value}")
-    return f"epsilon {claimed['epsilon']}, {claimed['steps_done']} steps, parameters"
+        require(same, f"{path}: {name}={found}: expected {value}")
+    said = f"epsilon {claimed['epsilon']}, {claimed['steps_done']} steps, losses, parameters"
+    return f"{said}{_label(evidence.plan)}"
 
 
 def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
-    plan = evidence.plan
-    yield from ((n, v) for n, v in plan.as_dict().items() if n != "non_private")
-    released = ledger.phases(evidence.lines)
-    yield "adjacency", ADJACENCY
-    yield "epsilon_holds", plan.epsilon_holds
+    plan, chain = evidence.plan, evidence.lines[-1]["chain"]
+    epsilon = ledger.epsilon_of(ledger.phases(evidence.lines), plan.delta)
+    yield from claims(plan, epsilon, chain).items()
     yield "steps_done", evidence.num_steps
-    yield "ledger_chain", evidence.lines[-1]["chain"]
-    yield "epsilon", to_json(ledger.epsilon_of(released, plan.delta))
     if (newest := checkpoint.latest(evidence.run_dir)) is not None:
-        yield "params_sha256", checkpoint.params_sha256(checkpoint.load_params(newest))
-        yield "steps_done", checkpoint.load_step(newest)
+        yield from results(checkpoint.load(newest)).items()
 
 
-def _private(evidence: Evidence) -> str:
+def _key(evidence: Evidence) -> str:
     """Key and directory are their owner's; the key is the one that the ledger was begun with."""
-    key = evidence.key()
-    for path, most in ((evidence.run_dir, 0o700), (evidence.run_dir / keys.FILE, 0o600)):
-        mode = stat.S_IMODE(path.stat().st_mode)
-        _require(not mode & ~most, f"{path}: mode {mode:o}: expected {most:o}")
+    path = evidence.run_dir / keys.FILE
+    if not path.exists():
+        raise Unknown(f"there is no {keys.FILE}")
+    key = SecretKey.load(evidence.run_dir)
     sealed = evidence.lines[0]["head"].get("key_seal") == key.seal("ledger")
-    _require(sealed, f"{evidence.run_dir / keys.FILE}: another key than the ledger was begun with")
+    require(sealed, f"{path}: {rundir.ANOTHER_KEY}")
+    evidence.key = key
+    for each, most in ((evidence.run_dir, 0o700), (path, 0o600)):
+        mode = stat.S_IMODE(each.stat().st_mode)
+        require(not mode & ~most, f"{each}: mode {mode:o}: expected {most:o}")
     return "the key is its owner's alone, and the ledger's"
 
 
 def _data(evidence: Evidence) -> str:
-    """The data are those that the run was started with."""
-    key, users = evidence.key(), evidence.dataset.train
+    """The data are those that the run was started with, read to the last byte."""
+    key, users = evidence.key, evidence.dataset.train
+    try:
+        users.check()
+    except (DataError, OSError) as error:
+        raise Violated(str(error)) from None
     same = key.seal(users.fingerprint) == evidence.plan.data_seal
-    _require(same, f"data={evidence.run.data}: other data than the run was started with")
+    require(same, f"data={evidence.run.data}: other data than the run was started with")
     found = (users.num_users, users.num_examples)
     planned = (evidence.plan.num_users, evidence.plan.num_examples)
-    _require(found == planned, f"data={evidence.run.data}: {found} users, examples, not {planned}")
-    return f"{users.num_users} users, {users.num_examples} examples, with the same fingerprint"
+    require(found == planned, f"data={evidence.run.data}: {found} users, examples, not {planned}")
+    evidence.users = users
+    return f"{users.num_users} users, {users.num_examples} examples, every byte as it was"
 
 
 def _draws(evidence: Evidence) -> str:
     """The units that took part are those that the key draws."""
-    key, users = evidence.key(), evidence.dataset.train
-    privacy = dataclasses.replace(
-        evidence.privacy, delta=evidence.plan.delta, group_size=evidence.plan.group_size
-    )
-    method = method_for(evidence.plan.algorithm, privacy, users, key)
+    plan, key = evidence.plan, evidence.key
+    privacy = dataclasses.replace(evidence.privacy, delta=plan.delta, group_size=plan.group_size)
+    method = method_for(plan.algorithm, privacy, evidence.users, key)
     units = method.sampler.num_units
-    _require(units == evidence.plan.num_units, f"num_units={evidence.plan.num_units}: not {units}")
-    name, steps = "non_private/cohort_size", 0
+    require(units == plan.num_units, f"num_units={plan.num_units}: not {units}")
+    name, count = "non_private/cohort_size", 0
     for line in metrics.read(evidence.run_dir):
         if name in line:
-            drawn = len(method.draw(line["step"] - 1))
-            message = (
-                f"step {line['step'] - 1}: {line[name]} units took part, the key draws {drawn}"
-            )
-            _require(line[name] == drawn, message)
-            steps += 1
-    return f"the sizes of {steps} draws are those that the key gives"
-
-
-def _replay(evidence: Evidence) -> str:
-    """The last steps, computed again, give the same parameters."""
-    evidence.key()
-    _ = evidence.dataset
-    older = checkpoint.kept(evidence.run_dir)
-    newest = older.pop() if older else None
-    if newest is None or checkpoint.load_step(newest) != evidence.plan.num_steps:
-        raise Unknown("the run has not ended")
-    with tempfile.TemporaryDirectory(prefix="fedsim-replay-") as scratch:
-        copy = Path(scratch) / "run"
-        (copy / checkpoint.DIRECTORY).mkdir(parents=True)
-        for name in (rundir.CONFIG, rundir.TOKENIZER, keys.FILE, ledger.FILE):
-            if (evidence.run_dir / name).exists():
-                shutil.copyfile(evidence.run_dir / name, copy / name)
-        for path in older:
-            shutil.copy(path, copy / checkpoint.DIRECTORY)
-        first = checkpoint.load_step(older[-1]) if older else 0
-        run = dataclasses.replace(evidence.run, run_dir=copy)
-        again = train(evidence.plan.algorithm, evidence.privacy, run, evidence.console)
-    same = again["params_sha256"] == checkpoint.params_sha256(checkpoint.load_params(newest))
-    _require(same, f"{newest}: steps {first} to {evidence.num_steps - 1} give other parameters")
-    return f"steps {first} to {evidence.num_steps - 1}, computed again, give the same bits"
+            step, drawn = line["step"] - 1, len(method.draw(line["step"] - 1))
+            same = line[name] == drawn
+            require(same, f"step {step}: {line[name]} units took part, the key draws {drawn}")
+            count += 1
+    return f"the sizes of the draws of {_of_steps(evidence, count)} are those that the key gives"
 
 
 LOOKS: list[tuple[str, Callable[[Evidence], str]]] = [
@@ -378,7 +332,7 @@ LOOKS: list[tuple[str, Callable[[Evidence], str]]] = [
     ("checkpoints", _checkpoints),
     ("metrics", _metrics),
     ("summary", _summary),
-    ("key", _private),
+    ("key", _key),
     ("data", _data),
     ("draws", _draws),
 ]

@@ -11,14 +11,14 @@ import fedsim
 
 ROOT = Path(fedsim.__file__).parent
 LEVELS = (
-    "config files keys",
+    "config files keys rounding",
     "accounting calibration composition group_privacy mixture pure refinement "
     "sampling clipping mechanism adaptive private_median models data "
     "checkpoint ledger metrics hparams rundir optimizers signals "
     "svg document one_run",
     "els uls engine norms tuner variance canaries",
-    "plan console train evaluate personalize generate pretrain export advice recommend sweep "
-    "verify report audit",
+    "plan console state train evaluate personalize generate pretrain export advice recommend sweep "
+    "evidence replay verify claim report audit",
     "cli arguments data_commands model_commands trust_commands tuning_commands",
 )
 ACCOUNTANT = {

@@ -101,29 +101,29 @@ def test_the_plan_of_uls_counts_users():
 
 
 def test_the_plan_labels_an_epsilon_that_is_no_guarantee():
-    assert dict(plan_rows(PLAN, WORKERS))["epsilon"] == "4 at delta 1e-06"
+    assert dict(plan_rows(PLAN, WORKERS))["epsilon"] == "4 at delta 1.00e-6"
     shuffled = dict(plan_rows(replaced(sampling_run="shuffle"), WORKERS))
-    assert shuffled["epsilon"] == f"4 at delta 1e-06 ({COMPARISON_ONLY})"
+    assert shuffled["epsilon"] == f"4 at delta 1.00e-6 ({COMPARISON_ONLY})"
     free = dict(plan_rows(replaced(target_epsilon="inf", noise_multiplier=0.0), WORKERS))
     assert free["epsilon"] == "inf: no noise, non-private"
 
 
 def test_the_claim_of_a_private_run_has_unit_numbers_and_adjacency():
-    expected = "user-level DP: epsilon 3.9877 at delta 1e-06 (add or remove one user)"
+    expected = "user-level DP: epsilon 3.9877 at delta 1.00e-6 (add or remove one user)"
     assert claim(SUMMARY) == expected
 
 
 def test_a_shuffled_run_claims_no_guarantee():
     text = claim({**SUMMARY, "sampling_run": "shuffle"})
-    assert text == f"epsilon 3.9877 at delta 1e-06: {COMPARISON_ONLY}"
+    assert text == f"epsilon 3.9877 at delta 1.00e-6: {COMPARISON_ONLY}"
     assert "user-level DP" not in text
 
 
 def test_an_epsilon_of_an_assumed_population_is_never_shown_as_a_guarantee():
     label = "as if there were 12,000 users: an assumption, not a guarantee"
     assumed = dict(plan_rows(replaced(assumed_population=12_000), WORKERS))
-    assert assumed["epsilon"] == f"4 at delta 1e-06 ({label})"
-    assert claim({**SUMMARY, "assumed_population": 12_000}).endswith(f"1e-06: {label}")
+    assert assumed["epsilon"] == f"4 at delta 1.00e-6 ({label})"
+    assert claim({**SUMMARY, "assumed_population": 12_000}).endswith(f"1.00e-6: {label}")
     values = {**VALUES, "comparison_only/epsilon_of_assumed_population": 0.5}
     del values["privacy/epsilon"]
     assert "epsilon of an assumed population 0.5" in line(values)

@@ -3,11 +3,12 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from fedsim import accounting, ledger
 from fedsim.accounting import StepEvent
-from fedsim.ledger import Ledger, LedgerError
+from fedsim.ledger import Ledger, LedgerError, OtherBits
 
 HEAD = {"plan": {"delta": 1e-6, "target_epsilon": "inf"}, "adjacency": "add or remove one user"}
 EVENT = StepEvent(2.0, 0.1, 1)
@@ -65,6 +66,35 @@ def test_a_step_that_is_run_again_is_no_second_release(tmp_path):
         book.record(step, EVENT, sampling_run="poisson")
     book.close()
     assert path.read_bytes() == before
+
+
+def test_a_step_that_is_run_again_has_the_same_bits(tmp_path):
+    gradient = {"a": np.arange(5, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
+    digest = ledger.gradient_sha256(gradient)
+    book = Ledger(tmp_path, HEAD)
+    for _ in range(2):
+        book.record(0, EVENT, gradient_sha256=digest)
+    before = (tmp_path / ledger.FILE).read_bytes()
+    book.close()
+    book = Ledger(tmp_path, HEAD)
+    book.record(0, EVENT, gradient_sha256=digest)
+    gradient["b"][1, 2] = np.nextafter(np.float32(1), np.float32(2))
+    with pytest.raises(OtherBits, match="^step=0: expected the gradient that was released before"):
+        book.record(0, EVENT, gradient_sha256=ledger.gradient_sha256(gradient))
+    book.close()
+    assert (tmp_path / ledger.FILE).read_bytes() == before
+
+
+def test_a_digest_is_of_every_byte_of_every_array(rng):
+    gradient = [rng.standard_normal(n).astype(np.float32) for n in (0, 3, 2**18, 2**19 + 1)]
+    digests = {ledger.gradient_sha256(gradient)}
+    assert digests == {ledger.gradient_sha256([leaf.copy() for leaf in gradient])}
+    places = [(leaf, at) for leaf in (1, 2, 3) for at in (0, gradient[leaf].size - 1)]
+    for leaf, at in [*places, (3, 2**18), (3, 2**18 - 1)]:
+        other = [each.copy() for each in gradient]
+        other[leaf][at] += 1
+        digests.add(ledger.gradient_sha256(other))
+    assert len(digests) == 9
 
 
 @pytest.mark.parametrize("step", [5, 40])

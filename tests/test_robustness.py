@@ -322,7 +322,7 @@ DAMAGED = {
     "settings without a plan": (RESUME, damage(CONFIG, drop("plan")), CONFIG),
     "settings of another plan": (RESUME, damage(CONFIG, change_json(plan={})), CONFIG),
     "key of another length": (RESUME, damage(SECRET, change_json(secret="00")), SECRET),
-    "another key": (RESUME, damage(SECRET, change_json(secret="00" * 32)), "data="),
+    "another key": (RESUME, damage(SECRET, change_json(secret="00" * 32)), SECRET),
     "key that is a number": (EVALUATE, damage(SECRET, change_json(secret=1)), SECRET),
     "key gone": (RESUME, lambda: files.Path(SECRET).unlink(), SECRET),
     "metrics of noise": (RESUME, damage("run/metrics.jsonl", lambda _: b"{[\n"), "metrics"),

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedsim import checkpoint, ledger
+from fedsim import checkpoint, ledger, rundir
 from fedsim.cli import main
 
 NUM_STEPS = 6
@@ -36,7 +36,7 @@ def command(texts, run_dir, algorithm="uls", **flags):
     return [
         "train",
         algorithm,
-        *(str(x) for name, value in flags.items() for x in (f"--{name}", value)),
+        *(str(x) for n, value in flags.items() if value is not None for x in (f"--{n}", value)),
     ]
 
 
@@ -57,7 +57,7 @@ def copy(trained, run_dir):
 
 
 def verify(capsys, run_dir, *args):
-    """(exit code, {promise: (holds, found)})."""
+    """(exit code, {promise: (holds, found)}); promises are kept or broken as the code says."""
     capsys.readouterr()
     try:
         main(["verify", str(run_dir), *map(str, args), "--json"])
@@ -65,17 +65,19 @@ def verify(capsys, run_dir, *args):
     except SystemExit as stop:
         code = stop.code
     found = json.loads(capsys.readouterr().out)
-    assert found["holds"] == (code == 0)
+    assert found["holds"] == (code != 1)
+    assert found["guarantee"] == found["holds"]
     return code, {each["promise"]: (each["holds"], each["found"]) for each in found["checks"]}
 
 
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_a_run_keeps_its_promises_and_gives_the_same_bits_again(algorithm, trained, capsys):
     before = {p: p.read_bytes() for p in trained[algorithm].rglob("*") if p.is_file()}
-    code, found = verify(capsys, trained[algorithm], "--replay")
-    assert code == 0 and {holds for holds, _ in found.values()} == {True}
-    assert "steps 4 to 5, computed again" in found["replay"][1]
-    assert f"the sizes of {NUM_STEPS} draws" in found["draws"][1]
+    for flag, says in (("--replay", "the last 2 of 6 steps (from"), ("--whole", "all 6 steps (")):
+        code, found = verify(capsys, trained[algorithm], flag)
+        assert code == 0 and {holds for holds, _ in found.values()} == {True}, found
+        assert found["replay"][1].startswith(says)
+    assert f"the sizes of the draws of {NUM_STEPS} of {NUM_STEPS} steps" in found["draws"][1]
     assert {p: p.read_bytes() for p in trained[algorithm].rglob("*") if p.is_file()} == before
 
 
@@ -106,6 +108,11 @@ def more_noise(lines):
     return lines
 
 
+def other_gradient(lines):
+    lines[-1]["gradient_sha256"] = "0" * 64
+    return lines
+
+
 def one_as_shuffled(lines):
     lines[3]["sampling_run"] = "shuffle"
     return lines
@@ -124,6 +131,11 @@ def metrics(change):
     return lambda run_dir: edit_lines(run_dir / "metrics.jsonl", change)
 
 
+def with_epsilon(value, key="epsilon"):
+    """A change of lines: what is said to be spent after every step is another number."""
+    return lambda lines: [{**line, key: value} if line.get(key) else line for line in lines]
+
+
 def another_cohort(lines):
     return [
         {**line, "non_private/cohort_size": 1 + line["non_private/cohort_size"]}
@@ -136,7 +148,7 @@ def another_cohort(lines):
 def other_params(run_dir):
     """A checkpoint of something else, whole in itself, and a summary that knows of it."""
     path = checkpoint.latest(run_dir)
-    state = checkpoint._unpacked(path)
+    state = checkpoint.load(path)
     state["params"]["embed"]["embedding"] = state["params"]["embed"]["embedding"] + 1
     checkpoint.save(run_dir, NUM_STEPS, state)
     digest = checkpoint.params_sha256(checkpoint.load_params(path))
@@ -148,6 +160,23 @@ BROKEN = {
     "ledger of more noise": ("events", lambda r: rewrite_ledger(r, more_noise)),
     "ledger of another sampling": ("events", lambda r: rewrite_ledger(r, one_as_shuffled)),
     "ledger of another plan": ("ledger", lambda r: rewrite_ledger(r, another_plan)),
+    "epsilon in the ledger's lines": (
+        "epsilon",
+        lambda r: rewrite_ledger(r, with_epsilon(0.01)),
+    ),
+    "epsilon in the metrics": ("metrics", metrics(with_epsilon(0.01, "privacy/epsilon"))),
+    "epsilon under another name": (
+        "metrics",
+        metrics(lambda lines: [*lines, {"step": 1, "comparison_only/epsilon_as_if_poisson": 1}]),
+    ),
+    "a better loss": ("summary", summary(final_eval_loss=0.1)),
+    "a better loss before": ("summary", summary(initial_eval_loss=9.9)),
+    "nothing left out": ("summary", summary(non_private=[])),
+    "another unit of privacy": ("summary", summary(privacy_unit="example")),
+    "more noise claimed": ("summary", summary(gradient_noise_multiplier=9.0)),
+    "another clip norm at the end": ("summary", summary(final_clip_norm=0.5)),
+    "no checkpoints": ("checkpoints", lambda r: shutil.rmtree(r / "checkpoints")),
+    "a step of other bits": ("replay", lambda r: rewrite_ledger(r, other_gradient)),
     "no ledger": ("ledger", lambda r: (r / "ledger.jsonl").unlink()),
     "a smaller epsilon": ("summary", summary(epsilon=0.5)),
     "another adjacency": ("summary", summary(adjacency="replace one")),
@@ -192,6 +221,51 @@ def test_changed_settings_are_named(copy, capsys):
 def test_other_data_are_named(copy, tmp_path, capsys):
     code, found = verify(capsys, copy, "--data", write_texts(tmp_path / "other.parquet", 39))
     assert code == 1 and found["data"][0] is False and "other data" in found["data"][1]
+    assert found["draws"] == (None, "needs the data that the run was started with")
+
+
+def test_another_key_is_one_broken_promise_and_no_other_data(copy, capsys):
+    edit_json(copy / "secret.json", secret="00" * 32)
+    code, found = verify(capsys, copy)
+    assert code == 1 and "secret.json: another key" in found["key"][1]
+    assert {promise for promise, (holds, _) in found.items() if holds is None} == {"data", "draws"}
+
+
+def test_a_byte_that_is_changed_in_built_data_is_noticed(texts, run_dir, tmp_path, capsys):
+    built = tmp_path / "built"
+    main(["data", "build", str(texts), "--out", str(built), "--max-length", "24"])
+    args = command(built, run_dir, **{"num-steps": 1, "max-length": None})
+    main(args)
+    assert verify(capsys, run_dir)[0] == 0
+    shard = next((built / "train").glob("data-*.arrow"))
+    whole = shard.read_bytes()
+    at = whole.rfind(b"r\0e\0d")  # a token's id is its byte
+    assert at > 0
+    shard.write_bytes(whole[: len(whole) // 2])
+    assert verify(capsys, run_dir)[1]["data"][0] is False
+    shard.write_bytes(whole[:at] + b"R" + whole[at + 1 :])
+    code, found = verify(capsys, run_dir)
+    assert code == 1 and found["data"][0] is False and str(shard.parent) in found["data"][1]
+    with pytest.raises(SystemExit) as stop:
+        main([*args, "--resume"])
+    *_, last = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and last.startswith(f"fedsim: error: data={shard.parent}: changed")
+
+
+def test_metrics_that_are_gone_are_not_looked_at(copy, capsys):
+    (copy / "metrics.jsonl").unlink()
+    code, found = verify(capsys, copy)
+    assert code == 0 and found["metrics"] == found["draws"] == (None, f"0 of {NUM_STEPS} steps")
+
+
+@pytest.mark.parametrize("name", ["verify", "report"])
+def test_a_run_that_is_going_on_is_not_looked_at(name, copy, capsys):
+    with rundir.lock(copy), pytest.raises(SystemExit) as stop:
+        main([name, str(copy)])
+    assert stop.value.code == 2
+    assert "expected a run that no other process is working on" in capsys.readouterr().err
+    with rundir.lock(copy, to_read=True):
+        assert verify(capsys, copy)[0] == 0
 
 
 def test_a_stranger_without_the_key_verifies_what_can_be(copy, capsys):

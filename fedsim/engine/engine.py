@@ -95,6 +95,10 @@ class Engine(ABC):
     def describe(self) -> str:
         """What one worker is, for people."""
 
+    def host(self, params: Any) -> str:
+        """The kind of host and device that a worker computes on. Args: params: of the next sum."""
+        return str(next(iter(self._lanes("host", params, [np.zeros((1, 1), np.int64)]))))
+
     def clipped_sum(self, params: Any, rows: np.ndarray, clip: Clip) -> tuple[Any, Stats]:
         """The clipped sum over units.
 

@@ -100,12 +100,14 @@ class Worker:
             predictions += int(chunk_predictions.sum())
         return nats, predictions
 
+    def host(self, version: int, params: Any, rows: np.ndarray) -> str:
+        """What computes here, for programs whose bits depend on it."""
+        threads = os.environ.get("NPROC", os.cpu_count())
+        return f"{host_kind()}, {jax.local_devices()[0].device_kind}, {threads} threads"
+
     def machine(self, version: int, params: Any, rows: np.ndarray) -> str:
         """What times of computations depend on, whoever measures them."""
-        threads = os.environ.get("NPROC", os.cpu_count())
-        return (
-            f"{host_kind()}, {jax.local_devices()[0].device_kind}, {threads} threads, {self.task}"
-        )
+        return f"{self.host(version, params, rows)}, {self.task}"
 
     def try_strategies(
         self, version: int, params: Any, rows: np.ndarray, clip: Clip, tried: Sequence[Strategy]
