@@ -12,7 +12,7 @@ The two algorithms of Charles et al. 2024 are `els` and `uls`; read them first. 
     engine              where gradients are computed: this process, or a pool of Ray actors
     data, models        users' tokenised text; the transformer
     ledger, checkpoint, metrics, rundir   what a run leaves behind
-    verify, report, audit                 why anyone should believe it
+    verify (evidence, replay), report (claim), audit   why anyone should believe it
     cli, arguments, console               what a person types and sees
     variance            Section 3 of the paper
 """

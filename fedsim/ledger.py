@@ -7,7 +7,7 @@ the same noise, so it is no second release: its line is there already and must a
 Each line ends with the sha256 of its own bytes and of all lines before it. So no byte can change,
 and no line go missing before one that is there, without this showing; that the last lines are there
 is checked against checkpoint, metrics and summary. A chain is no signature: who writes all of these
-anew leaves no trace in them (`fedsim verify --replay` computes again).
+anew leaves no trace in them (`fedsim verify --whole` computes again).
 """
 
 import hashlib
