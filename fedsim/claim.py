@@ -80,19 +80,16 @@ def claim(released: Released) -> str:
             f"{model} {trained}, {' and '.join(why)}, for which no privacy is claimed: "
             f"epsilon = {at_most(released.epsilon, '.4f')} is {released.label}."
         )
+    known = released.seed_known
+    proviso = ", towards whoever does not know the seed of this reproduction" if known else ""
     return (
         f"{model} {trained} with user-level differential privacy of epsilon = "
-        f"{at_most(released.epsilon, '.4f')} and delta = {delta}{_proviso(released)}: for every "
-        "one of these users, whatever their texts say and whatever else is known, including all "
-        "of them in the training instead of leaving all of them out makes no outcome of it more "
-        f"than {_factor(released.epsilon)} times as likely, nor as unlikely, give or take a "
+        f"{at_most(released.epsilon, '.4f')} and delta = {delta}{proviso}: for every one of these "
+        "users, whatever their texts say and whatever else is known, putting all of their texts "
+        "into the training instead of leaving them out makes no outcome of it more than "
+        f"{_factor(released.epsilon)} times as likely, nor as unlikely, give or take a "
         f"probability of {delta}."
     )
-
-
-def _proviso(released: Released) -> str:
-    known = released.seed_known
-    return ", towards whoever does not know the seed of this reproduction" if known else ""
 
 
 def _factor(epsilon: float) -> str:
@@ -109,11 +106,14 @@ def in_words(released: Released) -> list[Any]:
         for alarm in FALSE_ALARMS
         for found in [most_recognised(released, alarm)]
     ]
+    proviso = ""
+    if released.seed_known:
+        proviso = "as long as they do not know the seed of this reproduction, "
     return [
         *warnings(released),
         "In other words: suppose someone has the finished model, and even the model after every "
         "single step, and wants to find out whether a certain user's texts were used. Whatever "
-        f"their method, their computers and their knowledge of everybody else{_proviso(released)}, "
+        f"their method, their computers and their knowledge of everybody else, {proviso}"
         "this is the most that they can achieve:",
         Table(("who wrongly suspects", "recognises, of those who took part"), rows),
         "The guarantee covers the whole of a user's texts, not one text at a time, and it "

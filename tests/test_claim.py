@@ -60,7 +60,7 @@ def test_a_weak_claim_is_said_to_be_one(monkeypatch):
 
 
 def test_the_seed_of_a_reproduction_limits_all_that_is_said(monkeypatch):
-    proviso = "towards whoever does not know the seed"
+    proviso = "not know the seed of this reproduction"
     for facts, said in (((), 0), (("the seed (whoever knows it can take the noise away)",), 1)):
         found = of_plan(monkeypatch, non_private=facts)
         words = " ".join(block for block in claim.in_words(found) if isinstance(block, str))

@@ -61,7 +61,7 @@ def test_the_claim_is_what_the_ledger_says(trained, tmp_path, capsys):
 
 def test_everything_to_be_reported_is_there(trained, tmp_path, capsys):
     _, text, page = read(capsys, trained / "private", tmp_path)
-    assert "towards whoever does not know the seed" in text.split("this is the most")[0][-200:]
+    assert "not know the seed of this reproduction" in text.split("this is the most")[0][-200:]
     for words in (
         *(
             "a person with several ids in the data: protected for each id alone",
