@@ -28,7 +28,7 @@ def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
     """Write report.html and report.md of a run into `out`.
 
     Raises: ConfigError: there is no run, or another process is working on it. ReportError: a
-      promise is violated, or there is no model to report of.
+      promise is violated, there is no model to report of, or it is an audit's.
     """
     with rundir.lock(run_dir, to_read=True):
         released = read(run_dir, console)
@@ -56,6 +56,8 @@ def read(run_dir: Path, console: Console) -> Released:
             raise ReportError(f"nothing to report: {check.promise} violated: {check.found}")
     stored, lines = rundir.load(run_dir), ledger.read(run_dir)
     plan, phases = Plan.from_dict(stored["plan"]), ledger.phases(lines)
+    if plan.planted is not None:
+        raise ReportError("nothing to report: an audit's run, some of whose users were made up")
     epsilon = ledger.epsilon_of(phases, plan.delta)
     return Released(run_dir, stored, plan, lines, phases, epsilon, checks)
 

@@ -298,6 +298,8 @@ def _data(evidence: Evidence) -> str:
         users.check()
     except (DataError, OSError) as error:
         raise Violated(str(error)) from None
+    if evidence.plan.planted is not None:
+        raise Unknown("an audit's run: the users it made up beside those of the data are not kept")
     same = key.seal(users.fingerprint) == evidence.plan.data_seal
     require(same, f"data={evidence.run.data}: other data than the run was started with")
     found = (users.num_users, users.num_examples)

@@ -103,7 +103,7 @@ def run(args, capsys):
     """(exit code, the JSON object)."""
     capsys.readouterr()
     try:
-        main([*args, "--json"])
+        main([*map(str, args), "--json"])
         code = 0
     except SystemExit as stop:
         code = stop.code
@@ -128,6 +128,13 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
     assert stored["epsilon_lower_bound"] == found["epsilon_lower_bound"]
     page = (run_dir / "audit.html").read_text()
     assert page.count("<svg") == 3 and "REFUTED" not in page
+    code, checked = run(["verify", run_dir], capsys)  # what it made up is not kept
+    verdicts = {each["promise"]: each["holds"] for each in checked["checks"]}
+    assert code == 0 and verdicts["data"] is verdicts["draws"] is None
+    assert all(holds for promise, holds in verdicts.items() if promise not in ("data", "draws"))
+    with pytest.raises(SystemExit):
+        main(["report", str(run_dir)])
+    assert "an audit's run" in capsys.readouterr().err and not (run_dir / "report.html").exists()
 
 
 def test_training_without_noise_is_seen_through(texts, run_dir, capsys):
