@@ -32,8 +32,8 @@ from fedsim.config import (
     to_json,
 )
 from fedsim.console import Console
-from fedsim.data import corpora
 from fedsim.files import cache_dir, write_atomically
+from fedsim.keys import SecretKey
 
 RUNS, LOGS, BOARD, TABLE = "runs", "logs", "tb", "results"
 GIVEN_BY_SWEEP = {"run_dir", "resume", "engine", "num_workers", "wait_for_workers"}
@@ -136,8 +136,7 @@ def sweep(
     jobs = plan_jobs(settings, out)
     expect("settings", "", bool(jobs), "a run at least")
     todo = [job for job in jobs if job.summary is None]
-    for job in {(str(job.run.data), str(job.run.data_options)): job for job in todo}.values():
-        corpora.load(job.run.data, progress=console.note, **job.run.data_options)
+    expect_same_inputs(jobs, console)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     out.chmod(0o700)
     for name in (RUNS, LOGS):
@@ -158,6 +157,30 @@ def sweep(
         what = f"{job.algorithm} {_varying(job, jobs)}: {_outcome(job, errors)}"
         console.note(f"{count}/{len(todo)} {what}; left {left / 60:.1f} min")
     return rows
+
+
+def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:
+    """Look at data and models, which builds what has to be built, once for all runs.
+
+    Raises: ConfigError: they are not there, or not those of a run that has ended: places are part
+      of its name, and not what lies there.
+    """
+    from fedsim.models import start  # imports JAX, which runs do in processes of their own
+
+    found: dict[tuple, tuple[str, str | None]] = {}
+    for job in jobs:
+        place = (job.run.data, str(job.run.data_options), job.run.model)
+        if place not in found:
+            model = start.find(job.run.model)
+            data = start.load_data(job.run, model, console.note)
+            found[place] = data.train.fingerprint, start.sha256(model)
+        if job.summary is None:
+            continue
+        directory = job.run.run_dir
+        identity, (fingerprint, sha256) = rundir.load(directory)["identity"], found[place]
+        seal, expected = SecretKey.load(directory).seal(fingerprint), f"what {directory} began with"
+        expect("data", job.run.data, seal == identity["data_seal"], expected)
+        expect("model", job.run.model, sha256 == identity["model"], expected)
 
 
 def _outcomes(

@@ -218,3 +218,20 @@ def test_mistakes_are_one_line(args, message, capsys, tmp_path, monkeypatch):
     code, out, err = run("sweep", *args, capsys=capsys)
     assert code == 2 and out == "" and err.count("\n") == 1 and message in err, err
     assert os.listdir() == []
+
+
+def test_a_finished_run_of_other_data_at_the_same_place_is_not_taken(tmp_path):
+    source = tmp_path / "texts.jsonl"
+
+    def write(word):
+        rows = [{"user_id": f"u{n % 9}", "text": f"{word} {n}"} for n in range(40)]
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("one")
+    settings = {"algorithm": "uls", "data": str(source), "epsilon": 4, "num_steps": 2}
+    settings |= {"budget": 8, "max_length": 16, "strategy": "scan:1"}
+    (row,) = sweep.sweep([settings], tmp_path / "out", Console(), here=True)
+    assert row["status"] == "done"
+    write("two")
+    with pytest.raises(ConfigError, match=f"data={source}: expected what .*{row['run']} began"):
+        sweep.sweep([settings], tmp_path / "out", Console(), here=True)
