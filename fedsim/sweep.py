@@ -341,5 +341,6 @@ def _varying(job: Job, jobs: Sequence[Job]) -> str:
 def _outcome(job: Job, errors: Mapping[str, str]) -> str:
     if job.name in errors:
         return f"failed: {errors[job.name]}"
-    loss = (job.summary or {}).get("final_eval_loss", math.nan)
-    return f"eval loss {loss if isinstance(loss, str) else f'{loss:.4g}'}"
+    names = ("initial_eval_loss", "final_eval_loss")
+    before, after = (float((job.summary or {}).get(name, math.nan)) for name in names)
+    return f"eval loss {after:.4g}" if math.isfinite(before) else "done; no users are held out"
