@@ -144,3 +144,5 @@ def test_few_candidates_are_tried_the_simplest_first(group, num_parameters):
     for strategy in tried:
         assert strategy.units_at_once(group) >= 1
         assert strategy.units_per_call(group) % strategy.units_at_once(group) == 0
+    whole = num_parameters > FEW_PARAMETERS and group in (16, 64)
+    assert (Strategy("scan", group) in tried) == (whole or group < 8)  # a user in one pass

@@ -107,7 +107,8 @@ def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[
     # A processor's cache holds the activations of few rows, but each pass adds up all parameters;
     # an accelerator wants to be filled.
     passes = (4, 16) if on_cpu else (8, 32)
-    scans = [Strategy("scan", rows) for rows in sorted({min(group, rows) for rows in passes})]
+    several = (*passes, 4 * passes[-1]) if group >= 4 * passes[-1] else passes
+    scans = [Strategy("scan", rows) for rows in sorted({min(group, rows) for rows in several})]
     return scans + [Strategy("bookkeeping", rows) for rows in passes if group <= rows]
 
 
