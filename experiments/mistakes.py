@@ -311,9 +311,9 @@ CLAIMS = (
     one(
         "other data accepted on resume",
         "test_train.py::test_other_data_is_refused_on_resume",
-        "train.py",
-        'same = stored["identity"]["data_seal"] == config["identity"]["data_seal"]',
-        'same, config["identity"]["data_seal"] = True, stored["identity"]["data_seal"]',
+        "rundir.py",
+        'same = stored["identity"]["data_seal"] == now["identity"]["data_seal"]',
+        'same, now["identity"]["data_seal"] = True, stored["identity"]["data_seal"]',
     ),
     one(
         "the key in whatever prints it",

@@ -425,10 +425,17 @@ def test_a_directory_that_cannot_be_written_is_named(here, capfd):
     assert code == 2 and "run_dir=file/run: expected a place to write to" in line
 
 
+IN_FRONT = """import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+from fedsim.cli import main
+main()
+"""
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_first_step_leaves_what_can_be_started_again(sent, here):
     process = subprocess.Popen(
-        [sys.executable, "-m", "fedsim.cli", *train()], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", IN_FRONT, *train()], stderr=subprocess.PIPE, text=True
     )
     assert process.stderr.readline() == "calibrating the noise\n"
     process.send_signal(sent)

@@ -99,7 +99,6 @@ def test_the_same_settings_are_accepted(run_dir):
     "section, name, value, was",
     [
         ("identity", "algorithm", "uls", "els"),
-        ("identity", "data_seal", "abd", "abc"),
         ("privacy", "epsilon", 4.5, "4.0"),
         ("privacy", "delta", 1e-5, "None"),
         ("privacy", "group_size", None, "2"),
@@ -111,6 +110,11 @@ def test_the_same_settings_are_accepted(run_dir):
 def test_a_changed_setting_is_refused_by_name(section, name, value, was, run_dir):
     with pytest.raises(ConfigError, match=f"^{name}={value}: expected {was}"):
         rundir.expect_same(run_dir, CONFIG, changed(section, name, value))
+
+
+def test_other_data_are_refused_by_their_place(run_dir):
+    with pytest.raises(ConfigError, match=f"^data=pydocs: expected the data with which {run_dir}"):
+        rundir.expect_same(run_dir, CONFIG, changed("identity", "data_seal", "abd"))
 
 
 @pytest.mark.parametrize("name, value", [("data", "elsewhere"), ("num_workers", 4)])
