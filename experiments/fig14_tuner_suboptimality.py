@@ -25,12 +25,12 @@ from fedsim.console import Console
 from fedsim.tuner import Configuration
 
 SETTINGS = ULS_GRIDS
-STRATEGIES = {
-    "estimate-and-double": "tab:orange",
-    "greedy local oracle": "black",
-    "random": "tab:grey",
-    "max cohort": "tab:green",
-    "max group size": "tab:purple",
+STRATEGIES = {  # wide ones first: strategies that choose alike lie on each other
+    "max cohort": {"color": "tab:green", "linewidth": 6, "alpha": 0.5},
+    "estimate-and-double": {"color": "tab:orange", "linewidth": 3, "marker": "o"},
+    "greedy local oracle": {"color": "black", "linestyle": "--"},
+    "random": {"color": "tab:grey", "marker": "o"},
+    "max group size": {"color": "tab:purple", "marker": "o"},
 }
 
 
@@ -94,17 +94,18 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         1, len(panels), figsize=(4.5 * len(panels), 3.4), squeeze=False, layout="constrained"
     )
     for axis, (name, own) in zip(axes[0], panels.items(), strict=True):
-        for strategy, series in by(own, lambda row: row["strategy"]).items():
+        by_strategy = by(own, lambda row: row["strategy"])
+        for strategy, look in STRATEGIES.items():
+            series = by_strategy[strategy]
             budgets, means, stds = (
                 np.array([row[key] for row in series]) for key in ("budget", "mean", "std")
             )
-            colour = STRATEGIES[strategy]
-            axis.plot(budgets, means, "-o", color=colour, label=strategy, markersize=4)
-            axis.fill_between(budgets, means - stds, means + stds, color=colour, alpha=0.12)
+            axis.plot(budgets, means, label=strategy, markersize=5, **look)
+            axis.fill_between(budgets, means - stds, means + stds, color=look["color"], alpha=0.12)
         axis.set_xscale("log", base=2)
         axis.set(xlabel="compute budget $B$", ylabel="suboptimality (nats per token)", title=name)
         axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize="small")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 
