@@ -124,10 +124,10 @@ def sweep(
 
     Rows are in the order of the settings and have `run` (its name), `status` (done, failed or
     waiting), what was given, COLUMNS of its summary, `spent_epsilon`, what is not private of it
-    under names that say so, and `error`. `out` gets
-    runs/NAME (run directories), logs/NAME.txt, results.csv, results.json, and tb/ for TensorBoard;
-    on a cluster it has to be where all nodes see it. Only its owner can look into it: settings are
-    shown there, and with the data a seed is a run's key.
+    under names that say so, and `error`. `out` gets runs/NAME (run directories), logs/NAME.txt,
+    results.csv, results.json, and tb/ for TensorBoard; on a cluster it has to be where all nodes
+    see it. Only its owner can look into it: settings are shown there, and with the data a seed is a
+    run's key.
     Args:
       at_once: most runs at a time; default: as many as there is room for.
       here: one after another in this process, without Ray.
@@ -167,20 +167,21 @@ def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:
     """
     from fedsim.models import start  # imports JAX, which runs do in processes of their own
 
-    found: dict[tuple, tuple[str, str | None]] = {}
+    places: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
         place = (job.run.data, str(job.run.data_options), job.run.model)
-        if place not in found:
-            model = start.find(job.run.model)
-            data = start.load_data(job.run, model, console.note)
-            found[place] = data.train.fingerprint, start.sha256(model)
-        if job.summary is None:
-            continue
-        directory = job.run.run_dir
-        identity, (fingerprint, sha256) = rundir.load(directory)["identity"], found[place]
-        seal, expected = SecretKey.load(directory).seal(fingerprint), f"what {directory} began with"
-        expect("data", job.run.data, seal == identity["data_seal"], expected)
-        expect("model", job.run.model, sha256 == identity["model"], expected)
+        places.setdefault(place, []).append(job)
+    for own in places.values():
+        run = own[0].run
+        model = start.find(run.model)
+        data = start.load_data(run, model, console.note)
+        ended = [job.run.run_dir for job in own if job.summary is not None]
+        sha256 = start.sha256(model) if ended else None  # reads all of the model
+        for directory in ended:
+            identity, expected = rundir.load(directory)["identity"], f"what {directory} began with"
+            seal = SecretKey.load(directory).seal(data.train.fingerprint)
+            expect("data", run.data, seal == identity["data_seal"], expected)
+            expect("model", run.model, sha256 == identity["model"], expected)
 
 
 def _outcomes(
