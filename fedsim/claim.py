@@ -12,7 +12,7 @@ from fedsim.accounting import Event, RunningEpsilon, StepEvent
 from fedsim.config import Algorithm, FedsimError
 from fedsim.document import Table
 from fedsim.evidence import Check
-from fedsim.plan import ADJACENCY, Plan
+from fedsim.plan import Plan
 from fedsim.rounding import at_most
 
 CURVE_POINTS = 25
@@ -44,8 +44,8 @@ class Released:
 
     @property
     def label(self) -> str:
-        """What makes epsilon no guarantee; empty where it is one."""
-        return "" if self.plan.epsilon_holds == ADJACENCY else self.plan.epsilon_holds
+        """The plan's: what makes epsilon no guarantee."""
+        return self.plan.label
 
     @property
     def seed_known(self) -> bool:

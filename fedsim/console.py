@@ -89,7 +89,7 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
     els = plan.algorithm == Algorithm.ELS
     unit, share = ("examples", "in all") if els else ("users", "each")
     pool = f", {plan.num_units:,} in the pool" if els else ""
-    label = f" ({plan.epsilon_holds})" if plan.epsilon_holds != ADJACENCY else ""
+    label = f" ({plan.label})" if plan.label else ""
     if plan.noise_multiplier:
         epsilon = f"{plan.target_epsilon:g} at delta {at_most(plan.delta, '.2e')}{label}"
     else:

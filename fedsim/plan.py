@@ -104,9 +104,14 @@ class Plan:
         return holds(self.sampling_run, self.sampling_accounted, self.assumed_population)
 
     @property
+    def label(self) -> str:
+        """What makes epsilon no guarantee; empty where nothing does."""
+        return "" if self.epsilon_holds == ADJACENCY else self.epsilon_holds
+
+    @property
     def guarantee(self) -> bool:
         """Whether epsilon is one."""
-        return bool(self.noise_multiplier) and self.epsilon_holds == ADJACENCY
+        return bool(self.noise_multiplier) and not self.label
 
     @property
     def epsilon_metric(self) -> str:

@@ -184,7 +184,7 @@ def _epsilon(evidence: Evidence) -> str:
 
 
 def _label(plan: Plan) -> str:
-    return "" if plan.epsilon_holds == ADJACENCY else f": {plan.epsilon_holds}"
+    return f": {plan.label}" if plan.label else ""
 
 
 def _running(evidence: Evidence, path: Path, shown: list[tuple[int, Any]]) -> None:
