@@ -1,21 +1,24 @@
-"""What the experiments share: the --scale argument, where results go, CSV files, data sets."""
+"""What the experiments share: the command line, where results go, CSV files, data sets."""
 
 import argparse
 import csv
+import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 
-import matplotlib.figure
+from matplotlib.figure import Figure
 
 from experiments.benchmarks.common import circumstances
+from experiments.rows import Rows
 from fedsim.data import synthetic
 from fedsim.data.build import build
 from fedsim.data.dataset import Dataset
@@ -25,6 +28,10 @@ RESULTS = Path(__file__).parent / "results"
 STARTED = time.time()
 SCALES = ("smoke", "small", "paper")
 COLOURS = {"ELS": "tab:blue", "ULS": "tab:orange"}
+
+Claims = Sequence[tuple[str, bool, str]]
+"""What is claimed, whether it held, and the numbers."""
+NO_FIGURES: Mapping[str, Any] = MappingProxyType({})
 
 # Real data that stand in for the paper's: recipe, file, columns; not in the repository.
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -49,19 +56,62 @@ STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def parse_arguments(description: str | None, argv: Sequence[str] | None = None) -> tuple[str, Path]:
-    """(scale, directory for results). The smallest scale writes to a temporary directory."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--scale, --out and --dry-run, which all experiments have."""
     parser.add_argument("--scale", choices=SCALES, default="paper")
-    parser.add_argument("--out", type=Path, help="directory for the CSV and PNG files")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--out", type=Path, help="directory for the CSV, JSON and PNG files")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be run")
+
+
+def out_of(arguments: argparse.Namespace) -> Path:
+    """The directory for results; the smallest scale writes to a temporary one."""
     elsewhere = Path(tempfile.gettempdir()) / "fedsim-experiments"
     kept = {"smoke": elsewhere / "smoke", "small": RESULTS / "small", "paper": RESULTS}
     out = arguments.out or kept[arguments.scale]
     out.mkdir(parents=True, exist_ok=True)
-    return arguments.scale, out
+    return out
+
+
+def main(
+    name: str,
+    description: str | None,
+    settings: Mapping[str, Any],
+    run: Callable[[Any], Rows],
+    check: Callable[[Rows], Claims],
+    figures: Mapping[str, Callable[[Rows], Figure]] = NO_FIGURES,
+    *,
+    always: bool = True,
+) -> None:
+    """An experiment, from its command line to its files; those that fine-tune language models have
+    their own (finetuning.py). Args: always: see finish."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    own = settings[arguments.scale]
+    if arguments.dry_run:
+        for setting, value in dataclasses.asdict(own).items():
+            print(f"{setting:18} {value}")
+        print(last_time(name, arguments.scale))
+        return
+    rows = run(own)
+    drawn = {file: draw(rows) for file, draw in figures.items()}
+    out = out_of(arguments)
+    finish(name, arguments.scale, out, own, rows, drawn, check(rows), always=always)
+
+
+def last_time(name: str, scale: str) -> str:
+    """How long it took when its record in results/ was made."""
+    if scale == "smoke":
+        return "seconds"
+    for directory in (RESULTS / "small", RESULTS)[scale == "paper" :]:
+        try:
+            record = json.loads((directory / f"{name}.json").read_text())
+        except OSError:
+            continue
+        machine = "{minutes:g} minutes on {machine[cpu_count]} cores of {machine[cpu]}"
+        return f"the scale {record['scale']} took {machine.format(**record)}"
+    return "there is no record of how long it takes"
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -74,37 +124,46 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     print(f"wrote {path}")
 
 
-def save_figure(figure: matplotlib.figure.Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """A PNG without software versions or dates in it, so that equal data give equal files."""
     figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})
     print(f"wrote {path}")
 
 
-Claims = Sequence[tuple[str, bool, str]]
-"""What is claimed, whether it held, and the numbers."""
+def legend_below(figure: Figure) -> None:
+    """One legend for all panels, where it hides nothing; for layout="constrained"."""
+    named: dict[str, Any] = {}
+    for axis in figure.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
+    columns = min(len(named), max(2, int(figure.get_figwidth() / 1.8)))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns)
 
 
 def finish(
     name: str,
     scale: str,
     out: Path,
-    rows: Sequence[dict[str, Any]],
-    figures: Mapping[str, matplotlib.figure.Figure],
+    settings: Any,
+    rows: Rows,
+    figures: Mapping[str, Figure],
     claims: Claims,
     *,
-    trains: bool = True,
+    always: bool = False,
 ) -> None:
-    """Write rows (NAME.csv) and figures, say whether the claims held, and write that down with what
-    it was run on (NAME.json). `minutes` are this process's: runs that were kept cost none.
+    """Write rows (NAME.csv) and figures, say whether the claims held, and write that down with the
+    settings (seeds are among them) and what it was run on (NAME.json). `minutes` are this
+    process's: runs that were kept cost none.
 
-    Args: trains: claims are about training that gets somewhere: at the smallest scale they are only
-      computed. All others hold at every scale: AssertionError, after everything was written.
+    Args: always: the claims hold at every scale: AssertionError, after everything was written.
+      Those about training that gets somewhere are not judged at the smallest scale.
     """
-    judged = scale != "smoke" or not trains
+    judged = scale != "smoke" or always
     write_csv(out / f"{name}.csv", rows)
     for file, figure in figures.items():
         save_figure(figure, out / f"{file}.png")
-    record = {"scale": scale, "minutes": round((time.time() - STARTED) / 60, 1)}
+    record: dict[str, Any] = {"scale": scale, "settings": dataclasses.asdict(settings)}
+    record["minutes"] = round((time.time() - STARTED) / 60, 1)
     record["claims"] = [
         {"claim": what, "held": bool(held) if judged else None, "numbers": numbers}
         for what, held, numbers in claims
@@ -114,7 +173,7 @@ def finish(
     for what, held, numbers in claims:
         verdict = ("yes" if held else "no") if judged else "not judged at this scale"
         print(f"{what}: {verdict} ({numbers})")
-    assert trains or all(held for _, held, _ in claims)
+    assert not always or all(held for _, held, _ in claims)
 
 
 def prepare(name: str, directory: Path, **options: Any) -> Dataset:

@@ -122,12 +122,5 @@ def _by_noise(rows: Sequence[dict]) -> dict[float, list[dict]]:
     return series
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    scale, out = common.parse_arguments(__doc__, argv)
-    rows = run(SETTINGS[scale])
-    figures = {"fig01_accounting": plot(rows)}
-    common.finish("fig01_accounting", scale, out, rows, figures, check(rows), trains=False)
-
-
 if __name__ == "__main__":
-    main()
+    common.main("fig01_accounting", __doc__, SETTINGS, run, check, {"fig01_accounting": plot})

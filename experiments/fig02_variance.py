@@ -191,12 +191,5 @@ def _powers_of_two(last: int) -> list[int]:
     return [2**power for power in range(last.bit_length())]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    scale, out = common.parse_arguments(__doc__, argv)
-    rows = run(SETTINGS[scale])
-    figures = {"fig02_variance": plot(rows)}
-    common.finish("fig02_variance", scale, out, rows, figures, check(rows), trains=False)
-
-
 if __name__ == "__main__":
-    main()
+    common.main("fig02_variance", __doc__, SETTINGS, run, check, {"fig02_variance": plot})

@@ -54,8 +54,8 @@ class Settings:
     epsilons: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
     budgets: tuple[int, ...] = (16, 32, 64, 128, 256)
     example_stds: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
-    els_groups: tuple[int, ...] = (4, 16)
-    uls_groups: tuple[int, ...] = (1, 2, 4, 16)
+    els_groups: tuple[int, ...] = (1, 4, 16)
+    uls_groups: tuple[int, ...] = (1, 2, 4, 8, 16)
     learning_rates: tuple[float, ...] = tuple(2.0 ** (n / 2) for n in range(-12, -1))
     clip_norms: tuple[float, ...] = (4.0, 8.0, 16.0, 32.0)
     """Practically every gradient is longer than 4: with smaller C nothing changes."""
@@ -84,7 +84,7 @@ SETTINGS = {
         learning_rates=(0.125, 0.5),
         clip_norms=(1.0, 4.0),
     ),
-    "small": Settings(trials=32, draws=8, uls_groups=(1, 4, 16)),
+    "small": Settings(trials=32, draws=8, els_groups=(4, 16), uls_groups=(1, 4, 16)),
     "paper": Settings(),
 }
 PANELS = {
@@ -285,7 +285,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(r"loss $\frac{1}{2}|\theta - \mu|^2$")
-    axes[0].legend(fontsize="small")
+    common.legend_below(figure)
     return figure
 
 
@@ -349,12 +349,13 @@ def _best(rows, panel, value):
     return min(own, key=lambda row: row["loss"])
 
 
-def main() -> None:
-    scale, out = common.parse_arguments(__doc__)
-    rows = run(SETTINGS[scale])
-    figures = {"fig03_mean_estimation": plot(rows)}
-    common.finish("fig03_mean_estimation", scale, out, rows, figures, check(rows))
-
-
 if __name__ == "__main__":
-    main()
+    common.main(
+        "fig03_mean_estimation",
+        __doc__,
+        SETTINGS,
+        run,
+        check,
+        {"fig03_mean_estimation": plot},
+        always=False,
+    )

@@ -94,12 +94,13 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
             shade = 0.35 + 0.65 * (budgets.index(budget) + 1) / len(budgets)
             colour = plt.get_cmap("Blues")(shade)
             axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=f"B = {budget}")
-        axis.axvline(own[0]["median_examples"], color="tab:red", linestyle="--")
+        median = own[0]["median_examples"]
+        axis.axvline(median, color="tab:red", linestyle="--", label="median user")
         axis.set_xscale("log", base=2)
         axis.set_title(rf"{name}, $\varepsilon$ = {epsilon:g}", fontsize="medium")
         axis.set(xlabel="$G_{ELS}$", ylabel="loss (nats per token)")
         axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize="small")
+    common.legend_below(figure)
     return figure
 
 

@@ -72,7 +72,7 @@ def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "
         axis.grid(alpha=0.3)
     for axis in axes[:, 0]:
         axis.set(ylabel="loss (nats per token)")
-    axes[0, 0].legend(fontsize="small")
+    common.legend_below(figure)
     return figure
 
 

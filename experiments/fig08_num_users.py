@@ -92,7 +92,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         axis.set_title(f"as if {times} x the users" if times > 1 else "the users there are")
         axis.grid(alpha=0.3)
     axes[0].set(ylabel="loss (nats per token)")
-    axes[0].legend(fontsize="small")
+    common.legend_below(figure)
     return figure
 
 

@@ -7,6 +7,7 @@ drawn, too, prepared as table1_datasets does.
     python -m experiments.fig10_dataset_sizes --scale paper      (5 minutes; smoke: 10 seconds)
 """
 
+import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,28 +19,39 @@ from experiments import common
 from fedsim.data import synthetic
 from fedsim.data.histogram import bins
 
-SHOWN = ("scotus", "reddit_links, 8 or more")
-SHARE = {"smoke": 0.002, "small": 0.02}
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    share: float
+    """Of Stack Overflow's users; less than 1: written to disk and prepared as data sets are."""
+    stand_ins: tuple[str, ...] = ()
 
 
-def sizes_of(scale: str) -> dict[str, np.ndarray]:
+SETTINGS = {
+    "smoke": Settings(0.002),
+    "small": Settings(0.02),
+    "paper": Settings(1.0, ("scotus", "reddit_links, 8 or more")),
+}
+
+
+def sizes_of(settings: Settings) -> dict[str, np.ndarray]:
     """Examples per user of each data set."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        if scale != "paper":
-            dataset = common.synthetic_stack_overflow(SHARE[scale], directory)
+        if settings.share < 1.0:
+            dataset = common.synthetic_stack_overflow(settings.share, directory)
             return {"Stack Overflow's shape": np.diff(dataset.train.offsets)}
         found = {"Stack Overflow (fitted)": synthetic.sizes(synthetic.STACK_OVERFLOW)}
         if common.SHARED.is_dir():
-            for stand_in in SHOWN:
+            for stand_in in settings.stand_ins:
                 found[stand_in] = np.diff(common.prepare(stand_in, directory).train.offsets)
         return found
 
 
-def run(scale: str) -> list[dict[str, Any]]:
+def run(settings: Settings) -> list[dict[str, Any]]:
     """A row for each bin of each histogram."""
     rows = []
-    for name, sizes in sizes_of(scale).items():
+    for name, sizes in sizes_of(settings).items():
         edges, users = bins(sizes)
         for low, high, number in zip(edges[:-1], edges[1:], users, strict=True):
             rows.append({"dataset": name, "from": low, "below": high, "users": number})
@@ -68,12 +80,5 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
     return claims
 
 
-def main() -> None:
-    scale, out = common.parse_arguments(__doc__)
-    rows = run(scale)
-    figures = {"fig10_dataset_sizes": plot(rows)}
-    common.finish("fig10_dataset_sizes", scale, out, rows, figures, check(rows), trains=False)
-
-
 if __name__ == "__main__":
-    main()
+    common.main("fig10_dataset_sizes", __doc__, SETTINGS, run, check, {"fig10_dataset_sizes": plot})

@@ -105,7 +105,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         axis.set_xscale("log", base=2)
         axis.set(xlabel="compute budget $B$", ylabel="suboptimality (nats per token)", title=name)
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    common.legend_below(figure)
     return figure
 
 

@@ -177,7 +177,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         axis.set(xlabel=r"$\varepsilon$", title=f"$B$ = {budget}")
         axis.grid(alpha=0.3)
     axes[0, 0].set(ylabel="loss (nats per token)")
-    axes[0, 0].legend(fontsize="small")
+    common.legend_below(figure)
     return figure
 
 

@@ -31,6 +31,7 @@ from fedsim.tuner import Configuration
 
 STACK_OVERFLOW, CC_NEWS = "Stack Overflow", "CC-News"
 SMALL = {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"}  # what stands in at small scale
+STANDING_IN = "small: " + ", ".join(f"{SMALL[name]} in the place of {name}" for name in SMALL)
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
 PAPER_MODEL = "models/c4"  # made by fedsim pretrain --model paper
@@ -136,6 +137,7 @@ class Arguments:
     out: Path
     given_model: str | None
     dry_run: bool
+    in_turn: bool = False
 
     @property
     def model(self) -> str:
@@ -152,15 +154,16 @@ class Arguments:
 
 
 def parse_arguments(description: str | None, argv: Sequence[str] | None = None) -> Arguments:
-    """--scale and --out as for all experiments, --model and --dry-run."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """What all experiments have, --model and --in-turn."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form)
+    common.add_arguments(parser)
     parser.add_argument("--model", help="a size, or a model to start from")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be run")
-    own, rest = parser.parse_known_args(argv)
-    scale, out = common.parse_arguments(description, rest)
-    return Arguments(scale, out, own.model, own.dry_run)
+    what = "each run on all workers of the cluster, instead of each on one and side by side"
+    parser.add_argument("--in-turn", action="store_true", help=what)
+    given = parser.parse_args(argv)
+    out = common.out_of(given)
+    return Arguments(given.scale, out, given.model, given.dry_run, given.in_turn)
 
 
 def main(
@@ -177,7 +180,11 @@ def main(
     rows = run(settings[arguments.scale], arguments)
     if rows:
         drawn = {file: draw(rows) for file, draw in figures.items()}
-        common.finish(name, arguments.scale, arguments.out, rows, drawn, check(rows))
+        if arguments.scale == "small":
+            for figure in drawn.values():
+                figure.suptitle(STANDING_IN, fontsize="small", color="dimgray")
+        own = settings[arguments.scale]
+        common.finish(name, arguments.scale, arguments.out, own, rows, drawn, check(rows))
 
 
 def data_of(name: str, arguments: Arguments) -> str:
@@ -219,7 +226,8 @@ def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Ro
     if arguments.dry_run:
         print(plan_of(cells), cost(settings, arguments.scale), sep="\n")
         return []
-    done = sweep(settings, arguments.runs, Console(), here=arguments.scale == "smoke")
+    how = {"here": arguments.scale == "smoke", "in_turn": arguments.in_turn}
+    done = sweep(settings, arguments.runs, Console(), **how)
     failed = [row["error"] for row in done if row["status"] != "done"]
     if failed:
         raise SystemExit(f"{len(failed)} runs failed, the first: {failed[0]}")
@@ -350,8 +358,9 @@ def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) 
         "eval_examples": training.eval_examples,
         "sampling": training.sampling,
         "strategy": "scan:4",  # a timer's choice would be part of the bits
-        "num_lanes": 1,  # a run computes in one process: no more pieces than need be
     }
+    if not arguments.in_turn:
+        common_["num_lanes"] = 1  # a run computes in one process: no more pieces than need be
     if training.max_length is not None:
         common_["max_length"] = training.max_length
     if name in dict(training.deltas):

@@ -99,7 +99,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         axis.grid(alpha=0.3)
     left.set(ylabel="loss (nats per token)")
     right.set(ylabel=r"$\varepsilon$ that may be claimed", yscale="log")
-    left.legend(fontsize="small")
+    common.legend_below(figure)
     return figure
 
 

@@ -9,6 +9,7 @@ hardly overlap.
     python -m experiments.table2_c4 --scale paper      (10 minutes; smoke: 10 seconds)
 """
 
+import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,23 @@ from fedsim.data.recipes import C4, options_of
 from fedsim.data.screen import Screen
 
 STAGES = ("examples", "deduplicated", "deduplicated_and_url_filtered")
-NUM_PAGES = {"smoke": 2_000, "small": 10_000, "paper": 20_000}
 DUPLICATES = 1 - C4.paper["deduplicated"] / C4.paper["examples"]
 KNOWN_URLS = (C4.paper["deduplicated"] - C4.paper[STAGES[2]]) / C4.paper["examples"]
 WORDS = 150
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    num_pages: int
+    against: tuple[str, ...] = ()
+    """The stand-ins that real package descriptions are screened against; none: they are not."""
+
+
+SETTINGS = {
+    "smoke": Settings(2_000),
+    "small": Settings(10_000),
+    "paper": Settings(20_000, ("allsides_news", "reddit_links", "scotus")),
+}
 
 
 def plant(directory: Path, num_pages: int) -> tuple[list[Path], dict[str, int]]:
@@ -59,18 +73,17 @@ def screened(source: Path, out: Path, against: list[Path], **options: Any) -> di
     return {stage: dataset.metadata["counts"][stage] for stage in STAGES}
 
 
-def run(scale: str) -> list[dict[str, Any]]:
+def run(settings: Settings) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {"dataset": "C4 (paper)", **{stage: C4.paper[stage] for stage in STAGES}}
     ]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        (pages, articles), planted = plant(directory, NUM_PAGES[scale])
+        (pages, articles), planted = plant(directory, settings.num_pages)
         found = screened(pages, directory / "planted", [articles])
         rows += [{"dataset": "planted", **planted}, {"dataset": "planted, found", **found}]
-        if scale == "paper" and common.SHARED.is_dir():
-            names = ("allsides_news", "reddit_links", "scotus")
-            against = [common.SHARED / f"{name}.parquet" for name in names]
+        if settings.against and common.SHARED.is_dir():
+            against = [common.SHARED / f"{name}.parquet" for name in settings.against]
             source = common.SHARED / "debian_desc.parquet"
             found = screened(source, directory / "debian", against, user_column="user_id")
             rows.append({"dataset": "debian_desc", **found})
@@ -99,11 +112,5 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
     return claims
 
 
-def main() -> None:
-    scale, out = common.parse_arguments(__doc__)
-    rows = run(scale)
-    common.finish("table2_c4", scale, out, rows, {}, check(rows), trains=False)
-
-
 if __name__ == "__main__":
-    main()
+    common.main("table2_c4", __doc__, SETTINGS, run, check)

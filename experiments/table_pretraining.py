@@ -3,12 +3,15 @@
 Claim: pre-training on text that is not the users' (screened against it, as C4-- was) does part of
 the work, and both algorithms lower the loss on held-out users further at epsilon = 8. The public
 text is Debian's package descriptions and news, the users are speakers before the Supreme Court
-(../shared/data); `smoke` makes both up. A run that was interrupted goes on with the same command.
+(../shared/data); `smoke` makes both up. Fine-tuning has two seeds, and starts from one pre-trained
+model. A run that was interrupted goes on with the same command.
 
     python -m experiments.table_pretraining --scale small      (2 cores: 40 minutes; smoke: 30 s)
 """
 
 import dataclasses
+import hashlib
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments import common, start
+from experiments.rows import margin
 from fedsim.config import Algorithm, PretrainConfig, PrivacyConfig, RunConfig
 from fedsim.console import Console
 from fedsim.data.build import build
@@ -53,20 +57,26 @@ class Settings:
     pretrain_rate: float = 0.03
     rate: float = 0.01
     eval_examples: int = 512
+    seeds: tuple[int, ...] = (0, 1)
+    """Of fine-tuning."""
+    made_up: bool = False
+    """The texts, and nothing is kept."""
 
 
 SETTINGS = {
-    "smoke": Settings("tiny", 300, 24, 30, 32, 12, 32, 2, "local", pretrain_rate=0.1, rate=0.1),
+    "smoke": Settings(
+        *("tiny", 300, 24, 30, 32, 12, 32, 2, "local"), pretrain_rate=0.1, rate=0.1, made_up=True
+    ),
     # 10 M parameters: a vocabulary of 20,000 pieces of 256 features, and six blocks.
     "small": Settings("medium", 20_000, 64, 200, 128, 50, 64, 4, "ray"),
     "paper": Settings("medium", 20_000, 64, 1_000, 128, 200, 128, 4, "ray"),
 }
 
 
-def sources(scale: str, directory: Path) -> tuple[Path, Path, str]:
+def sources(made_up: bool, directory: Path) -> tuple[Path, Path, str]:
     """(public text, users' text, the column of both that holds it), as Parquet files."""
     public = directory / "public.parquet"
-    if scale != "smoke":
+    if not made_up:
         start.write_public_text(public)
         return public, common.SHARED / "scotus.parquet", "text"
     private = directory / "private.parquet"
@@ -85,11 +95,11 @@ def sources(scale: str, directory: Path) -> tuple[Path, Path, str]:
     return public, private, "text"
 
 
-def data_of(settings: Settings, scale: str, directory: Path) -> tuple[Dataset, Dataset]:
+def data_of(settings: Settings, directory: Path) -> tuple[Dataset, Dataset]:
     """(public, users'), in the tokens of a WordPiece that was learnt from the public text."""
     public, private = directory / "public", directory / "private"
     if not private.is_dir():
-        public_file, private_file, column = sources(scale, directory)
+        public_file, private_file, column = sources(settings.made_up, directory)
         options: dict[str, Any] = {"max_length": settings.max_length, "text_column": column}
         note = Console().note
         if not public.is_dir():
@@ -111,78 +121,85 @@ def untrained(settings: Settings, data: Dataset) -> float:
     return headline(losses)
 
 
-def run(scale: str, directory: Path) -> list[dict[str, Any]]:
-    settings = SETTINGS[scale]
-    public, private = data_of(settings, scale, directory)
-    rows = [{"training": "none", "epsilon": "", "loss": untrained(settings, private)}]
-    rows[0] |= {"gradients": 0, "seconds": 0.0}
+def run(settings: Settings) -> list[dict[str, Any]]:
+    """A row for each stage; losses are of held-out users, with deviations over seeds."""
+    sizes = json.dumps(dataclasses.asdict(settings), sort_keys=True)
+    directory = WORK / hashlib.sha256(sizes.encode()).hexdigest()[:12]
+    if settings.made_up:
+        with tempfile.TemporaryDirectory() as scratch:
+            return run_in(Path(scratch), settings)
+    directory.mkdir(parents=True, exist_ok=True)
+    return run_in(directory, settings)
 
-    def run_config(name: str, data: Dataset, model: str, rate: float) -> RunConfig:
+
+def run_in(directory: Path, settings: Settings) -> list[dict[str, Any]]:
+    """The rows, from what is in the directory already, or made there."""
+    public, private = data_of(settings, directory)
+    console = Console()
+
+    def run_config(name: str, data: Dataset, model: str, rate: float, seed: int) -> RunConfig:
         return RunConfig(
             data=str(data.path),
             run_dir=directory / name,
             model=model,
             learning_rate=rate,
             engine=settings.engine,  # pyright: ignore
-            strategy="auto" if scale != "smoke" else "scan:2",
-            seed=1,
+            strategy="scan:4",  # a timer's choice would be part of the bits
+            seed=seed,
             resume=True,
             eval_examples=settings.eval_examples,
         )
 
-    console = Console()
+    first = run_config("pretrain", public, settings.model, settings.pretrain_rate, seed=0)
     steps = PretrainConfig(settings.pretrain_steps, settings.batch_size, 8)
-    before = pretrain(
-        steps, run_config("pretrain", public, settings.model, settings.pretrain_rate), console
-    )
+    before = pretrain(steps, first, console)
+    tuned = {}
     for algorithm in Algorithm:
         group = settings.group_size if algorithm == Algorithm.ULS else None
         privacy = PrivacyConfig(EPSILON, settings.num_steps, settings.budget, group_size=group)
-        started = run_config(algorithm, private, str(directory / "pretrain"), settings.rate)
-        found = train(algorithm, privacy, started, console)
-        if algorithm == Algorithm.ELS:
-            rows.append(_row("pre-training", "inf (public text)", "initial_eval_loss", found))
-            rows[-1] |= {
-                "gradients": before["gradients_computed"],
-                "seconds": before["wall_seconds"],
-            }
-        rows.append(
-            _row(f"pre-training, then {algorithm.upper()}", EPSILON, "final_eval_loss", found)
+        runs = [
+            run_config(f"{algorithm}-{seed}", private, str(first.run_dir), settings.rate, seed)
+            for seed in settings.seeds
+        ]
+        tuned[algorithm] = [train(algorithm, privacy, own, console) for own in runs]
+    start_loss = [tuned[Algorithm.ELS][0]["initial_eval_loss"]]
+    gradients = before["gradients_computed"]
+    rows = [
+        _row("none", "", [untrained(settings, private)], 0),
+        _row("pre-training", "inf (public text)", start_loss, gradients),
+    ]
+    for algorithm, found in tuned.items():
+        losses, each = (
+            [own[name] for own in found] for name in ("final_eval_loss", "gradients_computed")
         )
+        what = f"pre-training, then {algorithm.upper()}"
+        rows.append(_row(what, EPSILON, losses, round(np.mean(each))))
     return rows
 
 
-def _row(training: str, epsilon: Any, loss: str, found: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "training": training,
-        "epsilon": epsilon,
-        "loss": found[loss],
-        "gradients": found["gradients_computed"],
-        "seconds": found["wall_seconds"],
-    }
+def _row(training: str, epsilon: Any, losses: list[float], gradients: int) -> dict[str, Any]:
+    row = {"training": training, "epsilon": epsilon, "loss": float(np.mean(losses))}
+    row["loss_std"] = float(np.std(losses, ddof=1)) if len(losses) > 1 else 0.0
+    return {**row, "seeds": len(losses), "gradients": gradients}
 
 
 def check(rows: list[dict[str, Any]]) -> common.Claims:
-    """Held-out losses of the four models."""
-    none, before, els, uls = (row["loss"] for row in rows)
+    """Held-out losses of the four models, beyond what the seeds explain."""
+    none, before, *tuned = rows
+    noise, shown = margin(tuned, cells=1), [f"{row['loss']:.2f}" for row in rows]
     return [
-        ("pre-training on other text helps", before < none, f"{none:.2f} to {before:.2f}"),
+        (
+            "pre-training on other text helps",
+            before["loss"] < none["loss"] - noise,
+            f"{shown[0]} to {shown[1]}",
+        ),
         (
             "private fine-tuning helps further",
-            max(els, uls) < before,
-            f"{els:.2f} with ELS, {uls:.2f} with ULS",
+            all(row["loss"] < before["loss"] - noise for row in tuned),
+            f"{shown[2]} with ELS, {shown[3]} with ULS; seeds explain {noise:.2g}",
         ),
     ]
 
 
-def main() -> None:
-    scale, out = common.parse_arguments(__doc__)
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch) if scale == "smoke" else WORK / scale
-        directory.mkdir(parents=True, exist_ok=True)
-        rows = run(scale, directory)
-    common.finish("table_pretraining", scale, out, rows, {}, check(rows), trains=False)
-
-
 if __name__ == "__main__":
-    main()
+    common.main("table_pretraining", __doc__, SETTINGS, run, check)

@@ -2,8 +2,8 @@
 
 A run is known by its settings, so a sweep that was killed goes on with the same command: finished
 runs are not repeated, unfinished ones go on from their checkpoints, and a sweep that was made
-larger runs what is new. Each run computes in one process (engine local) and has the bits that it
-would have alone.
+larger runs what is new. Each run computes in one process (engine local), or, in turn, each on all
+workers of the cluster; either way it has the bits that it would have alone.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import time
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedsim import hparams, metrics, rundir
 from fedsim.config import (
@@ -119,6 +119,7 @@ def sweep(
     *,
     at_once: int | None = None,
     here: bool = False,
+    in_turn: bool = False,
 ) -> list[dict[str, Any]]:
     """Run whatever has not finished yet, and write the table; returns its rows.
 
@@ -131,6 +132,8 @@ def sweep(
     Args:
       at_once: most runs at a time; default: as many as there is room for.
       here: one after another in this process, without Ray.
+      in_turn: one after another, each on all workers (engine ray): for runs that are too long for
+        one worker each. KeyboardInterrupt after a signal, with the step under way saved.
     Raises: ConfigError (a user's mistake, found before anything is run).
     """
     jobs = plan_jobs(settings, out)
@@ -148,7 +151,11 @@ def sweep(
     if not todo:
         return rows
     started = time.monotonic()
-    for count, (job, result) in enumerate(_outcomes(todo, console, at_once, here), 1):
+    if here or in_turn:
+        outcomes = _in_turn(todo, "local" if here else "ray")
+    else:
+        outcomes = _side_by_side(todo, console, at_once)
+    for count, (job, result) in enumerate(outcomes, 1):
         if isinstance(result, FedsimError):
             errors[job.name] = " ".join(str(result).split())
         _write_session(job, out, succeeded=job.name not in errors)
@@ -184,17 +191,10 @@ def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:
             expect("model", run.model, sha256 == identity["model"], expected)
 
 
-def _outcomes(
-    jobs: Sequence[Job], console: Console, at_once: int | None, here: bool
+def _side_by_side(
+    jobs: Sequence[Job], console: Console, at_once: int | None
 ) -> Iterator[tuple[Job, Any]]:
     """(job, its summary or the FedsimError that ended it), as jobs end."""
-    from fedsim.engine.worker import keep_compiled
-
-    compiled = cache_dir() / "compiled"
-    if here:
-        keep_compiled(compiled)
-        yield from ((job, _attempt(job)) for job in jobs)
-        return
     from fedsim.engine.side_by_side import SideBySide
 
     first = jobs[0].run
@@ -203,7 +203,7 @@ def _outcomes(
         threads=max(job.run.threads_per_worker for job in jobs),
         devices=first.devices_per_worker,
         accelerator=first.accelerator,
-        cache_dir=compiled,
+        cache_dir=cache_dir() / "compiled",
     )
     try:
         console.note(f"{side.plan.num_workers} at a time, each a {side.plan.describe()}")
@@ -213,11 +213,21 @@ def _outcomes(
         side.close()
 
 
-def _attempt(job: Job) -> Any:
-    try:
-        return train_one(job)
-    except FedsimError as error:
-        return error
+def _in_turn(jobs: Sequence[Job], engine: Literal["ray", "local"]) -> Iterator[tuple[Job, Any]]:
+    """Like _side_by_side, one after another from this process.
+
+    Raises: KeyboardInterrupt: a signal ended a run early, with the step under way saved.
+    """
+    for job in jobs:
+        run = dataclasses.replace(job.run, engine=engine)
+        try:
+            result = train_one(dataclasses.replace(job, run=run))
+        except FedsimError as error:
+            result = error
+        else:
+            if job.summary is None:
+                raise KeyboardInterrupt
+        yield job, result
 
 
 def train_one(job: Job) -> dict[str, Any]:

@@ -95,6 +95,10 @@ class Sweep:
     at_once: int | None = None
     """Most runs at a time. Default: one per accelerator, or per CPU (per threads_per_worker)."""
 
+    in_turn: bool = False
+    """One run after another, each on all workers of the cluster: for runs that would take one
+    worker too long."""
+
     dry_run: bool = False
     """List the runs, and run nothing."""
 
@@ -106,6 +110,8 @@ class Sweep:
 
         expect("out", self.out, self.out != Path(), "a directory, as in --out sweeps/first")
         expect("at_once", self.at_once, self.at_once is None or self.at_once >= 1, ">= 1")
+        alone = not self.in_turn or self.at_once is None
+        expect("at_once", self.at_once, alone, "nothing: --in-turn runs one at a time")
         spec = read_spec(self.file, self.set)
         settings = expand(spec)
         jobs = plan_jobs(settings, self.out)
@@ -121,7 +127,8 @@ class Sweep:
         os.environ["JAX_PLATFORMS"] = "cpu"  # the runs compute elsewhere
         from fedsim.console import Console
 
-        rows = sweep(settings, self.out, Console(), at_once=self.at_once)
+        how = {"at_once": self.at_once, "in_turn": self.in_turn}
+        rows = sweep(settings, self.out, Console(), **how)
         failed = [row for row in rows if row["status"] == "failed"]
         if failed:
             raise FedsimError(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,19 @@ def test_smoke(name, tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     suffixes = {path.suffix for path in tmp_path.iterdir()}
     assert ({".csv"} if name.startswith("table") else {".csv", ".png"}) <= suffixes
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_a_dry_run_says_what_would_be_run_and_runs_nothing(
+    name, scale, tmp_path, monkeypatch, capsys
+):
+    flags = ["--scale", scale, "--dry-run", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [name, *flags])
+    runpy.run_path(str(ROOT / "experiments" / f"{name}.py"), run_name="__main__")
+    *plan, cost = capsys.readouterr().out.splitlines()
+    assert plan and re.search(r"minutes|hours|gradients|no record", cost)
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_experiment_and_every_figure_is_in_the_index_once():

@@ -192,6 +192,29 @@ def test_a_run_of_a_sweep_has_the_bits_that_it_has_alone(spec_file, tmp_path, ca
     assert (rows[1]["budget"], rows[1]["spent_epsilon"]) == (100_000, None)
 
 
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_a_run_that_has_its_turn_uses_all_workers_and_a_signal_ends_the_sweep(
+    spec_file, tmp_path, ray_cluster
+):
+    out, more = tmp_path / "out", ("--set", "num_steps=80", "--in-turn")
+    words = [word for word in command(spec_file, out, *more) if word not in ("--at-once", "2")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_until(lambda: list(out.glob("runs/*/checkpoints/step-*")), process)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate()
+    assert process.returncode == 130, said
+    (stopped,) = out.glob("runs/*")  # and the next one is not begun
+    (log,) = out.glob("logs/*")
+    assert "2 x Ray actor" in log.read_text() and "--resume goes on" in log.read_text()
+
+    settings = expand(read_spec(spec_file, ("epsilon=8",)))[1]
+    for name, how in (("turn", {"in_turn": True}), ("here", {"here": True})):
+        sweep.sweep([settings], tmp_path / name, Console(), **how)
+    rows = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("turn", "here")]
+    assert rows[0][0]["params_sha256"] == rows[1][0]["params_sha256"]
+
+
 def test_a_dry_run_lists_the_runs_and_flags_change_the_file(spec_file, tmp_path, capsys):
     flags = ("--set", "epsilon=1,2,3", "--set", "learning_rate=0.5", "--dry-run")
     code, out, _ = run(
@@ -211,6 +234,7 @@ def test_a_dry_run_lists_the_runs_and_flags_change_the_file(spec_file, tmp_path,
         (["--out", "x", "--set", "epsilon=1"], "algorithm=None: expected els or uls"),
         (["--set", "epsilon=1"], "out=.: expected a directory"),
         (["--out", "x", "--at-once", "0"], "at_once=0: expected >= 1"),
+        (["--out", "x", "--at-once", "2", "--in-turn"], "at_once=2: expected nothing: --in-turn"),
     ],
 )
 def test_mistakes_are_one_line(args, message, capsys, tmp_path, monkeypatch):
