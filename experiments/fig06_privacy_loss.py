@@ -11,11 +11,12 @@ there are any. At `small`, 30 steps and two seeds.
 
 Beyond the paper, on Stack Overflow: ULS with four local steps (DP-FedAvg), each over a quarter of a
 user's examples of a step, so with at least four of these; the same gradients, hence the same budget
-and the same epsilon. The rate of the local steps is not tuned.
+and the same epsilon. The rate of the local steps is tuned, at the middle epsilon and budget.
 
     python -m experiments.fig06_privacy_loss --scale small      (--dry-run: its cost; smoke: 20 s)
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from matplotlib.figure import Figure
 
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import STACK_OVERFLOW
-from experiments.rows import by, margin, paired
+from experiments.rows import by, margin, middle, paired
 from experiments.testing import with_test_losses
 
 SETTINGS = finetuning.COMPARISONS
@@ -37,13 +38,30 @@ COLOURS = {**common.COLOURS, LOCAL: "tab:green"}
 def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
     """A row for each data set, epsilon, budget and algorithm."""
     found = heuristics.cells_of(settings.budgets, settings.training, arguments)
-    cells = [{**cell, "local_steps": 1} for cell in found]
-    for cell in found:
-        if (cell["dataset"], cell["algorithm"]) == (STACK_OVERFLOW, "uls"):
-            group = max(LOCAL_STEPS, cell["group_size"])
-            cells.append({**cell, "group_size": group, "local_steps": LOCAL_STEPS})
+    cells = [{**cell, "local_steps": 1, "local_learning_rate": None} for cell in found]
+    cells += with_local_steps(found, settings, arguments)
     rows = finetuning.tuned_losses(cells, settings.training, arguments)
     return with_test_losses(rows, settings.training, arguments)
+
+
+def with_local_steps(
+    cells: Sequence[dict[str, Any]],
+    settings: finetuning.Comparison,
+    arguments: finetuning.Arguments,
+) -> list[dict[str, Any]]:
+    """DP-FedAvg in the place of ULS on Stack Overflow; the rate of the local steps is tuned at the
+    middle epsilon and budget, by the first seed."""
+    local = [
+        {**cell, "group_size": max(LOCAL_STEPS, cell["group_size"]), "local_steps": LOCAL_STEPS}
+        for cell in cells
+        if (cell["dataset"], cell["algorithm"]) == (STACK_OVERFLOW, "uls")
+    ]
+    rates = settings.local_learning_rates
+    tried = [{**middle(local), "local_learning_rate": rate} for rate in rates]
+    first = dataclasses.replace(settings.training, seeds=settings.training.seeds[:1])
+    found = finetuning.tuned_losses(tried, first, arguments) if len(tried) > 1 else []
+    best = min(found or tried, key=lambda row: row.get("loss", 0.0))["local_learning_rate"]
+    return [{**cell, "local_learning_rate": best} for cell in local]
 
 
 def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "budget") -> Figure:

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import STACK_OVERFLOW, Comparison
-from experiments.rows import by
+from experiments.rows import by, middle
 from experiments.testing import side_by_side
 from fedsim import rundir
 from fedsim.config import Personalization, RunConfig
@@ -125,7 +125,8 @@ def tuned(settings: Settings, rows, models, arguments) -> dict[str, Personalizat
     how, algorithms = settings.personalization, ("els", "uls")
     if len(how.learning_rates) == 1:
         return dict.fromkeys(algorithms, how)
-    at = [rows.index(_middle(rows, algorithm)) for algorithm in algorithms]
+    own = [[row for row in rows if row["algorithm"] == each] for each in algorithms]
+    at = [rows.index(middle(each)) for each in own]
     found = side_by_side(
         personalize_one, [Job(models[i], how, "eval_users") for i in at], arguments
     )
@@ -133,14 +134,6 @@ def tuned(settings: Settings, rows, models, arguments) -> dict[str, Personalizat
         algorithm: dataclasses.replace(how, learning_rates=(each["learning_rate"],))
         for algorithm, each in zip(algorithms, found, strict=True)
     }
-
-
-def _middle(rows, algorithm):
-    """The row at the middle epsilon and budget."""
-    own = [row for row in rows if row["algorithm"] == algorithm]
-    epsilons, budgets = (sorted({row[key] for row in own}) for key in ("epsilon", "budget"))
-    at = (epsilons[(len(epsilons) - 1) // 2], budgets[len(budgets) // 2])
-    return next(row for row in own if (row["epsilon"], row["budget"]) == at)
 
 
 def personalize_one(job: Job) -> dict[str, Any]:

@@ -119,10 +119,12 @@ class Comparison:
 
     training: Training
     budgets: tuple[int, ...]
+    local_learning_rates: tuple[float, ...] = (0.001, 0.01, 0.1)
+    """Of users' own steps, beyond the paper."""
 
 
 COMPARISONS = {
-    "smoke": Comparison(SMOKE_TRAINING, (8, 16)),
+    "smoke": Comparison(SMOKE_TRAINING, (8, 16), (0.1,)),
     "small": Comparison(SMALL_TRAINING, (32, 128, 512)),
     "paper": Comparison(PAPER_TRAINING, (512, 2048, 8192)),
 }

@@ -23,10 +23,18 @@ def by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, Rows]:
 
 def paired(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
     """(ELS's row, ULS's) of cells that differ in nothing else."""
-    own = {"algorithm", "group_size", "local_steps", "learning_rate", "clip_norm", *CAME}
+    own = {"algorithm", "group_size", "local_steps", "local_learning_rate"}
+    own |= {"learning_rate", "clip_norm", *CAME}
     found = by(rows, lambda row: tuple(v for n, v in row.items() if n not in own))
     each = [{row["algorithm"]: row for row in same} for same in found.values()]
     return [(row["els"], row["uls"]) for row in each]
+
+
+def middle(rows: Sequence[Row]) -> Row:
+    """The row at the middle epsilon and budget."""
+    epsilons, budgets = (sorted({row[key] for row in rows}) for key in ("epsilon", "budget"))
+    at = (epsilons[(len(epsilons) - 1) // 2], budgets[len(budgets) // 2])
+    return next(row for row in rows if (row["epsilon"], row["budget"]) == at)
 
 
 def seed_error(rows: Sequence[Row]) -> float:
