@@ -3,7 +3,10 @@
 import importlib
 import itertools
 
+import numpy as np
 import pytest
+
+from experiments import fig18_personalization
 
 CELL = {"seeds": 2, "loss_std": 0.001, "loss_before": 5.0}
 
@@ -128,3 +131,10 @@ def test_figure_18_compares_the_same_users(more, after, holds):
     where = {"epsilon": 4.0, "budget": 32, "gain": 0.3, **errors, **came}
     rows = [{**where, "algorithm": name} for name in ("els", "uls")]
     assert verdicts("fig18_personalization", rows) == holds
+
+
+def test_figure_18_counts_the_spread_over_users_and_over_seeds():
+    values = np.array([[0.0, 2.0], [4.0, 6.0]])  # means over seeds 2, 4; over users 1, 5
+    error = fig18_personalization.standard_error(values)
+    assert error == pytest.approx(np.sqrt(2 / 2 + 8 / 2))
+    assert fig18_personalization.standard_error(values[:1]) == pytest.approx(1.0)  # of users alone
