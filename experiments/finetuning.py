@@ -30,7 +30,7 @@ from fedsim.sweep import plan_jobs, sweep
 from fedsim.tuner import Configuration
 
 STACK_OVERFLOW, CC_NEWS = "Stack Overflow", "CC-News"
-SMALL = {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"}  # what stands in at small scale
+SMALL = dict(zip((STACK_OVERFLOW, CC_NEWS), start.USERS, strict=True))  # what stands in
 STANDING_IN = "small: " + ", ".join(f"{SMALL[name]} in the place of {name}" for name in SMALL)
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}

@@ -25,7 +25,8 @@ from fedsim.data.screen import Screen
 from fedsim.pretrain import pretrain
 
 PUBLIC = ("debian_desc", "allsides_news")
-SCREENED = ("scotus", "reddit_links")  # the users' text
+SCREENED = ("scotus", "reddit_links")  # files with users' text
+USERS = ("scotus", "reddit_links, 8 or more")  # data sets of it
 VOCABULARY, MAX_LENGTH = 2_000, 64
 MODEL = "tiny"
 STEPS = PretrainConfig(num_steps=2_000, batch_size=64, rows_per_pass=16, warmup_steps=100)
@@ -97,7 +98,7 @@ def model() -> Path:
 
 def main() -> None:
     print(f"public text: {public()}")
-    for name in SCREENED:
+    for name in USERS:
         print(f"users' text: {users(name)}")
     print(f"model: {model()}")
     print(json.dumps(dataclasses.asdict(STEPS)))

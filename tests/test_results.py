@@ -1,0 +1,54 @@
+"""Committed results are what their commands give, to the last digit that is written."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import common, finetuning
+from experiments.benchmarks.common import circumstances
+from experiments.rows import CAME
+
+NAME = "fig06_privacy_loss"
+
+
+class Elsewhere(finetuning.Arguments):
+    """No run that was kept is used."""
+
+    @property
+    def runs(self) -> Path:
+        return self.out / "runs"
+
+
+def value(text: str):
+    """As it was before it was written."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text or None
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not common.SHARED.is_dir(), reason="needs the stand-ins")
+def test_a_loss_in_the_committed_table_is_what_its_settings_give(tmp_path):
+    """The cheapest cell of each data set and algorithm; half an hour if there is no model yet."""
+    record = json.loads((common.RESULTS / "small" / f"{NAME}.json").read_text())
+    if record["machine"]["cpu"] != circumstances()["machine"]["cpu"]:
+        pytest.skip("bits are those of one kind of CPU")
+    with (common.RESULTS / "small" / f"{NAME}.csv").open() as file:
+        rows = [{name: value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+    cheapest = {}
+    for row in sorted(rows, key=lambda row: -row["budget"]):
+        cheapest[row["dataset"], row["algorithm"], row["local_steps"]] = row
+    assert len(cheapest) == 5
+    cells = [{n: v for n, v in row.items() if n not in CAME} for row in cheapest.values()]
+    training = finetuning.COMPARISONS["small"].training
+    arguments = Elsewhere("small", tmp_path, None, dry_run=False)
+    found = finetuning.losses(cells, training, arguments)
+    shown = [f"{row['loss']:.6g}" for row in found]
+    assert shown == [f"{row['validation_loss']:.6g}" for row in cheapest.values()]
