@@ -6,7 +6,7 @@ import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.benchmarks.common import circumstances
@@ -130,6 +131,13 @@ def save_figure(figure: Figure, path: Path) -> None:
     print(f"wrote {path}")
 
 
+def log2_axis(axis: Axes, values: Iterable[float]) -> None:
+    """x on a logarithmic scale, labelled with the values that there are."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(set(values)))
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
 def legend_below(figure: Figure) -> None:
     """One legend for all panels, where it hides nothing; for layout="constrained"."""
     named: dict[str, Any] = {}
@@ -150,10 +158,12 @@ def finish(
     claims: Claims,
     *,
     always: bool = False,
+    run_minutes: float | None = None,
 ) -> None:
     """Write rows (NAME.csv) and figures, say whether the claims held, and write that down with the
     settings (seeds are among them) and what it was run on (NAME.json). `minutes` are this
-    process's: runs that were kept cost none.
+    process's, for which runs that were kept cost nothing; `run_minutes` are those of all its runs,
+    of one worker each.
 
     Args: always: the claims hold at every scale: AssertionError, after everything was written.
       Those about training that gets somewhere are not judged at the smallest scale.
@@ -164,6 +174,8 @@ def finish(
         save_figure(figure, out / f"{file}.png")
     record: dict[str, Any] = {"scale": scale, "settings": dataclasses.asdict(settings)}
     record["minutes"] = round((time.time() - STARTED) / 60, 1)
+    if run_minutes is not None:
+        record["run_minutes"] = run_minutes
     record["claims"] = [
         {"claim": what, "held": bool(held) if judged else None, "numbers": numbers}
         for what, held, numbers in claims

@@ -148,7 +148,9 @@ def check(rows: Sequence[dict]) -> common.Claims:
     ]
     conjecture = [row["els"] <= row["uls_aligned"] for row in largest]
     strict = [
-        row["uls_orthogonal"] < row["els"] for row in largest if row["epsilon"] == epsilons[0]
+        row["uls_orthogonal"] < row["els"]
+        for row in several
+        if row["epsilon"] == epsilons[0] or row in largest
     ]
     return [
         (
@@ -172,7 +174,7 @@ def check(rows: Sequence[dict]) -> common.Claims:
             f"in {sum(orthogonal)} of {len(orthogonal)} cells with G > 1",
         ),
         (
-            "and everywhere at the smallest epsilon with the largest groups",
+            "and everywhere at the smallest epsilon, and with the largest groups",
             all(strict),
             f"in {sum(strict)} of {len(strict)}",
         ),

@@ -54,7 +54,7 @@ class Settings:
     epsilons: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
     budgets: tuple[int, ...] = (16, 32, 64, 128, 256)
     example_stds: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
-    els_groups: tuple[int, ...] = (1, 4, 16)
+    els_groups: tuple[int, ...] = (1, 2, 4, 8, 16)
     uls_groups: tuple[int, ...] = (1, 2, 4, 8, 16)
     learning_rates: tuple[float, ...] = tuple(2.0 ** (n / 2) for n in range(-12, -1))
     clip_norms: tuple[float, ...] = (4.0, 8.0, 16.0, 32.0)
@@ -278,10 +278,8 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
             axis.errorbar(
                 x, *values, fmt=style, color=colour, label=text, capsize=2, markersize=4, lw=1.2
             )
-        axis.set_xscale("log", base=2)
+        common.log2_axis(axis, [row[panel] for row in _panel(rows, panel)])
         axis.set_yscale("log")
-        axis.set_xticks(sorted({row[panel] for row in _panel(rows, panel)}))
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(r"loss $\frac{1}{2}|\theta - \mu|^2$")

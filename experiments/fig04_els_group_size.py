@@ -114,11 +114,11 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
             best = min(row["loss"] for row in series)
             (median,) = (row for row in series if row["group_size"] == row["median_examples"])
             gain = median["loss_before"] - best
-            lost.append((median["loss"] - best, max(SHARE * gain, noise)))
+            lost.append((median["loss"] - best, SHARE * gain + noise))
         good = sum(excess <= most for excess, most in lost)
-        numbers = (
-            f"in {good} of {len(lost)} settings; {max(lost)[0]:.4f} nats above the best at most"
-        )
+        worse = sum(excess > noise for excess, _ in lost)
+        numbers = f"in {good} of {len(lost)} settings; it is not the best beyond the seeds' noise "
+        numbers += f"in {worse}, by {max(lost)[0]:.4f} nats at most"
         what = f"{name}: with the median user's group size at most {SHARE:.0%} of the gain is lost"
         claims.append((what, good == len(lost), f"{numbers}, seeds explain {noise:.4f}"))
     return claims

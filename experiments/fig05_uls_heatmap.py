@@ -43,7 +43,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     )
     groups = sorted({row["group_size"] for row in rows})
     cohorts = sorted({row["cohort_size"] for row in rows})
-    limits = [np.quantile([row["loss"] for row in rows], share) for share in (0, 1)]
+    limits = [pick(row["loss"] for row in rows) for pick in (min, max)]
     for axis, (epsilon, own) in zip(axes[0], panels.items(), strict=False):
         table = np.full((len(groups), len(cohorts)), np.nan)
         for row in own:
@@ -64,9 +64,12 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         axis.set(xlabel="cohort size $M$", ylabel="group size $G_{ULS}$")
         axis.set_title(rf"$\varepsilon$ = {epsilon:g}")
     shown = panels.get(SHOWN) or next(iter(panels.values()))
-    for budget, series in sorted(by(shown, lambda row: row["budget"]).items()):
+    budgets = sorted(by(shown, lambda row: row["budget"]).items())
+    shades = plt.get_cmap("Oranges")(np.linspace(0.25, 1.0, len(budgets)))
+    for (budget, series), colour in zip(budgets, shades, strict=True):
         values = [[row[key] for row in series] for key in ("group_size", "loss", "loss_std")]
-        axes[0, -1].errorbar(*values, fmt="-o", capsize=2, label=f"$B$ = {budget}")
+        look = {"color": colour, "label": f"$B$ = {budget}"}
+        axes[0, -1].errorbar(*values, fmt="-o", capsize=2, **look)
     axes[0, -1].set_xscale("log", base=2)
     axes[0, -1].set(xlabel="group size $G_{ULS}$", ylabel="loss (nats per token)")
     axes[0, -1].set_title(rf"$\varepsilon$ = {shown[0]['epsilon']:g}")

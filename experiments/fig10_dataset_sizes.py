@@ -76,7 +76,9 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
         filled = [row for row in rows if row["dataset"] == name and row["users"]]
         times, users = filled[-1]["from"] / filled[0]["from"], sum(row["users"] for row in filled)
         numbers = f"a factor of {times:.3g} among {users:,}"
-        claims.append((f"{name}: users' sizes differ by more than ten times", times > 10, numbers))
+        claims.append(
+            (f"{name}: users' sizes differ by a hundred times or more", times >= 100, numbers)
+        )
     return claims
 
 

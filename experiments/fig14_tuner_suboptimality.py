@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from experiments import common, finetuning
 from experiments.finetuning import ULS_GRIDS
-from experiments.rows import by, seed_error
+from experiments.rows import ERRORS, by, seed_error
 from fedsim import recommend, tuner
 from fedsim.console import Console
 from fedsim.tuner import Configuration
@@ -121,15 +121,16 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
             for strategy in ("estimate-and-double", "greedy local oracle", "random")
         )
         pairs = list(zip(ours, oracle, strict=True))
-        error = np.sqrt(2) * ours[0]["seed_error"]
-        within = sum(a["mean"] <= b["mean"] + b["std"] + 2 * error for a, b in pairs)
+        error = ERRORS * np.sqrt(2) * ours[0]["seed_error"]
+        within = sum(a["mean"] <= b["mean"] + b["std"] + error for a, b in pairs)
         means = [float(np.mean([row["mean"] for row in each])) for each in (ours, oracle, random)]
         what = f"{name}: Estimate-and-Double lies within the oracle's band at most budgets"
         claims.append((what, within > len(pairs) / 2, f"at {within} of {len(pairs)}"))
         what = f"{name}: Estimate-and-Double is nearer the best than a random choice"
         numbers = "mean suboptimality {:.4f}, oracle {:.4f}, random {:.4f}".format(*means)
-        numbers += f"; the seeds explain {2 * error / np.sqrt(len(pairs)):.4f}"
-        claims.append((what, means[0] < means[2] - 2 * error / np.sqrt(len(pairs)), numbers))
+        noise = error / np.sqrt(len(pairs))
+        numbers += f"; the seeds explain {noise:.4f}"
+        claims.append((what, means[0] < means[2] - noise, numbers))
     return claims
 
 

@@ -8,6 +8,7 @@ that start.py makes, `paper` from a run of `fedsim pretrain`; `--model` names an
 import argparse
 import dataclasses
 import itertools
+import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from matplotlib.figure import Figure
 
 from experiments import common, start
 from experiments.rows import CAME, Row, Rows
-from fedsim import files, metrics
+from fedsim import files, metrics, rundir
 from fedsim.config import RunConfig
 from fedsim.console import Console
 from fedsim.data import corpora
@@ -30,8 +31,7 @@ from fedsim.sweep import plan_jobs, sweep
 from fedsim.tuner import Configuration
 
 STACK_OVERFLOW, CC_NEWS = "Stack Overflow", "CC-News"
-SMALL = dict(zip((STACK_OVERFLOW, CC_NEWS), start.USERS, strict=True))  # what stands in
-STANDING_IN = "small: " + ", ".join(f"{SMALL[name]} in the place of {name}" for name in SMALL)
+SMALL: dict[str, str] = dict(zip((STACK_OVERFLOW, CC_NEWS), start.USERS, strict=True))
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
 PAPER_MODEL = "models/c4"  # made by fedsim pretrain --model paper
@@ -68,6 +68,10 @@ class Training:
     """By data set, where it is not n^-1.1 of the n training examples."""
     sampling: str = "poisson"
     """The paper shuffles and accounts as if it had drawn Poisson samples; this is what is drawn."""
+
+    def on(self, name: str, **changed: Any) -> "Training":
+        """On one data set alone."""
+        return dataclasses.replace(self, num_steps={name: self.num_steps[name]}, **changed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +135,20 @@ COMPARISONS = {
 """Of Figures 6, 7 and 16 to 18, which share runs."""
 
 
+@dataclasses.dataclass
+class Tally:
+    """What an experiment has run, or would run."""
+
+    runs: set[Path] = dataclasses.field(default_factory=set)
+    planned: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def run_minutes(self) -> float:
+        """Of one worker, runs that were kept included."""
+        summaries = (json.loads((run / rundir.SUMMARY).read_text()) for run in self.runs)
+        return round(sum(summary["wall_seconds"] for summary in summaries) / 60, 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Arguments:
     """Of the command line."""
@@ -140,6 +158,7 @@ class Arguments:
     given_model: str | None
     dry_run: bool
     in_turn: bool = False
+    tally: "Tally" = dataclasses.field(default_factory=lambda: Tally(), compare=False)
 
     @property
     def model(self) -> str:
@@ -180,13 +199,20 @@ def main(
     """An experiment, from its command line to its files; with --dry-run it ends before them."""
     arguments = parse_arguments(description, argv)
     rows = run(settings[arguments.scale], arguments)
-    if rows:
+    if arguments.dry_run:
+        print("in all " + cost(arguments.tally.planned, arguments.scale))
+    else:
         drawn = {file: draw(rows) for file, draw in figures.items()}
         if arguments.scale == "small":
+            shown = [data for data in SMALL if data in {row.get("dataset", data) for row in rows}]
+            what = ", ".join(f"{SMALL[data]} in the place of {data}" for data in shown)
             for figure in drawn.values():
-                figure.suptitle(STANDING_IN, fontsize="small", color="dimgray")
-        own = settings[arguments.scale]
-        common.finish(name, arguments.scale, arguments.out, own, rows, drawn, check(rows))
+                figure.suptitle(f"small: {what}", fontsize="small", color="dimgray")
+        own, minutes = settings[arguments.scale], arguments.tally.run_minutes
+        common.finish(
+            *(name, arguments.scale, arguments.out, own, rows, drawn, check(rows)),
+            run_minutes=minutes,
+        )
 
 
 def data_of(name: str, arguments: Arguments) -> str:
@@ -227,6 +253,7 @@ def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Ro
     ]
     if arguments.dry_run:
         print(plan_of(cells), cost(settings, arguments.scale), sep="\n")
+        arguments.tally.planned += settings
         return []
     how = {"here": arguments.scale == "smoke", "in_turn": arguments.in_turn}
     done = sweep(settings, arguments.runs, Console(), **how)
@@ -234,8 +261,9 @@ def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Ro
     if failed:
         raise SystemExit(f"{len(failed)} runs failed, the first: {failed[0]}")
     by_name = {row["run"]: row for row in done}
-    names = [job.name for each in settings for job in plan_jobs([each], arguments.runs)]
-    found = [_losses(by_name[name], arguments.runs) for name in names]
+    jobs = [job for each in settings for job in plan_jobs([each], arguments.runs)]
+    arguments.tally.runs.update(job.run.run_dir for job in jobs)
+    found = [_losses(by_name[job.name], arguments.runs) for job in jobs]
     rows = []
     for cell, each in zip(cells, np.reshape(found, (len(cells), -1, 2)), strict=True):
         before, after = each.T
@@ -253,7 +281,8 @@ def tuned_losses(
     pilot: Callable[[Row], bool] = lambda cell: True,
     shared: Sequence[str] = (),
 ) -> Rows:
-    """Like `losses`, with learning rate and clip norm tuned, by the first seed.
+    """Like `losses`, with learning rate and clip norm tuned, by the first seed. A row's
+    `inside_grid`: the learning rate is not at an end of those that were tried.
 
     Args:
       pilot: the cells they are tuned for; the others take them from the pilot that they are like.
@@ -278,8 +307,15 @@ def tuned_losses(
             loss = row["loss"] if math.isfinite(row["loss"]) else math.inf
             if of not in best or loss < best[of][0]:
                 best[of] = loss, {name: row[name] for name in tried[0]}
+    if arguments.dry_run and len(tried) > 1:
+        print("then, with the best of these for each cell:")
+        return losses(cells, training, arguments)
     given = [{**best.get(kind(cell), (0.0, tried[0]))[1], **cell} for cell in cells]
-    return losses(given, training, arguments)
+    rows, rates = losses(given, training, arguments), training.learning_rates
+    return [
+        {**row, "inside_grid": min(rates) < row["learning_rate"] < max(rates) or len(rates) == 1}
+        for row in rows
+    ]
 
 
 def plan_of(cells: Rows) -> str:

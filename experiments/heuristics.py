@@ -30,9 +30,9 @@ def cells_of(
             for epsilon, budget in itertools.product(training.epsilons, budgets)
         ]
         if arguments.dry_run:  # the data are not looked at
-            chosen = {(each["epsilon"], each["budget"]): (1, 1) for each in where}
-        else:
-            chosen = groups_of(name, budgets, training, arguments, extra)
+            cells += [{**each, "algorithm": own} for each in where for own in ("els", "uls")]
+            continue
+        chosen = groups_of(name, budgets, training, arguments, extra)
         for each in where:
             els, uls = chosen[each["epsilon"], each["budget"]]
             cells.append({**each, "algorithm": "els", "group_size": els})

@@ -7,7 +7,7 @@ import numpy as np
 
 Row = dict[str, Any]
 Rows = list[Row]
-CAME = ("loss", "loss_std", "loss_before", "validation_loss", "seeds")
+CAME = ("loss", "loss_std", "loss_before", "validation_loss", "seeds", "inside_grid")
 """Of a row, what came of its cell."""
 ERRORS = 3.0
 """Standard errors beyond which a difference counts: figures ask about dozens of them."""

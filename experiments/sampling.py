@@ -37,15 +37,12 @@ class Settings:
     budget: int
 
 
-def _here(training: Training, **changed) -> Training:
-    steps = {STACK_OVERFLOW: training.num_steps[STACK_OVERFLOW]}
-    return dataclasses.replace(training, num_steps=steps, **changed)
-
-
 SETTINGS = {
-    "smoke": Settings(_here(SMOKE_TRAINING), 16),
-    "small": Settings(_here(SMALL_TRAINING, epsilons=(1.0, 16.0), seeds=(0, 1, 2)), 128),
-    "paper": Settings(_here(finetuning.PAPER_TRAINING), 2048),
+    "smoke": Settings(SMOKE_TRAINING.on(STACK_OVERFLOW), 16),
+    "small": Settings(
+        SMALL_TRAINING.on(STACK_OVERFLOW, epsilons=(1.0, 16.0), seeds=(0, 1, 2)), 128
+    ),
+    "paper": Settings(finetuning.PAPER_TRAINING.on(STACK_OVERFLOW), 2048),
 }
 SAMPLINGS = ("poisson", "shuffle")
 
@@ -92,9 +89,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         left.errorbar(x, losses, spread, fmt=style, capsize=2, **look)
         right.plot(x, claimed, style, **look)
     for axis in (left, right):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(sorted({row["epsilon"] for row in rows}))
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        common.log2_axis(axis, [row["epsilon"] for row in rows])
         axis.set(xlabel=r"$\varepsilon$ of Poisson sampling")
         axis.grid(alpha=0.3)
     left.set(ylabel="loss (nats per token)")

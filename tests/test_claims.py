@@ -2,11 +2,14 @@
 
 import importlib
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments import fig18_personalization
+from experiments import fig18_personalization, sampling
+from fedsim import accounting
+from fedsim.accounting import StepEvent
 
 CELL = {"seeds": 2, "loss_std": 0.001, "loss_before": 5.0}
 
@@ -74,7 +77,7 @@ def test_figure_14_holds_ours_against_the_oracle_and_chance(ours, holds):
 
 
 def trade_off(els, uls, local=4.0, name="Stack Overflow"):
-    """Rows of Figure 6 for els(budget) and uls(budget)."""
+    """Rows of Figure 6 for els(budget, epsilon) and uls(budget, epsilon)."""
     return [
         {
             **{**CELL, "dataset": name, "epsilon": epsilon, "budget": budget},
@@ -83,22 +86,24 @@ def trade_off(els, uls, local=4.0, name="Stack Overflow"):
         for epsilon in (1.0, 4.0)
         for budget in (32, 128, 512)
         for algorithm, steps, loss in (
-            ("els", 1, els(budget)),
-            ("uls", 1, uls(budget)),
+            ("els", 1, els(budget, epsilon)),
+            ("uls", 1, uls(budget, epsilon)),
             ("uls", 4, local),
         )
     ]
 
 
 def test_figure_6_compares_beyond_what_seeds_explain():
-    rows = trade_off(lambda b: 4.5, lambda b: 4.4 - b / 1000, local=3.8)
-    assert verdicts("fig06_privacy_loss", rows) == [True, True, True, True]
-    rows = trade_off(lambda b: 4.5 - b / 1000, lambda b: 4.6)
-    assert verdicts("fig06_privacy_loss", rows) == [False, False, True, True]
-    rows = trade_off(lambda b: 4.5, lambda b: 4.501)  # no difference that seeds do not explain
-    assert verdicts("fig06_privacy_loss", rows)[:2] == [True, False]
-    rows = trade_off(lambda b: 5.5, lambda b: 4.5, local=4.6)
-    assert verdicts("fig06_privacy_loss", rows) == [True, False, False, False]
+    rows = trade_off(lambda b, e: 4.5, lambda b, e: 4.4 - b / 1000 - 0.05 / e, local=3.8)
+    assert verdicts("fig06_privacy_loss", rows) == [True] * 6
+    rows = trade_off(lambda b, e: 4.5 - b / 1000, lambda b, e: 4.6)
+    assert verdicts("fig06_privacy_loss", rows) == [False] * 4 + [True, True]
+    rows = trade_off(lambda b, e: 4.5, lambda b, e: 4.501)  # nothing that seeds do not explain
+    assert verdicts("fig06_privacy_loss", rows)[:4] == [True, False, False, False]
+    rows = trade_off(lambda b, e: 5.5, lambda b, e: 4.5, local=4.6)
+    assert verdicts("fig06_privacy_loss", rows) == [True] + [False] * 5
+    other_way = trade_off(lambda b, e: 4.5, lambda b, e: 4.4 - (e - 2) * b / 1000)
+    assert verdicts("fig06_privacy_loss", other_way)[3] is False  # more on average, not at each
 
 
 def test_figure_8_compares_gains():
@@ -123,18 +128,48 @@ def test_figure_8_compares_gains():
 
 
 @pytest.mark.parametrize(
-    "more, after, holds", [(0.01, 0.11, [True] * 3), (0.2, -0.1, [True, False, False])]
+    "more, after, holds",
+    [
+        (0.01, 0.11, [True] * 4),
+        (0.2, -0.1, [True, False, False, False]),
+        (0.2, -0.001, [True, False, True, True]),
+    ],
 )
 def test_figure_18_compares_the_same_users(more, after, holds):
-    errors = {f"{name}_error": 0.001 for name in ("gain", "ahead", "more_gain", "ahead_after")}
-    came = {"ahead": 0.1, "more_gain": more, "ahead_after": after, "personalized_loss": 4.0}
-    where = {"epsilon": 4.0, "budget": 32, "gain": 0.3, **errors, **came}
+    came = {"gain": 0.3, "ahead": 0.1, "more_gain": more, "ahead_after": after}
+    noise = {f"{name}_{of}": 0.001 for name in came for of in ("error", "std")}
+    where = {"epsilon": 4.0, "budget": 32, "seeds": 2, "personalized_loss": 4.0, **noise, **came}
     rows = [{**where, "algorithm": name} for name in ("els", "uls")]
     assert verdicts("fig18_personalization", rows) == holds
 
 
-def test_figure_18_counts_the_spread_over_users_and_over_seeds():
+def test_figure_18_tells_the_spread_over_users_from_that_over_seeds():
     values = np.array([[0.0, 2.0], [4.0, 6.0]])  # means over seeds 2, 4; over users 1, 5
-    error = fig18_personalization.standard_error(values)
-    assert error == pytest.approx(np.sqrt(2 / 2 + 8 / 2))
-    assert fig18_personalization.standard_error(values[:1]) == pytest.approx(1.0)  # of users alone
+    found = fig18_personalization.estimates({"gain": values})
+    assert found["gain"] == 3 and found["gain_error"] == pytest.approx(1.0)
+    assert found["gain_std"] == pytest.approx(np.sqrt(8))
+    row = {**found, "seeds": 2}
+    assert fig18_personalization.margin(row, "gain", [row]) == pytest.approx(3 * np.sqrt(1 + 4))
+
+
+def shuffled(algorithm, steps, group_size=1):
+    """A plan of 10 steps in an epoch."""
+    units = {"num_units": 100, "expected_count": 10, "accounted_prob": 0.1}
+    noise = {"noise_multiplier": 4.0, "delta": 1e-6, "num_steps": steps}
+    who = {"algorithm": algorithm, "group_size": group_size, "sampling_run": "shuffle"}
+    return SimpleNamespace(**units, **noise, **who)
+
+
+def test_shuffling_may_claim_what_one_gaussian_release_an_epoch_has():
+    def gaussian(sigma, times):
+        return accounting.epsilon([(StepEvent(sigma, 1.0), times)], 1e-6)
+
+    claimed = sampling.claimed_epsilon
+    assert claimed(shuffled("uls", 1)) == claimed(shuffled("uls", 10)) == gaussian(4.0, 1)
+    assert claimed(shuffled("uls", 11)) == claimed(shuffled("uls", 20)) == gaussian(4.0, 2)
+    # All of a user's examples may fall into one batch.
+    assert claimed(shuffled("els", 10, group_size=2)) == gaussian(2.0, 1)
+    assert claimed(shuffled("uls", 10, group_size=2)) == gaussian(4.0, 1)
+    poisson = SimpleNamespace(**{**vars(shuffled("els", 10, 2)), "sampling_run": "poisson"})
+    event = StepEvent(4.0, 0.1, 2)
+    assert claimed(poisson) == accounting.epsilon([(event, 10)], 1e-6) < gaussian(2.0, 1)
