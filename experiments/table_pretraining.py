@@ -68,7 +68,7 @@ SETTINGS = {
         *("tiny", 300, 24, 30, 32, 12, 32, 2, "local"), pretrain_rate=0.1, rate=0.1, made_up=True
     ),
     # 10 M parameters: a vocabulary of 20,000 pieces of 256 features, and six blocks.
-    "small": Settings("medium", 20_000, 64, 200, 128, 50, 64, 4, "ray"),
+    "small": Settings("medium", 20_000, 64, 100, 128, 30, 64, 4, "ray"),
     "paper": Settings("medium", 20_000, 64, 1_000, 128, 200, 128, 4, "ray"),
 }
 
