@@ -98,6 +98,7 @@ def plot(rows: Sequence[dict]) -> Figure:
         len(epsilons),
         figsize=(2.6 * len(epsilons), 2.3 * (len(cohorts) + 1)),
         squeeze=False,
+        sharey="row",
         layout="constrained",
     )
     lines = (
@@ -110,7 +111,7 @@ def plot(rows: Sequence[dict]) -> Figure:
         axis = axes[0, column]
         groups = [row["els_group_size"] for row in here]
         axis.plot(groups, [row["els"] for row in here], "-o", color=common.COLOURS["ELS"])
-        axis.set(ylim=(0, 1.2 * max(row["els"] for row in here)), xlabel="$G_{ELS}$")
+        axis.set(yscale="log", xlabel="$G_{ELS}$")
         axis.set_title(rf"$\varepsilon$ = {epsilon:g}")
         for index, cohort in enumerate(cohorts):
             here = [r for r in grid if (r["epsilon"], r["cohort_size"]) == (epsilon, cohort)]
@@ -119,7 +120,6 @@ def plot(rows: Sequence[dict]) -> Figure:
                 colour, budgets = common.COLOURS[algorithm], [row["budget"] for row in here]
                 axis.plot(budgets, [row[key] for row in here], style, color=colour, label=label)
             axis.set(yscale="log", xlabel="$B$")
-            axis.yaxis.set_minor_formatter("")
     for axis in axes.flat:
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)
