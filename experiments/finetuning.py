@@ -205,7 +205,7 @@ def main(
         drawn = {file: draw(rows) for file, draw in figures.items()}
         if arguments.scale == "small":
             shown = [data for data in SMALL if data in {row.get("dataset", data) for row in rows}]
-            what = ", ".join(f"{SMALL[data]} in the place of {data}" for data in shown)
+            what = "; ".join(f"{SMALL[data]} in the place of {data}" for data in shown)
             for figure in drawn.values():
                 figure.suptitle(f"small: {what}", fontsize="small", color="dimgray")
         own, minutes = settings[arguments.scale], arguments.tally.run_minutes
