@@ -32,6 +32,8 @@ EVAL_ROWS_PER_CHUNK = 16
 TRIAL_REPEATS = 3
 SAME_NORMS = 0.02  # strategies agree to 1e-5 in float32; in bfloat16 to less
 
+no_sum = jax.jit(zeros_like)  # leaf by leaf costs a small model's step a hundredth
+
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
@@ -83,7 +85,7 @@ class Worker:
           rows: [units, group], -1 = padding.
         """
         params = self._on_device(version, params)
-        total, stats = self._add_lane(self._no_sum(params), params, rows, clip, strategy)
+        total, stats = self._add_lane(no_sum(params), params, rows, clip, strategy)
         return jax.tree.map(np.asarray, total), stats
 
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
@@ -141,7 +143,7 @@ class Worker:
     def _try(self, params, rows, clip, strategy):
         before = set(self.programs)
         for chunk in self._lane_chunks(rows, strategy):
-            self._chunk_program(self._no_sum(params), params, chunk, clip, strategy)
+            self._chunk_program(no_sum(params), params, chunk, clip, strategy)
         new = [self.programs[key].memory_analysis() for key in self.programs.keys() - before]
         memory = max((found.temp_size_in_bytes for found in new if found), default=0)
         if memory > (free := free_memory()):
@@ -150,7 +152,7 @@ class Worker:
         times, clock = [], trial_clock()
         for _ in range(TRIAL_REPEATS):
             start = clock()
-            total, stats = self._add_lane(self._no_sum(params), params, rows, clip, strategy)
+            total, stats = self._add_lane(no_sum(params), params, rows, clip, strategy)
             jax.block_until_ready(total)
             times.append(clock() - start)
         return Trial(strategy, min(times), memory), stats.norms
@@ -226,11 +228,6 @@ class Worker:
         if key not in self.programs:
             self.programs[key] = jax.jit(function, **options).lower(*args).compile()
         return self.programs[key]
-
-    def _no_sum(self, params):
-        """What a lane's sum begins with, in one program: leaf by leaf costs a small model's step a
-        hundredth."""
-        return self._program(("zeros",), zeros_like, params)(params)
 
     def frozen(self) -> tuple[Any, ...]:
         """What the task's functions get beside parameters and batch, put on the device once."""
