@@ -9,7 +9,7 @@ group sizes, a factor of eight apart, and the median; two budgets, 30 steps, two
 rate is tuned for the median at each epsilon and budget; epsilon = 64, where noise hardly depends on
 the group size, is left out.
 
-    python -m experiments.fig04_els_group_size --scale small      (--dry-run: its cost; smoke: 15 s)
+    python -m experiments.fig04_els_group_size --scale small      (--dry-run: its cost)
 """
 
 import dataclasses

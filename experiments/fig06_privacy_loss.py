@@ -15,7 +15,7 @@ user's examples of a step, so with at least four of these, and a cohort of a qua
 where ULS itself takes one example of each user; the same gradients, hence the same budget and the
 same epsilon. The rate of the local steps is tuned, at the middle epsilon and budget.
 
-    python -m experiments.fig06_privacy_loss --scale small      (--dry-run: its cost; smoke: 20 s)
+    python -m experiments.fig06_privacy_loss --scale small      (--dry-run: its cost)
 """
 
 import dataclasses

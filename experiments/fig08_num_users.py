@@ -7,7 +7,7 @@ ELS more from more users. An epsilon of a population that is assumed is no guara
 there are, and every run says so. Losses and learning rates are as in Figure 7, whose runs are those
 of ten times.
 
-    python -m experiments.fig08_num_users --scale small      (--dry-run: its cost; smoke: 20 s)
+    python -m experiments.fig08_num_users --scale small      (--dry-run: its cost)
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ the mean over all choices of a budget; budgets that leave no choice are left out
 Figure 5's, and CC-News's; as in the paper CC-News is accounted for as if it had ten times the
 users. What `small` leaves out is in Figure 5's.
 
-    python -m experiments.fig14_tuner_suboptimality --scale small      (--dry-run; smoke: 15 s)
+    python -m experiments.fig14_tuner_suboptimality --scale small      (--dry-run: its cost)
 """
 
 from collections.abc import Sequence

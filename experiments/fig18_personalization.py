@@ -9,7 +9,7 @@ The models are Figure 6's, of all seeds; bars are deviations over seeds. The pap
 takes every test user; here they are drawn: 10,000 at `paper`, 64 at `small`, with at most 512 and
 32 examples of a half.
 
-    python -m experiments.fig18_personalization --scale small      (--dry-run; smoke: 30 s)
+    python -m experiments.fig18_personalization --scale small      (--dry-run: its cost)
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 For integer alpha, R_alpha(N(Bin(K, p), (K s)^2), N(0, (K s)^2)) <= R_alpha(N(Bern(p), s^2),
 N(0, s^2)): in Renyi divergence, Conjecture 3.1 holds. Divergences are integrated numerically.
 
-    python -m experiments.lemma --scale paper      (1 minute; smoke: 5 seconds)
+    python -m experiments.lemma --scale paper      (10 seconds)
 """
 
 import dataclasses

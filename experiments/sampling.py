@@ -9,7 +9,7 @@ That holds where a user is replaced by nothing, not removed (the batches of the 
 are), and bounds batches in any fixed order (Chua et al. 2024, who show that the truth for shuffling
 may be far above Poisson's epsilon). ULS and ELS on Stack Overflow, G as the heuristics have it.
 
-    python -m experiments.sampling --scale small      (--dry-run: its cost; smoke: 20 s)
+    python -m experiments.sampling --scale small      (--dry-run: its cost)
 """
 
 import dataclasses

@@ -44,8 +44,20 @@ def test_figure_5_asks_where_the_best_is():
 
 def test_figure_5_does_not_judge_what_seeds_explain():
     rows = heat_map(lambda g, m: 4 - 0.0001 * g)
-    assert verdicts("fig05_uls_heatmap", rows) == [True] * 3
-    assert verdicts("fig05_uls_heatmap", [{**row, "loss_std": 0.0} for row in rows])[1] is False
+    assert verdicts("fig05_uls_heatmap", rows) == [True, False, True]
+    cohorts = heat_map(lambda g, m: 4 - 0.0001 * m)
+    assert verdicts("fig05_uls_heatmap", cohorts)[1] is False
+    assert verdicts("fig05_uls_heatmap", [{**row, "loss_std": 0.0} for row in cohorts])[1] is True
+
+
+def test_figure_5_compares_the_configurations_that_the_paper_names():
+    def rows(loss):
+        return [
+            {**CELL, "epsilon": 4.0, "budget": 2**18, "group_size": g, "cohort_size": m, "loss": x}
+            for g, m, x in ((64, 4096, 4.0), (256, 1024, loss))
+        ]
+
+    assert [verdicts("fig05_uls_heatmap", rows(x))[3] for x in (4.1, 4.001)] == [True, False]
 
 
 @pytest.mark.parametrize("loss, holds", [(4.0, True), (4.09, True), (4.12, False)])
