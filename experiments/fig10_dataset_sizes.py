@@ -4,7 +4,7 @@ Claim: users' sizes spread over orders of magnitude, in both data sets. Stack Ov
 a law fitted to Table 1 (its data are not at hand); at `paper` the stand-ins in ../shared/data are
 drawn, too, prepared as table1_datasets does.
 
-    python -m experiments.fig10_dataset_sizes --scale paper      (5 minutes; smoke: 10 seconds)
+    python -m experiments.fig10_dataset_sizes --scale paper      (half a minute; smoke: 5 seconds)
 """
 
 import dataclasses

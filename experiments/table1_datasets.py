@@ -5,7 +5,7 @@ data are not at hand. `smoke` prepares a made-up source with the shape of Stack 
 real stand-ins in ../shared/data with the same recipes (a court's speakers for Stack Overflow, links
 and articles by domain for CC-News); the paper's own rows are printed beside them.
 
-    python -m experiments.table1_datasets --scale paper      (5 minutes; smoke: 10 seconds)
+    python -m experiments.table1_datasets --scale paper      (half a minute; smoke: 5 seconds)
 """
 
 import dataclasses
