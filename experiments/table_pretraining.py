@@ -6,7 +6,7 @@ text is Debian's package descriptions and news, the users are speakers before th
 (../shared/data); `smoke` makes both up. Fine-tuning has two seeds, and starts from one pre-trained
 model. A run that was interrupted goes on with the same command.
 
-    python -m experiments.table_pretraining --scale small      (2 cores: 40 minutes; smoke: 30 s)
+    python -m experiments.table_pretraining --scale small      (half an hour; smoke: 30 s)
 """
 
 import dataclasses
