@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from experiments import common, start
-from experiments.rows import CAME, Row, Rows
+from experiments.rows import CAME, Row, Rows, over_seeds
 from fedsim import files, metrics, rundir
 from fedsim.config import RunConfig
 from fedsim.console import Console
@@ -267,9 +267,7 @@ def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Ro
     rows = []
     for cell, each in zip(cells, np.reshape(found, (len(cells), -1, 2)), strict=True):
         before, after = each.T
-        spread = float(after.std(ddof=1)) if len(after) > 1 else 0.0
-        came = {"loss": float(after.mean()), "loss_std": spread, "seeds": len(after)}
-        rows.append({**cell, **came, "loss_before": float(before.mean())})
+        rows.append({**cell, **over_seeds(after), "loss_before": float(before.mean())})
     return rows
 
 

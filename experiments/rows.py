@@ -37,6 +37,12 @@ def middle(rows: Sequence[Row]) -> Row:
     return next(row for row in rows if (row["epsilon"], row["budget"]) == at)
 
 
+def over_seeds(losses: Sequence[float]) -> Row:
+    """Mean, deviation and number of what the seeds of a cell came to."""
+    spread = float(np.std(losses, ddof=1)) if len(losses) > 1 else 0.0
+    return {"loss": float(np.mean(losses)), "loss_std": spread, "seeds": len(losses)}
+
+
 def seed_error(rows: Sequence[Row]) -> float:
     """Standard error over seeds of a cell's mean loss; the variance is pooled over all cells, since
     two seeds alone say little about it."""

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments import common, start
-from experiments.rows import margin
+from experiments.rows import margin, over_seeds
 from fedsim.config import Algorithm, PretrainConfig, PrivacyConfig, RunConfig
 from fedsim.console import Console
 from fedsim.data.build import build
@@ -178,9 +178,8 @@ def run_in(directory: Path, settings: Settings) -> list[dict[str, Any]]:
 
 
 def _row(training: str, epsilon: Any, losses: list[float], gradients: int) -> dict[str, Any]:
-    row = {"training": training, "epsilon": epsilon, "loss": float(np.mean(losses))}
-    row["loss_std"] = float(np.std(losses, ddof=1)) if len(losses) > 1 else 0.0
-    return {**row, "seeds": len(losses), "gradients": gradients}
+    what = {"training": training, "epsilon": epsilon}
+    return {**what, **over_seeds(losses), "gradients": gradients}
 
 
 def check(rows: list[dict[str, Any]]) -> common.Claims:

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from experiments import finetuning
 from experiments.finetuning import Arguments, Training
-from experiments.rows import Rows
+from experiments.rows import Rows, over_seeds
 from fedsim import engine, rundir
 from fedsim.config import FedsimError, RunConfig
 from fedsim.console import Console
@@ -51,11 +49,9 @@ def with_test_losses(rows: Rows, training: Training, arguments: Arguments) -> Ro
     losses = dict(zip(jobs, side_by_side(evaluate_one, jobs, arguments), strict=True))
     found = []
     for row, own in zip(rows, dirs, strict=True):
-        after = np.array([losses[Job(directory, most)] for directory in own])
-        spread = float(after.std(ddof=1)) if len(after) > 1 else 0.0
+        after = over_seeds([losses[Job(directory, most)] for directory in own])
         before = losses[Job(first[row["dataset"]], most, before=True)]
-        came = {"loss": float(after.mean()), "loss_std": spread, "loss_before": before}
-        found.append({**row, **came, "validation_loss": row["loss"]})
+        found.append({**row, **after, "loss_before": before, "validation_loss": row["loss"]})
     return found
 
 
