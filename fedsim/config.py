@@ -257,8 +257,9 @@ class RunConfig:
     Default: 1, or all chips of a TPU host."""
 
     strategy: str = "auto"
-    """How clipped sums are computed: scan, bookkeeping or vmap, each with :ROWS at a time if you
-    like, or auto: the fastest of a few, timed at the start. Part of the result's bits."""
+    """How clipped sums are computed: scan, direct, bookkeeping or vmap, each with :ROWS at a
+    time if you like, or auto: the fastest of a few, timed at the start. Part of the result's
+    bits."""
 
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the model's computation. Parameters, norms, sums and noise are float32 always."""

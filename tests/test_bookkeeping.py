@@ -21,6 +21,8 @@ BUCKETS = Buckets(
 OTHERS = {
     "bookkeeping": (Strategy("bookkeeping"), None),
     "vmap": (Strategy("vmap"), None),
+    "direct, row by row": (Strategy("direct", 1), None),
+    "direct": (Strategy("direct"), None),
     "scan, row by row in buckets": (Strategy("scan", 1), BUCKETS),
 }
 # Wide enough for Grams, also where a layer has seen twice the tokens; narrow enough for none.

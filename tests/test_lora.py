@@ -94,7 +94,7 @@ def test_every_strategy_gives_the_adapters_part_of_the_whole_gradient(task, rng)
     expected = lora.adapters_of(run(joined, batch, mask)[0])
     size = np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(expected)))
     found = {}
-    for name in ("scan", "bookkeeping", "vmap"):
+    for name in ("scan", "direct", "bookkeeping", "vmap"):
 
         @functools.partial(jax.jit, static_argnums=2)
         def run(adapters, frozen, norm, name=name):
@@ -106,7 +106,7 @@ def test_every_strategy_gives_the_adapters_part_of_the_whole_gradient(task, rng)
             lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * size), total, expected
         )
         found[name] = run(adapters, task.frozen, 0.1)[:2]
-    for name in ("bookkeeping", "vmap"):
+    for name in ("direct", "bookkeeping", "vmap"):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
             found[name],

@@ -40,7 +40,7 @@ def clipped(config, name):
 
 # Between them, the two have every part of the families. Compiling takes seconds.
 CASES = [("gpt2", "bookkeeping", False)]
-CASES += [("qwen3", name, True) for name in ("scan", "bookkeeping", "vmap")]
+CASES += [("qwen3", name, True) for name in ("scan", "direct", "bookkeeping", "vmap")]
 
 
 @pytest.mark.parametrize("family, name, remat", CASES)

@@ -23,6 +23,7 @@ from fedsim.models.transformer import (
     RopeScaling,
     Transformer,
     TransformerConfig,
+    cross_entropy,
     next_token_nats,
     preset,
     rope_frequencies,
@@ -123,6 +124,30 @@ def test_a_fresh_model_predicts_almost_uniformly(tokens):
     fresh = init(jax.random.key(1), tokens)["params"]
     found, predictions = nats(fresh, tokens, np.full(5, LENGTH, np.int32))
     assert float((found / predictions).mean()) == pytest.approx(math.log(VOCAB), abs=0.1)
+
+
+@pytest.mark.parametrize("scale", [1, 1e4, np.inf])
+def test_the_gradient_of_the_loss_is_bit_for_bit_what_jax_derives(scale, rng):
+    logits = jnp.asarray(rng.normal(size=(3, 5, 17)), jnp.float32)
+    logits = logits.at[0, 1, 2].set(scale).at[1, 1].multiply(scale)
+    targets = jnp.asarray(rng.integers(17, size=(3, 5))).at[2, 3].set(16)
+    weights = jnp.asarray(rng.normal(size=(3, 5)), jnp.float32).at[0].set(0)
+
+    def derived(logits, targets):
+        log_probs = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+
+    def gradient(loss):
+        @jax.jit
+        def run(logits, weights):
+            nats, back = jax.vjp(lambda logits: loss(logits, targets), logits)
+            return nats, back(weights)
+
+        return run(logits, weights)
+
+    expected, found = gradient(derived), gradient(cross_entropy)
+    assert np.isfinite(found[1]).all() == np.isfinite(scale)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_nats_are_float32_in_a_half_precision_model(params, tokens):

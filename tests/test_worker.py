@@ -15,7 +15,7 @@ from fedsim.models.transformer import TransformerConfig
 
 VOCAB, LENGTH = 40, 80  # buckets of 32, 64 and 80 tokens
 CLIP = Clip(0.1)
-STRATEGIES = ["scan:4", "scan:2", "bookkeeping:4", "vmap:4"]
+STRATEGIES = ["scan:4", "direct:2", "scan:2", "bookkeeping:4", "vmap:4"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def compiled():
 
 
 @pytest.mark.parametrize(
-    "text, group", [("scan:4", 1), ("scan:2", 4), ("bookkeeping:4", 1), ("bookkeeping:4", 4)]
+    "text, group", [("scan:4", 1), ("direct:2", 4), ("bookkeeping:4", 1), ("bookkeeping:4", 4)]
 )
 def test_200_random_cohorts_compile_nothing_new(text, group, task, params, rng, compiled):
     worker, strategy = Worker(task), Strategy.parse(text)
@@ -111,7 +111,8 @@ def test_more_units_need_no_larger_program(task, params, rng):
     assert sizes[0] == sizes[1] > 0
 
 
-def test_memory_is_flat_in_units_and_in_their_rows():
+@pytest.mark.parametrize("name", ["scan", "direct"])
+def test_memory_is_flat_in_units_and_in_their_rows(name):
     config = TransformerConfig(256, 64, width=64, num_layers=2, num_heads=4)
     task = LanguageModelTask(Dataset(train=UserStore.from_examples({}, 64, 256)), config)
     params = jax.eval_shape(task.init, jax.random.key(0))
@@ -121,7 +122,7 @@ def test_memory_is_flat_in_units_and_in_their_rows():
             return jax.ShapeDtypeStruct((units, group, *rest), dtype)
 
         batch, mask = {"tokens": shape(64), "sizes": shape()}, shape(dtype=bool)
-        run = jax.jit(lambda *args: clipped_sum(task.losses, *args, CLIP, Strategy("scan", 8)))
+        run = jax.jit(lambda *args: clipped_sum(task.losses, *args, CLIP, Strategy(name, 8)))
         found = run.lower(params, batch, mask).compile().memory_analysis()
         return found.temp_size_in_bytes
 

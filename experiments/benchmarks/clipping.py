@@ -5,8 +5,9 @@
 
 A cell is a transformer and a group size: G = 1 is ELS, more rows of a user are ULS. All rows have
 the same 64 positions, so nothing is gained by buckets. `plain` is the sum of the rows' gradients
-without any clipping, its micro-batch tuned; `auto` is what a run would choose, its lane computed as
-a worker computes it. jax_privacy runs in the same process, its micro-batch tuned; Opacus (hooks and
+without any clipping, as JAX derives it, its micro-batch tuned, and `products` the same sum with the
+layers' products of clipping/products.py; `auto` is what a run would choose, its lane computed as a
+worker computes it. jax_privacy runs in the same process, its micro-batch tuned; Opacus (hooks and
 ghost clipping, examples only) in an environment of its own, beside PyTorch's own plain gradient.
 
 Everything runs on one thread, with the memory allocator set as in fedsim's workers, in turn; times
@@ -34,6 +35,7 @@ import numpy as np
 from experiments.benchmarks.common import at_most, circumstances
 from experiments.benchmarks.peers import run
 from fedsim.clipping import Clip, clipped_sum
+from fedsim.clipping.products import in_one_product
 from fedsim.clipping.scan import zeros_like
 from fedsim.clipping.strategy import candidates
 from fedsim.engine.choose import choose_strategy
@@ -52,6 +54,7 @@ SIZES = {  # width, layers, vocabulary
 }
 GROUPS = (1, 4, 16, 64)
 PEER_UNITS = (1, 4)
+PRODUCT_ROWS = (4, 16)
 
 
 class TokensTask:
@@ -79,14 +82,14 @@ class TokensTask:
         return nats / predictions
 
 
-def plain(task, rows_per_pass):
+def plain(losses, rows_per_pass):
     """Sum of the rows' gradients."""
 
     def gradient(params, tokens):
         parts = tokens.reshape(-1, rows_per_pass, POSITIONS + 1)
 
         def add(total, part):
-            grad = jax.grad(lambda p: task.losses(p, part).sum())(params)
+            grad = jax.grad(lambda p: losses(p, part).sum())(params)
             return jax.tree.map(jnp.add, total, grad), None
 
         return jax.lax.scan(add, zeros_like(params), parts)[0]
@@ -128,7 +131,10 @@ def cell(size: str, group: int, turns: int, peers: bool) -> dict[str, Any]:
     task = TokensTask(size, num_rows)
     params, tokens = task.init(), jnp.asarray(task.tokens)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    functions = {f"plain:{rows}": plain(task, rows) for rows in PLAIN_ROWS[size]}
+    functions = {f"plain:{rows}": plain(task.losses, rows) for rows in PLAIN_ROWS[size]}
+    functions |= {
+        f"products:{rows}": plain(in_one_product(task.losses), rows) for rows in PRODUCT_ROWS
+    }
     tried = candidates(group, count)
     functions |= {str(strategy): ours(task, group, strategy) for strategy in tried}
     if peers:
@@ -193,8 +199,9 @@ def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def opacus(size: str, turns: int) -> dict[str, float]:
-    """Processor seconds of PyTorch's plain gradient and of Opacus's ways, micro-batches tuned."""
+def opacus(size: str, turns: int) -> dict[str, dict[str, float]]:
+    """Processor seconds and peak memory of PyTorch's plain gradient and of Opacus's ways, their
+    micro-batches tuned."""
     width, layers, vocabulary = SIZES[size]
     return run.clipping("opacus", width, layers, vocabulary, POSITIONS, 32, turns)
 
@@ -247,7 +254,8 @@ def main() -> None:
         for group in arguments.groups:
             row = cell(size, group, arguments.turns, peers=not arguments.no_peers)
             if group == 1:
-                row["seconds"] |= torch
+                for measure, found in torch.items():
+                    row[measure] |= found
             rows.append(row)
             print(summary(row), file=sys.stderr, flush=True)
     found = bars(rows)

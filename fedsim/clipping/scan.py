@@ -1,7 +1,8 @@
-"""The strategy `scan`: units one by one, a unit's rows a few at a time.
+"""The strategies `scan` and `direct`: units one by one, a unit's rows a few at a time.
 
 Memory is flat in the number of units and in the rows of a unit: parameters, one sum, one unit's
-gradient, and the activations of `rows_per_pass` rows. It is the oracle of the other strategies.
+gradient, and the activations of `rows_per_pass` rows. `scan` takes gradients as JAX derives them, and
+is the oracle of the others; `direct` takes the faster products of products.py.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim.clipping.clip import Clip, global_norm
+from fedsim.clipping.products import in_one_product
 
 LossFn = Callable[[Any, Any], jax.Array]
 MANY_ROWS = 16  # of a pass, from which on `_over_one` gains
@@ -55,6 +57,7 @@ def clipped_sum(
     clip: Clip,
     *,
     rows_per_pass: int = 8,
+    direct: bool = False,
     buckets: Buckets | None = None,
     local: LocalSteps | None = None,
     total: Any = None,
@@ -69,6 +72,7 @@ def clipped_sum(
       batch: tree of arrays [units, group, ...].
       mask: bool [units, group], true where a row is real.
       rows_per_pass: rows of one forward and backward pass.
+      direct: the gradients of the layers' weights are taken in one product each.
       buckets: lengths that the rows of a pass may be cut to: the least that holds all of them.
       local: what is clipped is a user's update of several steps, instead of its gradient.
       total: a sum to be added to, float32 tree like params.
@@ -79,8 +83,8 @@ def clipped_sum(
     def add_unit(i, carry):
         total, *values = carry
         rows, real = jax.tree.map(lambda leaf: leaf[i], (batch, mask))
-        arguments = (loss_fn, params, rows, real, rows_per_pass, buckets)
-        grad, loss = _local_gradient(local, *arguments) if local else _unit_gradient(*arguments)
+        arguments = (params, rows, real)
+        grad, loss = gradient.after(local, *arguments) if local else gradient(*arguments)
         norm = jnp.where(real.any(), global_norm(grad), 0)
         scale, finite = clip.scale(norm), jnp.isfinite(norm)
         # Selected, not multiplied by zero: 0 * nan is nan.
@@ -89,6 +93,7 @@ def clipped_sum(
         found = (norm, loss, ~finite)
         return total, *(old.at[i].set(new) for old, new in zip(values, found, strict=True))
 
+    gradient = _UnitGradient(loss_fn, rows_per_pass, direct, buckets)
     batch, mask = jax.tree.map(jnp.asarray, (batch, mask))
     total = zeros_like(params) if total is None else total
     # Loops of dynamic length cost less than loops that skip: a branch copies what passes through.
@@ -110,59 +115,68 @@ def zeros_like(params: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
 
 
-def _unit_gradient(loss_fn, params, rows, real, rows_per_pass, buckets):
+@dataclasses.dataclass(frozen=True)
+class _UnitGradient:
     """Gradient and value of sum(mask * loss) / max(1, sum(mask)) of one unit."""
-    count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
 
-    def part_loss(params, part):
-        rows, real = part
-        return jnp.sum(jnp.where(real, loss_fn(params, rows), 0)) / count
+    loss_fn: LossFn
+    rows_per_pass: int
+    direct: bool
+    buckets: Buckets | None
 
-    def gradient(part):
-        gradient = jax.value_and_grad(part_loss)
-        if len(part[1]) >= MANY_ROWS:
-            gradient = _over_one(gradient)
-        loss, grad = gradient(params, part)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss
+    def __call__(self, params, rows, real):
+        count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
+        loss_fn = in_one_product(self.loss_fn) if self.direct else self.loss_fn
 
-    def gradient_at(length):
-        return lambda part: gradient((buckets.trim(part[0], length), part[1]))
+        def part_loss(params, part):
+            rows, real = part
+            return jnp.sum(jnp.where(real, loss_fn(params, rows), 0)) / count
 
-    parts = jax.tree.map(lambda leaf: _in_parts(leaf, rows_per_pass), (rows, real))
-    if len(parts[1]) == 1:  # one pass, as always in ELS: no loop, no second copy of the gradient
-        return gradient(jax.tree.map(lambda leaf: leaf[0], parts))
+        def gradient(part):
+            gradient = jax.value_and_grad(part_loss)
+            if len(part[1]) >= MANY_ROWS and not self.direct:
+                gradient = _over_one(gradient)
+            loss, grad = gradient(params, part)
+            return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss
 
-    def add_part(i, carry):
-        part = rows, real = jax.tree.map(lambda leaf: leaf[i], parts)
-        if buckets is None or len(buckets.lengths) == 1:
-            return jax.tree.map(jnp.add, carry, gradient(part))
-        longest = jnp.max(jnp.where(real, buckets.sizes(rows), 0))
-        number = jnp.searchsorted(jnp.array(buckets.lengths), longest)
-        ways = [gradient_at(length) for length in buckets.lengths]
-        return jax.tree.map(jnp.add, carry, jax.lax.switch(number, ways, part))
+        parts = jax.tree.map(lambda leaf: _in_parts(leaf, self.rows_per_pass), (rows, real))
+        if len(parts[1]) == 1:  # as always in ELS: no loop, no second copy of the gradient
+            return gradient(jax.tree.map(lambda leaf: leaf[0], parts))
 
-    start = (zeros_like(params), jnp.float32(0))
-    return jax.lax.fori_loop(0, reach(parts[1].any(axis=1)), add_part, start)
+        def cut_to(length, buckets):
+            return lambda part: gradient((buckets.trim(part[0], length), part[1]))
 
+        def add_part(i, carry):
+            part = rows, real = jax.tree.map(lambda leaf: leaf[i], parts)
+            buckets = self.buckets
+            if buckets is None or len(buckets.lengths) == 1:
+                return jax.tree.map(jnp.add, carry, gradient(part))
+            longest = jnp.max(jnp.where(real, buckets.sizes(rows), 0))
+            number = jnp.searchsorted(jnp.array(buckets.lengths), longest)
+            ways = [cut_to(length, buckets) for length in buckets.lengths]
+            return jax.tree.map(jnp.add, carry, jax.lax.switch(number, ways, part))
 
-def _local_gradient(local, loss_fn, params, rows, real, rows_per_pass, buckets):
-    """Mean over a unit's rows of gradient and value where its own SGD had got to."""
-    batches = jax.tree.map(
-        lambda leaf: _in_parts(leaf, -(-len(real) // local.number)), (rows, real)
-    )
-    count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
+        start = (zeros_like(params), jnp.float32(0))
+        return jax.lax.fori_loop(0, reach(parts[1].any(axis=1)), add_part, start)
 
-    def step(i, carry):
-        at, *sums = carry
-        rows, real = jax.tree.map(lambda leaf: leaf[i], batches)
-        grad, loss = _unit_gradient(loss_fn, at, rows, real, rows_per_pass, buckets)
-        share = real.sum() / count
-        at = jax.tree.map(lambda p, g: p - (local.learning_rate * g).astype(p.dtype), at, grad)
-        return at, *jax.tree.map(lambda s, new: s + share * new, sums, [grad, loss])
+    def after(self, local: LocalSteps, params, rows, real):
+        """Mean over a unit's rows of gradient and value where its own SGD had got to."""
+        batches = jax.tree.map(
+            lambda leaf: _in_parts(leaf, -(-len(real) // local.number)), (rows, real)
+        )
+        count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
 
-    start = (params, zeros_like(params), jnp.float32(0))
-    _, grad, loss = jax.lax.fori_loop(0, reach(batches[1].any(axis=1)), step, start)
-    return grad, loss
+        def step(i, carry):
+            at, *sums = carry
+            rows, real = jax.tree.map(lambda leaf: leaf[i], batches)
+            grad, loss = self(at, rows, real)
+            share = real.sum() / count
+            at = jax.tree.map(lambda p, g: p - (local.learning_rate * g).astype(p.dtype), at, grad)
+            return at, *jax.tree.map(lambda s, new: s + share * new, sums, [grad, loss])
+
+        start = (params, zeros_like(params), jnp.float32(0))
+        _, grad, loss = jax.lax.fori_loop(0, reach(batches[1].any(axis=1)), step, start)
+        return grad, loss
 
 
 def _over_one(function):

@@ -11,7 +11,8 @@ from fedsim.clipping import bookkeeping, scan, vmap
 from fedsim.clipping.clip import Clip
 from fedsim.config import expect
 
-NAMES = ("scan", "bookkeeping", "vmap")  # the simpler ones first
+NAMES = ("scan", "direct", "bookkeeping", "vmap")  # the simpler ones first
+ONE_BY_ONE = ("scan", "direct")
 UNITS_PER_CALL = 32
 FEW_PARAMETERS = 20_000
 NEAR_TIE = 1.02
@@ -29,7 +30,7 @@ class Strategy:
     def parse(cls, text: str) -> "Strategy":
         """From NAME or NAME:ROWS. Raises ConfigError."""
         name, _, rows = text.partition(":")
-        expected = "auto, or scan, bookkeeping or vmap, with :ROWS (>= 1) if you like"
+        expected = "auto, or scan, direct, bookkeeping or vmap, with :ROWS (>= 1) if you like"
         expect("strategy", text, name in NAMES, expected)
         expect("strategy", text, not rows or (rows.isdecimal() and int(rows) > 0), expected)
         return cls(name, int(rows)) if rows else cls(name)
@@ -39,7 +40,7 @@ class Strategy:
 
     def units_at_once(self, group: int) -> int:
         """Units of one forward and backward pass, for groups of so many rows."""
-        return 1 if self.name == "scan" else max(1, self.rows // group)
+        return 1 if self.name in ONE_BY_ONE else max(1, self.rows // group)
 
     def units_per_call(self, group: int) -> int:
         """A good number for one call of `clipped_sum`: it costs no memory, and units that are
@@ -49,7 +50,7 @@ class Strategy:
 
     def splits_units(self, group: int) -> bool:
         """Whether a unit's rows are seen in several passes, each of which may have its length."""
-        return self.name == "scan" and self.rows < group
+        return self.name in ONE_BY_ONE and self.rows < group
 
 
 def clipped_sum(
@@ -69,11 +70,12 @@ def clipped_sum(
     Arguments, results and guarantees are those of `scan.clipped_sum`.
     Raises: UnsupportedModel: the strategy cannot do it.
     """
-    if strategy.name == "scan":
+    if strategy.name in ONE_BY_ONE:
         options = {"rows_per_pass": strategy.rows, "buckets": buckets, "local": local}
+        options["direct"] = strategy.name == "direct"
         return scan.clipped_sum(loss_fn, params, batch, mask, clip, total=total, **options)
     if local is not None:
-        raise bookkeeping.UnsupportedModel("only scan takes users' own steps")
+        raise bookkeeping.UnsupportedModel("only scan and direct take users' own steps")
     module = {"bookkeeping": bookkeeping, "vmap": vmap}[strategy.name]
     units, group = mask.shape
     at_once = min(units, strategy.units_at_once(group))
@@ -108,8 +110,13 @@ def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[
     # an accelerator wants to be filled.
     passes = (4, 16) if on_cpu else (8, 32)
     several = (*passes, 4 * passes[-1]) if group >= 4 * passes[-1] else passes
-    scans = [Strategy("scan", rows) for rows in sorted({min(group, rows) for rows in several})]
-    return scans + [Strategy("bookkeeping", rows) for rows in passes if group <= rows]
+    rows = sorted({min(group, rows) for rows in several})
+    if not on_cpu:  # where `direct` was never timed
+        scans = [Strategy("scan", rows) for rows in rows]
+        return scans + [Strategy("bookkeeping", rows) for rows in passes if group <= rows]
+    ways = [Strategy("scan", rows[0]), *(Strategy("direct", rows) for rows in rows)]
+    # It does not pay for units of many rows: their norms cost more than what it saves.
+    return ways + [Strategy("bookkeeping", rows) for rows in passes if 4 * group <= rows]
 
 
 def choose(found: Sequence[tuple[Strategy, float | None]]) -> Strategy:

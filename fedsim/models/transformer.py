@@ -293,8 +293,33 @@ def next_token_nats(
     """
     logits_BLV: Any = model.apply({"params": params}, tokens_BL[:, :-1])
     at_least_float32 = jnp.promote_types(logits_BLV.dtype, jnp.float32)
-    log_probs_BLV = jax.nn.log_softmax(logits_BLV.astype(at_least_float32))
-    targets_BL = tokens_BL[:, 1:]
-    nats_BL = -jnp.take_along_axis(log_probs_BLV, targets_BL[..., None], axis=-1)[..., 0]
+    nats_BL = cross_entropy(logits_BLV.astype(at_least_float32), tokens_BL[:, 1:])
     real_BL = jnp.arange(1, tokens_BL.shape[1])[None] < sizes_B[:, None]
     return jnp.sum(jnp.where(real_BL, nats_BL, 0), axis=1), real_BL.sum(axis=1)
+
+
+@jax.custom_vjp
+def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
+    """-log_softmax(logits)[targets], float [B, L]. Its gradient is, bit for bit, what JAX derives,
+    in a form that XLA does not compute twice: a twelfth of a small model's step."""
+    return _cross_entropy_forward(logits_BLV, targets_BL)[0]
+
+
+def _cross_entropy_forward(logits_BLV, targets_BL):
+    max_BL1 = logits_BLV.max(axis=-1, keepdims=True)
+    sum_BL1 = jnp.exp(logits_BLV - max_BL1).sum(axis=-1, keepdims=True)
+    target_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)
+    nats_BL = -(target_BL1 - max_BL1 - jnp.log(sum_BL1))[..., 0]
+    return nats_BL, (logits_BLV, max_BL1, sum_BL1, targets_BL)
+
+
+def _cross_entropy_backward(residuals, cotangent_BL):
+    logits_BLV, max_BL1, sum_BL1, targets_BL = residuals
+    cotangent_BL1 = cotangent_BL[..., None]
+    ids_BLV = jax.lax.broadcasted_iota(targets_BL.dtype, logits_BLV.shape, 2)
+    is_target_BLV = ids_BLV == targets_BL[..., None]
+    probs_BLV = jnp.exp(logits_BLV - max_BL1) * (cotangent_BL1 / sum_BL1)
+    return jnp.where(is_target_BLV, -cotangent_BL1, 0) + probs_BLV, None
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

@@ -1,14 +1,16 @@
-"""Opacus on the transformer of `benchmarks.clipping`: processor seconds, one line of JSON.
+"""Opacus on the transformer of `benchmarks.clipping`: processor seconds and memory, a line of JSON.
 
 Arguments: width, layers, vocabulary, positions, rows, turns. The head is not tied to the embedding,
 which Opacus does not support; the work is the same, the parameters are a few more.
 """
 
+import ctypes
 import json
 import statistics
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import torch
 from opacus.grad_sample import GradSampleModule
@@ -79,7 +81,7 @@ def plain(tokens, rows):
         for x, y in parts(tokens, rows):
             functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
 
-    return call
+    return model, call
 
 
 def hooks(tokens, rows):
@@ -99,7 +101,7 @@ def hooks(tokens, rows):
             for p in model.parameters():
                 p.grad_sample = None
 
-    return call
+    return model, call
 
 
 def ghost(tokens, rows):
@@ -118,24 +120,44 @@ def ghost(tokens, rows):
             logits = model(x)
             loss_fn(logits.flatten(0, 1), y.flatten(), shape=logits.shape).backward()
 
-    return call
+    return model, call
+
+
+def resident(field):
+    """VmRSS or VmHWM, its peak, of this process in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"no {field} in /proc/self/status")
+
+
+def peak_mib(model, call):
+    """What a call needs beside parameters and result. Not of a first call, which sets up more."""
+    for p in model.parameters():
+        p.grad = p.grad_sample = p.summed_grad = None
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = resident("VmRSS")
+    call()
+    result = sum(4 * p.numel() for p in model.parameters()) / 2**20
+    return round(resident("VmHWM") - before - result, 1)
 
 
 def main():
     tokens = torch.randint(VOCABULARY, (ROWS, POSITIONS + 1))
     calls = {"torch plain": plain, "opacus hooks": hooks, "opacus ghost": ghost}
-    best = {}
+    seconds, memory = {}, {}
     for name, make in calls.items():
         found = []
         for rows in (4, 16):
-            call, times = make(tokens, rows), []
+            (model, call), times = make(tokens, rows), []
             for _ in range(TURNS + 1):
                 start = time.process_time()
                 call()
                 times.append(time.process_time() - start)
-            found.append(statistics.median(times[1:]))
-        best[name] = min(found)
-    print(json.dumps(best))
+            found.append((statistics.median(times[1:]), peak_mib(model, call)))
+        seconds[name], memory[name] = min(found)
+    print(json.dumps({"seconds": seconds, "memory_mib": memory}))
 
 
 if __name__ == "__main__":
