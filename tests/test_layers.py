@@ -37,13 +37,16 @@ def added_up(ids, h, vocab):
 
 def check(layer, params, expected):
     """Norms and weighted sum of a layer against its units' gradients, by parameter."""
-    squared, rounding = layer.squared_norms(params)
+    vectors = layer.vectors(params)
+    squared, rounding = (part + np.zeros(UNITS) for part in layer.squared_norms(params))
+    squared += sum(np.square(leaf).sum(axis=1) for leaf in vectors.values())
     exact = sum(np.square(grad).reshape(UNITS, -1).sum(axis=1) for grad in expected.values())
     np.testing.assert_allclose(squared, exact, rtol=2e-5)
     assert squared.shape == rounding.shape == (UNITS,)
     assert (rounding >= 0).all() and (rounding < 1e-4 * squared).all()
     weights = np.array([0.5, 0.0, 2.0], np.float32)
     found = layer.weighted_sum(params, jnp.asarray(weights))
+    found |= {name: weights @ leaf for name, leaf in vectors.items()}
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         total = np.tensordot(weights, grad, axes=1)

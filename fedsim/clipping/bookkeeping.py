@@ -74,7 +74,8 @@ class _Model:
         self.inputs: dict[Call, int] = {}  # which of the distinct inputs a call saw
 
     def run(self, batch, mask):
-        """(inputs, cotangents, squared norms [units], rounding [units], losses [units])."""
+        """(inputs, cotangents, gradients of vectors by path, squared norms [units], rounding
+        [units], losses [units])."""
         units, group = mask.shape
         count = jnp.maximum(mask.sum(axis=1, keepdims=True), 1).astype(jnp.float32)
         rows = jax.tree.map(lambda leaf: leaf.reshape(units * group, *leaf.shape[2:]), batch)
@@ -98,9 +99,14 @@ class _Model:
             if self._is_lookup(call):  # ids have no axis of features
                 inputs[number] = inputs[number][..., None]
         inputs, cotangents = jax.tree.map(by_unit, (inputs, cotangents))
-        norms = [layer.squared_norms(own) for _, layer, own in self._layers(inputs, cotangents)]
-        squared, rounding = (sum(parts) for parts in zip(*norms, strict=True))
-        return inputs, cotangents, squared, rounding, losses
+        vectors: dict[Path, dict[str, jax.Array]] = {}
+        squared = rounding = jnp.zeros(units)
+        for path, layer, own in self._layers(inputs, cotangents):
+            vectors[path] = layer.vectors(own)
+            of_matrix, its_rounding = layer.squared_norms(own)
+            squared, rounding = squared + of_matrix, rounding + its_rounding
+            squared += sum(jnp.sum(jnp.square(leaf), axis=1) for leaf in vectors[path].values())
+        return inputs, cotangents, vectors, squared, rounding, losses
 
     def _check_rows(self, rows):
         """Raises UnsupportedModel: an input's first axis is not that of the rows: it would be cut
@@ -143,9 +149,10 @@ class _Model:
 
     def weighted_sum(self, seen, weights):
         """sum over units of weight times gradient, a tree like the parameters."""
-        leaves = {}
-        for path, layer, own in self._layers(*seen):
-            for name, leaf in layer.weighted_sum(own, weights).items():
+        leaves, (*calls, vectors) = {}, seen
+        for path, layer, own in self._layers(*calls):
+            small = {name: weights @ leaf for name, leaf in vectors[path].items()}
+            for name, leaf in (layer.weighted_sum(own, weights) | small).items():
                 if leaf.shape != (shape := own[name].shape):
                     name = "/".join((*path, name))
                     expected = f"expected {leaf.shape}, one axis of features"

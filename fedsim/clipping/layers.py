@@ -1,13 +1,13 @@
 """What `bookkeeping` knows of layers: per-unit gradient norms and sums from inputs and cotangents.
 
-A rule turns the calls of one module (its inputs and the cotangents of its outputs) into the squared
-norms of the units' gradients of its parameters, and into a weighted sum of those gradients.
+A rule turns the calls of one module (its inputs and the cotangents of its outputs) into the units'
+gradients of those parameters that are vectors, which are small, and into the squared norms and a
+weighted sum of the units' gradients of a matrix, which are never formed all at once.
 
 Shape suffixes: U units, T tokens of a unit (all its rows, of all calls), S the same as T, I inputs
 and O outputs of a layer, D width, V vocabulary.
 """
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import jax
@@ -27,20 +27,24 @@ LARGEST = 1e15
 Norms = tuple[jax.Array, jax.Array]
 
 
-class Layer(ABC):
+class Layer:
     """All calls of one module in a pass."""
 
     def __init__(self, module: nn.Module, calls: dict[str, list[tuple[jax.Array, jax.Array]]]):
         """Args: calls: by method, (input [U, T, ...], cotangent [U, T, O]) of every call."""
         self.module, self.calls = module, calls
 
-    @abstractmethod
-    def squared_norms(self, params: Any) -> Norms:
-        """Of each unit's gradient of the module's parameters."""
+    def vectors(self, params: Any) -> dict[str, jax.Array]:
+        """Each unit's gradients of the parameters that are vectors, by name, float32 [U, O]."""
+        return {}
 
-    @abstractmethod
+    def squared_norms(self, params: Any) -> Norms:
+        """Of each unit's gradient of the matrix; zeros where there is none."""
+        return jnp.zeros(()), jnp.zeros(())
+
     def weighted_sum(self, params: Any, weights_U: jax.Array) -> dict[str, jax.Array]:
-        """sum over units of weight times gradient, float32, a dict like `params`."""
+        """sum over units of weight times gradient of the matrix, float32, by its name."""
+        return {}
 
     def joined(self, method: str = CALL) -> tuple[jax.Array, jax.Array]:
         """Input and cotangent of all calls of a method: a layer that is called twice has seen
@@ -52,19 +56,14 @@ class Layer(ABC):
 class Dense(Layer):
     """y = x W + b."""
 
+    def vectors(self, params):
+        return {"bias": token_sum(self.joined()[1])} if "bias" in params else {}
+
     def squared_norms(self, params):
-        x_UTI, g_UTO = self.joined()
-        squared, rounding = product_norms(x_UTI, g_UTO)
-        if "bias" in params:
-            squared += jnp.sum(jnp.square(token_sum(g_UTO)), axis=1)
-        return squared, rounding
+        return product_norms(*self.joined())
 
     def weighted_sum(self, params, weights_U):
-        x_UTI, g_UTO = self.joined()
-        total = {"kernel": product(x_UTI, g_UTO, weights_U)}
-        if "bias" in params:
-            total["bias"] = weights_U @ token_sum(g_UTO)
-        return total
+        return {"kernel": product(*self.joined(), weights_U)}
 
 
 class Embed(Layer):
@@ -103,19 +102,11 @@ class Norm(Layer):
         fields = {name: value for name, value in bare.items() if hasattr(self.module, name)}
         return self.module.clone(parent=None, name=None, **fields)
 
-    def _sums(self, params):
+    def vectors(self, params):
         x_UTD, g_UTD = self.joined()
         z_UTD, g_UTD = jnp.asarray(self._bare().apply({}, x_UTD)), g_UTD.astype(jnp.float32)
         sums = {"scale": jnp.sum(z_UTD * g_UTD, axis=1), "bias": jnp.sum(g_UTD, axis=1)}
         return {name: sums[name] for name in params}
-
-    def squared_norms(self, params):
-        parts = [jnp.sum(jnp.square(leaf), axis=1) for leaf in self._sums(params).values()]
-        squared = jnp.stack(parts).sum(axis=0)
-        return squared, jnp.zeros_like(squared)
-
-    def weighted_sum(self, params, weights_U):
-        return {name: weights_U @ leaf for name, leaf in self._sums(params).items()}
 
 
 LAYERS: dict[type[nn.Module], type[Layer]] = {
@@ -211,10 +202,6 @@ def token_sum(g_UTO: jax.Array) -> jax.Array:
 def _gram_is_cheaper(x_UTI, g_UTO) -> bool:
     tokens, inputs, outputs = x_UTI.shape[1], x_UTI.shape[2], g_UTO.shape[2]
     return tokens * (inputs + outputs) < inputs * outputs
-
-
-def _gram(x_UTI):
-    return _dot(x_UTI, jnp.swapaxes(x_UTI, 1, 2))
 
 
 def _dot(a, b):

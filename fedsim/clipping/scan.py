@@ -1,7 +1,7 @@
 """The strategies `scan` and `direct`: units one by one, a unit's rows a few at a time.
 
 Memory is flat in the number of units and in the rows of a unit: parameters, one sum, one unit's
-gradient, and the activations of `rows_per_pass` rows. `scan` takes gradients as JAX derives them, and
+gradient, and the activations of `rows_per_pass` rows. `scan` has gradients as JAX derives them, and
 is the oracle of the others; `direct` takes the faster products of products.py.
 """
 
