@@ -113,7 +113,12 @@ def replacements(
         replace("group_size_epsilon", privacy.group_size_epsilon, None, why)
     if run.strategy == AUTO and settings.gradient_canaries:
         scan = f"scan:{min(group_size or 1, 8)}"
-        replace("strategy", AUTO, scan, "of all strategies, scan knows gradient canaries")
+        replace(
+            "strategy",
+            AUTO,
+            scan,
+            "bookkeeping, which auto may choose, does not know gradient canaries",
+        )
     return found
 
 

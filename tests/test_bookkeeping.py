@@ -1,4 +1,4 @@
-"""Book-keeping and vmap are scan, only faster; what book-keeping does not know it refuses."""
+"""The other strategies are scan, only faster; what book-keeping does not know it refuses."""
 
 import functools
 

@@ -1,5 +1,6 @@
 """The one-product gradients of layers, held against those that JAX derives."""
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +56,9 @@ def test_value_and_gradient_are_those_that_jax_derives(shape, dtype, remat, rng,
     calls = counted(monkeypatch)
     found = jax.jit(jax.value_and_grad(in_one_product(loss)))(params, ids)
     assert set(calls) == {products.INPUTS, products.OUTPUTS}
+    calls.clear()
+    jax.eval_shape(in_one_product(loss), params, ids)
+    assert sorted(calls) == [products.INPUTS, products.INPUTS, products.OUTPUTS]
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-6} if dtype == jnp.float32 else {"rtol": 0.02, "atol": 0.1}
     )
@@ -148,3 +152,75 @@ def test_a_subclass_is_left_alone(rng, monkeypatch):
         in_one_product(model.apply)(variables, x), model.apply(variables, x)
     )
     assert not calls
+
+
+def shared(rng):
+    x = jnp.asarray(rng.normal(size=(4, 5)), jnp.float32)
+    return x, nn.Dense(3).init(jax.random.key(0), x)["params"]
+
+
+@pytest.mark.parametrize(
+    "fields, leaf",
+    [({"features": 7}, "kernel"), ({"features": 3}, "bias")],
+)
+def test_parameters_that_do_not_fit_are_refused_as_before(fields, leaf, rng):
+    x, params = shared(rng)
+    model = nn.Dense(**fields)
+    if leaf == "bias":
+        params = {"kernel": params["kernel"]}
+    for apply in (model.apply, in_one_product(model.apply)):
+        with pytest.raises(flax.errors.FlaxError):
+            apply({"params": params}, x)
+
+
+def test_a_bias_that_is_not_used_is_not_added(rng):
+    x, params = shared(rng)
+    params |= {"bias": jnp.ones(3)}
+    model = nn.Dense(3, use_bias=False)
+    expected = model.apply({"params": params}, x)
+    np.testing.assert_array_equal(in_one_product(model.apply)({"params": params}, x), expected)
+
+
+def test_a_model_may_be_initialised_inside_and_its_parameters_boxed(rng):
+    x, _ = shared(rng)
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    model = nn.Dense(3, kernel_init=init)
+    expected, params = (f(jax.random.key(0), x) for f in (model.init_with_output, model.init))
+    found = in_one_product(model.init_with_output)(jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    np.testing.assert_array_equal(in_one_product(model.apply)(params, x), expected[0])
+
+
+@pytest.mark.parametrize("lift", ["scan", "vmap"])
+def test_lifted_layers_have_the_same_gradient(lift, rng):
+    x = jnp.asarray(rng.normal(size=(6, 5)), jnp.float32)
+
+    class Lifted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            if lift == "vmap":
+                dense = nn.vmap(
+                    nn.Dense, variable_axes={"params": None}, split_rngs={"params": False}
+                )
+                return dense(5)(x)
+
+            class Step(nn.Module):
+                @nn.compact
+                def __call__(self, x, _):
+                    return jnp.tanh(nn.Dense(5)(x)), None
+
+            layers = nn.scan(
+                Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+            )
+            return layers()(x, None)[0]
+
+    model = Lifted()
+    params = model.init(jax.random.key(0), x)["params"]
+
+    def loss(params):
+        return jnp.sum(jnp.sin(model.apply({"params": params}, x)))
+
+    expected, found = (jax.grad(f)(params) for f in (loss, in_one_product(loss)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )

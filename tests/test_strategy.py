@@ -135,10 +135,11 @@ def test_where_nothing_fits_it_is_what_needs_least():
     assert choose([*tried, (Strategy("scan", 4), None)]) == Strategy("scan", 4)
 
 
-@pytest.mark.parametrize("group", [1, 3, 16, 64])
+@pytest.mark.parametrize("group", [1, 3, 16, 128])
 @pytest.mark.parametrize("num_parameters", [100, FEW_PARAMETERS + 1])
-def test_few_candidates_are_tried_the_simplest_first(group, num_parameters):
-    tried = candidates(group, num_parameters)
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_few_candidates_are_tried_the_simplest_first(group, num_parameters, on_cpu):
+    tried = candidates(group, num_parameters, on_cpu=on_cpu)
     assert 2 <= len(tried) <= 4 and len(set(tried)) == len(tried)
     numbers = [NAMES.index(strategy.name) for strategy in tried]
     assert numbers == sorted(numbers) and tried[0].name == "scan"
@@ -146,5 +147,10 @@ def test_few_candidates_are_tried_the_simplest_first(group, num_parameters):
     for strategy in tried:
         assert strategy.units_at_once(group) >= 1
         assert strategy.units_per_call(group) % strategy.units_at_once(group) == 0
-    known = num_parameters > FEW_PARAMETERS
-    assert (Strategy("direct", group) in tried) == known  # a user in one pass
+    if num_parameters > FEW_PARAMETERS:
+        name = "direct" if on_cpu else "scan"
+        assert (Strategy(name, group) in tried) == (group <= 16 or not on_cpu)  # in one pass
+        assert ("direct" in {strategy.name for strategy in tried}) == on_cpu
+        assert ("bookkeeping" in {strategy.name for strategy in tried}) == (
+            group <= (3 if on_cpu else 16)
+        )

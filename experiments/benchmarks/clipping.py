@@ -11,8 +11,8 @@ worker computes it. jax_privacy runs in the same process, its micro-batch tuned;
 ghost clipping, examples only) in an environment of its own, beside PyTorch's own plain gradient.
 
 Everything runs on one thread, with the memory allocator set as in fedsim's workers, in turn; times
-are processor seconds, ratios are medians over turns. Memory is what the compiled program needs
-beside parameters and result.
+are processor seconds, ratios are medians over turns. Memory is what a compiled program, or
+the peak of PyTorch's process, needs beside parameters and result.
 """
 
 import argparse

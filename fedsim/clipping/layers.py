@@ -8,6 +8,7 @@ Shape suffixes: U units, T tokens of a unit (all its rows, of all calls), S the 
 and O outputs of a layer, D width, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ CALL, ATTEND = METHODS = ("__call__", "attend")
 EPS = float(jnp.finfo(jnp.float32).eps)
 # Rounding where gradients are formed to take their norm, EPS^2 by itself: more, for the clipped sum
 # adds up tokens in another order, and what cancels there must not be larger than what remains.
-DIRECT = 1e6 * EPS**2
+FORMED = 1e6 * EPS**2
 # Beyond it, a square may overflow, and its partner in a product underflow unseen.
 LARGEST = 1e15
 
@@ -27,7 +28,7 @@ LARGEST = 1e15
 Norms = tuple[jax.Array, jax.Array]
 
 
-class Layer:
+class Layer(ABC):
     """All calls of one module in a pass."""
 
     def __init__(self, module: nn.Module, calls: dict[str, list[tuple[jax.Array, jax.Array]]]):
@@ -38,13 +39,13 @@ class Layer:
         """Each unit's gradients of the parameters that are vectors, by name, float32 [U, O]."""
         return {}
 
+    @abstractmethod
     def squared_norms(self, params: Any) -> Norms:
         """Of each unit's gradient of the matrix; zeros where there is none."""
-        return jnp.zeros(()), jnp.zeros(())
 
+    @abstractmethod
     def weighted_sum(self, params: Any, weights_U: jax.Array) -> dict[str, jax.Array]:
         """sum over units of weight times gradient of the matrix, float32, by its name."""
-        return {}
 
     def joined(self, method: str = CALL) -> tuple[jax.Array, jax.Array]:
         """Input and cotangent of all calls of a method: a layer that is called twice has seen
@@ -108,6 +109,12 @@ class Norm(Layer):
         sums = {"scale": jnp.sum(z_UTD * g_UTD, axis=1), "bias": jnp.sum(g_UTD, axis=1)}
         return {name: sums[name] for name in params}
 
+    def squared_norms(self, params):
+        return jnp.zeros(()), jnp.zeros(())
+
+    def weighted_sum(self, params, weights_U):
+        return {}
+
 
 LAYERS: dict[type[nn.Module], type[Layer]] = {
     nn.Dense: Dense,
@@ -132,7 +139,7 @@ def product_norms(x_UTI: jax.Array, g_UTO: jax.Array) -> Norms:
         x_TI, g_TO = unit
         return jnp.sum(jnp.square(_dot(x_TI.T, g_TO)))
 
-    rounding = DIRECT * square_sum(x_UTI) * square_sum(g_UTO)
+    rounding = FORMED * square_sum(x_UTI) * square_sum(g_UTO)
     return jax.lax.map(one, (x_UTI, g_UTO)), rounding
 
 
@@ -145,7 +152,7 @@ def lookup_norms(ids_UT: jax.Array, g_UTD: jax.Array) -> Norms:
         return jnp.sum(jnp.square(jnp.zeros(g_TD.shape, jnp.float32).at[first_T].add(g_TD)))
 
     squared = jax.lax.map(one, (ids_UT, g_UTD.astype(jnp.float32)))
-    return squared, DIRECT * ids_UT.shape[1] * square_sum(g_UTD)
+    return squared, FORMED * ids_UT.shape[1] * square_sum(g_UTD)
 
 
 def tied_norms(x_UTD: jax.Array, g_UTV: jax.Array, ids_US: jax.Array, h_USD: jax.Array) -> Norms:
@@ -164,7 +171,7 @@ def tied_norms(x_UTD: jax.Array, g_UTV: jax.Array, ids_US: jax.Array, h_USD: jax
         return jnp.sum(jnp.square(_dot(g_TV.T, x_TD).at[ids_S].add(h_SD)))
 
     squared = jax.lax.map(one, (x_UTD, g_UTV, ids_US, h_USD.astype(jnp.float32)))
-    return squared, DIRECT * _tied_bound(x_UTD, g_UTV, h_USD)
+    return squared, FORMED * _tied_bound(x_UTD, g_UTV, h_USD)
 
 
 def _cross(x_UTD, g_UTV, ids_US, h_USD) -> Norms:

@@ -20,7 +20,8 @@ def in_one_product(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, whose layers take their weights' gradients in one product.
 
     Layers are `nn.Dense` and `nn.Embed.attend`, unless they were given a product of their own, or
-    another interceptor has to do with them.
+    the function has interceptors of its own. In reverse mode only. A model that maps over its rows
+    (`vmap`) loses by it: there it forms every row's gradient.
     """
 
     @functools.wraps(loss_fn)
@@ -36,15 +37,22 @@ def _intercept(next_fun, args, kwargs, context):
     ordinary = next_fun is context.orig_method and len(args) == 1 and not kwargs
     if ordinary and type(module) is nn.Dense and method == "__call__":
         if (module.precision, module.dot_general, module.dot_general_cls) == (None, None, None):
-            kernel, bias = (module.get_variable("params", name) for name in ("kernel", "bias"))
-            x, kernel, bias = module.promote_dtype(args[0], kernel, bias, dtype=module.dtype)
-            y: Any = product(x, kernel, INPUTS)
-            return y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1))
+            return _dense(module, *args)
     if ordinary and type(module) is nn.Embed and method == "attend":
-        embedding = module.get_variable("params", "embedding")
-        x, embedding = module.promote_dtype(args[0], embedding, dtype=module.dtype)
+        x, embedding = module.promote_dtype(*args, module.embedding, dtype=module.dtype)
         return product(x, embedding, OUTPUTS)
     return next_fun(*args, **kwargs)
+
+
+def _dense(module, x):
+    """What nn.Dense does."""
+    shape, dtype = (x.shape[-1], module.features), module.param_dtype
+    kernel, bias = module.param("kernel", module.kernel_init, shape, dtype), None
+    if module.use_bias:
+        bias = module.param("bias", module.bias_init, shape[1:], dtype)
+    x, kernel, bias = module.promote_dtype(x, kernel, bias, dtype=module.dtype)
+    y: Any = product(x, kernel, INPUTS)
+    return y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -62,7 +70,8 @@ def _backward(axis, residuals, g):
     flat_x, flat_g = (leaf.reshape(-1, leaf.shape[-1]) for leaf in (x, g))
     pair = (flat_x, flat_g) if axis == INPUTS else (flat_g, flat_x)
     over_rows = (((0,), (0,)), ((), ()))
-    return product(g, weight, 1 - axis), jax.lax.dot_general(*pair, over_rows)
+    of_weight = jax.lax.dot_general(*pair, over_rows)
+    return product(g, weight, 1 - axis).astype(x.dtype), of_weight.astype(weight.dtype)
 
 
 product.defvjp(_forward, _backward)

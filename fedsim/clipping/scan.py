@@ -133,10 +133,10 @@ class _UnitGradient:
             return jnp.sum(jnp.where(real, loss_fn(params, rows), 0)) / count
 
         def gradient(part):
-            gradient = jax.value_and_grad(part_loss)
+            derived = jax.value_and_grad(part_loss)
             if len(part[1]) >= MANY_ROWS and not self.direct:
-                gradient = _over_one(gradient)
-            loss, grad = gradient(params, part)
+                derived = _over_one(derived)
+            loss, grad = derived(params, part)
             return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss
 
         parts = jax.tree.map(lambda leaf: _in_parts(leaf, self.rows_per_pass), (rows, real))

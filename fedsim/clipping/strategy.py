@@ -106,16 +106,15 @@ def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[
     """What is worth timing for units of so many rows, the simplest first."""
     if num_parameters <= FEW_PARAMETERS:
         return [Strategy("scan", min(group, 8)), Strategy("vmap", max(group, 64))]
-    # A processor's cache holds the activations of few rows, but each pass adds up all parameters;
-    # an accelerator wants to be filled.
-    passes = (4, 16) if on_cpu else (8, 32)
-    several = (*passes, 4 * passes[-1]) if group >= 4 * passes[-1] else passes
-    rows = sorted({min(group, rows) for rows in several})
-    if not on_cpu:  # where `direct` was never timed
-        scans = [Strategy("scan", rows) for rows in rows]
-        return scans + [Strategy("bookkeeping", rows) for rows in passes if group <= rows]
-    ways = [Strategy("scan", rows[0]), *(Strategy("direct", rows) for rows in rows)]
-    # It does not pay for units of many rows: their norms cost more than what it saves.
+    if not on_cpu:  # an accelerator wants to be filled; `direct` was never timed on one
+        passes = (8, 32, 128) if group >= 128 else (8, 32)
+        scans = [Strategy("scan", rows) for rows in sorted({min(group, rows) for rows in passes})]
+        return scans + [Strategy("bookkeeping", rows) for rows in (8, 32) if group <= rows]
+    # A processor's cache holds the activations of few rows, but each pass adds up all parameters.
+    passes = (4, 16)
+    cut = sorted({min(group, rows) for rows in passes})
+    ways = [Strategy(name, rows) for name in ONE_BY_ONE for rows in cut]
+    # Book-keeping does not pay for units of many rows: their norms cost more than what it saves.
     return ways + [Strategy("bookkeeping", rows) for rows in passes if 4 * group <= rows]
 
 

@@ -300,8 +300,11 @@ def next_token_nats(
 
 @jax.custom_vjp
 def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
-    """-log_softmax(logits)[targets], float [B, L]. Its gradient is, bit for bit, what JAX derives,
-    in a form that XLA does not compute twice: a twelfth of a small model's step."""
+    """-log_softmax(logits)[targets], float32 [B, L], for targets in [0, V). In reverse mode only.
+
+    The gradient is what JAX derives, in float32 bit for bit, in a form that XLA does not compute
+    twice: a twelfth of a small model's step.
+    """
     log_probs_BLV = jax.nn.log_softmax(logits_BLV)
     return -jnp.take_along_axis(log_probs_BLV, targets_BL[..., None], axis=-1)[..., 0]
 
@@ -317,7 +320,7 @@ def _cross_entropy_forward(logits_BLV, targets_BL):
 def _cross_entropy_backward(residuals, cotangent_BL):
     logits_BLV, max_BL1, sum_BL1, targets_BL = residuals
     cotangent_BL1 = cotangent_BL[..., None]
-    ids_BLV = jax.lax.broadcasted_iota(targets_BL.dtype, logits_BLV.shape, 2)
+    ids_BLV = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)
     is_target_BLV = ids_BLV == targets_BL[..., None]
     probs_BLV = jnp.exp(logits_BLV - max_BL1) * (cotangent_BL1 / sum_BL1)
     return jnp.where(is_target_BLV, -cotangent_BL1, 0) + probs_BLV, None
