@@ -79,11 +79,9 @@ def test_a_user_whose_steps_diverge_contributes_nothing(rng):
 
 
 def test_direct_takes_them_too(rng):
-    found = [
-        computed(*problem(np.random.default_rng(1)), LocalSteps(3, 0.8), strategy=name)
-        for name in ("scan", "direct")
-    ]
-    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
+    given, local = problem(rng), LocalSteps(3, 0.8)
+    expected, found = (computed(*given, local, strategy=name)[0] for name in ("scan", "direct"))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["bookkeeping", "vmap"])

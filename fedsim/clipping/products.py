@@ -70,8 +70,9 @@ def _backward(axis, residuals, g):
     flat_x, flat_g = (leaf.reshape(-1, leaf.shape[-1]) for leaf in (x, g))
     pair = (flat_x, flat_g) if axis == INPUTS else (flat_g, flat_x)
     over_rows = (((0,), (0,)), ((), ()))
+    of_x: Any = product(g, weight, 1 - axis)
     of_weight = jax.lax.dot_general(*pair, over_rows)
-    return product(g, weight, 1 - axis).astype(x.dtype), of_weight.astype(weight.dtype)
+    return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
 
 
 product.defvjp(_forward, _backward)
