@@ -37,7 +37,7 @@ from experiments.benchmarks.peers import run
 from fedsim.clipping import Clip, clipped_sum
 from fedsim.clipping.products import in_one_product
 from fedsim.clipping.scan import zeros_like
-from fedsim.clipping.strategy import candidates
+from fedsim.clipping.strategy import NAMES, Strategy, candidates
 from fedsim.engine.choose import choose_strategy
 from fedsim.engine.local import LocalEngine
 from fedsim.engine.resources import ALLOCATOR
@@ -136,7 +136,12 @@ def cell(size: str, group: int, turns: int, peers: bool) -> dict[str, Any]:
         f"products:{rows}": plain(in_one_product(task.losses), rows) for rows in PRODUCT_ROWS
     }
     tried = candidates(group, count)
-    functions |= {str(strategy): ours(task, group, strategy) for strategy in tried}
+    # One of each that a run would not try: four users at once, or one where that is many rows.
+    known = {strategy.name for strategy in tried}
+    others = [
+        Strategy(name, group if group > 4 else 4 * group) for name in NAMES if name not in known
+    ]
+    functions |= {str(strategy): ours(task, group, strategy) for strategy in [*tried, *others]}
     if peers:
         for units in PEER_UNITS:
             functions[f"jax_privacy:{units}"] = jax_privacy(task, group, units)
