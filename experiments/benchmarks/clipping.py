@@ -1,7 +1,7 @@
 """What clipping costs: every strategy, and peers, against the best plain gradient of the same rows.
 
     python -m experiments.benchmarks.clipping [--quick] [--json] [--sizes 1M 5M] [--groups 1 4]
-                                                                   (an hour; quick: 45 s)
+                                                                   (an hour; quick: 2 min)
 
 A cell is a transformer and a group size: G = 1 is ELS, more rows of a user are ULS. All rows have
 the same 64 positions, so nothing is gained by buckets. `plain` is the sum of the rows' gradients
