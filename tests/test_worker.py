@@ -62,7 +62,8 @@ def compiled():
 
 
 @pytest.mark.parametrize(
-    "text, group", [("scan:4", 1), ("direct:2", 4), ("bookkeeping:4", 1), ("bookkeeping:4", 4)]
+    "text, group",
+    [("scan:4", 1), ("scan:2", 4), ("direct:2", 4), ("bookkeeping:4", 1), ("bookkeeping:4", 4)],
 )
 def test_200_random_cohorts_compile_nothing_new(text, group, task, params, rng, compiled):
     worker, strategy = Worker(task), Strategy.parse(text)
