@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 from experiments.benchmarks.common import circumstances
 from experiments.rows import Rows
 from fedsim.data import synthetic
-from fedsim.data.build import build
+from fedsim.data.building.build import build
+from fedsim.data.building.recipes import options_of
 from fedsim.data.dataset import Dataset
-from fedsim.data.recipes import options_of
 
 RESULTS = Path(__file__).parent / "results"
 STARTED = time.time()

@@ -15,8 +15,8 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from experiments import common
-from fedsim import accounting, group_privacy
-from fedsim.accounting import StepEvent
+from fedsim import accounting
+from fedsim.accounting import StepEvent, group_privacy
 
 
 @dataclasses.dataclass(frozen=True)

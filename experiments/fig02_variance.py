@@ -15,8 +15,8 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from experiments import common
-from fedsim import variance
-from fedsim.variance import Setting
+from fedsim.tuning import variance
+from fedsim.tuning.variance import Setting
 
 
 @dataclasses.dataclass(frozen=True)

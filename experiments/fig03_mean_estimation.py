@@ -27,7 +27,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import common
-from fedsim.clipping import Clip, vmap
+from fedsim.clipping import Clip, Strategy, vmap
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.keys import SecretKey
 from fedsim.models.mean import MeanTask
@@ -120,8 +120,9 @@ class Trials:
         self.first_rows = points.shape[1] * np.arange(len(points))[:, None, None]
         self.norms = jnp.array(clip_norms)
 
-    def clipped_sum(self, params: jax.Array, rows: np.ndarray, clip: Clip):
-        """The sum of every trial and setting; the clip's norm is replaced by each of the tuned."""
+    def clipped_sum(self, params: jax.Array, rows: np.ndarray, clip: Clip, strategy: Strategy):
+        """The sum of every trial and setting, one by one whatever the strategy; the clip's norm is
+        replaced by each of the tuned."""
         assert clip.normalised, "one sensitivity for all clip norms"
         mask = rows >= 0
         batch = self.task.read("train", np.where(mask, rows + self.first_rows, rows).ravel())
@@ -244,9 +245,8 @@ def tune(settings: Settings, method: Method, drawn: np.ndarray, where: Where) ->
     clip = Clip(1.0, normalised=True)
     for step in range(settings.num_steps):
         rows = np.repeat(drawn[:, step], settings.trials // settings.draws, axis=0)
-        grad, _ = algorithm.gradient(
-            params, step, engine, clip=clip, noise_multiplier=sigma, rows=rows
-        )
+        how = {"clip": clip, "noise_multiplier": sigma, "rows": rows}
+        grad, _ = algorithm.gradient(params, step, engine, **how)  # pyright: ignore
         params = params - rates * grad
     losses = 0.5 * np.square(np.asarray(params, np.float64) - mean).sum(axis=-1)
     clip_at, rate_at = np.unravel_index(losses.mean(axis=-1).argmin(), tuned)

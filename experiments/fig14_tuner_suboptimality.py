@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from experiments import common, finetuning
 from experiments.finetuning import ULS_GRIDS
 from experiments.rows import ERRORS, by, seed_error
-from fedsim import recommend, tuner
-from fedsim.console import Console
-from fedsim.tuner import Configuration
+from fedsim.run.console import Console
+from fedsim.tuning import doubling, recommend
+from fedsim.tuning.doubling import Configuration
 
 SETTINGS = ULS_GRIDS
 STRATEGIES = {  # wide ones first: strategies that choose alike lie on each other
@@ -47,9 +47,9 @@ def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[d
         error = seed_error(own)
         for epsilon, cells in by(own, lambda row: row["epsilon"]).items():
             losses = {Configuration(r["group_size"], r["cohort_size"]): r["loss"] for r in cells}
-            noise = tuner.uls_noise(epsilon, delta, training.num_steps[name], users)
+            noise = doubling.uls_noise(epsilon, delta, training.num_steps[name], users)
             for budget in sorted({at.budget for at in losses}):
-                choices = tuner.with_budget(list(losses), budget)
+                choices = doubling.with_budget(list(losses), budget)
                 if len(choices) == 1:
                     continue
                 best = min(losses[at] for at in choices)
@@ -64,15 +64,15 @@ def strategies(losses: dict[Configuration, float], budget: int, norms, noise) ->
     """Loss with the configuration that each strategy chooses."""
     grid = list(losses)
     start = Configuration(min(at.group_size for at in grid), min(at.cohort_size for at in grid))
-    limits = tuner.Limits(max(at.group_size for at in grid), max(at.cohort_size for at in grid))
-    chosen, _ = tuner.estimate_and_double(budget, norms.__getitem__, noise, start, limits)
-    oracle = tuner.greedy_local_oracle(budget, losses.__getitem__, start, limits)
+    limits = doubling.Limits(max(at.group_size for at in grid), max(at.cohort_size for at in grid))
+    chosen, _ = doubling.estimate_and_double(budget, norms.__getitem__, noise, start, limits)
+    oracle = doubling.greedy_local_oracle(budget, losses.__getitem__, start, limits)
     return {
         "estimate-and-double": losses[chosen],
         "greedy local oracle": losses[oracle],
-        "random": float(np.mean([losses[at] for at in tuner.with_budget(grid, budget)])),
-        "max cohort": losses[tuner.max_cohort(grid, budget)],
-        "max group size": losses[tuner.max_group_size(grid, budget)],
+        "random": float(np.mean([losses[at] for at in doubling.with_budget(grid, budget)])),
+        "max cohort": losses[doubling.max_cohort(grid, budget)],
+        "max group size": losses[doubling.max_group_size(grid, budget)],
     }
 
 

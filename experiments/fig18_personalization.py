@@ -25,10 +25,10 @@ from experiments import common, finetuning, heuristics
 from experiments.finetuning import STACK_OVERFLOW, Comparison
 from experiments.rows import ERRORS, by, middle
 from experiments.testing import side_by_side
-from fedsim import rundir
-from fedsim.config import Personalization, RunConfig
-from fedsim.console import Console
+from fedsim.config import Personalization, changed_run
 from fedsim.personalize import personalize_run
+from fedsim.run import directory
+from fedsim.run.console import Console
 
 ALIKE = 0.2  # of the mean gain
 
@@ -154,9 +154,9 @@ def tuned(settings: Settings, rows, models, arguments) -> dict[str, Personalizat
 
 def personalize_one(job: Job) -> dict[str, Any]:
     """Runs in a process apart."""
-    stored = rundir.load(job.run_dir)
-    run = RunConfig(**{**stored["run"], "run_dir": job.run_dir, "engine": "local"})
-    return personalize_run(run, stored, Console(), split=job.split, settings=job.how)
+    stored = directory.load(job.run_dir)
+    run = changed_run(stored.run, engine="local")
+    return personalize_run(stored, run, Console(), split=job.split, settings=job.how)
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:

@@ -2,7 +2,7 @@
 
 Runs are kept in one place under the user's cache by their settings, so an experiment that is run
 again, or that shares runs with another, computes only what is new. `small` starts from the model
-that start.py makes, `paper` from a run of `fedsim pretrain`; `--model` names another one.
+that starting_model.py makes, `paper` from a run of `fedsim pretrain`; `--model` names another one.
 """
 
 import argparse
@@ -20,18 +20,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
-from experiments import common, start
+from experiments import common, starting_model
 from experiments.rows import CAME, Row, Rows, over_seeds
-from fedsim import files, metrics, rundir
-from fedsim.config import RunConfig
-from fedsim.console import Console
+from fedsim import files
+from fedsim.config import RunConfig, run_config
 from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
-from fedsim.sweep import plan_jobs, sweep
-from fedsim.tuner import Configuration
+from fedsim.run import directory, metrics
+from fedsim.run.console import Console
+from fedsim.tuning.doubling import Configuration
+from fedsim.tuning.sweep import jobs_of, sweep
 
 STACK_OVERFLOW, CC_NEWS = "Stack Overflow", "CC-News"
-SMALL: dict[str, str] = dict(zip((STACK_OVERFLOW, CC_NEWS), start.USERS, strict=True))
+SMALL: dict[str, str] = dict(zip((STACK_OVERFLOW, CC_NEWS), starting_model.USERS, strict=True))
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
 PAPER_MODEL = "models/c4"  # made by fedsim pretrain --model paper
@@ -145,7 +146,7 @@ class Tally:
     @property
     def run_minutes(self) -> float:
         """Of one worker, runs that were kept included."""
-        summaries = (json.loads((run / rundir.SUMMARY).read_text()) for run in self.runs)
+        summaries = (json.loads((run / directory.SUMMARY).read_text()) for run in self.runs)
         return round(sum(summary["wall_seconds"] for summary in summaries) / 60, 1)
 
 
@@ -164,7 +165,7 @@ class Arguments:
     def model(self) -> str:
         """What is started from; at `small` it is made if need be."""
         if self.given_model is None and self.scale == "small" and not self.dry_run:
-            return str(start.model())
+            return str(starting_model.model())
         return self.given_model or {"smoke": "tiny", "paper": PAPER_MODEL}.get(self.scale, "")
 
     @property
@@ -220,7 +221,7 @@ def data_of(name: str, arguments: Arguments) -> str:
     if arguments.scale == "smoke":
         return str(_made_up(arguments.out / "texts.parquet"))
     if arguments.scale == "small":
-        return str(start.users(SMALL[name]))
+        return str(starting_model.users(SMALL[name]))
     return str(Path("data") / PAPER[name])  # `fedsim data build --recipe R --out data/R`
 
 
@@ -237,7 +238,7 @@ def run_of(name: str, arguments: Arguments, training: Training, seed: int) -> Ru
     data = data_of(name, arguments)
     given = {"model": arguments.model, "seed": seed, "max_length": training.max_length}
     engine = "local" if arguments.scale == "smoke" else "ray"
-    return RunConfig(data=data, run_dir=Path(), engine=engine, **given)
+    return run_config(data=data, run_dir=Path(), engine=engine, **given)
 
 
 def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Rows:
@@ -261,7 +262,7 @@ def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Ro
     if failed:
         raise SystemExit(f"{len(failed)} runs failed, the first: {failed[0]}")
     by_name = {row["run"]: row for row in done}
-    jobs = [job for each in settings for job in plan_jobs([each], arguments.runs)]
+    jobs = [job for each in settings for job in jobs_of([each], arguments.runs)]
     arguments.tally.runs.update(job.run.run_dir for job in jobs)
     found = [_losses(by_name[job.name], arguments.runs) for job in jobs]
     rows = []
@@ -410,7 +411,7 @@ def run_dir_of(row: Row, training: Training, arguments: Arguments, seed: int) ->
     """The run directory of a row of `losses`, for one of its seeds."""
     cell = {name: value for name, value in row.items() if name not in CAME}
     settings = settings_of(cell, training, arguments, seed)
-    return plan_jobs([settings], arguments.runs)[0].run.run_dir
+    return jobs_of([settings], arguments.runs)[0].run.run_dir
 
 
 def _losses(row: Row, directory: Path) -> tuple[float, float]:

@@ -10,9 +10,10 @@ import numpy as np
 
 from experiments import finetuning
 from experiments.finetuning import Arguments, Training
-from fedsim import recommend, tuner
 from fedsim.config import RunConfig
-from fedsim.console import Console
+from fedsim.group_size import median_group_size
+from fedsim.run.console import Console
+from fedsim.tuning import doubling, recommend
 
 
 def cells_of(
@@ -57,16 +58,18 @@ def groups_of(
     users = finetuning.open_data(name, arguments, training).train
     population = extra.get("assumed_population") or finetuning.assumed(name, training, arguments)
     delta = extra.get("delta") or finetuning.delta_of(name, training, arguments)
-    first = tuner.Configuration(1, min(tuner.START.cohort_size, *budgets))
+    first = doubling.Configuration(1, min(doubling.START.cohort_size, *budgets))
     groups = [2**n for n in range((max(budgets) // first.cohort_size).bit_length())]
     run = finetuning.run_of(name, arguments, training, training.seeds[0])
     norms = user_grad_norms(run, tuple(groups))
-    limits = tuner.Limits(groups[-1], users.num_users)
-    median = tuner.median_group_size(np.diff(users.offsets))
+    limits = doubling.Limits(groups[-1], users.num_users)
+    median = median_group_size(np.diff(users.offsets))
     found = {}
     for epsilon in training.epsilons:
-        noise = tuner.uls_noise(epsilon, delta, training.num_steps[name], population)
+        noise = doubling.uls_noise(epsilon, delta, training.num_steps[name], population)
         for budget in budgets:
-            chosen, _ = tuner.estimate_and_double(budget, norms.__getitem__, noise, first, limits)
+            chosen, _ = doubling.estimate_and_double(
+                budget, norms.__getitem__, noise, first, limits
+            )
             found[epsilon, budget] = median, chosen.group_size
     return found

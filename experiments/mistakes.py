@@ -52,17 +52,17 @@ NOISE_AND_SENSITIVITY = (
     one(
         "a tenth of the noise",
         "test_mechanism.py::test_the_noise_has_the_standard_deviation_of_the_sum_over_the_count",
-        *("mechanism.py", "noisy *= stddev", "noisy *= 0.1 * stddev"),
+        *("noise/independent.py", "noisy *= stddev", "noisy *= 0.1 * stddev"),
     ),
     one(
         "noise of the mean, divided once more",
         "test_mechanism.py::test_the_noise_has_the_standard_deviation_of_the_sum_over_the_count",
-        *("mechanism.py", "noisy *= stddev", "noisy *= stddev / count"),
+        *("noise/independent.py", "noisy *= stddev", "noisy *= stddev / count"),
     ),
     one(
         "the same noise for all layers",
         "test_mechanism.py::test_the_noise_of_leaves_and_steps_is_independent",
-        *("mechanism.py", "step, leaf, number)", "step, 0, number)"),
+        *("noise/independent.py", "step, leaf, number)", "step, 0, number)"),
     ),
     both(
         "the same noise in every step",
@@ -79,7 +79,7 @@ NOISE_AND_SENSITIVITY = (
     one(
         "noise and draws from one random stream",
         "test_keys.py::test_noise_and_sampling_are_independent_streams",
-        "mechanism.py",
+        "noise/independent.py",
         'key.generator("noise", step, leaf, number)',
         'key.generator("units", step, *((leaf, number) if leaf or number else ()))',
     ),
@@ -106,16 +106,16 @@ NOISE_AND_SENSITIVITY = (
     ),
     one(
         "a clip norm that moves, for no extra noise on the gradient",
-        "test_adaptive.py::test_the_gradient_gets_at_most_one_percent_more_noise",
-        "adaptive.py",
+        "clipping/test_adaptive.py::test_the_gradient_gets_at_most_one_percent_more_noise",
+        "clipping/adaptive.py",
         "return (z**-2 - (2 * self.count_stddev) ** -2) ** -0.5 if z else 0.0",
         "return z",
         *("--clip-quantile", "0.5"),
     ),
     one(
         "a clip norm that follows the count without noise",
-        "test_adaptive.py::test_the_count_is_released_with_its_noise",
-        "adaptive.py",
+        "clipping/test_adaptive.py::test_the_count_is_released_with_its_noise",
+        "clipping/adaptive.py",
         "rng.normal(0, self.count_stddev)",
         "0.0",
         *("--clip-quantile", "0.5"),
@@ -125,7 +125,7 @@ NOISE_AND_SENSITIVITY = (
 CLIPPING = (
     one(
         "no clipping",
-        "test_clipping.py::"
+        "clipping/test_clipping.py::"
         "test_plain_clipping_leaves_small_gradients_alone_and_normalised_clipping_divides_by_c",
         "clipping/clip.py",
         "factor = jnp.minimum(jnp.float32(1), jnp.float32(self.norm) / jnp.maximum(norms, TINY))",
@@ -135,7 +135,11 @@ CLIPPING = (
         "clipping after the sum over users",
         "test_uls.py::test_a_step_equals_the_oracle",
         (
-            ("engine/engine.py", "self.cut(rows), clip, self", "self.cut(rows), Clip(1e30), self"),
+            (
+                "engine/engine.py",
+                "self.cut(rows), clip, strategy",
+                "self.cut(rows), Clip(1e30), strategy",
+            ),
             ("engine/engine.py", "        return total, joined\n", CLIP_THE_SUM),
         ),
     ),
@@ -148,13 +152,13 @@ CLIPPING = (
     ),
     one(
         "clipping parts of a user, before their sum",
-        "test_clipping.py::test_a_users_gradient_is_complete_before_it_is_clipped",
+        "clipping/test_clipping.py::test_a_users_gradient_is_complete_before_it_is_clipped",
         *("clipping/scan.py", PART, PART.replace("g.as", f"{CLIP_PART} * g.as")),
         *("--strategy", "scan:1"),
     ),
     one(
         "padding in a user's mean",
-        "test_clipping.py::test_a_mean_is_over_the_real_rows",
+        "clipping/test_clipping.py::test_a_mean_is_over_the_real_rows",
         *("clipping/scan.py", "jnp.maximum(real.sum(), 1)", "jnp.maximum(real.size, 1)"),
         *("--group-size", "4"),
     ),
@@ -168,12 +172,12 @@ CLIPPING = (
     ),
     one(
         "a gradient that is not finite passes",
-        "test_clipping.py::test_a_norm_that_is_not_finite_has_scale_zero",
+        "clipping/test_clipping.py::test_a_norm_that_is_not_finite_has_scale_zero",
         *("clipping/clip.py", "jnp.where(jnp.isfinite(norms), factor, jnp.float32(0))", "factor"),
     ),
     Mistake(
         "a gradient that is not finite repaired, number by number",
-        "test_clipping.py::"
+        "clipping/test_clipping.py::"
         "test_a_unit_without_a_finite_norm_contributes_exactly_zero_and_is_counted",
         (
             (
@@ -185,19 +189,19 @@ CLIPPING = (
     ),
     one(
         "a norm in half precision underflows",
-        "test_clipping.py::test_norms_do_not_underflow_in_half_precision",
+        "clipping/test_clipping.py::test_norms_do_not_underflow_in_half_precision",
         *("clipping/clip.py", "jnp.square(leaf.astype(jnp.float32))", "jnp.square(leaf)"),
     ),
     one(
         "a running sum in half precision",
-        "test_clipping.py::test_a_running_sum_of_half_precision_gradients_does_not_drift",
+        "clipping/test_clipping.py::test_a_running_sum_of_half_precision_gradients_does_not_drift",
         "clipping/scan.py",
         ADD_UNIT,
         f"{ADD_HALF}.astype(jnp.float32), total, grad)",
     ),
     one(
         "a loss divided by the tokens of the batch",
-        "test_transformer.py::test_the_loss_of_an_example_is_the_mean_over_its_predictions",
+        "models/test_transformer.py::test_the_loss_of_an_example_is_the_mean_over_its_predictions",
         "models/language_model.py",
         "return nats / jnp.maximum(predictions, 1)",
         "return nats / jnp.maximum(predictions.sum(), 1)",
@@ -205,7 +209,7 @@ CLIPPING = (
     ),
     one(
         "a lane with one user's gradient",
-        "test_security.py::test_a_lane_has_two_units_or_more",
+        "trust/test_security.py::test_a_lane_has_two_units_or_more",
         *("engine/engine.py", "len(rows) // 2)", "len(rows))"),
     ),
 )
@@ -277,6 +281,13 @@ SAMPLING = (
         "    if False:\n        assumed = ",
         *("--assumed-population", "400"),
     ),
+    one(
+        "padding that holds somebody's row",
+        "library/test_own_task.py::test_a_users_rows_reach_no_one_elses_unit_through_padding",
+        "library/own_task.py",
+        "leaf, leaf.dtype.type(0))",
+        "leaf, leaf)",
+    ),
 )
 
 CLAIMS = (
@@ -284,36 +295,36 @@ CLAIMS = (
         "noise calibrated for half of the steps",
         "test_plan.py::test_the_calibrated_noise_meets_the_target_and_no_more",
         "plan.py",
-        "num_steps=privacy.num_steps,\n            s",
-        "num_steps=-(-privacy.num_steps // 2),\n            s",
+        "num_steps=privacy.num_steps,\n        b",
+        "num_steps=-(-privacy.num_steps // 2),\n        b",
     ),
     one(
         "epsilon copied from the target",
         "test_train.py::test_epsilon_comes_from_the_ledger",
-        "train.py",
+        "training.py",
         "epsilon = released_epsilon(self.run.run_dir, self.plan.delta)",
         "epsilon = self.plan.target_epsilon / 2",
     ),
     one(
         "a run stopped early that reports the epsilon of its plan",
         "test_train.py::test_a_stop_signal_ends_the_step_and_saves_it",
-        "train.py",
+        "training.py",
         "epsilon = released_epsilon(self.run.run_dir, self.plan.delta)",
         "epsilon = self.running_epsilon(self.plan.num_steps)",
     ),
     one(
         "other settings accepted on resume",
-        "test_rundir.py::test_a_changed_setting_is_refused_by_name",
-        "rundir.py",
-        "if name not in OPERATIONAL and value != stored[section].get(name):",
+        "run/test_directory.py::test_a_changed_setting_is_refused_by_name",
+        "run/directory.py",
+        'if name not in OPERATIONAL | {"seed"} and value != before.get(name):',
         "if False:",
     ),
     one(
         "other data accepted on resume",
         "test_train.py::test_other_data_is_refused_on_resume",
-        "rundir.py",
-        'same = stored["identity"]["data_seal"] == now["identity"]["data_seal"]',
-        'same, now["identity"]["data_seal"] = True, stored["identity"]["data_seal"]',
+        "run/directory.py",
+        "same = stored.identity.data_seal == now.identity.data_seal",
+        "same, now = True, dataclasses.replace(now, identity=stored.identity)",
     ),
     one(
         "the key in whatever prints it",
@@ -323,9 +334,9 @@ CLAIMS = (
     one(
         "the seed among the settings of the run",
         "test_train.py::test_the_key_is_in_no_file_but_its_own",
-        "train.py",
-        'for name, value in as_dict(run).items() if name != "seed"}',
-        "for name, value in as_dict(run).items()}",
+        "run/directory.py",
+        'for name, value in as_dict(self.run).items() if name != "seed"}',
+        "for name, value in as_dict(self.run).items()}",
     ),
 )
 

@@ -25,10 +25,11 @@ from experiments import common, finetuning, heuristics
 from experiments.finetuning import SMALL_TRAINING, SMOKE_TRAINING, STACK_OVERFLOW, Training
 from experiments.rows import by, margin
 from experiments.testing import with_test_losses
-from fedsim import accounting, rundir
+from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.config import Algorithm
 from fedsim.plan import Plan
+from fedsim.run import directory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,8 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
     rows = with_test_losses(rows, training, arguments)
     for row in rows:
         path = finetuning.run_dir_of(row, training, arguments, training.seeds[0])
-        plan = Plan.from_dict(rundir.load(path)["plan"])
+        plan = directory.load(path).plan
+        assert plan is not None, "a run of train"
         row |= {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta}
         row["claimed_epsilon"] = claimed_epsilon(plan)
     return rows

@@ -2,7 +2,7 @@
 
 Claims: train and test are those the recipes give; users differ by orders of magnitude. The paper's
 data are not at hand. `smoke` prepares a made-up source with the shape of Stack Overflow, `paper`
-real stand-ins in ../shared/data with the same recipes (a court's speakers for Stack Overflow, links
+real stand-ins in shared/data with the same recipes (a court's speakers for Stack Overflow, links
 and articles by domain for CC-News); the paper's own rows are printed beside them.
 
     python -m experiments.table1_datasets --scale paper      (half a minute; smoke: 5 seconds)
@@ -15,8 +15,8 @@ from typing import Any
 
 from experiments import common
 from fedsim.data import synthetic
+from fedsim.data.building.recipes import RECIPES
 from fedsim.data.dataset import Dataset, stats
-from fedsim.data.recipes import RECIPES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Claim: screening finds the near duplicates and the URLs of the fine-tuning data, and little else. C4
 is not at hand. Made-up pages with planted overlaps in the paper's proportions (5.2 % and another
 5.7 %) have an answer that is known; at `paper` the recipe also runs on real stand-ins in
-../shared/data: package descriptions against articles, titles of links and court transcripts, which
+shared/data: package descriptions against articles, titles of links and court transcripts, which
 hardly overlap.
 
     python -m experiments.table2_c4 --scale paper      (3 minutes; smoke: 5 seconds)
@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments import common
-from fedsim.data.build import build
-from fedsim.data.recipes import C4, options_of
-from fedsim.data.screen import Screen
+from fedsim.data.building.build import build
+from fedsim.data.building.recipes import C4, options_of
+from fedsim.data.building.screen import Screen
 
 STAGES = ("examples", "deduplicated", "deduplicated_and_url_filtered")
 DUPLICATES = 1 - C4.paper["deduplicated"] / C4.paper["examples"]

@@ -37,12 +37,12 @@ print(json.dumps([audited({CLAIM}, 0, algorithm=each).epsilon for each in (ELS, 
 """
 TRAIN = """
 import sys
-from fedsim.cli import main
+from fedsim.cli.main import main
 for algorithm in ("els", "uls"):
     main(["train", algorithm, "--run-dir", f"run-{algorithm}", *sys.argv[1:]])
 """
 VERIFY = """
-from fedsim.cli import main
+from fedsim.cli.main import main
 for algorithm in ("els", "uls"):
     try:
         main(["verify", f"run-{algorithm}", "--replay"])

@@ -3,7 +3,7 @@
 Claim: pre-training on text that is not the users' (screened against it, as C4-- was) does part of
 the work, and both algorithms lower the loss on held-out users further at epsilon = 8. The public
 text is Debian's package descriptions and news, the users are speakers before the Supreme Court
-(../shared/data); `smoke` makes both up. Fine-tuning has two seeds, and starts from one pre-trained
+(shared/data); `smoke` makes both up. Fine-tuning has two seeds, and starts from one pre-trained
 model. A run that was interrupted goes on with the same command.
 
     python -m experiments.table_pretraining --scale small      (half an hour; smoke: 30 s)
@@ -21,20 +21,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments import common, start
+from experiments import common, starting_model
 from experiments.rows import margin, over_seeds
-from fedsim.config import Algorithm, PretrainConfig, PrivacyConfig, RunConfig
-from fedsim.console import Console
-from fedsim.data.build import build
+from fedsim.config import Algorithm, PretrainConfig, PrivacyConfig, RunConfig, run_config
+from fedsim.data.building.build import build
+from fedsim.data.building.screen import Screen
 from fedsim.data.dataset import Dataset
-from fedsim.data.screen import Screen
-from fedsim.engine.local import LocalEngine
+from fedsim.engine.local_engine import LocalEngine
 from fedsim.evaluate import evaluate, headline
 from fedsim.files import cache_dir
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import preset
 from fedsim.pretrain import pretrain
-from fedsim.train import train
+from fedsim.run.console import Console
+from fedsim.training import train
 
 EPSILON = 8.0
 WORK = cache_dir() / "table_pretraining"
@@ -77,7 +77,7 @@ def sources(made_up: bool, directory: Path) -> tuple[Path, Path, str]:
     """(public text, users' text, the column of both that holds it), as Parquet files."""
     public = directory / "public.parquet"
     if not made_up:
-        start.write_public_text(public)
+        starting_model.write_public_text(public)
         return public, common.SHARED / "scotus.parquet", "text"
     private = directory / "private.parquet"
     for file, seed, evenness in ((public, 0, 1.0), (private, 1, 0.7)):
@@ -137,20 +137,20 @@ def run_in(directory: Path, settings: Settings) -> list[dict[str, Any]]:
     public, private = data_of(settings, directory)
     console = Console()
 
-    def run_config(name: str, data: Dataset, model: str, rate: float, seed: int) -> RunConfig:
-        return RunConfig(
+    def run_of(name: str, data: Dataset, model: str, rate: float, seed: int) -> RunConfig:
+        return run_config(
             data=str(data.path),
             run_dir=directory / name,
             model=model,
             learning_rate=rate,
-            engine=settings.engine,  # pyright: ignore
+            engine=settings.engine,
             strategy="scan:4",  # a timer's choice would be part of the bits
             seed=seed,
             resume=True,
             eval_examples=settings.eval_examples,
         )
 
-    first = run_config("pretrain", public, settings.model, settings.pretrain_rate, seed=0)
+    first = run_of("pretrain", public, settings.model, settings.pretrain_rate, seed=0)
     steps = PretrainConfig(settings.pretrain_steps, settings.batch_size, 8)
     before = pretrain(steps, first, console)
     tuned = {}
@@ -158,7 +158,7 @@ def run_in(directory: Path, settings: Settings) -> list[dict[str, Any]]:
         group = settings.group_size if algorithm == Algorithm.ULS else None
         privacy = PrivacyConfig(EPSILON, settings.num_steps, settings.budget, group_size=group)
         runs = [
-            run_config(f"{algorithm}-{seed}", private, str(first.run_dir), settings.rate, seed)
+            run_of(f"{algorithm}-{seed}", private, str(first.run_dir), settings.rate, seed)
             for seed in settings.seeds
         ]
         tuned[algorithm] = [train(algorithm, privacy, own, console) for own in runs]

@@ -12,13 +12,15 @@ from typing import Any
 from experiments import finetuning
 from experiments.finetuning import Arguments, Training
 from experiments.rows import Rows, over_seeds
-from fedsim import engine, rundir
-from fedsim.config import FedsimError, RunConfig
-from fedsim.console import Console
+from fedsim import engine
+from fedsim.config import changed_run
+from fedsim.errors import FedsimError
 from fedsim.evaluate import SPLITS, evaluate, last_model
 from fedsim.files import cache_dir
 from fedsim.keys import SecretKey
-from fedsim.models import start
+from fedsim.run import directory
+from fedsim.run.console import Console
+from fedsim.run.model_source import find_model, make_task
 
 REPORTED = ("test", "eval_users", "eval_examples")  # the first that there is
 
@@ -57,14 +59,14 @@ def with_test_losses(rows: Rows, training: Training, arguments: Arguments) -> Ro
 
 def evaluate_one(job: Job) -> float:
     """Runs in a process apart."""
-    stored = rundir.load(job.run_dir)
-    run = RunConfig(**{**stored["run"], "run_dir": job.run_dir, "engine": "local"})
-    task, params, data, _ = last_model(run, stored, Console())
+    stored = directory.load(job.run_dir)
+    run = changed_run(stored.run, engine="local")
+    task, params, data, _ = last_model(stored, run, Console())
     if job.before:
         fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
-        _, params = start.begin(run, start.find(run.model), data, fresh)
+        _, params = make_task(run, find_model(run.model.source), data, fresh)
     split = next(name for name in REPORTED if getattr(data, name) is not None)
-    workers = engine.start(run, task)
+    workers = engine.create(run.engine, task)
     losses = evaluate(workers, params, data, job.max_examples, {split: SPLITS[split]})
     return losses[SPLITS[split]]
 
@@ -76,9 +78,9 @@ def side_by_side(
     use, one after another in this process."""
     if arguments.scale == "smoke":
         return [function(job) for job in jobs]
-    from fedsim.engine.side_by_side import SideBySide
+    from fedsim.engine.parallel_runs import ParallelRuns
 
-    side = SideBySide(cache_dir=cache_dir() / "compiled")
+    side = ParallelRuns(cache_dir=cache_dir() / "compiled")
     try:
         found = dict(side.run(function, jobs))
     finally:

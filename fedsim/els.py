@@ -1,14 +1,20 @@
 """Algorithm 1, DP-SGD-ELS: example-level sampling, per-example clipping (Charles et al. 2024).
 
 Read it beside its twin: `els.py` and `uls.py` differ where the paper's algorithms differ. The
-comments on the right are the paper's symbols. The loop and the model's update are in `train.py`.
+comments on the right are the paper's symbols. The loop is in `training.py`.
 """
 
+from typing import Any
+
+import numpy as np
+
 from fedsim.accounting import StepEvent
-from fedsim.clipping import Clip
-from fedsim.config import expect
+from fedsim.clipping import Clip, Strategy
+from fedsim.engine import Engine, Stats
+from fedsim.errors import expect
+from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
-from fedsim.sampling import SAMPLERS, limit_contributions
+from fedsim.sampling import SAMPLERS, Users, limit_contributions
 
 
 class ELS:
@@ -18,7 +24,9 @@ class ELS:
       the epsilon and delta of T of its `event`s (Theorem 1).
     """
 
-    def __init__(self, users, *, budget, group_size, sampling, key):
+    def __init__(
+        self, users: Users, *, budget: int, group_size: int, sampling: str, key: SecretKey
+    ):
         self.group_size = group_size  # ............................................ G_ELS
         self.pool = limit_contributions(users.offsets, group_size, key)  # ......... D_sub
         most = len(self.pool)
@@ -31,19 +39,32 @@ class ELS:
         """One step to the accountant: Theorem 1, Binomial(G_ELS, p)."""
         return self.sampler.event(noise_multiplier, max_contributions=self.group_size)
 
-    def draw(self, step):
+    def draw(self, step: int) -> np.ndarray:
         """Who takes part in a step: rows [examples, 1]."""
         batch = self.sampler.draw(self.key, step)  # ............................... S^t
         return self.pool[batch][:, None]  # ........................................ z
 
-    def gradient(self, params, step, engine, *, clip: Clip, noise_multiplier: float, rows=None):
+    def gradient(
+        self,
+        params: Any,
+        step: int,
+        engine: Engine,
+        *,
+        clip: Clip,
+        noise_multiplier: float,
+        strategy: Strategy = Strategy(),  # noqa: B008 (frozen)
+        rows: np.ndarray | None = None,
+    ) -> tuple[Any, Stats]:
         """The privatised gradient of one step, and the engine's statistics of it.
 
         Args: rows: those of `draw(step)`, if they have been drawn already.
         """
         rows = self.draw(step) if rows is None else rows
-        grad_sum, stats = engine.clipped_sum(params, rows, clip)  # ................ g_sum^t
+        grad_sum, stats = engine.clipped_sum(params, rows, clip, strategy)  # ...... g_sum^t
         stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma
         count = self.expected_batch_size
         grad = noisy_mean(grad_sum, stddev=stddev, count=count, key=self.key, step=step)  # g^t
-        return grad, stats
+        return (
+            grad,
+            stats,
+        )  # training.py, Trainer._step: ledger, then theta^t+1 = update(theta^t, g^t)

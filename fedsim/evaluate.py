@@ -11,14 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from fedsim import checkpoint, engine
-from fedsim.config import ConfigError, RunConfig, expect
-from fedsim.console import Console
+from fedsim import engine
+from fedsim.config import RunConfig
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
+from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
-from fedsim.models import start
 from fedsim.models.language_model import LanguageModelTask
+from fedsim.run import checkpoint
+from fedsim.run.console import Console
+from fedsim.run.directory import StoredRun
+from fedsim.run.model_source import find_model, load_data, make_task, model_sha256
 
 VALIDATION = {"eval_users": "eval/loss", "eval_examples": "non_private/eval_examples_loss"}
 """Metric by split: what training is watched with, and settings are chosen by."""
@@ -64,15 +67,15 @@ def headline(losses: dict[str, float]) -> float:
     return losses.get(VALIDATION["eval_users"], math.nan)
 
 
-def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> dict[str, Any]:
+def evaluate_run(stored: StoredRun, run: RunConfig, console: Console) -> dict[str, Any]:
     """Losses of a run's last checkpoint on all examples of all splits that are not trained on.
 
-    Args:
-      stored: what the run's config.json holds.
+    Args: run: the settings of the run, but for where to compute.
     Raises: ConfigError: there is no checkpoint, or the data are not those of the run.
     """
-    task, params, data, path = last_model(run, stored, console)
-    workers = engine.start(run, task)
+    engine.remember_programs()
+    task, params, data, path = last_model(stored, run, console)
+    workers = engine.create(run.engine, task)
     try:
         workers.ready()
         losses = evaluate(workers, params, data, splits=SPLITS)
@@ -82,22 +85,24 @@ def evaluate_run(run: RunConfig, stored: dict[str, Any], console: Console) -> di
 
 
 def last_model(
-    run: RunConfig, stored: dict[str, Any], console: Console
+    stored: StoredRun, run: RunConfig, console: Console
 ) -> tuple[LanguageModelTask, Any, Dataset, Path]:
     """(task, parameters, data, file) of a run's last checkpoint.
 
-    Args:
-      stored: what the run's config.json holds.
-    Raises: ConfigError: there is no checkpoint, or the data are not those of the run.
+    Raises: ConfigError: there is no checkpoint, the data are not those of the run, or its model is
+      a task of the user's own.
     """
     path = checkpoint.latest(run.run_dir)
     if path is None:
         raise ConfigError(f"run_dir={run.run_dir}: expected a checkpoint, found none")
-    model = start.find(run.model)
-    data = start.load_data(run, model, console.note)
+    if own := stored.model.get("task"):
+        expected = "a run of a language model, found the task"
+        raise ConfigError(f"run_dir={run.run_dir}: expected {expected} {own}")
+    model = find_model(run.model.source)
+    data = load_data(run.data, model, console.note)
     found = SecretKey.load(run.run_dir).seal(data.train.fingerprint)
-    expect("data", run.data, found == stored["identity"]["data_seal"], "the data of the run")
-    same = start.sha256(model) == stored["identity"]["model"]
-    expect("model", run.model, same, "the model of the run")
-    task, _ = start.begin(run, model, data, SecretKey.create(0).jax_key("init"))
+    expect("data", run.data.source, found == stored.identity.data_seal, "the data of the run")
+    same = model_sha256(model) == stored.identity.model
+    expect("model", run.model.source, same, "the model of the run")
+    task, _ = make_task(run, model, data, SecretKey.create(0).jax_key("init"))
     return task, checkpoint.load_params(path), data, path

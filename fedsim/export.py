@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from fedsim.config import expect
-from fedsim.models import lora, pretrained, start
+from fedsim.errors import expect
+from fedsim.models import lora, pretrained
+from fedsim.run import directory
+from fedsim.run.model_source import find_model, parts_of_run
 
 
 def export(source: str, out: Path, *, adapter: bool = False) -> dict[str, Any]:
@@ -14,11 +16,11 @@ def export(source: str, out: Path, *, adapter: bool = False) -> dict[str, Any]:
     Raises: ConfigError: there is no such model, `out` exists, or no known family has its parts.
     """
     if adapter:
-        config, params, base = start.parts_of_run(Path(source))
+        config, params, base = parts_of_run(Path(source))
         expect("adapter", True, base is not None, f"a run with LoRA, and {source} is none")
-        lora.save(out, config, params, start.rundir.load(Path(source))["run"]["model"])
+        lora.save(out, config, params, directory.load(Path(source)).run.model.source)
         return {"out": str(out), "format": "PEFT adapters"}
-    model = start.find(source)
+    model = find_model(source)
     expect("model", source, model is not None, "the directory of a run or a model")
     assert model is not None
     pretrained.save(out, model.config, model.params, model.tokenizer)

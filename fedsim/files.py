@@ -6,11 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from fedsim.config import FedsimError
-
-
-class FileDamaged(FedsimError, ValueError):
-    """A file that fedsim wrote is not what it was."""
+from fedsim.errors import FileDamaged
 
 
 def cache_dir() -> Path:
@@ -58,9 +54,12 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, record: dict[str, Any], mode: int = 0o644) -> None:
+def write_json(
+    path: Path, record: dict[str, Any], mode: int = 0o644, *, sort_keys: bool = False
+) -> None:
     """Write a JSON object, indented, atomically."""
-    write_atomically(path, (json.dumps(record, indent=2) + "\n").encode(), mode=mode)
+    text = json.dumps(record, indent=2, sort_keys=sort_keys) + "\n"
+    write_atomically(path, text.encode(), mode=mode)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.config import expect
 from fedsim.data.text import Tokenizer
-from fedsim.models import start
+from fedsim.errors import expect
 from fedsim.models.language_model import lengths_up_to
 from fedsim.models.pretrained import TOKENIZER, Pretrained
 from fedsim.models.transformer import Transformer, TransformerConfig
+from fedsim.run.model_source import find_model
 
 
 def generate_text(
@@ -30,7 +30,7 @@ def generate_text(
       top_k: only so many likeliest tokens are drawn from; 0: all.
     Raises: ConfigError: there is no such model, it has no tokenizer, or the prompt is too long.
     """
-    model = start.find(source)
+    model = find_model(source)
     expect("model", source, model is not None, "the directory of a run or a model")
     assert model is not None
     expect("model", source, model.tokenizer is not None, f"a model with a {TOKENIZER}")

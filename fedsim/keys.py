@@ -13,7 +13,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from fedsim.files import FileDamaged, read_json, write_json
+from fedsim.errors import FileDamaged
+from fedsim.files import read_json, write_json
 
 FILE = "secret.json"
 KEY_BYTES = 32
@@ -28,7 +29,7 @@ class SecretKey:
 
     @classmethod
     def create(cls, seed: int | None = None, context: str = "") -> "SecretKey":
-        """From the operating system, or from a seed for a run that can be reproduced.
+        """A key from the operating system, or from a seed, for a run that can be reproduced.
 
         Args:
           context: what else the key depends on. Two runs that share noise cancel it when both are

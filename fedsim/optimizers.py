@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim.config import ConfigError
+from fedsim.errors import ConfigError
 
 
 def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.GradientTransformation:

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.config import ConfigError, Personalization, RunConfig, expect
-from fedsim.console import Console
+from fedsim.config import Personalization, RunConfig
 from fedsim.data.users import UserStore
 from fedsim.engine.worker import Worker
+from fedsim.errors import ConfigError, expect
 from fedsim.evaluate import last_model
 from fedsim.keys import SecretKey
+from fedsim.run.console import Console
+from fedsim.run.directory import StoredRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +147,8 @@ def _of_users(before: np.ndarray, gains: np.ndarray) -> dict[str, float]:
 
 
 def personalize_run(
+    stored: StoredRun,
     run: RunConfig,
-    stored: dict[str, Any],
     console: Console,
     *,
     split: str = "eval_users",
@@ -155,11 +157,11 @@ def personalize_run(
     """`personalize` of a run's last checkpoint.
 
     Args:
-      stored: what the run's config.json holds.
+      run: the settings of the run, but for where to compute.
       split: eval_users, or test: later examples, some of them by users of the training data.
     Raises: ConfigError: there is no checkpoint, other data, or no such split.
     """
-    task, params, data, path = last_model(run, stored, console)
+    task, params, data, path = last_model(stored, run, console)
     store = getattr(data, split)
     if store is None:
         raise ConfigError(

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from fedsim import accounting
-from fedsim.adaptive import AdaptiveClip
+from fedsim.accounting.pure_dp import PureEvent
 from fedsim.clipping import Clip
-from fedsim.config import Algorithm, PrivacyConfig, expect, mistakes, to_json
+from fedsim.clipping.adaptive import AdaptiveClip
+from fedsim.config import Algorithm, PrivacyConfig, to_json
 from fedsim.data.dataset import Dataset
-from fedsim.data.users import UserStore
 from fedsim.els import ELS
+from fedsim.errors import expect
+from fedsim.group_size import median_group_size, private_median
 from fedsim.keys import SecretKey
-from fedsim.private_median import private_median
-from fedsim.pure import PureEvent
-from fedsim.tuner import median_group_size
+from fedsim.sampling import Users
 from fedsim.uls import ULS
 
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
@@ -62,8 +62,8 @@ class Plan:
     assumed_population: int | None = None
     """How many users are accounted for; None: those there are."""
     planted: dict[str, int] | None = None
-    """Of an audit: how many canaries of each kind tossed for their place among the users. Such a
-    run is none to release."""
+    """How many canaries of each kind an audit tossed coins for. The run of an audit is none to
+    release. None: it is no audit."""
 
     @property
     def clip(self) -> Clip:
@@ -83,8 +83,8 @@ class Plan:
 
     @property
     def gradient_noise_multiplier(self) -> float:
-        """Of the noise on the gradient: noise_multiplier, or more where a step releases the count
-        of units within the clip norm, too."""
+        """The multiplier of the noise on the gradient: noise_multiplier, or more where a step
+        releases the count of units within the clip norm, too."""
         adaptive = self.adaptive
         return adaptive.gradient_noise_multiplier if adaptive else self.noise_multiplier
 
@@ -123,7 +123,7 @@ class Plan:
         return "privacy/epsilon"
 
     def as_dict(self) -> dict[str, Any]:
-        """In JSON's types; `planted` where there is something."""
+        """The plan in JSON's types, with `planted` where something was."""
         fields = {name: to_json(value) for name, value in dataclasses.asdict(self).items()}
         if self.planted is None:
             del fields["planted"]
@@ -180,7 +180,9 @@ def complete(
     return dataclasses.replace(privacy, delta=delta, group_size=group_size or 1), found
 
 
-def method_for(algorithm: Algorithm, privacy: PrivacyConfig, users: UserStore, key: SecretKey):
+def method_for(
+    algorithm: Algorithm, privacy: PrivacyConfig, users: Users, key: SecretKey
+) -> ELS | ULS:
     """The algorithm, ready to draw its first step."""
     method = METHODS[algorithm](
         users,
@@ -199,22 +201,19 @@ def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:
     assert privacy.delta is not None, "complete() comes first"
     if math.isinf(privacy.epsilon):
         return 0.0
-    event = method.event(1.0)
-    with mistakes():
-        return accounting.noise_multiplier(
-            epsilon=privacy.epsilon,
-            delta=privacy.delta,
-            num_steps=privacy.num_steps,
-            sampling_prob=event.sampling_prob,
-            max_contributions=event.max_contributions,
-            before=_before(privacy.group_size_epsilon),
-        )
+    return accounting.calibrate_noise(
+        method.event,
+        epsilon=privacy.epsilon,
+        delta=privacy.delta,
+        num_steps=privacy.num_steps,
+        before=_before(privacy.group_size_epsilon),
+    )
 
 
 def make_plan(
     algorithm: Algorithm,
     privacy: PrivacyConfig,
-    users: UserStore,
+    users: Users,
     method: ELS | ULS,
     num_parameters: int,
     non_private: list[str],
@@ -261,7 +260,7 @@ def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, A
     }
 
 
-def claims(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
+def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
     """What `summary.json` says of the guarantee: it follows from the plan and the ledger.
 
     Args: chain: the ledger's last link.

@@ -10,28 +10,28 @@ import dataclasses
 import functools
 import math
 import time
-from contextlib import ExitStack
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from fedsim import checkpoint, engine, rundir
 from fedsim.clipping import Clip, Strategy
-from fedsim.config import PretrainConfig, RunConfig, as_dict, expect, to_json
-from fedsim.console import Console
+from fedsim.config import PretrainConfig, RunConfig, as_dict, to_json
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
+from fedsim.errors import expect
 from fedsim.evaluate import evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
-from fedsim.metrics import Metrics, table
-from fedsim.models import start
 from fedsim.optimizers import optimizer, updater
-from fedsim.signals import stop_signals
-from fedsim.state import State, restored
-from fedsim.train import count, versions
+from fedsim.run import checkpoint, directory
+from fedsim.run.console import Console
+from fedsim.run.metrics import Metrics, table
+from fedsim.run.setup import open_run
+from fedsim.run.signals import stop_signals
+from fedsim.run.state import State, restored
+from fedsim.training import num_parameters
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
 NO_CLIP = Clip(math.inf)
@@ -44,49 +44,33 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
     """
     rate = schedule(settings, run.learning_rate)
     transformation = optimizer(run.optimizer, rate)
-    expect("lora_rank", run.lora_rank, run.lora_rank == 0, "0: pre-training is of whole models")
+    rank = run.model.lora_rank
+    expect("lora_rank", rank, rank == 0, "0: pre-training is of whole models")
     expect("local_steps", run.local_steps, run.local_steps == 1, "1: there are no users")
-    reduction = engine.reduction(run)
-    stored = rundir.stored_config(run.run_dir, resume=run.resume)
-    model = start.find(run.model)
-    with ExitStack() as stack:
-        if stored:
-            stack.enter_context(rundir.lock(run.run_dir))
-        data = start.load_data(run, model, console.note)
-        most = data.train.num_examples
+    with open_run(directory.PRETRAIN, settings, run, console) as opened:
+        data, most = opened.data, opened.data.train.num_examples
         expect("batch_size", settings.batch_size, settings.batch_size <= most, f"<= {most}")
-        key = rundir.key_of(run, stored) or SecretKey.create(run.seed, "pretrain")
-        seal = key.seal(data.train.fingerprint)
-        config: dict[str, Any] = {
-            "identity": {
-                "algorithm": "pretrain",
-                "data_seal": seal,
-                "reduction": reduction,
-                "model": start.sha256(model),
-            },
-            "pretrain": as_dict(settings),
-            "run": {name: value for name, value in as_dict(run).items() if name != "seed"},
-        }
-        if stored:
-            rundir.expect_same(run.run_dir, stored, config)
-        fresh = SecretKey.create(key.seed or 0).jax_key("init")
-        task, params = start.begin(run, model, data, fresh)
-        workers = engine.start(run, task)
-        workers.note = console.note
-        stack.callback(workers.close)
+        workers, task, params = opened.start_engine()
         console.note(WARNING)
         console.note("starting the workers")
         workers.ready()
-        workers.strategy = Strategy("scan", settings.rows_per_pass)
-        if not stored:
-            config |= {"versions": versions(), "model": task.config.as_dict()}
-            stack.enter_context(rundir.start(run.run_dir, config, key, data.tokenizer_path))
-        trainer = Pretrainer(settings, run, data, transformation, rate, workers, console, key)
+        opened.begin(task)
+        trainer = Pretrainer(
+            settings=settings,
+            run=run,
+            data=data,
+            transformation=transformation,
+            rate=rate,
+            engine=workers,
+            console=console,
+            key=opened.key,
+        )
         return trainer.fit(params)
 
 
 def schedule(settings: PretrainConfig, peak: float) -> optax.Schedule:
-    """From zero to the peak in `warmup_steps`, then down to zero like a cosine."""
+    """A learning rate that rises to the peak in `warmup_steps`, then falls to zero like a
+    cosine."""
     if not settings.warmup_steps:
         return optax.cosine_decay_schedule(peak, settings.num_steps)
     return optax.warmup_cosine_decay_schedule(0.0, peak, settings.warmup_steps, settings.num_steps)
@@ -130,6 +114,7 @@ class Pretrainer:
 
     def __post_init__(self):
         self.update = updater(self.transformation)
+        self.strategy = Strategy("scan", self.settings.rows_per_pass)
         self.eval_every = self.run.eval_every or max(1, self.settings.num_steps // 10)
 
     def fit(self, params: Any) -> dict[str, Any]:
@@ -138,7 +123,7 @@ class Pretrainer:
         state = State(params, self.transformation.init(params))
         state = restored(run_dir, state, self.console)
         if state.step < self.settings.num_steps:
-            (run_dir / rundir.SUMMARY).unlink(missing_ok=True)
+            (run_dir / directory.SUMMARY).unlink(missing_ok=True)
         metrics = Metrics(run_dir, last_step=state.step or -1)
         try:
             about = {"privacy": WARNING, **as_dict(self.settings), **as_dict(self.run)}
@@ -147,7 +132,7 @@ class Pretrainer:
         finally:
             metrics.close()
         summary = self._summary(state)
-        write_json(run_dir / rundir.SUMMARY, summary)
+        write_json(run_dir / directory.SUMMARY, summary)
         return summary
 
     def _steps(self, state: State, metrics: Metrics) -> None:
@@ -176,7 +161,7 @@ class Pretrainer:
     def _step(self, state: State, batches: Batches) -> dict[str, float]:
         started = time.monotonic()
         rows = batches.draw(state.step)
-        total, stats = self.engine.clipped_sum(state.params, rows, NO_CLIP)
+        total, stats = self.engine.clipped_sum(state.params, rows, NO_CLIP, self.strategy)
         grad = jax.tree.map(lambda leaf: leaf / np.float32(len(rows)), total)
         state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
         rate = float(np.asarray(self.rate(state.step)))
@@ -214,7 +199,7 @@ class Pretrainer:
             **as_dict(self.settings),
             "optimizer": self.run.optimizer,
             "learning_rate": self.run.learning_rate,
-            "num_parameters": count(state.params),
+            "num_parameters": num_parameters(state.params),
             "num_examples": self.data.train.num_examples,
             "num_tokens": self.data.train.num_tokens,
             "steps_done": state.step,

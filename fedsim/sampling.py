@@ -6,7 +6,7 @@ object that drew the units, so the run and its accounting cannot disagree. Does 
 
 import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -14,6 +14,25 @@ from fedsim.accounting import StepEvent
 from fedsim.keys import SecretKey
 
 PADDING = -1
+
+
+class Users(Protocol):
+    """Whose examples are which: what sampling and accounting know of the data."""
+
+    @property
+    def num_users(self) -> int:
+        """N."""
+        ...
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of all users."""
+        ...
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64 [num_users + 1]: user u owns the examples offsets[u]:offsets[u + 1]."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +47,7 @@ class Poisson:
     num_units: int
     expected_count: int
     assumed_share: float = 1.0
-    """Of an assumed population's units, the share that is there. Below 1 what is accounted is an
+    """The share of an assumed population's units that is there. Below 1 what is accounted is an
     assumption, not a guarantee."""
     name: ClassVar[str] = "poisson"
 

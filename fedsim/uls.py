@@ -1,14 +1,20 @@
 """Algorithm 2, DP-SGD-ULS: user-level sampling, per-user clipping (Charles et al. 2024).
 
 Read it beside its twin: `els.py` and `uls.py` differ where the paper's algorithms differ. The
-comments on the right are the paper's symbols. The loop and the model's update are in `train.py`.
+comments on the right are the paper's symbols. The loop is in `training.py`.
 """
 
+from typing import Any
+
+import numpy as np
+
 from fedsim.accounting import StepEvent
-from fedsim.clipping import Clip
-from fedsim.config import expect
+from fedsim.clipping import Clip, Strategy
+from fedsim.engine import Engine, Stats
+from fedsim.errors import expect
+from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
-from fedsim.sampling import SAMPLERS, draw_groups
+from fedsim.sampling import SAMPLERS, Users, draw_groups
 
 
 class ULS:
@@ -18,7 +24,9 @@ class ULS:
       the epsilon and delta of T of its `event`s (Theorem 2).
     """
 
-    def __init__(self, users, *, budget, group_size, sampling, key):
+    def __init__(
+        self, users: Users, *, budget: int, group_size: int, sampling: str, key: SecretKey
+    ):
         self.group_size = group_size  # ............................................ G_ULS
         expect("budget", budget, budget % group_size == 0, f"a multiple of group_size={group_size}")
         most = users.num_users * group_size
@@ -32,19 +40,32 @@ class ULS:
         """One step to the accountant: Theorem 2, Bernoulli(q)."""
         return self.sampler.event(noise_multiplier)
 
-    def draw(self, step):
+    def draw(self, step: int) -> np.ndarray:
         """Who takes part in a step: rows [users, group]."""
         cohort = self.sampler.draw(self.key, step)  # .............................. U^t
         return draw_groups(self.offsets, cohort, self.group_size, self.key, step)  # D_u^t
 
-    def gradient(self, params, step, engine, *, clip: Clip, noise_multiplier: float, rows=None):
+    def gradient(
+        self,
+        params: Any,
+        step: int,
+        engine: Engine,
+        *,
+        clip: Clip,
+        noise_multiplier: float,
+        strategy: Strategy = Strategy(),  # noqa: B008 (frozen)
+        rows: np.ndarray | None = None,
+    ) -> tuple[Any, Stats]:
         """The privatised gradient of one step, and the engine's statistics of it.
 
         Args: rows: those of `draw(step)`, if they have been drawn already.
         """
         rows = self.draw(step) if rows is None else rows
-        grad_sum, stats = engine.clipped_sum(params, rows, clip)  # ................ g_sum^t
+        grad_sum, stats = engine.clipped_sum(params, rows, clip, strategy)  # ...... g_sum^t
         stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma
         count = self.expected_cohort_size
         grad = noisy_mean(grad_sum, stddev=stddev, count=count, key=self.key, step=step)  # g^t
-        return grad, stats
+        return (
+            grad,
+            stats,
+        )  # training.py, Trainer._step: ledger, then theta^t+1 = update(theta^t, g^t)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -9,7 +10,10 @@ os.environ["NPROC"] = "1"  # before JAX starts its client
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("FEDSIM_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fedsim-test-cache"))
 os.environ.pop("RAY_ADDRESS", None)
-os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # workers import tasks of the tests
+os.environ["PYTHONPATH"] = os.pathsep.join(  # what several test files, and workers, import
+    str(path) for path in Path(__file__).parent.glob("**/") if path.name != "__pycache__"
+)
+sys.path.extend(os.environ["PYTHONPATH"].split(os.pathsep))
 
 import jax
 import numpy as np
@@ -20,6 +24,11 @@ from fedsim.files import cache_dir
 from fedsim.keys import SecretKey
 
 keep_compiled(cache_dir() / "compiled")  # before the first program
+os.environ |= {  # and before the first one of the processes that tests start
+    "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.cli import main
+from fedsim.cli.main import main
 from fedsim.data.text import Tokenizer
 from fedsim.models import pretrained
 from fedsim.models.transformer import Transformer, TransformerConfig

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim.engine.task import Task
 from fedsim.models.mean import MeanTask
 
 
-class SoftmaxTask:
+class SoftmaxTask(Task):
     """Softmax regression on points in memory; its gradient has a closed form (reference.py)."""
 
     def __init__(self, features, labels, num_classes):

@@ -8,9 +8,9 @@ from problems import mean_problem, softmax_problem
 
 from fedsim.accounting import StepEvent
 from fedsim.clipping import Clip
-from fedsim.config import ConfigError
 from fedsim.els import ELS
-from fedsim.engine.local import LocalEngine
+from fedsim.engine.local_engine import LocalEngine
+from fedsim.errors import ConfigError
 from fedsim.mechanism import noisy_mean
 
 SIZES = [1, 4, 9, 2, 30]

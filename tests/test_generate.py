@@ -8,7 +8,7 @@ import pytest
 from pretrained_models import CONFIG, make_model
 from zoo import random_like
 
-from fedsim.cli import main
+from fedsim.cli.main import main
 from fedsim.generate import draw, tokens_after
 from fedsim.models import pretrained
 from fedsim.models.pretrained import Pretrained

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fedsim.data.histogram import bins, draw
-from fedsim.data.shards import DataError
 from fedsim.data.users import UserStore
+from fedsim.errors import DataError
 
 
 @pytest.mark.parametrize("sizes", [[1], [1, 1, 1], [5, 7, 900, 20_000], [], list(range(1, 300))])

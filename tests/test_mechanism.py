@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedsim.mechanism import BLOCK, noisy_mean
+from fedsim.mechanism import noisy_mean
+from fedsim.noise.independent import BLOCK
 
 TREE = {"a": jnp.zeros((300, 100)), "b": jnp.zeros(30_000), "c": jnp.zeros((100, 300))}
 

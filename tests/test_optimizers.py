@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedsim.config import ConfigError
+from fedsim.errors import ConfigError
 from fedsim.optimizers import optimizer
 
 GRAD = {"a": jnp.array([1.0, -2.0]), "b": jnp.full((3, 2), 0.5)}

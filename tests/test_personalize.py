@@ -7,10 +7,11 @@ import pytest
 from problems import mean_problem, users_of_sizes
 from test_train import command, texts  # noqa: F401
 
-from fedsim.cli import main
-from fedsim.config import ConfigError, Personalization
-from fedsim.console import Console
+from fedsim.cli.main import main
+from fedsim.config import Personalization
+from fedsim.errors import ConfigError
 from fedsim.personalize import Personalizer, halves, personalize
+from fedsim.run.console import Console
 
 SIZES = [1, 2, 9, 40, 3, 1, 16]
 

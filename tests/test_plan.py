@@ -10,17 +10,10 @@ import pytest
 from problems import users_of_sizes
 
 from fedsim import accounting
-from fedsim.config import Algorithm, ConfigError, PrivacyConfig
+from fedsim.config import Algorithm, PrivacyConfig
+from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
-from fedsim.plan import (
-    ADJACENCY,
-    COMPARISON_ONLY,
-    Plan,
-    calibrate,
-    complete,
-    make_plan,
-    method_for,
-)
+from fedsim.plan import ADJACENCY, COMPARISON_ONLY, Plan, calibrate, complete, make_plan, method_for
 
 SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from pretrained_models import command, make_texts
 
-from fedsim.cli import main
+from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import PretrainConfig
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
-from fedsim.engine.local import LocalEngine
+from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig
@@ -48,9 +48,10 @@ def test_the_sum_is_the_mean_gradient_of_the_batch(rng):
     store = UserStore.from_examples(users, max_length=12, vocab_size=11)
     task = LanguageModelTask(Dataset(train=store), TransformerConfig(11, 12, 8, 1, 2))
     engine = LocalEngine(task, num_lanes=2)
-    engine.strategy = Strategy("scan", 2)
-    params = task.init(jax.random.key(0))
-    total, stats = engine.clipped_sum(params, np.arange(8).reshape(4, 2), NO_CLIP)
+    params = jax.jit(task.init)(jax.random.key(0))
+    total, stats = engine.clipped_sum(
+        params, np.arange(8).reshape(4, 2), NO_CLIP, Strategy("scan", 2)
+    )
     assert not stats.dropped.any()
     batch = task.read("train", np.arange(8))
     expected = jax.jit(jax.grad(lambda p: task.losses(p, batch).mean()))(params)
@@ -103,7 +104,7 @@ def args_of(texts, run_dir, *more):
 @pytest.mark.timeout(300)
 def test_stopped_and_resumed_it_ends_with_the_same_parameters(texts, undisturbed, run_dir):
     process = subprocess.Popen(
-        [sys.executable, "-m", "fedsim.cli", *args_of(texts, run_dir)], stderr=subprocess.PIPE
+        [sys.executable, "-m", "fedsim.cli.main", *args_of(texts, run_dir)], stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 100
     while not list(run_dir.glob("checkpoints/*.msgpack")) and time.monotonic() < deadline:
@@ -117,6 +118,7 @@ def test_stopped_and_resumed_it_ends_with_the_same_parameters(texts, undisturbed
     assert found["params_sha256"] == undisturbed[1]["params_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_two_workers_give_the_same_parameters(texts, undisturbed, tmp_path, ray_cluster):
     flags = {"engine": "ray", "num_workers": 2, "num_steps": 12, **FLAGS}

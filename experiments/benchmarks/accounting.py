@@ -15,7 +15,7 @@ dp_accounting's FFT runs in double precision and errs either way, by about 1e-15
 `wide` is the epsilon of its own one-step loss composed in extended precision, the fair comparison
 where delta is tiny. The test suite holds 60 and more settings to the library as it is, rounding and
 all, with G to 128, p from 1e-5 to 0.5, T to 10,000, sigma from 0.5 to 10 and delta from 1e-12 to
-1e-3, against recorded epsilons on grids coarse enough for it (tests/test_accounting.py).
+1e-3, against recorded epsilons on grids coarse enough for it (tests/accounting/test_accountant.py).
 """
 
 import argparse
@@ -38,8 +38,8 @@ import dp_accounting
 from dp_accounting import pld
 
 from experiments.benchmarks.common import at_least, at_most, circumstances
-from fedsim import accounting, composition
-from fedsim.accounting import StepEvent
+from fedsim import accounting
+from fedsim.accounting import StepEvent, accountant, composition
 
 GRID = 1e-4
 CAP_S = 30.0
@@ -195,8 +195,8 @@ def library_step(event: StepEvent):
 def timed(call: Callable[[], float], repeats: int = 3) -> tuple[float, float]:
     seconds, value = [], 0.0
     for _ in range(repeats):
-        accounting._one_step.cache_clear()
-        accounting._one_direction.cache_clear()
+        accountant._one_step.cache_clear()
+        accountant._one_direction.cache_clear()
         start = time.process_time()
         value = call()
         seconds.append(time.process_time() - start)

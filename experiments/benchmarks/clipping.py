@@ -38,9 +38,10 @@ from fedsim.clipping import Clip, clipped_sum
 from fedsim.clipping.products import in_one_product
 from fedsim.clipping.scan import zeros_like
 from fedsim.clipping.strategy import NAMES, Strategy, candidates
-from fedsim.engine.choose import choose_strategy
-from fedsim.engine.local import LocalEngine
+from fedsim.engine.autotune import choose_strategy
+from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.resources import ALLOCATOR
+from fedsim.engine.task import Task
 from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
 
 CLIP = Clip(1.0, normalised=True)
@@ -57,7 +58,7 @@ PEER_UNITS = (1, 4)
 PRODUCT_ROWS = (4, 16)
 
 
-class TokensTask:
+class TokensTask(Task):
     """Random tokens; every row is full."""
 
     def __init__(self, size: str, num_rows: int):
@@ -70,8 +71,8 @@ class TokensTask:
     def __repr__(self) -> str:
         return f"{self.config}"
 
-    def init(self) -> Any:
-        return self.model.init(jax.random.key(0), jnp.asarray(self.tokens[:1]))["params"]
+    def init(self, key: jax.Array) -> Any:
+        return self.model.init(key, jnp.asarray(self.tokens[:1]))["params"]
 
     def read(self, split: str, rows: np.ndarray) -> np.ndarray:
         return self.tokens[rows]
@@ -129,7 +130,7 @@ def cell(size: str, group: int, turns: int, peers: bool) -> dict[str, Any]:
     """One row of the table."""
     num_rows = max(32, group)
     task = TokensTask(size, num_rows)
-    params, tokens = task.init(), jnp.asarray(task.tokens)
+    params, tokens = task.init(jax.random.key(0)), jnp.asarray(task.tokens)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     functions = {f"plain:{rows}": plain(task.losses, rows) for rows in PLAIN_ROWS[size]}
     functions |= {
@@ -176,8 +177,8 @@ def automatic(task, params, num_rows, group):
     engine = LocalEngine(task, num_lanes=1)
     rows = np.arange(num_rows).reshape(-1, group)
     with tempfile.TemporaryDirectory() as cache:
-        engine.strategy, why = choose_strategy(engine, params, rows, CLIP, "auto", Path(cache))
-    return lambda: engine.clipped_sum(params, rows, CLIP), str(engine.strategy), why
+        strategy, why = choose_strategy(engine, params, rows, CLIP, "auto", Path(cache))
+    return lambda: engine.clipped_sum(params, rows, CLIP, strategy), str(strategy), why
 
 
 def in_turn(calls: dict[str, Any], turns: int) -> dict[str, list[float]]:

@@ -30,7 +30,7 @@ import numpy as np
 
 from experiments.benchmarks.common import at_least, at_most, circumstances
 from fedsim.data import synthetic
-from fedsim.data.build import build
+from fedsim.data.building.build import build
 from fedsim.data.users import UserStore
 from fedsim.keys import SecretKey
 from fedsim.sampling import draw_groups
@@ -53,7 +53,7 @@ def write_source(directory: Path, shape: synthetic.Shape) -> dict:
 
 def build_store(source: Path, out: Path) -> dict:
     """The command as a person runs it, its time and memory."""
-    command = [sys.executable, "-m", "fedsim.cli", "data", "build", str(source / "*.parquet")]
+    command = [sys.executable, "-m", "fedsim.cli.main", "data", "build", str(source / "*.parquet")]
     command += ["--out", str(out), "--eval-users", "0", "--no-eval-examples", "--json"]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

@@ -31,17 +31,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.peers import run, shape
-from fedsim.checkpoint import params_sha256
 from fedsim.clipping import Clip
-from fedsim.engine import ray_pool
+from fedsim.engine import ray_engine
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import Stats
-from fedsim.engine.ray_pool import RayPool
+from fedsim.engine.ray_engine import RayEngine
+from fedsim.engine.task import Task
 from fedsim.engine.worker import Worker
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models.mean import MeanTask
 from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
+from fedsim.run.checkpoint import params_sha256
 from fedsim.sampling import Poisson, draw_groups
 
 COHORT = 1024  # of the paper's Stack Overflow runs
@@ -71,7 +72,7 @@ class Timed(Worker):
         return total, dataclasses.replace(stats, losses=seconds)
 
 
-class Tokens:
+class Tokens(Task):
     """A transformer on random tokens: 64 of them in each of 4,096 rows."""
 
     def __init__(self, width: int, layers: int, vocabulary: int):
@@ -79,8 +80,8 @@ class Tokens:
         rng = np.random.default_rng(0)
         self.tokens = rng.integers(vocabulary, size=(4096, 64)).astype(np.int32)
 
-    def init(self) -> Any:
-        return self.model.init(jax.random.key(0), self.tokens[:1])["params"]
+    def init(self, key: jax.Array) -> Any:
+        return self.model.init(key, self.tokens[:1])["params"]
 
     def read(self, split, rows):
         return {"tokens": self.tokens[rows], "sizes": np.full(len(rows), 64)}
@@ -90,7 +91,7 @@ class Tokens:
         return nats / count
 
 
-class Sentences:
+class Sentences(Task):
     """pfl's shape; a row is a sentence."""
 
     def __init__(self):
@@ -101,6 +102,9 @@ class Sentences:
 
     def losses(self, params, batch):
         return shape.losses(params, batch)
+
+    def init(self, key: jax.Array) -> Any:
+        return jax.tree.map(jnp.asarray, shape.initial())
 
     def rows(self, cohort):
         rows = np.full((len(cohort), shape.MOST_SENTENCES), -1)
@@ -124,9 +128,9 @@ class Fused(MeanTask):
         return super().read(split, rows)
 
 
-def pool(task, num_workers: int, num_lanes: int = 8, worker: type = Worker) -> RayPool:
-    ray_pool.Worker = worker
-    engine = RayPool(task, num_lanes=num_lanes, num_workers=num_workers, threads=1)
+def pool(task, num_workers: int, num_lanes: int = 8, worker: type = Worker) -> RayEngine:
+    ray_engine.Worker = worker
+    engine = RayEngine(task, num_lanes=num_lanes, num_workers=num_workers, threads=1)
     engine.ready()
     return engine
 
@@ -163,7 +167,7 @@ def overhead(quick: bool) -> list[dict]:
 
 def scaling(quick: bool) -> list[dict]:
     task = Tokens(128, 2, 1000) if quick else Tokens(192, 4, 4000)
-    params = task.init()
+    params = task.init(jax.random.key(0))
     rows = np.random.default_rng(1).integers(4096, size=(32 if quick else 96, 4))
     engines = {n: pool(task, n) for n in (1, 2)}
     seconds = {n: [] for n in engines}
@@ -185,7 +189,7 @@ def scaling(quick: bool) -> list[dict]:
 def large(quick: bool) -> list[dict]:
     """Of two workers' seconds in a step, those in which they did not compute a lane's sum."""
     task = Tokens(512, 7, 6000)
-    params = task.init()
+    params = task.init(jax.random.key(0))
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     rows = np.random.default_rng(1).integers(4096, size=(32, 2))
     engine = pool(task, 2, 2, Timed)
@@ -228,7 +232,7 @@ def lm(quick: bool) -> list[dict]:
 def private_rounds(num_workers: int, rounds: int) -> tuple[list[float], str]:
     task = Sentences()
     engine = pool(task, num_workers)
-    params = jax.tree.map(jnp.asarray, shape.initial())
+    params = task.init(jax.random.key(0))
     update = jax.jit(lambda p, g: jax.tree.map(lambda a, b: a - shape.LEARNING_RATE * b, p, g))
     seconds = []
     for step, cohort in enumerate(shape.cohorts(rounds + 1)):

@@ -19,7 +19,7 @@ from fedsim.clipping import scan
 from fedsim.clipping.clip import Clip
 from fedsim.clipping.layers import CALL, LAYERS, METHODS
 from fedsim.clipping.remat import recorded
-from fedsim.config import FedsimError
+from fedsim.errors import FedsimError
 
 # A unit's squared norm must be so many times its rounding: then the norm is right to 0.1 %.
 TRUSTED = 500.0
@@ -35,7 +35,8 @@ class UnsupportedModel(FedsimError):
 def clipped_sum(
     loss_fn: scan.LossFn, params: Any, batch: Any, mask: jax.Array, clip: Clip
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
-    """Like `scan.clipped_sum`, all units at once; memory: the activations of all rows.
+    """The sum of `scan.clipped_sum`, of all units at once. It takes the memory of all rows'
+    activations.
 
     A unit that is not finite, or whose gradient's parts cancel so far that rounding could hide its
     norm, is left to `scan`: the guarantee is the same, and the other units' sum is, too.

@@ -41,7 +41,7 @@ class Layer(ABC):
 
     @abstractmethod
     def squared_norms(self, params: Any) -> Norms:
-        """Of each unit's gradient of the matrix; zeros where there is none."""
+        """The squared norm of each unit's gradient of the matrix; zeros where there is none."""
 
     @abstractmethod
     def weighted_sum(self, params: Any, weights_U: jax.Array) -> dict[str, jax.Array]:
@@ -197,7 +197,8 @@ def product(x_UTI: jax.Array, g_UTO: jax.Array, weights_U: jax.Array) -> jax.Arr
 
 
 def weighted(g_UTO: jax.Array, weights_U: jax.Array) -> jax.Array:
-    """In float32: what is added must have the norm that was computed, also in half precision."""
+    """Products in float32: what is added must have the norm that was computed, also in half
+    precision."""
     return g_UTO.astype(jnp.float32) * weights_U[:, None, None]
 
 

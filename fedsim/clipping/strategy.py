@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fedsim.clipping import bookkeeping, scan, vmap
 from fedsim.clipping.clip import Clip
-from fedsim.config import expect
+from fedsim.errors import expect
 
 NAMES = ("scan", "direct", "bookkeeping", "vmap")  # the simpler ones first
 ONE_BY_ONE = ("scan", "direct")
@@ -28,7 +28,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
-        """From NAME or NAME:ROWS. Raises ConfigError."""
+        """The strategy that NAME or NAME:ROWS names. Raises ConfigError: there is none."""
         name, _, rows = text.partition(":")
         expected = "auto, or scan, direct, bookkeeping or vmap, with :ROWS (>= 1) if you like"
         expect("strategy", text, name in NAMES, expected)

@@ -15,7 +15,7 @@ from fedsim.clipping.clip import Clip
 def clipped_sum(
     loss_fn: scan.LossFn, params: Any, batch: Any, mask: jax.Array, clip: Clip
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
-    """Like `scan.clipped_sum`, whole units at a time."""
+    """The sum of `scan.clipped_sum`, whole units at a time."""
 
     def unit_loss(params, rows, real):
         count = jnp.maximum(real.sum(), 1).astype(jnp.float32)

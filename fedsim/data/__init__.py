@@ -5,8 +5,8 @@ from fedsim.data import load; load("pydocs").train is a UserStore.
 
 from fedsim.data.corpora import load
 from fedsim.data.dataset import Dataset, stats
-from fedsim.data.shards import DataError
 from fedsim.data.text import Tokenizer
 from fedsim.data.users import UserStore
+from fedsim.errors import DataError
 
 __all__ = ["DataError", "Dataset", "Tokenizer", "UserStore", "load", "stats"]

@@ -14,12 +14,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fedsim import files
-from fedsim.data import hub, pydocs
-from fedsim.data.build import build
+from fedsim.data import pydocs
+from fedsim.data.building import hub
+from fedsim.data.building.build import build
+from fedsim.data.building.sources import find_files, is_saved
 from fedsim.data.dataset import Dataset
-from fedsim.data.shards import FORMAT, DataError
-from fedsim.data.sources import find_files, is_saved
+from fedsim.data.shards import FORMAT
 from fedsim.data.text import file_of
+from fedsim.errors import DataError
 
 
 def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_options) -> Dataset:
@@ -71,7 +73,7 @@ def _load_hub(source: str, cache_dir: str | Path | None, options: dict[str, Any]
 
 
 def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
-    versions = pydocs.versions()
+    versions = pydocs.made_of()
 
     def harvest_and_build(out: Path) -> Dataset:
         if progress := options.get("progress"):

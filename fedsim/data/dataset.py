@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.data.shards import DataError
 from fedsim.data.users import UserStore, read_metadata
+from fedsim.errors import DataError
 
 SPLITS = ("train", "eval_users", "eval_examples", "test")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedsim.data.shards import DataError
 from fedsim.data.users import UserStore
+from fedsim.errors import DataError
 
 BINS = 40
 

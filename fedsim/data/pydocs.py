@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data.shards import DataError
+from fedsim.errors import DataError
 
 PACKAGES = ("numpy", "scipy", "jax")
 SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
@@ -26,7 +26,7 @@ BLOCKS = ("body", "handlers", "orelse", "finalbody")  # where definitions are fo
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def versions() -> dict[str, str]:
+def made_of() -> dict[str, str]:
     """What the corpus depends on: the versions of the packages and of Python."""
     found = {name: metadata.version(name) for name in PACKAGES}
     return {**found, "python": platform.python_version()}

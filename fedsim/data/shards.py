@@ -7,7 +7,6 @@ heavy in every process), buffers carry no null bitmap, and JSON keys are sorted.
 
 import errno
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import DTypeLike
 
-from fedsim.config import ConfigError
+from fedsim.files import write_json
 
 BATCH_ROWS = 16_384
 SHARD_BYTES = 256 * 2**20
 FORMAT = 1
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
-
-
-class DataError(ConfigError):
-    """A user's mistake about data: one line with the field, its value and what was expected."""
-
-
-class MissingColumn(DataError):
-    """A source has no column of that name."""
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
@@ -134,12 +125,6 @@ def seal(
     }
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """The same content gives the same bytes."""
-    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
-
-
 def shard_rows(num_rows: int, num_tokens: int, width: int) -> int:
     """Rows of each shard but the last: whole record batches, about SHARD_BYTES in all."""
     per_batch = BATCH_ROWS * (4 + width * num_tokens / max(num_rows, 1))
@@ -168,4 +153,4 @@ def close_store(
     users.write_bytes(encode_users(user_ids, num_examples, num_tokens))
     digest = fingerprint([users, *(directory / name for name in names)])
     metadata = seal({**about, "shards": names}, num_examples, num_tokens, digest)
-    write_json(directory / "metadata.json", metadata)
+    write_json(directory / "metadata.json", metadata, sort_keys=True)

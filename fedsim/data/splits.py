@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedsim.data.shards import DataError
+from fedsim.errors import DataError
 
 EVAL_SHARE, EVAL_CAP = 10, 32
 TRAIN, EVAL_USERS, TEST = range(3)  # groups of owners: a user of rows before and after test_from

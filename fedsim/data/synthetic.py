@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from scipy.optimize import brentq
 from scipy.special import ndtri
 
-from fedsim.data.shards import DataError
+from fedsim.errors import DataError
 
 FILE_ROWS = 2**22
 GROUP_ROWS = 2**19
@@ -29,7 +29,7 @@ class Shape:
     median: int = 183
     largest: int = 194_167
     mean_characters: int = 15
-    """Of a text; with the tokenizer `bytes` an example has two tokens more."""
+    """Letters of a text; with the tokenizer `bytes` an example has two tokens more."""
 
     def scaled(self, share: float) -> "Shape":
         """A share of users and examples, with the same median; the largest user by its root."""

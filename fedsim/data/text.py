@@ -22,7 +22,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
-from fedsim.data.shards import DataError, token_dtype
+from fedsim.data.shards import token_dtype
+from fedsim.errors import DataError
 
 BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
 END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
@@ -114,7 +115,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, file: str | Path, name: str | None = None) -> "Tokenizer":
-        """From a tokenizer.json, or a BERT vocab.txt (lower-case if it has no capital letters).
+        """The tokenizer of a tokenizer.json, or of a BERT vocab.txt (lower-case if it has no
+        capital letters).
 
         Raises: DataError: the file is missing, or is neither.
         """

@@ -85,7 +85,7 @@ class TokenReader:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the token ids."""
+        """The type of the token ids."""
         return self._values[0].dtype if self._values else np.dtype(np.uint16)
 
     def lengths(self, start: int = 0, end: int | None = None) -> np.ndarray:

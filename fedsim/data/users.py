@@ -16,16 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data.shards import (
-    FORMAT,
-    DataError,
-    encode_stream,
-    encode_users,
-    fingerprint,
-    seal,
-    token_dtype,
-)
+from fedsim.data.shards import FORMAT, encode_stream, encode_users, fingerprint, seal, token_dtype
 from fedsim.data.tokens import TokenReader
+from fedsim.errors import DataError
 
 SCAN_ROWS = 2**18
 
@@ -44,7 +37,7 @@ class UserStore:
     def __init__(
         self, users: pa.Buffer, shards: Sequence[pa.Buffer | Path], metadata: dict[str, Any]
     ):
-        """From a users table (Parquet) and token shards (Arrow IPC streams, or their files)."""
+        """Open a users table (Parquet) and token shards (Arrow IPC streams, or their files)."""
         self.path: Path | None = None
         self.metadata = metadata
         names = ("max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples", "shards")

@@ -1,48 +1,70 @@
 """Engines: where gradients are computed. Ray is imported below this package alone."""
 
-from fedsim.config import RunConfig, expect
-from fedsim.engine.engine import Engine, EngineError
+from collections.abc import Callable
+from pathlib import Path
+
+from fedsim.config import EngineConfig
+from fedsim.engine.engine import Engine, EngineError, Stats, ignore
+from fedsim.engine.task import Task, WrappedTask
 from fedsim.engine.worker import keep_compiled
+from fedsim.errors import expect
 from fedsim.files import cache_dir
 
-__all__ = ["Engine", "EngineError", "reduction", "start"]
+__all__ = [
+    "Engine",
+    "EngineError",
+    "Stats",
+    "Task",
+    "WrappedTask",
+    "create",
+    "reduction",
+    "remember_programs",
+]
 
 
-def start(run: RunConfig, task) -> Engine:
-    """The engine a run asks for, its workers on their way up; `Engine.ready` waits for them.
+def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ignore) -> Engine:
+    """The engine that is asked for, its workers on their way up; `Engine.ready` waits for them.
 
+    Args: note: told, for people, what happened to workers.
     Raises: ConfigError: the cluster cannot be reached or has no room for the workers.
     """
-    compiled = cache_dir() / "compiled"
-    keep_compiled(compiled)  # the driver's own: optimizer, and everything with engine=local
-    if run.engine == "local":
-        from fedsim.engine.local import LocalEngine
+    if config.kind == "local":
+        from fedsim.engine.local_engine import LocalEngine
 
-        return LocalEngine(task, num_lanes=run.num_lanes)
-    if run.engine == "spmd":
-        from fedsim.engine.spmd import SpmdEngine as RayEngine
+        return LocalEngine(task, num_lanes=config.num_lanes)
+    if config.kind == "spmd":
+        from fedsim.engine.spmd_engine import SpmdEngine as RayEngine
     else:
-        from fedsim.engine.ray_pool import RayPool as RayEngine
+        from fedsim.engine.ray_engine import RayEngine
     return RayEngine(
         task,
-        num_lanes=run.num_lanes,
-        num_workers=run.num_workers,
-        threads=run.threads_per_worker,
-        devices=run.devices_per_worker,
-        accelerator=run.accelerator,
-        wait_s=run.wait_for_workers,
-        cache_dir=compiled,
+        num_lanes=config.num_lanes,
+        num_workers=config.num_workers,
+        threads=config.threads_per_worker,
+        devices=config.devices_per_worker,
+        accelerator=config.accelerator,
+        wait_s=config.wait_for_workers,
+        cache_dir=remember_programs(),
+        note=note,
     )
 
 
-def reduction(run: RunConfig) -> str:
+def remember_programs() -> Path:
+    """Keep what this process compiles for later ones: the first parameters, the optimizer's update,
+    and everything with engine=local. Returns the directory where workers keep theirs, too."""
+    compiled = cache_dir() / "compiled"
+    keep_compiled(compiled)
+    return compiled
+
+
+def reduction(config: EngineConfig) -> str:
     """How sums are added, as far as their bits depend on it. Engines with the same reduction, lanes
     and devices of a worker give the same bits.
 
     Raises: ConfigError: with spmd, the number of workers is part of it and has to be given.
     """
-    if run.engine != "spmd":
+    if config.kind != "spmd":
         return "lanes in order"
-    given = run.num_workers is not None
-    expect("num_workers", run.num_workers, given, "a number: bits depend on it with engine=spmd")
-    return f"psum over {run.num_workers} workers"
+    given = config.num_workers is not None
+    expect("num_workers", config.num_workers, given, "a number: bits depend on it with engine=spmd")
+    return f"psum over {config.num_workers} workers"

@@ -1,6 +1,7 @@
 """Workers as Ray actors: where they come from, and what their failures mean.
 
-What `ray_pool` and `spmd` share. Both retry; neither lets Ray do it (`resources.actor_options`).
+What `ray_engine` and `spmd_engine` share. Both retry; neither lets Ray do it
+(`resources.actor_options`).
 """
 
 import os
@@ -18,8 +19,9 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
-from fedsim.engine.facts import difference, versions
-from fedsim.engine.resources import WorkerPlan, actor_options, expect_room, plan_workers
+from fedsim.engine.environment import difference, versions
+from fedsim.engine.resources import Placement, actor_options, expect_room, place_workers
+from fedsim.engine.task import Task
 
 MAX_LOSSES = 4  # of one lane, in one call
 INLINE_BYTES = 100_000
@@ -31,7 +33,7 @@ class Actors:
 
     def __init__(
         self,
-        task: Any,
+        task: Task,
         *,
         num_workers: int | None,
         threads: int,
@@ -44,8 +46,10 @@ class Actors:
         self._cluster = Cluster(_cpus_needed(num_workers, threads * (devices or 1)))
         try:
             nodes = self._cluster.nodes()
-            self.plan: WorkerPlan = plan_workers(num_workers, threads, nodes, devices, accelerator)
-            expect_room(self.plan, self._nodes_in_time(wait_s))
+            self.placement: Placement = place_workers(
+                num_workers, threads, nodes, devices, accelerator
+            )
+            expect_room(self.placement, self._nodes_in_time(wait_s))
             # Ray keeps a small argument with the actor's specification, for restarts.
             small = len(cloudpickle.dumps(task)) < INLINE_BYTES  # pyright: ignore
             self._task = task if small else ray.put(task)
@@ -58,28 +62,30 @@ class Actors:
 
     def create(self, worker_class: type, **options) -> Any:
         """A new actor, on its way up."""
-        chosen = {**actor_options(self.plan), **options}
+        chosen = {**actor_options(self.placement), **options}
         return ray.remote(worker_class).options(**chosen).remote(self._task, self._cache_dir)
 
     def wanted(self) -> int:
         """How many workers there should be now: what was asked for, or what there is room for."""
-        room = self.plan.room(self._cluster.nodes())
-        return min(self.plan.num_workers, room) if self.fixed else room
+        room = self.placement.room(self._cluster.nodes())
+        return min(self.placement.num_workers, room) if self.fixed else room
 
     def _nodes_in_time(self, wait_s: float) -> list[dict[str, float]]:
         """The nodes, as soon as the workers find room on them, or when the time is up."""
         deadline = time.monotonic() + wait_s
         nodes = self._cluster.nodes()
-        if wait_s and self.plan.room(nodes) < self.plan.num_workers:
-            request_resources(bundles=[self.plan.needs] * self.plan.num_workers)
-        while self.plan.room(nodes) < self.plan.num_workers and time.monotonic() < deadline:
+        if wait_s and self.placement.room(nodes) < self.placement.num_workers:
+            request_resources(bundles=[self.placement.needs] * self.placement.num_workers)
+        while (
+            self.placement.room(nodes) < self.placement.num_workers and time.monotonic() < deadline
+        ):
             time.sleep(1)
             nodes = self._cluster.nodes()
         return nodes
 
     def store_bytes(self) -> float:
         """The object store of the smallest node that holds workers."""
-        holding = [node for node in self._cluster.nodes() if self.plan.room([node])]
+        holding = [node for node in self._cluster.nodes() if self.placement.room([node])]
         return min((node.get("object_store_memory", 0) for node in holding), default=0)
 
     def stranger(self, facts: dict[str, Any]) -> str:
@@ -129,7 +135,7 @@ class Shared:
 
     @property
     def num_bytes(self) -> int:
-        """Of the parameters that are shared."""
+        """The number of bytes of the parameters that are shared."""
         return sum(leaf.nbytes for leaf in self._leaves)
 
 

@@ -18,7 +18,7 @@ import grpc
 import ray
 from ray.exceptions import RayError
 
-from fedsim.config import ConfigError, expect
+from fedsim.errors import ConfigError, expect
 
 REACH_S = 5.0  # to connect to a cluster's head
 

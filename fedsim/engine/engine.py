@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.config import FedsimError
+from fedsim.errors import FedsimError
 
 
 class EngineError(FedsimError):
@@ -56,19 +56,34 @@ class Stats:
         return self.norms, self.losses, self.dropped, self.num_rows
 
 
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What became of a strategy that was tried."""
+
+    strategy: Strategy
+    seconds: float = float("inf")
+    """How long it took for the units that it was tried on."""
+    memory: int = 0
+    """Bytes that the compiled program needs beside parameters and sum."""
+    fault: str | None = None
+    """Why it cannot be used."""
+
+
+def ignore(text: str) -> None:
+    """Tells nobody."""
+
+
 class Engine(ABC):
     """Computes sums over lanes; subclasses say where."""
 
     num_workers: int
 
-    def __init__(self, num_lanes: int):
+    def __init__(self, num_lanes: int, note: Callable[[str], None] = ignore):
+        """Args: note: told, for people, what happened to workers."""
         self.num_lanes = num_lanes
-        self.strategy = Strategy()
-        """How workers compute a clipped sum. Part of the result's bits."""
+        self.note = note
         self.redispatched = 0
         """Lanes computed again because a worker was lost, in the life of the engine."""
-        self.note: Callable[[str], None] = lambda text: None
-        """Told, for people, what happened to workers."""
 
     @abstractmethod
     def _lanes(
@@ -97,19 +112,38 @@ class Engine(ABC):
 
     def host(self, params: Any) -> str:
         """The kind of host and device that a worker computes on. Args: params: of the next sum."""
-        return str(next(iter(self._lanes("host", params, [np.zeros((1, 1), np.int64)]))))
+        return str(self._ask_one("host", params, np.zeros((1, 1), np.int64)))
 
-    def clipped_sum(self, params: Any, rows: np.ndarray, clip: Clip) -> tuple[Any, Stats]:
+    def machine(self, params: Any) -> str:
+        """What the times of computations depend on: the host, its device, and the task."""
+        return str(self._ask_one("machine", params, np.zeros((1, 1), np.int64)))
+
+    def try_strategies(
+        self, params: Any, rows: np.ndarray, clip: Clip, tried: Sequence[Strategy]
+    ) -> list[Trial]:
+        """What became of some strategies on units like `rows` [units, group], on one worker."""
+        return self._ask_one("try_strategies", params, rows, clip, tried)
+
+    def _ask_one(self, method: str, params: Any, rows: np.ndarray, *args: Any) -> Any:
+        """What one worker answers."""
+        return next(iter(self._lanes(method, params, [rows], *args)))
+
+    def clipped_sum(
+        self,
+        params: Any,
+        rows: np.ndarray,
+        clip: Clip,
+        strategy: Strategy = Strategy(),  # noqa: B008 (frozen)
+    ) -> tuple[Any, Stats]:
         """The clipped sum over units.
 
         Args:
           rows: example indices int [units, group], -1 = padding; units may be 0.
+          strategy: how workers compute it. Part of the result's bits.
         Returns: (float32 NumPy tree like params, per-unit statistics in the order of rows).
         """
         total, stats = None, []
-        for lane_sum, lane_stats in self._lanes(
-            "lane_sum", params, self.cut(rows), clip, self.strategy
-        ):
+        for lane_sum, lane_stats in self._lanes("lane_sum", params, self.cut(rows), clip, strategy):
             stats.append(lane_stats)
             if total is None or len(stats) == 2:  # may be read-only views of shared memory
                 total = lane_sum if total is None else jax.tree.map(_plus, total, lane_sum)

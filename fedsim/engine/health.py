@@ -18,7 +18,7 @@ from collections.abc import Hashable
 
 
 class State(enum.Enum):
-    """Of a worker."""
+    """What is known of a worker at a moment."""
 
     HEALTHY = "healthy"
     BUSY = "busy"
@@ -31,11 +31,11 @@ class Patience:
     """How long a worker may take, in seconds."""
 
     first: float = 600.0
-    """For its first call of a kind, which compiles."""
+    """Seconds for the first call of a kind, which compiles."""
     least: float = 60.0
-    """For any other, however short the last ones were."""
+    """Seconds for any other call, however short the last ones were."""
     medians: float = 5.0
-    """For any other, in medians of recent calls of its kind, if that is longer."""
+    """How many medians of recent calls of its kind any other call may take, if that is longer."""
     back: float = 300.0
     """To answer after it joined or was lost; then it is given up."""
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedsim.engine.engine import Stats
+from fedsim.engine.task import Task
 from fedsim.engine.worker import Worker
 
 AXIS = "devices"
@@ -22,7 +23,7 @@ AXIS = "devices"
 class MeshWorker(Worker):
     """Computes lanes on all devices of its mesh. Bits depend on the number of devices."""
 
-    def __init__(self, task: Any, cache_dir: Path | None = None):
+    def __init__(self, task: Task, cache_dir: Path | None = None):
         super().__init__(task, cache_dir)
         self._make = lambda: Worker(task, cache_dir)
         self._workers: list[Worker] = []  # of this process's devices

@@ -1,4 +1,4 @@
-"""Turns what a cluster has into a plan of workers, their environment variables and actor options.
+"""Turns what a cluster has into workers: how many, with what, and how their processes start.
 
 The one place that knows these variables, and pure: it reads nothing but its arguments. (The
 compile cache is named after the host's processor, so each worker names its own: `worker`.)
@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
-from fedsim.config import ConfigError
+from fedsim.errors import ConfigError
 
 Resources = Mapping[str, float]  # of a node, as Ray counts them: CPU, GPU, TPU, ...
 
@@ -28,7 +28,7 @@ PLATFORMS = {None: "cpu", "GPU": "cuda,cpu", "TPU": "tpu,cpu"}  # by accelerator
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkerPlan:
+class Placement:
     """How many workers there are and what each of them gets."""
 
     num_workers: int
@@ -60,15 +60,15 @@ class WorkerPlan:
         return f"Ray actor with {self.threads * self.devices} CPU thread(s){several}"
 
 
-def plan_workers(
+def place_workers(
     num_workers: int | None,
     threads: int,
     nodes: Iterable[Resources],
     devices: int | None = None,
     accelerator: str = "auto",
-) -> WorkerPlan:
-    """As many workers as the nodes hold: by default one per GPU, per TPU host, or else one per
-    `threads` CPUs.
+) -> Placement:
+    """A placement of as many workers as the nodes hold: by default one per GPU, per TPU host, or
+    else one per `threads` CPUs.
 
     Args:
       num_workers: what the user asked for, or None.
@@ -80,59 +80,61 @@ def plan_workers(
     if accelerator == "auto":
         accelerator = next((name.lower() for name, count in most.items() if count), "cpu")
     if accelerator == "gpu":
-        plan = WorkerPlan(1, threads, "GPU", devices or 1)
+        placement = Placement(1, threads, "GPU", devices or 1)
     elif accelerator == "tpu":  # one process holds all chips of a host
-        plan = WorkerPlan(1, threads, "TPU", devices or most["TPU"] or 1)
+        placement = Placement(1, threads, "TPU", devices or most["TPU"] or 1)
     else:
-        plan = WorkerPlan(1, threads, None, devices or 1)
-    return dataclasses.replace(plan, num_workers=num_workers or max(1, plan.room(nodes)))
+        placement = Placement(1, threads, None, devices or 1)
+    return dataclasses.replace(placement, num_workers=num_workers or max(1, placement.room(nodes)))
 
 
-def expect_room(plan: WorkerPlan, nodes: Iterable[Resources]) -> None:
+def expect_room(placement: Placement, nodes: Iterable[Resources]) -> None:
     """Raises ConfigError where Ray would wait forever for what the cluster does not have."""
     nodes = list(nodes)
-    room = plan.room(nodes)
-    if plan.num_workers > room:
-        each = ", ".join(f"{need:g} {name}" for name, need in plan.needs.items())
-        have = [", ".join(f"{node.get(name, 0):g} {name}" for name in plan.needs) for node in nodes]
+    room = placement.room(nodes)
+    if placement.num_workers > room:
+        each = ", ".join(f"{need:g} {name}" for name, need in placement.needs.items())
+        have = [
+            ", ".join(f"{node.get(name, 0):g} {name}" for name in placement.needs) for node in nodes
+        ]
         raise ConfigError(
-            f"num_workers={plan.num_workers}: expected at most {room} "
+            f"num_workers={placement.num_workers}: expected at most {room} "
             f"(a worker needs {each}; nodes have {'; '.join(have) or 'nothing'})"
         )
 
 
 def driver_environment(threads: int) -> dict[str, str]:
-    """For a process that leaves the gradients to workers: it must not take an accelerator."""
+    """Variables of a process that leaves the gradients to workers: it must take no accelerator."""
     return {"NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
 
 
-def worker_environment(plan: WorkerPlan) -> dict[str, str]:
+def worker_environment(placement: Placement) -> dict[str, str]:
     """Variables that a worker's process starts with: JAX and the C library read them then."""
     # NPROC sizes XLA's thread pool; OMP_NUM_THREADS and XLA flags do not.
-    variables = {"NPROC": str(plan.threads)}
+    variables = {"NPROC": str(placement.threads)}
     # Named, for workers inherit the driver's variables; and an accelerator that JAX cannot use is
     # an error, not a slow run.
-    variables["JAX_PLATFORMS"] = PLATFORMS[plan.accelerator]
-    if plan.accelerator == "GPU":
+    variables["JAX_PLATFORMS"] = PLATFORMS[placement.accelerator]
+    if placement.accelerator == "GPU":
         # A worker has its GPU to itself; the default leaves a quarter of the memory unused.
         variables["XLA_CLIENT_MEM_FRACTION"] = "0.9"
-    if plan.accelerator is None:
-        variables["JAX_NUM_CPU_DEVICES"] = str(plan.devices)
+    if placement.accelerator is None:
+        variables["JAX_NUM_CPU_DEVICES"] = str(placement.devices)
         variables["GLIBC_TUNABLES"] = ALLOCATOR
     return variables
 
 
-def actor_options(plan: WorkerPlan) -> dict:
+def actor_options(placement: Placement) -> dict:
     """Options of a worker's Ray actor. The pool retries, not Ray: its own retry is silent and
     goes to the same actor."""
-    needs = plan.needs
+    needs = placement.needs
     return {
         "num_cpus": needs.pop("CPU"),
         "num_gpus": needs.pop("GPU", 0),
         "resources": needs,
         "max_restarts": -1,
         "max_task_retries": 0,
-        "runtime_env": {"env_vars": worker_environment(plan)},
+        "runtime_env": {"env_vars": worker_environment(placement)},
     }
 
 

@@ -1,4 +1,4 @@
-"""What runs on a worker: one lane's clipped sum. Plain Python and JAX; Ray is in `ray_pool`.
+"""What runs on a worker: one lane's clipped sum. Plain Python and JAX; Ray is in `ray_engine`.
 
 Pure in (params, rows, clip): a lane can be computed again, elsewhere, with the same result. What
 leaves a worker is a sum over two units or more (one, if no more were drawn) and per-unit scalars.
@@ -22,9 +22,10 @@ from fedsim.clipping import Clip, Strategy, clipped_sum
 from fedsim.clipping.bookkeeping import UnsupportedModel
 from fedsim.clipping.packing import Chunk, chunks
 from fedsim.clipping.scan import zeros_like
-from fedsim.engine.engine import Stats
-from fedsim.engine.facts import versions
+from fedsim.engine.engine import Stats, Trial
+from fedsim.engine.environment import versions
 from fedsim.engine.prefetch import ahead, touch
+from fedsim.engine.task import Task
 from fedsim.files import is_own_directory
 
 ROWS_PER_READ = 4096
@@ -35,30 +36,17 @@ SAME_NORMS = 0.02  # strategies agree to 1e-5 in float32; in bfloat16 to less
 no_sum = jax.jit(zeros_like)  # leaf by leaf costs a small model's step a hundredth
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """What became of a strategy that was tried."""
-
-    strategy: Strategy
-    seconds: float = float("inf")
-    """For the units that it was tried on."""
-    memory: int = 0
-    """Bytes that the compiled program needs beside parameters and sum."""
-    fault: str | None = None
-    """Why it cannot be used."""
-
-
 class Worker:
     """Computes lanes of a task. Cohorts vary in size, shapes do not: units are cut into chunks of
     few shapes, and the loop runs over as many chunks as were drawn, so nothing is compiled twice.
     """
 
-    def __init__(self, task: Any, cache_dir: Path | None = None):
+    def __init__(self, task: Task, cache_dir: Path | None = None):
         """Args: cache_dir: where compiled programs are kept for other processes and runs."""
         if cache_dir is not None:
             keep_compiled(cache_dir)
         self.task = task
-        self.buckets = getattr(task, "buckets", None)
+        self.buckets = task.buckets
         self._frozen: tuple[Any, ...] | None = None
         self.programs: dict[tuple, Any] = {}
         """Compiled programs by what they depend on."""
@@ -214,8 +202,7 @@ class Worker:
                 return self.task.losses(params, batch, *frozen)
 
             own = dataclasses.replace(clip, norm=norm)
-            local = getattr(self.task, "local_steps", None)
-            options = {"buckets": buckets, "local": local, "total": total}
+            options = {"buckets": buckets, "local": self.task.local_steps, "total": total}
             return clipped_sum(losses, params, batch, mask, own, strategy, **options)
 
         key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, strategy)
@@ -232,7 +219,7 @@ class Worker:
     def frozen(self) -> tuple[Any, ...]:
         """What the task's functions get beside parameters and batch, put on the device once."""
         if self._frozen is None:
-            frozen = getattr(self.task, "frozen", None)
+            frozen = self.task.frozen
             self._frozen = () if frozen is None else (jax.device_put(frozen),)
         return self._frozen
 

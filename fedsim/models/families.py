@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fedsim.config import ConfigError
+from fedsim.errors import ConfigError
 from fedsim.models.transformer import RopeScaling, TransformerConfig
 
 Path = tuple[str, ...]
@@ -239,7 +239,7 @@ def _llama_places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
 
 
 def _llama_dense(c: TransformerConfig) -> dict[str, tuple[str, bool]]:
-    """By our name: theirs, and whether it has a bias."""
+    """The Hugging Face name of each of our layers, and whether it has a bias."""
     attention = {"query": "q", "key": "k", "value": "v"}
     found = {ours: (f"self_attn.{x}_proj", c.query_bias) for ours, x in attention.items()}
     found["out"] = ("self_attn.o_proj", c.out_bias)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from flax import traverse_util
 
-from fedsim.config import ConfigError
+from fedsim.errors import ConfigError
 from fedsim.files import cache_dir, write_atomically
 from fedsim.models.families import UnsupportedArchitecture
 from fedsim.models.transformer import TransformerConfig

@@ -15,11 +15,7 @@ from fedsim.models.transformer import Transformer, TransformerConfig, next_token
 class LanguageModelTask:
     """A transformer and the data it is trained on. Pickles as sizes and paths.
 
-    A task is the contract between algorithms and engines: `read` (on the host), `losses` and
-    `nats` (traced by JAX). Rows are independent of each other in all of them. A task with `frozen`
-    gets it as the last argument of both: parameters that stay as they are, which reach a worker
-    once, with the task, and its device once. One with `local_steps` asks for users' updates
-    instead of their gradients.
+    The protocol is `engine.task.Task`.
     """
 
     def __init__(
@@ -39,6 +35,10 @@ class LanguageModelTask:
         local = f", {self.local_steps}" if self.local_steps else ""
         return f"LanguageModelTask({self.config}{local})"
 
+    def describe(self) -> dict[str, Any]:
+        """The transformer's configuration."""
+        return self.config.as_dict()
+
     @property
     def buckets(self) -> Buckets:
         """Lengths that rows may be cut to: powers of two, and the longest."""
@@ -54,14 +54,15 @@ class LanguageModelTask:
         tokens, sizes = getattr(self.dataset, split).gather(rows, self.config.max_length)
         return {"tokens": tokens, "sizes": sizes}
 
-    def nats(self, params: Any, batch: Any, frozen: Any = None) -> tuple[jax.Array, jax.Array]:
+    def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
         """(nats, predictions) per row: what evaluation adds up."""
-        params = params if frozen is None else lora.joined(frozen, params)
+        if frozen:
+            params = lora.joined(frozen[0], params)
         return next_token_nats(Transformer(self.config), params, batch["tokens"], batch["sizes"])
 
-    def losses(self, params: Any, batch: Any, frozen: Any = None) -> jax.Array:
+    def losses(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
         """f(theta, z) per row: mean cross entropy in nats per predicted token, float32 [rows]."""
-        nats, predictions = self.nats(params, batch, frozen)
+        nats, predictions = self.nats(params, batch, *frozen)
         return nats / jnp.maximum(predictions, 1)
 
 

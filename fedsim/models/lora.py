@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from fedsim.config import ConfigError, expect
+from fedsim.errors import ConfigError, expect
 from fedsim.models import families, tensor_files
 from fedsim.models.transformer import DENSE, Lora, Transformer, TransformerConfig
 

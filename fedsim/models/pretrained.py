@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from fedsim.config import ConfigError
+from fedsim.errors import ConfigError
 from fedsim.models import families, gguf_files, tensor_files
 from fedsim.models.tensor_files import TensorError
 from fedsim.models.transformer import Transformer, TransformerConfig

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fedsim.config import ConfigError
+from fedsim.errors import ConfigError
 from fedsim.files import sync_directory
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

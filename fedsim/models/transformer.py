@@ -20,7 +20,7 @@ import numpy as np
 from flax import linen as nn
 
 from fedsim.clipping.remat import remat_function, remat_module
-from fedsim.config import expect
+from fedsim.errors import expect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TransformerConfig:
     """A position sees so many, itself included. None: all before it."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     query_bias: bool = False
-    """Of queries, keys and values."""
+    """Whether queries, keys and values have biases."""
     out_bias: bool = False
     mlp_bias: bool = True
     tied: bool = True
@@ -107,7 +107,7 @@ class TransformerConfig:
         return self.num_positions or self.max_length
 
     def as_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """The settings in JSON's types."""
         return dataclasses.asdict(self)
 
     @classmethod

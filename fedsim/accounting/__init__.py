@@ -1,0 +1,44 @@
+"""The accountant: user-level (epsilon, delta) of DP-SGD-ELS and DP-SGD-ULS, and calibration.
+
+    epsilon, delta, privacy_curve    what some released steps cost (Theorems 1 and 2)
+    noise_multiplier, sampling_prob, num_steps    the best value of one, given the others
+    calibrate_noise    the noise that an algorithm's steps take
+    StepEvent, PureEvent    what was released; RunningEpsilon: epsilon while training
+
+`mixture` has the privacy loss of one step, `composition` that of many, `grids` how fine a grid it
+takes, `pure_dp` the loss of pure DP, `group_privacy` the black-box baseline of the paper.
+"""
+
+from fedsim.accounting.accountant import (
+    RELATIVE_ACCURACY,
+    Event,
+    Phases,
+    RunningEpsilon,
+    StepEvent,
+    calibrate_noise,
+    composed_loss,
+    delta,
+    epsilon,
+    noise_multiplier,
+    num_steps,
+    privacy_curve,
+    sampling_prob,
+)
+from fedsim.accounting.pure_dp import PureEvent
+
+__all__ = [
+    "RELATIVE_ACCURACY",
+    "Event",
+    "Phases",
+    "PureEvent",
+    "RunningEpsilon",
+    "StepEvent",
+    "calibrate_noise",
+    "composed_loss",
+    "delta",
+    "epsilon",
+    "noise_multiplier",
+    "num_steps",
+    "privacy_curve",
+    "sampling_prob",
+]

@@ -1,0 +1,369 @@
+"""The one accountant: user-level (epsilon, delta) of DP-SGD-ELS and DP-SGD-ULS.
+
+Source: Charles et al. 2024, Theorems 1 and 2. Adjacency is add-or-remove one user, both directions,
+with Poisson sampling: a shuffled run is not what is accounted here.
+
+Every epsilon and delta is an upper bound, on any grid of the privacy loss. The grid is refined
+until the answer is predicted to lie within RELATIVE_ACCURACY of the exact one, or until it is as
+fine as refinement allows. One-step losses are kept, so asking again about a step is cheap.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dp_accounting
+import numpy as np
+from dp_accounting.pld.pld_pmf import DensePLDPmf
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from scipy import stats
+
+from fedsim.accounting import calibration, composition, grids, mixture
+from fedsim.accounting.calibration import Progress, cached
+from fedsim.accounting.grids import Query
+from fedsim.accounting.pure_dp import PureEvent, pure_pld, pure_pmf
+from fedsim.errors import expect, expect_count
+
+RELATIVE_ACCURACY = calibration.SPEND_ACCURACY
+"""How far above the exact value an adaptive answer may lie: predicted, and mostly less."""
+
+_MOST_STEPS = 10**7  # that calibration looks for
+_FIRST_GRID = 1024  # points of the coarsest one-step grid
+_SMALLEST_DELTA = composition.COMPOSED_TAIL_MASS  # nothing below is resolved
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEvent:
+    """One released step: N(Binomial(max_contributions, sampling_prob), noise_multiplier^2).
+
+    ELS: max_contributions = G_ELS, the cap that D_sub enforces. ULS: always 1, since a user's
+    gradient is clipped as a whole; its group size never reaches the accountant.
+
+    Raises: ConfigError: a field is out of range.
+    """
+
+    noise_multiplier: float
+    """sigma: standard deviation of the noise on the sum, in units of the sensitivity. > 0."""
+    sampling_prob: float
+    """p or q: probability that a sampling unit takes part in a step. In (0, 1]."""
+    max_contributions: int = 1
+    """How many sampling units one user can have in a step. A whole number >= 1."""
+
+    def __post_init__(self) -> None:
+        noise, prob = self.noise_multiplier, self.sampling_prob
+        expect("noise_multiplier", noise, 0 < noise < math.inf, "> 0 and finite")
+        expect("sampling_prob", prob, 0 < prob <= 1, "in (0, 1]")
+        expect_count("max_contributions", self.max_contributions, 1)
+
+    def to_dp_event(self) -> dp_accounting.DpEvent:
+        """The same step in dp_accounting's words, for any other accountant to check."""
+        if self.max_contributions == 1:
+            gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier)
+            return dp_accounting.PoissonSampledDpEvent(self.sampling_prob, gaussian)
+        counts = range(self.max_contributions + 1)
+        probs = stats.binom.pmf(counts, self.max_contributions, self.sampling_prob)
+        return dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
+            self.noise_multiplier, tuple(counts), tuple(probs.tolist())
+        )
+
+
+Event = StepEvent | PureEvent
+Phases = Sequence[tuple[Event, int]]
+"""What was released: events, each with its number of times, composed."""
+
+
+def epsilon(
+    phases: Phases,
+    delta: float,
+    *,
+    discretization: float | None = None,
+    progress: Progress = None,
+) -> float:
+    """The smallest epsilon for which the phases together are (epsilon, delta)-DP, from above.
+
+    Args:
+      discretization: grid of the privacy loss; None chooses it by RELATIVE_ACCURACY.
+    Returns: inf where delta is too small to be resolved (1e-15, and 4e-19 per step).
+    Raises: ConfigError: delta outside (0, 1), a negative count, or a grid beyond the memory cap.
+    >>> round(epsilon([(StepEvent(noise_multiplier=1.0, sampling_prob=0.01), 100)], 1e-6), 3)
+    0.954
+    """
+    expect("delta", delta, 0 < delta < 1, "in (0, 1)")
+    return float(_answer(phases, _epsilon_query(delta), 1, discretization, progress)[0])
+
+
+def delta(
+    phases: Phases,
+    epsilon: float,
+    *,
+    discretization: float | None = None,
+    progress: Progress = None,
+) -> float:
+    """The smallest delta for which the phases together are (epsilon, delta)-DP, from above."""
+    curve = privacy_curve(phases, [epsilon], discretization=discretization, progress=progress)
+    return float(curve[0])
+
+
+def privacy_curve(
+    phases: Phases,
+    epsilons: Sequence[float] | np.ndarray,
+    *,
+    discretization: float | None = None,
+    progress: Progress = None,
+) -> np.ndarray:
+    """delta at each epsilon: the whole trade-off of the phases, from above. Shape [epsilons].
+
+    Raises: ConfigError: an epsilon is negative.
+    """
+    for value in epsilons:
+        expect("epsilon", value, 0 <= value < math.inf, ">= 0 and finite")
+
+    def query(pmf: DensePLDPmf) -> np.ndarray:
+        deltas = [float(pmf.get_delta_for_epsilon(float(value))) for value in epsilons]
+        return np.clip(deltas, _SMALLEST_DELTA, 1.0)
+
+    return _answer(phases, query, len(epsilons), discretization, progress)
+
+
+def composed_loss(phases: Phases, delta: float) -> PrivacyLossDistribution:
+    """The composed loss of some steps, on the grid that epsilon() needs at this delta."""
+    return _compose(phases, _refine(phases, _epsilon_query(delta))[1])
+
+
+class RunningEpsilon:
+    """epsilon after `before` and t steps of one event, cheap enough to call while training.
+
+    Guarantees: every answer is an upper bound, within about RELATIVE_ACCURACY of epsilon().
+    The grid is chosen anew when t has doubled; in between, a call is one composition.
+    """
+
+    def __init__(self, event: StepEvent, delta: float, before: Phases = ()) -> None:
+        expect("delta", delta, 0 < delta < 1, "in (0, 1)")
+        self._event, self._delta, self._before = event, delta, before
+        self._chosen_at, self._discretization = 0, 0.0
+
+    def __call__(self, num_steps: int) -> float:
+        expect_count("num_steps", num_steps, 0)
+        phases = [*self._before, (self._event, num_steps)]
+        if 0 < self._chosen_at <= num_steps < 2 * self._chosen_at:
+            return epsilon(phases, self._delta, discretization=self._discretization)
+        if num_steps == 0:
+            return epsilon(self._before, self._delta)
+        answer, self._discretization = _refine(phases, _epsilon_query(self._delta))
+        self._chosen_at = num_steps
+        return float(answer[0])
+
+
+def calibrate_noise(
+    event: Callable[[float], StepEvent],
+    *,
+    epsilon: float,
+    delta: float,
+    num_steps: int,
+    before: Phases = (),
+    progress: Progress = None,
+) -> float:
+    """The smallest sigma that keeps num_steps steps, and `before`, within (epsilon, delta).
+
+    Guarantees: the module's epsilon() of the result is at most `epsilon`. Kept on disk.
+    Args: event: sigma -> what one step with it is; a sampler's or an algorithm's `event`.
+    Raises: ConfigError: an argument is out of range, or no sigma up to 1e6 is enough.
+    """
+    _expect_target(epsilon, delta)
+    expect_count("num_steps", num_steps, 1)
+    unit = event(1.0)
+    # A Gaussian mechanism with the mean contribution as its sensitivity is the right size.
+    mean = unit.max_contributions * unit.sampling_prob * math.sqrt(num_steps)
+    guess = max(0.5, mean * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
+
+    def spend(sigma: float, accuracy: float) -> float:
+        return _spent([*before, (event(sigma), num_steps)], delta, accuracy)
+
+    def solve() -> float:
+        return calibration.calibrate(
+            "noise_multiplier", spend, epsilon, guess, (1e6, 1e-2), progress
+        )
+
+    key = (epsilon, delta, num_steps, unit, *before)
+    return cached("noise_multiplier", key, solve)
+
+
+def noise_multiplier(*, sampling_prob: float, max_contributions: int = 1, **target: Any) -> float:
+    """`calibrate_noise` of steps with this sampling.
+
+    Args: target: epsilon, delta and num_steps; before and progress, as there.
+    """
+
+    def event(sigma: float) -> StepEvent:
+        return StepEvent(sigma, sampling_prob, max_contributions)
+
+    return calibrate_noise(event, **target)
+
+
+def sampling_prob(
+    *,
+    epsilon: float,
+    delta: float,
+    num_steps: int,
+    noise_multiplier: float,
+    max_contributions: int = 1,
+    progress: Progress = None,
+) -> float:
+    """The largest sampling probability that keeps num_steps steps within (epsilon, delta).
+
+    Raises: ConfigError: an argument is out of range, or even 1e-12 is too much.
+    """
+    _expect_target(epsilon, delta)
+    expect_count("num_steps", num_steps, 1)
+    event = StepEvent(noise_multiplier, 1.0, max_contributions)
+
+    def spend(prob: float, accuracy: float) -> float:
+        step = dataclasses.replace(event, sampling_prob=min(prob, 1.0))
+        return _spent([(step, num_steps)], delta, accuracy)
+
+    def solve() -> float:
+        return calibration.calibrate("sampling_prob", spend, epsilon, 1e-2, (1e-12, 1.0), progress)
+
+    return cached("sampling_prob", (epsilon, delta, num_steps, event), solve)
+
+
+def num_steps(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    sampling_prob: float,
+    max_contributions: int = 1,
+    progress: Progress = None,
+) -> int:
+    """The largest number of steps, up to 1e7, that stays within (epsilon, delta).
+
+    Raises: ConfigError: an argument is out of range, or even one step is too much.
+    """
+    _expect_target(epsilon, delta)
+    event = StepEvent(noise_multiplier, sampling_prob, max_contributions)
+
+    report = calibration.throttled(progress)
+
+    def spent(steps: int) -> float:
+        value = _spent([(event, steps)], delta, RELATIVE_ACCURACY)
+        report(f"num_steps {steps}: epsilon {value:.6g}")
+        return value
+
+    def solve() -> float:
+        least = spent(1)
+        expect("epsilon", epsilon, least <= epsilon, f"at least {least:.4g}, spent by one step")
+        low, high = 1, 2
+        while high <= _MOST_STEPS and spent(high) <= epsilon:
+            low, high = high, 4 * high
+        high = min(high, _MOST_STEPS + 1)
+        while high - low > 1:
+            middle = max(low + 1, min(high - 1, round(math.sqrt(low * high))))
+            low, high = (middle, high) if spent(middle) <= epsilon else (low, middle)
+        return low
+
+    return int(cached("num_steps", (epsilon, delta, event), solve))
+
+
+def _epsilon_query(delta: float) -> Query:
+    return lambda pmf: np.array([composition.pmf_epsilon_at(pmf, delta)])
+
+
+def _spent(phases: Phases, delta: float, accuracy: float) -> float:
+    """epsilon(), or inf where the noise is so small that no grid can hold the loss."""
+    try:
+        return float(_refine(phases, _epsilon_query(delta), accuracy)[0][0])
+    except composition.GridTooLargeError:
+        return math.inf
+
+
+def _answer(
+    phases: Phases,
+    query: Query,
+    size: int,
+    discretization: float | None,
+    progress: Progress,
+) -> np.ndarray:
+    merged = _merge(phases)
+    if not merged or size == 0:
+        return np.zeros(size)
+    if discretization is None:
+        return _refine(phases, query, progress=progress)[0]
+    expect("discretization", discretization, 0 < discretization <= 1, "in (0, 1]")
+    halves = composition.directions(_compose(merged, discretization))
+    return np.maximum(*map(query, halves))
+
+
+def _refine(
+    phases: Phases, query: Query, accuracy: float = RELATIVE_ACCURACY, progress: Progress = None
+) -> tuple[np.ndarray, float]:
+    """The query's answer on an adaptive grid, and the grid that was enough for it.
+
+    Any grid gives an upper bound. So a direction whose bound has fallen below the other's answer
+    needs no finer grid, which is soon the fate of ADD.
+    """
+    merged, report = _merge(phases), calibration.throttled(progress)
+    widest = max(_loss_range(event) for event, _ in merged)
+    coarsest = min(1.0, 2.0 ** math.floor(math.log2(widest / _FIRST_GRID)))
+    answer, finest = None, coarsest
+    for direction in (composition.REMOVE, composition.ADD):
+        compose = functools.partial(_compose_direction, merged, direction)
+        found, grid = grids.refine(compose, query, coarsest, accuracy, answer, report)
+        answer = found if answer is None else np.maximum(found, answer)
+        finest = min(finest, grid)
+    assert answer is not None
+    return answer, finest
+
+
+def _compose(phases: Phases, discretization: float) -> PrivacyLossDistribution:
+    return composition.compose(
+        [(_one_step(event, discretization), count) for event, count in phases]
+    )
+
+
+def _compose_direction(phases: Phases, direction: int, discretization: float) -> DensePLDPmf:
+    steps = [(_one_direction(event, discretization, direction), count) for event, count in phases]
+    return composition.compose_pmfs(steps)
+
+
+@functools.lru_cache(maxsize=16)
+def _one_direction(event: Event, discretization: float, direction: int) -> DensePLDPmf:
+    if isinstance(event, PureEvent):
+        return pure_pmf(event, discretization)
+    return mixture.one_step_pmf(_mixture(event), discretization, direction)
+
+
+@functools.lru_cache(maxsize=16)
+def _one_step(event: Event, discretization: float) -> PrivacyLossDistribution:
+    if isinstance(event, PureEvent):
+        return pure_pld(event, discretization)
+    return mixture.one_step_pld(_mixture(event), discretization)
+
+
+def _loss_range(event: Event) -> float:
+    if isinstance(event, PureEvent):
+        return 2 * event.epsilon
+    lowest, highest = mixture.loss_range(_mixture(event))
+    return highest - lowest
+
+
+def _mixture(event: StepEvent) -> mixture.Mixture:
+    return mixture.binomial_mixture(
+        event.noise_multiplier, event.max_contributions, event.sampling_prob
+    )
+
+
+def _merge(phases: Phases) -> list[tuple[Event, int]]:
+    """Equal events added up, phases without a step left out."""
+    counts: dict[Event, int] = {}
+    for event, count in phases:
+        expect_count("num_steps", count, 0)
+        counts[event] = counts.get(event, 0) + int(count)
+    return [(event, count) for event, count in counts.items() if count > 0]
+
+
+def _expect_target(epsilon: float, delta: float) -> None:
+    expect("epsilon", epsilon, 0 < epsilon < math.inf, "> 0 and finite")
+    expect("delta", delta, 0 < delta < 1, "in (0, 1)")

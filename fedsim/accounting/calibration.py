@@ -1,0 +1,129 @@
+"""Finding the parameter that spends a privacy budget, and keeping what was found on disk.
+
+Knows nothing of mechanisms: `accountant` says what a parameter spends. Root finding is SciPy's.
+"""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+
+from scipy import optimize
+
+from fedsim.errors import ConfigError
+from fedsim.files import cache_dir
+
+ACCOUNTANT_VERSION = 3
+"""Raised whenever a number may change, so that calibrations kept on disk are not reused."""
+
+SPEND_ACCURACY = 1e-4
+"""Relative accuracy of the epsilons that decide."""
+
+PARAMETER_ACCURACY = 1e-5
+"""Relative distance between a calibrated parameter and the best one."""
+
+SKETCH_ACCURACY = 1e-2  # enough to find where to look closely
+
+Progress = Callable[[str], None] | None
+
+
+def calibrate(
+    name: str,
+    spend: Callable[[float, float], float],
+    target: float,
+    guess: float,
+    limits: tuple[float, float],
+    progress: Progress,
+) -> float:
+    """The parameter within `limits` (cheapest, dearest) that spends nearly the target, not more.
+
+    `spend` takes the parameter and an accuracy. A sketch on coarse grids finds the region; only a
+    parameter whose fine epsilon was computed and found within the target is returned.
+    Raises: ConfigError: even the cheapest parameter spends more than the target.
+    """
+    report = throttled(progress)
+
+    def search(accuracy: float, tolerance: float, guess: float) -> dict[float, float]:
+        def excess(parameter: float) -> float:
+            spent = spend(parameter, accuracy)
+            report(f"{name} {parameter:.6g}: epsilon {spent:.6g}")
+            return math.log(min(max(spent, 1e-100), 1e100) / target)
+
+        return _search(excess, guess, limits, tolerance)
+
+    sketch = search(SKETCH_ACCURACY, SKETCH_ACCURACY, guess)
+    nearest = min(sketch, key=lambda parameter: abs(sketch[parameter]))
+    fine = search(SPEND_ACCURACY, PARAMETER_ACCURACY, nearest)
+    within = [parameter for parameter, excess in fine.items() if excess <= 0]
+    if not within:
+        least = target * math.exp(min(fine.values()))
+        raise ConfigError(
+            f"epsilon={target}: expected at least {least:.4g}, which {name}={limits[0]:g} spends"
+        )
+    return max(within) if limits[1] > limits[0] else min(within)
+
+
+def _search(
+    excess: Callable[[float], float], guess: float, limits: tuple[float, float], tolerance: float
+) -> dict[float, float]:
+    """Every parameter tried on the way to the root of `excess`, with its value.
+
+    excess is the logarithm of something close to a power law: in the parameter's logarithm, steps
+    of slope one bracket the root and Brent's method closes in on it.
+    """
+    seen: dict[float, float] = {}
+
+    def value(position: float) -> float:
+        parameter = math.exp(position)
+        if parameter not in seen:
+            seen[parameter] = excess(parameter)
+        return seen[parameter]
+
+    cheapest, dearest = map(math.log, limits)
+    sign = math.copysign(1.0, dearest - cheapest)
+    low, high = sorted((cheapest, dearest))
+    start = here = min(max(math.log(guess), low), high)
+    while (value(here) > 0) == (value(start) > 0):
+        stride = min(max(-1.2 * value(here), -2.0), 2.0) - math.copysign(5 * tolerance, value(here))
+        moved = min(max(here + sign * stride, low), high)
+        if moved == here:
+            return seen
+        start, here = here, moved
+    optimize.root_scalar(value, bracket=(start, here), xtol=tolerance)
+    return seen
+
+
+def cached(name: str, key: tuple, solve: Callable[[], float]) -> float:
+    """solve(), or what it returned for the same arguments and version of the accountant."""
+    words = [name, *map(repr, key), str(ACCOUNTANT_VERSION), version("dp-accounting")]
+    digest = hashlib.sha256("|".join(words).encode()).hexdigest()
+    path = cache_dir() / f"{digest[:32]}.json"
+    try:
+        return json.loads(path.read_text())["value"]
+    except (OSError, ValueError, KeyError, TypeError):
+        value = solve()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump({"arguments": words, "value": value}, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a cache that cannot be written costs time, never an answer
+    return value
+
+
+def throttled(progress: Progress) -> Callable[[str], None]:
+    """`progress`, silent for two seconds and then at most once a second."""
+    quiet_until = time.monotonic() + 2
+
+    def report(message: str) -> None:
+        nonlocal quiet_until
+        if progress is not None and time.monotonic() >= quiet_until:
+            quiet_until = time.monotonic() + 1
+            progress(message)
+
+    return report

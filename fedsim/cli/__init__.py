@@ -1,0 +1,1 @@
+"""The command line, `fedsim COMMAND`; `main` is its entry point."""

@@ -1,0 +1,200 @@
+"""`fedsim data`: build data sets, and look at them."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from fedsim.errors import expect
+
+Each = tyro.conf.UseAppendAction[tuple[str, ...]]
+RecipeName = Literal["stack-overflow", "cc-news", "c4"]
+SCREEN = ("against", "screen_url_column", "without_domain")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataBuild:
+    """Tokenise text with a user column into a directory that train reads quickly.
+
+    A build that was interrupted or killed goes on where it was with the same command.
+    """
+
+    sources: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Parquet, JSONL or CSV files, globs, a data set saved by `datasets`, or hf:NAME[:CONFIG]."""
+
+    out: Path = Path()
+    """Directory to make."""
+
+    recipe: RecipeName | None = None
+    """The paper's preparation of a data set: defaults for the flags below, and for the source."""
+
+    user_column: Each = ()
+    """Column that says whose a row is; again for several that do together. Default: user_id."""
+
+    url_column: str | None = None
+    """Column with a URL whose registrable domain (by the public suffix list) is the user."""
+
+    unowned: Literal["refuse", "drop"] | None = None
+    """What happens to rows without a user. Default: refuse."""
+
+    text_column: Each = ()
+    """Column with the text; again for several, which newlines join. Default: text."""
+
+    order_column: str | None = None
+    """Column by which a user's examples are ordered. Default: as they come."""
+
+    tokenizer: str | None = None
+    """bytes (default), wordpiece:SIZE or bpe:SIZE (trained on this data: not private), hf:NAME, a
+    tokenizer file, or the directory of a model or a run that holds one."""
+
+    max_length: int | None = None
+    """Most tokens of an example. >= 2. Default: 128."""
+
+    long_texts: Literal["cut", "split"] | None = None
+    """Longer ones are cut off (default), or split into several examples of the user."""
+
+    eval_users: float | None = None
+    """Share of users held out from training, to evaluate on. In [0, 1). Default: 0.05."""
+
+    eval_examples: bool = True
+    """Hold out a tenth of each training user's examples, too (at most 32), unless the recipe does
+    not."""
+
+    min_examples: int | None = None
+    """Leave out users with fewer examples. Default: 1."""
+
+    test_from: str | None = None
+    """Rows whose order column is at least this (2018-01-01) are the split test."""
+
+    against: Each = ()
+    """Leave out near duplicates of this source's texts, and its URLs; again for several. Where its
+    text is in another column: SOURCE#COLUMN."""
+
+    screen_url_column: str | None = None
+    """Column with the URL of a row, for --against and --without-domain."""
+
+    without_domain: Each = ()
+    """Leave out rows whose URL is of this domain; again for several."""
+
+    split: str | None = None
+    """Which split of an hf: or a saved data set is read. Default: train."""
+
+    revision: str | None = None
+    """Which branch, tag or commit of an hf: data set is read. Default: the newest."""
+
+    num_workers: int | None = None
+    """Processes; the result does not depend on it. Default: one per CPU."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.data.building import recipes
+        from fedsim.data.building.build import build
+        from fedsim.run.console import Console
+
+        expect("out", self.out, self.out != Path(), "a directory to make, as in --out posts")
+        given = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("sources", "out", "recipe", "json", *SCREEN)
+            and getattr(self, field.name) not in (None, ())
+        }
+        if self.eval_examples:
+            del given["eval_examples"]
+        options = recipes.options_of(self.recipe, given | self._screen())
+        sources = list(self.sources)
+        if not sources and self.recipe is not None:
+            sources = [recipes.RECIPES[self.recipe].source]
+        expect("sources", "", bool(sources), "files, hf:NAME, or a --recipe with its own source")
+        dataset = build(sources, self.out, progress=Console().note, **options)
+        return _show_stats(dataset, self.json)
+
+    def _screen(self) -> dict[str, Any]:
+        """What is left out, where a flag or the recipe says so."""
+        from fedsim.data.building import recipes
+        from fedsim.data.building.screen import Screen
+
+        given = {
+            "against": self.against,
+            "screen_url_column": self.screen_url_column,
+            "without_domains": self.without_domain,
+        }
+        given = {name: value for name, value in given.items() if value not in (None, ())}
+        if not given:
+            return {}
+        options = recipes.options_of(self.recipe, {})
+        return {"screen": dataclasses.replace(options.get("screen", Screen()), **given)}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataStats:
+    """Users, examples and tokens of a built directory: the paper's table of data sets."""
+
+    directory: tyro.conf.Positional[str]
+    """A directory made by `fedsim data build`, or pydocs."""
+
+    histogram: Path | None = None
+    """A PNG to draw: how many users have how many examples."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.data import corpora
+        from fedsim.data.histogram import draw
+        from fedsim.run.console import Console
+
+        dataset = corpora.load(self.directory, progress=Console().note)
+        if self.histogram is not None:
+            draw(dataset.splits(), self.histogram)
+        return _show_stats(dataset, self.json)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Build data sets, and look at them."""
+
+    command: tyro.conf.OmitSubcommandPrefixes[
+        Annotated[DataBuild, tyro.conf.subcommand("build")]
+        | Annotated[DataStats, tyro.conf.subcommand("stats")]
+    ]
+
+    @property
+    def json(self) -> bool:
+        return self.command.json
+
+    def __call__(self) -> dict[str, Any]:
+        return self.command()
+
+
+def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
+    """Statistics of every split; as a table unless JSON was asked for."""
+    from fedsim.data.dataset import stats
+
+    splits = {name: stats(store) for name, store in dataset.splits().items()}
+    counts = dataset.metadata.get("counts", {})
+    if not as_json:
+        tables = {split: dict(_flat(values)) for split, values in splits.items()}
+        names = list(next(iter(tables.values())))
+        width = max(map(len, names))
+        print(" " * width, *(f"{split:>14}" for split in tables))
+        for name in names:
+            print(f"{name:{width}}", *(f"{_short(table[name]):>14}" for table in tables.values()))
+        print(*(f"{name} {value:,}" for name, value in counts.items()), sep=", ")
+    return {"path": str(dataset.path), "splits": splits, "counts": counts}
+
+
+def _short(value: float) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, number) of a nested dict, names joined with spaces."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name} ")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,268 @@
+"""The command line: `fedsim COMMAND`, each command a frozen dataclass whose fields are its flags.
+
+A user's mistake ends with exit code 2 and one line, `fedsim: error: ...`; never a traceback. With
+`--json`, stdout holds one JSON object and nothing else; progress goes to stderr.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import tyro
+
+from fedsim.cli.arguments import parse
+from fedsim.cli.data import Data
+from fedsim.cli.models import Export, Generate, Personalize, Pretrain
+from fedsim.cli.trust import Audit, Report, Verify
+from fedsim.cli.tuning import Recommend, Sweep
+from fedsim.config import Algorithm, PrivacyConfig, RunConfig, changed_run, to_json
+from fedsim.errors import FedsimError, expect
+
+AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
+Flat = tyro.conf.OmitArgPrefixes
+UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Fine-tune a model with user-level differential privacy.
+
+    els samples and clips examples (DP-SGD-ELS), uls samples and clips users (DP-SGD-ULS).
+    """
+
+    algorithm: AlgorithmName
+    """els or uls."""
+
+    privacy: Flat[PrivacyConfig]
+    run: Flat[RunConfig]
+
+    config: Path | None = None
+    """A TOML file with defaults for any of these flags (num_steps = 200); flags override it."""
+
+    json: bool = False
+    """Print summary.json's object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.engine.environment import set_threads
+
+        set_threads(self.run.engine)
+        from fedsim.run.console import Console
+        from fedsim.training import train
+
+        console = Console(log_every=self.run.log_every)
+        summary = train(Algorithm(self.algorithm), self.privacy, self.run, console)
+        console.summary(summary, self.run.run_dir)
+        return summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """Loss of a run's last checkpoint on all held-out examples."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The run's directory."""
+
+    engine: Literal["ray", "local", "spmd"] = "local"
+    """Where to compute; see train."""
+
+    num_workers: int | None = None
+    """Worker processes of engine ray; see train."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.engine.environment import set_threads
+        from fedsim.run import directory
+
+        stored = directory.load(self.run_dir)
+        run = changed_run(stored.run, engine=self.engine, num_workers=self.num_workers)
+        set_threads(run.engine)
+        from fedsim.evaluate import evaluate_run
+        from fedsim.run.console import Console
+
+        result = evaluate_run(stored, run, Console())
+        if not self.json:
+            print(*(f"{name} {value}" for name, value in result.items()), sep="\n")
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """User-level epsilon of a training run, or its delta."""
+
+    algorithm: AlgorithmName
+    """els or uls."""
+
+    num_steps: int
+    """T: number of steps. >= 1."""
+
+    sampling_prob: float
+    """p (ELS, of an example) or q (ULS, of a user). In (0, 1]."""
+
+    noise_multiplier: float
+    """sigma: standard deviation of the noise on the sum, in units of its sensitivity. > 0."""
+
+    group_size: int = 1
+    """G_ELS: most examples of a user in the pool. ULS's epsilon does not depend on it. >= 1."""
+
+    before: float | None = None
+    """Epsilon of an (epsilon, 0)-DP release before the first step, such as a group size that was
+    chosen privately; composed with the steps. > 0."""
+
+    delta: float | None = None
+    """In (0, 1): print epsilon at this delta."""
+
+    epsilon: float | None = None
+    """>= 0: print delta at this epsilon."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim import accounting
+
+        expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
+        given = (self.delta is None) + (self.epsilon is None)
+        expect("delta", self.delta, given == 1, "a delta or an epsilon, and not both")
+        share = self.before
+        expect("before", share, share is None or 0 < share < math.inf, "> 0 and finite")
+        cap = _max_contributions(self)
+        event = accounting.StepEvent(self.noise_multiplier, self.sampling_prob, cap)
+        phases: list[tuple[accounting.Event, int]] = [(event, self.num_steps)]
+        if self.before is not None:
+            phases.insert(0, (accounting.PureEvent(self.before), 1))
+        epsilon, delta = self.epsilon, self.delta
+        if delta is not None:
+            epsilon = accounting.epsilon(phases, delta, progress=_progress)
+        elif epsilon is not None:
+            delta = accounting.delta(phases, epsilon, progress=_progress)
+        if epsilon == math.inf:
+            _progress(f"delta={delta}: too small for an answer; at most about 1e-15 is resolved")
+        if not self.json:
+            print(f"epsilon {epsilon:.6g} at delta {delta:.6g}")
+        return {**_without_json(self), "epsilon": to_json(epsilon), "delta": delta}
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrate:
+    """What meets a user-level (epsilon, delta): the smallest noise multiplier, given num-steps and
+    sampling-prob; or, given the noise multiplier and one of these, the most that the other may be.
+    """
+
+    algorithm: AlgorithmName
+    """els or uls."""
+
+    epsilon: float
+    """Target. > 0."""
+
+    delta: float
+    """Target. In (0, 1)."""
+
+    num_steps: int | None = None
+    """T: number of steps. >= 1."""
+
+    sampling_prob: float | None = None
+    """p (ELS, of an example) or q (ULS, of a user). In (0, 1]."""
+
+    noise_multiplier: float | None = None
+    """sigma: standard deviation of the noise on the sum, in units of its sensitivity. > 0."""
+
+    group_size: int = 1
+    """G_ELS: most examples of a user in the pool. ULS's noise does not depend on it. >= 1."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim import accounting
+
+        names = ("num_steps", "sampling_prob", "noise_multiplier")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        wanted = next((name for name in reversed(names) if name not in given), names[-1])
+        expect(
+            wanted,
+            getattr(self, wanted),
+            len(given) == 2,
+            "two of num_steps, sampling_prob and noise_multiplier, to find the third",
+        )
+        cap = _max_contributions(self)
+        found = getattr(accounting, wanted)(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            max_contributions=cap,
+            progress=_progress,
+            **given,
+        )
+        if not self.json:
+            shown = found if wanted == "num_steps" else f"{found:.6g}"
+            print(wanted.replace("_", " "), shown)
+        return {**_without_json(self), wanted: found}
+
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Personalize, tyro.conf.subcommand("personalize")]
+    | Annotated[Pretrain, tyro.conf.subcommand("pretrain")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Audit, tyro.conf.subcommand("audit")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Account, tyro.conf.subcommand("account")]
+    | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
+    | Annotated[Recommend, tyro.conf.subcommand("recommend")]
+    | Annotated[Sweep, tyro.conf.subcommand("sweep")]
+    | Annotated[Data, tyro.conf.subcommand("data")]
+)
+
+
+def _max_contributions(command: Account | Calibrate) -> int:
+    """G_ELS is the cap of a user's contributions; G_ULS must never reach the accountant."""
+    expect("group_size", command.group_size, command.group_size >= 1, ">= 1")
+    return command.group_size if command.algorithm == "els" else 1
+
+
+def _without_json(command: Any) -> dict[str, Any]:
+    fields = dataclasses.asdict(command)
+    del fields["json"]
+    return fields
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Entry point of the command `fedsim`."""
+    try:
+        command = parse(Command, list(sys.argv[1:] if args is None else args))
+        result = command()
+    except FedsimError as error:
+        print(error.details, end="", file=sys.stderr)
+        _fail(error, error.exit_code)
+    except (OSError, json.JSONDecodeError) as error:  # a full disk, a file that is damaged or gone
+        _fail(error, 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    if command.json:
+        print(json.dumps(result))
+    if "steps_done" in result and result["steps_done"] < result["num_steps"]:
+        sys.exit(UNFINISHED)
+    if result.get("holds") is False:
+        sys.exit(1)
+    if result.get("interrupted"):
+        sys.exit(UNFINISHED)
+
+
+def _fail(reason: Any, code: int) -> NoReturn:
+    print("fedsim: error:", " ".join(str(reason).split()), file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""`fedsim verify`, `report`, `audit`: why anyone should believe what a run claims."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
+
+Flat = tyro.conf.OmitArgPrefixes
+RunDir = tyro.conf.Positional[Path]
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """Attack a training: plant users that are easy to notice, train, and try to tell who was there.
+
+    Takes the flags of train, and trains so; the run that results holds made-up users, so it is no
+    run to release. Gives a lower bound on epsilon beside the claim. Exit code 1 if it exceeds it;
+    0 if it does not, also where it could not have: the larger the epsilon that is claimed, the more
+    canaries it takes to refute it, and the answer says whether there were enough.
+    """
+
+    algorithm: tyro.conf.Positional[Literal["els", "uls"]]
+    """els or uls."""
+
+    audit: Flat[AuditConfig]
+    privacy: Flat[PrivacyConfig]
+    run: Flat[RunConfig]
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.engine.environment import set_threads
+
+        set_threads(self.run.engine)
+        from fedsim.run.console import Console
+        from fedsim.trust.audit import audit, sentence
+
+        console = Console(log_every=self.run.log_every)
+        found = audit(Algorithm(self.algorithm), self.audit, self.privacy, self.run, console)
+        if not self.json:
+            print(sentence(found), f"written to {found['html']}", sep="\n")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Write the privacy report of a run: one HTML page, and the same as Markdown.
+
+    Epsilon is recomputed from the ledger. A run that is not what its ledger says gets no report.
+    """
+
+    run_dir: RunDir
+    """The run's directory."""
+
+    out: Path | None = None
+    """Directory for report.html and report.md. Default: the run's."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.run.console import Console
+        from fedsim.trust.report import report
+
+        found = report(self.run_dir, self.out or self.run_dir, Console())
+        if not self.json:
+            print(found["claim"], f"written to {found['html']} and {found['markdown']}", sep="\n")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Replay a run's ledger against its checkpoints, settings, metrics, data and summary.
+
+    A line for each promise. Exit code 1 if one is broken.
+    """
+
+    run_dir: RunDir
+    """The run's directory, or a copy of it; what a copy without key or data cannot show is said."""
+
+    data: str | None = None
+    """Where the data are now. Default: where they were when the run was started."""
+
+    replay: bool = False
+    """Compute the steps since the last checkpoint but one again, and compare every bit: shows that
+    clipping and noise were what was claimed in these steps, and in no others. Takes key, data and
+    time."""
+
+    whole: bool = False
+    """Compute all steps again, from the first on. This takes as long as the training."""
+
+    engine: Literal["ray", "local", "spmd"] | None = None
+    """Where --replay and --whole compute; see train. Default: as the run was started."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.engine.environment import set_threads
+        from fedsim.errors import FedsimError
+        from fedsim.run import directory
+
+        try:
+            run = directory.load(self.run_dir).run
+            set_threads(changed_run(run, engine=self.engine or run.engine.kind).engine)
+        except FedsimError:
+            pass  # named below
+        from fedsim.run.console import Console
+        from fedsim.trust.verify import plan_of, verify
+
+        checks = verify(
+            self.run_dir,
+            data=self.data,
+            again="whole" if self.whole else "last" if self.replay else "",
+            engine=self.engine,
+            console=Console(),
+        )
+        holds = all(check.holds is not False for check in checks)
+        plan = plan_of(self.run_dir)
+        if not self.json:
+            for check in checks:
+                print(f"{check.verdict:13} {check.promise:11} {check.found}")
+            if plan is not None and not plan.guarantee:
+                why = plan.epsilon_holds if plan.noise_multiplier else "trained without noise"
+                print(f"epsilon is no guarantee: {why}")
+        return {
+            "run_dir": str(self.run_dir),
+            "holds": holds,
+            "epsilon_holds": plan and plan.epsilon_holds,
+            "guarantee": holds and plan is not None and plan.guarantee,
+            "interrupted": any(check.interrupted for check in checks),
+            "checks": [dataclasses.asdict(check) for check in checks],
+        }

@@ -1,0 +1,177 @@
+"""`fedsim recommend`: which algorithm to use, and how to set it. `fedsim sweep`: many runs."""
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from fedsim.config import PrivacyConfig, RunConfig
+from fedsim.errors import ConfigError, FedsimError, expect
+
+
+@dataclasses.dataclass(frozen=True)
+class AdvisedRun(RunConfig):
+    """The flags of train that the commands which are printed take over."""
+
+    run_dir: Path = Path("runs")
+    """Where the commands that are printed put their runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommend:
+    """Which of ELS and ULS to use on some data, and how to set it, for a privacy and a compute
+    budget. Looks at the data without protection, and says at what.
+
+    Takes the flags of train, too; the commands that it prints have them.
+    """
+
+    epsilon: float
+    """Target user-level epsilon. > 0 and finite."""
+
+    num_steps: int
+    """T: number of steps. >= 1."""
+
+    run: tyro.conf.OmitArgPrefixes[AdvisedRun]
+
+    budget: int = 128
+    """Expected gradients per step, for either algorithm. >= 1."""
+
+    delta: float | None = None
+    """In (0, 1). Default: n^-1.1 for n training examples."""
+
+    clipping: Literal["normalised", "plain"] = "normalised"
+    """The same flag as that of train."""
+
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    """The same flag as that of train."""
+
+    users: int = 128
+    """How many users' gradients are looked at. >= 1."""
+
+    plot: Path | None = None
+    """A PNG to draw: noise per step against group size, for both."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.engine.environment import set_threads
+
+        names = ("epsilon", "num_steps", "budget", "delta", "clipping", "sampling")
+        privacy = PrivacyConfig(**{name: getattr(self, name) for name in names})
+        set_threads(self.run.engine)
+        from fedsim.run.console import Console
+        from fedsim.tuning.advice import report
+        from fedsim.tuning.recommend import recommend
+
+        result = recommend(privacy, self.run, Console(), num_users=self.users, plot=self.plot)
+        if not self.json:
+            print(report(result))
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Train many runs side by side, as many at a time as there is room for, into one table.
+
+    The same command goes on with a sweep that was killed: finished runs are not repeated.
+
+    A sweep with seeds is a reproduction, and shows them in its table, in TensorBoard and here. Who
+    has seed, settings and data has the key of a run. Runs without a seed show none.
+    """
+
+    file: tyro.conf.Positional[Path | None] = None
+    """A TOML or JSON file: settings of train for all runs; in [grid] lists of values, every
+    combination of which is run; in [[runs]] settings that go together."""
+
+    out: Path = Path()
+    """Directory for the runs, results.csv, results.json, logs and TensorBoard's table."""
+
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE or NAME=VALUE,VALUE,...: a setting of all runs, or of the grid; again for more."""
+
+    at_once: int | None = None
+    """Most runs at a time. Default: one per accelerator, or per CPU (per threads_per_worker)."""
+
+    in_turn: bool = False
+    """One run after another, each on all workers of the cluster: for runs that would take one
+    worker too long."""
+
+    dry_run: bool = False
+    """List the runs, and run nothing."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.engine.environment import set_threads
+        from fedsim.tuning.sweep import expand, jobs_of, sweep
+
+        expect("out", self.out, self.out != Path(), "a directory, as in --out sweeps/first")
+        expect("at_once", self.at_once, self.at_once is None or self.at_once >= 1, ">= 1")
+        alone = not self.in_turn or self.at_once is None
+        expect("at_once", self.at_once, alone, "nothing: --in-turn runs one at a time")
+        spec = read_spec(self.file, self.set)
+        settings = expand(spec)
+        jobs = jobs_of(settings, self.out)
+        if self.dry_run:
+            rows = [
+                {"run": job.name, "done": job.summary is not None, **job.settings} for job in jobs
+            ]
+            if not self.json:
+                for row in rows:
+                    print(*(f"{name}={value}" for name, value in row.items()))
+            return {"out": str(self.out), "rows": rows}
+        set_threads(dataclasses.replace(jobs[0].run.engine, kind="ray"))  # they compute elsewhere
+        from fedsim.run.console import Console
+
+        how = {"at_once": self.at_once, "in_turn": self.in_turn}
+        rows = sweep(settings, self.out, Console(), **how)
+        failed = [row for row in rows if row["status"] == "failed"]
+        if failed:
+            raise FedsimError(
+                f"{len(failed)} of {len(rows)} runs failed, the first of them: "
+                f"{failed[0]['error']} (see {self.out / 'results.csv'})"
+            )
+        if not self.json:
+            print(f"{len(rows)} runs: {self.out / 'results.csv'}")
+            print(f"tensorboard --logdir {self.out / 'tb'}")
+        return {"out": str(self.out), "rows": rows}
+
+
+def read_spec(file: Path | None, flags: tuple[str, ...]) -> dict[str, Any]:
+    """What a sweep file says, with the settings of --set instead of or beside its own.
+
+    Raises: ConfigError: the file cannot be read, or a flag is not NAME=VALUE.
+    """
+    spec: dict[str, Any] = {}
+    if file is not None:
+        read = json.loads if file.suffix == ".json" else tomllib.loads
+        try:
+            spec = read(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"file={file}: expected a TOML or JSON file ({error})") from None
+        expect("file", file, isinstance(spec, dict), "settings by name")
+    grid = dict(spec.get("grid", {}))
+    for flag in flags:
+        name, equals, text = flag.partition("=")
+        expect("set", flag, bool(name and equals and text), "NAME=VALUE")
+        values = [_value(part) for part in text.split(",")]
+        grid.pop(name, None)
+        if len(values) > 1:
+            spec.pop(name, None)
+            grid[name] = values
+        else:
+            spec[name] = values[0]
+    return {**spec, "grid": grid}
+
+
+def _value(text: str) -> Any:
+    """The value as TOML reads it: numbers, true and false; anything else is a text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

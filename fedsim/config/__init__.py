@@ -1,0 +1,43 @@
+"""What a run is told: `PrivacyConfig` can change the guarantee, `RunConfig` cannot.
+
+The split is a promise. Everything in `PrivacyConfig` is hashed into the ledger and fixed for the
+life of a run; `RunConfig` says where data and results are, which model is trained how, and on what.
+Field docstrings are the help texts of the command line.
+"""
+
+from fedsim.config.flags import (
+    as_dict,
+    changed,
+    changed_run,
+    flags_of,
+    run_config,
+    settings_of,
+    to_json,
+    typed,
+    types_of,
+)
+from fedsim.config.others import AuditConfig, Personalization, PretrainConfig
+from fedsim.config.privacy import Algorithm, PrivacyConfig
+from fedsim.config.run import OPERATIONAL, DataConfig, EngineConfig, ModelConfig, RunConfig
+
+__all__ = [
+    "Algorithm",
+    "AuditConfig",
+    "DataConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "OPERATIONAL",
+    "Personalization",
+    "PretrainConfig",
+    "PrivacyConfig",
+    "RunConfig",
+    "as_dict",
+    "changed",
+    "changed_run",
+    "flags_of",
+    "run_config",
+    "settings_of",
+    "to_json",
+    "typed",
+    "types_of",
+]

@@ -1,0 +1,121 @@
+"""Settings by the names of their flags: from Python, from TOML files, and for config.json."""
+
+import dataclasses
+import math
+import operator
+import typing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+from fedsim.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
+from fedsim.errors import ConfigError, expect
+
+# The groups of a RunConfig, each with the field whose flag is named like the group.
+_GROUPS = {"data": ("source", DataConfig), "model": ("source", ModelConfig)}
+_GROUPS |= {"engine": ("kind", EngineConfig)}
+
+
+def run_config(**settings: Any) -> RunConfig:
+    """A RunConfig from settings by the names of their flags: data, run_dir, lora_rank, seed, ...
+
+    Raises: ConfigError: a name is unknown, or data or run_dir is missing.
+    """
+    known = flags_of(RunConfig)
+    for name in settings.keys() - known.keys():
+        raise ConfigError(f"{name}={settings[name]}: expected the name of a setting of train")
+    for name in {"data", "run_dir"} - settings.keys():
+        raise ConfigError(f"{name}=None: expected a value")
+    own: dict[str, Any] = {}
+    for name, value in settings.items():
+        group, field = known[name]
+        if group is None:
+            own[field.name] = value
+        else:
+            own.setdefault(group, {})[field.name] = value
+    made = {group: kind(**own.pop(group, {})) for group, (_, kind) in _GROUPS.items()}
+    return RunConfig(**{**own, **made, "run_dir": Path(own["run_dir"])})
+
+
+def changed_run(run: RunConfig, **settings: Any) -> RunConfig:
+    """The same RunConfig but for some settings, by the names of their flags."""
+    return type(run)(**vars(run_config(**{**settings_of(run), **settings})))
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """All settings of a config by the names of their flags."""
+    found: dict[str, Any] = {}
+    for name, (group, field) in flags_of(type(config)).items():
+        found[name] = getattr(getattr(config, group) if group else config, field.name)
+    return found
+
+
+def typed(name: str, value: Any, kind: Any) -> Any:
+    """`value` as the type of a setting: 1 is 1.0 where a number is asked for.
+
+    Raises: ConfigError: it is of another type, or none of the choices.
+    """
+    kinds = typing.get_args(kind) or (kind,)
+    is_bool = isinstance(value, bool)
+    if value is None:
+        expect(name, value, type(None) in kinds, "a value")
+        return None
+    if typing.get_origin(kind) is Literal:
+        expect(name, value, value in kinds, f"one of {', '.join(map(str, kinds))}")
+    elif float in kinds:
+        try:
+            number = None if is_bool else float(value)
+        except (TypeError, ValueError):
+            number = None
+        expect(name, value, number is not None, "a number")
+        return number
+    elif int in kinds:
+        whole = hasattr(value, "__index__") and not is_bool
+        expect(name, value, whole, "a whole number")
+        return operator.index(value)
+    elif bool in kinds:
+        expect(name, value, is_bool, "true or false")
+    elif str in kinds:
+        expect(name, value, isinstance(value, str), "a text")
+    return value
+
+
+def types_of(kind: type) -> dict[str, Any]:
+    """The types of a config's settings by the names of their flags."""
+    own = typing.get_type_hints(kind)
+    groups = {group: typing.get_type_hints(each) for group, (_, each) in _GROUPS.items()}
+    return {
+        name: (groups[group] if group else own)[field.name]
+        for name, (group, field) in flags_of(kind).items()
+    }
+
+
+def flags_of(kind: type) -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
+    """The flags of a config class: the group in which a setting is, or None, and its field."""
+    found: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {}
+    for field in fields(kind):
+        if field.name not in _GROUPS or not issubclass(kind, RunConfig):
+            found[field.name] = None, field
+            continue
+        first, group = _GROUPS[field.name]
+        for inner in fields(group):
+            found[field.name if inner.name == first else inner.name] = field.name, inner
+    return found
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """The settings by the names of their flags, in JSON's types; inf is the string 'inf'."""
+    return {name: to_json(value) for name, value in settings_of(config).items()}
+
+
+def changed(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a config, in JSON's types, that are not at their defaults."""
+    defaults = {name: field.default for name, (_, field) in flags_of(kind).items()}
+    return {name: value for name, value in settings.items() if value != defaults[name]}
+
+
+def to_json(value: Any) -> Any:
+    """Paths and non-finite floats as strings, everything else as it is."""
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value

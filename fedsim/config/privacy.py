@@ -1,0 +1,83 @@
+"""What can change the guarantee: all of it is in the ledger, and fixed for the life of a run."""
+
+import dataclasses
+import enum
+from typing import Literal
+
+from fedsim.config.flags import flags_of
+from fedsim.config.run import RunConfig
+from fedsim.errors import expect
+
+
+class Algorithm(enum.StrEnum):
+    """The two algorithms of the paper."""
+
+    ELS = "els"
+    ULS = "uls"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacyConfig:
+    """What can change the guarantee."""
+
+    epsilon: float
+    """Target user-level epsilon. > 0; 'inf' trains without noise: non-private, a sanity bound."""
+
+    num_steps: int
+    """T: number of steps. >= 1."""
+
+    budget: int = 128
+    """Expected gradients per step: B for ELS, group size times cohort size for ULS. >= 1."""
+
+    delta: float | None = None
+    """In (0, 1). Default: n^-1.1 for n training examples, derived from the data's size."""
+
+    group_size: int | None = None
+    """G: most examples of a user, in all (ELS; default: the median user's) or a step (ULS; 1)."""
+
+    clip_norm: float = 1.0
+    """C: clip norm of an example's (ELS) or a user's (ULS) gradient. In [1e-6, 1e6]."""
+
+    clipping: Literal["normalised", "plain"] = "normalised"
+    """normalised: g min(1/C, 1/|g|), sensitivity 1 (De et al. 2022). plain: g min(1, C/|g|)."""
+
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    """shuffle is the paper's comparison mode: epsilon as if Poisson sampled, not a guarantee."""
+
+    group_size_epsilon: float | None = None
+    """ELS: choose the group size privately, as the median of users' numbers of examples, with this
+    much of epsilon. > 0 and below epsilon. Default: group_size, or the median as it is."""
+
+    clip_quantile: float | None = None
+    """Move the clip norm, from clip_norm on, to this quantile of the norms of users' (ULS) or
+    examples' (ELS) gradients, privately and within epsilon (Andrew et al. 2021). In (0, 1)."""
+
+    assumed_population: int | None = None
+    """Account as if the users had been drawn from so many, at least as many as there are, as the
+    paper does for CC-News: an assumption, not a guarantee, and labelled so wherever epsilon is
+    shown. Also of delta's default. Default: the users there are."""
+
+    chosen_on_data: str = ""
+    """Settings chosen by looking at this data without protection (group_size,clip_norm): nothing
+    accounts for that, so the report says it. `fedsim recommend` fills this in."""
+
+    def __post_init__(self):
+        expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
+        expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
+        expect("budget", self.budget, self.budget >= 1, ">= 1")
+        # Far outside, float32 norms underflow or overflow, and clipping bounds nothing.
+        expect("clip_norm", self.clip_norm, 1e-6 <= self.clip_norm <= 1e6, "in [1e-6, 1e6]")
+        if self.delta is not None:
+            expect("delta", self.delta, 0 < self.delta < 1, "in (0, 1)")
+        if self.group_size is not None:
+            expect("group_size", self.group_size, self.group_size >= 1, ">= 1")
+        if (share := self.group_size_epsilon) is not None:
+            holds = 0 < share < self.epsilon
+            expect("group_size_epsilon", share, holds, f"> 0 and below epsilon={self.epsilon}")
+        if self.clip_quantile is not None:
+            expect("clip_quantile", self.clip_quantile, 0 < self.clip_quantile < 1, "in (0, 1)")
+        if (assumed := self.assumed_population) is not None:
+            expect("assumed_population", assumed, assumed >= 1, ">= 1")
+        names = flags_of(PrivacyConfig) | flags_of(RunConfig)
+        for name in filter(None, self.chosen_on_data.split(",")):
+            expect("chosen_on_data", name, name in names, "names of settings with commas between")

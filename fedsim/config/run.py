@@ -1,0 +1,176 @@
+"""What cannot change the guarantee: where data and results are, the model, the engine."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from fedsim.errors import expect
+
+# May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
+# the data is the same is checked by its fingerprint, wherever it lies.)
+OPERATIONAL = frozenset(
+    {"data", "run_dir", "engine", "num_workers", "wait_for_workers"}
+    | {"checkpoint_every", "log_every", "resume"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The text that is trained on, and whose it is."""
+
+    source: Annotated[str, tyro.conf.arg(name="data")]
+    """A directory made by `fedsim data build`, parquet/JSONL/CSV files, hf:NAME, or pydocs."""
+
+    user_column: str | None = None
+    """Where data names files: column that says whose a row is. Default: user_id."""
+
+    text_column: str | None = None
+    """Where data names files: column with the text. Default: text."""
+
+    tokenizer: str | None = None
+    """Where data names files: bytes, wordpiece:SIZE, or a tokenizer file. Default: bytes."""
+
+    max_length: int | None = None
+    """Where data names files: sequence length in tokens. >= 2. Default: 128."""
+
+    def __post_init__(self):
+        expect("data", self.source, self.source != "", "a directory, files, or pydocs")
+        _expect_least(self, max_length=2)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How files are read, where the user says so; what `corpora.load` takes beside a source."""
+        names = ("user_column", "text_column", "tokenizer", "max_length")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The model that is trained."""
+
+    source: Annotated[str, tyro.conf.arg(name="model")] = "tiny"
+    """A fresh transformer, tiny, small, medium or paper (350 M parameters), or a pretrained one: a
+    Hugging Face directory, hf:NAME, a GGUF file, or the directory of a run of pretrain or train."""
+
+    lora_rank: int = 0
+    """Rank of LoRA adapters, which are trained instead of a pretrained model. >= 0; 0: the model
+    itself is trained."""
+
+    lora_layers: str = "all"
+    """Which layers of each block get adapters: all, or some of query,key,value,out,gate,up,down."""
+
+    lora_alpha: float = 16.0
+    """What adapters add is multiplied by alpha / rank. > 0."""
+
+    remat: bool = False
+    """Compute each block again in the backward pass: on accelerators less memory, more time. Part
+    of the result's bits."""
+
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the model's computation. Parameters, norms, sums and noise are float32 always."""
+
+    def __post_init__(self):
+        _expect_least(self, lora_rank=0)
+        alpha = self.lora_alpha
+        expect("lora_alpha", alpha, 0 < alpha < math.inf, "> 0 and finite")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """The processes that compute."""
+
+    kind: Annotated[Literal["ray", "local", "spmd"], tyro.conf.arg(name="engine")] = "ray"
+    """ray: processes on the cluster of RAY_ADDRESS or a private one. local: this process. spmd:
+    like ray, the processes joined by jax.distributed, for large models on many nodes."""
+
+    num_workers: int | None = None
+    """Worker processes. Default: one per accelerator, or one per CPU (per threads_per_worker)."""
+
+    num_lanes: int = 8
+    """Slices of a step, which workers take one at a time. Part of the result's bits."""
+
+    threads_per_worker: int = 1
+    """CPU threads of a worker. Part of the result's bits: 1 gives others than more."""
+
+    devices_per_worker: int | None = None
+    """JAX devices of a worker process: GPUs, TPU chips, or CPU devices. Part of the result's bits.
+    Default: 1, or all chips of a TPU host."""
+
+    strategy: str = "auto"
+    """How clipped sums are computed: scan, direct, bookkeeping or vmap, each with :ROWS at a
+    time if you like, or auto: the fastest of a few, timed at the start. Part of the result's
+    bits."""
+
+    accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    """What workers compute on. auto: the accelerators that the cluster has when the run starts."""
+
+    wait_for_workers: float = 0.0
+    """Seconds to wait for nodes, which an autoscaler is asked for, until num_workers find room."""
+
+    def __post_init__(self):
+        _expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1, devices_per_worker=1)
+        wait = self.wait_for_workers
+        expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What cannot change the guarantee."""
+
+    data: DataConfig
+
+    run_dir: Path
+    """Directory of the run: configuration, ledger, metrics, TensorBoard, checkpoints, summary."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+
+    optimizer: str = "adafactor"
+    """momentum, or any optax optimizer by name: adafactor, adam, sgd, ..."""
+
+    learning_rate: float = 0.1
+    """Constant learning rate. > 0. In pre-training, its peak."""
+
+    local_steps: int = 1
+    """ULS: steps of a user's own SGD over its examples of a step, a part of them each; what is
+    clipped is the mean of the gradients met on the way (DP-FedAvg). In [1, group_size]."""
+
+    local_learning_rate: float = 0.1
+    """Learning rate of users' own SGD, where local_steps is above 1. > 0."""
+
+    seed: int | None = None
+    """Makes a run reproducible, and its noise known to whoever knows the seed. Default: none."""
+
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+
+    eval_every: int | None = None
+    """Steps between evaluations. Default: a tenth of the run."""
+
+    eval_examples: int = 512
+    """How many held-out examples an evaluation looks at; always the same ones."""
+
+    checkpoint_every: int = 10
+    """Steps between checkpoints."""
+
+    log_every: int = 10
+    """Steps between progress lines where there is no terminal."""
+
+    resume: bool = False
+    """Go on with the run that run_dir holds, or start it if it holds none."""
+
+    def __post_init__(self):
+        _expect_least(
+            self, eval_examples=1, checkpoint_every=1, local_steps=1, log_every=1, eval_every=1
+        )
+        for name in ("learning_rate", "local_learning_rate"):
+            rate = getattr(self, name)
+            expect(name, rate, 0 < rate < math.inf, "> 0 and finite")
+
+
+def _expect_least(config: Any, **least: int) -> None:
+    """Raises ConfigError unless each setting that is named is at least that, or None."""
+    for name, number in least.items():
+        value = getattr(config, name)
+        expect(name, value, value is None or value >= number, f">= {number}")

@@ -1,0 +1,350 @@
+"""Build a data set that need not fit in memory, from sources with a user column and a text column.
+
+Sources -> checked -> tokenised into sorted runs -> merged into the shards of the splits. The same
+input and options give the same bytes, whatever the number of processes and however often the build
+was killed and run again; finished parts are not done twice. Source order is kept within a user.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fedsim.data.building import domains, hub
+from fedsim.data.building.columns import Columns
+from fedsim.data.building.merge import Merge, Shard, collect_owners, index_run, write_shard
+from fedsim.data.building.processes import Pool
+from fedsim.data.building.readers import Part
+from fedsim.data.building.screen import Screen, collect, screen_parts
+from fedsim.data.building.sorted_runs import Encoding, training_texts, write_runs
+from fedsim.data.building.sources import Sources, examine, find_files, identify, survey
+from fedsim.data.building.staging import resume, staging
+from fedsim.data.dataset import Dataset
+from fedsim.data.framing import LONG_TEXTS
+from fedsim.data.shards import (
+    DISK_FULL,
+    FORMAT,
+    close_store,
+    shard_names,
+    shard_rows,
+    token_dtype,
+)
+from fedsim.data.splits import Holdout, SplitRows, divide, dropped
+from fedsim.data.text import Tokenizer, file_of
+from fedsim.errors import DataError, FedsimError
+from fedsim.files import write_json
+
+UNOWNED = ("refuse", "drop")
+VERSIONS = ("fedsim", "datasketch", "numpy", "pyarrow", "tokenizers")  # of one build
+LEARNT_TEXTS = 2**22  # a tokenizer is trained on at most so many, taken evenly
+
+Say = Callable[[str], None] | None
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What determines the bytes of a build, besides the sources."""
+
+    columns: Columns
+    holdout: Holdout
+    tokenizer: str
+    max_length: int
+    long_texts: str
+    screen: Screen
+    unowned: str
+
+    def __post_init__(self):
+        def check(field: str, value: Any, holds: bool, expected: str) -> None:
+            if not holds:
+                raise DataError(f"{field}={value}: expected {expected}")
+
+        holdout, columns = self.holdout, self.columns
+        check("max_length", self.max_length, self.max_length >= 2, "at least 2 tokens")
+        of = f"one of {', '.join(LONG_TEXTS)}"
+        check("long_texts", self.long_texts, self.long_texts in LONG_TEXTS, of)
+        check("unowned", self.unowned, self.unowned in UNOWNED, f"one of {', '.join(UNOWNED)}")
+        share = holdout.eval_users
+        check("eval_users", share, 0 <= share < 1, "a fraction in [0, 1)")
+        check("min_examples", holdout.min_examples, holdout.min_examples >= 1, "at least 1")
+        ordered = holdout.test_from is None or columns.order is not None
+        check("test_from", holdout.test_from, ordered, "an order_column to compare with")
+        self.screen.check()
+
+
+def build(
+    sources: Sequence[str | Path] | str | Path,
+    out: str | Path,
+    *,
+    user_column: str | Sequence[str] = "user_id",
+    text_column: str | Sequence[str] = "text",
+    url_column: str | None = None,
+    order_column: str | None = None,
+    tokenizer: str | Path = "bytes",
+    max_length: int = 128,
+    long_texts: str = "cut",
+    eval_users: float = 0.05,
+    eval_examples: bool = True,
+    min_examples: int = 1,
+    test_from: str | None = None,
+    unowned: str = "refuse",
+    screen: Screen | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    num_workers: int | None = None,
+    progress: Say = None,
+    provenance: dict[str, Any] | None = None,
+    wait: bool = False,
+) -> Dataset:
+    """Builds `out` from files, globs, saved data sets or hf:NAME[:CONFIG], and opens it.
+
+    A build that was interrupted or killed goes on where it was. Where processes are started (large
+    data on several CPUs), a script must call this under `if __name__ == "__main__":`.
+
+    Args:
+      user_column, text_column: one column or several; several text columns are joined by newlines.
+      url_column: makes the user the registrable domain of this column's URL.
+      order_column: sorts a user's examples; ties, and all without it, stay as in the sources.
+      tokenizer: "bytes", "wordpiece:SIZE" or "bpe:SIZE" (trained on the texts of the users not held
+        out), "hf:NAME", a tokenizer.json or vocab.txt, or a directory with the former.
+      max_length: tokens per example, begin token included; longer texts are "cut" or "split".
+      eval_users: fraction of users held out of training, drawn by a hash of their ids.
+      eval_examples: also hold out the first min(32, ceil(n / 10)) examples of each training user.
+      min_examples: leaves out users with fewer.
+      test_from: rows whose order column is at least this become the split "test".
+      unowned: "refuse" rows without a user, or "drop" and count them.
+      screen: rows to leave out first: near duplicates of other sources, URLs.
+      split, revision: of hf: and saved data sets. Default: train, the newest.
+      num_workers: processes; default: one per CPU. Does not change the result.
+      progress: is told in a line, every few seconds and at the end of a stage, how far it is.
+      provenance: anything to record about where the sources came from.
+      wait: for another process that is building `out`, instead of raising at once.
+    Raises: DataError: bad input, or `out` exists or is being built. FedsimError: the disk is full.
+      Nothing is left behind.
+    """
+    out = Path(out).absolute()
+    columns = Columns.of(user_column, text_column, order_column, url_column)
+    holdout = Holdout(eval_users, eval_examples, min_examples, test_from)
+    options = _Options(
+        columns, holdout, file_of(tokenizer), max_length, long_texts, screen or Screen(), unowned
+    )
+    sources = [sources] if isinstance(sources, str | Path) else list(sources)
+    try:
+        with staging(out, wait) as directory, Pool(num_workers, progress) as pool:
+            building = _Build(directory, options, pool, progress)
+            building.run(sources, split, revision, provenance or {})
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise FedsimError(f"out={out}: no space left on the disk; nothing was kept") from error
+        raise
+    return Dataset.open(out)
+
+
+class _Build:
+    """One build at work in its directory."""
+
+    def __init__(self, directory: Path, options: _Options, pool: Pool, say: Say):
+        self.directory, self.options, self.pool, self.say = directory, options, pool, say
+        self.runs, self.out = directory / "runs", directory / "out"
+
+    def run(
+        self,
+        named: Sequence[str | Path],
+        split: str | None,
+        revision: str | None,
+        provenance: dict[str, Any],
+    ) -> None:
+        """All stages; self.out is complete at the end."""
+        sources, hubs = self._sources(named, split, revision)
+        options = self.options
+        self.pool.grow(sources.num_bytes)
+        parts, screened = self._screened(sources)
+        num_rows = survey(parts, options.columns, self.pool, options.unowned == "drop")
+        tokenizer = self._tokenizer(parts, num_rows)
+        encoding = Encoding(
+            self.runs,
+            self.directory / "tokenizer.json",
+            options.columns,
+            options.holdout,
+            options.max_length,
+            options.long_texts,
+        )
+        self.runs.mkdir(exist_ok=True)
+        self.out.mkdir(exist_ok=True)
+        call = partial(write_runs, encoding=encoding)
+        items = list(enumerate(parts))
+        records = self.pool.map(call, items, "tokenised", num_rows)
+        runs = tuple(run for record in records for run in record["runs"])
+        if not runs:
+            raise DataError(
+                f"text_column={','.join(options.columns.text)}: no user has text, expected at "
+                "least one"
+            )
+        owners = collect_owners(self.runs, runs)
+        group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
+        splits = dict(divide(group, counts, options.holdout))
+        self._write_splits(runs, owners, splits, tokenizer)
+        tokenizer.save(self.out / "tokenizer.json")
+        about = {
+            **screened,
+            "rows": num_rows,
+            "rows_without_user_dropped": sum(record["unowned"] for record in records),
+            "empty_texts_dropped": sum(record["empty"] for record in records),
+            "long_texts": sum(record["long"] for record in records),
+            **dropped(group, counts, options.holdout),
+        }
+        self._describe(sources, hubs, tokenizer, list(splits), about, provenance)
+
+    def _sources(
+        self, named: Sequence[str | Path], split: str | None, revision: str | None
+    ) -> tuple[Sources, list[dict[str, Any]]]:
+        """The sources, fetched if need be, and what they are on the Hub."""
+        of_hub, others = hub.split_sources(named)
+        if of_hub and others or len(of_hub) > 1:
+            raise DataError(f"data={named}: expected files, or one hf: data set")
+        if not of_hub:
+            files = find_files(others)
+            sources = examine(files, self.options.columns, self.pool, split)
+            self._resume([sources.files, split])
+            return sources, []
+        source = hub.HubSource.parse(of_hub[0], split, revision).pinned()
+        about = {**asdict(source), "source": str(source)}
+        self._resume([about])
+        if self.say:
+            self.say(f"fetching {source}, split {source.split}")
+        files = hub.fetch(source, self.options.columns, self.directory / "fetched", self.pool)
+        return examine(files, self.options.columns, self.pool, None), [about]
+
+    def _resume(self, identity: list[Any]) -> None:
+        tokenizer = Path(self.options.tokenizer)
+        digest = Tokenizer.load(tokenizer).sha256 if tokenizer.is_file() else None
+        local = (name.partition("#")[0] for name in self.options.screen.against)
+        local = [name for name in local if not name.startswith(hub.PREFIX)]
+        against = [identify(file) for file in find_files(local)] if local else []
+        plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
+        plan["against"] = against
+        plan["versions"] = {name: version(name) for name in VERSIONS}
+        if resume(self.directory, {**plan, **asdict(self.options)}) and self.say:
+            self.say("going on with the build that was interrupted")
+
+    def _screened(self, sources: Sources) -> tuple[Sequence[Part], dict[str, int]]:
+        """The parts that are left to read when what is to be left out is, and the counts of it."""
+        screen, columns = self.options.screen, self.options.columns
+        if screen.is_idle:
+            return sources.parts, {}
+        if self.say:
+            self.say("leaving out near duplicates and known URLs")
+        against = collect(screen, columns, self.directory, self.pool)
+        self.pool.grow(sum(path.stat().st_size for one in against for path in one.files))
+        files, counts = screen_parts(
+            sources.parts, columns, screen, against, self.directory / "screened", self.pool
+        )
+        return examine(files, columns, self.pool, None).parts, counts
+
+    def _tokenizer(self, parts: Sequence[Part], num_rows: int) -> Tokenizer:
+        """The tokenizer, trained if need be; saved, too, for workers and a later resumption."""
+        file, spec = self.directory / "tokenizer.json", self.options.tokenizer
+        trained = spec.startswith(("wordpiece:", "bpe:"))
+        if trained and file.exists():
+            found = Tokenizer.load(file, spec)
+            found.trained_on_data = True
+            return found
+        if trained and self.say:
+            self.say(f"training {spec}")
+        every = -(-num_rows // LEARNT_TEXTS)
+        columns, holdout = self.options.columns, self.options.holdout
+        found = Tokenizer.from_spec(spec, lambda: training_texts(parts, columns, holdout, every))
+        found.save(file)
+        return found
+
+    def _write_splits(
+        self,
+        runs: tuple[str, ...],
+        owners: pa.Table,
+        splits: dict[str, SplitRows],
+        tokenizer: Tokenizer,
+    ) -> None:
+        """The stores of all splits."""
+        self.pool.map(partial(index_run, directory=self.runs), runs)
+        merge = Merge(self.runs, runs, self.options.columns.order)
+        merge.save(splits)
+        num_rows, num_tokens = (int(owners[name].to_numpy().sum()) for name in ("rows", "tokens"))
+        width = np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
+        size = shard_rows(num_rows, num_tokens, width)
+        shards = [
+            shard for name, rows in splits.items() for shard in self._shards(name, rows, size)
+        ]
+        total = sum(int(rows.counts.sum()) for rows in splits.values())
+        self.pool.map(partial(write_shard, merge=merge), shards, "sorted", total)
+        about = {
+            "max_length": self.options.max_length,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": _described(tokenizer),
+        }
+        for name, rows in splits.items():
+            num_tokens = np.zeros(len(rows.owners), np.int64)
+            for shard in shards:
+                if shard.split == name:
+                    user, tokens = np.load(shard.tokens_file)
+                    num_tokens[user] += tokens
+            ids = owners["user_id"].combine_chunks().take(pa.array(rows.owners))
+            about["split"] = name
+            close_store(self.out / name, ids, rows.counts, num_tokens, about)
+
+    def _shards(self, name: str, rows: SplitRows, size: int) -> list[Shard]:
+        directory = self.out / name
+        directory.mkdir(exist_ok=True)
+        total = int(rows.counts.sum())
+        files = shard_names(-(-total // size))
+        return [
+            Shard(
+                directory / file,
+                self.runs / f"{name}-{number}.npy",
+                name,
+                number * size,
+                min((number + 1) * size, total),
+            )
+            for number, file in enumerate(files)
+        ]
+
+    def _describe(
+        self,
+        sources: Sources,
+        hubs: list[dict[str, Any]],
+        tokenizer: Tokenizer,
+        splits: list[str],
+        counts: dict[str, int],
+        provenance: dict[str, Any],
+    ) -> None:
+        """metadata.json of the whole."""
+        options = self.options
+        rules = {"max_length": options.max_length, "long_texts": options.long_texts}
+        metadata = {
+            "kind": "dataset",
+            "format": FORMAT,
+            "splits": splits,
+            "tokenizer": _described(tokenizer),
+            "columns": asdict(options.columns),
+            "rules": {**rules, **asdict(options.holdout), "unowned": options.unowned},
+            "screen": asdict(options.screen),
+            "counts": counts,
+            "sources": list(sources.files),
+            "hub": hubs,
+            "provenance": provenance,
+        }
+        if options.columns.url is not None:
+            metadata["public_suffix_list"] = domains.list_version()
+        write_json(self.out / "metadata.json", metadata, sort_keys=True)
+
+
+def _described(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "name": tokenizer.name,
+        "sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "trained_on_data": tokenizer.trained_on_data,
+    }

@@ -1,0 +1,195 @@
+"""Which columns of a source hold what, and how they become user ids, texts and an order.
+
+Whatever the file, rows come out as record batches of `user_id` (string), `text` (string, or lists
+of token ids) and, if asked for, `order`. Every complaint names the row, counted from 1.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fedsim.data.building.domains import registrable_domain
+from fedsim.errors import DataError, MissingColumn
+
+TEXT_JOINT = "\n"
+ID_JOINT = "/"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns. Several user columns make one id together, several text columns a text."""
+
+    user: tuple[str, ...] = ("user_id",)
+    text: tuple[str, ...] = ("text",)
+    order: str | None = None
+    url: str | None = None
+    """If given, the user is the registrable domain of this column's URL, not `user`."""
+    extra: tuple[str, ...] = ()
+    """Others that are read, and not used here."""
+
+    @classmethod
+    def of(
+        cls,
+        user: str | Sequence[str],
+        text: str | Sequence[str],
+        order: str | None = None,
+        url: str | None = None,
+    ) -> "Columns":
+        """Columns from one name or several. Raises: DataError: none, or a column has two roles."""
+        found = cls(_names(user), _names(text), order, url)
+        for field, names in (("user_column", found.user), ("text_column", found.text)):
+            if not names or len(set(names)) < len(names):
+                raise DataError(f"{field}={names}: expected at least one column, none twice")
+        for name in found.owner:
+            if name in found.text:
+                field = "url_column" if url else "user_column"
+                raise DataError(f"{field}={name}: expected a column other than text_column")
+        return found
+
+    @property
+    def owner(self) -> tuple[str, ...]:
+        """The columns that say whose a row is."""
+        return self.user if self.url is None else (self.url,)
+
+    @property
+    def names(self) -> list[str]:
+        """The columns to read, each once."""
+        order = () if self.order is None else (self.order,)
+        return list(dict.fromkeys((*self.owner, *self.text, *order, *self.extra)))
+
+    @property
+    def blamed(self) -> str:
+        """The flag and value that a row without a user is about."""
+        return f"url_column={self.url}" if self.url else f"user_column={','.join(self.user)}"
+
+    def check(self, found: Sequence[str]) -> None:
+        """Raises: DataError: a column is not among those `found`."""
+        named = {"user": () if self.url else self.user, "text": self.text}
+        named |= {"order": (self.order,), "url": (self.url,), "screen_url": self.extra}
+        for field, names in named.items():
+            for name in names:
+                if name is not None and name not in found:
+                    raise MissingColumn(
+                        f"{field}_column={name}: no such column, expected one of {', '.join(found)}"
+                    )
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def normalise(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.RecordBatch:
+    """The batch as user_id, text (unless no text column is named) and perhaps order.
+
+    A row nobody owns has a user_id that is null or blank.
+
+    Raises: DataError: a column has another type than it should, or text that is not UTF-8.
+    """
+    if columns.url is not None:
+        users = _as_domains(_as_text(batch[columns.url], f"url_column={columns.url}", first_row))
+    else:
+        users = _join_ids(
+            [_as_ids(batch[name], f"user_column={name}", first_row) for name in columns.user]
+        )
+    texts = [_as_text(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
+    found = {"user_id": users}
+    if len(texts) > 1:
+        if any(is_token_list(text.type) for text in texts):
+            raise DataError(f"text_column={columns.text}: expected one column of token ids")
+        found["text"] = reduce(_join_texts, texts)
+    elif texts:
+        found["text"] = texts[0]
+    if columns.order is not None:
+        found["order"] = plain(batch[columns.order])
+        _validate(found["order"], f"order_column={columns.order}", first_row)
+    return pa.RecordBatch.from_pydict(found)
+
+
+def is_blank(column: pa.Array) -> np.ndarray:
+    """bool [rows]: null, empty, or white space only; of token lists: null or empty."""
+    if is_token_list(column.type):
+        blank = pc.equal(pc.list_value_length(column), 0)  # pyright: ignore
+    else:
+        trimmed = pc.call_function("utf8_trim_whitespace", [column])
+        blank = pc.call_function("equal", [trimmed, pa.scalar("")])
+    return blank.fill_null(True).to_numpy(zero_copy_only=False)
+
+
+def is_token_list(kind: pa.DataType) -> bool:
+    """Whether a text column holds token ids instead of text."""
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return lists and pa.types.is_integer(kind.value_type)  # pyright: ignore
+
+
+def plain(column: pa.Array) -> pa.Array:
+    """Without dictionary encoding."""
+    return column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
+
+
+def is_string(kind: pa.DataType) -> bool:
+    """Whether `kind` is one of Arrow's string types."""
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(test(kind) for test in tests)
+
+
+def _as_ids(column: pa.Array, field: str, first_row: int) -> pa.Array:
+    """Ids as strings. Floats are refused: 1.0 and 1 would be two users, or one."""
+    column = plain(column)
+    kind = column.type
+    if not (is_string(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
+        raise DataError(f"{field}: expected strings or integers, got {kind}")
+    return _validate(column.cast(pa.string()), field, first_row)
+
+
+def _join_ids(parts: Sequence[pa.Array]) -> pa.Array:
+    """One id of several: joined by slashes, with the parts' own slashes escaped so that other parts
+    never make the same id. Null if a part is null or blank."""
+    if len(parts) == 1:
+        return parts[0]
+    escaped = []
+    for part in parts:
+        part = pc.replace_substring(part, "\\", "\\\\")  # pyright: ignore
+        part = pc.replace_substring(part, ID_JOINT, "\\" + ID_JOINT)  # pyright: ignore
+        blank = pa.array(is_blank(part))
+        escaped.append(pc.if_else(blank, pa.scalar(None, pa.string()), part))  # pyright: ignore
+    return pc.binary_join_element_wise(*escaped, ID_JOINT)  # pyright: ignore
+
+
+def _join_texts(one: pa.Array, other: pa.Array) -> pa.Array:
+    """Texts joined; nulls and empty ones are skipped."""
+    one, other = one.fill_null(""), other.fill_null("")
+    both = pc.binary_join_element_wise(one, other, TEXT_JOINT)  # pyright: ignore
+    both = pc.if_else(pc.equal(other, ""), one, both)  # pyright: ignore
+    return pc.if_else(pc.equal(one, ""), other, both)  # pyright: ignore
+
+
+def _as_domains(urls: pa.Array) -> pa.Array:
+    unique = urls.dictionary_encode()
+    domains = [registrable_domain(url) for url in unique.dictionary.to_pylist()]
+    return pa.array(domains, pa.string()).take(unique.indices)
+
+
+def _as_text(column: pa.Array, field: str, first_row: int, tokens: bool = False) -> pa.Array:
+    column = plain(column)
+    if tokens and is_token_list(column.type):
+        return column
+    if not (is_string(column.type) or pa.types.is_null(column.type)):
+        expected = "strings, or lists of token ids" if tokens else "strings"
+        raise DataError(f"{field}: expected {expected}, got {column.type}")
+    return _validate(column.cast(pa.string()), field, first_row)
+
+
+def _validate(column: pa.Array, field: str, first_row: int) -> pa.Array:
+    """The column, if its strings are UTF-8; before anything else trips over them."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        where = re.search(r"string index (\d+)", str(error))
+        row = f" in row {first_row + int(where[1]) + 1}" if where else ""
+        raise DataError(f"{field}: expected UTF-8, got other bytes{row}") from None
+    return column

@@ -1,0 +1,135 @@
+"""Data sets of the Hugging Face Hub, streamed: `hf:NAME` or `hf:NAME:CONFIG`.
+
+Only the columns that are needed are kept, as Parquet files, one for each shard of the data set, so
+that what comes over the network is read from it once and a build that was killed goes on.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fedsim.data.building.columns import Columns
+from fedsim.data.building.processes import Pool
+from fedsim.data.shards import DISK_FULL
+from fedsim.errors import DataError
+
+PREFIX = "hf:"
+FETCH_ROWS = 1_000
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A data set of the Hub, or a local directory that looks like one."""
+
+    name: str
+    config: str | None
+    split: str
+    revision: str | None
+
+    @classmethod
+    def parse(cls, source: str, split: str | None, revision: str | None) -> "HubSource":
+        """The data set that hf:NAME or hf:NAME:CONFIG names. Default: split train, newest
+        revision."""
+        name, _, config = source.removeprefix(PREFIX).partition(":")
+        if not name:
+            raise DataError(f"data={source}: expected hf:NAME or hf:NAME:CONFIG")
+        return cls(name, config or None, split or "train", revision)
+
+    def __str__(self) -> str:
+        config = f":{self.config}" if self.config else ""
+        return f"{PREFIX}{self.name}{config}"
+
+    def open(self) -> Any:
+        """The streaming `datasets.IterableDataset`."""
+        from datasets import load_dataset
+
+        try:
+            return load_dataset(
+                self.name, self.config, split=self.split, revision=self.revision, streaming=True
+            )
+        except Exception as error:  # as many kinds as there are ways for a network to fail
+            raise self.failure(error) from error
+
+    def failure(self, error: Exception) -> DataError:
+        """What went wrong, in one line."""
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        return DataError(
+            f"data={self} (split {self.split}, revision {self.revision or 'newest'}): expected a "
+            f"data set that can be streamed ({reason})"
+        )
+
+    def pinned(self) -> "HubSource":
+        """The same at the commit that its revision names now."""
+        if Path(self.name).exists() or re.fullmatch("[0-9a-f]{40}", self.revision or ""):
+            return self
+        import huggingface_hub
+
+        try:
+            found = huggingface_hub.HfApi().dataset_info(self.name, revision=self.revision)
+        except Exception as error:
+            raise self.failure(error) from error
+        return HubSource(self.name, self.config, self.split, found.sha)
+
+
+def fetch(source: HubSource, columns: Columns, directory: Path, pool: Pool) -> list[Path]:
+    """The data set's files, in order, fetched into `directory` where they are not there yet.
+
+    Raises: DataError: it cannot be read, or lacks a column.
+    """
+    directory.mkdir(exist_ok=True)
+    number = source.open().num_shards
+    files = [directory / f"{shard:06d}-of-{number:06d}.parquet" for shard in range(number)]
+    call = partial(_fetch, source=source, columns=columns)
+    pool.map(call, list(enumerate(files)))
+    return files
+
+
+def _fetch(
+    item: tuple[int, Path],
+    *,
+    source: HubSource,
+    columns: Columns,
+    report: Callable[[int], None],
+) -> None:
+    shard, file = item
+    if file.exists():
+        return
+    stream = source.open()
+    stream = stream.shard(num_shards=stream.num_shards, index=shard).with_format("arrow")
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    writer = None
+    try:
+        for table in stream.iter(batch_size=FETCH_ROWS):
+            columns.check(table.column_names)
+            table = table.select(columns.names)
+            if writer is None:
+                writer = pq.ParquetWriter(temporary, table.schema, compression="zstd")
+            writer.write_table(table.cast(writer.schema))
+            report(len(table))
+    except DataError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise
+        raise source.failure(error) from error
+    finally:
+        if writer is not None:
+            writer.close()
+    if writer is None:  # a shard without rows
+        pq.write_table(
+            pa.table({name: pa.nulls(0, pa.string()) for name in columns.names}), temporary
+        )
+    os.replace(temporary, file)
+
+
+def split_sources(sources: Sequence[str | Path]) -> tuple[list[str], list[str | Path]]:
+    """(those of the Hub, the others)."""
+    of_hub = [str(source) for source in sources if str(source).startswith(PREFIX)]
+    return of_hub, [source for source in sources if not str(source).startswith(PREFIX)]

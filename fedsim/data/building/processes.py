@@ -1,0 +1,147 @@
+"""Runs a function over parts of the data, in this process or in several, and says how far it is."""
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from fedsim.errors import DataError
+
+PROGRESS_EVERY_S = 5.0
+SMALL_BYTES = 32 * 2**20  # less is done before processes have started
+
+_counter: Any = None  # rows done in all workers of a stage; a worker's own, set when it starts
+
+
+class Pool:
+    """Workers for one build; a context manager. Results come in the order of the items.
+
+    The functions take an item and report(rows), must be importable, and are called with
+    `report=`; what they return does not depend on which process they ran in.
+    """
+
+    def __init__(self, num_workers: int | None, say: Callable[[str], None] | None):
+        """num_workers: processes; default: one per CPU that this process may use."""
+        self.num_workers = num_workers or len(os.sched_getaffinity(0))
+        self._say = say
+        self._executor: ProcessPoolExecutor | None = None
+        self._total = multiprocessing.get_context("spawn").Value("q", 0)
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, error, *_) -> None:
+        if self._executor is not None:
+            if error is not None:  # nobody wants what the workers are at, which may take long
+                for process in list(self._executor._processes.values()):
+                    process.terminate()
+            self._executor.shutdown(cancel_futures=True)
+
+    def grow(self, num_bytes: int) -> None:
+        """Starts the processes if that much data is worth it."""
+        if self.num_workers > 1 and num_bytes > SMALL_BYTES and self._executor is None:
+            self._executor = ProcessPoolExecutor(
+                self.num_workers,
+                multiprocessing.get_context("spawn"),
+                _start_worker,
+                (self._total, os.getpid()),
+            )
+
+    def map(
+        self, call: Callable[..., Any], items: Sequence[Any], stage: str = "", total: int = 0
+    ) -> list[Any]:
+        """[call(item, report=...) for item in items]; the first error stops the rest.
+
+        Args: stage, total: what progress says, and the rows in all; without them it says nothing.
+        Raises: DataError: a worker was killed, and whatever `call` raises.
+        """
+        meter = _Meter(stage, total, self._say)
+        if self._executor is None:
+            found = [call(item, report=meter.add) for item in items]
+        else:
+            self._total.value = 0
+            futures = [self._executor.submit(_run, call, item) for item in items]
+            found = self._gather(futures, meter)
+        meter.end()
+        return found
+
+    def _gather(self, futures: Sequence[Future], meter: "_Meter") -> list[Any]:
+        try:
+            left = set(futures)
+            while left:
+                done, left = wait(left, PROGRESS_EVERY_S / 5, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                meter.show(self._total.value)
+            return [future.result() for future in futures]
+        except BrokenProcessPool:
+            raise DataError(
+                f"num_workers={self.num_workers}: a worker process was killed, expected it to have "
+                "enough memory"
+            ) from None
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+class _Meter:
+    """Says how far a stage is, not too often."""
+
+    def __init__(self, stage: str, total: int, say: Callable[[str], None] | None):
+        self.stage, self.total = stage, total
+        self.say = say if stage else None
+        self.done, self.started = 0, time.monotonic()
+        self.said_at = self.started
+
+    def add(self, rows: int) -> None:
+        self.show(self.done + rows)
+
+    def show(self, done: int) -> None:
+        now = time.monotonic()
+        self.done = done
+        if self.say and done and now - self.said_at > PROGRESS_EVERY_S:
+            self.said_at = now
+            rate = done / (now - self.started)
+            self.say(
+                f"{self.stage} {done:,} of {self.total:,} rows, {rate:,.0f}/s, "
+                f"{max(self.total - done, 0) / rate:.0f} s left"
+            )
+
+    def end(self) -> None:
+        if self.say:
+            self.say(f"{self.stage} {self.total:,} of {self.total:,} rows")
+
+
+def _start_worker(total: Any, parent: int) -> None:
+    global _counter
+    _counter = total
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    import pyarrow as pa
+
+    pa.set_cpu_count(1)
+    _end_with_parent(parent)
+
+
+def _end_with_parent(parent: int) -> None:
+    """A worker whose parent was killed would wait for work forever."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _run(call: Callable[..., Any], item: Any) -> Any:
+    return call(item, report=_report)
+
+
+def _report(rows: int) -> None:
+    with _counter.get_lock():
+        _counter.value += rows

@@ -1,0 +1,298 @@
+"""Reading users' text: Parquet, JSONL (.gz), CSV (.gz), and saved `datasets` directories.
+
+A file is cut into parts where its format allows it, so that several processes can read it. Rows
+come in the order of the file as checked batches; complaints name the file, the row and the reason.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+
+from fedsim.data.building.columns import Columns, normalise
+from fedsim.errors import DataError
+
+READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
+PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
+CSV_BLOCKS = tuple(16 * 2**20 * 8**i for i in range(3))  # bytes; one row must fit
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
+SAVED = ("state.json", "dataset_dict.json")  # what datasets.save_to_disk leaves
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a file: row groups of Parquet, bytes of JSONL, rows of a saved data set."""
+
+    file: Path
+    start: int = 0
+    end: int | None = None
+    """Where it ends; None is the end of the file."""
+    first_row: int = 0
+    """Rows (lines of JSONL) of the file before it."""
+    split: str | None = None
+    """Which data set of a saved dictionary it is."""
+
+    @property
+    def kind(self) -> str:
+        """parquet, jsonl, csv, or saved."""
+        return "saved" if self.file.is_dir() else _suffix(self.file)
+
+
+def _suffix(file: Path) -> str:
+    return file.name.removesuffix(".gz").rpartition(".")[2]
+
+
+def cut(file: Path, columns: Columns, split: str | None = None) -> list[Part]:
+    """The parts of a file, in order: the same for the same file and columns.
+
+    Raises: DataError: it cannot be read, or lacks a column.
+    """
+    whole = Part(file, split=split)
+    with _complaints(whole):
+        if whole.kind == "parquet":
+            return _cut_parquet(file, columns)
+        if whole.kind == "saved":
+            table = _load_saved(file, split)
+            columns.check(table.column_names)
+            bounds = [*range(0, len(table), PART_ROWS), len(table)]
+            spans = zip(bounds[:-1], bounds[1:], strict=True)
+            return [Part(file, low, high, low, split) for low, high in spans]
+        if whole.kind == "jsonl" and file.suffix != ".gz":
+            return _cut_lines(file)
+    return [whole]
+
+
+def read(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The part's rows in order: (rows of the file before the batch, batch).
+
+    Batches have the columns user_id, text and perhaps order; see `columns.normalise`.
+    Raises: DataError: naming the file and what is wrong with it.
+    """
+    for first_row, batch in raw(part, columns):
+        with _complaints(part):
+            batch = normalise(batch, columns, first_row)
+        yield first_row, batch
+
+
+def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The same with the columns as they are in the file."""
+    readers = {
+        "parquet": _read_parquet,
+        "jsonl": _read_jsonl,
+        "csv": _read_csv,
+        "saved": _read_saved,
+    }
+    with _complaints(part):
+        for first_row, batch in readers[part.kind](part, columns):
+            for start, piece in _small(batch):
+                yield first_row + start, piece
+
+
+class _complaints:
+    """Turns what readers raise into one line that names the file."""
+
+    def __init__(self, part: Part):
+        self.part = part
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, DataError):
+            raise type(error)(f"{error} (in {self.part.file})") from None
+        expected = (pa.ArrowException, OSError, EOFError, ValueError, OverflowError)
+        if isinstance(error, expected):
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(
+                f"data={self.part.file}: expected a readable {self.part.kind} file ({reason})"
+            ) from error
+
+
+def _small(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """(start, piece) of batches that are large in bytes."""
+    rows = max(1, len(batch) * READ_BYTES // max(batch.nbytes, 1))
+    for start in range(0, len(batch), min(rows, READ_ROWS)):
+        yield start, batch.slice(start, min(rows, READ_ROWS))
+
+
+def _cut_parquet(file: Path, columns: Columns) -> list[Part]:
+    with pq.ParquetFile(file) as parquet:
+        columns.check(parquet.schema_arrow.names)
+        about = parquet.metadata
+        parts, start, rows, size, before = [], 0, 0, 0, 0
+        for group in range(about.num_row_groups):
+            rows += about.row_group(group).num_rows
+            size += about.row_group(group).total_byte_size
+            if rows >= PART_ROWS or size >= PART_BYTES or group == about.num_row_groups - 1:
+                parts.append(Part(file, start, group + 1, before))
+                start, before, rows, size = group + 1, before + rows, 0, 0
+    return parts or [Part(file, 0, 0)]
+
+
+def _read_parquet(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
+    with pq.ParquetFile(part.file) as parquet:
+        columns.check(parquet.schema_arrow.names)
+        groups = range(part.start, part.end or 0)
+        about = [parquet.metadata.row_group(group) for group in groups]
+        size = sum(group.total_byte_size for group in about)
+        rows = sum(group.num_rows for group in about)
+        fitting = max(1, min(READ_ROWS, READ_BYTES * rows // max(size, 1)))
+        row = part.first_row
+        for batch in parquet.iter_batches(fitting, row_groups=list(groups), columns=columns.names):
+            yield row, batch
+            row += len(batch)
+
+
+def _load_saved(directory: Path, split: str | None) -> Any:
+    from datasets import DatasetDict, load_from_disk
+
+    found = load_from_disk(str(directory))
+    if isinstance(found, DatasetDict):
+        split = split or ("train" if "train" in found else None)
+        if split not in found:
+            raise DataError(f"split={split}: expected one of {', '.join(map(str, found))}")
+        return found[split]
+    return found
+
+
+def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
+    table = _load_saved(part.file, part.split)
+    columns.check(table.column_names)
+    table = table.select_columns(columns.names).with_format("arrow")
+    end = len(table) if part.end is None else part.end
+    for row in range(part.start, end, READ_ROWS):
+        for batch in table[row : min(row + READ_ROWS, end)].combine_chunks().to_batches():
+            yield row, batch
+            row += len(batch)
+
+
+def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """User ids and texts are read as they are written: 007 is not 7."""
+    parse_options = pa_csv.ParseOptions(newlines_in_values=True)
+    done = 0
+    for block_size in CSV_BLOCKS:  # a row longer than a block needs a larger one
+        read_options = pa_csv.ReadOptions(block_size=block_size)
+        try:
+            with pa_csv.open_csv(_open_stream(part.file), read_options, parse_options) as guess:
+                columns.check(guess.schema.names)
+                for name in columns.owner:
+                    if pa.types.is_floating(guess.schema.field(name).type):
+                        raise DataError(
+                            f"{columns.blamed}: expected strings or integers, got floats"
+                        )
+            as_written = {name: pa.string() for name in (*columns.owner, *columns.text)}
+            convert = pa_csv.ConvertOptions(include_columns=columns.names, column_types=as_written)
+            stream = _open_stream(part.file)
+            with pa_csv.open_csv(stream, read_options, parse_options, convert) as reader:
+                row = 0
+                for batch in reader:
+                    skipped = min(max(done - row, 0), len(batch))
+                    row += len(batch)
+                    if skipped < len(batch):
+                        yield row - len(batch) + skipped, batch.slice(skipped)
+                        done = row
+            return
+        except pa.ArrowInvalid as error:
+            if "straddling" not in str(error) or block_size == CSV_BLOCKS[-1]:
+                raise
+
+
+def _open_stream(file: Path) -> pa.NativeFile:
+    return pa.input_stream(str(file), compression="gzip" if file.suffix == ".gz" else None)
+
+
+def _cut_lines(file: Path) -> list[Part]:
+    """Parts that end at line ends, and how many lines come before each."""
+    parts, start, lines, size = [], 0, 0, file.stat().st_size
+    with file.open("rb") as stream:
+        while start < size:
+            stream.seek(min(start + PART_BYTES, size))
+            stream.readline()
+            end = stream.tell() if stream.tell() < size else size
+            parts.append(Part(file, start, end, lines))
+            stream.seek(start)
+            lines += sum(block.count(b"\n") for block in _blocks(stream, end - start))
+            start = end
+    return parts or [Part(file)]
+
+
+def _blocks(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    while size and (block := stream.read(min(size, 2**24))):
+        size -= len(block)
+        yield block
+
+
+def _read_jsonl(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """One object a line, through json itself: Arrow's reader would take some texts for dates."""
+    opener = gzip.open if part.file.suffix == ".gz" else open
+    with opener(part.file, "rb") as stream:
+        stream.seek(part.start)
+        row, checked = part.first_row, part.start > 0
+        records = _json_objects(_lines(stream, part), row)
+        while rows := _some(records):
+            if not checked:
+                columns.check(list(dict.fromkeys(key for record in rows for key in record)))
+                checked = True
+            yield (
+                row,
+                pa.RecordBatch.from_pydict(
+                    {
+                        name: _json_column([record.get(name) for record in rows], name, row)
+                        for name in columns.names
+                    }
+                ),
+            )
+            row += len(rows)
+
+
+def _some(records: Iterator[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The next records, until they are many or large."""
+    rows, size = [], 0
+    for length, record in records:
+        rows.append(record)
+        size += length
+        if size >= READ_BYTES or len(rows) == READ_ROWS:
+            break
+    return rows
+
+
+def _lines(stream: Any, part: Part) -> Iterator[bytes]:
+    left = -1 if part.end is None else part.end - part.start
+    while left and (line := stream.readline()):
+        left -= len(line) if left > 0 else 0
+        yield line
+
+
+def _json_objects(lines: Iterator[bytes], before: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(bytes of the line, object) of each line that is not blank."""
+    for number, line in enumerate(lines, before + 1):
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number}: expected an object, got {type(row).__name__}")
+        yield len(line), row
+
+
+def _json_column(values: list[Any], name: str, first_row: int) -> pa.Array:
+    """Numbers and strings mixed in one column become strings, except floats."""
+    kinds = {type(value) for value in values} - {type(None)}
+    if kinds == {int, str}:
+        values = [None if value is None else str(value) for value in values]
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, UnicodeEncodeError, OverflowError) as error:
+        rare = min(kinds, key=lambda kind: sum(type(value) is kind for value in values))
+        row = next(i for i, value in enumerate(values) if type(value) is rare)
+        raise ValueError(
+            f"line {first_row + row + 1}, {name}: {' '.join(str(error).split())}"
+        ) from None

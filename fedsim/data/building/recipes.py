@@ -1,0 +1,121 @@
+"""The paper's preparations by name (Charles et al. 2024, Appendix D): sources and build options.
+
+A recipe is a set of defaults for `build`: its own source is on the Hub, any other source with the
+same kind of columns can stand in, and every option can be set otherwise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from fedsim.data.building.screen import Screen
+from fedsim.errors import DataError
+
+SEQUENCE = {"max_length": 128, "long_texts": "cut"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one data set is prepared."""
+
+    about: str
+    source: str
+    """Where the data are, unless told otherwise."""
+    options: Mapping[str, Any]
+    """Options of `build`."""
+    paper: Mapping[str, Any]
+    """What the paper reports of it."""
+
+
+STACK_OVERFLOW = Recipe(
+    about="train and test split at 2018-01-01 UTC; validation by users held out at all times",
+    source="hf:mikex86/stackoverflow-posts",
+    options=MappingProxyType(
+        {
+            "user_column": "OwnerUserId",
+            "text_column": "Body",
+            "order_column": "CreationDate",
+            "test_from": "2018-01-01",
+            "eval_users": 0.1,
+            "eval_examples": False,
+            "unowned": "drop",  # posts of deleted accounts
+            **SEQUENCE,
+        }
+    ),
+    paper=MappingProxyType(
+        {
+            "train": {"examples": 135_818_730, "users": 342_477, "sizes": (1, 183, 194_200)},
+            # median and largest stand the other way round in the paper's table
+            "test": {"examples": 16_600_000, "users": 204_100, "sizes": (1, 29, 43_200)},
+        }
+    ),
+)
+
+CC_NEWS = Recipe(
+    about="users are domains with two examples or more; the first tenth of each, at most 32, tests",
+    source="hf:vblagoje/cc_news",
+    options=MappingProxyType(
+        {
+            "url_column": "url",
+            "text_column": "text",
+            "eval_users": 0.0,
+            "eval_examples": True,
+            "min_examples": 2,
+            "unowned": "drop",
+            **SEQUENCE,
+        }
+    ),
+    paper=MappingProxyType(
+        {
+            "train": {"examples": 661_600, "users": 7_400, "sizes": (1, 16, 24_400)},
+            "eval_examples": {"examples": 45_300, "users": 7_400, "sizes": (1, 2, 32)},
+        }
+    ),
+)
+
+C4 = Recipe(
+    about="C4--: pre-training text without near duplicates and URLs of the fine-tuning data",
+    source="hf:allenai/c4:en",
+    options=MappingProxyType(
+        {
+            "url_column": "url",
+            "text_column": "text",
+            "eval_users": 0.001,
+            "eval_examples": False,
+            "unowned": "drop",
+            "screen": Screen(
+                against=(f"{STACK_OVERFLOW.source}#Body", CC_NEWS.source),
+                screen_url_column="url",
+                without_domains=("stackoverflow.com",),
+            ),
+            **SEQUENCE,
+        }
+    ),
+    paper=MappingProxyType(
+        {
+            "examples": 364_600_000,
+            "deduplicated": 345_600_000,
+            "deduplicated_and_url_filtered": 325_900_000,
+        }
+    ),
+)
+
+RECIPES = {"stack-overflow": STACK_OVERFLOW, "cc-news": CC_NEWS, "c4": C4}
+
+
+def options_of(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for `build`: the recipe's, with those that are given instead.
+
+    A user column that is given takes the place of a recipe's URL column. Of a recipe's screen the
+    fields that are given are replaced.
+    Raises: DataError: there is no such recipe.
+    """
+    if name is None:
+        return dict(given)
+    if name not in RECIPES:
+        raise DataError(f"recipe={name}: expected one of {', '.join(RECIPES)}")
+    options = {**RECIPES[name].options, **given}
+    if "user_column" in given and "url_column" not in given:
+        options.pop("url_column", None)
+    return options

@@ -1,0 +1,199 @@
+"""Pre-training text without the fine-tuning text: what made C4-- of C4 (Charles et al. 2024).
+
+Near duplicates of other sources' texts are left out first, then rows of given domains and rows
+whose URL another source has. Works part by part, before a build looks at what is left.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fedsim.data.building import hub
+from fedsim.data.building.columns import Columns, is_blank, is_token_list, normalise, plain
+from fedsim.data.building.domains import normal_url, registrable_domain
+from fedsim.data.building.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index
+from fedsim.data.building.processes import Pool
+from fedsim.data.building.readers import Part, raw
+from fedsim.data.building.sources import examine, find_files
+from fedsim.errors import DataError, MissingColumn
+from fedsim.files import write_json
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What is left out of a source."""
+
+    against: tuple[str, ...] = ()
+    """Sources whose texts' near duplicates go, and whose URLs. A source whose text is in another
+    column than the screened one's is written SOURCE#COLUMN."""
+    screen_url_column: str | None = None
+    """The column with a row's URL, in the source and in `against` (where it may be missing)."""
+    without_domains: tuple[str, ...] = ()
+    """Registrable domains whose rows go."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left out."""
+        return not (self.against or self.without_domains)
+
+    def check(self) -> None:
+        """Raises: DataError: domains are given, but no column with URLs."""
+        if self.without_domains and self.screen_url_column is None:
+            shown = ",".join(self.without_domains)
+            raise DataError(f"without_domains={shown}: expected a screen_url_column")
+
+
+@dataclass(frozen=True)
+class Against:
+    """One source that is screened against, at hand."""
+
+    files: tuple[Path, ...]
+    columns: Columns
+
+
+def collect(screen: Screen, columns: Columns, directory: Path, pool: Pool) -> list[Against]:
+    """The files of the sources in `screen.against`; those of the Hub are fetched.
+
+    Raises: DataError: one is not there.
+    """
+    found = []
+    for number, named in enumerate(screen.against):
+        source, _, column = named.partition("#")
+        text = (column,) if column else columns.text
+        wanted = Columns(user=text[:1], text=text)  # whose the texts are does not matter here
+        if not source.startswith(hub.PREFIX):
+            found.append(Against(tuple(find_files(source)), wanted))
+            continue
+        pinned = hub.HubSource.parse(source, None, None).pinned()
+        there = directory / f"against-{number}"
+        url = (screen.screen_url_column,) if screen.screen_url_column else ()
+        try:
+            files = hub.fetch(pinned, replace(wanted, extra=url), there, pool)
+        except MissingColumn:
+            files = hub.fetch(pinned, wanted, there, pool)
+        found.append(Against(tuple(files), wanted))
+    return found
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the other sources hold."""
+
+    texts: NearDuplicates | None
+    urls: frozenset[str]
+    domains: frozenset[str]
+
+
+def screen_parts(
+    parts: Sequence[Part],
+    columns: Columns,
+    screen: Screen,
+    against: Sequence[Against],
+    directory: Path,
+    pool: Pool,
+) -> tuple[list[Path], dict[str, int]]:
+    """Writes the rows that stay, as a Parquet file for each part, and counts what stays.
+
+    Returns: the files, and the counts of the paper's Table 2: examples, deduplicated,
+      deduplicated_and_url_filtered.
+    Raises: DataError: a source cannot be read, or lacks a column.
+    """
+    directory.mkdir(exist_ok=True)
+    known = _read_known(screen, against, directory, pool)
+    call = partial(_screen_part, columns=columns, screen=screen, known=known, directory=directory)
+    counts = np.array(pool.map(call, list(enumerate(parts)))).reshape(-1, 3).sum(axis=0).tolist()
+    names = ("examples", "deduplicated", "deduplicated_and_url_filtered")
+    files = [directory / f"{number:06d}.parquet" for number in range(len(parts))]
+    return files, dict(zip(names, counts, strict=True))
+
+
+def _read_known(screen: Screen, against: Sequence[Against], directory: Path, pool: Pool) -> _Known:
+    pieces, urls = [], set()
+    for source in against:
+        parts = examine(source.files, source.columns, pool, None).parts
+        pieces += [(part, source.columns) for part in parts]
+        if screen.screen_url_column is not None:
+            only_url = Columns(user=(screen.screen_url_column,), text=())
+            for part in parts:
+                urls.update(_urls_of(part, only_url))
+    domains = frozenset(domain.lower() for domain in screen.without_domains)
+    texts = build_index(pieces, directory / "index", pool) if pieces else None
+    return _Known(texts, frozenset(urls), domains)
+
+
+def _urls_of(part: Part, only_url: Columns) -> Iterable[str]:
+    try:
+        for _, batch in raw(part, only_url):
+            urls = map(normal_url, plain(batch[only_url.user[0]]).to_pylist())
+            yield from (url for url in urls if url)
+    except MissingColumn:
+        return
+
+
+def _screen_part(
+    item: tuple[int, Part],
+    *,
+    columns: Columns,
+    screen: Screen,
+    known: _Known,
+    directory: Path,
+    report: Callable[[int], None],
+) -> tuple[int, ...]:
+    """(rows, not near duplicates, of them not of a known URL or domain) of one part."""
+    number, part = item
+    file, record = directory / f"{number:06d}.parquet", directory / f"{number:06d}.json"
+    if record.exists():
+        return tuple(json.loads(record.read_text())["counts"])
+    url = screen.screen_url_column
+    wanted = replace(columns, extra=(url,) if url else ())
+    counts, writer = np.zeros(3, np.int64), None
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    for first_row, batch in raw(part, wanted):
+        for start in range(0, len(batch), TEXTS_AT_ONCE):
+            piece = batch.slice(start, TEXTS_AT_ONCE)
+            new = ~_duplicates(piece, wanted, first_row + start, known.texts)
+            stays = new & ~_known_urls(piece, url, known)
+            counts += len(piece), new.sum(), stays.sum()
+            kept = pa.Table.from_batches([piece.filter(pa.array(stays))])
+            writer = writer or pq.ParquetWriter(temporary, kept.schema, compression="zstd")
+            writer.write_table(kept.cast(writer.schema))
+            report(len(piece))
+    if writer is None:
+        nothing = pa.table({name: pa.nulls(0, pa.string()) for name in wanted.names})
+        pq.write_table(nothing, temporary)
+    else:
+        writer.close()
+    os.replace(temporary, file)
+    write_json(record, {"counts": counts.tolist()})
+    return tuple(counts.tolist())
+
+
+def _duplicates(
+    batch: pa.RecordBatch, columns: Columns, first_row: int, known: NearDuplicates | None
+) -> np.ndarray:
+    found = np.zeros(len(batch), bool)
+    if known is None:
+        return found
+    texts = normalise(batch, replace(columns, order=None), first_row)["text"]
+    if is_token_list(texts.type):
+        raise DataError(f"text_column={columns.text[0]}: expected text to compare, got token ids")
+    rows = np.flatnonzero(~is_blank(texts))
+    found[rows] = known.found_in(texts.take(pa.array(rows)).to_pylist())
+    return found
+
+
+def _known_urls(batch: pa.RecordBatch, column: str | None, known: _Known) -> np.ndarray:
+    found = np.zeros(len(batch), bool)
+    if column is not None:
+        for row, url in enumerate(plain(batch[column]).to_pylist()):
+            if url:
+                domain = registrable_domain(url) if known.domains else None
+                found[row] = domain in known.domains or normal_url(url) in known.urls
+    return found

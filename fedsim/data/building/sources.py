@@ -1,0 +1,132 @@
+"""What data is made of: files and globs, saved `datasets` directories, what the Hub sends.
+
+The sources are found, identified by their bytes, cut into parts, and every user id is looked at
+before an hour is spent on tokenising: a row without a user is an error, for a row nobody owns is
+protected by nothing.
+"""
+
+import glob
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsim.data.building.columns import Columns, is_blank
+from fedsim.data.building.processes import Pool
+from fedsim.data.building.readers import SAVED, SUFFIXES, Part, cut, read
+from fedsim.data.shards import fingerprint
+from fedsim.errors import DataError
+
+SHOWN_ROWS = 5
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Parts to read, in order, and what their files are."""
+
+    parts: tuple[Part, ...]
+    files: tuple[dict[str, Any], ...]
+    """name, bytes and sha256 of each."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk."""
+        return sum(file["bytes"] for file in self.files)
+
+
+def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
+    """The files that `sources` (paths or globs) name, in the order given, a glob's sorted.
+
+    A directory that `datasets.save_to_disk` wrote counts as one file.
+    Raises: DataError: nothing is there, or a file's extension is unknown.
+    """
+    sources = [sources] if isinstance(sources, str | Path) else sources
+    files: dict[Path, None] = {}
+    for source in sources:
+        here = Path(source)
+        found = [here] if here.exists() else map(Path, sorted(glob.glob(str(source))))
+        found = [file for file in found if file.is_file() or is_saved(file)]
+        if not found:
+            raise DataError(f"data={source}: expected a file or glob that exists")
+        files.update(dict.fromkeys(found))
+    for file in files:
+        if not is_saved(file) and not file.name.endswith(SUFFIXES):
+            raise DataError(f"data={file}: expected a file ending in {', '.join(SUFFIXES)}")
+    if not files:
+        raise DataError("data=[]: expected at least one file")
+    return list(files)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `datasets.save_to_disk` wrote this directory."""
+    return path.is_dir() and any((path / name).is_file() for name in SAVED)
+
+
+def examine(files: Sequence[Path], columns: Columns, pool: Pool, split: str | None) -> Sources:
+    """Identifies the files and cuts them into parts.
+
+    Raises: DataError: a file cannot be read, or lacks a column.
+    """
+    found = pool.map(partial(_examine, columns=columns, split=split), list(files))
+    parts = tuple(part for parts, _ in found for part in parts)
+    return Sources(parts, tuple(about for _, about in found))
+
+
+def _examine(
+    file: Path, *, columns: Columns, split: str | None, report: Callable[[int], None]
+) -> tuple[list[Part], dict[str, Any]]:
+    return cut(file, columns, split), identify(file)
+
+
+def identify(file: Path) -> dict[str, Any]:
+    """Name, bytes and sha256 of a file, or of all files of a directory."""
+    inside = sorted(p for p in file.rglob("*") if p.is_file()) if file.is_dir() else [file]
+    size = sum(path.stat().st_size for path in inside)
+    return {"name": file.name, "bytes": size, "sha256": fingerprint(inside)}
+
+
+def survey(parts: Sequence[Part], columns: Columns, pool: Pool, allow_unowned: bool = False) -> int:
+    """Looks at every user id. Returns the number of rows.
+
+    Raises: DataError: a file cannot be read, has null, empty or float user ids; it has no rows.
+    """
+    found = pool.map(partial(_survey, columns=columns), parts)
+    bad: dict[Path, list[int]] = {}
+    counts: dict[Path, int] = {}
+    for part, (_, number, rows) in zip(parts, found, strict=True):
+        if number and not allow_unowned:
+            counts[part.file] = counts.get(part.file, 0) + number
+            bad.setdefault(part.file, []).extend(rows)
+    for file, rows in bad.items():
+        shown = ", ".join(map(str, rows[:SHOWN_ROWS]))
+        shown += ", ..." if counts[file] > SHOWN_ROWS else ""
+        raise DataError(
+            f"{columns.blamed}: {counts[file]} null or empty user ids in {file} "
+            f"(rows {shown}); expected a user for every row"
+        )
+    total = sum(rows for rows, *_ in found)
+    if not total:
+        raise DataError(
+            f"data={parts[0].file if parts else ''}: expected at least one row, got an empty "
+            "data set"
+        )
+    return total
+
+
+def _survey(
+    part: Part, *, columns: Columns, report: Callable[[int], None]
+) -> tuple[int, int, list[int]]:
+    """Rows of a part, how many have no user, and the first such rows, counted from 1."""
+    if part.kind in ("parquet", "saved"):  # elsewhere all columns are parsed anyway
+        columns = replace(columns, text=(), order=None)
+    rows, bad, first = 0, 0, []
+    for before, batch in read(part, columns):
+        where = np.flatnonzero(is_blank(batch["user_id"]))
+        bad += len(where)
+        first += [before + i + 1 for i in where[: SHOWN_ROWS - len(first)].tolist()]
+        rows += len(batch)
+        report(len(batch))
+    return rows, bad, first

@@ -1,0 +1,73 @@
+"""The clipping strategy of a run: the one that was asked for, or the fastest of a few by trial."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedsim.clipping import Clip, Strategy
+from fedsim.clipping.strategy import candidates, choose
+from fedsim.engine.engine import Engine, Trial
+from fedsim.errors import ConfigError
+from fedsim.files import write_json
+
+AUTO = "auto"
+TRIAL_UNITS = 32
+
+
+def choose_strategy(
+    engine: Engine, params: Any, rows: np.ndarray, clip: Clip, wanted: str, cache: Path
+) -> tuple[Strategy, str]:
+    """The strategy for units like `rows`, and a line that says why.
+
+    The choice is part of a result's bits and a timer makes it, so it is remembered: runs alike on
+    the same machine make the same one.
+    Args:
+      rows: [units, group], as a step draws them; a few of them are tried.
+      wanted: "auto", or a strategy.
+      cache: the directory where choices are remembered.
+    Raises: ConfigError: the strategy that is wanted cannot be used.
+    """
+    rows = rows[(rows >= 0).any(axis=1)][:TRIAL_UNITS]
+    group = rows.shape[1]
+    if wanted != AUTO:
+        strategy = Strategy.parse(wanted)
+        if strategy.name == "scan" or not len(rows):
+            return strategy, "as asked for"
+        trial = engine.try_strategies(params, rows, clip, [Strategy(), strategy])[-1]
+        if trial.fault is not None:
+            raise ConfigError(f"strategy={wanted}: expected another one: {trial.fault}")
+        return strategy, "as asked for"
+    if not len(rows):
+        return Strategy("scan", min(group, 8)), "nothing to try others on"
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    machine = engine.machine(params)
+    tried = candidates(group, count, on_cpu=", cpu," in machine)
+    file = cache / f"{_digest(machine, params, group, tried)}.json"
+    try:
+        known = Strategy.parse(str(json.loads(file.read_text())["strategy"]))
+        return known, "as on this machine before"
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        pass
+    trials = engine.try_strategies(params, rows, clip, tried)
+    strategy = choose([(t.strategy, None if t.fault else t.seconds) for t in trials])
+    why = "; ".join(map(_describe, trials))
+    cache.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"strategy": str(strategy), "trials": why})
+    return strategy, why
+
+
+def _describe(trial: Trial) -> str:
+    result = trial.fault or f"{trial.seconds * 1e3:.3g} ms, {trial.memory / 2**20:.0f} MiB"
+    return f"{trial.strategy} {result}"
+
+
+def _digest(machine: str, params: Any, group: int, tried: Sequence[Strategy]) -> str:
+    """Names what times depend on: the machine, the model, the shapes, the programs."""
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), params)
+    facts = [machine, str(shapes), group, list(map(str, tried)), jax.__version__]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

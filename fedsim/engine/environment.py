@@ -1,0 +1,48 @@
+"""What a process computes with, so that driver, workers and later runs can be compared."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import jax
+from jax._src import xla_bridge
+
+from fedsim.config import EngineConfig
+from fedsim.engine.resources import driver_environment
+
+PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "ray", "dp-accounting")
+
+
+def set_threads(config: EngineConfig) -> bool:
+    """Give this process the threads and the devices that a run's driver has, if it still can.
+
+    JAX reads them when it starts to compute, so a process that has computed before keeps what it
+    has. `Worker.host` says with how many threads a run was computed.
+    Returns: whether they are what is asked for.
+    """
+    variables = driver_environment(config.threads_per_worker)
+    if config.kind == "local":  # this process computes, on whatever there is
+        del variables["JAX_PLATFORMS"]
+    if xla_bridge.backends_are_initialized():
+        return all(os.environ.get(name) == value for name, value in variables.items())
+    os.environ.update(variables)
+    if "JAX_PLATFORMS" in variables:  # JAX has read the variable when it was imported
+        jax.config.update("jax_platforms", variables["JAX_PLATFORMS"])
+    return True
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages on which the bits of a run depend, as they are in this process."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def difference(driver: dict[str, str], worker: dict[str, str]) -> str:
+    """How the two differ, for people; empty if they do not."""
+    names = [name for name in driver if driver[name] != worker.get(name)]
+    return ", ".join(f"{name} {worker.get(name)} instead of {driver[name]}" for name in names)

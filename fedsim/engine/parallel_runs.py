@@ -1,0 +1,120 @@
+"""Independent jobs side by side: as many at a time as the cluster has room for, and no more.
+
+A job runs in a process with the CPU threads and accelerators of a worker, which Ray reserves, so
+nothing is oversubscribed. A job whose process is lost is started again; what it had finished is for
+the job to remember.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from fedsim.engine.actors import cause
+from fedsim.engine.cluster import Cluster
+from fedsim.engine.engine import EngineError
+from fedsim.engine.resources import Placement, actor_options, place_workers
+from fedsim.engine.worker import keep_compiled
+from fedsim.errors import FedsimError
+
+ATTEMPTS = 3  # at a job whose process is lost again and again
+
+Function = Callable[[Any], Any]
+
+
+class Runner:
+    """A process that runs one job after another; they share what it has compiled and imported."""
+
+    def __init__(self, cache_dir: Path | None):
+        """Args: cache_dir: where compiled programs are kept for other processes and runs."""
+        if cache_dir is not None:
+            keep_compiled(cache_dir)
+
+    def run(self, function: Function, job: Any) -> Any:
+        """function(job)."""
+        return function(job)
+
+
+class ParallelRuns:
+    """Processes on the cluster that RAY_ADDRESS names, or on a private one on this machine.
+
+    Attributes: placement: how many processes there are, and what each has.
+    """
+
+    def __init__(
+        self,
+        *,
+        at_once: int | None = None,
+        threads: int = 1,
+        devices: int | None = None,
+        accelerator: str = "auto",
+        cache_dir: Path | None = None,
+    ):
+        """
+        Args:
+          at_once: most jobs at a time; None: as many as there is room for.
+          threads, devices, accelerator: of a job; as for a run's workers.
+        Raises: ConfigError: the cluster cannot be reached.
+        """
+        self._cluster = Cluster(len(os.sched_getaffinity(0)))
+        found = place_workers(None, threads, self._cluster.nodes(), devices, accelerator)
+        number = min(found.num_workers, at_once or found.num_workers)
+        self.placement: Placement = dataclasses.replace(found, num_workers=number)
+        self._cache_dir = cache_dir
+        self._runners: list[Any] = []
+
+    def run(self, function: Function, jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """(index of a job, what came of it) as jobs end: function(job), or a FedsimError.
+
+        Args: function: importable where the jobs run.
+        """
+        waiting = list(enumerate(jobs))[::-1]
+        attempts = [0] * len(jobs)
+        number = min(self.placement.num_workers, len(jobs))
+        idle = [self._start() for _ in range(number)]
+        busy: dict[Any, tuple[int, Any]] = {}
+        while waiting or busy:
+            while waiting and idle:
+                index, job = waiting.pop()
+                runner = idle.pop()
+                attempts[index] += 1
+                busy[runner.run.remote(function, job)] = index, runner
+            ref = ray.wait(list(busy), num_returns=1)[0][0]
+            index, runner = busy.pop(ref)
+            try:
+                result = ray.get(ref)
+            except RayTaskError as error:
+                result = _failure(error)
+            except RayError as error:
+                ray.kill(runner)
+                runner = self._start()
+                if attempts[index] < ATTEMPTS:
+                    waiting.append((index, jobs[index]))
+                    idle.append(runner)
+                    continue
+                result = EngineError(f"its process was lost {ATTEMPTS} times: {cause(error)}")
+            idle.append(runner)
+            yield index, result
+
+    def _start(self) -> Any:
+        options = actor_options(self.placement) | {"max_restarts": 0}
+        runner = ray.remote(Runner).options(**options).remote(self._cache_dir)
+        self._runners.append(runner)
+        return runner
+
+    def close(self) -> None:
+        """End the processes, and the cluster if it is a private one."""
+        for runner in self._runners:
+            ray.kill(runner)
+        self._cluster.close()
+
+
+def _failure(error: RayTaskError) -> FedsimError:
+    inner = error.cause
+    if isinstance(inner, FedsimError):
+        return FedsimError(str(inner))
+    return EngineError(cause(error), details=str(error))

@@ -1,0 +1,317 @@
+"""The engine on Ray: long-lived actors, one per accelerator or group of CPU threads.
+
+The driver puts the parameters into the object store once per version and hands lanes to whoever is
+free. A lane lost with its worker is computed again, never dropped; a lane that is lost again and
+again ends the run. Sums are added in lane order while later lanes still run, and no worker runs
+further ahead than the driver can hold.
+"""
+
+import dataclasses
+import heapq
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectLostError,
+    RayError,
+    RayTaskError,
+)
+
+from fedsim.engine.actors import MAX_LOSSES, START_S, Actors, Shared, cause, failure
+from fedsim.engine.engine import Engine, EngineError, ignore
+from fedsim.engine.health import Health, Patience, State
+from fedsim.engine.mesh import MeshWorker
+from fedsim.engine.monitor import Monitor
+from fedsim.engine.resources import store_bytes
+from fedsim.engine.task import Task
+from fedsim.engine.worker import Worker
+
+PAUSE_S = 0.2  # between two questions to a worker that cannot be reached
+PULL_S = 60.0  # for a sum to come from another node
+RECRUIT_S = 10.0  # between two looks at whether the cluster has room for more workers
+AHEAD = 2  # lanes per worker that may be done or under way before the driver has added them
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """A method over lanes, as far as it has come."""
+
+    method: str
+    version: int
+    shared: Any  # parameters in the object store
+    lanes: Sequence[np.ndarray]
+    args: tuple
+    todo: list[int]  # a heap: lost lanes go first
+    losses: Counter = dataclasses.field(default_factory=Counter)
+    answers: dict[int, Any] = dataclasses.field(default_factory=dict)
+    upto: int = 0  # lanes whose answers were taken
+
+    @property
+    def returns_sum(self) -> bool:
+        """Its answers are as large as the parameters: they come apart from their statistics."""
+        return self.method == "lane_sum"
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A lane on its way, or a probe of a worker (no call)."""
+
+    worker: int
+    call: _Call | None = None
+    lane: int = 0
+    large: Any = None
+
+
+class RayEngine(Engine):
+    """Computes on a pool of Ray actors.
+
+    State outlives a call: a worker frozen in one step is still out in the next, until a probe of it
+    answers. One that does not come back is given up, and another takes its place where there is
+    room. Where the user named no number of workers, nodes that join get workers, too.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        num_lanes: int,
+        note: Callable[[str], None] = ignore,
+        patience: Patience | None = None,
+        **actors: Any,
+    ):
+        """Args: actors: see `Actors`."""
+        super().__init__(num_lanes, note)
+        self._actors = Actors(task, **actors)
+        self._monitor = Monitor()
+        self.num_workers = self._actors.placement.num_workers
+        self._health = Health(patience)
+        self._workers: dict[int, Any] = {}
+        self._flights: dict[Any, _Flight] = {}
+        self._probe_at: dict[int, float] = {}
+        self._calls: list[_Call] = []
+        self._shared = Shared()
+        self._names = itertools.count()
+        self._started, self._recruit_at = False, 0.0
+        self._looked_at, self._busy_s = time.monotonic(), 0.0
+        for _ in range(self.num_workers):
+            self._hire()
+
+    def ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while (up := self._health.count(State.HEALTHY, State.BUSY)) < self.num_workers:
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"{up} of {self.num_workers} workers started within {START_S:.0f} s; "
+                    f"free in the cluster: {_free()}"
+                )
+            self._collect()
+        self._started = True
+
+    def describe(self) -> str:
+        return self._actors.placement.describe()
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            ray.kill(worker)
+        self._flights.clear()
+        self._shared.drop()
+        self._actors.close()
+
+    def read_ahead(self, rows):
+        # Lanes go to idle workers in this order again: each reads what it will probably compute.
+        for worker, lane in zip(self._health.idle(), self.cut(rows), strict=False):
+            self._workers[worker].read_ahead.remote("train", lane)
+
+    def publish(self, step, values):
+        self._monitor.publish({"step": step, **values})
+
+    def measurements(self) -> dict[str, float]:
+        now, busy = time.monotonic(), self._health.busy_s
+        share = (busy - self._busy_s) / max(1e-9, (now - self._looked_at) * self.num_workers)
+        self._looked_at, self._busy_s = now, busy
+        return {
+            **super().measurements(),
+            "performance/worker_restarts": self._health.restarts,
+            "performance/workers": self._health.count(State.HEALTHY, State.BUSY),
+            "performance/busy_share": min(1.0, share),
+        }
+
+    def _lanes(self, method, params, lanes, *args):
+        return self._answers(self._call(method, params, lanes, args))
+
+    def _begin(self, method, params, lanes, *args):
+        call = self._call(method, params, lanes, args)
+        self._dispatch()
+        return self._answers(call)
+
+    def _call(self, method: str, params: Any, lanes: Sequence[np.ndarray], args: tuple) -> _Call:
+        if self._shared.put(params) and self._shared.version == 1:
+            self._check_store(self._shared.num_bytes)
+        todo = list(range(len(lanes)))
+        call = _Call(method, self._shared.version, self._shared.ref, lanes, args, todo)
+        self._calls.append(call)
+        return call
+
+    def _answers(self, call: _Call) -> Iterator[Any]:
+        """Answers in lane order, as soon as they are there."""
+        try:
+            while call.upto < len(call.lanes):
+                self._dispatch(call)
+                if call.upto not in call.answers:
+                    self._collect()
+                    continue
+                answer = call.answers.pop(call.upto)
+                call.upto += 1
+                self._dispatch(call)  # workers go on while the caller adds
+                yield answer
+        finally:
+            self._calls.remove(call)
+
+    def _check_store(self, param_bytes: int) -> None:
+        """Say where the object store is so small that Ray will go by way of the disk."""
+        have, need = self._actors.store_bytes(), store_bytes(param_bytes, AHEAD * self.num_workers)
+        if have < need:
+            self.note(
+                f"the object store has {have / 1e6:,.0f} MB of a node, and {need / 1e6:,.0f} MB "
+                "would keep all sums in memory: slower, for Ray spills to disk"
+            )
+
+    def _dispatch(self, first: _Call | None = None) -> None:
+        """Give idle workers lanes: of the call that is waited for, then of the others."""
+        calls = self._calls if first is None else [first, *self._calls]
+        for call in calls:
+            for worker in self._health.idle():
+                window = AHEAD * max(1, self._health.alive) if call.returns_sum else np.inf
+                if not call.todo or call.todo[0] >= call.upto + window:
+                    break
+                self._send(worker, call, heapq.heappop(call.todo))
+
+    def _send(self, worker: int, call: _Call, lane: int) -> None:
+        method = getattr(self._workers[worker], call.method)
+        arguments = (call.version, call.shared, call.lanes[lane], *call.args)
+        if call.returns_sum:  # wait for the statistics; fetch the sum once
+            large, ref = method.options(num_returns=2).remote(*arguments)
+        else:
+            large, ref = None, method.remote(*arguments)
+        self._flights[ref] = _Flight(worker, call, lane, large)
+        self._health.start(worker, call.method, time.monotonic(), call.losses[lane])
+
+    def _collect(self) -> None:
+        """Wait a moment for an answer; deal with what came, and with what did not."""
+        now = time.monotonic()
+        for worker in self._health.overdue(now):
+            ray.kill(self._workers[worker], no_restart=False)
+            self._lost(self._land(worker))
+        for worker in self._health.given_up(now):
+            self._give_up(worker, f"it did not answer within {self._health.patience.back:.0f} s")
+        self._probe(now)
+        self._recruit(now)
+        if not self._flights:
+            time.sleep(PAUSE_S)
+            return
+        timeout = PAUSE_S if self._probe_at else 1.0
+        for ref in ray.wait(list(self._flights), num_returns=1, timeout=timeout)[0]:
+            self._answered(ref, self._flights.pop(ref))
+
+    def _answered(self, ref: Any, flight: _Flight) -> None:
+        try:
+            answer = ray.get(ref, timeout=PULL_S)
+            if flight.large is not None:
+                answer = (ray.get(flight.large, timeout=PULL_S), answer)
+        except (ActorUnavailableError, ObjectLostError, GetTimeoutError):
+            self._lost(flight)
+        except RayTaskError as error:
+            if isinstance(error.cause, RayError):  # its arguments did not reach it
+                self._lost(flight)
+            else:
+                raise failure(self._name(flight), error) from error
+        except RayError as error:  # died for good, or something unheard of
+            self._give_up(flight.worker, cause(error))
+            self._lost(flight)
+        else:
+            self._file(flight, answer)
+
+    def _file(self, flight: _Flight, answer: Any) -> None:
+        if flight.call is not None:
+            flight.call.answers[flight.lane] = answer
+        elif stranger := self._actors.stranger(answer):
+            self._give_up(flight.worker, stranger)
+        self._health.answer(flight.worker, time.monotonic())
+
+    def _lost(self, flight: _Flight) -> None:
+        """A worker is out until it answers a probe; its lane goes to the next that is free."""
+        self._health.lose(flight.worker, time.monotonic())
+        if self._health.state(flight.worker) == State.UNAVAILABLE:
+            self._probe_at[flight.worker] = time.monotonic() + PAUSE_S
+        call = flight.call
+        if call is None or call not in self._calls:
+            return
+        call.losses[flight.lane] += 1
+        self.redispatched += 1
+        if call.losses[flight.lane] >= MAX_LOSSES:
+            raise EngineError(
+                f"{self._name(flight)} lost its worker, or took too long, {MAX_LOSSES} times"
+            )
+        heapq.heappush(call.todo, flight.lane)
+
+    def _land(self, worker: int) -> _Flight:
+        """The flight of a worker, off the list: its answer is no longer awaited."""
+        ref = next(ref for ref, flight in self._flights.items() if flight.worker == worker)
+        return self._flights.pop(ref)
+
+    def _hire(self) -> None:
+        """One more worker, on its way up."""
+        worker = next(self._names)
+        several = self._actors.placement.devices > 1
+        self._workers[worker] = self._actors.create(MeshWorker if several else Worker)
+        self._health.join(worker, time.monotonic())
+        self._probe_at[worker] = 0.0
+
+    def _probe(self, now: float) -> None:
+        """Ask those who are out for a sign of life; until they answer they get no lane."""
+        for worker in [i for i, when in self._probe_at.items() if when <= now]:
+            del self._probe_at[worker]
+            self._flights[self._workers[worker].facts.remote()] = _Flight(worker)
+
+    def _recruit(self, now: float) -> None:
+        """Workers in the place of those given up, and on nodes that have joined."""
+        if now < self._recruit_at or not self._started:
+            return
+        self._recruit_at = now + RECRUIT_S
+        for _ in range(self._actors.wanted() - self._health.alive):
+            self._hire()
+
+    def _give_up(self, worker: int, reason: str) -> None:
+        self._health.die(worker)
+        self._probe_at.pop(worker, None)
+        for ref in [ref for ref, flight in self._flights.items() if flight.worker == worker]:
+            del self._flights[ref]
+        ray.kill(self._workers.pop(worker))
+        if not self._started:
+            raise EngineError(f"a worker could not start: {reason}")
+        if not self._health.alive:
+            raise EngineError(f"no worker is left: {reason}")
+        self.note(f"a worker is given up: {reason}")
+
+    def _name(self, flight: _Flight) -> str:
+        if flight.call is None:
+            return f"worker {flight.worker}"
+        rows = flight.call.lanes[flight.lane]
+        return f"lane {flight.lane} (examples {_short(np.unique(rows[rows >= 0]))})"
+
+
+def _short(rows: np.ndarray) -> str:
+    shown = ", ".join(map(str, rows[:8].tolist()))
+    return f"{shown}, ... {len(rows)} in all" if len(rows) > 8 else shown
+
+
+def _free() -> str:
+    have = ray.available_resources()
+    return ", ".join(f"{have.get(name, 0):g} {name}" for name in ("CPU", "GPU", "TPU"))

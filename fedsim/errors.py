@@ -1,0 +1,41 @@
+"""Errors that a person sees as one line, and the check that raises most of them."""
+
+from typing import Any
+
+
+class FedsimError(Exception):
+    """What the command line shows as one line; its exit code."""
+
+    exit_code = 1
+    details = ""
+    """Shown before that line where the fault is in code: a traceback."""
+
+
+class ConfigError(FedsimError, ValueError):
+    """A user's mistake: one line that names the field, the value and what was expected."""
+
+    exit_code = 2
+
+
+class DataError(ConfigError):
+    """A user's mistake about data."""
+
+
+class MissingColumn(DataError):
+    """A source has no column of that name."""
+
+
+class FileDamaged(FedsimError, ValueError):
+    """A file that fedsim wrote is not what it was."""
+
+
+def expect(field: str, value: Any, holds: bool, expected: str) -> None:
+    """Raise ConfigError in one line that names field, value and expectation unless `holds`."""
+    if not holds:
+        raise ConfigError(f"{field}={value}: expected {expected}")
+
+
+def expect_count(field: str, value: Any, least: int) -> None:
+    """Raise ConfigError unless `value` is a whole number of at least `least`."""
+    whole = hasattr(value, "__index__") and not isinstance(value, bool)
+    expect(field, value, whole and value >= least, f"a whole number >= {least}")

@@ -1,0 +1,124 @@
+"""A model of one's own: a task, and the owner of every row that it can read."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedsim.clipping import LocalSteps
+from fedsim.config import RunConfig
+from fedsim.data.dataset import SPLITS, Dataset
+from fedsim.engine.task import Batch, Params, Task, WrappedTask
+from fedsim.errors import ConfigError, DataError, FileDamaged, expect
+
+ROWS = 4096
+"""Rows that are read at a time for the fingerprint."""
+
+
+class OwnedRows:
+    """The rows of a split, sorted by their owners: what sampling and accounting see of them.
+
+    Attributes:
+      num_users, num_examples: totals.
+      offsets: int64 [num_users + 1]; user u owns the positions offsets[u]:offsets[u + 1].
+      order: int64 [num_examples]; the task's own number of the row at a position.
+    """
+
+    def __init__(self, task: Task, split: str, owners: Sequence[Any]):
+        """Args: owners: whose each row is, [rows]."""
+        names = np.asarray(owners)
+        expect("data", f"{split} of shape {names.shape}", names.ndim == 1, "an owner for each row")
+        expect("data", f"{split} with 0 rows", len(names) > 0, "an owner for each row")
+        found, codes, counts = np.unique(names, return_inverse=True, return_counts=True)
+        self._task, self._split, self._names = task, split, found
+        self.order = np.argsort(codes, kind="stable")
+        self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.num_users, self.num_examples = len(found), len(names)
+        self.fingerprint = self._digest()
+        self.metadata: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """Raises FileDamaged: the task reads other rows than before."""
+        if self._digest() != self.fingerprint:
+            raise FileDamaged(f"data: the rows of {self._split} have changed")
+
+    def _digest(self) -> str:
+        """sha256 (hex) of the owners and of all that the task reads."""
+        digest = hashlib.sha256(repr(self._names.tolist()).encode())
+        digest.update(self.offsets.tobytes())
+        for low in range(0, self.num_examples, ROWS):
+            for leaf in jax.tree.leaves(self._task.read(self._split, self.order[low : low + ROWS])):
+                digest.update(np.ascontiguousarray(leaf).tobytes())
+        return digest.hexdigest()
+
+
+class OwnedTask(WrappedTask):
+    """A task whose rows are named by their positions among the sorted owners."""
+
+    def __init__(self, inner: Task, orders: Mapping[str, np.ndarray], local: LocalSteps | None):
+        super().__init__(inner)
+        self.orders, self._local = orders, local
+
+    def read(self, split: str, rows: np.ndarray) -> Batch:
+        """The inner task's rows; zeros for padding: a text there would take its owner into the
+        units of others."""
+        real = rows >= 0
+        batch = self.inner.read(split, self.orders[split][np.where(real, rows, 0)])
+
+        def blank(leaf: Any) -> np.ndarray:
+            leaf = np.asarray(leaf)
+            return np.where(real.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf.dtype.type(0))
+
+        return jax.tree.map(blank, batch)
+
+    @property
+    def local_steps(self) -> LocalSteps | None:
+        """The local steps that the run's settings ask for."""
+        return self._local
+
+
+@dataclasses.dataclass
+class OwnTask:
+    """Where a run of one's own task has its data and its parameters from; see `run.setup.Source`.
+
+    Attributes: owners: whose each row is, of the split train, or by the names of splits.
+    """
+
+    task: Task
+    owners: Sequence[Any] | Mapping[str, Sequence[Any]]
+
+    def __post_init__(self) -> None:
+        for name in ("init", "read", "losses", "nats", "describe"):
+            if not callable(getattr(self.task, name, None)):
+                kind = type(self.task).__name__
+                raise ConfigError(f"task={kind}: expected a subclass of fedsim.Task with {name}()")
+
+    def data(self, note: Callable[[str], None]) -> Dataset:
+        """The rows of all splits as users' examples."""
+        owners = self.owners if isinstance(self.owners, Mapping) else {"train": self.owners}
+        for split in owners:
+            if split not in SPLITS:
+                raise DataError(f"data={split}: expected one of the splits {', '.join(SPLITS)}")
+        if "train" not in owners:
+            raise DataError(f"data={', '.join(owners)}: expected the split train")
+        stores = {split: OwnedRows(self.task, split, each) for split, each in owners.items()}
+        return Dataset(**stores)  # type: ignore[arg-type]
+
+    def start(self, data: Dataset, run: RunConfig, key: jax.Array) -> tuple[Task, Params]:
+        """The task by the positions of rows, and the parameters that it starts from."""
+        local = None
+        if run.local_steps > 1:
+            local = LocalSteps(run.local_steps, run.local_learning_rate)
+        orders = {split: store.order for split, store in data.splits().items()}  # type: ignore
+        params = jax.tree.map(_float32, self.task.init(key))
+        return OwnedTask(self.task, orders, local), params
+
+
+def _float32(leaf: Any) -> np.ndarray:
+    leaf = np.asarray(leaf)
+    holds = np.issubdtype(leaf.dtype, np.floating)
+    expect("task", f"init() with {leaf.dtype}", holds, "parameters that are numbers, float32")
+    return leaf.astype(np.float32)

@@ -1,0 +1,144 @@
+"""A run as an object: what came out of it, and what can be done with it."""
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+from fedsim.config import changed_run
+from fedsim.engine.environment import set_threads
+from fedsim.errors import ConfigError
+from fedsim.files import read_json
+from fedsim.run import checkpoint, directory
+from fedsim.run.console import Console, guarantee_line
+from fedsim.run.directory import StoredRun
+from fedsim.trust.evidence import Check
+
+
+def load(run_dir: str | Path) -> "Run":
+    """The run that a directory holds. Raises: ConfigError: there is none."""
+    return Run(run_dir)
+
+
+class Run:
+    """What a training left in its directory. Everything is read from there when it is asked for."""
+
+    def __init__(self, run_dir: str | Path):
+        """Raises: ConfigError: `run_dir` holds no run. FileDamaged: its settings were changed."""
+        self.run_dir = Path(run_dir)
+        self.stored: StoredRun = directory.load(self.run_dir)
+
+    def __repr__(self) -> str:
+        if not (self.run_dir / directory.SUMMARY).exists():
+            return f"Run({str(self.run_dir)!r}: not ended)"
+        steps = f"{self.summary['steps_done']} of {self.summary['num_steps']} steps"
+        about = f"{self.stored.identity.algorithm}, {steps}, eval loss {self.eval_loss:.4g}"
+        return f"Run({str(self.run_dir)!r}: {about}; {guarantee_line(self.summary)})"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What `summary.json` holds. Raises: ConfigError: the run has not ended."""
+        path = self.run_dir / directory.SUMMARY
+        if not path.exists():
+            raise ConfigError(f"run={self.run_dir}: expected a run that has ended")
+        return read_json(path)
+
+    @property
+    def epsilon(self) -> float:
+        """The user-level epsilon of all released steps, at `delta`; inf without noise."""
+        return float(self.summary["epsilon"])
+
+    @property
+    def delta(self) -> float:
+        """The delta of the guarantee."""
+        return float(self.summary["delta"])
+
+    @property
+    def eval_loss(self) -> float:
+        """The last loss on users who were not trained on, in nats per token; nan if there are
+        none."""
+        found = self.summary["final_eval_loss"]
+        return math.nan if found is None else float(found)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps have been trained."""
+        return self.summary["steps_done"] == self.summary["num_steps"]
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """The parameters of the last checkpoint, a tree of NumPy arrays: of the whole model, or of
+        its adapters. Raises: ConfigError: there is no checkpoint."""
+        newest = checkpoint.latest(self.run_dir)
+        if newest is None:
+            raise ConfigError(f"run={self.run_dir}: expected a run with a checkpoint")
+        return checkpoint.load_params(newest)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Losses on all examples of all splits that were not trained on, by metric name."""
+        run = changed_run(self.stored.run, engine="local")
+        set_threads(run.engine)
+        from fedsim.evaluate import evaluate_run
+
+        return evaluate_run(self.stored, run, Console())
+
+    def verify(
+        self, *, replay: bool = False, whole: bool = False, data: str | Path | None = None
+    ) -> list[Check]:
+        """What `fedsim verify` finds: a `Check` for each promise, in order.
+
+        Args:
+          replay: compute the last steps again, and compare every bit.
+          whole: compute all steps again.
+          data: where the data are now. Default: where they were when the run was started.
+        """
+        set_threads(self.stored.run.engine)
+        from fedsim.trust.verify import verify
+
+        again = "whole" if whole else "last" if replay else ""
+        place = None if data is None else str(data)
+        return verify(self.run_dir, data=place, again=again, console=Console())
+
+    def report(self, out: str | Path | None = None) -> dict[str, Any]:
+        """Write the privacy report; returns its claim and where it was written.
+
+        Args: out: the directory for report.html and report.md. Default: the run's.
+        Raises: ReportError: a promise is violated, or there is no model to report of.
+        """
+        from fedsim.trust.report import report
+
+        return report(self.run_dir, Path(out or self.run_dir), Console())
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        num_tokens: int = 64,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+    ) -> str:
+        """What the model writes after a prompt.
+
+        Args:
+          temperature: logits are divided by it; 0 takes the likeliest token.
+          top_k: only so many likeliest tokens are drawn from; 0: all.
+        """
+        from fedsim.generate import generate_text
+
+        how = {"temperature": temperature, "top_k": top_k, "seed": seed}
+        return generate_text(str(self.run_dir), prompt, num_tokens=num_tokens, **how)["text"]
+
+    def to_hf(self, out: str | Path) -> Path:
+        """Write the model as a Hugging Face directory, adapters merged; returns the directory."""
+        from fedsim.export import export
+
+        export(str(self.run_dir), Path(out))
+        return Path(out)
+
+    def to_peft(self, out: str | Path) -> Path:
+        """Write the adapters of a run with LoRA in PEFT's format; returns the directory."""
+        from fedsim.export import export
+
+        export(str(self.run_dir), Path(out), adapter=True)
+        return Path(out)

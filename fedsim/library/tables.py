@@ -1,0 +1,107 @@
+"""Data in memory becomes a file: what is trained on has to be there when the run goes on.
+
+A table is written once, as Parquet, under the digest of its rows, into a directory that only its
+owner can look into. From there it is data like any other: `fedsim verify` and `--resume` find it.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fedsim.data.building import sources
+from fedsim.errors import ConfigError, DataError
+from fedsim.files import cache_dir, is_own_directory
+
+ROWS = 10_000
+"""Rows that are written at a time."""
+
+
+def source_of(data: Any, user: str, text: str) -> str:
+    """What `--data` would be for this data.
+
+    Args:
+      data: a path, a list of paths, a pandas DataFrame, a `datasets.Dataset`, or anything else that
+        Arrow can read as a table.
+      user, text: the columns that say whose a row is, and what is written in it.
+    Raises: ConfigError: it is nothing of this kind, or has no such columns.
+    """
+    if isinstance(data, str | os.PathLike):
+        return os.fspath(data)
+    if isinstance(data, list | tuple) and all(isinstance(x, str | os.PathLike) for x in data):
+        return str(_joined([Path(file) for file in data], user, text))
+    return str(_written(_batches(data), user, text))
+
+
+def _joined(files: list[Path], user: str, text: str) -> Path:
+    """One file with the rows of several Parquet files."""
+    others = [file for file in files if file.suffix != ".parquet"]
+    if others or not files:
+        found = ", ".join(map(str, others)) or "none"
+        raise DataError(f"data={found}: expected a list of Parquet files, or one pattern (*.csv)")
+    found = [path for file in files for path in sources.find_files(str(file))]
+    tables = (pq.ParquetFile(file) for file in found)
+    return _written((b for table in tables for b in table.iter_batches(ROWS)), user, text)
+
+
+def _batches(data: Any) -> Iterator[pa.RecordBatch]:
+    """The rows of a table in memory."""
+    kind = f"{type(data).__module__}.{type(data).__name__}"
+    if kind.startswith("datasets."):
+        if not hasattr(data, "iter"):
+            raise DataError(f"data={type(data).__name__}: expected one of its splits")
+        arrow = data.with_format("arrow")  # respects select() and shuffle()
+        for table in arrow.iter(batch_size=ROWS):
+            yield from table.to_batches()
+        return
+    try:
+        if kind.startswith("pandas."):
+            table = pa.Table.from_pandas(data, preserve_index=False)
+        else:
+            table = pa.table(data)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        expected = "a path, a DataFrame, a datasets.Dataset or an Arrow table"
+        raise DataError(f"data={kind}: expected {expected} ({error})") from None
+    yield from table.to_batches(ROWS)
+
+
+def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
+    """The rows as a file that is named by what is in it."""
+    home = cache_dir() / "tables"
+    if not is_own_directory(home):
+        raise ConfigError(f"data: expected a place of our own for it, and {home} is not")
+    temporary = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
+    try:
+        _write(temporary, batches, user, text)
+        with open(temporary, "rb") as file:
+            name = hashlib.file_digest(file, "sha256").hexdigest()[:32]
+        os.replace(temporary, home / f"{name}.parquet")
+    finally:
+        temporary.unlink(missing_ok=True)
+    return home / f"{name}.parquet"
+
+
+def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) -> None:
+    writer = None
+    try:
+        for batch in batches:
+            for field, name in (("user_column", user), ("text_column", text)):
+                if name not in batch.schema.names:
+                    have = ", ".join(batch.schema.names)
+                    raise DataError(f"{field}={name}: no such column, expected one of {have}")
+            table = pa.Table.from_batches([batch]).select([user, text])
+            table = table.replace_schema_metadata(None)
+            if writer is None:
+                writer = pq.ParquetWriter(path, table.schema)
+            writer.write_table(table.cast(writer.schema))
+    except pa.ArrowException as error:
+        raise DataError(f"data: expected rows with the same types ({error})") from None
+    finally:
+        if writer is not None:
+            writer.close()
+    if writer is None:
+        raise DataError("data: expected rows, found none")

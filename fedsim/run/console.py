@@ -1,0 +1,157 @@
+"""What a person sees of a run: the plan, progress, the outcome. Everything goes to stderr.
+
+A progress bar on a terminal and in a notebook, one plain line per reporting interval otherwise (job
+logs).
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich import progress
+from rich.console import Console as RichConsole
+
+from fedsim.accounting.rounding import at_most
+from fedsim.config import Algorithm
+from fedsim.plan import ADJACENCY, Plan, holds
+
+
+class Console:
+    """Writes to stderr."""
+
+    def __init__(self, *, log_every: int = 10):
+        # In a notebook rich would make a display of every line.
+        self._out = RichConsole(stderr=True, highlight=False, emoji=False, force_jupyter=False)
+        self._log_every = log_every
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._out.print(text, markup=False, soft_wrap=True)
+
+    def plan(self, plan: Plan, workers: Any) -> None:
+        """The plan, before the first step."""
+        for name, value in plan_rows(plan, workers):
+            self.note(f"{name:17} {value}")
+        for fact in plan.non_private:
+            self.note(f"not covered by the guarantee: {fact}")
+
+    @contextmanager
+    def steps(self, first: int, plan: Plan) -> Iterator[Callable[[int, dict[str, float]], None]]:
+        """Progress over the steps; call what it yields after each with its metrics."""
+        if not self._out.is_terminal:
+            show = _notebook_bar if in_notebook() else self._lines
+            yield show(first, plan.num_steps)
+            return
+        columns = [
+            "step",
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(bar_width=10),
+            progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            "{task.description}",
+        ]
+        with progress.Progress(*columns, console=self._out) as bar:
+            task = bar.add_task("", total=plan.num_steps, completed=first)
+            yield lambda step, values: bar.update(task, completed=step, description=line(values))
+
+    def _lines(self, first: int, last: int) -> Callable[[int, dict[str, float]], None]:
+        started = time.monotonic()
+
+        def show(step: int, values: dict[str, float]) -> None:
+            if step % self._log_every == 0 or step in (first + 3, last):
+                left = (time.monotonic() - started) / (step - first) * (last - step)
+                self.note(f"step {step}/{last}  {line(values)}  left {left:.0f} s")
+
+        return show
+
+    def summary(self, summary: dict[str, Any], run_dir) -> None:
+        """What came out."""
+        self.note(
+            f"eval loss {_number(summary['initial_eval_loss'])} -> "
+            f"{_number(summary['final_eval_loss'])} nats/token, {summary['steps_done']} steps, "
+            f"{summary['gradients_computed']} gradients, {summary['wall_seconds']:.0f} s"
+        )
+        self.note(guarantee_line(summary))
+        self.note(f"written to {run_dir}; look at it with: tensorboard --logdir {run_dir}/tb")
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    return "ipykernel" in sys.modules and hasattr(sys.stderr, "pub_thread")
+
+
+def _notebook_bar(first: int, last: int) -> Callable[[int, dict[str, float]], None]:
+    """One line of the cell's output that is written over after every step."""
+    started = time.monotonic()
+
+    def show(step: int, values: dict[str, float]) -> None:
+        done = round(20 * step / last)
+        left = (time.monotonic() - started) / (step - first) * (last - step)
+        bar = f"{'█' * done}{'░' * (20 - done)} {step}/{last}  {line(values)}  left {left:.0f} s"
+        end = "\n" if step == last else ""
+        print(f"\r{bar:120}", end=end, file=sys.stderr, flush=True)
+
+    return show
+
+
+def guarantee_line(summary: dict[str, Any]) -> str:
+    """The privacy claim in one line."""
+    if summary["epsilon"] == "inf":
+        return "non-private: trained without noise"
+    epsilon, delta = at_most(summary["epsilon"], ".4f"), at_most(summary["delta"], ".2e")
+    guarantee = f"epsilon {epsilon} at delta {delta}"
+    sampling = summary["sampling_run"], summary["sampling_accounted"]
+    if (label := holds(*sampling, summary.get("assumed_population"))) != ADJACENCY:
+        return f"{guarantee}: {label}"
+    return f"user-level DP: {guarantee} ({summary['adjacency']})"
+
+
+def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
+    """Names and values of the plan as a person wants to read them."""
+    els = plan.algorithm == Algorithm.ELS
+    unit, share = ("examples", "in all") if els else ("users", "each")
+    pool = f", {plan.num_units:,} in the pool" if els else ""
+    label = f" ({plan.label})" if plan.label else ""
+    if plan.noise_multiplier:
+        epsilon = f"{plan.target_epsilon:g} at delta {at_most(plan.delta, '.2e')}{label}"
+    else:
+        epsilon = "inf: no noise, non-private"
+    median = plan.group_size_epsilon
+    chosen = f"; a private median, for epsilon {median:g} of it" if median else ""
+    moves = f", moved to quantile {plan.clip_quantile:g} privately" if plan.clip_quantile else ""
+    compute = f"{plan.num_steps:,} steps x {plan.budget:,} gradients"
+    return [
+        ("algorithm", f"DP-SGD-{plan.algorithm.upper()}, {plan.sampling_run} sampling"),
+        ("data", f"{plan.num_users:,} users, {plan.num_examples:,} examples{pool}"),
+        (
+            "step",
+            f"{plan.expected_count:,} {unit} expected, with probability {plan.sampling_prob:.3g}",
+        ),
+        ("group size", f"{plan.group_size:,} of a user's examples {share} at most{chosen}"),
+        ("clipping", f"{plan.clipping}, C = {plan.clip_norm:g}{moves}"),
+        ("epsilon", epsilon),
+        ("noise multiplier", f"{plan.noise_multiplier:.4f}"),
+        ("compute", f"{compute}, {plan.num_parameters:,} parameters"),
+        ("workers", f"{workers.num_workers} x {workers.describe()}; {workers.num_lanes} lanes"),
+    ]
+
+
+def line(values: dict[str, float]) -> str:
+    """Metrics of a step in one line."""
+    shown = {
+        "loss (non-private)": values.get("non_private/loss"),
+        "eval loss": values["eval/loss"],
+        "epsilon": values.get("privacy/epsilon"),
+        "epsilon as if Poisson sampled": values.get("comparison_only/epsilon_as_if_poisson"),
+        "epsilon of an assumed population": values.get(
+            "comparison_only/epsilon_of_assumed_population"
+        ),
+        "gradients/s": values["non_private/gradients_per_second"],
+    }
+    known = {name: value for name, value in shown.items() if value is not None}
+    return "  ".join(f"{name} {_number(value)}" for name, value in known.items())
+
+
+def _number(value: float | str | None) -> str:
+    return f"{value:.4g}" if isinstance(value, float | int) else str(value or "-")

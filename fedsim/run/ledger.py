@@ -1,0 +1,203 @@
+"""What was released, step by step: append-only, chained, and the only source of a run's epsilon.
+
+`ledger.jsonl` has a head (what is fixed for the life of the run, and in `before` what was released
+before the first step) and one line per step, written *before* anything of it becomes visible, with
+a digest of the privatised gradient. A step that is run again after a crash draws the same units and
+the same noise, so it is no second release: its line is there already and must agree.
+Each line ends with the sha256 of its own bytes and of all lines before it. So no byte can change,
+and no line go missing before one that is there, without this showing; that the last lines are there
+is checked against checkpoint, metrics and summary. A chain is no signature: who writes all of these
+anew leaves no trace in them (`fedsim verify --whole` computes again).
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.tree import leaves
+
+from fedsim.accounting import Event, StepEvent, epsilon
+from fedsim.accounting.pure_dp import PureEvent
+from fedsim.errors import FedsimError
+from fedsim.files import remove_cut_off_line, sync_directory
+
+FILE = "ledger.jsonl"
+PIECE = 2**20  # bytes, of what is hashed at a time
+LINK = ', "chain": "{}"}}'
+LINK_SIZE = len(LINK.format("0" * 64))
+
+
+class LedgerError(FedsimError):
+    """The ledger does not say what the run is about to do."""
+
+
+class OtherBits(LedgerError):
+    """A step that was released is about to be released again as something else."""
+
+
+class Ledger:
+    """The ledger of a run directory, open for appending."""
+
+    def __init__(self, directory: Path, head: dict[str, Any], *, least: int = 0):
+        """Open or start it.
+
+        Args: least: steps that it has, by what is known from elsewhere.
+        Raises: LedgerError: it belongs to another run, was changed, or was cut.
+        """
+        path = directory / FILE
+        lines = read(directory)
+        if (steps := max(0, len(lines) - 1)) < least:
+            missing = f"{steps} steps, and the checkpoint has {least}"
+            raise LedgerError(f"{path}: was cut: it has {missing}")
+        if lines and lines[0]["head"] != head:
+            raise LedgerError(f"{path}: was written by a run with other settings or data")
+        remove_cut_off_line(path)
+        self.chain: str = lines[-1]["chain"] if lines else ""
+        """Stands for all lines there are."""
+        self._steps = [_identity(line) for line in lines[1:]]
+        self._file = open(path, "ab")
+        if not lines:
+            self._append({"head": head})
+            sync_directory(directory)
+
+    def record(self, step: int, event: StepEvent | None, **fields: Any) -> None:
+        """Note that `step` (from 0) is about to be released; durable when this returns.
+
+        Args:
+          event: what the step is to the accountant; None for a step without noise.
+        Raises: LedgerError: it is not the next step, or was released with another event.
+          OtherBits: it was released with another `gradient_sha256`.
+        """
+        line = {"step": step, "event": event and asdict(event), **fields}
+        if step > self.num_steps:
+            raise LedgerError(f"step={step}: expected {self.num_steps}, the next one")
+        if step == self.num_steps:
+            self._append(line)
+            self._steps.append(_identity(line))
+            return
+        (was, digest), (now, found) = self._steps[step], _identity(line)
+        if now != was:
+            raise LedgerError(f"step={step}: expected event {was}, as released before")
+        if digest and found != digest:
+            raise OtherBits(
+                f"step={step}: expected the gradient that was released before, of the same bits: "
+                "go on with the packages, and on the kind of host, that the run was started with"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Released steps."""
+        return len(self._steps)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        body = json.dumps(line).encode()[:-1]
+        self.chain = link(self.chain, body)
+        self._file.write(body + LINK.format(self.chain).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def gradient_sha256(gradient: Any) -> str:
+    """sha256 over the sha256 of each piece of 1 MiB of each array, computed on all cores.
+
+    Of the privatised gradient: it gives away no more than the step does.
+    """
+    arrays = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves(gradient)]
+    pieces = [array[at : at + PIECE] for array in arrays for at in range(0, array.size, PIECE)]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        digests = threads.map(lambda piece: hashlib.sha256(piece).digest(), pieces)
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def released_epsilon(directory: Path, delta: float) -> float:
+    """Epsilon of what a run has released, recomputed from its ledger; inf without noise."""
+    return epsilon_of(phases(read(directory)), delta)
+
+
+def epsilon_of(released: list[tuple[Event, int]] | None, delta: float) -> float:
+    """Epsilon of `phases`; inf without noise."""
+    return math.inf if released is None else epsilon(released, delta)
+
+
+def phases(lines: list[dict[str, Any]]) -> list[tuple[Event, int]] | None:
+    """What the lines of a ledger say was released, to the accountant; None: without noise."""
+    if any(line["event"] is None for line in lines[1:]):
+        return None
+    before = [each for line in lines[:1] for each in line["head"].get("before", [])]
+    steps = itertools.groupby(line["event"] for line in lines[1:])
+    return [
+        *((PureEvent(each["epsilon"]), 1) for each in before),
+        *((StepEvent(**event), len(list(same))) for event, same in steps),
+    ]
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """All lines of a run's ledger, the head first, without one that a crash has cut off.
+
+    Raises: LedgerError: a byte was changed, or a line before the last one removed.
+    """
+    path = directory / FILE
+    return parse(path.read_bytes() if path.exists() else b"", str(path))
+
+
+def head(directory: Path) -> dict[str, Any]:
+    """The first line's content, empty if there is none yet. Raises LedgerError: it was changed."""
+    path = directory / FILE
+    if not path.exists():
+        return {}
+    with open(path, "rb") as file:
+        first = file.readline()
+    return next((line["head"] for line in parse(first, str(path))), {})
+
+
+def parse(data: bytes, name: str) -> list[dict[str, Any]]:
+    """The lines of a ledger's bytes. Raises: LedgerError: naming `name` and the line."""
+    *whole, rest = data.split(b"\n")
+    chain, lines = "", []
+    for number, line in enumerate(whole):
+        chain = link(chain, line[:-LINK_SIZE])
+        if line[-LINK_SIZE:] != LINK.format(chain).encode():
+            raise LedgerError(f"{name}: line {number + 1} was changed, or one before it removed")
+        try:
+            lines.append(_record(line, number))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise LedgerError(f"{name}: line {number + 1} is none of a ledger: {error}") from None
+    # A crash leaves the beginning of a line, and nothing after a line's end.
+    end = rest.rfind(LINK.partition("{")[0].encode())
+    if end >= 0 and len(rest) > end + LINK_SIZE:
+        raise LedgerError(f"{name}: line {len(whole) + 1} was changed")
+    return lines
+
+
+def link(chain: str, body: bytes) -> str:
+    """The chain after a line, from the one before it and the line's bytes up to its own."""
+    return hashlib.sha256(chain.encode() + body).hexdigest()
+
+
+def _identity(line: dict[str, Any]) -> tuple[Any, str | None]:
+    """What of a step's line must be the same when the step is run again."""
+    return line["event"], line.get("gradient_sha256")
+
+
+def _record(line: bytes, number: int) -> dict[str, Any]:
+    """A line that can be relied upon: the head, or a step with its event."""
+    record = json.loads(line)
+    if number == 0:
+        for each in record["head"].get("before", []):
+            PureEvent(each["epsilon"])
+    elif record["step"] != number - 1:
+        raise ValueError(f"step={record['step']}: expected {number - 1}")
+    elif record["event"] is not None:
+        StepEvent(**record["event"])
+    return record

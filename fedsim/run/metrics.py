@@ -1,0 +1,86 @@
+"""Metrics of a run: `metrics.jsonl`, which is the truth, and TensorBoard event files beside it.
+
+Whatever is computed from private data without noise has a name under `non_private/`.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore
+from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore
+from tensorboard.plugins.hparams import summary_v2 as hparams
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from fedsim.config import to_json
+from fedsim.errors import FileDamaged
+from fedsim.files import whole_lines, write_atomically
+
+FILE = "metrics.jsonl"
+DIRECTORY = "tb"
+
+
+class Metrics:
+    """Both places where metrics are written. Steps that are run again after a crash replace what
+    was logged of them."""
+
+    def __init__(self, run_dir: Path, last_step: int = -1):
+        """Continue after `last_step`: what was logged of later steps is dropped."""
+        path = run_dir / FILE
+        kept = [line for line in read(run_dir) if line["step"] <= last_step]
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self._file = open(path, "a")
+        self._events = EventFileWriter(str(run_dir / DIRECTORY))
+        # Tells TensorBoard to forget what an earlier process logged from here on.
+        self._add(last_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Scalars after `step` steps."""
+        record = {name: to_json(value) for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **record}) + "\n")
+        self._file.flush()
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(step, summary=Summary(value=scalars))
+
+    def text(self, name: str, markdown: str) -> None:
+        """A text, shown as Markdown."""
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()])
+        tensor.tensor_shape.dim.add(size=1)
+        value = Summary.Value(tag=name, metadata=metadata, tensor=tensor)
+        self._add(0, summary=Summary(value=[value]))
+
+    def hparams(self, values: dict[str, Any]) -> None:
+        """The settings, for TensorBoard's table of runs."""
+        shown = {
+            k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()
+        }
+        self._add(0, summary=hparams.hparams_pb(shown))
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+        self._events.close()
+
+    def flush(self) -> None:
+        """Hand TensorBoard what there is so far."""
+        self._events.flush()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._events.add_event(Event(wall_time=time.time(), step=step, **content))
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """All records of metrics.jsonl. Raises: FileDamaged."""
+    lines = whole_lines(run_dir / FILE)
+    if not all(isinstance(line.get("step"), int) for line in lines):
+        raise FileDamaged(f"{run_dir / FILE}: expected a step in every line")
+    return lines
+
+
+def table(values: dict[str, Any]) -> str:
+    """A Markdown table of names and values."""
+    rows = "".join(f"| {name} | {value} |\n" for name, value in values.items())
+    return "| setting | value |\n|---|---|\n" + rows

@@ -1,0 +1,141 @@
+"""Where a model comes from: a size, a pretrained model, or a run; and what a run trains of it."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from fedsim.clipping import LocalSteps
+from fedsim.config import DataConfig, RunConfig
+from fedsim.data import corpora
+from fedsim.data.dataset import Dataset
+from fedsim.data.text import Tokenizer
+from fedsim.errors import ConfigError, expect
+from fedsim.models import lora, pretrained
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.pretrained import Pretrained
+from fedsim.models.transformer import PRESETS, TransformerConfig, check_preset, preset
+from fedsim.run import checkpoint, directory
+
+
+class FirstState(NamedTuple):
+    """A task, and the state of its training before the first step."""
+
+    task: LanguageModelTask
+    params: Any
+    """What is trained: the whole model, or its adapters."""
+
+
+def find_model(source: str) -> Pretrained | None:
+    """The model that `source` names; None for a size, whose parameters are fresh.
+
+    Raises: ConfigError: there is none, or it cannot be used.
+    """
+    if source in PRESETS:
+        return None
+    path = Path(source)
+    if (path / directory.CONFIG).is_file() and not pretrained.is_directory(path):
+        return model_of_run(path)
+    if not path.exists() and not source.startswith(pretrained.HUB):
+        check_preset(source)
+    return pretrained.load(source)
+
+
+def model_of_run(run_dir: Path) -> Pretrained:
+    """The model of a run's last checkpoint; adapters are merged into theirs.
+
+    Raises: ConfigError: there is no checkpoint, or the adapters' model is not what it was.
+    """
+    config, params, base = parts_of_run(run_dir)
+    if base is not None:
+        config, params = lora.merged(config, base.params, params)
+    tokenizer = run_dir / directory.TOKENIZER
+    return Pretrained(config, params, tokenizer if tokenizer.is_file() else None)
+
+
+def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | None]:
+    """(config, parameters of the last checkpoint, the model they are adapters of, if they are)."""
+    stored = directory.load(run_dir)
+    path = checkpoint.latest(run_dir)
+    if path is None:
+        raise ConfigError(f"run_dir={run_dir}: expected a run with a model and a checkpoint")
+    if "task" in stored.model:
+        raise ConfigError(
+            f"run_dir={run_dir}: expected a run of a language model, found the task "
+            f"{stored.model['task']}"
+        )
+    config = TransformerConfig.from_dict(dict(stored.model))
+    base = None
+    if config.lora is not None:
+        source = stored.run.model.source
+        base = find_model(source)
+        same = base is not None and model_sha256(base) == stored.identity.model
+        expect("model", source, same, f"the model with which {run_dir} was started")
+    return config, checkpoint.load_params(path), base
+
+
+def model_sha256(model: Pretrained | None) -> str | None:
+    """The digest of a model's parameters, by which a resumed run knows it; None for fresh ones."""
+    return model and checkpoint.params_sha256(model.params)
+
+
+def load_data(
+    config: DataConfig, model: Pretrained | None, progress: Callable[[str], None]
+) -> Dataset:
+    """A run's data; texts that are not tokenised yet become the model's own tokens."""
+    options = config.options
+    if model is not None and model.tokenizer is not None and not corpora.is_built(config.source):
+        options.setdefault("tokenizer", str(model.tokenizer))
+    return corpora.load(config.source, progress=progress, **options)
+
+
+def make_task(
+    run: RunConfig, model: Pretrained | None, data: Dataset, key: jax.Array
+) -> FirstState:
+    """The task of a run, and the parameters it starts from.
+
+    Args: key: of fresh parameters.
+    Raises: ConfigError: data and model do not fit, or there is nothing to adapt.
+    """
+    wanted, rank = run.model, run.model.lora_rank
+    expect("lora_rank", rank, rank == 0 or model is not None, "0: fresh models")
+    users, local = data.train, None
+    if run.local_steps > 1:
+        local = LocalSteps(run.local_steps, run.local_learning_rate)
+    if model is None:
+        shape = (users.vocab_size, users.max_length, wanted.compute_dtype)
+        config = dataclasses.replace(preset(wanted.source, *shape), remat=wanted.remat)
+        task = LanguageModelTask(data, config, local_steps=local)
+        return FirstState(task, task.init(key))
+    check_fit(run, model, data)
+    config = dataclasses.replace(
+        model.config,
+        max_length=users.max_length,
+        num_positions=model.config.table,
+        dtype=None if wanted.compute_dtype == "float32" else wanted.compute_dtype,
+        remat=wanted.remat,
+    )
+    if not rank:
+        return FirstState(LanguageModelTask(data, config, local_steps=local), model.params)
+    config = lora.adapted(config, rank, wanted.lora_alpha, wanted.lora_layers)
+    return FirstState(LanguageModelTask(data, config, model.params, local), lora.init(config, key))
+
+
+def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:
+    """Raises ConfigError unless the data are the model's own tokens, and not too long for it."""
+    expected = f"a model with a {pretrained.TOKENIZER}"
+    if model.tokenizer is None:
+        raise ConfigError(f"model={run.model.source}: expected {expected}")
+    own = Tokenizer.load(model.tokenizer)
+    found = data.metadata.get("tokenizer", {})
+    build = f"fedsim data build ... --tokenizer {model.tokenizer}"
+    expect(
+        "data",
+        f"{run.data.source} (tokens of {found.get('name', 'another tokenizer')})",
+        found.get("sha256") == own.sha256 and own.vocab_size <= model.config.vocab_size,
+        f"tokens of model={run.model.source}, as {build} gives",
+    )
+    length, longest = data.train.max_length, model.config.table
+    expect("max_length", length, length <= longest, f"<= {longest}, the model's longest")

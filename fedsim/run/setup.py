@@ -1,0 +1,172 @@
+"""What `train` and `pretrain` do before a first step: find and check all that a run needs.
+
+Mistakes are found in the order in which they cost time, and nothing is written before everything
+has been found in order.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+from fedsim import engine
+from fedsim.config import (
+    OPERATIONAL,
+    PretrainConfig,
+    PrivacyConfig,
+    RunConfig,
+    as_dict,
+    changed,
+)
+from fedsim.data.dataset import Dataset
+from fedsim.engine import Engine
+from fedsim.engine.environment import versions
+from fedsim.engine.task import Task
+from fedsim.keys import SecretKey
+from fedsim.models.pretrained import Pretrained
+from fedsim.run import directory
+from fedsim.run.console import Console
+from fedsim.run.directory import Identity, StoredRun
+from fedsim.run.model_source import find_model, load_data, make_task, model_sha256
+
+
+class Source(Protocol):
+    """Where data, task and first parameters of a run come from, instead of its settings."""
+
+    def data(self, note: Callable[[str], None]) -> Dataset:
+        """The data to train on."""
+        ...
+
+    def start(self, data: Dataset, run: RunConfig, key: Any) -> tuple[Task, Any]:
+        """The task, and the parameters it starts from; `key` is a JAX key of fresh ones."""
+        ...
+
+
+class Plant(Protocol):
+    """What an audit puts into a run and sees of it; see `trust.canaries`."""
+
+    def data(self, data: Dataset) -> Dataset:
+        """The data to train on."""
+        ...
+
+    def task(self, task: Task, params: Any) -> Task:
+        """The task to train, from these parameters."""
+        ...
+
+    def watch(self, gradient: Any) -> None:
+        """Called with every step's privatised gradient."""
+        ...
+
+
+@dataclasses.dataclass
+class OpenRun:
+    """A run whose data, key and identity are known; `start_engine` and `begin` come next."""
+
+    settings: PrivacyConfig | PretrainConfig
+    run: RunConfig
+    data: Dataset
+    model: Pretrained | None
+    """The pretrained model that it starts from."""
+    key: SecretKey
+    identity: Identity
+    stored: StoredRun | None
+    """What it was started with, if it goes on."""
+    console: Console
+    source: Source | None
+    plant: Plant | None
+    _stack: ExitStack
+
+    def start_engine(self) -> tuple[Engine, Task, Any]:
+        """The engine, its workers on their way up; the task; and the parameters of its start.
+
+        Raises: ConfigError: data and model do not fit, or there is no room for the workers.
+        """
+        engine.remember_programs()
+        fresh = SecretKey.create(self.key.seed or 0).jax_key("init")  # public, as theta^0 is
+        if self.source is not None:
+            task, params = self.source.start(self.data, self.run, fresh)
+        else:
+            task, params = make_task(self.run, self.model, self.data, fresh)
+        if self.plant is not None:
+            task = self.plant.task(task, params)
+        workers = engine.create(self.run.engine, task, note=self.console.note)
+        self._stack.callback(workers.close)
+        return workers, task, params
+
+    def begin(self, task: Task, **known: Any) -> StoredRun:
+        """Write the directory of a new run, and hold it; what a run that goes on has stored.
+
+        Args: known: fields of `StoredRun` that have been found since: plan, host, strategy.
+        """
+        if self.stored is not None:
+            return self.stored
+        stored = StoredRun(
+            self.identity, self.settings, self.run, task.describe(), versions(), **known
+        )
+        place = (self.run.run_dir, stored, self.key, self.data.tokenizer_path)
+        self._stack.enter_context(directory.create(*place))
+        return stored
+
+
+@contextmanager
+def open_run(
+    algorithm: str,
+    settings: PrivacyConfig | PretrainConfig,
+    run: RunConfig,
+    console: Console,
+    *,
+    source: Source | None = None,
+    plant: Plant | None = None,
+) -> Iterator[OpenRun]:
+    """Find a run's data, model and key, and hold what is there of it, until the end.
+
+    Raises: ConfigError: a mistake of the user's, or a run that goes on would do otherwise.
+      FileDamaged: what is there of the run, or its data, is not what it was.
+    """
+    reduction = engine.reduction(run.engine)
+    stored = directory.find(run.run_dir, resume=run.resume)
+    model = None if source else find_model(run.model.source)
+    with ExitStack() as stack:
+        if stored:
+            stack.enter_context(directory.lock(run.run_dir))
+        if source is not None:
+            data = source.data(console.note)
+        else:
+            data = load_data(run.data, model, console.note)
+        if stored and stored.private:
+            data.train.check()
+        data = plant.data(data) if plant else data
+        sha256 = model_sha256(model)
+        if stored:
+            key = directory.stored_key(run)
+        else:
+            key = SecretKey.create(run.seed, key_context(algorithm, sha256, settings, run, data))
+        identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint), reduction)
+        if stored:
+            directory.expect_same(stored, StoredRun(identity, settings, run))
+        yield OpenRun(
+            settings, run, data, model, key, identity, stored, console, source, plant, stack
+        )
+
+
+def key_context(
+    algorithm: str,
+    model: str | None,
+    settings: PrivacyConfig | PretrainConfig,
+    run: RunConfig,
+    data: Dataset,
+) -> str:
+    """What a key depends on beside the seed: no run with other settings or data has the same.
+
+    Settings at their defaults are left out: one that is new changes no earlier run. A pretrained
+    model is known by its parameters, wherever it lies, as data are.
+    """
+    if isinstance(settings, PretrainConfig):  # the order of examples, which hides nothing
+        return directory.PRETRAIN
+    own = {n: v for n, v in as_dict(run).items() if n not in OPERATIONAL | {"seed"}}
+    if model is not None:
+        del own["model"]
+    changes = [changed(PrivacyConfig, as_dict(settings)), changed(RunConfig, own)]
+    identity = {"algorithm": algorithm, "model": model}
+    return json.dumps([identity, *changes, data.train.fingerprint], sort_keys=True)

@@ -1,0 +1,363 @@
+"""The loop that both algorithms share: privatised gradient, optimizer, evaluation, ledger.
+
+An algorithm (`els`, `uls`) gives the privatised gradient of a step; this module does everything
+around it. A step is written into the ledger before anything of it becomes visible, and a step that
+is run again after a crash is the same step: same units, same noise, same parameters.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from fedsim import accounting
+from fedsim.clipping import Clip, Strategy
+from fedsim.config import (
+    Algorithm,
+    EngineConfig,
+    PrivacyConfig,
+    RunConfig,
+    as_dict,
+    settings_of,
+    to_json,
+)
+from fedsim.data.dataset import Dataset
+from fedsim.els import ELS
+from fedsim.engine import Engine, Stats
+from fedsim.engine.autotune import AUTO, choose_strategy
+from fedsim.engine.environment import versions
+from fedsim.errors import expect
+from fedsim.evaluate import begin_evaluate, headline
+from fedsim.files import cache_dir, write_json
+from fedsim.keys import SecretKey
+from fedsim.optimizers import optimizer, updater
+from fedsim.plan import Plan, claimed_fields, complete, ledger_head, make_plan, method_for
+from fedsim.run import checkpoint, directory
+from fedsim.run.console import Console
+from fedsim.run.directory import StoredRun
+from fedsim.run.ledger import Ledger, OtherBits, gradient_sha256, released_epsilon
+from fedsim.run.metrics import Metrics, table
+from fedsim.run.setup import Plant, Source, open_run
+from fedsim.run.signals import stop_signals
+from fedsim.run.state import State, restored, results
+from fedsim.uls import ULS
+
+Callback = Callable[[int, dict[str, float]], None]
+
+
+def train(
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    console: Console,
+    *,
+    source: Source | None = None,
+    plant: Plant | None = None,
+    callback: Callback | None = None,
+) -> dict[str, Any]:
+    """Train, or go on training; returns what `summary.json` holds.
+
+    Nothing is written to the run directory before everything has been found in order.
+    Args:
+      source: data and task, instead of those that the settings name.
+      plant: of an audit.
+      callback: called after every step with its number, from 1, and its metrics.
+    Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
+    """
+    transformation = optimizer(run.optimizer, run.learning_rate)
+    opening = open_run(algorithm, privacy, run, console, source=source, plant=plant)
+    with opening as opened:
+        data, key = opened.data, opened.key
+        completed, non_private = complete(algorithm, privacy, data, key=key)
+        expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
+        non_private += outside(run, fresh_model=opened.model is None, own_task=source is not None)
+        method = method_for(algorithm, completed, data.train, key)
+        workers, task, params = opened.start_engine()
+        if opened.stored:
+            plan = opened.stored.plan
+            assert plan is not None, "a run of train has one"
+        else:
+            console.note("calibrating the noise")
+            size, seal = num_parameters(params), opened.identity.data_seal
+            plan = make_plan(algorithm, completed, data.train, method, size, non_private, seal)
+        console.note("starting the workers")
+        workers.ready()
+        chosen = strategy_for(run.engine, opened.stored, workers, params, method, plan.clip)
+        strategy, why = chosen
+        host = workers.host(params)
+        named = {"name": str(strategy), "why": why}
+        stored = opened.begin(task, plan=plan, host=host, strategy=named)
+        console.plan(plan, workers)
+        console.note(f"{'clipped sum':17} {strategy} ({why})")
+        doubt = directory.other_bits(stored, versions(), host)
+        if opened.stored and doubt:
+            console.note(f"a step that is run again may have other bits: {doubt}")
+        trainer = Trainer(
+            method=method,
+            plan=plan,
+            data=data,
+            transformation=transformation,
+            engine=workers,
+            strategy=strategy,
+            run=run,
+            console=console,
+            host=host,
+            other_bits=doubt,
+            watch=plant.watch if plant else None,
+            callback=callback,
+        )
+        return trainer.fit(params, key)
+
+
+def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
+    """What the guarantee does not cover, by the settings that cannot change it."""
+    facts = [] if fresh_model else [f"what model={run.model.source} was trained on"]
+    if own_task:
+        facts.append("the task's own code: its first parameters, and how it makes rows of texts")
+    timed = "the strategy of the clipped sum (timed on units of a draw)"
+    return [*facts, timed] if run.engine.strategy == AUTO else facts
+
+
+def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
+    """Raises ConfigError: more steps than a user has examples. group_size: of ULS."""
+    most = group_size or 1
+    several = f"in [1, {most}], the group size"
+    expected = several if most != 1 else "1, with ELS or one example each"
+    expect("local_steps", run.local_steps, run.local_steps <= most, expected)
+
+
+def strategy_for(
+    config: EngineConfig,
+    stored: StoredRun | None,
+    workers: Engine,
+    params: Any,
+    method: ELS | ULS,
+    clip: Clip,
+) -> tuple[Strategy, str]:
+    """The clipping strategy, and why: a resumed run goes on with its own."""
+    if stored:
+        return Strategy.parse(stored.strategy["name"]), "as the run was started"
+    remembered = cache_dir() / "strategies"
+    return choose_strategy(workers, params, method.draw(0), clip, config.strategy, remembered)
+
+
+def num_parameters(params: Any) -> int:
+    """Number of parameters of a tree."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@dataclasses.dataclass
+class Trainer:
+    """One run, from its first or its next step to its last."""
+
+    method: ELS | ULS
+    plan: Plan
+    data: Dataset
+    transformation: optax.GradientTransformation
+    engine: Engine
+    strategy: Strategy
+    """How clipped sums are computed."""
+    run: RunConfig
+    console: Console
+    host: str
+    """What workers compute on."""
+    other_bits: str
+    """Why a step that is run again may have other bits; empty if it may not."""
+    watch: Callable[[Any], None] | None = None
+    """Called with every privatised gradient."""
+    callback: Callback | None = None
+    """Called with every step's number and metrics."""
+
+    def __post_init__(self):
+        sigma = self.plan.noise_multiplier
+        self.event = self.method.event(sigma) if sigma else None
+        if self.event is not None:
+            self.running_epsilon = accounting.RunningEpsilon(
+                self.event, self.plan.delta, self.plan.before
+            )
+        self.eval_every = self.run.eval_every or max(1, self.plan.num_steps // 10)
+        self.update = updater(self.transformation)
+
+    def fit(self, params: Any, key: SecretKey) -> dict[str, Any]:
+        """Run the steps that are left, then write the summary."""
+        state = State(params, self.transformation.init(params), clip_norm=self.plan.clip_norm)
+        state = restored(self.run.run_dir, state, self.console)
+        settings = directory.config_sha256(self.run.run_dir)
+        first = ledger_head(self.plan, config_sha256=settings, key_seal=key.seal("ledger"))
+        ledger = Ledger(self.run.run_dir, first, least=state.step)
+        if state.step < self.plan.num_steps:  # a summary of fewer steps than will be released
+            (self.run.run_dir / directory.SUMMARY).unlink(missing_ok=True)
+        metrics = Metrics(self.run.run_dir, last_step=state.step or -1)
+        try:
+            metrics.text("plan", table(self.plan.as_dict()))
+            metrics.text("run", table({n: v for n, v in as_dict(self.run).items() if n != "seed"}))
+            self._steps(state, ledger, metrics)
+            summary = self._summary(state, ledger.chain)
+            metrics.hparams(self._hparams(summary))
+        finally:
+            ledger.close()
+            metrics.close()
+        write_json(self.run.run_dir / directory.SUMMARY, summary)
+        return summary
+
+    def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:
+        """All steps that are left, or as many as there is time for before a stop signal.
+
+        Evaluation and checkpoint of a step are begun after it and finished during the next one.
+        """
+        with (
+            stop_signals() as stop,
+            ThreadPoolExecutor(2) as threads,
+            checkpoint.Saver(self.run.run_dir, state.step) as saver,
+            self.console.steps(state.step, self.plan) as show,
+        ):
+            finish = self._after(state, metrics, saver)
+            rows = threads.submit(self.method.draw, state.step)
+            while state.step < self.plan.num_steps and not stop.is_set():
+                drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
+                values = self._step(state, ledger, threads, drawn)
+                self.engine.read_ahead(rows.result())
+                finish()
+                metrics.log(state.step, values)
+                self.engine.publish(state.step, values)
+                shown = {**values, "eval/loss": state.eval_loss}
+                if self.callback is not None:
+                    self.callback(state.step, shown)
+                show(state.step, shown)
+                finish = self._after(state, metrics, saver)
+            if state.step == self.plan.num_steps:
+                finish()
+            saver.save(state.step, vars(state))
+        if state.step < self.plan.num_steps:
+            self.console.note(f"stopped after step {state.step}; --resume goes on from there")
+
+    def _after(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> Callable[[], None]:
+        """Begin what is due after a step; the function that is returned finishes it."""
+        step, due = state.step, self._due(state.step, self.eval_every) or state.step == 0
+        if not due or state.evaluated == step:
+            self._save(state, metrics, saver)
+            return lambda: None
+        losses = begin_evaluate(self.engine, state.params, self.data, self.run.eval_examples)
+        then = dataclasses.replace(state)
+
+        def finish() -> None:
+            found = losses()
+            metrics.log(step, found)
+            for each in (state, then):
+                each.eval_loss, each.evaluated = headline(found), step
+                if step == 0:
+                    each.initial_eval_loss = each.eval_loss
+            self._save(then, metrics, saver)
+
+        return finish
+
+    def _step(
+        self, state: State, ledger: Ledger, thread: ThreadPoolExecutor, rows: np.ndarray
+    ) -> dict[str, float]:
+        """One step: gradient, ledger, update. Returns its metrics."""
+        started, step = time.monotonic(), state.step + 1
+        accounted = thread.submit(self._epsilon_so_far, step)  # while workers compute
+        grad, stats = self.method.gradient(
+            state.params,
+            state.step,
+            self.engine,
+            clip=self.plan.clip_at(state.clip_norm),
+            noise_multiplier=self.plan.gradient_noise_multiplier,
+            strategy=self.strategy,
+            rows=rows,
+        )
+        values = self._private_values(stats, state.clip_norm)
+        epsilon = accounted.result()
+        self._record(
+            ledger,
+            state.step,
+            self.event,
+            sampling_run=self.plan.sampling_run,
+            sampling_accounted=self.plan.sampling_accounted,
+            epsilon=to_json(epsilon),
+            gradient_sha256=gradient_sha256(grad),
+        )
+        if self.watch is not None:
+            self.watch(grad)
+        state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
+        if (adaptive := self.plan.adaptive) is not None:
+            values["privacy/clip_norm"] = state.clip_norm
+            norms = np.where(stats.dropped, math.inf, stats.norms)
+            rng = self.method.key.generator("clip quantile", state.step)
+            state.clip_norm = adaptive.next(state.clip_norm, norms, rng)
+        state.step = step
+        state.gradients_computed += int(stats.num_rows.sum())
+        seconds = time.monotonic() - started
+        state.wall_seconds += seconds
+        return {
+            **({} if epsilon is None else {self.plan.epsilon_metric: epsilon}),
+            "performance/step_seconds": seconds,
+            **self.engine.measurements(),
+            "non_private/gradients_per_second": int(stats.num_rows.sum()) / seconds,
+            "non_private/units_per_second": len(stats.norms) / seconds,
+            **values,
+        }
+
+    def _record(self, ledger: Ledger, step: int, event: Any, **fields: Any) -> None:
+        """Record a step in the ledger. Raises OtherBits only where the same bits could be had."""
+        try:
+            ledger.record(step, event, **fields)
+        except OtherBits as error:
+            if not self.other_bits:
+                raise
+            self.console.note(f"{error} ({self.other_bits})")
+
+    def _due(self, step: int, interval: int) -> bool:
+        """Whether what is done every `interval` steps, and after the last, is done after `step`."""
+        return step % interval == 0 or step == self.plan.num_steps
+
+    def _save(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> None:
+        if state.step and self._due(state.step, self.run.checkpoint_every):
+            saver.save(state.step, vars(state))
+            metrics.flush()
+
+    def _private_values(self, stats: Stats, clip_norm: float) -> dict[str, float]:
+        """What the step looked like, computed from private data without noise."""
+        values = {
+            "cohort_size": len(stats.norms),
+            "gradients": int(stats.num_rows.sum()),
+            "dropped_units": int(stats.dropped.sum()),
+        }
+        kept = ~stats.dropped
+        if kept.any():
+            norms = stats.norms[kept]
+            values |= {
+                "loss": float(stats.losses[kept].mean()),
+                "norm_median": float(np.median(norms)),
+                "norm_p90": float(np.quantile(norms, 0.9)),
+                "clip_fraction": float((norms > clip_norm).mean()),
+            }
+        return {f"non_private/{name}": value for name, value in values.items()}
+
+    def _epsilon_so_far(self, num_steps: int) -> float | None:
+        """Epsilon after so many steps, at every reporting interval; None in between."""
+        if self.event is None:
+            return math.inf
+        return self.running_epsilon(num_steps) if self._due(num_steps, self.run.log_every) else None
+
+    def _summary(self, state: State, chain: str) -> dict[str, Any]:
+        """What `summary.json` holds; epsilon is recomputed from the ledger."""
+        epsilon = released_epsilon(self.run.run_dir, self.plan.delta)
+        return {
+            **claimed_fields(self.plan, epsilon, chain),
+            **results(vars(state)),
+            "host": self.host,
+        }
+
+    def _hparams(self, summary: dict[str, Any]) -> dict[str, Any]:
+        run = {
+            name: settings_of(self.run)[name] for name in ("model", "optimizer", "learning_rate")
+        }
+        names = ("algorithm", "target_epsilon", "budget", "group_size", "clip_norm", "num_steps")
+        return {**run, **{name: summary[name] for name in names}}

@@ -1,0 +1,304 @@
+"""What an attacker really achieves against a training: an empirical lower bound on epsilon.
+
+The training is the user's own command, with canaries among its users, each included by the toss of
+a coin (`canaries`, `lower_bound`); the attacker sees every privatised gradient. A bound above the
+claimed epsilon refutes the claim, with the stated confidence; a bound below it proves nothing, for
+attacks only get better. Beside it the membership attack of Kandpal et al. 2023 on real users: how
+much more likely the trained model finds their texts than the model before.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
+from fedsim.data.dataset import Dataset
+from fedsim.engine.autotune import AUTO
+from fedsim.errors import expect
+from fedsim.files import write_atomically, write_json
+from fedsim.group_size import median_group_size
+from fedsim.keys import SecretKey
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.plan import ADJACENCY
+from fedsim.run import checkpoint
+from fedsim.run.console import Console
+from fedsim.run.model_source import find_model, load_data
+from fedsim.training import train
+from fedsim.trust import lower_bound
+from fedsim.trust.canaries import Planted, coins
+from fedsim.trust.document import Document, Items, Quote, Section, Table, to_html, to_markdown
+from fedsim.trust.svg import Chart, Series
+
+JSON, HTML, MARKDOWN = "audit.json", "audit.html", "audit.md"
+ROWS_AT_ONCE = 16
+MOST_ROWS = 8  # of an attacked user
+ALARMS = 0.01
+POOLS = 4  # of ELS: how many times its share of the pool a canary wrote, so that a cap shows
+
+
+def audit(
+    algorithm: Algorithm,
+    settings: AuditConfig,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    console: Console,
+) -> dict[str, Any]:
+    """Train with canaries, attack, and write audit.json, .html and .md into the run's directory.
+
+    Raises: as `train`, and ConfigError: the run is one to be resumed.
+    """
+    expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
+    data = load_data(run.data, find_model(run.model.source), console.note)
+    replaced = replacements(algorithm, settings, privacy, run, data)
+    for each in replaced:
+        console.note("{setting}={given} is {used} here: {why}".format(**each))
+    changes = {each["setting"]: each["used"] for each in replaced}
+    own = {
+        name: changes.pop(name) for name in ("group_size", "group_size_epsilon") & changes.keys()
+    }
+    privacy, run = dataclasses.replace(privacy, **own), changed_run(run, **changes)
+    rows = (privacy.group_size or 1) * (POOLS if algorithm == Algorithm.ELS else 1)
+    rng = SecretKey.create(run.seed, "audit").generator("canaries")
+    planted = Planted(
+        num_gradient=settings.gradient_canaries,
+        num_text=settings.text_canaries,
+        rows=rows,
+        clip_norm=privacy.clip_norm,
+        included=coins(settings.gradient_canaries + settings.text_canaries, rng),
+        rng=rng,
+    )
+    summary = train(algorithm, privacy, run, console, plant=planted)
+    console.note("attacking")
+    newest = checkpoint.latest(run.run_dir)
+    assert newest is not None, "a run that ended has a checkpoint"
+    found = attack(planted, checkpoint.load_params(newest), data, settings, summary["delta"])
+    result = {
+        "run_dir": str(run.run_dir),
+        "algorithm": str(algorithm),
+        **{name: summary[name] for name in ("epsilon", "epsilon_holds", "delta")},
+        **{name: summary[name] for name in ("noise_multiplier", "sampling_run", "sampling_prob")},
+        **{name: summary[name] for name in ("num_steps", "planted")},
+        "replaced": replaced,
+        "confidence": settings.confidence,
+        **found,
+    }
+    result |= judge(result)
+    write_json(run.run_dir / JSON, result)
+    document = compose(result)
+    write_atomically(run.run_dir / HTML, to_html(document).encode())
+    write_atomically(run.run_dir / MARKDOWN, to_markdown(document).encode())
+    return {**result, "html": str(run.run_dir / HTML)}
+
+
+def replacements(
+    algorithm: Algorithm,
+    settings: AuditConfig,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    data: Dataset,
+) -> list[dict[str, Any]]:
+    """What an audit's training does otherwise than the user's own: setting, given, used, why."""
+    found = []
+
+    def replace(setting: str, given: Any, used: Any, why: str) -> None:
+        if used != given:
+            found.append({"setting": setting, "given": given, "used": used, "why": why})
+
+    group_size = privacy.group_size
+    if group_size is None and algorithm == Algorithm.ELS:
+        group_size = median_group_size(np.diff(data.train.offsets))
+        replace("group_size", None, group_size, "the median of the users without the canaries")
+        why = "what choosing the group size costs is not attacked"
+        replace("group_size_epsilon", privacy.group_size_epsilon, None, why)
+    if run.engine.strategy == AUTO and settings.gradient_canaries:
+        scan = f"scan:{min(group_size or 1, 8)}"
+        why = "bookkeeping, which auto may choose, does not know gradient canaries"
+        replace("strategy", AUTO, scan, why)
+    return found
+
+
+def judge(result: dict[str, Any]) -> dict[str, Any]:
+    """What the bounds say about the claim.
+
+    Returns: `holds`: False if the claim is refuted, True if it might have been and was not, None if
+      it could not have been, or if nothing is claimed; `verdict`, in words; `epsilon_lower_bound`
+      and `largest_possible` of all attacks; `canaries_needed`, of one kind, to refute the claim if
+      every coin is guessed right, None if there is no such number.
+    """
+    bounds = [result[kind]["bound"] for kind in ("gradient", "text") if result[kind]]
+    found = max((bound["epsilon"] for bound in bounds), default=0.0)
+    largest = max((bound["largest_possible"] for bound in bounds), default=0.0)
+    claimed, label = float(result["epsilon"]), result["epsilon_holds"]
+    needed = None
+    if math.isfinite(claimed):
+        needed = lower_bound.canaries_needed(claimed, result["delta"], result["confidence"])
+    if math.isinf(claimed):
+        holds, verdict = None, "no privacy is claimed"
+    elif label != ADJACENCY:
+        holds, verdict = None, f"nothing is claimed: epsilon is {claimed:.3f} {label}"
+    elif found > claimed:
+        holds, verdict = False, f"at most {claimed:.3f} is claimed: THE CLAIM IS REFUTED"
+    elif largest <= claimed:
+        takes = f"at least {needed:,} canaries of one kind" if needed else "a smaller delta"
+        most = f"with every coin guessed right it would be {largest:.3f}"
+        verdict = f"at most {claimed:.3f} is claimed: INCONCLUSIVE, for {most}"
+        holds, verdict = None, f"{verdict}; to refute the claim takes {takes}"
+    else:
+        holds, verdict = True, f"at most {claimed:.3f} is claimed: not refuted"
+    return {
+        **{"epsilon_lower_bound": found, "largest_possible": largest, "canaries_needed": needed},
+        **{"verdict": verdict, "holds": holds},
+    }
+
+
+def attack(
+    planted: Planted, params: Any, data: Dataset, settings: AuditConfig, delta: float
+) -> dict[str, Any]:
+    """All attacks on one run: {"gradient", "text", "membership"}, None where there is nothing.
+
+    Args: params: of the trained model; data: without the canaries.
+    """
+    inner = planted.task_inner
+    found: dict[str, Any] = {"gradient": None, "text": None, "membership": None}
+    if planted.num_gradient:
+        scores, included = planted.gradient_scores(), planted.gradient_included
+        found["gradient"] = _outcome(scores, included, delta, settings.confidence)
+    if planted.num_text:
+        task = LanguageModelTask(Dataset(train=planted.texts), inner.config, inner.frozen)
+        rows = np.arange(planted.num_text)
+        gain = losses(task, planted.first, "train", rows) - losses(task, params, "train", rows)
+        found["text"] = _outcome(gain, planted.text_included, delta, settings.confidence)
+    if settings.attacked_users and data.eval_users is not None:
+        task = LanguageModelTask(data, inner.config, inner.frozen)
+        inside, outside = (
+            user_scores(task, planted.first, params, split, settings.attacked_users)
+            for split in ("train", "eval_users")
+        )
+        found["membership"] = _membership(inside, outside)
+    return found
+
+
+def losses(task: Any, params: Any, split: str, rows: np.ndarray) -> np.ndarray:
+    """Loss of each of the examples `rows` [n] of a split, float64 [n]."""
+    frozen = () if task.frozen is None else (task.frozen,)
+    compute = jax.jit(task.losses)
+    found = []
+    for low in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[low : low + ROWS_AT_ONCE]
+        padded = np.pad(some, (0, ROWS_AT_ONCE - len(some)), constant_values=-1)
+        batch = task.read(split, padded)
+        found.append(np.asarray(compute(params, batch, *frozen), np.float64)[: len(some)])
+    return np.concatenate([np.zeros(0), *found])
+
+
+def user_scores(task: Any, first: Any, params: Any, split: str, most: int) -> np.ndarray:
+    """For some users of a split, evenly spaced: by how much their texts' mean loss fell, [users].
+
+    Source: Kandpal et al. 2023, Section 4 (the likelihood ratio to a model before fine-tuning). The
+    texts are the very ones trained on, where theirs are others of the same users: no weaker.
+    """
+    offsets = getattr(task.dataset, split).offsets
+    users = np.linspace(0, len(offsets) - 2, min(most, len(offsets) - 1)).astype(np.int64)
+    rows = [np.arange(offsets[u], min(offsets[u + 1], offsets[u] + MOST_ROWS)) for u in users]
+    rows = [each for each in rows if len(each)]
+    flat = np.concatenate([np.zeros(0, np.int64), *rows])
+    gain = losses(task, first, split, flat) - losses(task, params, split, flat)
+    ends = np.cumsum([len(each) for each in rows])
+    return np.array([part.mean() for part in np.split(gain, ends[:-1])])
+
+
+def _outcome(
+    scores: np.ndarray, included: np.ndarray, delta: float, confidence: float
+) -> dict[str, Any]:
+    """The bound, and what a reader sees of the scores."""
+    bound = lower_bound.audit(scores, included, delta, confidence)
+    found: dict[str, Any] = {"bound": dataclasses.asdict(bound)}
+    if included.any() and not included.all():
+        found |= _curve(scores[included], scores[~included])
+    return found
+
+
+def _membership(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
+    return {"users_in": len(inside), "users_out": len(outside), **_curve(inside, outside)}
+
+
+def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
+    """Area under the curve, the curve, and its height at few false alarms."""
+    false, true = lower_bound.roc(inside, outside)
+    return {
+        "auc": lower_bound.area(inside, outside),
+        "true_positives_at_1_percent": float(true[false <= ALARMS].max()),
+        "roc": {"false": false.tolist(), "true": true.tolist()},
+    }
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """What was found, in one line."""
+    bound = f"epsilon is at least {result['epsilon_lower_bound']:.3f}"
+    return f"{bound} (confidence {result['confidence']:g} for each attack); {result['verdict']}"
+
+
+def compose(result: dict[str, Any]) -> Document:
+    """The audit as a page."""
+    kinds = {"gradient": "gradient canaries", "text": "text canaries"}
+    rows, curves = [], []
+    for name, title in {**kinds, "membership": "real users, held in and out"}.items():
+        found = result[name]
+        if not found:
+            continue
+        bound = found.get("bound")
+        right = f"{bound['correct']} of {bound['guesses']}" if bound else "-"
+        lower = f"{bound['epsilon']:.3f}" if bound else "none follows"
+        most = f"{bound['largest_possible']:.3f}" if bound else "-"
+        size = bound["canaries"] if bound else found["users_in"] + found["users_out"]
+        area = f"{found['auc']:.3f}" if "auc" in found else "-"
+        rows.append((title, f"{size}", right, area, lower, most))
+        if "roc" in found:
+            curves.append(
+                Chart(
+                    f"{title}: recognised against wrongly suspected",
+                    "share of those left out who are suspected",
+                    "share of those included who are",
+                    [
+                        Series("attack", found["roc"]["false"], found["roc"]["true"]),
+                        Series("guessing", [0, 1], [0, 1], dashed=True),
+                    ],
+                )
+            )
+    head = ("attack", "users", "coins guessed", "area under the curve", "epsilon at least")
+    head += ("with every coin guessed",)
+    means = [
+        "Each canary, a made-up user, was included or left out by a toss of a coin. From what the "
+        "training released, the attack guesses the coins. Too many right guesses refute the claim.",
+        Items(
+            [
+                "A gradient canary pulls the model in a direction that nobody else pulls in.",
+                "A text canary wrote a line of random tokens.",
+                "The attack on real users asks how much more likely the trained model finds their "
+                "texts than the model before. 0.5 under the curve is no better than guessing. Who "
+                "was held out was not decided by our coins, so that no bound follows.",
+                "The last column is what the bound would be with every coin guessed right: a claim "
+                "above it cannot be refuted by so few canaries, and the attack says nothing of it.",
+                "A bound below the claim is what is hoped for, and no proof: a better attack may "
+                "exist. Nothing about the real users is in this page but the last row and curve, "
+                "which were computed from their texts without protection.",
+            ]
+        ),
+    ]
+    sections = [
+        Section("What was found", [Quote(sentence(result)), Table(head, rows)]),
+        Section("What that means", means),
+        Section("How well each attack tells them apart", curves),
+    ]
+    changed = [
+        "`{setting}`: {used} instead of {given} ({why})".format(**each)
+        for each in result["replaced"]
+    ]
+    if changed:
+        sections.insert(
+            2, Section("What was done otherwise than the command says", [Items(changed)])
+        )
+    return Document("Audit of a training", [each for each in sections if each.blocks])

@@ -1,0 +1,233 @@
+"""Made-up users whose only purpose is to be noticed: what an audit plants in a run's data.
+
+A *gradient canary* is a user whose loss is linear, so that its gradient points the same way in
+every step, far longer than the clip norm; the ways of different canaries have no coordinate in
+common. A *text canary* is a user who wrote one line of random tokens. Both are users like any other
+to sampling, clipping and noise: their losses go through the engine, the strategy and the mechanism.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim.clipping import Buckets
+from fedsim.data.dataset import Dataset
+from fedsim.data.users import UserStore
+from fedsim.engine.task import Task, WrappedTask
+from fedsim.errors import expect
+
+LENGTH = 1e3
+"""Of a gradient canary's gradient, in clip norms: clipping has something to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Directions:
+    """One unit vector for each gradient canary: canary i has the parameters whose number is i
+    modulo `count`, with signs of their own. Orthogonal, and nothing is stored."""
+
+    count: int
+    seed: int = 0
+
+    def _of_leaves(self, params: Any) -> list[tuple[jax.Array, jax.Array]]:
+        """(canary that a parameter belongs to, sign) in the shapes of the leaves."""
+        leaves, start = [], 0
+        for number, leaf in enumerate(jax.tree.leaves(params)):
+            owner = (start + jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape)) % (
+                self.count
+            )
+            key = jax.random.fold_in(jax.random.key(self.seed), number)
+            leaves.append((owner, jax.random.rademacher(key, leaf.shape, jnp.float32)))
+            start += leaf.size
+        return leaves
+
+    def along(self, params: Any, canary: jax.Array) -> jax.Array:
+        """<direction of `canary` (int, scalar), params>, differentiable in params."""
+        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        own = size // self.count + (canary < size % self.count)
+        total = jnp.float32(0)
+        for leaf, (owner, sign) in zip(
+            jax.tree.leaves(params), self._of_leaves(params), strict=True
+        ):
+            total += jnp.sum(jnp.where(owner == canary, sign, 0) * leaf.astype(jnp.float32))
+        return total / jnp.sqrt(jnp.maximum(own, 1).astype(jnp.float32))
+
+    def scores(self, total: Any) -> np.ndarray:
+        """<direction of each canary, total>, float64 [count]."""
+        size = sum(leaf.size for leaf in jax.tree.leaves(total))
+        expect("gradient_canaries", self.count, self.count <= size, f"<= {size} parameters")
+        found, own = np.zeros(self.count), np.zeros(self.count)
+        for leaf, (owner, sign) in zip(jax.tree.leaves(total), self._of_leaves(total), strict=True):
+            owner = np.asarray(owner).ravel()
+            values = (np.asarray(leaf, np.float64) * np.asarray(sign)).ravel()
+            found += np.bincount(owner, values, self.count)
+            own += np.bincount(owner, minlength=self.count)
+        return found / np.sqrt(own)
+
+
+class CanaryTask(WrappedTask):
+    """A task in which some rows are gradient canaries'.
+
+    Args:
+      canaries: int32 [examples] of the training split: whose canary a row is, -1 if nobody's.
+      clip_norm: C.
+    """
+
+    def __init__(self, inner: Task, canaries: np.ndarray, directions: Directions, clip_norm: float):
+        super().__init__(inner)
+        self.canaries, self.directions, self.clip_norm = canaries, directions, clip_norm
+
+    def __repr__(self) -> str:
+        return f"CanaryTask({self.inner}, {self.directions})"
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """The inner task's lengths, of the rows as they are here."""
+        inner = self.inner.buckets
+        if inner is None:
+            return None
+        return Buckets(
+            inner.lengths,
+            lambda batch: inner.sizes(batch["inner"]),
+            lambda batch, length: {**batch, "inner": inner.trim(batch["inner"], length)},
+        )
+
+    def read(self, split: str, rows: np.ndarray) -> dict[str, Any]:
+        """The inner task's rows, and whose canary each is."""
+        own = np.full(len(rows), -1, np.int32)
+        if split == "train":
+            own = np.where(rows >= 0, self.canaries[rows], np.int32(-1))
+        return {"inner": self.inner.read(split, rows), "canary": own}
+
+    def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
+        """The inner task's losses and predictions."""
+        return self.inner.nats(params, batch["inner"], *frozen)
+
+    def losses(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
+        """The inner task's losses, but for canaries, whose loss is linear in the parameters."""
+        own = batch["canary"]
+        linear = jax.vmap(lambda canary: self.directions.along(params, canary))(own)
+        scaled = LENGTH * self.clip_norm * linear
+        return jnp.where(own >= 0, scaled, self.inner.losses(params, batch["inner"], *frozen))
+
+
+class PlantedStore:
+    """A store of users, and after them those of another one."""
+
+    def __init__(
+        self, store: UserStore, planted: UserStore, canaries: dict[str, int] | None = None
+    ):
+        """Args: canaries: how many coins were tossed, by kind; the run's plan says it."""
+        self.store, self.planted, self.canaries = store, planted, canaries
+        self.num_users = store.num_users + planted.num_users
+        self.num_examples = store.num_examples + planted.num_examples
+        self.num_tokens = store.num_tokens + planted.num_tokens
+        self.max_length, self.vocab_size = store.max_length, store.vocab_size
+        both = f"{store.fingerprint} {planted.fingerprint}"
+        self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
+        self.metadata, self.path = store.metadata, None
+
+    @functools.cached_property
+    def offsets(self) -> np.ndarray:
+        """int64 [users + 1], as a store's."""
+        return np.concatenate(
+            [self.store.offsets, self.store.num_examples + self.planted.offsets[1:]]
+        )
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32 [examples]: tokens per row."""
+        return np.concatenate([self.store.lengths, self.planted.lengths])
+
+    def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of rows of both stores; see `UserStore.gather`."""
+        rows = np.asarray(rows, np.int64)
+        first = self.store.num_examples
+        own, other = (
+            self.store.gather(np.where(rows < first, rows, -1), length),
+            self.planted.gather(np.where(rows >= first, rows - first, -1), length),
+        )
+        tokens, sizes = (a + b for a, b in zip(own, other, strict=True))  # padding is zero
+        return tokens, sizes
+
+
+@dataclasses.dataclass
+class Planted:
+    """The canaries of one audit: who is in the data, and what a run tells about them."""
+
+    num_gradient: int
+    num_text: int
+    rows: int
+    """Examples of a canary: as many as a user may have in a step, or more."""
+    clip_norm: float
+    included: np.ndarray
+    """bool [gradient canaries, then text canaries]: the coins."""
+    rng: np.random.Generator
+    """Draws the canaries' texts."""
+
+    def __post_init__(self) -> None:
+        self.directions = Directions(max(1, self.num_gradient))
+        self.first: Any = None
+        """Parameters before the first step."""
+        self.task_inner: Any = None
+        self.total: Any = None
+        """Sum of all privatised gradients."""
+
+    @property
+    def gradient_included(self) -> np.ndarray:
+        """bool [gradient canaries]."""
+        return self.included[: self.num_gradient]
+
+    @property
+    def text_included(self) -> np.ndarray:
+        """bool [text canaries]."""
+        return self.included[self.num_gradient :]
+
+    def data(self, data: Dataset) -> Dataset:
+        """The data with the canaries that were included, as users at the end."""
+        store = data.train
+        length = min(store.max_length, 32)
+        tokens = self.rng.integers(0, store.vocab_size, (len(self.included), length))
+        self.texts = UserStore.from_examples(
+            {f"{i:08d}": [row.tolist()] for i, row in enumerate(tokens[self.num_gradient :])},
+            store.max_length,
+            store.vocab_size,
+        )
+        examples = {
+            f"{i:08d}": [tokens[i].tolist()] * self.rows for i in np.flatnonzero(self.included)
+        }
+        planted = UserStore.from_examples(examples, store.max_length, store.vocab_size)
+        self.owners = np.full(store.num_examples + planted.num_examples, -1, np.int32)
+        own = np.flatnonzero(self.gradient_included)
+        self.owners[store.num_examples :][: len(own) * self.rows] = np.repeat(own, self.rows)
+        canaries = {"gradient": self.num_gradient, "text": self.num_text}
+        return dataclasses.replace(data, train=PlantedStore(store, planted, canaries))
+
+    def task(self, task: Any, params: Any) -> Any:
+        """The run's task with the canaries' losses."""
+        self.first, self.task_inner = params, task
+        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        expect("gradient_canaries", self.num_gradient, self.num_gradient <= size, f"<= {size}")
+        if not self.num_gradient:
+            return task
+        return CanaryTask(task, self.owners, self.directions, self.clip_norm)
+
+    def watch(self, gradient: Any) -> None:
+        """What everyone may see of a step: its privatised gradient."""
+        if self.total is None:
+            self.total = gradient
+        else:
+            self.total = jax.tree.map(jnp.add, self.total, gradient)
+
+    def gradient_scores(self) -> np.ndarray:
+        """[gradient canaries]: how far all steps together went each canary's way."""
+        return self.directions.scores(self.total)
+
+
+def coins(count: int, rng: np.random.Generator) -> np.ndarray:
+    """bool [count], each True with probability 1/2."""
+    return rng.random(count) < 0.5

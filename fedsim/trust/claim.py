@@ -1,0 +1,167 @@
+"""What a run may claim, in sentences: computed from its ledger, and rounded up."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsim import accounting
+from fedsim.accounting import Event, RunningEpsilon, StepEvent
+from fedsim.accounting.rounding import at_most
+from fedsim.config import Algorithm
+from fedsim.errors import FedsimError
+from fedsim.plan import Plan
+from fedsim.run import checkpoint
+from fedsim.run.directory import StoredRun
+from fedsim.trust.document import Table
+from fedsim.trust.evidence import Check
+
+CURVE_POINTS = 25
+STEP_POINTS = 16
+FALSE_ALARMS = (0.001, 0.01, 0.05)
+WEAK_EPSILON, WEAK_DELTA = 10, 0.01  # of delta times the number of users
+
+
+class ReportError(FedsimError):
+    """The run makes no claim that could be reported."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Released:
+    """What a run has released, from its ledger."""
+
+    run_dir: Path
+    stored: StoredRun
+    plan: Plan
+    lines: list[dict[str, Any]]
+    phases: list[tuple[Event, int]] | None
+    epsilon: float
+    checks: list[Check]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps released."""
+        return len(self.lines) - 1
+
+    @property
+    def label(self) -> str:
+        """The plan's: what makes epsilon no guarantee."""
+        return self.plan.label
+
+    @property
+    def seed_known(self) -> bool:
+        """Whether others may know the key."""
+        return any(fact.startswith("the seed") for fact in self.plan.non_private)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the newest checkpoint's parameters. Raises ReportError: there is none."""
+        newest = checkpoint.latest(self.run_dir)
+        if newest is None:
+            raise ReportError(
+                f"nothing to report: {self.run_dir} has no checkpoint, hence no model"
+            )
+        return checkpoint.params_sha256(checkpoint.load_params(newest))
+
+
+def claim(released: Released) -> str:
+    """One sentence that can be quoted."""
+    plan, delta = released.plan, at_most(released.plan.delta, ".2e")
+    model = f"The model with SHA-256 fingerprint {released.fingerprint}"
+    some = f"{plan.num_units:,} of the " if plan.algorithm == Algorithm.ELS else ""
+    texts = f"{some}{plan.num_examples:,} texts of {plan.num_users:,} users"
+    trained = f"was trained on {texts} (each an id of its own in the data)"
+    if released.phases is None:
+        return f"{model} {trained} without noise, so that no privacy is claimed for anyone."
+    if released.label:
+        shuffled = plan.sampling_run != plan.sampling_accounted
+        why = ["in shuffled order"] if shuffled else []
+        why += ["taken for a sample of more users"] if plan.assumed_population is not None else []
+        return (
+            f"{model} {trained}, {' and '.join(why)}, for which no privacy is claimed: "
+            f"epsilon = {at_most(released.epsilon, '.4f')} is {released.label}."
+        )
+    known = released.seed_known
+    proviso = ", towards whoever does not know the seed of this reproduction" if known else ""
+    return (
+        f"{model} {trained} with user-level differential privacy of epsilon = "
+        f"{at_most(released.epsilon, '.4f')} and delta = {delta}{proviso}: for every one of these "
+        "users, whatever their texts say and whatever else is known, putting all of their texts "
+        "into the training instead of leaving them out makes no outcome of it more than "
+        f"{_factor(released.epsilon)} times as likely, nor as unlikely, give or take a "
+        f"probability of {delta}."
+    )
+
+
+def _factor(epsilon: float) -> str:
+    factor = math.exp(min(epsilon, 700))
+    return at_most(factor, ",.2f" if factor < 1e6 else ".2e")
+
+
+def in_words(released: Released) -> list[Any]:
+    """What a claim means to someone who might be recognised; nothing where there is none."""
+    if released.phases is None or released.label or not released.num_steps:
+        return []
+    rows = [
+        (f"{alarm:.1%} of those who did not", f"at most {at_most(found, '.1%')}")
+        for alarm in FALSE_ALARMS
+        for found in [most_recognised(released, alarm)]
+    ]
+    proviso = ""
+    if released.seed_known:
+        proviso = "as long as they do not know the seed of this reproduction, "
+    return [
+        *warnings(released),
+        "In other words: suppose someone has the finished model, and even the model after every "
+        "single step, and wants to find out whether a certain user's texts were used. Whatever "
+        f"their method, their computers and their knowledge of everybody else, {proviso}"
+        "this is the most that they can achieve:",
+        Table(("who wrongly suspects", "recognises, of those who took part"), rows),
+        "The guarantee covers the whole of a user's texts, not one text at a time, and it "
+        "does not weaken when the model is copied, published or trained further on other data.",
+    ]
+
+
+def warnings(released: Released) -> list[str]:
+    """What makes a claim that holds a weak one."""
+    plan, found = released.plan, []
+    if released.epsilon > WEAK_EPSILON:
+        found.append(f"Mind: an epsilon above {WEAK_EPSILON} promises little.")
+    if (product := plan.delta * plan.num_users) > WEAK_DELTA:
+        found.append(
+            f"Mind: delta times the number of users is {at_most(product, '.2g')}. A method that "
+            "gives one user's texts away with that probability would meet such a delta; it should "
+            f"be well below {WEAK_DELTA:g}."
+        )
+    return found
+
+
+def most_recognised(released: Released, false_alarms: float) -> float:
+    """The highest true positive rate of any test at a false positive rate, by the whole curve.
+
+    Every (epsilon, delta) that holds bounds it: by e^epsilon f + delta, and from the other side by
+    1 - e^-epsilon (1 - delta - f). Source: Kairouz et al. 2015, Theorem 2.1.
+    """
+    epsilons, deltas = curve(released)
+    above = np.exp(epsilons) * false_alarms + deltas
+    below = 1 - np.exp(-epsilons) * np.maximum(0, 1 - deltas - false_alarms)
+    return float(min(1.0, above.min(), below.min()))
+
+
+def curve(released: Released) -> tuple[np.ndarray, np.ndarray]:
+    """(epsilons, deltas) of all that was released."""
+    assert released.phases is not None
+    epsilons = np.linspace(0, 1.3 * released.epsilon, CURVE_POINTS)
+    return epsilons, accounting.privacy_curve(released.phases, epsilons)
+
+
+def over_steps(released: Released) -> tuple[list[int], list[float]]:
+    """Epsilon after some of the steps."""
+    *before, (event, count) = released.phases or []
+    if not isinstance(event, StepEvent):
+        return [], []
+    running = RunningEpsilon(event, released.plan.delta, before)
+    steps = sorted({round(i * count / STEP_POINTS) for i in range(STEP_POINTS + 1)})
+    return steps, [running(step) for step in steps]

@@ -1,0 +1,70 @@
+"""Steps of a run computed again from its key and data: do they give the same bits?
+
+What no file can show, that gradients were clipped and the noise was added, is shown of the steps
+that are computed again, and of no others.
+"""
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedsim.engine.environment import versions
+from fedsim.errors import ConfigError
+from fedsim.run import checkpoint, directory, ledger
+from fedsim.run.signals import terminated
+from fedsim.training import train
+from fedsim.trust.evidence import Evidence, Interrupted, Unknown, Violated
+
+
+def replay(evidence: Evidence, *, whole: bool) -> str:
+    """Compute the last steps again, or all of them; returns what was found.
+
+    Args: whole: from the first step on; else from the last checkpoint but one.
+    Raises: Violated: the bits are others, where packages and host are those of the run. Unknown:
+      something is missing for it, or other bits may have another reason.
+    """
+    key, _ = evidence.key, evidence.users
+    kept = checkpoint.kept(evidence.run_dir)
+    total = evidence.plan.num_steps
+    if not kept or checkpoint.load_step(kept[-1]) != total:
+        raise Unknown("the run has not ended")
+    newest, older = kept[-1], [] if whole else kept[:-1]
+    first = checkpoint.load_step(older[-1]) if older else 0
+    some = "all" if first == 0 else f"the last {total - first} of"
+    steps = f"{some} {total} steps (from step {first}), computed again from key and data"
+    with _scratch() as copy:
+        key.save(copy)
+        for path in (directory.CONFIG, directory.TOKENIZER, ledger.FILE):
+            if (evidence.run_dir / path).exists():
+                shutil.copyfile(evidence.run_dir / path, copy / path)
+        for path in older[-1:]:
+            shutil.copyfile(path, copy / checkpoint.DIRECTORY / path.name)
+        run = dataclasses.replace(evidence.run, run_dir=copy)
+        try:
+            again = train(evidence.plan.algorithm, evidence.privacy, run, evidence.console)
+        except ledger.OtherBits as error:
+            raise Violated(f"{evidence.run_dir / ledger.FILE}: {error}") from None
+        except ConfigError as error:
+            raise Unknown(f"cannot be computed again: {error}") from None
+    if again["steps_done"] < total:
+        raise Interrupted(f"interrupted after step {again['steps_done']} of {total}")
+    if again["params_sha256"] == checkpoint.params_sha256(checkpoint.load_params(newest)):
+        return f"{steps}, give the same bits"
+    if why := directory.other_bits(evidence.stored, versions(), again["host"]):
+        raise Unknown(f"cannot tell: {steps}, give other bits, and so may {why}")
+    raise Violated(f"{newest}: {steps}, give other parameters")
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A private directory for the copy of a run, which is gone afterwards, whatever happens."""
+    with (
+        terminated(),
+        tempfile.TemporaryDirectory(prefix="fedsim-replay-") as directory,
+    ):
+        copy = Path(directory) / "run"
+        (copy / checkpoint.DIRECTORY).mkdir(parents=True)
+        yield copy

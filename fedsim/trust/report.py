@@ -1,0 +1,276 @@
+"""The privacy report of a run: the claim, what it rests on, and what it leaves out.
+
+Follows the list of what to report of "How to DP-fy ML" (Ponomareva et al. 2023, Section 5.3.3).
+Every number about privacy is computed from the ledger when the report is written, and every bound
+is rounded up. A run that breaks any promise that `verify` looks at gets no report.
+"""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from fedsim.accounting.rounding import at_most
+from fedsim.config import Algorithm, settings_of, to_json
+from fedsim.files import read_json, write_atomically
+from fedsim.plan import COMPARISON_ONLY, Plan
+from fedsim.run import directory, ledger
+from fedsim.run.console import Console
+from fedsim.trust.claim import Released, ReportError, claim, curve, in_words, over_steps
+from fedsim.trust.document import Code, Document, Items, Quote, Section, Table, to_html, to_markdown
+from fedsim.trust.evidence import Check
+from fedsim.trust.svg import Chart, Series
+from fedsim.trust.verify import verify
+
+HTML, MARKDOWN = "report.html", "report.md"
+
+
+def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
+    """Write report.html and report.md of a run into `out`.
+
+    Raises: ConfigError: there is no run, or another process is working on it. ReportError: a
+      promise is violated, there is no model to report of, or it is an audit's.
+    """
+    with directory.lock(run_dir, to_read=True):
+        released = read(run_dir, console)
+        document = compose(released)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / HTML, to_html(document).encode())
+    write_atomically(out / MARKDOWN, to_markdown(document).encode())
+    return {
+        "run_dir": str(run_dir),
+        "html": str(out / HTML),
+        "markdown": str(out / MARKDOWN),
+        "epsilon": to_json(released.epsilon),
+        "delta": released.plan.delta,
+        "epsilon_holds": released.plan.epsilon_holds,
+        "guarantee": released.plan.guarantee,
+        "claim": claim(released),
+    }
+
+
+def read(run_dir: Path, console: Console) -> Released:
+    """What a run has released. Raises: as `report`."""
+    checks = verify(run_dir, console=console)
+    for check in checks:
+        if check.holds is False:
+            raise ReportError(f"nothing to report: {check.promise} violated: {check.found}")
+    stored, lines = directory.load(run_dir), ledger.read(run_dir)
+    plan, phases = stored.plan, ledger.phases(lines)
+    assert plan is not None, "verify() found one"
+    if plan.planted is not None:
+        raise ReportError("nothing to report: an audit's run, some of whose users were made up")
+    epsilon = ledger.epsilon_of(phases, plan.delta)
+    return Released(run_dir, stored, plan, lines, phases, epsilon, checks)
+
+
+def compose(released: Released) -> Document:
+    """The report's sections."""
+    sections = [
+        Section("The claim", [Quote(claim(released)), *in_words(released)]),
+        Section("What was done, item by item", [_items(released)]),
+    ]
+    if released.phases is not None and released.num_steps:
+        sections.append(Section("The whole trade-off", _charts(released)))
+    sections += [
+        Section("What the guarantee does not cover", _outside(released)),
+        Section("Was it checked?", _checked(released.checks)),
+        Section("Settings and results", [_settings(released)]),
+        Section("Fingerprints and versions", [_fingerprints(released)]),
+        Section("How to verify this yourself", _commands(released)),
+        Section("Words", [WORDS]),
+    ]
+    return Document(f"Privacy report: {released.run_dir.resolve().name}", sections)
+
+
+def _charts(released: Released) -> list[Any]:
+    epsilons, deltas = curve(released)
+    label = f" ({released.label})" if released.label else ""
+    steps, spent = over_steps(released)
+    target = released.plan.target_epsilon
+    blocks: list[Any] = [
+        "A guarantee is not one pair of numbers but a curve: the model has all of these pairs at "
+        f"once. The claim quotes the one at delta = {at_most(released.plan.delta, '.2e')}{label}.",
+        Chart(
+            f"Delta at each epsilon, after {released.num_steps} steps{label}",
+            "epsilon",
+            "delta (logarithmic)",
+            [Series("delta", epsilons.tolist(), deltas.tolist())],
+            log_y=True,
+        ),
+    ]
+    if len(steps) > 1:
+        goal = Series("asked for", [steps[0], steps[-1]], [target, target], dashed=True)
+        delta = at_most(released.plan.delta, ".2e")
+        title = f"Epsilon after each step, at delta = {delta}{label}"
+        lines = [Series("released", steps, spent), goal]
+        blocks.append(Chart(title, "steps", "epsilon", lines))
+    return blocks
+
+
+def _items(released: Released) -> Table:
+    """The reporting list of Ponomareva et al. 2023, Section 5.3.3."""
+    plan = released.plan
+    els = plan.algorithm == Algorithm.ELS
+    unit = "text" if els else "user"
+    name = "DP-SGD-ELS (Algorithm 1)" if els else "DP-SGD-ULS (Algorithm 2)"
+    if plan.adaptive:
+        name += ", with a clip norm that follows a quantile of the norms privately"
+    prob = f"{plan.accounted_prob:.4g}"
+    law = (
+        f"a mixture of Gaussians, Binomial({plan.group_size}, {prob}) (Theorem 1)"
+        if els
+        else f"a Gaussian, sampled with probability {prob} (Theorem 2)"
+    )
+    same = "yes" if plan.sampling_run == plan.sampling_accounted else f"no: {COMPARISON_ONLY}"
+    if plan.assumed_population is not None:
+        assumed = f"that these users are a Poisson sample of {plan.assumed_population:,}"
+        same += f"; but it is assumed, and not guaranteed, {assumed}"
+    noise = "none" if released.phases is None else f"{plan.noise_multiplier:.6g}"
+    epsilon = "infinite: no noise"
+    if released.phases is not None:
+        epsilon = at_most(released.epsilon, ".4f")
+    label = f" ({released.label})" if released.label else ""
+    tuning = [fact for fact in plan.non_private if "chosen by looking" in fact]
+    share = plan.group_size_epsilon
+    before = "nothing" if share is None else f"choosing the group size: {share:g} of epsilon"
+    rows = [
+        ("setting", "central: whoever trains sees the texts; others see what is released"),
+        ("unit of privacy", "a user: all texts with the same id in the data, one person's or not"),
+        ("adjacency", "data sets that differ by all texts of one user, added or removed"),
+        ("released", "the parameters after every step, and the ledger"),
+        ("mechanism", f"{name} of Charles et al. 2024: the Gaussian mechanism on a clipped sum"),
+        ("clipping", f"{plan.clipping}, of each {unit}'s gradient, to {plan.clip_norm:g}"),
+        ("noise multiplier", noise),
+        ("texts of a user", _cap(plan)),
+        ("divided by", f"{plan.expected_count}, the expected number, whatever was drawn"),
+        ("epsilon, delta", f"{epsilon}, {at_most(plan.delta, '.3e')}{label}"),
+        ("steps accounted", f"{released.num_steps} of {plan.num_steps} planned"),
+        ("accountant", f"privacy loss distribution, upper bound; each step {law}"),
+        ("sampling that was run", plan.sampling_run),
+        ("sampling that was accounted", plan.sampling_accounted),
+        ("are the two the same", same),
+        ("accounted before training", before),
+        ("tuning of settings", "; ".join(tuning) or "none reported; none is accounted"),
+        (
+            "other runs on these data",
+            "not accounted: their epsilons add up with this one's, and their deltas, too",
+        ),
+    ]
+    return Table(("item", "this run"), rows)
+
+
+def _cap(plan: Plan) -> str:
+    if plan.algorithm == Algorithm.ELS:
+        return f"at most {plan.group_size} in all of the training, drawn once"
+    return f"at most {plan.group_size} in a step, whose mean gradient is clipped as one"
+
+
+def _outside(released: Released) -> list[Any]:
+    facts = list(released.plan.non_private)
+    about = "The guarantee is about" if released.plan.guarantee else "No guarantee is claimed for"
+    return [
+        f"{about} the released model and ledger. These are computed from the "
+        "users' texts without protection, or known to others:",
+        Items(
+            [
+                *facts,
+                "metrics named `non_private/…` (training loss, norms, sizes of draws), loss on "
+                "held-back texts of training users, and the times that steps took: not to be "
+                "published",
+                "the secret key (`secret.json`), and whatever else the driver and the workers "
+                "hold: whoever can read that can read the texts",
+                "what a user shares with others: each is protected for their own copy",
+                "a person with several ids in the data: protected for each id alone",
+            ]
+        ),
+        "About the noise: it is drawn and added in 64-bit floating point and rounded once to 32 "
+        "bits, from a pseudo-random generator (Philox, as the draws of users and texts) keyed "
+        "with a secret. The mathematics assumes real numbers and perfect randomness. Attacks on "
+        "the low bits of floating-point noise are known (Mironov 2012), and the generator is not a "
+        "certified one. No more is claimed than that.",
+    ]
+
+
+def _checked(checks: list[Check]) -> list[Any]:
+    rows = [(check.promise, check.verdict, check.found) for check in checks]
+    return [
+        "When this report was written, the ledger was replayed against everything else in the "
+        "run's directory, as `fedsim verify` does:",
+        Table(("promise", "", "found"), rows),
+    ]
+
+
+def _settings(released: Released) -> Table:
+    names = ("num_units", "budget", "target_epsilon", "num_parameters", "clip_quantile")
+    rows = [(n, f"{v:,}") for n in names if (v := getattr(released.plan, n)) is not None]
+    run = settings_of(released.stored.run)
+    names = ("data", "model", "lora_rank", "optimizer", "learning_rate", "compute_dtype")
+    rows += [(name, str(run.get(name))) for name in names[1:]]
+    rows.insert(0, ("data", Path(run["data"]).name))
+    rows.append(("strategy", str(released.stored.strategy.get("name"))))
+    path = released.run_dir / directory.SUMMARY
+    if path.exists():
+        summary = read_json(path)
+        names = ("initial_eval_loss", "final_eval_loss")
+        rows += [(f"{name} (users not trained on)", f"{summary[name]}") for name in names]
+    else:
+        rows.append(("results", "the run has not ended"))
+    return Table(("setting", "value"), rows)
+
+
+def _fingerprints(released: Released) -> Table:
+    head = released.lines[0]["head"]
+    rows = [
+        ("parameters, sha256", released.fingerprint),
+        ("ledger, last link", released.lines[-1]["chain"]),
+        ("settings (`config.json`), sha256", head["config_sha256"]),
+        ("data, sealed with the key", released.plan.data_seal),
+        ("model trained from", str(released.stored.identity.model or "fresh parameters")),
+        *((name, number) for name, number in released.stored.versions.items()),
+    ]
+    return Table(("what", "value"), [(name, f"`{value}`") for name, value in rows])
+
+
+def _commands(released: Released) -> list[Any]:
+    plan, path = released.plan, shlex.quote(str(released.run_dir))
+    lines = [f"fedsim verify {path}{flag}" for flag in ("", " --replay", " --whole")]
+    if released.phases is not None:
+        lines.append(
+            f"fedsim account {plan.algorithm} --num-steps {released.num_steps} "
+            f"--sampling-prob {plan.accounted_prob!r} --noise-multiplier {plan.noise_multiplier!r} "
+            f"--group-size {plan.group_size} --delta {plan.delta!r}"
+            + "".join(f" --before {event.epsilon!r}" for event, _ in plan.before)
+        )
+    return [
+        "The first holds the ledger against everything else. The second also computes the last "
+        "steps again from the key and the data, and compares every bit; the third does so with all "
+        f"{plan.num_steps} steps. `fedsim account` computes epsilon from the public constants "
+        "alone. What an attacker really achieves is measured by `fedsim audit`.",
+        Code("\n".join(lines)),
+    ]
+
+
+WORDS = Table(
+    ("word", "meaning"),
+    [
+        (
+            "epsilon",
+            "How much one user can change the odds of anything: by a factor of e^epsilon. "
+            "Smaller is more private: 0 is perfect, and beyond 10 or so it says little.",
+        ),
+        (
+            "delta",
+            "The small probability that is set aside. It should be well below one in the number "
+            "of users.",
+        ),
+        (
+            "user",
+            "Whatever has an id of its own in the data: an author, an account, a site, a file.",
+        ),
+        ("gradient", "The direction in which a text, or a user's texts, pull the model."),
+        ("clipping", "Shortening every pull to a fixed length, so that nobody pulls harder."),
+        ("noise", "A random change added to the sum of all pulls, large enough to hide any one."),
+        ("sampling", "Only some take part in each step, by lot, which hides who did."),
+        ("ledger", "The list of everything that was released, from which epsilon is computed."),
+    ],
+)

@@ -1,0 +1,343 @@
+"""Does a run directory keep its promises? The ledger, replayed against everything else there is.
+
+Each promise is looked at by itself and named where it is broken. Without the key, or the data, what
+needs them is left out and said to be. What no file can show is computed again: see `replay`.
+"""
+
+import dataclasses
+import functools
+import math
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fedsim import accounting, keys
+from fedsim.accounting import RunningEpsilon, StepEvent
+from fedsim.accounting.rounding import at_most
+from fedsim.config import Algorithm
+from fedsim.engine import EngineError
+from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
+from fedsim.files import read_json
+from fedsim.keys import SecretKey
+from fedsim.plan import ADJACENCY, Plan, claimed_fields, method_for
+from fedsim.run import checkpoint, directory, ledger, metrics
+from fedsim.run.console import Console
+from fedsim.run.ledger import LedgerError
+from fedsim.run.state import results
+from fedsim.trust.evidence import Check, Evidence, Interrupted, Unknown, Violated, demand
+from fedsim.trust.replay import replay
+
+EPSILON_TOLERANCE = 1e-9  # relative: of other versions of the packages that add up
+RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # of grids chosen at other steps
+LOOKED_AT = 12  # of the epsilons that were shown on the way; all others lie between these
+SHOWN = ("privacy/", "comparison_only/")
+
+
+def verify(
+    run_dir: Path,
+    *,
+    data: str | None = None,
+    again: str = "",
+    engine: str | None = None,
+    console: Console,
+) -> list[Check]:
+    """Look at every promise of a run, in an order in which each relies on those before.
+
+    Args:
+      data: where the data are now; None: where they were when the run was started.
+      again: which steps to compute again, to compare bits: none (""), those since the last
+        checkpoint but one ("last"), or all of them ("whole").
+      engine: where; None: as the run was started.
+    Raises: ConfigError: `run_dir` is no run, or another process is working on it, or `data` cannot
+      be read.
+    """
+    try:
+        with directory.lock(run_dir, to_read=True):
+            return _verify(Evidence(run_dir, data, engine, console), data, again)
+    except (Violated, FileDamaged, LedgerError) as error:
+        return [Check("settings", False, str(error))]
+
+
+def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
+    if data is not None:
+        try:
+            _ = evidence.dataset
+        except Violated:
+            pass  # named below
+        except Unknown as error:
+            raise ConfigError(f"data={data}: {error}") from None
+    looks = [*LOOKS]
+    if again:
+        looks.append(("replay", functools.partial(replay, whole=again == "whole")))
+    return [_check(promise, look, evidence) for promise, look in looks]
+
+
+def plan_of(run_dir: Path) -> Plan | None:
+    """The plan of a run, if it has kept one."""
+    try:
+        return directory.load(run_dir).plan
+    except FedsimError:
+        return None
+
+
+def demanded_event(plan: Plan) -> StepEvent | None:
+    """What a step of this plan is to the accountant; None without noise."""
+    if not plan.noise_multiplier:
+        return None
+    cap = plan.group_size if plan.algorithm == Algorithm.ELS else 1
+    return StepEvent(plan.noise_multiplier, plan.accounted_prob, cap)
+
+
+def _check(promise: str, look: Callable[[Evidence], str], evidence: Evidence) -> Check:
+    try:
+        return Check(promise, True, look(evidence))
+    except (Unknown, EngineError) as error:
+        return Check(promise, None, str(error), isinstance(error, Interrupted))
+    except FedsimError as error:
+        return Check(promise, False, str(error))
+
+
+def _ledger(evidence: Evidence) -> str:
+    """The chain is whole, and its head is of these settings."""
+    path = evidence.run_dir / ledger.FILE
+    lines = ledger.read(evidence.run_dir)
+    demand(len(lines) > 0, f"{path}: expected a ledger, found nothing")
+    head = lines[0]["head"]
+    same = head.get("config_sha256") == directory.config_sha256(evidence.run_dir)
+    demand(same, f"{evidence.run_dir / directory.CONFIG}: was changed since the run was started")
+    demand(head.get("plan") == evidence.plan.as_dict(), f"{path}: the head has another plan")
+    demand(head.get("adjacency") == ADJACENCY, f"{path}: the head has another adjacency")
+    before = [each["epsilon"] for each in head.get("before", [])]
+    demanded = [event.epsilon for event, _ in evidence.plan.before]
+    demand(before == demanded, f"{path}: before={before}: expected {demanded}, as in the plan")
+    evidence.lines = lines
+    return f"{evidence.num_steps} steps, none missing, none twice; not a byte changed"
+
+
+def _settings(evidence: Evidence) -> str:
+    """The plan is what the settings ask for."""
+    plan, privacy = evidence.plan, evidence.privacy
+    asked = {
+        "num_steps": (privacy.num_steps, plan.num_steps),
+        "budget": (privacy.budget, plan.budget),
+        "delta": (privacy.delta, plan.delta),
+        "clip_norm": (privacy.clip_norm, plan.clip_norm),
+        "clipping": (privacy.clipping, plan.clipping),
+        "sampling": (privacy.sampling, plan.sampling_run),
+        "group_size": (privacy.group_size, plan.group_size),
+        "epsilon": (privacy.epsilon, plan.target_epsilon),
+        "group_size_epsilon": (privacy.group_size_epsilon, plan.group_size_epsilon),
+        "clip_quantile": (privacy.clip_quantile, plan.clip_quantile),
+        "assumed_population": (privacy.assumed_population, plan.assumed_population),
+    }
+    for name, (wanted, planned) in asked.items():
+        same = wanted is None or wanted == planned
+        demand(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
+    share = plan.expected_count / plan.num_units
+    demand(plan.sampling_prob == share, f"sampling_prob={plan.sampling_prob}: expected {share}")
+    each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
+    count = plan.budget // each
+    demand(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
+    return f"{plan.algorithm}, {plan.num_steps} steps, noise multiplier {plan.noise_multiplier:.6g}"
+
+
+def _events(evidence: Evidence) -> str:
+    """Every line is what the plan demands."""
+    plan = evidence.plan
+    event = demanded_event(plan)
+    demanded = {
+        "event": event and dataclasses.asdict(event),
+        "sampling_run": plan.sampling_run,
+        "sampling_accounted": plan.sampling_accounted,
+    }
+    path = evidence.run_dir / ledger.FILE
+    for line in evidence.lines[1:]:
+        for name, value in demanded.items():
+            found = line.get(name)
+            same = found == value
+            demand(same, f"{path}: step {line['step']}: {name}={found}: expected {value}")
+    most = f"{evidence.num_steps} steps: expected at most {plan.num_steps}"
+    demand(evidence.num_steps <= plan.num_steps, f"{path}: {most}")
+    if event is None:
+        return "no noise in every step"
+    return (
+        f"in every step noise multiplier {event.noise_multiplier:.6g}, "
+        f"sampling probability {event.sampling_prob:.6g}, "
+        f"at most {event.max_contributions} drawn per user"
+    )
+
+
+def _epsilon(evidence: Evidence) -> str:
+    """All steps together cost no more than was asked for."""
+    plan = evidence.plan
+    released = ledger.phases(evidence.lines)
+    if released is None:
+        demand(math.isinf(plan.target_epsilon), "steps without noise: epsilon is infinite")
+        return "no noise: epsilon is infinite, as asked for"
+    spent = accounting.epsilon(released, plan.delta)
+    most = plan.target_epsilon * (1 + EPSILON_TOLERANCE)
+    demand(spent <= most, f"epsilon={spent}: expected at most {plan.target_epsilon}")
+    path = evidence.run_dir / ledger.FILE
+    _running(evidence, path, [(n, line.get("epsilon")) for n, line in enumerate(evidence.lines)])
+    epsilon, delta = at_most(spent, ".6g"), at_most(plan.delta, ".2e")
+    return f"{epsilon} at delta {delta}, recomputed from the ledger's events{_label(plan)}"
+
+
+def _label(plan: Plan) -> str:
+    return f": {plan.label}" if plan.label else ""
+
+
+def _running(evidence: Evidence, path: Path, shown: list[tuple[int, Any]]) -> None:
+    """What was said to be spent after some steps is: [(steps, epsilon or None)].
+
+    Some are computed again, and the others do not fall between these.
+    """
+    plan, event = evidence.plan, demanded_event(evidence.plan)
+    shown = sorted((steps, epsilon) for steps, epsilon in shown if epsilon is not None)
+    if event is None:
+        for steps, epsilon in shown:
+            demand(epsilon == "inf", f"{path}: epsilon={epsilon} after step {steps}: expected inf")
+        return
+    running = RunningEpsilon(event, plan.delta, plan.before)
+    every, last = max(1, len(shown) // LOOKED_AT), len(shown) - 1
+    least = 0.0
+    for place, (steps, epsilon) in enumerate(shown):
+        said = f"{path}: epsilon={epsilon} after step {steps}: expected"
+        demand(isinstance(epsilon, int | float), f"{said} a number")
+        demand(epsilon >= least * (1 - RUNNING_TOLERANCE), f"{said} at least {least}, as before")
+        if place % every == 0 or place == last:
+            same = math.isclose(epsilon, spent := running(steps), rel_tol=RUNNING_TOLERANCE)
+            demand(same, f"{said} {spent}")
+        least = max(least, epsilon)
+
+
+def _checkpoints(evidence: Evidence) -> str:
+    """Every checkpoint is as it was written, of a step that the ledger has."""
+    kept = checkpoint.kept(evidence.run_dir)
+    for path in kept:
+        step = checkpoint.load_step(path)
+        named = path.name == checkpoint.name(step)
+        demand(named, f"{path}: holds step {step}")
+        fits = step <= evidence.num_steps
+        demand(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")
+    if not kept:
+        where = evidence.run_dir / checkpoint.DIRECTORY
+        ended = evidence.num_steps > 0 and (evidence.run_dir / directory.SUMMARY).exists()
+        demand(not ended, f"{where}: expected the checkpoint of which the summary speaks")
+        raise Unknown("there is none yet")
+    return f"{', '.join(path.name for path in kept)}: not a byte changed"
+
+
+def _metrics(evidence: Evidence) -> str:
+    """Nothing was shown of a step that the ledger does not have, and no other epsilon."""
+    path, name = evidence.run_dir / metrics.FILE, evidence.plan.epsilon_metric
+    lines = metrics.read(evidence.run_dir)
+    last = max((line["step"] for line in lines), default=0)
+    fits = last <= evidence.num_steps
+    demand(fits, f"{path}: has step {last}, and the ledger {evidence.num_steps}")
+    for line in lines:
+        others = {n for n in line if n.startswith(SHOWN) and "epsilon" in n} - {name}
+        demand(not others, f"{path}: step {line['step']}: {min(others, default='')}: not {name}")
+    _running(evidence, path, [(line["step"], line.get(name)) for line in lines])
+    return _of_steps(evidence, len({line["step"] for line in lines} - {0}))
+
+
+def _of_steps(evidence: Evidence, count: int) -> str:
+    """How many steps were looked at. Raises Unknown: none."""
+    text = f"{count} of {evidence.num_steps} steps"
+    if not count:
+        raise Unknown(text)
+    return text
+
+
+def _summary(evidence: Evidence) -> str:
+    """What was claimed is what follows from the ledger and the parameters."""
+    path = evidence.run_dir / directory.SUMMARY
+    if not path.exists():
+        raise Unknown("the run has not ended: nothing is claimed yet")
+    claimed = read_json(path)
+    for name, value in _claims(evidence):
+        found = claimed.get(name)
+        if name == "epsilon" and isinstance(value, float) and isinstance(found, float):
+            same = math.isclose(found, value, rel_tol=EPSILON_TOLERANCE)
+        else:
+            same = found == value
+        demand(same, f"{path}: {name}={found}: expected {value}")
+    said = f"epsilon {claimed['epsilon']}, {claimed['steps_done']} steps, losses, parameters"
+    return f"{said}{_label(evidence.plan)}"
+
+
+def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
+    plan, chain = evidence.plan, evidence.lines[-1]["chain"]
+    epsilon = ledger.epsilon_of(ledger.phases(evidence.lines), plan.delta)
+    yield from claimed_fields(plan, epsilon, chain).items()
+    yield "steps_done", evidence.num_steps
+    if (newest := checkpoint.latest(evidence.run_dir)) is not None:
+        yield from results(checkpoint.load(newest)).items()
+
+
+def _key(evidence: Evidence) -> str:
+    """Key and directory are their owner's; the key is the one that the ledger was begun with."""
+    path = evidence.run_dir / keys.FILE
+    if not path.exists():
+        raise Unknown(f"there is no {keys.FILE}")
+    key = SecretKey.load(evidence.run_dir)
+    sealed = evidence.lines[0]["head"].get("key_seal") == key.seal("ledger")
+    demand(sealed, f"{path}: {directory.ANOTHER_KEY}")
+    evidence.key = key
+    for each, most in ((evidence.run_dir, 0o700), (path, 0o600)):
+        mode = stat.S_IMODE(each.stat().st_mode)
+        demand(not mode & ~most, f"{each}: mode {mode:o}: expected {most:o}")
+    return "the key is its owner's alone, and the ledger's"
+
+
+def _data(evidence: Evidence) -> str:
+    """The data are those that the run was started with, read to the last byte."""
+    key, users = evidence.key, evidence.dataset.train
+    try:
+        users.check()
+    except (DataError, OSError) as error:
+        raise Violated(str(error)) from None
+    if evidence.plan.planted is not None:
+        raise Unknown("an audit's run: the users it made up beside those of the data are not kept")
+    same = key.seal(users.fingerprint) == evidence.plan.data_seal
+    demand(same, f"data={evidence.run.data.source}: other data than the run was started with")
+    found = (users.num_users, users.num_examples)
+    planned = (evidence.plan.num_users, evidence.plan.num_examples)
+    demand(
+        found == planned, f"data={evidence.run.data.source}: {found} users, examples, not {planned}"
+    )
+    evidence.users = users
+    return f"{users.num_users} users, {users.num_examples} examples, every byte as it was"
+
+
+def _draws(evidence: Evidence) -> str:
+    """The units that took part are those that the key draws."""
+    plan, key = evidence.plan, evidence.key
+    privacy = dataclasses.replace(evidence.privacy, delta=plan.delta, group_size=plan.group_size)
+    method = method_for(plan.algorithm, privacy, evidence.users, key)
+    units = method.sampler.num_units
+    demand(units == plan.num_units, f"num_units={plan.num_units}: not {units}")
+    name, count = "non_private/cohort_size", 0
+    for line in metrics.read(evidence.run_dir):
+        if name in line:
+            step, drawn = line["step"] - 1, len(method.draw(line["step"] - 1))
+            same = line[name] == drawn
+            demand(same, f"step {step}: {line[name]} units took part, the key draws {drawn}")
+            count += 1
+    return f"the sizes of the draws of {_of_steps(evidence, count)} are those that the key gives"
+
+
+LOOKS: list[tuple[str, Callable[[Evidence], str]]] = [
+    ("ledger", _ledger),
+    ("settings", _settings),
+    ("events", _events),
+    ("epsilon", _epsilon),
+    ("checkpoints", _checkpoints),
+    ("metrics", _metrics),
+    ("summary", _summary),
+    ("key", _key),
+    ("data", _data),
+    ("draws", _draws),
+]

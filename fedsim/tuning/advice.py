@@ -1,0 +1,144 @@
+"""What `fedsim recommend` says: advice on each algorithm, the choice, commands, a table, a plot."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+from fedsim.config import Algorithm, PrivacyConfig, RunConfig, run_config, settings_of
+from fedsim.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """How to set one algorithm, and what to expect of it."""
+
+    algorithm: Algorithm
+    group_size: int
+    budget: int
+    """Gradients per step, expected at most: B, or G M."""
+    expected_count: int
+    """B (ELS) or M (ULS)."""
+    sampling_prob: float
+    """p (ELS) or q (ULS)."""
+    clip_norm: float
+    """C: the median gradient norm of a sample, L_ELS or L_ULS."""
+    noise_multiplier: float
+    """sigma."""
+    noise_per_step: float
+    """C sigma / B or C sigma / M: standard deviation per coordinate, in the gradient's unit."""
+    added_stddev: float
+    """What training adds to each coordinate of a step's (clipped) mean gradient: the same, but for
+    normalised clipping, which divides gradients by C, sigma / B or sigma / M."""
+    data_used: float
+    """Share of the training examples that some step is expected to use."""
+    gradients: float
+    """Expected number, over all steps."""
+    strategy: str
+    """How training would compute its clipped sums."""
+    seconds: float
+    """How long such a training takes on the present workers, without evaluation."""
+    command: list[str]
+    """The words of the command that trains so."""
+
+
+def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
+    """The one with less noise per step (Equation 7), and the reason in a sentence."""
+    best, other = (els, uls) if els.noise_per_step <= uls.noise_per_step else (uls, els)
+    ratio = best.noise_per_step / other.noise_per_step
+    reason = (
+        f"for {best.budget:,} gradients a step, {best.algorithm.upper()} adds {ratio:.2f} times "
+        f"the noise of {other.algorithm.upper()} to the mean gradient (C sigma / count is "
+        f"{best.noise_per_step:.3g} against {other.noise_per_step:.3g})"
+    )
+    return best, reason
+
+
+def command(
+    algorithm: Algorithm, settings: PrivacyConfig, given: PrivacyConfig, run: RunConfig
+) -> list[str]:
+    """`fedsim train` with these settings. A delta that was not given is derived again."""
+    flags: dict[str, Any] = {"data": run.data.source}
+    for name in ("epsilon", "delta", "num_steps", "budget", "group_size", "clip_norm"):
+        if name != "delta" or given.delta is not None:
+            flags[name] = getattr(settings, name)
+    flags["chosen_on_data"] = "group_size,clip_norm"
+    for config, default in (
+        (given, PrivacyConfig(1.0, 1)),
+        (run, run_config(data=run.data.source, run_dir=run.run_dir)),
+    ):
+        values = settings_of(config)
+        for name, usual in settings_of(default).items():
+            if name not in {*flags, "resume"} and values[name] != usual:
+                flags[name] = values[name]
+    flags["run_dir"] = run.run_dir / algorithm
+    words = ["fedsim", "train", str(algorithm)]
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", f"{value:g}" if name == "epsilon" else str(value)]
+    return words
+
+
+def report(result: dict[str, Any]) -> str:
+    """The result for people."""
+    els, uls = result["els"], result["uls"]
+    rows = [
+        ("group size G", "{group_size:,}"),
+        ("expected count B, M", "{expected_count:,}"),
+        ("probability p, q", "{sampling_prob:.3g}"),
+        ("clip norm C", "{clip_norm:.4g}"),
+        ("noise multiplier", "{noise_multiplier:.4f}"),
+        ("noise per step", "{noise_per_step:.3g}"),
+        ("data used", "{data_used:.1%}"),
+        ("gradients per step", "{budget:,}"),
+        ("gradients", "{gradients:,.0f}"),
+        ("minutes", "{minutes:.3g}"),
+    ]
+    lines = [
+        f"{result['num_users']:,} users, {result['num_examples']:,} examples, the median user has "
+        f"{result['median_examples']:,}; epsilon {result['epsilon']:g} at delta "
+        f"{result['delta']:.3g}",
+        f"{'':20} {'ELS':>14} {'ULS':>14}",
+    ]
+    for name, shape in rows:
+        cells = [shape.format(**each, minutes=each["seconds"] / 60) for each in (els, uls)]
+        lines.append(f"{name:20} {cells[0]:>14} {cells[1]:>14}")
+    lines += [
+        f"noise per step is C sigma / count per coordinate; minutes are for {result['workers']}",
+        *(f"not private: {fact}" for fact in result["non_private"]),
+        "privately, within epsilon: --group-size-epsilon E in the place of --group-size (els), and "
+        "--clip-quantile Q beside --clip-norm",
+        f"recommended: {result['recommended'].upper()}: {result['reason']}",
+    ]
+    first, second = (els, uls) if result["recommended"] == "els" else (uls, els)
+    lines += [shlex.join(first["command"]), "the other: " + shlex.join(second["command"])]
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], file: Path, num_users: int) -> None:
+    """A PNG of noise per step against group size.
+
+    Raises: ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        needed = "matplotlib, as in pip install 'fedsim[experiments]'"
+        raise ConfigError(f"plot={file}: expected {needed}") from None
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    for algorithm, colour in (("ELS", "tab:blue"), ("ULS", "tab:orange")):
+        own = [row for row in rows if row["algorithm"] == algorithm]
+        groups, noise = ([row[name] for row in own] for name in ("group_size", "noise_per_step"))
+        axis.plot(groups, noise, "-o", color=colour, label=algorithm)
+    axis.set_xscale("log", base=2)
+    axis.set(yscale="log", xlabel="group size", ylabel="noise per step (C sigma / count)")
+    axis.set_title(f"{num_users:,} users")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(file, dpi=120, metadata={"Software": None})

@@ -1,0 +1,174 @@
+"""How to set the group size: Algorithm 3 (Estimate-and-Double) and what it is compared with.
+
+Which G_ULS and M share a budget best (Appendix F of the paper), and the median heuristic for G_ELS
+(Section 6). Pure: gradient norms, noise and losses come in as functions; `norms` makes the first
+from data, `uls_noise` the second.
+
+The sigma(M) of Algorithm 3 is taken as the noise of the mean gradient, sigma_ULS(M) / M. Read as
+the noise multiplier itself it would grow with M, since q = M / N does: every turn would double G,
+and the paper's "increasing M decreases sigma_ULS" would be false. With the division, L sigma is
+v_ULS, the noise that the objective stands for.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from fedsim import accounting
+from fedsim.errors import expect, expect_count
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Configuration:
+    """How DP-SGD-ULS spends its gradients."""
+
+    group_size: int
+    """G_ULS."""
+    cohort_size: int
+    """M."""
+
+    @property
+    def budget(self) -> int:
+        """G_ULS M: expected gradients per step, at most."""
+        return self.group_size * self.cohort_size
+
+
+START = Configuration(1, 32)
+"""Where the paper starts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Settings that are never left: the paper's sweep, or what the data have."""
+
+    group_size: float = math.inf
+    cohort_size: float = math.inf
+
+    def __contains__(self, at: Configuration) -> bool:
+        return at.group_size <= self.group_size and at.cohort_size <= self.cohort_size
+
+
+NO_LIMITS = Limits()
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubling:
+    """One turn of Algorithm 3's loop; a tau is inf where its doubling is beyond the limits."""
+
+    at: Configuration
+    tau_group: float
+    """L_ULS(2G) / L_ULS(G)."""
+    tau_cohort: float
+    """sigma(2M) / sigma(M), of the mean gradient's noise."""
+
+
+def estimate_and_double(
+    budget: int,
+    user_grad_norm: Callable[[int], float],
+    noise: Callable[[int], float],
+    start: Configuration = START,
+    limits: Limits = NO_LIMITS,
+) -> tuple[Configuration, list[Doubling]]:
+    """Algorithm 3: double G_ULS or M, whichever shrinks L_ULS(G) sigma(M) more, while G M < B.
+
+    Args:
+      user_grad_norm: L_ULS(G): norm of a user's mean gradient over at most G examples.
+      noise: sigma(M), the mean gradient's noise that meets the privacy target with cohorts of M
+        users; see the module's docstring, and `uls_noise`.
+      limits: a doubling beyond them is not considered; where neither is left, the loop ends.
+    Returns: (the choice, every turn). G M >= budget, unless the limits were met.
+    Raises: ConfigError: budget < 1, or the start is beyond the limits.
+    Source: Charles et al. 2024, Algorithm 3.
+    """
+    turns: list[Doubling] = []
+
+    def prefer_group(at: Configuration) -> bool:
+        group, cohort = twice(at)
+        tau_group = tau_cohort = math.inf
+        if group in limits:
+            tau_group = user_grad_norm(group.group_size) / user_grad_norm(at.group_size)
+        if cohort in limits:
+            tau_cohort = noise(cohort.cohort_size) / noise(at.cohort_size)
+        turns.append(Doubling(at, tau_group, tau_cohort))
+        return tau_group < tau_cohort
+
+    return _double(budget, prefer_group, start, limits), turns
+
+
+def greedy_local_oracle(
+    budget: int,
+    loss: Callable[[Configuration], float],
+    start: Configuration = START,
+    limits: Limits = NO_LIMITS,
+) -> Configuration:
+    """Doubles whichever of G_ULS and M gives the lower loss after training: what no local strategy
+    beats, and nobody can afford (Appendix F)."""
+
+    def prefer_group(at: Configuration) -> bool:
+        found = [loss(next_) if next_ in limits else math.inf for next_ in twice(at)]
+        return found[0] < found[1]
+
+    return _double(budget, prefer_group, start, limits)
+
+
+def twice(at: Configuration) -> tuple[Configuration, Configuration]:
+    """The configurations with twice the group size, and with twice the cohort size."""
+    return (
+        Configuration(2 * at.group_size, at.cohort_size),
+        Configuration(at.group_size, 2 * at.cohort_size),
+    )
+
+
+def with_budget(grid: Sequence[Configuration], budget: int) -> list[Configuration]:
+    """The configurations of a grid that spend exactly `budget`, by group size.
+
+    Raises: ConfigError: there is none.
+    """
+    found = sorted(at for at in grid if at.budget == budget)
+    expect("budget", budget, bool(found), "a product G M of the grid")
+    return found
+
+
+def max_cohort(grid: Sequence[Configuration], budget: int) -> Configuration:
+    """The most users, hence the fewest examples of each (Appendix F)."""
+    return with_budget(grid, budget)[0]
+
+
+def max_group_size(grid: Sequence[Configuration], budget: int) -> Configuration:
+    """The most examples of a user, hence the fewest users (Appendix F)."""
+    return with_budget(grid, budget)[-1]
+
+
+def uls_noise(
+    epsilon: float, delta: float, num_steps: int, num_users: int
+) -> Callable[[int], float]:
+    """sigma_ULS(M) / M of Theorem 2 with q = M / N, each computed once: the standard deviation of
+    the mean gradient's noise for clip norm 1."""
+
+    @functools.cache
+    def noise(cohort_size: int) -> float:
+        multiplier = accounting.noise_multiplier(
+            epsilon=epsilon,
+            delta=delta,
+            num_steps=num_steps,
+            sampling_prob=cohort_size / num_users,
+        )
+        return multiplier / cohort_size
+
+    return noise
+
+
+def _double(
+    budget: int,
+    prefer_group: Callable[[Configuration], bool],
+    at: Configuration,
+    limits: Limits,
+) -> Configuration:
+    """The loop that Estimate-and-Double and the oracle share."""
+    expect_count("budget", budget, 1)
+    expect("start", at, at in limits, f"within {limits}")
+    while at.budget < budget and any(next_ in limits for next_ in twice(at)):
+        group, cohort = twice(at)
+        at = group if prefer_group(at) else cohort
+    return at

@@ -1,0 +1,277 @@
+"""Which algorithm to use on some data, and how to set it: the paper's two questions.
+
+Group sizes come from the heuristics of Section 6 (the median user for ELS, Estimate-and-Double for
+ULS), clip norms from gradient norms at the starting model, noise from the accountant, and the
+recommendation from the noise per step (Section 3). All of it looks at the data without protection,
+as the paper does, and says so.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedsim import accounting, engine
+from fedsim.clipping import Clip, Strategy
+from fedsim.config import Algorithm, PrivacyConfig, RunConfig
+from fedsim.data.dataset import Dataset
+from fedsim.engine import Engine
+from fedsim.errors import expect
+from fedsim.keys import SecretKey
+from fedsim.plan import calibrate, complete, method_for
+from fedsim.run.console import Console
+from fedsim.run.model_source import find_model, load_data, make_task
+from fedsim.sampling import limit_contributions
+from fedsim.training import strategy_for
+from fedsim.tuning import doubling
+from fedsim.tuning.advice import Advice, choose, command, draw
+from fedsim.tuning.norms import NUM_USERS, GradientNorms
+from fedsim.tuning.variance import noise_stddev
+
+TIMED_GRADIENTS = 128  # of a step, to tell how long all of them take
+LEAST_COHORT = 8  # of the curve that is drawn: below, its noise is of no interest
+
+
+def recommend(
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    console: Console,
+    *,
+    num_users: int = NUM_USERS,
+    plot: Path | None = None,
+) -> dict[str, Any]:
+    """Advice for both algorithms on a run's data at its starting model, and which to choose.
+
+    Args:
+      privacy: epsilon, delta, num_steps, budget, clipping and sampling; the rest is found.
+      run: data, model and workers; `run_dir` is where the runs of the commands will be.
+      num_users: how many users' gradients are looked at.
+      plot: a PNG to draw: noise per step against group size.
+    Raises: ConfigError (a user's mistake), EngineError (workers).
+    """
+    expect(
+        "epsilon", privacy.epsilon, privacy.epsilon < math.inf, "a finite one: noise is compared"
+    )
+    expect("users", num_users, num_users >= 1, ">= 1")
+    expect("plot", plot, plot is None or plot.suffix == ".png", "a file ending in .png")
+    with _starting_point(run, console) as (data, workers, params, key):
+        return _recommend(privacy, run, console, data, workers, params, key, num_users, plot)
+
+
+def user_grad_norms(
+    run: RunConfig, group_sizes: Sequence[int], console: Console, *, num_users: int = NUM_USERS
+) -> dict[int, float]:
+    """L_ULS(G) at a run's starting model for each of the group sizes, not private."""
+    with _starting_point(run, console) as (data, workers, params, key):
+        offsets, most = data.train.offsets, max(group_sizes)
+        norms = GradientNorms(workers, params, offsets, key, num_users=num_users, most=most)
+        return {group: norms.user_norm(group) for group in group_sizes}
+
+
+@contextmanager
+def _starting_point(run: RunConfig, console: Console) -> Iterator[tuple[Dataset, Engine, Any, Any]]:
+    """A run's data, its workers, its parameters before training, and a key for samples."""
+    model = find_model(run.model.source)
+    data = load_data(run.data, model, console.note)
+    engine.remember_programs()
+    fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
+    task, params = make_task(run, model, data, fresh)
+    workers = engine.create(run.engine, task, note=console.note)
+    try:
+        console.note("starting the workers")
+        workers.ready()
+        yield data, workers, params, SecretKey.create(run.seed, "recommend")
+    finally:
+        workers.close()
+
+
+def _recommend(privacy, run, console, data, workers, params, key, num_users, plot):
+    offsets, budget = data.train.offsets, privacy.budget
+    most = max(1, budget // (LEAST_COHORT if plot else doubling.START.cohort_size // 2))
+    norms = GradientNorms(workers, params, offsets, key, num_users=num_users, most=most)
+    found = Tuning(privacy, data, norms)
+    els, els_non_private = found.els()
+    console.note(f"gradient norms of {min(num_users, data.train.num_users)} users")
+    assert els.group_size is not None
+    clip_els = norms.example_norm(limit_contributions(offsets, els.group_size, key))
+    uls, turns, uls_non_private = found.uls()
+    assert uls.group_size is not None
+    clip_uls = norms.user_norm(uls.group_size)
+    advice = []
+    for algorithm, settings, norm in (
+        (Algorithm.ELS, els, clip_els),
+        (Algorithm.ULS, uls, clip_uls),
+    ):
+        console.note(f"noise and time of a step of {algorithm.upper()}")
+        settings = dataclasses.replace(settings, clip_norm=_clip_norm(norm))
+        advice.append(_advice(algorithm, settings, privacy, run, data, workers, params, key))
+    best, reason = choose(*advice)
+    result = {
+        "data": run.data.source,
+        "num_users": data.train.num_users,
+        "num_examples": data.train.num_examples,
+        "median_examples": int(np.median(np.diff(offsets))),
+        "epsilon": privacy.epsilon,
+        "delta": els.delta,
+        "num_steps": privacy.num_steps,
+        "budget": budget,
+        "model": run.model.source,
+        "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "workers": f"{workers.num_workers} x {workers.describe()}",
+        **{str(each.algorithm): dataclasses.asdict(each) for each in advice},
+        "turns": [dataclasses.asdict(turn) for turn in turns],
+        "recommended": str(best.algorithm),
+        "reason": reason,
+        "non_private": list(dict.fromkeys([*els_non_private, *uls_non_private])),
+    }
+    if plot is not None:
+        draw(found.curve(clip_els), plot, data.train.num_users)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The heuristics on one data set."""
+
+    privacy: PrivacyConfig
+    data: Dataset
+    norms: GradientNorms
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Examples of each user."""
+        return np.diff(self.data.train.offsets)
+
+    def els(self) -> tuple[PrivacyConfig, list[str]]:
+        """Settings of ELS by the median heuristic; what of them was read off the data."""
+        settings, non_private = complete(Algorithm.ELS, self.privacy, self.data)
+        assert settings.group_size is not None
+        most = int(np.minimum(self.sizes, settings.group_size).sum())
+        settings = dataclasses.replace(settings, budget=min(settings.budget, most))
+        return settings, [*non_private, "clip_norm (median gradient norms of a sample)"]
+
+    def uls(self) -> tuple[PrivacyConfig, list[doubling.Doubling], list[str]]:
+        """Settings of ULS by Estimate-and-Double, its turns; what of them was read off the data.
+
+        The paper's budgets are powers of two. For any other, M is what the budget allows at the
+        group size that was found.
+        """
+        settings, non_private = complete(Algorithm.ULS, self.privacy, self.data)
+        budget, users = settings.budget, self.data.train.num_users
+        start = doubling.Configuration(1, min(doubling.START.cohort_size, users))
+        limits = doubling.Limits(max(1, int(self.sizes.max())), users)
+        chosen, turns = doubling.estimate_and_double(
+            budget, self.norms.user_norm, self._noise(), start, limits
+        )
+        cohort = max(1, min(budget // chosen.group_size, users))
+        settings = dataclasses.replace(
+            settings, group_size=chosen.group_size, budget=chosen.group_size * cohort
+        )
+        group = f"group_size={chosen.group_size} of ULS (gradient norms of a sample of users)"
+        return settings, turns, [*non_private, group]
+
+    def curve(self, example_norm: float) -> list[dict[str, Any]]:
+        """Noise per step of both algorithms at group sizes that are powers of two."""
+        rows, sizes, uls_noise = [], self.sizes, self._noise()
+        budget, users = self.privacy.budget, self.data.train.num_users
+        for group in (2**n for n in range(int(sizes.max()).bit_length())):
+            pool = int(np.minimum(sizes, group).sum())
+            if budget <= pool:
+                noise = noise_stddev(example_norm, self._els_sigma(budget / pool, group), budget)
+                rows.append({"algorithm": "ELS", "group_size": group, "noise_per_step": noise})
+            cohort = budget // group
+            if LEAST_COHORT <= cohort <= users:
+                noise = self.norms.user_norm(group) * uls_noise(cohort)
+                rows.append({"algorithm": "ULS", "group_size": group, "noise_per_step": noise})
+        return rows
+
+    def _noise(self):
+        completed, _ = complete(Algorithm.ULS, self.privacy, self.data)
+        assert completed.delta is not None
+        users = self.data.train.num_users
+        return doubling.uls_noise(completed.epsilon, completed.delta, completed.num_steps, users)
+
+    def _els_sigma(self, sampling_prob: float, group_size: int) -> float:
+        completed, _ = complete(Algorithm.ELS, self.privacy, self.data)
+        assert completed.delta is not None
+        return accounting.noise_multiplier(
+            epsilon=completed.epsilon,
+            delta=completed.delta,
+            num_steps=completed.num_steps,
+            sampling_prob=sampling_prob,
+            max_contributions=group_size,
+        )
+
+
+def share_used(
+    algorithm: Algorithm, sizes: np.ndarray, group_size: int, sampling_prob: float, num_steps: int
+) -> float:
+    """Expected share of the training examples that takes part in at least one step.
+
+    ELS: an example is in the pool with probability min(1, G / n_u), and then in each step with p.
+    ULS: it is in a step with q min(1, G / n_u), a fresh draw each time.
+    """
+    sizes = sizes[sizes > 0]
+    kept = np.minimum(1, group_size / sizes)
+    if algorithm == Algorithm.ELS:
+        seen = kept * -np.expm1(num_steps * np.log1p(-min(sampling_prob, 1 - 1e-12)))
+    else:
+        seen = -np.expm1(num_steps * np.log1p(-np.minimum(sampling_prob * kept, 1 - 1e-12)))
+    return float((sizes * seen).sum() / sizes.sum())
+
+
+def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Advice:
+    """Everything about one algorithm with these settings; noise by the code that trains."""
+    method = method_for(algorithm, settings, data.train, key)
+    sigma, count = calibrate(method, settings), method.sampler.expected_count
+    clip = Clip(settings.clip_norm, normalised=settings.clipping == "normalised")
+    sizes, steps = np.diff(data.train.offsets), settings.num_steps
+    rows_per_unit = 1.0
+    if algorithm == Algorithm.ULS:
+        rows_per_unit = float(np.minimum(sizes, settings.group_size).mean())
+    prob = method.sampler.sampling_prob
+    strategy, _ = strategy_for(run.engine, None, workers, params, method, clip)
+    return Advice(
+        algorithm=algorithm,
+        group_size=method.group_size,
+        budget=settings.budget,
+        expected_count=count,
+        sampling_prob=prob,
+        clip_norm=clip.norm,
+        noise_multiplier=sigma,
+        noise_per_step=noise_stddev(clip.norm, sigma, count),
+        added_stddev=noise_stddev(clip.sensitivity, sigma, count),
+        data_used=share_used(algorithm, sizes, method.group_size, prob, steps),
+        gradients=steps * count * rows_per_unit,
+        strategy=str(strategy),
+        seconds=steps * count * _seconds_per_unit(workers, params, method, clip, strategy),
+        command=command(algorithm, settings, privacy, run),
+    )
+
+
+def _seconds_per_unit(
+    workers: Engine, params: Any, method: Any, clip: Clip, strategy: Strategy
+) -> float:
+    """How long a unit takes: a part of a step is computed twice, and the second time counts, for
+    the first one compiles."""
+    draws = map(method.draw, itertools.count())
+    rows = next(rows for rows in draws if len(rows))
+    rows = rows[: max(2, TIMED_GRADIENTS // rows.shape[1])]
+    seconds = math.nan
+    for _ in range(2):
+        start = time.perf_counter()
+        workers.clipped_sum(params, rows, clip, strategy)
+        seconds = time.perf_counter() - start
+    return seconds / len(rows)
+
+
+def _clip_norm(norm: float) -> float:
+    """Four digits, so that the command that is printed has the very number."""
+    return min(max(float(f"{norm:.4g}"), 1e-6), 1e6)

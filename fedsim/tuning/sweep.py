@@ -1,0 +1,341 @@
+"""Many training runs side by side: a grid or a list of settings, one table of what came out.
+
+A run is known by its settings, so a sweep that was killed goes on with the same command: finished
+runs are not repeated, unfinished ones go on from their checkpoints, and a sweep that was made
+larger runs what is new. Each run computes in one process (engine local), or, in turn, each on all
+workers of the cluster; either way it has the bits that it would have alone.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from fedsim.config import (
+    OPERATIONAL,
+    Algorithm,
+    PrivacyConfig,
+    RunConfig,
+    changed_run,
+    flags_of,
+    run_config,
+    to_json,
+    typed,
+    types_of,
+)
+from fedsim.errors import ConfigError, FedsimError, expect
+from fedsim.files import cache_dir, write_atomically
+from fedsim.keys import SecretKey
+from fedsim.run import directory, metrics
+from fedsim.run.console import Console
+from fedsim.tuning import hparams
+
+RUNS, LOGS, BOARD, TABLE = "runs", "logs", "tb", "results"
+GIVEN_BY_SWEEP = {"run_dir", "resume", "engine", "num_workers", "wait_for_workers"}
+COLUMNS = (
+    *("delta", "noise_multiplier", "gradient_noise_multiplier", "group_size", "expected_count"),
+    *("sampling_prob", "clip_norm", "steps_done", "initial_eval_loss", "final_eval_loss"),
+    "params_sha256",
+)
+REALISED = ("gradients_computed", "wall_seconds")  # sizes of the draws: not private, named so
+METRICS = ("eval/loss", "privacy/epsilon", "summary/final_eval_loss")
+BUSY_S = 60.0  # for a process of a killed sweep to let go of a run
+
+Settings = Mapping[str, Any]
+_FLAGS = flags_of(PrivacyConfig) | flags_of(RunConfig)
+_DEFAULTS = {name: field.default for name, (_, field) in _FLAGS.items()}
+_TYPES = types_of(PrivacyConfig) | types_of(RunConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run of a sweep."""
+
+    name: str
+    algorithm: Algorithm
+    privacy: PrivacyConfig
+    run: RunConfig
+    settings: dict[str, Any]
+    """What was given, in JSON's types."""
+    log: Path
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What the run ended with, or None if it has not finished."""
+        try:
+            found = json.loads((self.run.run_dir / directory.SUMMARY).read_text())
+        except (OSError, ValueError):
+            return None
+        return found if found["steps_done"] == found["num_steps"] else None
+
+
+def expand(spec: Settings) -> list[dict[str, Any]]:
+    """The settings of each run that a sweep file describes.
+
+    Args:
+      spec: settings of all runs; in `grid` lists of values, every combination of which is run; in
+        `runs` a list of settings that go together, each combined with the grid.
+    Raises: ConfigError: grid or runs have another form.
+    """
+    fixed = {name: value for name, value in spec.items() if name not in ("grid", "runs")}
+    grid, runs = spec.get("grid", {}), spec.get("runs", [{}])
+    expect("grid", grid, isinstance(grid, Mapping), "settings with lists of values")
+    right = isinstance(runs, Sequence) and all(isinstance(each, Mapping) for each in runs)
+    expect("runs", runs, right, "a list of settings")
+    for name, values in grid.items():
+        expect(name, values, isinstance(values, list) and bool(values), "a list of values in grid")
+    return [
+        {**fixed, **each, **dict(zip(grid, values, strict=True))}
+        for each in runs
+        for values in itertools.product(*grid.values())
+    ]
+
+
+def jobs_of(settings: Sequence[Settings], out: Path) -> list[Job]:
+    """A job for each of the settings, in order; those that are given twice are run once.
+
+    Raises: ConfigError: a setting is unknown, missing, out of range or the sweep's own.
+    """
+    jobs = [_job(each, out) for each in settings]
+    return list({job.name: job for job in jobs}.values())
+
+
+def sweep(
+    settings: Sequence[Settings],
+    out: Path,
+    console: Console,
+    *,
+    at_once: int | None = None,
+    here: bool = False,
+    in_turn: bool = False,
+) -> list[dict[str, Any]]:
+    """Run whatever has not finished yet, and write the table; returns its rows.
+
+    Rows are in the order of the settings and have `run` (its name), `status` (done, failed or
+    waiting), what was given, COLUMNS of its summary, `spent_epsilon`, what is not private of it
+    under names that say so, and `error`. `out` gets runs/NAME (run directories), logs/NAME.txt,
+    results.csv, results.json, and tb/ for TensorBoard; on a cluster it has to be where all nodes
+    see it. Only its owner can look into it: settings are shown there, and with the data a seed is a
+    run's key.
+    Args:
+      at_once: most runs at a time; default: as many as there is room for.
+      here: one after another in this process, without Ray.
+      in_turn: one after another, each on all workers (engine ray): for runs that are too long for
+        one worker each. KeyboardInterrupt after a signal, with the step under way saved.
+    Raises: ConfigError (a user's mistake, found before anything is run).
+    """
+    jobs = jobs_of(settings, out)
+    expect("settings", "", bool(jobs), "a run at least")
+    todo = [job for job in jobs if job.summary is None]
+    expect_same_inputs(jobs, console)
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    out.chmod(0o700)
+    for name in (RUNS, LOGS):
+        (out / name).mkdir(parents=True, exist_ok=True)
+    errors: dict[str, str] = {}
+    _write_board(jobs, out)
+    rows = write_table(jobs, out, errors)
+    console.note(f"{len(jobs)} runs, {len(jobs) - len(todo)} of them finished before")
+    if not todo:
+        return rows
+    started = time.monotonic()
+    if here or in_turn:
+        outcomes = _in_turn(todo, "local" if here else "ray")
+    else:
+        outcomes = _side_by_side(todo, console, at_once)
+    for count, (job, result) in enumerate(outcomes, 1):
+        if isinstance(result, FedsimError):
+            errors[job.name] = " ".join(str(result).split())
+        _write_session(job, out, succeeded=job.name not in errors)
+        rows = write_table(jobs, out, errors)
+        left = (time.monotonic() - started) / count * (len(todo) - count)
+        what = f"{job.algorithm} {_varying(job, jobs)}: {_outcome(job, errors)}"
+        console.note(f"{count}/{len(todo)} {what}; left {left / 60:.1f} min")
+    return rows
+
+
+def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:
+    """Look at data and models, which builds what has to be built, once for all runs.
+
+    Raises: ConfigError: they are not there, or not those of a run that has ended: places are part
+      of its name, and not what lies there.
+    """
+    from fedsim.run.model_source import (  # imports JAX, which runs do in processes of their own
+        find_model,
+        load_data,
+        model_sha256,
+    )
+
+    places: dict[tuple[str, ...], list[Job]] = {}
+    for job in jobs:
+        place = (job.run.data.source, str(job.run.data.options), job.run.model.source)
+        places.setdefault(place, []).append(job)
+    for own in places.values():
+        run = own[0].run
+        model = find_model(run.model.source)
+        data = load_data(run.data, model, console.note)
+        ended = [job.run.run_dir for job in own if job.summary is not None]
+        sha256 = model_sha256(model) if ended else None  # reads all of the model
+        for run_dir in ended:
+            identity, expected = directory.load(run_dir).identity, f"what {run_dir} began with"
+            seal = SecretKey.load(run_dir).seal(data.train.fingerprint)
+            expect("data", run.data.source, seal == identity.data_seal, expected)
+            expect("model", run.model.source, sha256 == identity.model, expected)
+
+
+def _side_by_side(
+    jobs: Sequence[Job], console: Console, at_once: int | None
+) -> Iterator[tuple[Job, Any]]:
+    """(job, its summary or the FedsimError that ended it), as jobs end."""
+    from fedsim.engine.parallel_runs import ParallelRuns
+
+    first = jobs[0].run
+    side = ParallelRuns(
+        at_once=at_once,
+        threads=max(job.run.engine.threads_per_worker for job in jobs),
+        devices=first.engine.devices_per_worker,
+        accelerator=first.engine.accelerator,
+        cache_dir=cache_dir() / "compiled",
+    )
+    try:
+        console.note(f"{side.placement.num_workers} at a time, each a {side.placement.describe()}")
+        for index, result in side.run(train_one, jobs):
+            yield jobs[index], result
+    finally:
+        side.close()
+
+
+def _in_turn(jobs: Sequence[Job], engine: Literal["ray", "local"]) -> Iterator[tuple[Job, Any]]:
+    """The outcomes of jobs that run one after another, from this process.
+
+    Raises: KeyboardInterrupt: a signal ended a run early, with the step under way saved.
+    """
+    for job in jobs:
+        run = changed_run(job.run, engine=engine)
+        try:
+            result = train_one(dataclasses.replace(job, run=run))
+        except FedsimError as error:
+            result = error
+        else:
+            if job.summary is None:
+                raise KeyboardInterrupt
+        yield job, result
+
+
+def train_one(job: Job) -> dict[str, Any]:
+    """Train, or go on training; what it says goes to the job's log. Runs in a process apart."""
+    from fedsim.training import train
+
+    with open(job.log, "a") as log, contextlib.redirect_stderr(log):
+        deadline = time.monotonic() + BUSY_S
+        while True:
+            try:
+                console = Console(log_every=job.run.log_every)
+                return train(job.algorithm, job.privacy, job.run, console)
+            except directory.Busy:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+            except FedsimError as error:
+                console.note(f"fedsim: error: {error}")
+                raise
+
+
+def write_table(jobs: Sequence[Job], out: Path, errors: Mapping[str, str]) -> list[dict[str, Any]]:
+    """results.csv and results.json from the runs' summaries; returns the rows."""
+    names = list(dict.fromkeys(name for job in jobs for name in job.settings))
+    rows = []
+    for job in jobs:
+        summary = job.summary or {}
+        status = "done" if summary else "failed" if job.name in errors else "waiting"
+        given = {name: job.settings.get(name) for name in names}
+        came = {name: summary.get(name, given.get(name)) for name in COLUMNS}
+        came["spent_epsilon"] = summary.get("epsilon")
+        end = {f"non_private/{name}": summary.get(name) for name in REALISED}
+        end["error"] = errors.get(job.name)
+        rows.append({"run": job.name, "status": status, **given, **came, **end})
+    text = io.StringIO()
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(out / f"{TABLE}.csv", text.getvalue().encode())
+    write_atomically(out / f"{TABLE}.json", (json.dumps(rows, indent=1) + "\n").encode())
+    return rows
+
+
+def _job(settings: Settings, out: Path) -> Job:
+    given = dict(settings)
+    for name in GIVEN_BY_SWEEP & given.keys():
+        raise ConfigError(f"{name}={given[name]}: expected nothing, it is the sweep's own")
+    for name in given.keys() - _DEFAULTS.keys() - {"algorithm"}:
+        raise ConfigError(f"{name}={given[name]}: expected the name of a setting of train")
+    algorithm = given.pop("algorithm", None)
+    expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
+    given = {
+        name: typed(name, value, _TYPES[name]) for name, value in given.items() if value is not None
+    }
+    missing = [name for name in ("data", "epsilon", "num_steps") if name not in given]
+    expect("settings", sorted(given), not missing, f"{', '.join(missing)} too")
+    if Path(given["data"]).exists():  # processes may run elsewhere
+        given["data"] = str(Path(given["data"]).absolute())
+    privacy_flags, run_flags = flags_of(PrivacyConfig).keys(), flags_of(RunConfig).keys()
+    privacy = PrivacyConfig(**{name: given[name] for name in given.keys() & privacy_flags})
+    name = identity(algorithm, given)
+    here = {"run_dir": out.absolute() / RUNS / name, "resume": True, "engine": "local"}
+    run = run_config(**{n: given[n] for n in given.keys() & run_flags}, **here)
+    shown = {"algorithm": str(algorithm), **{n: to_json(settings[n]) for n in settings}}
+    log = out.absolute() / LOGS / f"{name}.txt"
+    return Job(name, Algorithm(algorithm), privacy, run, shown, log)
+
+
+def identity(algorithm: str, given: Settings) -> str:
+    """Names a run by its settings, less those that are as they would be if nothing was given."""
+    kept = {n: to_json(v) for n, v in given.items() if v != _DEFAULTS[n]}
+    kept = {n: v for n, v in kept.items() if n not in OPERATIONAL or n == "data"}
+    text = json.dumps([str(algorithm), kept], sort_keys=True)
+    return f"{algorithm}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _write_board(jobs: Sequence[Job], out: Path) -> None:
+    names = list(dict.fromkeys(name for job in jobs for name in job.settings))
+    settings = [{name: job.settings.get(name) for name in names} for job in jobs]
+    hparams.write_experiment(out / BOARD, settings, METRICS)
+    for job in jobs:
+        if job.summary and not (out / BOARD / job.name).exists():
+            _write_session(job, out)
+
+
+def _write_session(job: Job, out: Path, *, succeeded: bool = True) -> None:
+    """A run's row in TensorBoard: what may be published of its metrics, and how it ended."""
+    records = [
+        {n: v for n, v in line.items() if n == "step" or n.startswith(("eval/", "privacy/"))}
+        for line in metrics.read(job.run.run_dir)
+    ]
+    if summary := job.summary:
+        end = {"summary/final_eval_loss": summary["final_eval_loss"]}
+        records.append({"step": summary["steps_done"], **end})
+    hparams.write_session(out / BOARD / job.name, job.settings, records, succeeded=succeeded)
+
+
+def _varying(job: Job, jobs: Sequence[Job]) -> str:
+    """The settings of a job in which the jobs differ."""
+    shown = {n: v for n, v in job.settings.items() if n != "algorithm"}
+    differ = [n for n in shown if len({str(each.settings.get(n)) for each in jobs}) > 1]
+    return " ".join(f"{name}={shown[name]}" for name in differ)
+
+
+def _outcome(job: Job, errors: Mapping[str, str]) -> str:
+    if job.name in errors:
+        return f"failed: {errors[job.name]}"
+    names = ("initial_eval_loss", "final_eval_loss")
+    before, after = (float((job.summary or {}).get(name, math.nan)) for name in names)
+    return f"eval loss {after:.4g}" if math.isfinite(before) else "done; no users are held out"

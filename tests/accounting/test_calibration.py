@@ -1,0 +1,102 @@
+"""Calibration: the target is met and hardly more, what was found is kept, progress is not noise."""
+
+import dataclasses
+import json
+import time
+
+import numpy as np
+import pytest
+
+from fedsim import accounting
+from fedsim.accounting import StepEvent, calibration
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+CALIBRATIONS = [
+    dict(epsilon=4.0, delta=1e-6, num_steps=100, sampling_prob=0.02, max_contributions=16),
+    dict(epsilon=0.001, delta=1e-6, num_steps=1000, sampling_prob=0.01),
+    dict(epsilon=500.0, delta=1e-6, num_steps=1000, sampling_prob=0.01, max_contributions=32),
+    dict(epsilon=1.0, delta=1e-3, num_steps=1, sampling_prob=1.0, max_contributions=2),
+    dict(epsilon=4, delta=1.13e-9, num_steps=10000, sampling_prob=2.3e-5, max_contributions=128),
+]
+
+
+@pytest.mark.parametrize("target", CALIBRATIONS, ids=str)
+def test_calibrated_noise_meets_the_target_and_hardly_more(target, cache):
+    sigma = accounting.noise_multiplier(**target)
+    event = StepEvent(sigma, target["sampling_prob"], target.get("max_contributions", 1))
+
+    def spent(factor):
+        scaled = dataclasses.replace(event, noise_multiplier=sigma * factor)
+        return accounting.epsilon([(scaled, target["num_steps"])], target["delta"])
+
+    assert spent(1.0) <= target["epsilon"]
+    assert spent(1 - 1e-3) > target["epsilon"]
+
+
+def test_calibrated_steps_and_probability_meet_the_target(cache):
+    given = dict(epsilon=3.0, delta=1e-6, noise_multiplier=1.0, max_contributions=2)
+    steps = accounting.num_steps(**given, sampling_prob=0.01)
+    event = StepEvent(1.0, 0.01, 2)
+    assert accounting.epsilon([(event, steps)], 1e-6) <= 3.0
+    assert accounting.epsilon([(event, steps + 1)], 1e-6) > 3.0
+    prob = accounting.sampling_prob(**given, num_steps=steps)
+    assert accounting.epsilon([(StepEvent(1.0, prob, 2), steps)], 1e-6) <= 3.0
+    assert 0.01 * (1 - 1e-4) <= prob <= 0.01 * (1 + 1e-2)
+    loose = dict(epsilon=50.0, delta=1e-3, noise_multiplier=10.0, num_steps=1)
+    assert accounting.sampling_prob(**loose) == 1.0
+
+
+def test_calibrations_are_kept_on_disk(cache, monkeypatch):
+    target = dict(epsilon=2.0, delta=1e-5, num_steps=10, sampling_prob=0.1)
+    first = accounting.noise_multiplier(**target)
+    (file,) = cache.iterdir()
+    monkeypatch.setattr(calibration, "calibrate", lambda *args: pytest.fail("solved again"))
+    start = time.process_time()
+    assert accounting.noise_multiplier(**target) == first
+    assert time.process_time() - start < 0.05
+    monkeypatch.setattr(calibration, "calibrate", lambda *args: 7.0)
+    assert accounting.noise_multiplier(**{**target, "epsilon": 2.1}) == 7.0
+    assert (
+        accounting.sampling_prob(epsilon=2.0, delta=1e-5, num_steps=10, noise_multiplier=1) == 7.0
+    )
+    file.write_text("{ not json")
+    assert accounting.noise_multiplier(**target) == 7.0
+    assert json.loads(file.read_text())["value"] == 7.0
+    monkeypatch.setattr(calibration, "ACCOUNTANT_VERSION", -1)
+    monkeypatch.setattr(calibration, "calibrate", lambda *args: 8.0)
+    assert accounting.noise_multiplier(**target) == 8.0
+
+
+def test_cache_directory_follows_xdg_and_need_not_be_writable(tmp_path, monkeypatch):
+    monkeypatch.delenv("FEDSIM_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(calibration, "calibrate", lambda *args: 7.0)
+    target = dict(epsilon=2.0, delta=1e-5, num_steps=10, sampling_prob=0.1)
+    accounting.noise_multiplier(**target)
+    assert len(list((tmp_path / "xdg" / "fedsim").iterdir())) == 1
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "file"))
+    assert accounting.noise_multiplier(**target) == 7.0
+
+
+def test_targets_out_of_reach_are_refused(cache):
+    with pytest.raises(ValueError, match="epsilon=0.01: expected at least .*, spent by one step"):
+        accounting.num_steps(epsilon=0.01, delta=1e-6, noise_multiplier=0.5, sampling_prob=0.5)
+
+
+def test_progress_is_silent_at_first_and_then_at_most_once_a_second(monkeypatch):
+    now = iter(np.arange(0, 1000, 0.4))
+    monkeypatch.setattr(calibration.time, "monotonic", lambda: float(next(now)))
+    said: list[str] = []
+    report = calibration.throttled(said.append)
+    for index in range(20):
+        report(str(index))
+    assert said[0] == "4"
+    assert len(said) == 6
+    calibration.throttled(None)("nobody listens")

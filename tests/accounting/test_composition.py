@@ -1,0 +1,91 @@
+"""Composed losses against closed forms, dp_accounting and each other; what is truncated is paid."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedsim.accounting import composition, mixture
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-7, 1e-12])
+def test_composed_gaussian_is_its_closed_form(delta):
+    """p = 1: T steps of sensitivity G are one Gaussian mechanism with sigma / (G sqrt(T))."""
+    mix = mixture.binomial_mixture(40.0, 3, 1.0)
+    composed = composition.compose([(mixture.one_step_pld(mix, 2**-10), 400)])
+    epsilon = composition.epsilon_at(composed, delta)
+    ratio = 3 * 20 / 40.0
+    upper = stats.norm.cdf(ratio / 2 - epsilon / ratio)
+    exact = upper - math.exp(epsilon + stats.norm.logcdf(-ratio / 2 - epsilon / ratio))
+    assert exact <= delta
+    # 1e-15 is what truncation costs on top of the discretisation.
+    assert exact >= delta * (1 - 1e-3) - 2e-15
+
+
+def test_composition_of_different_steps_is_at_least_each_and_at_most_their_sum():
+    grid = 2**-9
+    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 2, 0.1), grid)
+    other = mixture.one_step_pld(mixture.binomial_mixture(2.0, 1, 0.3), grid)
+    both = composition.compose([(one, 10), (other, 20)])
+    swapped = composition.compose([(other, 20), (one, 10)])
+    alone = [composition.compose([(one, 10)]), composition.compose([(other, 20)])]
+    epsilon = composition.epsilon_at(both, 2e-6)
+    parts = [composition.epsilon_at(pld, 1e-6) for pld in alone]
+    assert max(composition.epsilon_at(pld, 2e-6) for pld in alone) < epsilon < sum(parts)
+    assert epsilon == pytest.approx(composition.epsilon_at(swapped, 2e-6), rel=1e-9)
+
+
+@pytest.mark.parametrize("delta", [0.5, 1e-2, 1e-6, 1e-10])
+def test_epsilon_at_is_the_search_of_dp_accounting(delta):
+    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 4, 0.1), 2**-9)
+    for steps in (1, 30):
+        composed = composition.compose([(one, steps)])
+        expected = composed.get_epsilon_for_delta(delta)
+        assert composition.epsilon_at(composed, delta) == pytest.approx(expected, rel=1e-9)
+    assert composition.epsilon_at(composed, 1e-17) == math.inf
+
+
+def test_epsilon_at_does_not_underflow_at_huge_losses():
+    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 40, 1.0), 2**-7)
+    epsilon = composition.epsilon_at(one, 1e-6)
+    assert epsilon > 900
+    upper, lower = (stats.norm.logsf(epsilon / 40 + shift) for shift in (-20, 20))
+    assert math.exp(upper) - math.exp(epsilon + lower) == pytest.approx(1e-6, rel=1e-4)
+
+
+def test_three_different_losses_in_one_go_are_the_same_one_by_one():
+    """With counts of one, and sizes that differ, against plain convolution."""
+    grid = 2**-6
+    steps = [
+        (mixture.one_step_pmf(mixture.binomial_mixture(*setting), grid, composition.REMOVE), count)
+        for setting, count in (((1.0, 2, 0.1), 1), ((2.0, 1, 0.3), 3), ((0.8, 1, 1.0), 1))
+    ]
+    composed = composition.compose_pmfs(steps)
+    probs, lower = np.ones(1), 0
+    for pmf, count in steps:
+        for _ in range(count):
+            probs, lower = np.convolve(probs, pmf._probs), lower + pmf._lower_loss
+    start = composed._lower_loss - lower
+    within = probs[start : start + composed.size]
+    np.testing.assert_allclose(composed._probs, within, atol=1e-15)
+    left_out = probs.sum() - within.sum()
+    assert left_out <= composed._infinity_mass <= 1e-14
+
+
+@pytest.mark.parametrize("steps", [10, 10_000])
+def test_truncated_mass_is_below_what_is_paid_for_it(steps):
+    pmf = mixture.one_step_pmf(mixture.binomial_mixture(1.0, 1, 0.01), 2**-6, composition.REMOVE)
+    wide = np.full(4 * pmf.size * (1 if steps == 10 else 50), 0.0)
+    wide[: pmf.size] = pmf._probs
+    whole = np.fft.irfft(np.fft.rfft(wide) ** steps, wide.size)
+    low, high = composition._composed_range([(pmf, steps)])
+    outside = np.concatenate([whole[:low], whole[high + 1 :]])
+    assert high - low < 0.8 * wide.size
+    assert abs(outside.sum()) <= composition.COMPOSED_TAIL_MASS + 1e-15 * steps
+
+
+def test_a_composed_grid_beyond_the_memory_cap_is_refused():
+    one = mixture.one_step_pld(mixture.binomial_mixture(1.0, 4, 0.5), 1e-3)
+    with pytest.raises(ValueError, match="expected .* grid points, got"):
+        composition.compose([(one, 10**5)])

@@ -1,0 +1,312 @@
+"""The command line as a person meets it: what each command prints, and how it refuses."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from fedsim import accounting
+from fedsim.cli import main
+
+
+def run(*args, capsys):
+    """(exit code, stdout, stderr) of `fedsim ARGS` in this process."""
+    try:
+        main.main([str(arg) for arg in args])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    return code or 0, *capsys.readouterr()
+
+
+WORDS = "the cat sat on a mat and saw that dog run far away from his old house today".split()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A Parquet file of 60 users' sentences."""
+    rng = np.random.default_rng(0)
+    users = [f"user{u}" for u in range(60) for _ in range(rng.integers(1, 9))]
+    sentences = [" ".join(rng.choice(WORDS, 8)) for _ in users]
+    path = tmp_path_factory.mktemp("texts") / "texts.parquet"
+    pq.write_table(
+        pa.table({"user_id": users, "text": sentences, "year": [2020] * len(users)}), path
+    )
+    return path
+
+
+def train_args(texts, run_dir, **flags):
+    flags = {"data": texts, "epsilon": 8, "num_steps": 3, "budget": 12, "engine": "local", **flags}
+    flags = {"run_dir": run_dir, "seed": 1, "max_length": 24, "group_size": 2, **flags}
+    return [x for k, v in flags.items() if v is not None for x in (f"--{k.replace('_', '-')}", v)]
+
+
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run_dir, capsys):
+    args = train_args(texts, run_dir)
+    code, out, err = run("train", algorithm, *args, "--json", capsys=capsys)
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary == json.loads((run_dir / "summary.json").read_text())
+    names = """algorithm epsilon delta adjacency noise_multiplier clip_norm group_size sampling_prob
+        num_steps steps_done num_users num_examples sampling_run sampling_accounted
+        initial_eval_loss final_eval_loss params_sha256 gradients_computed wall_seconds"""
+    assert set(names.split()) <= set(summary)
+    assert summary["delta"] == summary["num_examples"] ** -1.1
+    assert 7.9 < summary["epsilon"] <= 8
+    flags = ["num_steps", "sampling_prob", "noise_multiplier", "group_size", "delta"]
+    account = [x for name in flags for x in (f"--{name.replace('_', '-')}", repr(summary[name]))]
+    code, out, _ = run("account", algorithm, *account, "--json", capsys=capsys)
+    assert code == 0 and json.loads(out)["epsilon"] == summary["epsilon"]
+    code, out, _ = run("evaluate", run_dir, "--json", capsys=capsys)
+    assert code == 0 and json.loads(out)["eval/loss"] == pytest.approx(summary["final_eval_loss"])
+
+
+def test_shuffling_is_labelled_everywhere(texts, run_dir, capsys):
+    args = train_args(texts, run_dir, sampling="shuffle")
+    code, out, err = run("train", "uls", *args, "--json", capsys=capsys)
+    assert code == 0
+    label = "as if Poisson sampled: comparison only, not a guarantee"
+    assert err.count(label) == 2  # plan and outcome
+    summary = json.loads(out)
+    assert summary["epsilon_holds"] == label
+    assert (summary["sampling_run"], summary["sampling_accounted"]) == ("shuffle", "poisson")
+    lines = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    assert {line["sampling_run"] for line in lines[1:]} == {"shuffle"}
+
+
+def test_infinite_epsilon_is_labelled_non_private(texts, run_dir, capsys):
+    args = train_args(texts, run_dir, epsilon="inf")
+    code, out, err = run("train", "els", *args, "--json", capsys=capsys)
+    assert code == 0 and "non-private: trained without noise" in err
+    summary = json.loads(out)
+    assert summary["epsilon"] == "inf" and summary["noise_multiplier"] == 0
+
+
+def test_a_toml_file_gives_defaults_that_flags_override(texts, run_dir, capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'data = "{texts}"\nepsilon = 8\nnum_steps = 9\nengine = "local"\n'
+        "budget = 12\nmax_length = 24\ngroup_size = 1\nresume = false\n"
+    )
+    args = [f"--config={file}", "--run-dir", run_dir, "--num-steps", 2, "--json"]
+    code, out, err = run("train", "uls", *args, capsys=capsys)
+    assert code == 0, err
+    summary = json.loads(out)
+    assert (summary["num_steps"], summary["budget"], summary["group_size"]) == (2, 12, 1)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("epsilon = ", "expected a TOML file"),
+        ("lerning_rate = 1", "expected names of flags, found lerning_rate"),
+        ("[privacy]\nepsilon = 1", "expected names of flags, found privacy"),
+        ("epsilon = [1, 2]", r"epsilon=\[1, 2\]: expected a value"),
+        ("num_workers = 0", "num_workers=0: expected >= 1"),
+    ],
+)
+def test_a_mistake_in_a_toml_file_is_named(content, message, texts, run_dir, capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    args = train_args(texts, run_dir)
+    code, _, err = run("train", "uls", f"--config={file}", *args, capsys=capsys)
+    assert code == 2 and re.search(message, err), err
+
+
+def test_build_then_stats_then_train(texts, run_dir, tmp_path, capsys):
+    built = tmp_path / "built"
+    code, out, err = run("data", "build", texts, "--out", built, "--max-length", 24, capsys=capsys)
+    assert code == 0 and "num_users" in out, err
+    code, out, _ = run("data", "stats", built, "--json", capsys=capsys)
+    splits = json.loads(out)["splits"]
+    assert splits["train"]["num_users"] + splits["eval_users"]["num_users"] == 60
+    args = train_args(built, run_dir, max_length=None)
+    assert run("train", "uls", *args, capsys=capsys)[0] == 0
+
+
+def test_calibrate_meets_its_target(capsys):
+    settings = ["--delta", 1e-6, "--num-steps", 50, "--sampling-prob", 0.02, "--group-size", 3]
+    code, out, _ = run("calibrate", "els", "--epsilon", 2, *settings, "--json", capsys=capsys)
+    assert code == 0
+    sigma = json.loads(out)["noise_multiplier"]
+    for factor, holds in ((1.0, True), (0.98, False)):
+        noise = ["--noise-multiplier", repr(sigma * factor)]
+        _, out, _ = run("account", "els", *noise, *settings, "--json", capsys=capsys)
+        assert (json.loads(out)["epsilon"] <= 2) == holds
+
+
+@pytest.mark.parametrize("wanted", ["num_steps", "sampling_prob", "noise_multiplier"])
+def test_calibrate_finds_whichever_of_three_is_not_given(wanted, capsys):
+    given = {"num_steps": 200, "sampling_prob": 0.01, "noise_multiplier": 1.5}
+    found = given.pop(wanted)
+    event = accounting.StepEvent(1.5, 0.01, 4)
+    target = {"epsilon": accounting.epsilon([(event, 200)], 1e-6), "delta": 1e-6, "group_size": 4}
+    args = as_flags({**target, **given})
+    result = json.loads(run("calibrate", "els", *args, "--json", capsys=capsys)[1])
+    assert result[wanted] == pytest.approx(found, rel=1e-2)
+    assert {**target, **given}.items() <= result.items()
+
+
+def test_an_epsilon_that_cannot_be_resolved_is_explained(capsys):
+    code, out, err = run(*account(delta=1e-16, num_steps=100), capsys=capsys)
+    assert code == 0 and out.startswith("epsilon inf at delta")
+    assert err.startswith("delta=1e-16: too small")
+
+
+def test_the_group_size_of_uls_does_not_reach_the_accountant(capsys):
+    settings = ["--num-steps", 10, "--sampling-prob", 0.1, "--noise-multiplier", 1, "--delta", 1e-5]
+    epsilons = [
+        json.loads(run("account", "uls", *settings, "--group-size", g, "--json", capsys=capsys)[1])[
+            "epsilon"
+        ]
+        for g in (1, 16)
+    ]
+    assert epsilons[0] == epsilons[1]
+
+
+@pytest.fixture
+def odd_files(tmp_path):
+    """Files that cannot be trained on, by what is wrong with them."""
+    tables = {
+        "no_column": {"who": ["a"], "text": ["x"]},
+        "null_user": {"user_id": ["a", None, "b"], "text": ["x", "y", "z"]},
+        "empty": {"user_id": pa.array([], pa.string()), "text": pa.array([], pa.string())},
+        "no_text": {"user_id": ["a", "b"], "text": ["", ""]},
+    }
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    return tmp_path
+
+
+MISTAKES = {
+    "missing file": ({"data": "none.parquet"}, "none.parquet"),
+    "missing column": ({"data": "no_column.parquet"}, "user_column=user_id"),
+    "null users": ({"data": "null_user.parquet"}, "user_id"),
+    "empty data": ({"data": "empty.parquet"}, "num_rows=0|empty|no rows|0 rows"),
+    "no text": ({"data": "no_text.parquet"}, "text"),
+    "hub": ({"data": "hf:stack_overflow"}, "hf:stack_overflow"),
+    "epsilon": ({"epsilon": 0}, r"epsilon=0.0: expected > 0"),
+    "epsilon nan": ({"epsilon": "nan"}, r"epsilon=nan: expected > 0"),
+    "delta": ({"delta": 1}, r"delta=1.0: expected in \(0, 1\)"),
+    "negative delta": ({"delta": -0.1}, r"delta=-0.1: expected in \(0, 1\)"),
+    "group size": ({"group_size": 0}, r"group_size=0: expected >= 1"),
+    "steps": ({"num_steps": 0}, r"num_steps=0: expected >= 1"),
+    "clip norm": ({"clip_norm": 0}, r"clip_norm=0.0: expected in \[1e-6, 1e6\]"),
+    "learning rate": ({"learning_rate": -1}, r"learning_rate=-1.0: expected > 0"),
+    "cohort too large": ({"budget": 400}, r"budget=400: expected .* users"),
+    "indivisible": ({"budget": 13}, r"budget=13: expected a multiple of group_size=2"),
+    "optimizer": ({"optimizer": "adamant"}, r"optimizer=adamant: expected"),
+    "optimizer needs more": ({"optimizer": "lbfgs"}, r"optimizer=lbfgs: expected"),
+    "model": ({"model": "huge"}, r"model=huge: expected one of tiny"),
+    "engine": ({"engine": "threads"}, "threads"),
+    "not a number": ({"epsilon": "eight"}, "eight"),
+    "run directory": ({"run_dir": "full"}, r"run_dir=.*full: expected"),
+    "run directory is a file": ({"run_dir": "null_user.parquet"}, "expected a directory"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2_and_leaves_nothing(
+    mistake, texts, odd_files, monkeypatch, capsys
+):
+    monkeypatch.chdir(odd_files)
+    (odd_files / "full").mkdir()
+    (odd_files / "full" / "thesis.txt").touch()
+    changed, message = MISTAKES[mistake]
+    before = sorted(odd_files.rglob("*"))
+    args = train_args(texts, **{"run_dir": "new", "max_length": None, **changed})
+    code, out, err = run("train", "uls", *args, "--json", capsys=capsys)
+    assert code == 2 and out == ""
+    lines = [line for line in err.splitlines() if line.startswith("fedsim: error:")]
+    assert len(lines) == 1 and err.endswith(lines[0] + "\n"), err
+    assert re.search(message, lines[0]), lines[0]
+    assert sorted(odd_files.rglob("*")) == before
+
+
+def test_els_budget_beyond_the_pool(texts, run_dir, capsys):
+    args = train_args(texts, run_dir, budget=1000)
+    code, _, err = run("train", "els", *args, capsys=capsys)
+    assert code == 2 and "the examples of the pool" in err and not run_dir.exists()
+
+
+def account(**changed):
+    flags = {"num_steps": 1, "sampling_prob": 0.5, "noise_multiplier": 1, "delta": 1e-5, **changed}
+    return ("account", "els", *as_flags(flags))
+
+
+def calibrate(**given):
+    return ("calibrate", "els", *as_flags({"epsilon": 1.0, "delta": 1e-5, **given}))
+
+
+def as_flags(values):
+    return [x for name, value in values.items() for x in (f"--{name.replace('_', '-')}", value)]
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ((), "Expected one of"),
+        (("train",), "missing"),
+        (("trian",), "trian"),
+        (("train", "els"), "missing --epsilon, --num-steps, --run-dir, --data"),
+        (("train", "sgd", "--epsilon", 1), "sgd"),
+        (account(sampling_prob=1.5), "sampling_prob=1.5: expected"),
+        (account(noise_multiplier=0), "noise_multiplier=0.0: expected"),
+        (account(delta=0), "delta=0.0: expected"),
+        (account(epsilon=1), "delta=1e-05: expected a delta or an epsilon, and not both"),
+        (account(group_size=0), "group_size=0: expected >= 1"),
+        (account(num_steps=0), "num_steps=0: expected"),
+        (account(num_steps=2.5), "error: num_steps=2.5: expected a whole number$"),
+        (account(sampling_prob="x"), "error: sampling_prob=x: expected a number$"),
+        (("account", "els", "--bogus", 1), "--bogus|missing"),
+        (calibrate(num_steps=3), "noise_multiplier=None: expected two of"),
+        (
+            calibrate(num_steps=3, sampling_prob=0.1, noise_multiplier=1),
+            "noise_multiplier=1.0: expected two of num_steps, sampling_prob and noise_multiplier",
+        ),
+        (calibrate(num_steps=0, sampling_prob=0.1), "num_steps=0: expected a whole number >= 1"),
+        (("evaluate", "nowhere"), "run_dir=nowhere|run=nowhere"),
+        (("data", "stats", "nowhere"), "nowhere"),
+        (("train", "uls", "--config", "none.toml"), "config=none.toml: expected a TOML file"),
+    ],
+)  # fmt: skip
+def test_other_mistakes_are_one_line_too(args, message, capsys):
+    code, out, err = run(*args, capsys=capsys)
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert re.search(message, err), err
+
+
+def test_help_shows_each_fields_docstring(capsys):
+    code, out, _ = run("train", "--help", capsys=capsys)
+    text = " ".join(out.replace("│", " ").split())
+    assert code == 0 and "add-or-remove" not in text
+    for sentence in (
+        "Target user-level epsilon. > 0; 'inf' trains without noise",
+        "Constant learning rate. > 0.",
+    ):
+        assert sentence in text
+
+
+def test_the_command_starts_without_importing_jax():
+    parsing = "from fedsim.cli.main import Command, parse; parse(Command, ['data', 'stats', 'x'])"
+    code = f"import sys; {parsing}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_noise_grows_as_epsilon_shrinks(capsys):
+    settings = ["--delta", 1e-5, "--num-steps", 10, "--sampling-prob", 0.1, "--json"]
+    sigmas = [
+        json.loads(run("calibrate", "uls", "--epsilon", e, *settings, capsys=capsys)[1])[
+            "noise_multiplier"
+        ]
+        for e in (0.5, 2, 8)
+    ]
+    assert sigmas[0] > sigmas[1] > sigmas[2] > 0 and math.isfinite(sigmas[0])

@@ -1,0 +1,448 @@
+"""Bad inputs and faults, each with the one line that answers it, and nothing half-written.
+
+Beside the mistakes of test_cli.py. A case is a command, what is done to the files before it, and
+what its answer has to say.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_verify import command, write_texts
+
+from fedsim import files
+from fedsim.cli.main import main
+from fedsim.run import checkpoint, directory, ledger
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with texts, the data built from them, and a finished run."""
+    directory = tmp_path_factory.mktemp("place")
+    texts = write_texts(directory / "texts.parquet")
+    main(["data", "build", str(texts), "--out", str(directory / "built"), "--max-length", "24"])
+    main(command(texts, directory / "run", **{"num-steps": 4}))
+    return directory
+
+
+@pytest.fixture
+def here(place, tmp_path, monkeypatch):
+    """A copy of it, which is the working directory."""
+    shutil.copytree(place, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def answer(args, capfd):
+    """(exit code, the last line of stderr); stdout is empty and nothing looks like a traceback."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main([str(arg) for arg in args])
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err, err
+    lines = err.strip().splitlines()
+    assert [line for line in lines if line.startswith("fedsim: error: ")] == lines[-1:]
+    return stop.value.code, lines[-1].removeprefix("fedsim: error: ")
+
+
+def flags(**values):
+    return [x for name, v in values.items() for x in (f"--{name.replace('_', '-')}", str(v))]
+
+
+def train(**changed):
+    given = {"data": "built", "run_dir": "new", "epsilon": 4, "num_steps": 2, "budget": 8}
+    given |= {"engine": "local", "strategy": "scan:1"}  # trying others takes longer than training
+    return ["train", "uls", *flags(**{**given, **changed})]
+
+
+def damage(name, change):
+    """A fault: the file's bytes are replaced by change(bytes)."""
+
+    def apply():
+        (path,) = sorted(files.Path().glob(name))[-1:]
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+def flip(data, at=None):
+    at = len(data) // 2 if at is None else at
+    return data[:at] + bytes([data[at] ^ 0x15]) + data[at + 1 :]
+
+
+def cut(data):
+    return data[: len(data) // 2]
+
+
+def empty(_):
+    return b""
+
+
+def noise(data):
+    return bytes((i * 37 + 11) % 256 for i in range(len(data)))
+
+
+def change_json(**changes):
+    def apply(data):
+        return json.dumps({**json.loads(data), **changes}).encode()
+
+    return apply
+
+
+def drop(*names):
+    def apply(data):
+        return json.dumps({k: v for k, v in json.loads(data).items() if k not in names}).encode()
+
+    return apply
+
+
+def make(name, content=b""):
+    def apply():
+        path = files.Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+    return apply
+
+
+def table(name, **columns):
+    return lambda: pq.write_table(pa.table(columns), name)
+
+
+RESUME = [*command("texts.parquet", "run", **{"num-steps": 4}), "--resume"]
+LAST = "run/checkpoints/step-00000004.msgpack"
+LEDGER, CONFIG, SECRET = "run/ledger.jsonl", "run/config.json", "run/secret.json"
+EVALUATE, VERIFY = ["evaluate", "run"], ["verify", "run"]
+GENERATE, EXPORT = ["generate", "run"], ["export", "run", "--out", "exported"]
+
+
+def no_fault():
+    pass
+
+
+# name: (command, fault, exit code, what the line says)
+SETTINGS = {
+    "epsilon negative": (train(epsilon=-1), "epsilon=-1.0: expected > 0"),
+    "epsilon empty": (train(epsilon=""), "epsilon=.*expected a number"),
+    "delta above one": (train(delta=2), "delta=2.0: expected in"),
+    "delta nan": (train(delta="nan"), "delta=nan: expected in"),
+    "budget zero": (train(budget=0), "budget=0: expected >= 1"),
+    "budget fraction": (train(budget=1.5), "budget=1.5: expected a whole number"),
+    "clip norm nan": (train(clip_norm="nan"), "clip_norm=nan: expected in"),
+    "clip norm infinite": (train(clip_norm="inf"), "clip_norm=inf: expected in"),
+    "clip norm tiny": (train(clip_norm=1e-9), "clip_norm=1e-09: expected in"),
+    "clipping unknown": (train(clipping="hard"), "hard"),
+    "sampling unknown": (train(sampling="cyclic"), "cyclic"),
+    "learning rate infinite": (train(learning_rate="inf"), "learning_rate=inf: expected > 0"),
+    "learning rate nan": (train(learning_rate="nan"), "learning_rate=nan: expected > 0"),
+    "optimizer empty": (train(optimizer=""), "optimizer=: expected"),
+    "optimizer of python": (train(optimizer="__import__"), "optimizer=__import__: expected"),
+    "lanes zero": (train(num_lanes=0), "num_lanes=0: expected >= 1"),
+    "workers negative": (train(num_workers=-1), "num_workers=-1: expected >= 1"),
+    "threads zero": (train(threads_per_worker=0), "threads_per_worker=0: expected >= 1"),
+    "devices zero": (train(devices_per_worker=0), "devices_per_worker=0: expected >= 1"),
+    "checkpoint every zero": (train(checkpoint_every=0), "checkpoint_every=0: expected >= 1"),
+    "eval every zero": (train(eval_every=0), "eval_every=0: expected >= 1"),
+    "eval examples zero": (train(eval_examples=0), "eval_examples=0: expected >= 1"),
+    "log every zero": (train(log_every=0), "log_every=0: expected >= 1"),
+    "wait negative": (train(wait_for_workers=-1), "wait_for_workers=-1.0: expected >= 0"),
+    "lora of a fresh model": (train(lora_rank=2), "lora_rank=2: expected 0: fresh models"),
+    "lora alpha": (train(lora_alpha=0), "lora_alpha=0.0: expected > 0"),
+    "strategy": (train(strategy="scan:x"), "strategy=scan:x: expected"),
+    "compute type": (train(compute_dtype="int8"), "int8"),
+    "accelerator": (train(accelerator="abacus"), "abacus"),
+    "quantile": (train(clip_quantile=1), "clip_quantile=1.0: expected in"),
+    "share of epsilon": (train(group_size_epsilon=5), "group_size_epsilon=5.0: expected > 0"),
+    "share of epsilon, uls": (train(group_size_epsilon=1), "group_size_epsilon=1.0: expected no"),
+    "chosen on data": (train(chosen_on_data="luck"), "chosen_on_data=luck: expected names"),
+    "spmd without workers": (train(engine="spmd"), "num_workers=None: expected a number"),
+    "length of built data": (train(max_length=16), "max_length=16: expected nothing"),
+    "seed in words": (train(seed="lucky"), "seed=lucky: expected a whole number"),
+    "no such flag": ([*train(), "--epsilom", "1"], "epsilom"),
+    "a flag without a value": ([*train(), "--delta"], "delta"),
+    "audit without canaries": (
+        ["audit", *train()[1:], *flags(gradient_canaries=0, text_canaries=0)],
+        "gradient_canaries=0: expected a canary",
+    ),
+    "audit's confidence": (["audit", *train()[1:], *flags(confidence=1)], "confidence=1.0"),
+    "audit with a negative seed": (  # which is none of the mistakes
+        ["audit", *train(budget=10**6)[1:], *flags(seed=-1)],
+        "budget=1000000: expected <= ",
+    ),
+    "generate nothing": ([*GENERATE, "--num-tokens", "0"], "num_tokens=0: expected >= 1"),
+    "temperature": ([*GENERATE, "--temperature", "-1"], "temperature=-1.0: expected >= 0"),
+    "a prompt too long": ([*GENERATE, "--prompt", "x" * 999], "prompt=.*expected fewer than"),
+    "verify nothing": (["verify", "nowhere"], "run=nowhere: expected the directory of a run"),
+    "report on nothing": (["report", "built"], "run=built: expected the directory of a run"),
+    "verify with no data": (["verify", "run", "--data", "none"], "data=none: "),
+    "export over something": (["export", "run", "--out", "built"], "out=built: expected"),
+    "sweep of nothing": (["sweep", "none.toml", "--out", "s"], "none.toml"),
+    "stats of nothing": (["data", "stats", "none.parquet"], "none.parquet"),
+    "build of nothing": (["data", "build", "none.parquet", "--out", "b"], "none.parquet"),
+    "build into a run": (["data", "build", "texts.parquet", "--out", "run"], "out=.*run: already"),
+    "share of users": (
+        ["data", "build", "texts.parquet", "--out", "b", "--eval-users", "1"],
+        "eval_users=1.0: expected",
+    ),
+    "short texts": (
+        ["data", "build", "texts.parquet", "--out", "b", "--max-length", "1"],
+        "max_length=1: expected at least 2",
+    ),
+    "tokenizer": (
+        ["data", "build", "texts.parquet", "--out", "b", "--tokenizer", "wordpiece:x"],
+        "tokenizer=wordpiece:x: expected",
+    ),
+}  # fmt: skip
+
+BUILT = "^data=.*/built: expected a directory built by fedsim"
+# name: (fault, command, what the line says)
+SOURCES = {
+    "not parquet": (
+        make("x.parquet", b"PAR1 nonsense"),
+        train(data="x.parquet"),
+        "^data=x.parquet: expected a readable parquet file .*footer",
+    ),
+    "an empty file": (
+        make("x.parquet"),
+        train(data="x.parquet"),
+        "^data=x.parquet: expected a readable parquet file .*0 bytes",
+    ),
+    "half a parquet file": (
+        damage("texts.parquet", cut),
+        train(data="texts.parquet"),
+        "^data=texts.parquet: expected a readable parquet",
+    ),
+    "not JSON": (
+        make("x.jsonl", b'{"user_id": "a", "text"'),
+        train(data="x.jsonl"),
+        "^data=x.jsonl: expected a readable jsonl file .line 1: Expecting ':'",
+    ),
+    "binary JSON": (
+        make("x.jsonl", bytes(range(256))),
+        train(data="x.jsonl"),
+        "^data=x.jsonl: expected a readable jsonl file .line 1: Expecting value",
+    ),
+    "a CSV of one column": (
+        make("x.csv", b"text\nhello\n"),
+        train(data="x.csv"),
+        "^user_column=user_id: no such column, expected one of text .in x.csv",
+    ),
+    "text that is a number": (
+        table("x.parquet", user_id=["a"] * 9, text=list(range(9))),
+        train(data="x.parquet"),
+        "^text_column=text: expected strings, or lists of token ids, got int64 .in x.parquet",
+    ),
+    "nothing but one user": (
+        table("x.parquet", user_id=["a"], text=["b"]),
+        train(data="x.parquet", budget=64),
+        "^delta=None: expected a value: one example gives none",
+    ),
+    "built: metadata cut": (damage("built/metadata.json", cut), train(), BUILT),
+    "built: metadata of nothing": (damage("built/metadata.json", lambda _: b"{}"), train(), BUILT),
+    "built: metadata a list": (damage("built/metadata.json", lambda _: b"[]"), train(), BUILT),
+    "built: a split's metadata empty": (
+        damage("built/train/metadata.json", empty),
+        train(),
+        BUILT.replace("built:", "built/train:"),
+    ),
+    "built: shard cut": (
+        damage("built/train/data-*.arrow", cut),
+        train(),
+        "^shards=.*data-0.*: cut off or damaged .cut off: expected [0-9]+ bytes",
+    ),
+    "built: shard empty": (
+        damage("built/train/data-*.arrow", empty),
+        train(),
+        "^shards=.*data-0.*: cut off or damaged .*empty file",
+    ),
+    "built: shard of noise": (
+        damage("built/train/data-*.arrow", noise),
+        train(),
+        "^shards=.*data-0.*: cut off or damaged .expected a message at byte 0",
+    ),
+    "built: shard gone": (
+        lambda: next(files.Path("built/train").glob("data-*.arrow")).unlink(),
+        train(),
+        "^data=.*/built/train: expected users.parquet and .*data-0.*, got .]",
+    ),
+    "built: users cut": (
+        damage("built/train/users.parquet", cut),
+        train(),
+        "^users.parquet: cut off or damaged .*footer",
+    ),
+    "built: users empty": (
+        damage("built/train/users.parquet", empty),
+        train(),
+        "^users.parquet: cut off or damaged .*0 bytes",
+    ),
+    "built: tokenizer gone": (
+        lambda: files.Path("built/tokenizer.json").unlink(),
+        train(),
+        "^data=.*/built: expected its tokenizer.json",
+    ),
+    "a directory of other things": (
+        make("x/thesis.txt", b"x"),
+        train(data="x"),
+        BUILT.replace("built:", "x:"),
+    ),
+}
+
+DAMAGED = {
+    **{
+        f"{what}, {name}": (command, damage(path, change), path)
+        for what, change in {"cut": cut, "flipped": flip, "empty": empty}.items()
+        for name, path, command in (
+            ("checkpoint, resume", LAST, RESUME),
+            ("older checkpoint, resume", "run/checkpoints/step-00000002.msgpack", RESUME),
+            ("checkpoint, evaluate", LAST, EVALUATE),
+            ("checkpoint, generate", LAST, GENERATE),
+            ("checkpoint, export", LAST, EXPORT),
+            ("settings, resume", CONFIG, RESUME),
+            ("settings, evaluate", CONFIG, EVALUATE),
+            ("settings, report", CONFIG, ["report", "run"]),
+            ("key, resume", SECRET, RESUME),
+            ("key, evaluate", SECRET, EVALUATE),
+        )
+        if not (what == "flipped" and path == SECRET)  # another key: below
+    },
+    "ledger flipped, resume": (RESUME, damage(LEDGER, flip), LEDGER),
+    "ledger flipped, report": (["report", "run"], damage(LEDGER, flip), LEDGER),
+    "ledger without its end, resume": (RESUME, damage(LEDGER, cut), "ledger"),
+    "ledger gone, resume": (RESUME, lambda: files.Path(LEDGER).unlink(), "ledger"),
+    "settings of nothing": (EVALUATE, damage(CONFIG, lambda _: b"{}"), CONFIG),
+    "settings a list": (RESUME, damage(CONFIG, lambda _: b"[1]"), CONFIG),
+    "settings nested too deep": (RESUME, damage(CONFIG, lambda _: b"[" * 99999), CONFIG),
+    "settings without a plan": (RESUME, damage(CONFIG, drop("plan")), CONFIG),
+    "settings of another plan": (RESUME, damage(CONFIG, change_json(plan={})), CONFIG),
+    "key of another length": (RESUME, damage(SECRET, change_json(secret="00")), SECRET),
+    "another key": (RESUME, damage(SECRET, change_json(secret="00" * 32)), SECRET),
+    "key that is a number": (EVALUATE, damage(SECRET, change_json(secret=1)), SECRET),
+    "key gone": (RESUME, lambda: files.Path(SECRET).unlink(), SECRET),
+    "metrics of noise": (RESUME, damage("run/metrics.jsonl", lambda _: b"{[\n"), "metrics"),
+    "metrics without steps": (RESUME, damage("run/metrics.jsonl", lambda _: b"{}\n"), "metrics"),
+    "summary of noise": (["report", "run"], damage("run/summary.json", noise), "summary.json"),
+    "checkpoints gone": (EVALUATE, lambda: shutil.rmtree("run/checkpoints"), "checkpoint"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_mistake_is_answered_by_name(name, here, capfd):
+    args, says = SETTINGS[name]
+    code, line = answer(args, capfd)
+    assert code == 2 and re.search(says, line), line
+    assert not (here / "new").exists()
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_data_that_cannot_be_read_are_answered_by_name(name, here, capfd):
+    fault, args, says = SOURCES[name]
+    fault()
+    code, line = answer(args, capfd)
+    assert code == 2 and re.search(says, line), line
+    assert not (here / "new").exists()
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_run_is_refused_and_the_file_is_named(name, here, capfd):
+    args, fault, says = DAMAGED[name]
+    fault()
+    before = contents(here / "run")
+    code, line = answer(args, capfd)
+    assert code in (1, 2) and says in line, line
+    assert contents(here / "run") == before
+
+
+def contents(run_dir):
+    kept = (p for p in run_dir.rglob("*") if p.is_file() and "tb" not in p.parts)
+    return {path: path.read_bytes() for path in kept}
+
+
+def test_there_are_many_cases():
+    assert len(SETTINGS) + len(SOURCES) + len(DAMAGED) >= 80
+
+
+@pytest.mark.parametrize("written", ["ledger", "checkpoint", "metrics", "summary"])
+def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
+    written, here, monkeypatch, capfd, undisturbed
+):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if written == "ledger":
+            patch.setattr(ledger.Ledger, "_append", full)
+        elif written == "checkpoint":
+            patch.setattr(checkpoint, "write_atomically", full)
+        elif written == "metrics":
+            patch.setattr("fedsim.run.metrics.Metrics.log", full)
+        else:
+            patch.setattr("fedsim.training.write_json", full)
+        code, line = answer(train(seed=5, strategy="scan:1"), capfd)
+    assert code == 1 and "No space left on device" in line
+    main([*train(seed=5, strategy="scan:1"), "--resume"])
+    assert json.loads((here / "new" / "summary.json").read_text())["params_sha256"] == undisturbed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place):
+    """What the run of these tests ends with."""
+    here = os.getcwd()
+    os.chdir(place)
+    try:
+        main(train(seed=5, strategy="scan:1", run_dir=place / "undisturbed"))
+    finally:
+        os.chdir(here)
+    return json.loads((place / "undisturbed" / "summary.json").read_text())["params_sha256"]
+
+
+def test_a_clock_that_jumps_changes_nothing(here, monkeypatch, undisturbed):
+    times = iter(range(10**9, 0, -7919))
+    monkeypatch.setattr(time, "time", lambda: float(next(times)))
+    main(train(seed=5, strategy="scan:1"))
+    found = json.loads((here / "new" / "summary.json").read_text())
+    assert found["params_sha256"] == undisturbed and found["wall_seconds"] >= 0
+
+
+@pytest.mark.parametrize("command", [RESUME, [*RESUME[:-1]]], ids=["resume", "anew"])
+def test_a_run_that_another_process_holds_is_refused(command, here, capfd):
+    before = contents(here / "run")
+    with directory.lock(here / "run"):
+        code, line = answer(command, capfd)
+    assert code == 2 and "run_dir=" in line
+    assert contents(here / "run") == before
+
+
+def test_a_directory_that_cannot_be_written_is_named(here, capfd):
+    (here / "file").touch()
+    code, line = answer(train(run_dir="file/run"), capfd)
+    assert code == 2 and "run_dir=file/run: expected a place to write to" in line
+
+
+IN_FRONT = """import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+from fedsim.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_leaves_what_can_be_started_again(sent, here):
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_FRONT, *train()], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr.readline() == "calibrating the noise\n"
+    process.send_signal(sent)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (130, 75, -sent) and "Traceback" not in err, err
+    if not (here / "new" / "summary.json").exists():  # it was not faster than the signal
+        main([*train(), "--resume"])
+    assert json.loads((here / "new" / "summary.json").read_text())["num_steps"] == 2

@@ -1,0 +1,156 @@
+"""What every strategy promises whatever a unit's gradient is, and how one is chosen by its time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import ByHand
+
+from fedsim.clipping import Clip, Strategy, bookkeeping, clipped_sum
+from fedsim.clipping.strategy import FEW_PARAMETERS, NAMES, candidates, choose
+from fedsim.errors import ConfigError
+
+EXTREME = [0.0, -0.0, 1.0, 1e-45, -1e-38, 1e-20, 1e20, -3e38, np.inf, -np.inf, np.nan]
+CASES = 2500
+
+
+def some_units(rng, cases):
+    """Inputs and cotangents [cases, 3 units, 2 rows, 1 token, 8]; the last unit may be anything."""
+    x, c = rng.normal(size=(2, cases, 3, 2, 1, 8)) * 10 ** rng.uniform(
+        -2, 2, (2, cases, 3, 1, 1, 1)
+    )
+    kind = rng.integers(5, size=cases)
+    large, other = 10 ** rng.uniform(0, 37, (2, cases, 1, 1, 1))
+    some = kind == 1  # one large, the other small, so that products are ordinary
+    x[some, 2], c[some, 2] = (x[:, 2] * large)[some], (c[:, 2] / other)[some]
+    some = kind == 2
+    x[some, 2], c[some, 2] = (x[:, 2] / large)[some], (c[:, 2] * other)[some]
+    some = kind == 3  # rows whose gradients cancel, but for a little
+    little = 10 ** rng.uniform(-9, 0, (cases, 1, 1))
+    c[:, 2] = np.where(some[:, None, None, None], c[:, 2] * 10 ** rng.uniform(0, 9), c[:, 2])
+    x[some, 2, 1], c[some, 2, 1] = x[some, 2, 0], (-c[:, 2, 0] * (1 + little))[some]
+    some = kind == 4
+    shape = (cases, 2, 1, 8)
+    extreme = rng.random((2, *shape)) < rng.choice([0.02, 0.2, 1.0], (2, cases, 1, 1, 1))
+    extreme &= some[:, None, None, None]
+    x[:, 2], c[:, 2] = np.where(extreme, rng.choice(EXTREME, (2, *shape)), [x[:, 2], c[:, 2]])
+    ids = rng.integers(4, size=(cases, 3, 2, 1)) - 4 * rng.integers(2, size=(cases, 3, 2, 1))
+    with np.errstate(over="ignore"):
+        floats = {"x": x.astype(np.float32), "c": c.astype(np.float32)}
+    return {**floats, "ids": ids.astype(np.int32)}, kind
+
+
+def sums(strategy, dtype, normalised, cases, norms, with_last):
+    """(sums [cases, parameters], losses, dropped [cases, 3])."""
+    model = ByHand(dtype)
+    rows = jax.tree.map(lambda leaf: leaf[0, 0], cases)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), rows)["params"]
+    params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1e-3), shapes)
+
+    def losses(params, rows):
+        return model.apply({"params": params}, rows)
+
+    def one(case):
+        batch, norm = case
+        mask = jnp.ones((3, 2), bool).at[2].set(with_last)
+        total, _, found, dropped = clipped_sum(
+            losses, params, batch, mask, Clip(norm, normalised), strategy
+        )
+        return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(total)]), found, dropped
+
+    return jax.lax.map(one, (cases, norms))
+
+
+@pytest.mark.parametrize(
+    "strategy, dtype, normalised",
+    [
+        ("scan", None, False),
+        ("direct", None, True),
+        ("direct", jnp.bfloat16, False),
+        ("vmap", None, True),
+        ("vmap", jnp.bfloat16, False),
+        ("bookkeeping", None, False),
+        ("bookkeeping", None, True),
+        ("bookkeeping", jnp.bfloat16, False),
+    ],
+)
+def test_one_unit_changes_the_sum_by_at_most_the_sensitivity(
+    strategy, dtype, normalised, rng, monkeypatch
+):
+    scan = bookkeeping.scan.clipped_sum
+
+    def marked(*args, **options):
+        total, norms, losses, dropped = scan(*args, **options)
+        return total, norms, jnp.full_like(losses, -1234), dropped
+
+    if strategy == "bookkeeping":
+        monkeypatch.setattr(bookkeeping.scan, "clipped_sum", marked)
+    cases, kind = some_units(rng, CASES)
+    norms = rng.choice([1e-6, 1e-3, 1.0, 30.0], CASES).astype(np.float32)
+    run = jax.jit(functools.partial(sums, Strategy(strategy), dtype, normalised))
+    with_it, losses, dropped = map(np.asarray, run(cases, norms, True))
+    without, *_ = map(np.asarray, run(cases, norms, False))
+    assert np.isfinite(with_it).all() and np.isfinite(without).all()
+    change = np.linalg.norm(with_it.astype(np.float64) - without, axis=1)
+    change /= 1.0 if normalised else norms
+    assert change.max() <= 1 + 1e-5, (kind[change.argmax()], change.max())
+    assert all(change[kind == k].max() > 0.99 for k in range(5))  # the bound is met
+    finite = np.isfinite(cases["x"][:, 2, ..., :4]) & np.isfinite(cases["c"][:, 2, ..., :4])
+    hopeless = ~finite.all(axis=(1, 2, 3))
+    assert hopeless.sum() > 50 and dropped[hopeless, 2].all() and not dropped[:, :2].any()
+    assert (change[dropped[:, 2]] < 1e-5).all() and not dropped[kind == 0].any()
+    if strategy == "bookkeeping":
+        assert not (losses[:, :2] == -1234).any()  # the others are not left to scan with it
+        alone = losses[:, 2] == -1234
+        assert not alone[kind == 0].any() and alone[dropped[:, 2]].all()
+        assert all(0 < alone[kind == k].mean() < 1 for k in range(1, 5))
+
+
+@pytest.mark.parametrize("text", ["scan", "direct", "bookkeeping", "vmap", "scan:1", "direct:16"])
+def test_a_strategy_is_written_as_it_is_read(text):
+    strategy = Strategy.parse(text)
+    assert str(strategy).startswith(text) and Strategy.parse(str(strategy)) == strategy
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ghost", "auto:3", "scan:0", "scan:-1", "scan:x", "scan:1.5", ":8", "Scan"]
+)
+def test_what_is_no_strategy_is_refused_in_one_line(text):
+    with pytest.raises(ConfigError, match=f"^strategy={text}: expected auto, or scan, .*$"):
+        Strategy.parse(text)
+
+
+def test_a_near_tie_goes_to_the_simpler_one():
+    first, second, third = Strategy("scan", 4), Strategy("scan", 16), Strategy("bookkeeping", 4)
+    assert choose([(first, 1.02), (second, 1.0), (third, 1.01)]) == first
+    assert choose([(first, 1.2), (second, 1.01), (third, 1.0)]) == second
+    assert choose([(first, 1.2), (second, 1.1), (third, 1.0)]) == third
+    assert choose([(first, None), (second, 2.0), (third, None)]) == second
+
+
+def test_where_nothing_fits_it_is_what_needs_least():
+    tried = [(Strategy("bookkeeping", 4), None), (Strategy("scan", 16), None)]
+    assert choose([*tried, (Strategy("scan", 4), None)]) == Strategy("scan", 4)
+
+
+@pytest.mark.parametrize("group", [1, 3, 16, 64, 128])
+@pytest.mark.parametrize("num_parameters", [100, FEW_PARAMETERS + 1])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_few_candidates_are_tried_the_simplest_first(group, num_parameters, on_cpu):
+    tried = candidates(group, num_parameters, on_cpu=on_cpu)
+    assert 2 <= len(tried) <= 4 and len(set(tried)) == len(tried)
+    numbers = [NAMES.index(strategy.name) for strategy in tried]
+    assert numbers == sorted(numbers) and tried[0].name == "scan"
+    assert ("vmap" in {strategy.name for strategy in tried}) == (num_parameters == 100)
+    for strategy in tried:
+        assert strategy.units_at_once(group) >= 1
+        assert strategy.units_per_call(group) % strategy.units_at_once(group) == 0
+    if num_parameters > FEW_PARAMETERS:
+        name = "direct" if on_cpu else "scan"
+        whole = group <= 16 or (group == 128 and not on_cpu)
+        assert (Strategy(name, group) in tried) == whole  # a user in one pass
+        names = {strategy.name for strategy in tried}
+        assert ("direct" in names) == on_cpu
+        assert ("bookkeeping" in names) == (group <= (3 if on_cpu else 16))

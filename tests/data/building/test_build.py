@@ -1,0 +1,605 @@
+"""Building from files: formats, splits, order, bytes, and every kind of bad input."""
+
+import csv
+import gzip
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedsim.data.building.build import build
+from fedsim.data.dataset import Dataset, stats
+from fedsim.data.splits import Holdout
+from fedsim.data.text import Tokenizer
+from fedsim.errors import DataError
+
+SHARED = Path(__file__).parents[4] / "shared" / "data"
+ROWS = [(f"user {i % 17}", f"text {i} of it") for i in range(300)]
+LETTERS = str.maketrans("0123456789", "ghijklmnop")
+ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False}
+
+
+def parquet(path, rows=ROWS, **columns):
+    users, texts = zip(*rows, strict=True) if rows else ((), ())
+    table = {"user_id": pa.array(users), "text": pa.array(texts), **columns}
+    pq.write_table(pa.table(table), path)
+    return path
+
+
+def jsonl(path, rows=ROWS):
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8") as file:
+        for user, text in rows:
+            file.write(json.dumps({"user_id": user, "text": text}) + "\n")
+    return path
+
+
+def csv_file(path, rows=ROWS):
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("user_id", "text"), *rows])
+    return path
+
+
+def texts_of(store, tokenizer=None):
+    """{user id: texts} as the store's tokens decode."""
+    if store is None:
+        return {}
+    tokenizer = tokenizer or Tokenizer.bytes()
+    tokens, sizes = store.gather(np.arange(store.num_examples), store.max_length)
+    texts = [tokenizer.decode(t[:n]) for t, n in zip(tokens, sizes, strict=True)]
+    bounds = zip(store.user_ids(), store.offsets[:-1], store.offsets[1:], strict=True)
+    return {user: texts[start:end] for user, start, end in bounds}
+
+
+def by_user(rows):
+    users = sorted({str(user) for user, _ in rows})
+    return {user: [text for owner, text in rows if str(owner) == user] for user in users}
+
+
+def digests(directory):
+    """{relative path: sha256} of all files below."""
+    files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+@pytest.mark.parametrize(
+    "write, name",
+    [
+        (parquet, "a.parquet"),
+        (jsonl, "a.jsonl"),
+        (jsonl, "a.jsonl.gz"),
+        (csv_file, "a.csv"),
+        (csv_file, "a.csv.gz"),
+    ],
+)
+def test_every_format_gives_every_text_to_its_user_in_order(tmp_path, write, name):
+    rows = [*ROWS, ("zoë", "two\nlines, \"quoted\" and 'so'"), ("zoë", "日本")]
+    data = build([write(tmp_path / name, rows)], tmp_path / "out", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == by_user(rows)
+    assert data.eval_users is None and data.eval_examples is None
+    assert Dataset.open(tmp_path / "out").train.fingerprint == data.train.fingerprint
+
+
+def test_many_files_and_globs_join_a_users_rows(tmp_path):
+    for i in range(3):
+        parquet(tmp_path / f"part-{i}.parquet", ROWS[100 * i : 100 * (i + 1)])
+    data = build(tmp_path / "part-*.parquet", tmp_path / "out", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == by_user(ROWS)
+    assert [s["name"] for s in data.metadata["sources"]] == [f"part-{i}.parquet" for i in range(3)]
+    one = build(parquet(tmp_path / "all.parquet"), tmp_path / "one", **ALL_IN_TRAIN)
+    assert one.train.fingerprint == data.train.fingerprint
+
+
+def test_integer_ids_are_strings_and_mean_the_same_user_in_every_file(tmp_path):
+    first = parquet(tmp_path / "a.parquet", [(7, "one"), (10, "two")])
+    second = csv_file(tmp_path / "b.csv", [("7", "three"), ("007", "four")])
+    third = jsonl(tmp_path / "c.jsonl", [(7, "five"), ("10", "six")])
+    data = build([first, second, third], tmp_path / "out", **ALL_IN_TRAIN)
+    expected = {"007": ["four"], "10": ["two", "six"], "7": ["one", "three", "five"]}
+    assert texts_of(data.train) == expected
+
+
+def test_splits_follow_the_rules_and_lose_nothing(tmp_path):
+    rows = [(f"u{u:03d}", f"{u} {i}") for i in range(60) for u in range(200) if i <= u % 60]
+    rows += [("huge", str(i)) for i in range(500)]
+    data = build(parquet(tmp_path / "a.parquet", rows), tmp_path / "out", eval_users=0.2)
+    train, users, examples = map(texts_of, (data.train, data.eval_users, data.eval_examples))
+    expected, holdout = by_user(rows), Holdout(0.2, True)
+    assert 20 < len(users) < 60 and set(users) == set(filter(holdout.takes_user, expected))
+    assert not set(users) & set(train) and set(examples) < set(train)
+    for user, texts in expected.items():
+        if user in users:
+            assert users[user] == texts
+            continue
+        num_held = min(32, -(-len(texts) // 10)) if len(texts) >= 2 else 0
+        assert examples.get(user, []) == texts[:num_held]
+        assert train[user] == texts[num_held:]
+    assert "huge" in users or len(examples["huge"]) == 32
+    assert data.metadata["rules"]["eval_users"] == 0.2
+
+
+def test_eval_users_do_not_depend_on_the_other_users():
+    chosen = {u for u in map(str, range(2_000)) if Holdout(0.05, True).takes_user(u)}
+    assert 60 < len(chosen) < 140
+    assert chosen < {u for u in map(str, range(2_000)) if Holdout(0.1, True).takes_user(u)}
+    assert not any(Holdout(0, True).takes_user(u) for u in map(str, range(2_000)))
+
+
+def test_order_column_sorts_within_a_user_and_keeps_ties(tmp_path):
+    days = [date(2020, 1, 3), date(2020, 1, 1), None, date(2020, 1, 1)]
+    rows = [("a", "third"), ("a", "first"), ("a", "last"), ("a", "second")]
+    file = parquet(tmp_path / "a.parquet", rows, day=pa.array(days))
+    data = build(file, tmp_path / "out", order_column="day", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == {"a": ["first", "second", "third", "last"]}
+
+
+def test_numbers_in_csv_order_as_numbers(tmp_path):
+    (tmp_path / "a.csv").write_text("user_id,text,n\na,ten,10\na,nine,9\n")
+    data = build(tmp_path / "a.csv", tmp_path / "out", order_column="n", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == {"a": ["nine", "ten"]}
+
+
+@pytest.mark.parametrize("long_texts, expected", [("cut", ["abc"]), ("split", ["abc", "def", "g"])])
+def test_long_texts_are_cut_or_split(tmp_path, long_texts, expected):
+    file = parquet(tmp_path / "a.parquet", [("a", "abcdefg"), ("b", "xy")])
+    options = {"max_length": 4, "long_texts": long_texts, **ALL_IN_TRAIN}
+    data = build(file, tmp_path / "out", **options)
+    assert texts_of(data.train) == {"a": expected, "b": ["xy"]}
+    assert data.train.max_length == 4 and data.train.lengths.max() == 4
+    counts = data.metadata["counts"]
+    assert (counts["rows"], counts["empty_texts_dropped"], counts["long_texts"]) == (2, 0, 1)
+
+
+def test_empty_texts_are_dropped_and_counted(tmp_path):
+    rows = [("a", "x"), ("a", ""), ("b", None), ("c", " \n"), ("a", "y")]
+    data = build(parquet(tmp_path / "a.parquet", rows), tmp_path / "out", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == {"a": ["x", "y"]}
+    assert data.metadata["counts"]["empty_texts_dropped"] == 3
+
+
+def test_users_ids_are_never_file_names(tmp_path):
+    rows = [("../../evil", "x"), ("/etc/passwd", "y"), ("a'; DROP TABLE rows; --", "z")]
+    data = build(parquet(tmp_path / "a.parquet", rows), tmp_path / "out", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == by_user(rows)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.parquet", "out"}
+
+
+def test_out_may_have_any_name(tmp_path):
+    out = tmp_path / "it's [1] * a?" / "out"
+    assert build(parquet(tmp_path / "a.parquet"), out, **ALL_IN_TRAIN).train.num_examples == 300
+
+
+def test_wordpiece_learns_from_training_users_only(tmp_path):
+    words = [hashlib.sha256(bytes([u])).hexdigest()[:12].translate(LETTERS) for u in range(100)]
+    rows = [(f"u{u}", f"{word} " * 5) for u, word in enumerate(words)]
+    file = parquet(tmp_path / "a.parquet", rows)
+    data = build(file, tmp_path / "out", tokenizer="wordpiece:2000", eval_users=0.3)
+    about = data.metadata["tokenizer"]
+    assert about["trained_on_data"] and about["name"] == "wordpiece:2000"
+    tokenizer = Tokenizer.load(data.tokenizer_path)
+    assert about["sha256"] == tokenizer.sha256
+    one_piece = [len(ids) == 1 for ids in tokenizer.encode_batch(words)]
+    held_out = [Holdout(0.3, True).takes_user(f"u{u}") for u in range(100)]
+    assert any(held_out) and not any(p and h for p, h in zip(one_piece, held_out, strict=True))
+    assert sum(one_piece) > 50
+
+
+def cut_finely(monkeypatch):
+    """Many runs, many blocks, nothing at its usual size except what is part of the bytes."""
+    sizes = {"readers.READ_ROWS": 64, "sorted_runs.RUN_ROWS": 100, "merge.SORTED_ROWS": 50}
+    sizes |= {"merge.TAKEN_TOKENS": 300, "merge.RUNS_AT_ONCE": 2}
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"fedsim.data.building.{name}", size)
+    monkeypatch.setattr("fedsim.data.tokens.BLOCK_TOKENS", 99)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "wordpiece:400", "bpe:400"])
+def test_the_same_input_gives_the_same_bytes(tmp_path, monkeypatch, tokenizer):
+    file = parquet(tmp_path / "a.parquet", ROWS * 5)
+    build(file, tmp_path / "one", tokenizer=tokenizer)
+    cut_finely(monkeypatch)
+    build(file, tmp_path / "two", tokenizer=tokenizer)
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+    assert str(tmp_path) not in (tmp_path / "one" / "metadata.json").read_text()
+
+
+def test_progress_is_plain_lines_that_reach_the_end(tmp_path):
+    lines = []
+    build(parquet(tmp_path / "a.parquet"), tmp_path / "out", progress=lines.append)
+    assert lines == ["tokenised 300 of 300 rows", "sorted 300 of 300 rows"]
+
+
+def write_bad(path, content):
+    """A file of bytes, or of parquet columns."""
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        pq.write_table(pa.table(content), path)
+    return path
+
+
+NO_USER = "user_column=user_id: no such column, expected one of who, text"
+NO_TEXT = "text_column=text: no such column, expected one of user_id, body"
+FLOATS = "user_column=user_id: expected strings or integers, got"
+HOLES = {"user_id": ["a", None, "b", "", " ", None, None, "c", None], "text": ["x"] * 9}
+NO_ROWS = {"user_id": pa.array([], "string"), "text": pa.array([], "string")}
+ALICE = b'{"user_id": "a", "text": "x"}\n'
+BAD_INPUT = [
+    ("x.parquet", {"who": ["a"], "text": ["x"]}, NO_USER),
+    ("x.jsonl", b'{"who": 1, "text": "x"}\n', NO_USER),
+    ("x.csv", b"who,text\n1,x\n", NO_USER),
+    ("x.parquet", {"user_id": ["a"], "body": ["x"]}, NO_TEXT),
+    ("x.parquet", HOLES, "user_column=user_id: 6 null or empty user ids"),
+    ("x.parquet", HOLES, "(rows 2, 4, 5, 6, 7, ...)"),
+    ("x.parquet", {"user_id": pa.nulls(2), "text": ["x"] * 2}, "2 null or empty user ids"),
+    ("x.jsonl", ALICE + b'{"text": "y"}\n', "1 null or empty user ids"),
+    ("x.csv", b"user_id,text\na,x\n,y\n", "1 null or empty user ids"),
+    ("x.parquet", {"user_id": [1.0], "text": ["x"]}, f"{FLOATS} double"),
+    ("x.jsonl", b'{"user_id": 1.0, "text": "x"}\n', f"{FLOATS} double"),
+    ("x.csv", b"user_id,text\n1.0,x\n2.0,y\n", f"{FLOATS} floats"),
+    ("x.parquet", {"user_id": [True], "text": ["x"]}, "strings or integers, got bool"),
+    (
+        "x.parquet",
+        {"user_id": ["a"], "text": [1]},
+        "text_column=text: expected strings, or lists of token ids, got int64",
+    ),
+    ("x.parquet", NO_ROWS, "got an empty data set"),
+    ("x.jsonl", b"", "got an empty data set"),
+    ("x.csv", b"user_id,text\n", "got an empty data set"),
+    (
+        "x.parquet",
+        {"user_id": ["a", "b"], "text": ["", None]},
+        "text_column=text: no user has text",
+    ),
+    ("x.parquet", b"PAR1 and then nothing", "a readable parquet file"),
+    ("x.parquet", {"user_id": [b"a"], "text": ["x"]}, "strings or integers, got binary"),
+    ("x.parquet", {"user_id": ["a"], "text": [b"\x00\xff"]}, "token ids, got binary"),
+    ("x.parquet", {"user_id": ["a"], "text": [["x"]]}, "or lists of token ids, got list<"),
+    ("x.jsonl", ALICE + b'{"user_id": ["a"], "text": "x"}\n', "readable jsonl file (line "),
+    (
+        "x.jsonl",
+        ALICE + b'{"user_id": "a", "text": {"x": 1}}\n',
+        "readable jsonl file (line 2, text",
+    ),
+    ("x.jsonl", ALICE + b'{"user_id": true, "text": "x"}\n', "readable jsonl file (line "),
+    ("x.jsonl", ALICE + b"{oops\n", "a readable jsonl file (line 2: "),
+    ("x.jsonl", b"[1, 2]\n", "a readable jsonl file (line 1: expected an object, got list)"),
+    ("x.jsonl", b'{"user_id": "a", "text": "\xff"}\n', "a readable jsonl file"),
+    # mtime: the bytes are in the test's name, which has to be the same in every process.
+    ("x.jsonl.gz", gzip.compress(ALICE * 99, mtime=0)[:-9], "a readable jsonl file"),
+    ("x.csv", b"user_id,text\na,x,y\n", "a readable csv file"),
+    ("x.csv", b"user_id,text\na,\xff\n", "a readable csv file"),
+    ("x.csv", b"", "a readable csv file"),
+    ("x.txt", b"text", "expected a file ending in .parquet"),
+]
+
+
+@pytest.mark.parametrize("name, content, message", BAD_INPUT)
+def test_bad_input_is_one_clear_line_and_leaves_nothing(tmp_path, name, content, message):
+    file = write_bad(tmp_path / name, content)
+    with pytest.raises(DataError) as error:
+        build([file], tmp_path / "out")
+    assert message in str(error.value) and str(error.value).count("\n") == 0
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_token_ids_are_taken_as_they_are(tmp_path):
+    rows = {"user_id": ["a", "b", "a"], "text": pa.array([[1, 2, 3, 4], [], [255]])}
+    file = write_bad(tmp_path / "x.parquet", rows)
+    options = {"max_length": 4, "long_texts": "split", **ALL_IN_TRAIN}
+    data = build(file, tmp_path / "out", **options)
+    tokens, sizes = data.train.gather(np.arange(3), 4)
+    assert tokens.tolist() == [[256, 1, 2, 3], [256, 4, 256, 0], [256, 255, 256, 0]]
+    assert data.train.user_ids() == ["a"] and data.metadata["counts"]["empty_texts_dropped"] == 1
+
+
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        ([[1, 2], [], [7, 257]], "token id 257, expected one in [0, 257) in row 3 of"),
+        ([[1, 2], [-1]], "token id -1, expected one in [0, 257) in row 2 of"),
+        ([[1], [2, None]], "a null token id in row 2 of"),
+    ],
+)
+def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path, ids, message):
+    rows = {"user_id": ["a"] * len(ids), "text": pa.array(ids, pa.list_(pa.int64()))}
+    file = write_bad(tmp_path / "x.parquet", rows)
+    with pytest.raises(DataError) as error:
+        build(file, tmp_path / "out")
+    assert f"text_column=text: {message} {file}" in str(error.value)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_token_ids_teach_no_tokenizer(tmp_path):
+    file = write_bad(tmp_path / "x.parquet", {"user_id": ["a"], "text": pa.array([[1]])})
+    with pytest.raises(DataError, match="expected a text column to learn from"):
+        build(file, tmp_path / "out", tokenizer="wordpiece:400", **ALL_IN_TRAIN)
+
+
+def test_rows_without_a_user_may_be_dropped(tmp_path):
+    file = write_bad(tmp_path / "x.parquet", HOLES)
+    data = build(file, tmp_path / "out", unowned="drop", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == {"a": ["x"], "b": ["x"], "c": ["x"]}
+    assert data.metadata["counts"]["rows_without_user_dropped"] == 6
+
+
+def test_duplicate_rows_are_kept(tmp_path):
+    rows = [("a", "same"), ("b", "same"), ("a", "same")] * 2
+    data = build(parquet(tmp_path / "a.parquet", rows), tmp_path / "out", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == {"a": ["same"] * 4, "b": ["same"] * 2}
+
+
+@pytest.mark.parametrize("order_column", [None, "n"])
+def test_one_user_may_have_everything(tmp_path, monkeypatch, order_column):
+    cut_finely(monkeypatch)
+    monkeypatch.setattr("fedsim.data.shards.BATCH_ROWS", 32)
+    monkeypatch.setattr("fedsim.data.building.merge.BATCH_ROWS", 32)
+    monkeypatch.setattr("fedsim.data.shards.SHARD_BYTES", 2_000)
+    rows = [("all", f"text {i}") for i in range(900)]
+    order = np.random.default_rng(0).permutation(900)
+    file = parquet(tmp_path / "a.parquet", rows, n=pa.array(order))
+    data = build(file, tmp_path / "out", order_column=order_column, eval_users=0)
+    assert len(data.train.metadata["shards"]) > 5
+    found = [*texts_of(data.eval_examples)["all"], *texts_of(data.train)["all"]]
+    expected = [text for _, text in rows]
+    assert found == (expected if order_column is None else [expected[i] for i in order.argsort()])
+
+
+def test_many_shards_hold_every_split_whole(tmp_path, monkeypatch, rng):
+    """Against plain Python, with everything cut as finely as it goes and users of all sizes."""
+    cut_finely(monkeypatch)
+    monkeypatch.setattr("fedsim.data.shards.BATCH_ROWS", 16)
+    monkeypatch.setattr("fedsim.data.building.merge.BATCH_ROWS", 16)
+    monkeypatch.setattr("fedsim.data.shards.SHARD_BYTES", 900)
+    sizes = [*rng.integers(1, 9, 60), 70, 250]
+    users = rng.permutation(np.repeat(np.arange(len(sizes)), sizes)).tolist()
+    days = rng.integers(0, 100, len(users)).tolist()
+    rows = [(f"u{user}", f"{user} {i}") for i, user in enumerate(users)]
+    file = parquet(tmp_path / "a.parquet", rows, day=pa.array(days))
+    options = {"order_column": "day", "test_from": "80", "eval_users": 0.2, "min_examples": 3}
+    data = build(file, tmp_path / "out", **options)
+    holdout = Holdout(0.2, True)
+    expected = {name: {} for name in ("train", "eval_users", "eval_examples", "test")}
+    numbered = list(enumerate(zip(rows, days, strict=True)))
+    for user in {user for user, _ in rows}:
+        own = [(day, i, text) for i, ((u, text), day) in numbered if u == user]
+        texts = [text for *_, text in sorted(own)]
+        late = [text for day, _, text in sorted(own) if day >= 80]
+        early = [text for text in texts if text not in late]
+        if holdout.takes_user(user):
+            late, early = [], []
+            expected["eval_users"][user] = texts if len(texts) >= 3 else []
+        held = min(32, -(-len(early) // 10))
+        if len(early) >= 3:
+            expected["eval_examples"][user] = early[:held]
+            expected["train"][user] = early[held:]
+        expected["test"][user] = late
+    assert len(data.train.metadata["shards"]) > 3
+    for name, of_user in expected.items():
+        assert texts_of(getattr(data, name)) == {u: t for u, t in of_user.items() if t}
+
+
+def test_a_huge_document_is_cut_or_split(tmp_path):
+    """Its pieces are tokenised one after another; 2 MB here, 100 MB among the slow tests."""
+    words = "some words that are repeated " * 60_000
+    tokenizer = tmp_path / "tokenizer.json"
+    Tokenizer.train_wordpiece(lambda: [words[:1_000]] * 9, 300).save(tokenizer)
+    for name in ("a.jsonl", "a.csv", "a.parquet"):
+        rows = [("a", "first"), ("b", words), ("a", "last")]
+        write = {"a.jsonl": jsonl, "a.csv": csv_file, "a.parquet": parquet}[name]
+        file, out = write(tmp_path / name, rows), tmp_path / f"out {name}"
+        options = {"tokenizer": tokenizer, "max_length": 512, **ALL_IN_TRAIN}
+        cut = build(file, out, **options)
+        assert cut.train.num_examples == 3
+    whole = build(file, tmp_path / "split", long_texts="split", **options)
+    again = texts_of(whole.train, Tokenizer.load(whole.tokenizer_path))["b"]
+    assert " ".join(again).split() == words.split()
+
+
+def test_bytes_that_are_no_utf8_in_parquet_are_named_with_their_row(tmp_path):
+    good = pa.array(["ok"] * 4)
+    data = pa.py_buffer(b"okok\xff\xfeok")
+    bad = pa.Array.from_buffers(pa.string(), 4, [None, good.buffers()[1], data])
+    file = write_bad(tmp_path / "x.parquet", {"user_id": good, "text": bad})
+    with pytest.raises(DataError, match="text_column=text: expected UTF-8.* in row 3"):
+        build(file, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_length": 1}, "max_length=1: expected at least 2"),
+        ({"long_texts": "wrap"}, "long_texts=wrap: expected one of cut, split"),
+        ({"unowned": "keep"}, "unowned=keep: expected one of refuse, drop"),
+        ({"min_examples": 0}, "min_examples=0: expected at least 1"),
+        ({"min_examples": 99}, "min_examples=99: expected at most as many as the largest user"),
+        ({"test_from": "2018-01-01"}, "test_from=2018-01-01: expected an order_column"),
+        ({"url_column": "link"}, "url_column=link: no such column, expected one of user_id, text"),
+        ({"eval_users": 1.0}, r"eval_users=1.0: expected a fraction in \[0, 1\)"),
+        ({"eval_users": 0.99999}, "eval_users=0.99999: holds out all 17 users"),
+        ({"tokenizer": "nonsense"}, "tokenizer=nonsense: expected"),
+        ({"order_column": "when"}, "order_column=when: no such column"),
+        ({"user_column": "text"}, "user_column=text: expected a column other than text_column"),
+    ],
+)
+def test_bad_options_are_one_clear_line_and_leave_nothing(tmp_path, options, message):
+    file = parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=message):
+        build([file], tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_missing_files_are_named(tmp_path):
+    for source in (tmp_path / "no.parquet", tmp_path / "*.jsonl"):
+        with pytest.raises(DataError, match="expected a file or glob that exists"):
+            build([source], tmp_path / "out")
+    with pytest.raises(DataError, match="expected at least one file"):
+        build([], tmp_path / "out")
+
+
+def test_an_order_column_that_changes_its_type_is_refused(tmp_path):
+    first = parquet(tmp_path / "a.parquet", [("a", "x")], n=pa.array([1]))
+    second = parquet(tmp_path / "b.parquet", [("a", "x")], n=pa.array(["soon"]))
+    with pytest.raises(DataError, match="order_column=n: expected one type"):
+        build([first, second], tmp_path / "out", order_column="n")
+
+
+def test_what_exists_is_never_overwritten(tmp_path):
+    file = parquet(tmp_path / "a.parquet")
+    (tmp_path / "out").mkdir()
+    build(file, tmp_path / "out")  # an empty directory is free
+    before = digests(tmp_path / "out")
+    for out in (tmp_path / "out", file):
+        with pytest.raises(DataError, match="already exists, expected a new directory"):
+            build(file, out)
+    assert digests(tmp_path / "out") == before
+
+
+def interrupt(stage):
+    """A progress callback that stops the build at the end of a stage."""
+
+    def say(line):
+        if line.startswith(stage):
+            raise KeyboardInterrupt
+
+    return say
+
+
+@pytest.mark.parametrize("stage", ["training", "tokenised", "sorted"])
+def test_an_interrupted_build_goes_on_where_it_was(tmp_path, monkeypatch, stage):
+    cut_finely(monkeypatch)
+    options = {"tokenizer": "wordpiece:400"}
+    file = parquet(tmp_path / "a.parquet", ROWS * 5)
+    build(file, tmp_path / "whole", **options)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        build(file, out, progress=interrupt(stage), **options)
+    assert not out.exists()
+    lines = []
+    if stage != "training":  # what is finished is not done again
+        monkeypatch.setattr(Tokenizer, "encode", None)
+        monkeypatch.setattr(Tokenizer, "train_wordpiece", None)
+    build(file, out, progress=lines.append, **options)
+    assert "going on with the build that was interrupted" in lines
+    assert digests(out) == digests(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.parquet", "out", "whole"}
+
+
+def test_other_options_start_anew_after_an_interruption(tmp_path):
+    file, out = parquet(tmp_path / "a.parquet"), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        build(file, out, progress=interrupt("tokenised"))
+    assert build(file, out, max_length=4).train.max_length == 4
+
+
+def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypatch):
+    """SIGKILL in the middle of tokenising, in a process with workers; 8 parts, 3 runs each."""
+    for number in range(8):
+        parquet(tmp_path / f"{number}.parquet", ROWS * 30)
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    command = [sys.executable, script, tmp_path / "*.parquet", tmp_path / "out"]
+    killed = subprocess.run([*command, "kill"], check=False, timeout=300)
+    assert killed.returncode == -signal.SIGKILL
+    staging = tmp_path / ".out.building"
+    done = {path: path.stat().st_mtime_ns for path in staging.glob("runs/part-*.json")}
+    assert 1 <= len(done) < 8 and not (tmp_path / "out").exists()
+    subprocess.run([*command, "watch"], check=True, timeout=300)
+    build(tmp_path / "*.parquet", tmp_path / "whole", num_workers=1)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert kept.items() >= {path.name: written for path, written in done.items()}.items()
+
+
+KILLED = """
+import json, os, pathlib, signal, sys, time
+from fedsim.data.building import build, processes, sorted_runs
+
+OUT, MODE = pathlib.Path(sys.argv[2]), sys.argv[3]
+write_json = sorted_runs.write_json
+
+def parts():
+    return sorted(OUT.parent.glob(".out.building/runs/part-*.json"))
+
+def write_and_kill(*record):  # in the workers, which import this script, too
+    write_json(*record)
+    if MODE == "kill" and len(parts()) >= 2:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)  # but they end with their parent
+
+def say(line):
+    if line.startswith("sorted"):
+        kept = {path.name: path.stat().st_mtime_ns for path in parts()}
+        OUT.with_name("kept.json").write_text(json.dumps(kept))
+
+sorted_runs.write_json = write_and_kill
+processes.SMALL_BYTES = 0
+if __name__ == "__main__":
+    build.build(sys.argv[1], OUT, num_workers=2, progress=say)
+"""
+
+
+def test_a_directory_that_is_being_built_is_refused(tmp_path):
+    file, out = parquet(tmp_path / "a.parquet"), tmp_path / "out"
+    refused = []
+
+    def build_it_again(line):
+        if line.startswith("tokenised"):
+            with pytest.raises(DataError, match="no other process is building") as error:
+                build(file, out)
+            refused.append(error)
+
+    build(file, out, progress=build_it_again)
+    assert refused and Dataset.open(out).train.num_examples
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
+    """A limit on the size of a file stands for a full disk: the same error on the same path."""
+    file = parquet(tmp_path / "a.parquet", [(f"u{i}", "x" * 2_000) for i in range(300)])
+    code = (
+        "import resource, sys; from fedsim.cli.main import main; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); main(sys.argv[1:])"
+    )
+    flags = ["data", "build", file, "--out", tmp_path / "out", "--max-length", "4000"]
+    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("fedsim: error: out=")
+    assert "no space left on the disk; nothing was kept" in done.stderr
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here")
+def test_shakespeare_round_trip(tmp_path):
+    file = SHARED / "shakespeare.parquet"
+    data = build([file], tmp_path / "out", max_length=4_096)
+    table = pq.read_table(file)
+    users, texts = (table[name].to_pylist() for name in ("user_id", "text"))
+    expected = by_user(list(zip(users, texts, strict=True)))
+    found = [texts_of(store) for store in (data.eval_examples, data.train, data.eval_users)]
+    joined = {user: [t for split in found for t in split.get(user, [])] for user in expected}
+    assert list(data.splits()) == ["train", "eval_users", "eval_examples"]
+    assert joined == expected
+    assert data.train.num_users + data.eval_users.num_users == 295
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here")
+def test_scotus_has_its_statistics(tmp_path):
+    data = build([SHARED / "scotus.parquet"], tmp_path / "out", **ALL_IN_TRAIN)
+    found = stats(data.train)
+    assert (found["num_users"], found["num_examples"]) == (9_324, 2_245_386)
+    assert found["examples_per_user"]["max"] == 2_048
+    assert 145 <= found["examples_per_user"]["median"] <= 155

@@ -1,0 +1,57 @@
+"""Whose a URL is, and when two URLs are one."""
+
+import pytest
+
+from fedsim.data.building.domains import list_version, normal_url, registrable_domain
+
+
+@pytest.mark.parametrize(
+    "url, owner",
+    [
+        ("http://news.bbc.co.uk/a/b", "bbc.co.uk"),
+        ("https://USER:pw@Www.Example.COM.:8080/p?q=1#f", "example.com"),
+        ("foo.github.io", "foo.github.io"),  # a customer of github.io is a user
+        ("//cdn.example.org/x", "example.org"),
+        ("http://192.168.1.1/x", "192.168.1.1"),
+        ("http://[2001:DB8::1]:80/", "2001:db8::1"),
+        ("https://bücher.example.de/", "example.de"),
+        ("https://www.bücher.de/", "xn--bcher-kva.de"),
+        ("http://localhost:80/", None),
+        ("com", None),
+        ("http://co.uk/", None),
+        ("", None),
+        (None, None),
+        ("http://[broken", None),
+    ],
+)
+def test_the_owner_of_a_url_is_its_registrable_domain(url, owner):
+    assert registrable_domain(url) == owner
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("http://a.org/x", "https://A.org/x/"),
+        ("http://a.org:80/x#part", "http://a.org/x"),
+        ("https://a.org:443/", "a.org"),
+    ],
+)
+def test_equal_urls(one, other):
+    assert normal_url(one) == normal_url(other)
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("http://a.org/x?q=1", "http://a.org/x?q=2"),
+        ("http://a.org:8080/", "http://a.org/"),
+        ("http://a.org/X", "http://a.org/x"),
+        ("http://www.a.org/", "http://a.org/"),
+    ],
+)
+def test_different_urls(one, other):
+    assert normal_url(one) != normal_url(other)
+
+
+def test_the_version_of_the_list_is_known():
+    assert list_version().startswith("publicsuffixlist 1.")

@@ -1,0 +1,139 @@
+"""Data sets of the Hub, through the library's own code and a local data set directory."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset as HubDataset
+from datasets import DatasetDict
+
+from fedsim.data.building.build import build
+from fedsim.data.building.hub import HubSource
+from fedsim.data.corpora import load
+from fedsim.errors import DataError
+
+ROWS = [(f"user {i % 7}", f"text {i}") for i in range(120)]
+OPTIONS = {"eval_users": 0, "eval_examples": False}
+
+
+def table(rows):
+    return pa.table(
+        {"who": [u for u, _ in rows], "what": [t for _, t in rows], "n": [0] * len(rows)}
+    )
+
+
+@pytest.fixture
+def columns():
+    return {"user_column": "who", "text_column": "what", **OPTIONS}
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A data set as on the Hub: two configurations, splits, a split of several files."""
+    (tmp_path / "repo" / "small").mkdir(parents=True)
+    for number in range(3):
+        rows = ROWS[40 * number : 40 * (number + 1)]
+        pq.write_table(table(rows), tmp_path / "repo" / f"train-{number}.parquet")
+    pq.write_table(table(ROWS[:9]), tmp_path / "repo" / "test.parquet")
+    pq.write_table(table(ROWS[:5]), tmp_path / "repo" / "small" / "train.parquet")
+    splits = [{"split": "train", "path": "train-*"}, {"split": "test", "path": "test*"}]
+    configs = [
+        {"config_name": "default", "data_files": splits},
+        {"config_name": "small", "data_files": "small/*"},
+    ]
+    card = f"---\nconfigs: {json.dumps(configs)}\n---\n"
+    (tmp_path / "repo" / "README.md").write_text(card)
+    return tmp_path / "repo"
+
+
+def test_a_streamed_data_set_is_the_one_of_its_files(repository, tmp_path, columns):
+    streamed = build(f"hf:{repository}", tmp_path / "a", **columns)
+    read = build(repository / "train-*.parquet", tmp_path / "b", **columns)
+    assert streamed.train.num_examples == 120
+    assert streamed.train.fingerprint == read.train.fingerprint
+    (about,) = streamed.metadata["hub"]
+    assert (about["split"], about["config"], about["revision"]) == ("train", None, None)
+    assert {path.name for path in tmp_path.iterdir()} == {"repo", "a", "b"}
+
+
+def test_configuration_and_split_are_chosen(repository, tmp_path, columns):
+    assert build(f"hf:{repository}:small", tmp_path / "a", **columns).train.num_examples == 5
+    assert (
+        build(f"hf:{repository}", tmp_path / "b", split="test", **columns).train.num_examples == 9
+    )
+
+
+def test_a_fetch_that_was_interrupted_fetches_the_rest_only(repository, tmp_path, columns):
+    def stop(line):
+        if line.startswith("tokenised"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(f"hf:{repository}", tmp_path / "a", progress=stop, **columns)
+    fetched = sorted((tmp_path / ".a.building" / "fetched").iterdir())
+    assert len(fetched) == 3
+    before = [path.stat().st_mtime_ns for path in fetched]
+    seen = []
+
+    def look(line):
+        if line.startswith("tokenised"):
+            seen.extend(path.stat().st_mtime_ns for path in fetched)
+
+    build(f"hf:{repository}", tmp_path / "a", progress=look, **columns)
+    assert seen == before
+
+
+def test_the_cache_knows_a_data_set_that_changed(repository, tmp_path, columns):
+    first = load(f"hf:{repository}", cache_dir=tmp_path / "c", **columns)
+    assert load(f"hf:{repository}", cache_dir=tmp_path / "c", **columns).path == first.path
+    pq.write_table(table(ROWS[:10]), repository / "train-2.parquet")
+    assert load(f"hf:{repository}", cache_dir=tmp_path / "c", **columns).train.num_examples == 90
+
+
+@pytest.mark.parametrize(
+    "source, options, message",
+    [
+        ("hf:{}:missing", {}, "hf:.*:missing .split train, revision newest.: expected a data set"),
+        ("hf:{}", {"split": "validation"}, "split validation.*expected a data set"),
+        ("hf:{}", {"text_column": "body"}, "text_column=body: no such column, expected one of who"),
+        ("hf:{}/no", {}, "expected a data set that can be streamed"),
+    ],
+)
+def test_what_is_not_there_is_one_clear_line(
+    repository, tmp_path, columns, monkeypatch, source, options, message
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match=message) as error:
+        build(source.format(repository), tmp_path / "out", **{**columns, **options})
+    assert "\n" not in str(error.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"repo"}
+
+
+def test_a_source_is_parsed():
+    assert HubSource.parse("hf:a/b:en", None, None) == HubSource("a/b", "en", "train", None)
+    assert HubSource.parse("hf:a/b", "test", "v1") == HubSource("a/b", None, "test", "v1")
+    pinned = HubSource("a/b", None, "train", "0" * 40)
+    assert pinned.pinned() is pinned  # needs no network
+
+
+def test_saved_data_sets_are_read_in_their_order(tmp_path, columns):
+    saved = HubDataset(table(ROWS)).shuffle(seed=1)  # an indices mapping
+    saved.save_to_disk(str(tmp_path / "saved"), num_shards=2)
+    rows = list(zip(saved["who"], saved["what"], strict=True))
+    pq.write_table(table(rows), tmp_path / "rows.parquet")
+    found = build(tmp_path / "saved", tmp_path / "a", **columns)
+    expected = build(tmp_path / "rows.parquet", tmp_path / "b", **columns)
+    assert found.train.fingerprint == expected.train.fingerprint
+    cached = load(tmp_path / "saved", cache_dir=tmp_path / "c", **columns)
+    assert cached.train.fingerprint == expected.train.fingerprint
+
+
+def test_a_split_of_a_saved_dictionary_is_chosen(tmp_path, columns):
+    splits = {"train": HubDataset(table(ROWS)), "test": HubDataset(table(ROWS[:9]))}
+    DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    assert build(tmp_path / "saved", tmp_path / "a", **columns).train.num_examples == 120
+    found = build(tmp_path / "saved", tmp_path / "b", split="test", **columns)
+    assert found.train.num_examples == 9
+    with pytest.raises(DataError, match="split=dev: expected one of train, test"):
+        build(tmp_path / "saved", tmp_path / "c", split="dev", **columns)

@@ -1,0 +1,63 @@
+"""Work in several processes: results in order, errors at once, killed workers named."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+
+from fedsim.data.building import processes
+from fedsim.data.building.processes import Pool
+from fedsim.errors import DataError
+
+
+def square(item, *, report):
+    report(item)
+    return item * item
+
+
+def fail_or_sleep(item, *, report):
+    """A failure, and what would note that it came to its end."""
+    if item == 0:
+        raise DataError("field=0: expected something else")
+    time.sleep(60)
+    item.touch()
+
+
+def die(item, *, report):
+    os._exit(3)
+
+
+@pytest.fixture(params=[1, 2])
+def workers(request, monkeypatch):
+    """A pool of this process alone, and of two more."""
+    monkeypatch.setattr(processes, "SMALL_BYTES", 0)
+    lines = []
+    with Pool(request.param, lines.append) as found:
+        found.grow(1)
+        yield found, lines
+
+
+def test_results_are_in_order_and_progress_reaches_the_end(workers):
+    found, lines = workers
+    assert found.map(square, range(20), "squared", 190) == [i * i for i in range(20)]
+    assert lines[-1] == "squared 190 of 190 rows"
+    assert found.map(square, []) == []
+
+
+def test_an_error_ends_it_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "SMALL_BYTES", 0)
+    end = tmp_path / "end"
+    with pytest.raises(DataError, match="field=0"), Pool(2, None) as found:
+        found.grow(1)
+        found.map(fail_or_sleep, [end, 0])
+    assert not multiprocessing.active_children()  # the others are gone, ...
+    assert not end.exists()  # ... and were not waited for
+
+
+def test_a_killed_worker_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr(processes, "SMALL_BYTES", 0)
+    with pytest.raises(DataError, match="num_workers=2: a worker process was killed"):
+        with Pool(2, None) as found:
+            found.grow(1)
+            found.map(die, [1, 2])

@@ -1,0 +1,136 @@
+"""Leaving out what other sources hold, and the counts at each stage; the recipes that do so."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedsim.cli.main import main
+from fedsim.data.building.build import build
+from fedsim.data.building.recipes import RECIPES, options_of
+from fedsim.data.building.screen import Screen
+from fedsim.errors import DataError
+
+WORDS = [f"w{i}" for i in range(500)]
+
+
+def texts(rng, number):
+    return [" ".join(rng.choice(WORDS, 60)) for _ in range(number)]
+
+
+@pytest.fixture
+def sources(tmp_path, rng):
+    """Pre-training text with planted overlaps: 3 near duplicates, 2 known URLs, 4 of a domain."""
+    posts, articles, web = texts(rng, 40), texts(rng, 30), texts(rng, 100)
+    urls = [f"https://site{i % 9}.org/{i}" for i in range(100)]
+    web[3], web[50] = posts[7], articles[2]
+    web[99] = f"{posts[0]} unseen"  # one word more
+    for row, url in {10: "http://news.org/0/", 11: "https://news.org/1#top"}.items():
+        urls[row] = url
+    for row in (3, 20, 21, 22):  # row 3 is a near duplicate already
+        urls[row] = f"https://www.stackoverflow.com/q/{row}"
+    tables = {
+        "posts": {"owner": ["u"] * 40, "body": posts},
+        "articles": {"url": [f"https://news.org/{i}" for i in range(30)], "text": articles},
+        "web": {"url": urls, "text": web, "other": range(100)},
+    }
+    for name, table in tables.items():
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet", row_group_size=30)
+    return tmp_path
+
+
+def screen(sources):
+    return Screen(
+        against=(f"{sources / 'posts.parquet'}#body", str(sources / "articles.parquet")),
+        screen_url_column="url",
+        without_domains=("stackoverflow.com",),
+    )
+
+
+def test_what_is_left_out_is_counted_at_each_stage(sources):
+    options = {"url_column": "url", "eval_users": 0, "eval_examples": False, "max_length": 500}
+    data = build(sources / "web.parquet", sources / "out", screen=screen(sources), **options)
+    counts = data.metadata["counts"]
+    assert (counts["examples"], counts["deduplicated"]) == (100, 97)
+    assert counts["deduplicated_and_url_filtered"] == counts["rows"] == 92
+    assert data.train.num_examples == 92 and "stackoverflow.com" not in data.train.user_ids()
+    assert data.metadata["screen"]["without_domains"] == ["stackoverflow.com"]
+    assert data.metadata["public_suffix_list"].startswith("publicsuffixlist ")
+
+
+def test_an_interrupted_screen_goes_on_with_the_same_result(sources, monkeypatch):
+    options = {"url_column": "url", "screen": screen(sources)}
+    whole = build(sources / "web.parquet", sources / "whole", **options)
+
+    def stop(line):
+        if line.startswith("tokenised"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(sources / "web.parquet", sources / "out", progress=stop, **options)
+    monkeypatch.setattr("fedsim.data.building.neardup.band_keys", None)
+    again = build(sources / "web.parquet", sources / "out", **options)
+    assert again.train.fingerprint == whole.train.fingerprint
+    assert again.metadata == whole.metadata
+
+
+def test_domains_need_a_url_column(sources):
+    with pytest.raises(DataError, match="without_domains=a.org: expected a screen_url_column"):
+        build(sources / "web.parquet", sources / "out", screen=Screen(without_domains=("a.org",)))
+
+
+def test_a_recipe_runs_from_the_command_line(sources, capsys):
+    command = ["data", "build", "--recipe", "c4", str(sources / "web.parquet")]
+    command += ["--out", str(sources / "c4"), "--against", f"{sources / 'posts.parquet'}#body"]
+    main([*command, "--against", str(sources / "articles.parquet"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    names = ("examples", "deduplicated", "deduplicated_and_url_filtered")
+    assert [found["counts"][name] for name in names] == [100, 97, 92]
+
+
+def test_what_is_given_takes_the_place_of_a_recipes_options():
+    assert options_of(None, {"max_length": 9}) == {"max_length": 9}
+    found = options_of("cc-news", {"user_column": ("domain",), "max_length": 64})
+    assert "url_column" not in found and found["max_length"] == 64 and found["min_examples"] == 2
+    with pytest.raises(DataError, match="recipe=c5: expected one of stack-overflow, cc-news, c4"):
+        options_of("c5", {})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipes_options_are_options_of_build(name, tmp_path):
+    """They get as far as looking for the file."""
+    with pytest.raises(DataError, match="expected a file or glob that exists"):
+        build(tmp_path / "none.parquet", tmp_path / "out", **RECIPES[name].options)
+
+
+def test_cc_news_splits_are_the_papers(tmp_path):
+    sizes = [1, 2, 9, 11, 400]
+    rows = [(f"https://site{n}.org/{i}", f"text {i}") for n in sizes for i in range(n)]
+    table = pa.table({"url": [u for u, _ in rows], "text": [t for _, t in rows]})
+    pq.write_table(table, tmp_path / "news.parquet")
+    data = build(tmp_path / "news.parquet", tmp_path / "out", **RECIPES["cc-news"].options)
+    held = dict(
+        zip(data.eval_examples.user_ids(), np.diff(data.eval_examples.offsets), strict=True)
+    )
+    assert held == {"site2.org": 1, "site9.org": 1, "site11.org": 2, "site400.org": 32}
+    assert data.train.num_examples == 2 + 9 + 11 + 400 - 36 and data.eval_users is None
+    counts = data.metadata["counts"]
+    assert (counts["users_dropped"], counts["examples_dropped"]) == (1, 1)
+
+
+def test_stack_overflow_splits_are_the_papers(tmp_path):
+    days = ["2017-12-31T23:59:59.9", "2018-01-01T00:00:00.0", "2010-05-05T10:00:00"]
+    rows = [(u, f"{u} {day}", day) for u in range(100) for day in days] + [(None, "gone", days[0])]
+    names = ("OwnerUserId", "Body", "CreationDate")
+    columns = zip(*rows, strict=True)
+    table = pa.table(dict(zip(names, map(list, columns), strict=True)))
+    pq.write_table(table, tmp_path / "posts.parquet")
+    data = build(tmp_path / "posts.parquet", tmp_path / "out", **RECIPES["stack-overflow"].options)
+    held = data.eval_users.num_users
+    assert 2 < held < 25 and data.eval_users.num_examples == 3 * held  # at all times
+    assert (data.train.num_users, data.train.num_examples) == (100 - held, 2 * (100 - held))
+    assert (data.test.num_users, data.test.num_examples) == (100 - held, 100 - held)
+    assert not set(data.eval_users.user_ids()) & set(data.test.user_ids())
+    assert data.metadata["counts"]["rows_without_user_dropped"] == 1

@@ -1,0 +1,157 @@
+"""Sources by name: directories, cached files, and the embedded corpus."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedsim.data import corpora, pydocs
+from fedsim.data.building.build import build
+from fedsim.data.corpora import load
+from fedsim.data.text import Tokenizer
+from fedsim.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """pydocs, built once; (cache directory, data set)."""
+    cache = tmp_path_factory.mktemp("cache")
+    return cache, load("pydocs", cache_dir=cache)
+
+
+@pytest.fixture
+def source(tmp_path):
+    rows = {
+        "user_id": [f"u{i % 40}" for i in range(200)],
+        "text": [f"text {i}" for i in range(200)],
+    }
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    return tmp_path / "a.parquet"
+
+
+def entries(cache):
+    return sorted(path.name for path in (cache / "data").iterdir())
+
+
+def test_pydocs_has_users_of_many_sizes(corpus):
+    data = corpus[1]
+    sizes = np.diff(data.train.offsets)
+    assert data.train.num_users > 500 and data.train.num_examples > 20_000
+    assert sizes.min() == 1 and 5 <= np.median(sizes) <= 30 and sizes.max() > 500
+    assert data.eval_users.num_users > 20 and data.eval_examples.num_examples > 1_000
+
+
+def test_pydocs_users_are_module_files(corpus):
+    users = set(corpus[1].train.user_ids()) | set(corpus[1].eval_users.user_ids())
+    assert {"numpy/linalg/_linalg.py", "json/decoder.py", "jax/_src/lax/lax.py"} <= users
+    assert all(user.endswith(".py") for user in users)
+    assert not any({"tests", "test", "site-packages"} & set(user.split("/")) for user in users)
+
+
+def test_pydocs_texts_are_paragraphs_of_docstrings(corpus):
+    store = corpus[1].train
+    user = store.user_ids().index("numpy/linalg/_linalg.py")
+    tokens, sizes = store.gather(np.arange(*store.offsets[user : user + 2]), 128)
+    texts = [Tokenizer.bytes().decode(t[:n]) for t, n in zip(tokens, sizes, strict=True)]
+    assert any("matrix" in text for text in texts)
+    assert all(text.strip() and "\n\n" not in text for text in texts)
+
+
+def test_pydocs_is_found_in_the_cache(corpus, monkeypatch):
+    cache, data = corpus
+    monkeypatch.setattr(corpora, "build", None)  # neither built again ...
+    monkeypatch.setattr(pydocs, "harvest", None)  # ... nor read again
+    again = load("pydocs", cache_dir=cache)
+    assert again.path == data.path and again.train.fingerprint == data.train.fingerprint
+
+
+def test_pydocs_records_versions(corpus):
+    packages = corpus[1].metadata["provenance"]["packages"]
+    assert packages == pydocs.made_of() and set(packages) == {"numpy", "scipy", "jax", "python"}
+
+
+def test_a_harvest_is_deterministic(tmp_path, monkeypatch):
+    monkeypatch.setattr(pydocs, "PACKAGES", ("numpy",))
+    monkeypatch.setattr(pydocs.sysconfig, "get_path", lambda name: str(tmp_path / "stdlib"))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    first, second = (pydocs.harvest(tmp_path / name).read_bytes() for name in ("one", "two"))
+    assert first == second
+
+
+def test_paragraphs_of_a_module(tmp_path):
+    (tmp_path / "m.py").write_text(
+        '"""First paragraph has five words.\n\nToo short.\n"""\n'
+        "if True:\n    class A:\n        '''Inside a branch and class.'''\n"
+        "        def f(self):\n            '''One two three four five.\n\n"
+        "            Six seven eight nine ten.\n            '''\n"
+        "x = '''no docstring but five words'''\n"
+    )
+    assert list(pydocs._paragraphs(tmp_path / "m.py")) == [
+        "First paragraph has five words.",
+        "Inside a branch and class.",
+        "One two three four five.",
+        "Six seven eight nine ten.",
+    ]
+    (tmp_path / "bad.py").write_text("def (:")
+    assert list(pydocs._paragraphs(tmp_path / "bad.py")) == []
+
+
+def test_files_are_built_once(source, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    first = load(str(source), cache_dir=cache, max_length=32)
+    monkeypatch.setattr(corpora, "build", None)
+    again = load(source, cache_dir=cache, max_length=32, progress=print)
+    assert again.path == first.path and len(entries(cache)) == 1
+
+
+def test_what_changes_the_result_is_built_anew(source, tmp_path):
+    cache = tmp_path / "cache"
+    load(source, cache_dir=cache)
+    load(source, cache_dir=cache, max_length=32)
+    assert len(entries(cache)) == 2
+    os.utime(source, ns=(1, 1))
+    load(source, cache_dir=cache)
+    assert len(entries(cache)) == 3
+
+
+def test_a_changed_tokenizer_file_is_another_build(source, tmp_path):
+    file, cache = tmp_path / "tokenizer.json", tmp_path / "cache"
+    Tokenizer.bytes().save(file)
+    load(source, cache_dir=cache, tokenizer=file)
+    Tokenizer.train_wordpiece(lambda: ["some other words"], 300).save(file)
+    assert load(source, cache_dir=cache, tokenizer=file).train.vocab_size != 257
+    assert len(entries(cache)) == 2
+
+
+def test_builds_at_the_same_time_agree(source, tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: load(source, cache_dir=tmp_path / "c"), range(4)))
+    assert len({data.path for data in found}) == 1
+    assert len({data.train.fingerprint for data in found}) == 1
+    assert len(entries(tmp_path / "c")) == 1  # and no staging directory
+
+
+def test_a_built_directory_is_opened(source, tmp_path):
+    built = build([source], tmp_path / "out")
+    assert load(tmp_path / "out").train.fingerprint == built.train.fingerprint
+    with pytest.raises(DataError, match="expected a directory built by fedsim"):
+        load(tmp_path)
+
+
+def test_a_failed_build_leaves_no_entry(source, tmp_path):
+    with pytest.raises(DataError, match="no such column"):
+        load(source, cache_dir=tmp_path / "c", text_column="body")
+    assert not (tmp_path / "c").exists() or entries(tmp_path / "c") == []
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [("hf:", "expected hf:NAME"), ("nowhere", "file or glob that exists")],
+)
+def test_unknown_sources(name, message):
+    with pytest.raises(DataError, match=message):
+        load(name)

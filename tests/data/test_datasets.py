@@ -1,0 +1,126 @@
+"""The five data sets of ../shared/data have the statistics that are known of them. Minutes each."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+
+from fedsim.data.building.build import build
+from fedsim.data.building.recipes import options_of
+from fedsim.data.dataset import stats
+from fedsim.data.text import Tokenizer
+
+SHARED = Path(__file__).parents[3] / "shared"
+TOKENIZER = SHARED / "models" / "smollm2_tokenizer.json"
+ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False}
+
+# users, examples; median, p95, max per user
+KNOWN = {
+    "scotus": (9_324, 2_245_386, (150, 724, 2_048)),
+    "reddit_links": (28_315, 342_503, (3, None, 5_613)),
+    "allsides_news": (None, 37_437, (None, None, None)),
+    "debian_desc": (2_246, 60_238, (3, 63, 3_969)),
+    "shakespeare": (295, 6_913, (7, 103, 359)),
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not here"),
+]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_statistics(tmp_path, name):
+    users, examples, per_user = KNOWN[name]
+    file = SHARED / "data" / f"{name}.parquet"
+    options = {"tokenizer": TOKENIZER, "max_length": 4_096, **ALL_IN_TRAIN}
+    data = build(file, tmp_path / "out", **options)
+    found = stats(data.train)
+    assert found["num_examples"] == examples
+    assert users is None or found["num_users"] == users
+    for quantile, value in zip(("median", "p95", "max"), per_user, strict=True):
+        # the known values are of another definition of a quantile: between two neighbours
+        assert value is None or abs(found["examples_per_user"][quantile] - value) <= 1, quantile
+    # The tokenizer alone, on the texts of the file; the store frames each with two tokens.
+    tokenizer = tokenizers.Tokenizer.from_file(str(TOKENIZER))
+    lengths = []
+    for batch in pq.ParquetFile(file).iter_batches(columns=["text"]):
+        encoded = tokenizer.encode_batch_fast(batch["text"].to_pylist(), add_special_tokens=False)
+        lengths += [len(each) for each in encoded]
+    for quantile, share in {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}.items():
+        expected = np.quantile(lengths, share, method="lower")
+        assert found["tokens_per_example"][quantile] - 2 == expected, quantile
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_round_trip(tmp_path, name):
+    """Text to tokens and back, in the order of the file, of the first user and of some others."""
+    file = SHARED / "data" / f"{name}.parquet"
+    table = pq.read_table(file, columns=["user_id", "text"]).slice(0, 40_000)
+    pq.write_table(table, tmp_path / "part.parquet")
+    options = {"tokenizer": TOKENIZER, "max_length": 4_096, **ALL_IN_TRAIN}
+    data = build(tmp_path / "part.parquet", tmp_path / "out", **options)
+    tokenizer = Tokenizer.load(data.tokenizer_path)
+    users, texts = table["user_id"].to_pylist(), table["text"].to_pylist()
+    expected = {}
+    for user, text in zip(users, texts, strict=True):
+        expected.setdefault(user, []).append(text)
+    ids = data.train.user_ids()
+    assert ids == sorted(expected)
+    for user in range(0, len(ids), max(1, len(ids) // 25)):
+        rows = np.arange(*data.train.offsets[user : user + 2])
+        tokens, sizes = data.train.gather(rows, 4_096)
+        found = [tokenizer.decode(t[:n]) for t, n in zip(tokens, sizes, strict=True)]
+        assert found == expected[ids[user]]
+
+
+def test_domains_of_urls_are_the_users_of_news(tmp_path):
+    file = SHARED / "data" / "allsides_news.parquet"
+    data = build(file, tmp_path / "out", url_column="url", **ALL_IN_TRAIN)
+    domains = set(pq.read_table(file, columns=["domain"])["domain"].to_pylist())
+    assert data.train.num_users == 393
+    assert len(domains & set(data.train.user_ids())) >= 380
+
+
+def test_the_papers_split_of_cc_news(tmp_path):
+    given = {"user_column": "user_id", "min_examples": 8}
+    file = SHARED / "data" / "reddit_links.parquet"
+    data = build(file, tmp_path / "out", **options_of("cc-news", given))
+    train, test = stats(data.train), stats(data.eval_examples)
+    assert (train["num_users"], train["num_examples"]) == (5_759, 250_983)
+    assert train["examples_per_user"]["median"] == 14
+    assert (test["num_examples"], test["examples_per_user"]["median"]) == (22_457, 2)
+
+
+def test_the_papers_split_of_stack_overflow(tmp_path):
+    given = {"user_column": "user_id", "text_column": "text", "order_column": "date"}
+    given |= {"test_from": "2000-01-01", "eval_users": 0.0}
+    file = SHARED / "data" / "scotus.parquet"
+    data = build(file, tmp_path / "out", **options_of("stack-overflow", given))
+    assert (data.train.num_users, data.train.num_examples) == (7_780, 1_820_330)
+    assert (data.test.num_users, data.test.num_examples) == (1_798, 425_056)
+    assert len(set(data.train.user_ids()) & set(data.test.user_ids())) == 254
+
+
+def test_a_document_of_100_megabytes(tmp_path):
+    import pyarrow as pa
+
+    words = "some words that are repeated " * 3_600_000
+    table = pa.table({"user_id": ["a", "b"], "text": ["short", words]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    options = {"tokenizer": TOKENIZER, "max_length": 1_024, "long_texts": "split", **ALL_IN_TRAIN}
+    data = build(tmp_path / "a.parquet", tmp_path / "out", **options)
+    assert 15_000_000 < data.train.num_tokens < 25_000_000 and data.train.num_users == 2
+
+
+def test_a_million_users_with_one_example(tmp_path):
+    import pyarrow as pa
+
+    ids = np.random.default_rng(0).permutation(1_000_000)
+    table = pa.table({"user_id": ids, "text": [f"text {i}" for i in ids]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2**17)
+    data = build(tmp_path / "a.parquet", tmp_path / "out", **ALL_IN_TRAIN)
+    assert data.train.num_users == data.train.num_examples == 1_000_000
+    assert data.train.user_ids() == sorted(map(str, range(1_000_000)))

@@ -1,0 +1,119 @@
+"""Tokenizers: round trips, framing, and that a special token in a text is only text."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer as Library
+
+from fedsim.data.text import Tokenizer
+from fedsim.errors import DataError
+
+TEXTS = ["Hello, world", "naïve café 日本 😀", " \n\ttabs ", "<|endoftext|> [SEP] \x00", ""]
+WORDS = ["the cat sat on the mat, the cat ran", "a mat is not a cat 日 é"] * 5
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s", ","]
+
+
+def test_bytes_are_bytes_and_survive_a_round_trip():
+    tokenizer = Tokenizer.bytes()
+    assert (tokenizer.vocab_size, tokenizer.begin_id, tokenizer.end_id) == (257, 256, 256)
+    assert (tokenizer.name, tokenizer.trained_on_data) == ("bytes", False)
+    for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
+        assert ids == list(text.encode())
+        assert tokenizer.decode([256, *ids, 256]) == text
+
+
+def test_bytes_are_what_the_library_gives(tmp_path):
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    library = Library.from_file(str(tmp_path / "tokenizer.json"))
+    library.encode_special_tokens = True
+    expected = [e.ids for e in library.encode_batch(TEXTS, add_special_tokens=False)]
+    assert Tokenizer.bytes().encode_batch(TEXTS) == expected
+
+
+def test_a_saved_tokenizer_is_the_same_tokenizer(tmp_path):
+    for tokenizer in (Tokenizer.bytes(), Tokenizer.train_wordpiece(lambda: WORDS, 300)):
+        tokenizer.save(tmp_path / "tokenizer.json")
+        again = Tokenizer.load(tmp_path / "tokenizer.json")
+        assert again.sha256 == tokenizer.sha256
+        assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+
+
+def test_wordpiece_learns_words_and_says_so():
+    tokenizer = Tokenizer.from_spec("wordpiece:300", lambda: WORDS)
+    assert tokenizer.trained_on_data and tokenizer.name == "wordpiece:300"
+    assert tokenizer.vocab_size <= 300
+    (ids,) = tokenizer.encode_batch(["The CAT sat"])
+    assert len(ids) == 3 and tokenizer.decode(ids) == "the cat sat"
+
+
+def test_wordpiece_is_the_same_in_every_process():
+    code = (
+        "from fedsim.data.text import Tokenizer\n"
+        "texts = ['the cat sat on the mat \\u65e5 \\xe9', 'abc bcd cde def', 'xyz zyx yxz'] * 3\n"
+        "print(Tokenizer.train_wordpiece(lambda: texts, 300).sha256)"
+    )
+    runs = [subprocess.check_output([sys.executable, "-c", code]) for _ in range(3)]
+    assert len(set(runs)) == 1
+
+
+def test_wordpiece_keeps_the_commonest_characters_only():
+    texts = ["common words " * 50, "".join(map(chr, range(0x4E00, 0x5200)))]
+    tokenizer = Tokenizer.train_wordpiece(lambda: texts, 300)
+    assert tokenizer.vocab_size <= 300
+    assert len(tokenizer.encode_batch(["words"])[0]) == 1
+
+
+def test_a_bert_vocabulary(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
+    tokenizer = Tokenizer.load(tmp_path / "vocab.txt")
+    assert (tokenizer.begin_id, tokenizer.end_id, tokenizer.vocab_size) == (2, 3, 9)
+    assert tokenizer.encode_batch(["Hello, worlds"]) == [[5, 8, 6, 7]]
+    assert tokenizer.decode([2, 5, 8, 6, 7, 3]) == "hello, worlds"
+    assert 3 not in tokenizer.encode_batch(["hello [SEP] world"])[0]
+
+
+def test_a_cased_vocabulary_keeps_capitals(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join([*VOCAB, "Hello"]) + "\n")
+    assert Tokenizer.load(tmp_path / "vocab.txt").encode_batch(["Hello"]) == [[9]]
+
+
+def test_padding_and_truncation_asked_for_by_a_file_are_ignored(tmp_path):
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    library = Library.from_file(str(tmp_path / "tokenizer.json"))
+    library.enable_truncation(2)
+    library.enable_padding(length=9)
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path / "tokenizer.json").encode_batch(["abc"]) == [[97, 98, 99]]
+
+
+def test_a_hole_in_the_ids_counts_for_the_vocabulary(tmp_path):
+    vocab = {"<s>": 0, "a": 7}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<s>"}
+    (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    tokenizer = Tokenizer.load(tmp_path / "t.json")
+    assert (tokenizer.vocab_size, tokenizer.begin_id, tokenizer.end_id) == (8, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("missing.json", "tokenizer=missing.json: expected bytes, wordpiece:SIZE, bpe:SIZE"),
+        ("wordpiece:many", "tokenizer=wordpiece:many: expected wordpiece:SIZE"),
+        ("wordpiece", "tokenizer=wordpiece: expected wordpiece:SIZE"),
+        ("wordpiece:10", "tokenizer=wordpiece:10: expected a size >= 300"),
+        (__file__, "expected a tokenizer.json or a vocab.txt"),
+    ],
+)
+def test_bad_specs_are_one_clear_line(spec, message):
+    with pytest.raises(DataError) as error:
+        Tokenizer.from_spec(spec)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_begin_or_end_is_refused(tmp_path):
+    model = {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}
+    (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    with pytest.raises(DataError, match="expected a begin or end token"):
+        Tokenizer.load(tmp_path / "t.json")

@@ -1,0 +1,284 @@
+"""The store: what is gathered, how it is pickled, and that disk and memory are one thing."""
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from datasets import Dataset as HubDataset
+
+from fedsim.data import shards
+from fedsim.data.dataset import stats
+from fedsim.data.users import UserStore
+from fedsim.errors import DataError
+
+EXAMPLES = {"bob": [[1, 2, 3], [4]], "amy": [[5, 6]], "eve": []}
+
+
+def write(directory, examples, vocab_size=300, max_length=64, rows_per_shard=None):
+    """The same store as UserStore.from_examples, through a directory, in pieces of 7 rows."""
+    directory.mkdir()
+    ids = sorted(user for user in examples if examples[user])
+    rows = [row for user in ids for row in examples[user]]
+    size = rows_per_shard or len(rows)
+    names = shards.shard_names(-(-len(rows) // size))
+    for name, first in zip(names, range(0, len(rows), size), strict=True):
+        own = rows[first : first + size]
+        pieces = (own[start : start + 7] for start in range(0, len(own), 7))
+        blocks = ((np.array([len(row) for row in p]), np.concatenate(p)) for p in pieces)
+        dtype = shards.token_dtype(vocab_size)
+        blocks = ((lengths, values.astype(dtype)) for lengths, values in blocks)
+        shards.write_stream(directory / name, blocks, dtype)
+    counts = np.array([len(examples[user]) for user in ids])
+    tokens = np.array([sum(map(len, examples[user])) for user in ids])
+    about = {"max_length": max_length, "vocab_size": vocab_size}
+    shards.close_store(directory, ids, counts, tokens, about)
+    return UserStore.open(directory)
+
+
+def random_examples(rng, num_users, mean_rows, vocab_size=300):
+    """{user id: rows of 1 to 63 ids}; at least one row each."""
+    return {
+        f"user {u:04d}": [
+            rng.integers(0, vocab_size, rng.integers(1, 64)).tolist()
+            for _ in range(1 + rng.poisson(mean_rows))
+        ]
+        for u in range(num_users)
+    }
+
+
+def test_users_are_sorted_and_own_contiguous_rows():
+    store = UserStore.from_examples(EXAMPLES, 8, 10)
+    assert store.user_ids() == ["amy", "bob", "eve"]
+    assert store.offsets.tolist() == [0, 1, 3, 3] and store.offsets.dtype == np.int64
+    assert (store.num_users, store.num_examples, store.num_tokens) == (3, 3, 6)
+    assert store.lengths.tolist() == [2, 3, 1]
+    assert (store.max_length, store.vocab_size, store.path) == (8, 10, None)
+
+
+def test_gather_pads_cuts_and_takes_rows_in_any_order():
+    store = UserStore.from_examples(EXAMPLES, 8, 10)
+    tokens, sizes = store.gather(np.array([1, -1, 0, 2, 1]), 2)
+    assert tokens.tolist() == [[1, 2], [0, 0], [5, 6], [4, 0], [1, 2]]
+    assert sizes.tolist() == [2, 0, 2, 1, 2]
+    assert tokens.dtype == sizes.dtype == np.int32
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+def test_gather_takes_any_integer_type(dtype):
+    store = UserStore.from_examples(EXAMPLES, 8, 10)
+    assert store.gather(np.array([2], dtype), 1)[0].tolist() == [[4]]
+
+
+@pytest.mark.parametrize("row", [-2, 3])
+def test_gather_refuses_rows_that_do_not_exist(row):
+    with pytest.raises(IndexError, match=r"expected \[-1, 3\)"):
+        UserStore.from_examples(EXAMPLES, 8, 10).gather(np.array([0, row]), 4)
+
+
+def test_gather_of_nothing_is_empty():
+    tokens, sizes = UserStore.from_examples({}, 8, 10).gather(np.array([], np.int64), 4)
+    assert tokens.shape == (0, 4) and sizes.shape == (0,)
+
+
+def test_disk_and_memory_hold_the_same(tmp_path, rng, monkeypatch):
+    monkeypatch.setattr(shards, "BATCH_ROWS", 16)
+    examples = random_examples(rng, 30, 4)
+    on_disk, in_memory = write(tmp_path / "s", examples), UserStore.from_examples(examples, 64, 300)
+    assert on_disk.fingerprint == in_memory.fingerprint
+    assert on_disk.user_ids() == in_memory.user_ids()
+    rows = rng.permutation(on_disk.num_examples)
+    expected = [row for user in sorted(examples) for row in examples[user]]
+    for store in (on_disk, in_memory):
+        tokens, sizes = store.gather(rows, 64)
+        assert [t[:n].tolist() for t, n in zip(tokens, sizes, strict=True)] == [
+            expected[row] for row in rows
+        ]
+
+
+def test_the_users_table_counts_tokens_per_user(tmp_path, rng):
+    examples = random_examples(rng, 20, 5)
+    store = write(tmp_path / "s", examples)
+    counted = store._users_column("num_tokens").to_pylist()
+    assert counted == [sum(map(len, examples[user])) for user in sorted(examples)]
+    assert store._users_column("offset").to_pylist() == store.offsets[:-1].tolist()
+
+
+def test_many_shards_are_read_as_one(tmp_path, rng, monkeypatch):
+    monkeypatch.setattr(shards, "BATCH_ROWS", 16)
+    examples = random_examples(rng, 40, 5)
+    store = write(tmp_path / "s", examples, rows_per_shard=48)
+    names = sorted(path.name for path in (tmp_path / "s").glob("data-*"))
+    assert len(names) > 3 and names[1] == f"data-00001-of-{len(names):05d}.arrow"
+    whole = UserStore.from_examples(examples, 64, 300)
+    rows = np.arange(whole.num_examples)
+    np.testing.assert_array_equal(store.gather(rows, 64)[0], whole.gather(rows, 64)[0])
+
+
+def test_shards_open_as_hugging_face_datasets(tmp_path, rng):
+    examples = random_examples(rng, 10, 3)
+    store = write(tmp_path / "s", examples)
+    hub = HubDataset.from_file(str(tmp_path / "s" / "data-00000-of-00001.arrow"))
+    assert len(hub) == store.num_examples
+    assert hub[3]["tokens"] == store.gather(np.array([3]), 64)[0][0, : store.lengths[3]].tolist()
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(65_536, "uint16"), (65_537, "uint32")])
+def test_ids_take_as_few_bytes_as_the_vocabulary_allows(tmp_path, vocab_size, dtype):
+    last = vocab_size - 1
+    store = write(tmp_path / "s", {"a": [[last, 0]]}, vocab_size)
+    assert store.metadata["dtype"] == dtype
+    assert store.gather(np.array([0]), 2)[0].tolist() == [[last, 0]]
+
+
+def test_an_opened_store_pickles_as_its_path(tmp_path, rng):
+    store = write(tmp_path / "s", random_examples(rng, 200, 5))
+    data = pickle.dumps(store)
+    assert len(data) < 1_000
+    again = pickle.loads(data)
+    np.testing.assert_array_equal(again.offsets, store.offsets)
+    assert again.fingerprint == store.fingerprint
+
+
+def test_a_store_in_memory_pickles_with_its_text():
+    store = pickle.loads(pickle.dumps(UserStore.from_examples(EXAMPLES, 8, 10)))
+    assert store.gather(np.array([2]), 1)[0].tolist() == [[4]]
+
+
+def test_the_fingerprint_tells_data_and_owners_apart():
+    def print_of(examples):
+        return UserStore.from_examples(examples, 8, 10).fingerprint
+
+    assert print_of({"a": [[1], [2]]}) == print_of({"a": [[1], [2]]})
+    assert print_of({"a": [[1], [2]]}) != print_of({"a": [[1], [3]]})
+    assert print_of({"a": [[1], [2]]}) != print_of({"a": [[1]], "b": [[2]]})
+    assert print_of({"a": [[1], [2]]}) != print_of({"b": [[1], [2]]})
+
+
+def test_from_examples_refuses_what_does_not_fit():
+    with pytest.raises(DataError, match="length=3: expected at most max_length=2"):
+        UserStore.from_examples({"a": [[1, 2, 3]]}, 2, 10)
+    with pytest.raises(DataError, match=r"token=10: expected an id in \[0, 10\)"):
+        UserStore.from_examples({"a": [[1, 10]]}, 2, 10)
+    with pytest.raises(DataError, match="differ as strings"):
+        UserStore.from_examples({1: [[1]], "1": [[2]]}, 2, 10)
+
+
+def test_open_refuses_what_is_not_a_store(tmp_path):
+    with pytest.raises(DataError, match="expected a directory built by fedsim"):
+        UserStore.open(tmp_path)
+    (tmp_path / "metadata.json").write_text(json.dumps({"kind": "dataset", "format": 1}))
+    with pytest.raises(DataError, match="expected kind 'users'"):
+        UserStore.open(tmp_path)
+
+
+def test_open_refuses_files_that_do_not_belong_together(tmp_path, rng):
+    write(tmp_path / "a", random_examples(rng, 5, 3))
+    write(tmp_path / "b", random_examples(rng, 6, 3))
+    shutil.copy(tmp_path / "b" / "users.parquet", tmp_path / "a")
+    with pytest.raises(DataError, match="num_examples="):
+        UserStore.open(tmp_path / "a")
+    (tmp_path / "b" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(DataError, match="expected users.parquet and"):
+        UserStore.open(tmp_path / "b")
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:40], lambda b: b"x" * 99])
+def test_open_refuses_a_shard_that_is_cut_off(tmp_path, rng, damage):
+    write(tmp_path / "s", random_examples(rng, 5, 3))
+    shard = tmp_path / "s" / "data-00000-of-00001.arrow"
+    shard.write_bytes(damage(shard.read_bytes()))
+    with pytest.raises(DataError, match="data-00000-of-00001.arrow.*: cut off or damaged"):
+        UserStore.open(tmp_path / "s")
+
+
+def test_lengths_are_counted_without_a_number_per_row(tmp_path, rng, monkeypatch):
+    monkeypatch.setattr("fedsim.data.users.SCAN_ROWS", 50)
+    store = write(tmp_path / "s", random_examples(rng, 60, 5))
+    np.testing.assert_array_equal(store.length_counts(), np.bincount(store.lengths, minlength=65))
+    lengths, values = (np.concatenate(part) for part in zip(*store.scan(), strict=True))
+    np.testing.assert_array_equal(lengths, store.lengths)
+    assert len(values) == store.num_tokens
+
+
+def calls_of(function, *args):
+    """How many functions are called, of Python or not."""
+    count = 0
+
+    def note(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_gather_does_nothing_row_by_row(tmp_path, rng):
+    store = write(tmp_path / "s", random_examples(rng, 100, 40))
+    few, many = (rng.integers(0, store.num_examples, size) for size in (32, 1_024))
+    store.gather(few, 64)
+    assert 0 < calls_of(store.gather, many, 64) == calls_of(store.gather, few, 64) < 200
+
+
+@pytest.mark.slow
+def test_gather_is_fast(tmp_path, rng):
+    """About 2 ms for 1,024 rows; the bound leaves room for a busy machine."""
+    store = write(tmp_path / "s", random_examples(rng, 500, 40))
+    rows = rng.integers(0, store.num_examples, 1_024)
+
+    def seconds():
+        start = time.perf_counter()
+        store.gather(rows, 64)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.02
+
+
+def test_stats_are_table_1():
+    examples = {f"{n:03d}": [[1] * 4] * n for n in range(1, 101)}
+    examples["000"] = [[1] * 8]
+    found = stats(UserStore.from_examples(examples, 8, 10))
+    assert (found["num_users"], found["num_examples"]) == (101, 5051)
+    assert found["num_tokens"] == 4 * 5050 + 8
+    assert found["examples_per_user"] == {
+        "min": 1,
+        "median": 50,
+        "p95": 95,
+        "p99": 99,
+        "max": 100,
+    }
+    assert found["tokens_per_example"] == {"p5": 4, "p50": 4, "p95": 4, "p99": 4}
+    assert found["share_at_max_length"] == pytest.approx(1 / 5051)
+    json.dumps(found)
+
+
+def test_opening_a_store_does_not_import_pandas(tmp_path):
+    """It takes longer than all else that opening does."""
+    write(tmp_path / "store", EXAMPLES)
+    code = "import sys; from fedsim.data.users import UserStore; UserStore.open(sys.argv[1]); "
+    code += "sys.exit('pandas' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, tmp_path / "store"], check=True)
+
+
+@pytest.mark.parametrize("name", ["users.parquet", "data-00000-of-00003.arrow", "data-00002*"])
+def test_a_byte_that_is_changed_since_is_found_by_reading_everything(name, tmp_path, rng):
+    store = write(tmp_path / "store", random_examples(rng, 9, 6), rows_per_shard=25)
+    store.check()
+    (path,) = (tmp_path / "store").glob(name)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    with pytest.raises(DataError, match=f"data={tmp_path / 'store'}: changed since it was built"):
+        store.check()
+
+
+def test_a_store_in_memory_is_what_it_was():
+    UserStore.from_examples(EXAMPLES, 8, 10).check()

@@ -1,0 +1,144 @@
+"""The strategy of a run: timed once, remembered, recorded, and named where it is wrong."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from test_worker import ModelTask
+from zoo import VOCAB, Tied
+
+from fedsim.clipping import Clip, Strategy
+from fedsim.engine import autotune
+from fedsim.engine.autotune import choose_strategy
+from fedsim.engine.engine import Engine, Trial
+from fedsim.engine.local_engine import LocalEngine
+from fedsim.errors import ConfigError
+
+CLIP, ROWS = Clip(0.1), np.arange(24).reshape(-1, 2)
+SCAN, BOOK = Strategy("scan", 2), Strategy("bookkeeping", 4)
+
+
+class NamedTask(ModelTask):
+    """Looks the same in every process, as tasks of runs do."""
+
+    def __repr__(self):
+        return f"NamedTask({self.model})"
+
+
+class Unknown(nn.Module):
+    """Has a parameter in no layer that book-keeping knows."""
+
+    @nn.compact
+    def __call__(self, batch):
+        x = nn.Embed(VOCAB, VOCAB)(batch["tokens"])
+        return x * self.param("gain", nn.initializers.ones, (1, 1, VOCAB))
+
+
+@pytest.fixture(autouse=True)
+def two_candidates(monkeypatch):
+    monkeypatch.setattr(autotune, "candidates", lambda *_, **__: [SCAN, BOOK])
+
+
+def given(model=None):
+    task = NamedTask(model or Tied(4))
+    fresh = jax.jit(task.model.init)
+    params = fresh(jax.random.key(0), task.read("train", np.arange(2)))["params"]
+    return task, params
+
+
+def local(model=None):
+    task, params = given(model)
+    return LocalEngine(task, num_lanes=2), params
+
+
+@pytest.fixture
+def no_trial(monkeypatch):
+    def fail(*_):
+        raise AssertionError("tried again")
+
+    return lambda: monkeypatch.setattr(Engine, "try_strategies", fail)
+
+
+def test_the_choice_is_made_once(tmp_path, no_trial):
+    engine, params = local()
+    strategy, why = choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path / "c")
+    assert strategy in (SCAN, BOOK)
+    assert "scan:2 " in why and "; bookkeeping:4 " in why and why.count(" MiB") == 2
+    (file,) = (tmp_path / "c").iterdir()
+    assert json.loads(file.read_text())["strategy"] == str(strategy)
+    no_trial()
+    again = choose_strategy(*local(), ROWS[:5], CLIP, "auto", tmp_path / "c")
+    assert again == (strategy, "as on this machine before")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_engines_with_the_same_threads_make_the_same_choice(ray_cluster, tmp_path, no_trial):
+    from fedsim.engine.ray_engine import RayEngine
+
+    task, params = given()
+    pool = RayEngine(task, num_lanes=2, num_workers=1, threads=1)
+    first, _ = choose_strategy(pool, params, ROWS, CLIP, "auto", tmp_path)
+    pool.close()
+    no_trial()
+    engine = LocalEngine(task, num_lanes=2)
+    again = choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)
+    assert again == (first, "as on this machine before")
+
+
+@pytest.mark.parametrize("change", ["model", "group", "threads"])
+def test_another_model_group_or_machine_is_tried_anew(change, tmp_path, no_trial, monkeypatch):
+    engine, params = local()
+    choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)
+    no_trial()
+    rows = ROWS.reshape(-1, 3) if change == "group" else ROWS
+    if change == "model":
+        engine, params = local(Tied(6))
+    if change == "threads":
+        monkeypatch.setenv("NPROC", "7")
+    with pytest.raises(AssertionError, match="tried again"):
+        choose_strategy(engine, params, rows, CLIP, "auto", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"strategy": 3}', '{"strategy": "best"}'])
+def test_a_damaged_memory_is_made_anew(text, tmp_path, monkeypatch):
+    engine, params = local()
+    trials = [Trial(SCAN, 2.0), Trial(BOOK, 1.0)]
+    monkeypatch.setattr(Engine, "try_strategies", lambda *_: trials)
+    choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(text)
+    assert choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)[0] == BOOK
+    assert json.loads(file.read_text())["strategy"] == "bookkeeping:4"
+
+
+@pytest.mark.parametrize(
+    "seconds, fault, expected", [(1.0, None, SCAN), (0.5, None, BOOK), (0.5, "no", SCAN)]
+)
+def test_the_fastest_that_can_be_used_is_taken(seconds, fault, expected, tmp_path, monkeypatch):
+    trials = [Trial(SCAN, 1.02), Trial(BOOK, seconds, 0, fault)]
+    monkeypatch.setattr(Engine, "try_strategies", lambda *_: trials)
+    assert choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)[0] == expected
+
+
+def test_a_model_that_is_not_known_is_left_to_scan(tmp_path):
+    strategy, why = choose_strategy(*local(Unknown()), ROWS, CLIP, "auto", tmp_path)
+    assert strategy == SCAN and "bookkeeping:4 parameter gain: expected one of a layer" in why
+    with pytest.raises(ConfigError, match="^strategy=bookkeeping:8: .* parameter gain: .*$"):
+        choose_strategy(*local(Unknown()), ROWS, CLIP, "bookkeeping:8", tmp_path)
+
+
+def test_a_strategy_that_is_asked_for_is_taken_and_not_remembered(tmp_path):
+    found = choose_strategy(*local(), ROWS, CLIP, "bookkeeping:8", tmp_path / "c")
+    assert found == (Strategy("bookkeeping", 8), "as asked for")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("rows", [np.zeros((0, 2), int), np.full((3, 2), -1)])
+def test_without_units_nothing_is_tried(rows, tmp_path, no_trial):
+    no_trial()
+    strategy, why = choose_strategy(*local(), rows, CLIP, "auto", tmp_path / "c")
+    assert strategy.name == "scan" and why == "nothing to try others on"
+    assert not (tmp_path / "c").exists()

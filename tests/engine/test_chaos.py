@@ -1,0 +1,213 @@
+"""A run that everything happens to ends with the parameters of one that nothing happened to.
+
+Actors are killed and frozen, the driver is killed, a node goes and another comes. The short test is
+a minute's share of the long one, which is what the promise rests on: 30 actors killed at random, 10
+drivers killed and resumed, a SIGSTOP, a node removed and one added, one hash.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from problems import softmax_problem
+from test_train import command, lines, summary, texts  # noqa: F401
+
+from fedsim.clipping import Clip
+from fedsim.engine.health import Patience
+from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.task import Task
+
+pytestmark = pytest.mark.ray
+CLIP = Clip(0.5)
+
+
+class SlowTask(Task):
+    """Softmax regression whose rows take their time, so that lanes are met under way."""
+
+    def __init__(self, inner, seconds):
+        self.inner, self.seconds = inner, seconds
+
+    def read(self, split, rows):
+        time.sleep(self.seconds)
+        return self.inner.read(split, rows)
+
+    def losses(self, params, batch):
+        return self.inner.losses(params, batch)
+
+    def nats(self, params, batch):
+        return self.inner.nats(params, batch)
+
+
+def steps(engine, params, rng, count, between=lambda step: None):
+    """Parameters after `count` steps of gradient descent on cohorts of varying size."""
+    for step in range(count):
+        rows = rng.integers(200, size=(int(rng.integers(30, 90)), 2))
+        total, stats = engine.clipped_sum(params, rows, CLIP)
+        assert len(stats.norms) == len(rows)
+        params = params - 0.01 * jax.numpy.asarray(total)
+        between(step)
+    return np.asarray(params)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    _, task, theta = softmax_problem(np.random.default_rng(2), [4] * 50)
+    return task, jax.numpy.asarray(theta)
+
+
+def ray_pool(task, **options):
+    from fedsim.engine.ray_engine import RayEngine
+
+    patience = Patience(first=120, least=4, back=60)
+    return RayEngine(task, **{"num_lanes": 6, "threads": 1, "patience": patience, **options})
+
+
+def processes(pool):
+    """Of the workers that answer now, by worker."""
+    import ray
+
+    asked = {worker: actor.facts.remote() for worker, actor in list(pool._workers.items())}
+    found = {}
+    for worker, ref in asked.items():
+        with contextlib.suppress(ray.exceptions.RayError):
+            found[worker] = ray.get(ref, timeout=5)["process"]
+    return found
+
+
+def freeze_one(pool):
+    """Sends SIGSTOP to a process of a pool that is not killed at the same moment."""
+    while True:
+        for process in processes(pool).values():
+            with contextlib.suppress(ProcessLookupError):
+                return os.kill(process, signal.SIGSTOP)
+
+
+class Killer:
+    """Sends SIGKILL to a random process of a pool, again and again, until there were enough."""
+
+    def __init__(self, pool, kills, pause):
+        self.left, self.pool, self.pause = kills, pool, pause
+        self.rng = np.random.default_rng(5)
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self):
+        while self.left:
+            time.sleep(self.rng.uniform(*self.pause))
+            found = processes(self.pool)
+            if found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.rng.choice(list(found.values())), signal.SIGKILL)
+                    self.left -= 1
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_a_short_storm_changes_nothing(ray_cluster, problem):
+    task, params = problem
+    expected = steps(LocalEngine(task, num_lanes=6), params, np.random.default_rng(1), 8)
+    pool = ray_pool(SlowTask(task, 0.05), num_workers=2)
+    pool.ready()
+    kill = {1: 0, 3: 1}  # in the step after step 1, worker 0 ...
+    pids = processes(pool)
+
+    def between(step):
+        if step in kill:
+            os.kill(pids[kill[step]], signal.SIGSTOP)  # so that it dies with its lane under way
+            threading.Timer(0.1, os.kill, (pids[kill[step]], signal.SIGKILL)).start()
+
+    found = steps(pool, params, np.random.default_rng(1), 8, between)
+    measured = pool.measurements()
+    pool.close()
+    assert np.array_equal(found, expected)
+    assert measured["performance/redispatched_lanes"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_thirty_killed_actors_a_frozen_one_and_nodes_that_come_and_go():
+    """In a process of its own: it connects to a cluster of several nodes."""
+    subprocess.run([sys.executable, __file__], check=True, timeout=800)
+
+
+def storm():
+    """The body of the long test."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    options = {"num_cpus": 2, "object_store_memory": 150_000_000}
+    _, task, theta = softmax_problem(np.random.default_rng(2), [4] * 50)
+    params = jax.numpy.asarray(theta)
+    for num_workers in (1, 2, 3, 4):
+        cluster = Cluster(initialize_head=True, head_node_args=options)
+        nodes = [cluster.add_node(**options)]
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        asked = num_workers if num_workers < 4 else None  # None: as many as there is room for
+        pool = ray_pool(SlowTask(task, 0.02), num_workers=asked)
+        pool.note = lambda text: print(text, file=sys.stderr)
+        pool.ready()
+        killer = Killer(pool, 30, (1.0, 2.5)) if num_workers == 4 else None
+        count = 400 if killer else 40
+
+        def between(step, pool=pool, cluster=cluster, nodes=nodes, killer=killer, count=count):
+            if killer is None:
+                return
+            if step == 20:
+                freeze_one(pool)
+            if step == 60:
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+            if step == 100:
+                nodes.append(cluster.add_node(**options))
+            while step == count - 2 and killer.left:
+                time.sleep(0.5)
+
+        rng = np.random.default_rng(1)
+        found = steps(pool, params, rng, count, between)
+        print(num_workers, pool.measurements(), file=sys.stderr)
+        rng = np.random.default_rng(1)
+        assert np.array_equal(found, steps(LocalEngine(task, num_lanes=6), params, rng, count))
+        assert not killer or pool.redispatched >= 10
+        pool.close()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_ten_killed_drivers_are_resumed_to_the_same_parameters(texts, tmp_path):  # noqa: F811
+    flags = {"num-steps": 60, "num-workers": 2, "checkpoint-every": 3}
+    subprocess.run(run(command(texts, tmp_path / "quiet", **flags)), check=True)
+    args = command(texts, tmp_path / "run", engine="ray", **flags)
+    rng = np.random.default_rng(3)
+    for _ in range(10):
+        said = tmp_path / "stderr"
+        with open(said, "w") as stderr:
+            process = subprocess.Popen(run([*args, "--resume"]), stderr=stderr)
+        want = len(lines(tmp_path / "run", "ledger.jsonl")) + int(rng.integers(1, 6))
+        deadline = time.monotonic() + 400
+        while len(lines(tmp_path / "run", "ledger.jsonl")) < want:
+            assert process.poll() is None and time.monotonic() < deadline, said.read_text()
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+    subprocess.run(run([*args, "--resume"]), check=True)
+    quiet, found = summary(tmp_path / "quiet"), summary(tmp_path / "run")
+    assert found["params_sha256"] == quiet["params_sha256"]
+    assert found["epsilon"] == quiet["epsilon"]
+    released = [line["step"] for line in lines(tmp_path / "run", "ledger.jsonl")[1:]]
+    assert released == list(range(60))
+
+
+def run(args):
+    return [sys.executable, "-m", "fedsim.cli.main", *map(str, args)]
+
+
+if __name__ == "__main__":
+    storm()

@@ -1,0 +1,171 @@
+"""Where a cluster is not what was asked for, there is one clear line, and soon: never a hang."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from problems import mean_problem
+
+from fedsim.data.building.build import build
+from fedsim.data.dataset import Dataset
+from fedsim.engine import actors, environment
+from fedsim.engine.cluster import Cluster
+from fedsim.engine.engine import EngineError
+from fedsim.errors import ConfigError
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.transformer import preset
+
+pytestmark = pytest.mark.ray
+
+
+def ray_pool(task, **options):
+    from fedsim.engine.ray_engine import RayEngine
+
+    return RayEngine(task, **{"num_lanes": 4, "num_workers": 1, "threads": 1, **options})
+
+
+def join(address, timeout):
+    """What a new process says when it joins a cluster at an address."""
+    code = "from fedsim.engine.cluster import Cluster; Cluster(1)"
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    return process.stderr.strip().splitlines()[-1]
+
+
+# Half a minute is enough; on a machine that does much else, the slow test alone insists on it.
+TIMEOUTS = [300, pytest.param(30, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("timeout", TIMEOUTS)
+def test_an_unreachable_address_is_refused_at_once(timeout):
+    with socket.socket() as unused:  # bound, so nobody else has it; not listening
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        said = join(address, timeout)
+    assert f"RAY_ADDRESS={address}: expected a running cluster" in said
+
+
+@pytest.mark.parametrize("timeout", TIMEOUTS)
+def test_a_server_that_is_no_cluster_is_refused(timeout):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        said = join(f"127.0.0.1:{server.getsockname()[1]}", timeout)
+    assert "expected a running cluster" in said
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "http://127.0.0.1:8265"])
+def test_addresses_of_other_kinds_are_refused(address, monkeypatch):
+    with pytest.raises(ConfigError, match="use `ray job submit`"):
+        Cluster._join(object.__new__(Cluster), address)
+
+
+def test_no_room_for_the_workers_is_an_error(ray_cluster, rng):
+    _, task = mean_problem(rng, [5])
+    with pytest.raises(ConfigError, match="num_workers=9: expected at most 8"):
+        ray_pool(task, num_workers=9)
+    with pytest.raises(ConfigError, match="a worker needs 9 CPU; nodes have 8 CPU"):
+        ray_pool(task, threads=9)
+
+
+def test_room_that_others_have_taken_is_an_error_after_a_while(ray_cluster, rng, monkeypatch):
+    import ray
+
+    from fedsim.engine import ray_engine as module
+
+    @ray.remote(num_cpus=8)
+    class Neighbour:
+        def ready(self):
+            pass
+
+    _, task = mean_problem(rng, [5])
+    neighbour = Neighbour.remote()
+    ray.get(neighbour.ready.remote())
+    monkeypatch.setattr(module, "START_S", 2.0)
+    pool = ray_pool(task)
+    with pytest.raises(EngineError, match=r"0 of 1 workers started within 2 s; .*: 0 CPU"):
+        pool.ready()
+    pool.close()
+    ray.kill(neighbour)
+
+
+def test_a_worker_that_cannot_see_the_data_says_so(ray_cluster, tmp_path):
+    source = tmp_path / "texts.jsonl"
+    rows = [{"user_id": f"u{i % 5}", "text": "some words"} for i in range(40)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    built = tmp_path / "built"
+    build([str(source)], out=built, max_length=16)
+    dataset = Dataset.open(built)
+    task = LanguageModelTask(dataset, preset("tiny", dataset.train.vocab_size, 16))
+    built.rename(tmp_path / "elsewhere")  # as on a node without the shared file system
+    pool = ray_pool(task)
+    with pytest.raises(EngineError, match="a worker could not start: .*built") as raised:
+        pool.ready()
+    assert len(str(raised.value).splitlines()) == 1
+    pool.close()
+
+
+def test_a_worker_with_other_versions_is_refused(ray_cluster, rng, tmp_path, monkeypatch):
+    other = tmp_path / "jaxlib-9.9.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxlib\nVersion: 9.9\n")
+    options = actors.actor_options
+
+    def on_another_node(plan):
+        found = options(plan)
+        path = f"{tmp_path}:{os.environ['PYTHONPATH']}"
+        found["runtime_env"]["env_vars"]["PYTHONPATH"] = path
+        return found
+
+    monkeypatch.setattr(actors, "actor_options", on_another_node)
+    _, task = mean_problem(rng, [5])
+    pool = ray_pool(task)
+    with pytest.raises(EngineError, match=r"the worker on .* has jaxlib 9.9 instead of "):
+        pool.ready()
+    pool.close()
+
+
+def test_versions_that_differ_are_named():
+    mine = environment.versions()
+    assert environment.difference(mine, dict(mine)) == ""
+    theirs = {**mine, "python": "3.1.4", "jax": "0.1"}
+    assert environment.difference(mine, theirs) == (
+        f"python 3.1.4 instead of {mine['python']}, jax 0.1 instead of {mine['jax']}"
+    )
+    assert environment.difference(mine, {}) != ""
+
+
+@pytest.mark.slow
+def test_an_object_store_that_is_full_costs_time_and_nothing_else():
+    """In a process of its own: one Ray per process, and this one's store is large enough."""
+    code = """
+    import numpy as np, ray
+    from fedsim.clipping import Clip
+    from fedsim.engine.local import LocalEngine
+    from fedsim.engine.ray_engine import RayEngine
+    from fedsim.models.mean import MeanTask
+    from fedsim.engine import cluster
+
+    init = ray.init
+    ray.init = lambda **options: init(**options, object_store_memory=80_000_000)
+    task = MeanTask(np.random.default_rng(0).normal(size=(16, 6_000_000)))  # sums of 24 MB
+    params, rows = np.zeros(6_000_000, np.float32), np.arange(16)[:, None]
+    pool = RayEngine(task, num_lanes=8, num_workers=2, threads=1)
+    notes = []
+    pool.note = notes.append
+    pool.ready()
+    expected, _ = LocalEngine(task, num_lanes=8).clipped_sum(params, rows, Clip(1.0))
+    for _ in range(2):
+        total, _ = pool.clipped_sum(params.copy(), rows, Clip(1.0))
+        assert np.array_equal(total, expected)
+    assert len(notes) == 1 and "the object store has 80 MB" in notes[0], notes
+    pool.close()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)

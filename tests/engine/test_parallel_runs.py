@@ -1,0 +1,60 @@
+"""Jobs side by side: at most so many at a time, again after a lost process, each with its end."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from fedsim.engine.engine import EngineError
+from fedsim.errors import ConfigError, FedsimError
+
+
+def job(given):
+    """Notes when it ran and where, in a file of its own; ends as it is told to."""
+    directory, index, end = given
+    started = time.time()
+    tries = len(list(directory.glob(f"{index}-*")))
+    (directory / f"{index}-{tries}").write_text(json.dumps([os.getpid(), os.environ["NPROC"]]))
+    if end == "lost" or (end == "lost once" and tries == 0):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end == "mistake":
+        raise ConfigError("epsilon=0: expected > 0")
+    if end == "fault":
+        raise ZeroDivisionError("a fault of the code")
+    time.sleep(0.3)
+    return index, started, time.time()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_every_job_ends_and_no_more_run_than_are_wanted(tmp_path, ray_cluster):
+    from fedsim.engine.parallel_runs import ATTEMPTS, ParallelRuns
+
+    ends = ["", "mistake", "lost once", "", "fault", "lost", ""]
+    side = ParallelRuns(at_once=2, threads=1)
+    assert side.placement.num_workers == 2
+    found = dict(side.run(job, [(tmp_path, i, end) for i, end in enumerate(ends)]))
+    side.close()
+    assert sorted(found) == list(range(len(ends)))
+    well = [found[i] for i, end in enumerate(ends) if end in ("", "lost once")]
+    assert sorted(index for index, *_ in well) == [0, 2, 3, 6]
+    for _, start, _ in well:  # never more than two at a time
+        assert sum(a <= start < b for _, a, b in well) <= 2
+    assert isinstance(found[1], FedsimError) and str(found[1]) == "epsilon=0: expected > 0"
+    assert "ZeroDivisionError: a fault of the code" in str(found[4])
+    assert isinstance(found[5], EngineError) and f"lost {ATTEMPTS} times" in str(found[5])
+    tries = {i: sorted(tmp_path.glob(f"{i}-*")) for i in range(len(ends))}
+    assert [len(tries[i]) for i in range(len(ends))] == [1, 1, 2, 1, 1, ATTEMPTS, 1]
+    assert {json.loads(path.read_text())[1] for paths in tries.values() for path in paths} == {"1"}
+
+
+@pytest.mark.ray
+def test_as_many_as_there_is_room_for(ray_cluster):
+    from fedsim.engine.parallel_runs import ParallelRuns
+
+    side = ParallelRuns(threads=3)  # the cluster of the tests has 8 CPUs
+    assert side.placement.num_workers == 2 and side.placement.needs == {"CPU": 3}
+    side.close()
+    assert list(side.run(job, [])) == []

@@ -1,0 +1,147 @@
+"""Workers and their environment follow from what the cluster has, and from nothing else."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+
+import pytest
+
+from fedsim.engine.resources import (
+    ALLOCATOR,
+    Placement,
+    actor_options,
+    driver_environment,
+    expect_room,
+    place_workers,
+    store_bytes,
+    worker_environment,
+)
+from fedsim.errors import ConfigError
+
+GPUS = {"CPU": 64.0, "GPU": 8.0}
+TPUS = {"CPU": 64.0, "TPU": 4.0}
+
+
+@pytest.mark.parametrize(
+    "nodes, threads, devices, expected",
+    [
+        ([{"CPU": 8.0}], 1, None, 8),
+        ([{"CPU": 8.0}], 3, None, 2),
+        ([{"CPU": 8.0}], 2, 2, 2),
+        ([{"CPU": 3.0}, {"CPU": 3.0}], 2, None, 2),  # not three: none spans two nodes
+        ([{"CPU": 2.0}], 4, None, 1),  # refused by expect_room, where there is no more
+        ([GPUS], 8, None, 8),
+        ([GPUS, GPUS, {"CPU": 4.0}], 1, 8, 2),
+        ([GPUS], 32, None, 2),  # so many have their threads
+        ([TPUS, TPUS], 8, None, 2),
+        ([TPUS, TPUS], 8, 1, 8),
+        ([{"CPU": 64.0, "GPU": 0.0}], 8, None, 8),
+    ],
+)
+def test_there_are_as_many_workers_as_the_nodes_hold(nodes, threads, devices, expected):
+    assert place_workers(None, threads, nodes, devices).num_workers == expected
+
+
+@pytest.mark.parametrize("node", [{"CPU": 8.0}, GPUS, TPUS])
+def test_the_user_may_say_on_what_they_compute(node):
+    plan = place_workers(2, 3, [node], None, "gpu")  # before an autoscaler has brought any
+    assert plan.needs == {"CPU": 3, "GPU": 1}
+    assert place_workers(2, 3, [node], None, "cpu").accelerator is None
+
+
+@pytest.mark.parametrize("node", [{"CPU": 8.0}, GPUS, TPUS])
+def test_the_user_may_say_how_many_workers(node):
+    plan = place_workers(5, 2, [node])
+    assert (plan.num_workers, plan.threads) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    "plan, room",
+    [
+        (Placement(3, 2), "at most 2 (a worker needs 2 CPU; nodes have 4 CPU)"),
+        (Placement(1, 1, "GPU", 2), "at most 0 (a worker needs 1 CPU, 2 GPU; nodes have 4 CPU"),
+    ],
+)
+def test_more_workers_than_there_is_room_for_are_refused(plan, room):
+    with pytest.raises(ConfigError, match=re.escape(room)):
+        expect_room(plan, [{"CPU": 4.0}])
+    expect_room(plan, [{"CPU": 8.0, "GPU": 2.0}])
+
+
+def test_a_cluster_without_nodes_is_refused():
+    with pytest.raises(ConfigError, match="nodes have nothing"):
+        expect_room(Placement(1, 1), [])
+
+
+@pytest.mark.parametrize(
+    "node, devices, gpus, others",
+    [
+        ({"CPU": 4.0}, None, 0, {}),
+        (GPUS, None, 1, {}),
+        (GPUS, 4, 4, {}),
+        (TPUS, None, 0, {"TPU": 4}),  # one process holds all chips of a host
+    ],
+)
+def test_a_worker_has_whole_accelerators_where_there_are_any(node, devices, gpus, others):
+    options = actor_options(place_workers(None, 2, [node], devices))
+    assert (options["num_cpus"], options["num_gpus"]) == (2, gpus)
+    assert options["resources"] == others
+
+
+def test_the_pool_retries_and_ray_does_not():
+    options = actor_options(Placement(1, 1))
+    assert options["max_task_retries"] == 0 and options["max_restarts"] == -1
+
+
+def test_cpu_workers_and_drivers_take_no_accelerator():
+    assert driver_environment(3) == {"NPROC": "3", "JAX_PLATFORMS": "cpu"}
+    assert worker_environment(Placement(4, 3, None, 2)) == {
+        **driver_environment(3),
+        "JAX_NUM_CPU_DEVICES": "2",
+        "GLIBC_TUNABLES": ALLOCATOR,
+    }
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="variables of the GNU C library")
+def test_memory_that_a_worker_frees_stays_with_it():
+    script = """
+import resource, numpy as np
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.ones(25_000_000, np.float32)  # 24,414 pages
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    env = {**os.environ, **worker_environment(Placement(1, 1))}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, check=True)
+    assert int(done.stdout) < 100
+
+
+@pytest.mark.parametrize("accelerator, platform", [("GPU", "cuda"), ("TPU", "tpu")])
+def test_accelerator_workers_do_not_inherit_the_drivers_platform(accelerator, platform):
+    variables = worker_environment(Placement(4, 3, accelerator))
+    assert variables["JAX_PLATFORMS"].split(",")[0] == platform
+    assert driver_environment(3).keys() <= variables.keys()  # each is the worker's own
+
+
+def test_the_variables_of_a_worker_are_those_of_its_actor():
+    plan = Placement(2, 2)
+    assert actor_options(plan)["runtime_env"] == {"env_vars": worker_environment(plan)}
+    assert all(isinstance(value, str) for value in worker_environment(plan).values())
+
+
+def test_the_store_holds_the_parameters_twice_and_every_sum_on_its_way():
+    assert store_bytes(100, 8) == 1200
+
+
+def test_nothing_but_the_arguments_is_read(monkeypatch):
+    def everything():
+        plan = place_workers(None, 2, [{"CPU": 8.0}])
+        return plan, actor_options(plan), driver_environment(2)
+
+    before = everything()
+    for name in ("NPROC", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setattr(os, "cpu_count", lambda: 99)
+    assert everything() == before

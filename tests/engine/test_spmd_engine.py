@@ -1,0 +1,148 @@
+"""Processes joined into one mesh: the pool's sums up to rounding, their own bit for bit."""
+
+import os
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+from problems import softmax_problem
+
+from fedsim.clipping import Clip
+from fedsim.config import EngineConfig
+from fedsim.engine import reduction
+from fedsim.engine.engine import EngineError
+from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.task import Task
+from fedsim.errors import ConfigError
+
+pytestmark = pytest.mark.ray
+CLIP = Clip(0.5)
+OPTIONS = {"num_lanes": 4, "num_workers": 2, "threads": 1, "devices": 2}
+
+
+def spmd_engine(task, **options):
+    from fedsim.engine.spmd_engine import SpmdEngine
+
+    return SpmdEngine(task, **{**OPTIONS, **options})
+
+
+@pytest.fixture(scope="module")
+def problem():
+    _, task, theta = softmax_problem(np.random.default_rng(2), [4] * 50)
+    return task, {"theta": jax.numpy.asarray(theta), "bias": jax.numpy.zeros(())}
+
+
+class TreeTask(Task):
+    """Softmax regression whose parameters are a tree; with poison, a row that cannot be read."""
+
+    def __init__(self, inner, poison=None):
+        self.inner, self.poison = inner, poison
+
+    def read(self, split, rows):
+        if self.poison in rows:
+            raise RuntimeError("no such text")
+        return self.inner.read(split, rows)
+
+    def losses(self, params, batch):
+        return self.inner.losses(params["theta"], batch) + params["bias"] ** 2
+
+    def nats(self, params, batch):
+        return self.inner.nats(params["theta"], batch)
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster, problem):
+    engine = spmd_engine(TreeTask(problem[0]))
+    engine.ready()
+    yield engine
+    engine.close()
+
+
+def rows_of(rng, units):
+    rows = rng.integers(200, size=(units, 3))
+    return np.where(rng.random((units, 3)) < 0.2, -1, rows)
+
+
+def close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * max(1.0, np.abs(b).max()))
+
+
+def same(first, second):
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(np.array_equal(a, b) and a.shape == b.shape for a, b in pairs)
+
+
+@pytest.mark.parametrize("units", [0, 1, 3, 61])
+def test_it_agrees_with_the_lanes_added_one_by_one(engine, problem, rng, units):
+    task, params = problem
+    rows = rows_of(rng, units)
+    total, stats = engine.clipped_sum(params, rows, CLIP)
+    expected, others = LocalEngine(TreeTask(task), num_lanes=4).clipped_sum(params, rows, CLIP)
+    close(total, expected)
+    np.testing.assert_allclose(stats.norms, others.norms, rtol=1e-5)
+    np.testing.assert_array_equal(stats.num_rows, others.num_rows)
+    assert same(engine.clipped_sum(params, rows, CLIP)[0], total)
+
+
+def test_evaluation_is_the_same(engine, problem, rng):
+    task, params = problem
+    rows = rng.integers(200, size=45)
+    expected = LocalEngine(TreeTask(task), num_lanes=4).mean_nats(params, "any", rows)
+    assert engine.mean_nats(params, "any", rows) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_killed_process_restarts_the_group_and_changes_nothing(engine, problem, rng):
+    import ray
+
+    _, params = problem
+    rows = rows_of(rng, 200)
+    expected, _ = engine.clipped_sum(params, rows, CLIP)
+    before = engine.redispatched
+    process = ray.get(engine._group[1].facts.remote())["process"]
+    os.kill(process, signal.SIGSTOP)  # it cannot finish before it is killed
+    threading.Timer(0.1, os.kill, (process, signal.SIGKILL)).start()
+    total, stats = engine.clipped_sum(params, rows, CLIP)
+    assert same(total, expected) and len(stats.norms) == 200
+    assert engine.redispatched == before + 1
+    assert engine.measurements()["performance/group_restarts"] == 1
+
+
+def test_an_exception_in_a_workers_code_ends_the_run_with_its_cause(ray_cluster, problem):
+    task, params = problem
+    engine = spmd_engine(TreeTask(task, poison=17), num_workers=1)
+    engine.ready()
+    with pytest.raises(EngineError, match="a step failed: RuntimeError: no such text"):
+        engine.clipped_sum(params, np.full((4, 1), 17), CLIP)
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_pool_of_workers_with_two_devices_agrees_too(ray_cluster, problem, rng):
+    from fedsim.engine.ray_engine import RayEngine
+
+    task, params = problem
+    rows = rows_of(rng, 40)
+    expected, _ = LocalEngine(TreeTask(task), num_lanes=4).clipped_sum(params, rows, CLIP)
+    totals = []
+    for num_workers in (1, 2):
+        pool = RayEngine(TreeTask(task), **{**OPTIONS, "num_workers": num_workers})
+        totals.append(pool.clipped_sum(params, rows, CLIP)[0])
+        nats = pool.mean_nats(params, "any", np.arange(20))
+        pool.close()
+        close(totals[-1], expected)
+    assert same(*totals)
+    local = LocalEngine(TreeTask(task), num_lanes=4).mean_nats(params, "any", np.arange(20))
+    assert nats == pytest.approx(local, rel=1e-6)
+
+
+def test_how_many_processes_there_are_is_part_of_the_bits():
+    def of(**options):
+        return reduction(EngineConfig(**options))
+
+    assert of(kind="local") == of(kind="ray", num_workers=3) == of(kind="ray")
+    assert of(kind="spmd", num_workers=2) != of(kind="spmd", num_workers=3)
+    with pytest.raises(ConfigError, match="num_workers=None: expected a number"):
+        of(kind="spmd")

@@ -1,0 +1,187 @@
+"""What one worker does: every unit counted once, few programs, flat memory, strategies tried."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import Tied, losses_of
+
+from fedsim.clipping import Clip, Strategy, clipped_sum, layers
+from fedsim.data.dataset import Dataset
+from fedsim.data.users import UserStore
+from fedsim.engine.task import Task
+from fedsim.engine.worker import Worker
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.transformer import TransformerConfig
+
+VOCAB, LENGTH = 40, 48  # buckets of 32 and 48 tokens
+CLIP = Clip(0.1)
+STRATEGIES = ["scan:4", "direct:2", "scan:2", "bookkeeping:4", "vmap:4"]
+
+
+@pytest.fixture(scope="module")
+def task():
+    """One user's 200 examples: 100 short and 100 long, in this order."""
+    rng = np.random.default_rng(5)
+    sizes = [rng.integers(*ends) for ends in ((1, 33), (33, 49)) for _ in range(100)]
+    examples = {"u": [rng.integers(VOCAB, size=size) for size in sizes]}
+    store = UserStore.from_examples(examples, max_length=LENGTH, vocab_size=VOCAB)
+    config = TransformerConfig(VOCAB, LENGTH, width=8, num_layers=1, num_heads=2)
+    return LanguageModelTask(Dataset(train=store), config)
+
+
+@pytest.fixture(scope="module")
+def params(task):
+    rng = np.random.default_rng(6)
+    fresh = jax.jit(task.init)(jax.random.key(0))
+    return jax.tree.map(
+        lambda p: np.asarray(p) + rng.normal(0, 0.2, p.shape).astype(np.float32), fresh
+    )
+
+
+def cohort(rng, units, group, low=0, high=200):
+    rows = rng.integers(low, high, size=(units, group))
+    return np.where(rng.random((units, group)) < 0.2, -1, rows)
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
+
+
+@pytest.fixture
+def compiled():
+    """How often anything was compiled since."""
+    events = []
+
+    def listener(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@pytest.mark.parametrize(
+    "text, group",
+    [("scan:4", 1), ("scan:2", 4), ("direct:2", 4), ("bookkeeping:4", 1), ("bookkeeping:4", 4)],
+)
+@pytest.mark.parametrize("cohorts", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_cohorts_compile_nothing_new(text, group, cohorts, task, params, rng, compiled):
+    worker, strategy = Worker(task), Strategy.parse(text)
+    for low in (0, 100):  # one bucket after the other
+        worker.lane_sum(0, params, cohort(rng, 40, group, low, low + 100), CLIP, strategy)
+    worker.lane_sum(0, params, cohort(rng, 40, group), CLIP, strategy)
+    known = set(worker.programs)
+    assert compiled and len(known) <= len(task.buckets.lengths)
+    compiled.clear()
+    for step in range(cohorts):
+        rows = cohort(rng, rng.integers(41 if step % 20 == 0 else 9), group)
+        total, stats = worker.lane_sum(step, params, rows, CLIP, strategy)
+        assert len(stats.norms) == len(rows)
+        if not step % 50:
+            moved = jax.tree.map(lambda p, t: p - np.float32(0.01) * t, params, total)
+            assert jax.tree.structure(moved) == jax.tree.structure(params)
+            params = moved
+    assert not compiled and set(worker.programs) == known
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def lane(request, task, params):
+    """Rows of units, and what one call of `clipped_sum` finds for them."""
+    group = request.param
+    rows = cohort(np.random.default_rng(0), 37, group)
+    rows[5] = -1
+    batch = jax.tree.map(
+        lambda leaf: leaf.reshape(37, group, *leaf.shape[1:]), task.read("train", rows.ravel())
+    )
+    run = jax.jit(lambda *args: clipped_sum(task.losses, *args, CLIP, Strategy("scan", 4)))
+    return rows, run(params, batch, rows >= 0)
+
+
+@pytest.mark.parametrize("text", STRATEGIES)
+def test_a_lane_is_the_sum_of_its_units_in_their_order(text, lane, task, params):
+    rows, (expected, norms, losses, _) = lane
+    total, stats = Worker(task).lane_sum(0, params, rows, CLIP, Strategy.parse(text))
+    assert np.linalg.norm(flat(total) - flat(expected)) <= 1e-5 * np.linalg.norm(flat(expected))
+    np.testing.assert_allclose(stats.norms, norms, rtol=1e-5)
+    np.testing.assert_allclose(stats.losses, losses, rtol=1e-5)
+    np.testing.assert_array_equal(stats.num_rows, (rows >= 0).sum(axis=1))
+    assert not stats.dropped.any() and (stats.norms > 0).sum() > 20
+
+
+def test_more_units_need_no_larger_program(task, params, rng):
+    worker, strategy = Worker(task), Strategy("scan", 4)
+    sizes = []
+    for units in (8, 300):
+        worker.lane_sum(0, params, cohort(rng, units, 4), CLIP, strategy)
+        programs = worker.programs.values()
+        sizes.append(max(program.memory_analysis().temp_size_in_bytes for program in programs))
+    assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("name", ["scan", "direct"])
+def test_memory_is_flat_in_units_and_in_their_rows(name):
+    config = TransformerConfig(256, 64, width=64, num_layers=2, num_heads=4)
+    task = LanguageModelTask(Dataset(train=UserStore.from_examples({}, 64, 256)), config)
+    params = jax.eval_shape(task.init, jax.random.key(0))
+
+    def temporary(units, group):
+        def shape(*rest, dtype=jnp.int32):
+            return jax.ShapeDtypeStruct((units, group, *rest), dtype)
+
+        batch, mask = {"tokens": shape(64), "sizes": shape()}, shape(dtype=bool)
+        run = jax.jit(lambda *args: clipped_sum(task.losses, *args, CLIP, Strategy(name, 8)))
+        found = run.lower(params, batch, mask).compile().memory_analysis()
+        return found.temp_size_in_bytes
+
+    assert 1e6 < temporary(64, 64) <= 1.1 * temporary(8, 8)
+
+
+class ModelTask(Task):
+    """A model of the zoo as a task without data."""
+
+    def __init__(self, model):
+        self.model, self.losses = model, losses_of(model)
+
+    def read(self, split, rows):
+        rng = np.random.default_rng(3)
+        tokens = rng.integers(11, size=(50, 5)).astype(np.int32)[rows]
+        return {"tokens": tokens, "sizes": np.full(len(rows), 5, np.int32)}
+
+
+def try_two(model=None):
+    task = ModelTask(model or Tied(4))
+    batch = task.read("train", np.arange(2))
+    params = jax.jit(task.model.init)(jax.random.key(0), batch)["params"]
+    tried = [Strategy("scan", 1), Strategy("bookkeeping", 4)]
+    rows = np.arange(10).reshape(-1, 1)
+    return Worker(task).try_strategies(0, params, rows, CLIP, tried)
+
+
+def test_strategies_are_timed():
+    scan, other = try_two()
+    assert scan.fault is None and other.fault is None
+    assert 0 < scan.seconds < np.inf and 0 < other.seconds < np.inf and other.memory > 0
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1, np.nan])
+def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
+    right = layers.Embed.squared_norms
+
+    def wrong(self, params):
+        squared, rounding = right(self, params)
+        return squared * np.float32(factor), rounding * 0
+
+    monkeypatch.setattr(layers.Embed, "squared_norms", wrong)
+    scan, other = try_two()
+    if np.isnan(factor):  # nothing to trust: all is left to scan
+        assert other.fault is None
+    else:
+        assert (scan.fault, other.fault) == (None, "other norms than scan:1")
+
+
+def test_what_does_not_fit_into_memory_is_not_run(monkeypatch):
+    monkeypatch.setattr("fedsim.engine.worker.free_memory", lambda: 10)
+    monkeypatch.setattr(Worker, "_add_lane", None)
+    assert all("MiB, and 0 are free" in trial.fault for trial in try_two())

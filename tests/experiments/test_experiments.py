@@ -1,0 +1,107 @@
+"""A pulse of every experiment: its smallest scale runs and its claims hold."""
+
+import dataclasses
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import finetuning, table_mutations, testing
+from experiments.mistakes import MISTAKES
+from fedsim.data import corpora
+
+ROOT = Path(__file__).parents[2]
+HELPERS = "__init__ common finetuning heuristics mistakes rows starting_model testing".split()
+NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS)
+
+
+def run(name, monkeypatch, *flags):
+    """`python -m experiments.NAME FLAGS`, in this process."""
+    monkeypatch.setattr(sys, "argv", [name, *flags])
+    runpy.run_path(str(ROOT / "experiments" / f"{name}.py"), run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """Where results go; experiments that are views of the same runs find them there."""
+    return tmp_path_factory.mktemp("out")
+
+
+# Twelve seconds and more; Figures 4, 5, 14 and 18 train by the same code. The parts of the table,
+# pre-training and training from what was made there, are test_pretrain.py's.
+SLOW = dict.fromkeys(
+    ("table_pretraining", "fig06_privacy_loss", "fig08_num_users"), pytest.mark.slow
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in NAMES])
+def test_smoke(name, out, monkeypatch):
+    before = set(out.iterdir())
+    run(name, monkeypatch, "--scale", "smoke", "--out", str(out))
+    suffixes = {path.suffix for path in set(out.iterdir()) - before}
+    assert ({".csv"} if name.startswith("table") else {".csv", ".png"}) <= suffixes
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_a_dry_run_says_what_would_be_run_and_runs_nothing(
+    name, scale, tmp_path, monkeypatch, capsys
+):
+    run(name, monkeypatch, "--scale", scale, "--dry-run", "--out", str(tmp_path))
+    *plan, cost = capsys.readouterr().out.splitlines()
+    assert plan and re.search(r"minutes|hours|gradients|no record", cost)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_experiment_and_every_figure_is_in_the_index_once():
+    index = (ROOT / "experiments" / "README.md").read_text()
+    rows = re.findall(r"^\| (.*?) \| \[`(\w+)`\]\((\w+).py\)", index, re.MULTILINE)
+    assert sorted(name for _, name, _ in rows) == NAMES
+    assert all(name == file for _, name, file in rows)
+    numbers = [where for where, *_ in rows if re.fullmatch(r"[\d, ]+", where)]
+    assert sorted(int(n) for where in numbers for n in where.split(",")) == list(range(1, 19))
+
+
+def test_what_is_reported_are_test_losses_of_the_runs_that_were_tuned_on_others(tmp_path):
+    arguments = finetuning.Arguments("smoke", tmp_path, None, dry_run=False)
+    training = dataclasses.replace(finetuning.SMOKE_TRAINING, learning_rates=(1e-6, 0.1))
+    cell = {"dataset": finetuning.STACK_OVERFLOW, "epsilon": 4.0, "algorithm": "uls"}
+    rows = finetuning.tuned_losses([{**cell, "budget": 8}], training, arguments)
+    (row,) = testing.with_test_losses(rows, training, arguments)
+    assert row["learning_rate"] == 0.1  # 1e-6 learns nothing
+    run_dir = finetuning.run_dir_of(row, training, arguments, seed=0)
+    data = corpora.load(json.loads((run_dir / "config.json").read_text())["run"]["data"])
+    assert data.test is None  # held-out users stand in, the same examples as in training
+    assert row["validation_loss"] == pytest.approx(row["loss"], rel=1e-6)
+    job = testing.Job(run_dir, training.test_examples, before=True)
+    assert testing.evaluate_one(job) == row["loss_before"] != row["loss"]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_every_mistake_can_be_made_and_has_its_test(mistake):
+    for file, old, new in mistake.edits:
+        assert old in (ROOT / "fedsim" / file).read_text() and old != new, file
+    file, _, test = mistake.tests.partition("::")
+    assert f"def {test}(" in (ROOT / "tests" / file).read_text()
+
+
+def test_what_the_audit_says_of_a_mistake_is_about_its_bounds():
+    sound = [0.14, 0.1]
+    found = [table_mutations.audit_says(b, sound) for b in ([1.2, 0.1], [0.0, 0.1], sound, None)]
+    assert found == [
+        "epsilon is at least 1.2, 1 claimed", "- (attack weakened)", "-", "the audit fails"
+    ]  # fmt: skip
+    rows = [{"test": "-", "verify": "-", "audit": says} for says in found]
+    assert list(map(table_mutations.caught, rows)) == [True, False, False, False]
+
+
+def test_a_planted_mistake_leaves_nothing_in_the_cache_of_others(tmp_path):
+    copies = [table_mutations.copy_of(tmp_path) for _ in range(2)]
+    script = "import fedsim.files as f; print(f.__file__, f.cache_dir())"
+    for copy in copies:
+        found = table_mutations.python(copy, "-c", script).stdout.split()
+        assert found == [str(copy / "fedsim" / "files.py"), str(copy / "cache")]
+    assert len({(copy / "cache" / "compiled").resolve() for copy in copies}) == 1

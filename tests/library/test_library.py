@@ -1,0 +1,215 @@
+"""fedsim from Python: what the command does, with the same bits and the same words."""
+
+import inspect
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import fedsim
+from fedsim.cli.main import main
+
+SETTINGS = {
+    **{"epsilon": 8.0, "num_steps": 3, "budget": 12, "max_length": 24, "seed": 5},
+    **{"engine": "local", "strategy": "scan:2", "eval_examples": 8, "checkpoint_every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def posts():
+    rng = np.random.default_rng(0)
+    authors = [f"author{u}" for u in range(40) for _ in range(1 + u % 7)]
+    bodies = [" ".join(rng.choice(["red", "green", "blue"], 5)) for _ in authors]
+    return pd.DataFrame({"author": authors, "likes": range(len(authors)), "body": bodies})
+
+
+@pytest.fixture(scope="module")
+def files(posts, tmp_path_factory):
+    """The same rows in one file, and in two."""
+    directory = tmp_path_factory.mktemp("posts")
+    table = pa.Table.from_pandas(posts)
+    pq.write_table(table, directory / "all.parquet")
+    pq.write_table(table.slice(0, 50), directory / "first.parquet")
+    pq.write_table(table.slice(50), directory / "second.parquet")
+    return directory
+
+
+def train(data, run_dir, **changed):
+    given = {"user": "author", "text": "body", "run_dir": run_dir, **SETTINGS, **changed}
+    return fedsim.train("uls", data, **given)
+
+
+@pytest.fixture(scope="module")
+def run(posts, tmp_path_factory):
+    return train(posts, tmp_path_factory.mktemp("library") / "run")
+
+
+def test_importing_it_loads_nothing_and_shows_what_there_is():
+    code = (
+        "import sys, fedsim; heavy = {'jax', 'numpy', 'ray', 'scipy'} & sys.modules.keys(); "
+        "sys.exit(bool(heavy) or 'train' not in dir(fedsim))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    for name in fedsim.__all__:
+        assert getattr(fedsim, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = fedsim.trian
+
+
+def test_a_run_has_what_came_out(run, posts):
+    assert 7.9 < run.epsilon <= 8 and run.delta == run.summary["num_examples"] ** -1.1
+    assert 0 < run.eval_loss == run.summary["final_eval_loss"] and run.finished
+    assert run.stored.run.data.source.endswith(".parquet")
+    sizes = [leaf.size for leaf in fedsim.library.run.checkpoint.jax.tree.leaves(run.params)]
+    assert sum(sizes) == run.summary["num_parameters"]
+    assert "uls, 3 of 3 steps" in repr(run) and "user-level DP: epsilon 8.0000" in repr(run)
+    again = fedsim.load(run.run_dir)
+    assert again.summary == run.summary and callable(fedsim.train)
+
+
+def test_only_the_two_columns_are_kept_and_nobody_else_can_read_them(run):
+    file = fedsim.library.tables.Path(run.stored.run.data.source)
+    assert pq.read_schema(file).names == ["author", "body"]
+    assert not file.parent.stat().st_mode & 0o077
+
+
+def test_the_command_gives_the_same_bits(run, files, run_dir, capsys):
+    flags = [x for n, v in SETTINGS.items() for x in (f"--{n.replace('_', '-')}", str(v))]
+    columns = ["--user-column", "author", "--text-column", "body"]
+    place = ["--data", str(files / "all.parquet"), "--run-dir", str(run_dir)]
+    main(["train", "uls", *place, *columns, *flags, "--json"])
+    assert json.loads(capsys.readouterr().out)["params_sha256"] == run.summary["params_sha256"]
+
+
+@pytest.mark.parametrize("kind", ["arrow", "hf", "hf_selected", "files", "file", "pattern"])
+def test_the_same_rows_give_the_same_bits_whatever_holds_them(kind, run, posts, files, run_dir):
+    hf = datasets.Dataset.from_pandas(posts)
+    shuffled = datasets.Dataset.from_pandas(posts.iloc[::-1].reset_index(drop=True))
+    data = {
+        "arrow": pa.Table.from_pandas(posts),
+        "hf": hf,
+        "hf_selected": shuffled.select(range(len(posts) - 1, -1, -1)),
+        "files": [files / "first.parquet", files / "second.parquet"],
+        "file": files / "all.parquet",
+        "pattern": str(files / "[fs]*.parquet"),
+    }[kind]
+    assert train(data, run_dir).summary["params_sha256"] == run.summary["params_sha256"]
+
+
+def test_a_run_is_verified_reported_and_written_for_others(run, tmp_path):
+    checks = run.verify()
+    assert {check.promise for check in checks} >= {"ledger", "epsilon", "data", "draws"}
+    assert all(check.holds for check in checks)
+    found = run.report(tmp_path)
+    assert (tmp_path / "report.html").exists() and "epsilon = 8.0000" in found["claim"]
+    assert isinstance(run.generate("red ", num_tokens=3, temperature=0), str)
+    assert (run.to_hf(tmp_path / "hf") / "model.safetensors").exists()
+    assert run.evaluate()["eval/loss"] > 0
+    with pytest.raises(fedsim.ConfigError, match="^adapter=True: expected a run with LoRA"):
+        run.to_peft(tmp_path / "peft")
+
+
+def test_adapters_of_an_exported_model_are_trained_and_written(run, posts, tmp_path):
+    model = run.to_hf(tmp_path / "base")
+    tuned = train(posts, tmp_path / "run", model=str(model), lora_rank=2, num_steps=1)
+    assert tuned.summary["num_parameters"] < run.summary["num_parameters"]
+    assert (tuned.to_peft(tmp_path / "peft") / "adapter_config.json").exists()
+
+
+def test_a_callback_sees_every_step(posts, run_dir):
+    seen = []
+    train(posts, run_dir, callback=lambda step, metrics: seen.append((step, metrics)))
+    assert [step for step, _ in seen] == [1, 2, 3]
+    assert all({"non_private/loss", "eval/loss"} <= metrics.keys() for _, metrics in seen)
+    assert seen[-1][1]["privacy/epsilon"] == pytest.approx(8, rel=1e-3)
+
+
+def test_ctrl_c_ends_the_step_and_the_same_call_goes_on(run, posts, run_dir):
+    def interrupt(step, metrics):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped = train(posts, run_dir, callback=interrupt)
+    assert not stopped.finished and stopped.summary["steps_done"] < 3
+    done = train(posts, run_dir, resume=True)
+    assert done.finished and done.summary["params_sha256"] == run.summary["params_sha256"]
+
+
+MISTAKES = {
+    "num_steps": ["many", 2.5, 0],
+    "engine": ["gpu"],
+    "epsilon": ["much", -1],
+    "budget": [10**6],
+    "group_size": [0],
+    "learning_rate": [math.inf],
+    "model": ["huge"],
+    "optimizer": ["guess"],
+    "lora_rank": [4],
+    "local_steps": [3],
+    "text": ["words"],
+}
+
+
+@pytest.mark.parametrize("name, value", [(n, v) for n, vs in MISTAKES.items() for v in vs])
+def test_a_mistake_has_the_words_of_the_command(name, value, posts, files, run_dir, capsys):
+    with pytest.raises(fedsim.ConfigError) as error:
+        train(posts, run_dir, **{name: value})
+    given = {**SETTINGS, "user_column": "author", "text_column": "body", "run_dir": run_dir}
+    given |= {"data": files / "all.parquet", "text_column" if name == "text" else name: value}
+    flags = [x for n, v in given.items() for x in (f"--{n.replace('_', '-')}", str(v))]
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "uls", *flags])
+    last = capsys.readouterr().err.splitlines()[-1]
+    said = " ".join(str(error.value).split())
+    if name == "text":  # the columns that it lists are those that were kept, or all
+        last, said = (text.partition(", expected")[0] for text in (last, said))
+    assert (stop.value.code, last) == (2, f"fedsim: error: {said}")
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (3, "data=builtins.int: expected a path, a DataFrame"),
+        ([], "data=none: expected a list of Parquet files"),
+        (["a.csv", "b.csv"], "data=a.csv, b.csv: expected a list of Parquet files"),
+        (pd.DataFrame({"who": ["a"], "body": ["b"]}), "user_column=author: no such column"),
+        (pd.DataFrame({"author": [], "body": []}), "data: expected rows, found none"),
+        (datasets.DatasetDict(), "data=DatasetDict: expected one of its splits"),
+    ],
+)
+def test_data_that_are_none_are_named(data, message, run_dir):
+    with pytest.raises(fedsim.ConfigError, match=f"^{message}"):
+        train(data, run_dir)
+
+
+def test_an_unknown_setting_is_named(posts, run_dir):
+    with pytest.raises(fedsim.ConfigError, match="^steps=3: expected the name of a setting"):
+        train(posts, run_dir, steps=3)
+    with pytest.raises(fedsim.ConfigError, match="^algorithm=sgd: expected els or uls"):
+        fedsim.train("sgd", posts, epsilon=1, num_steps=1)
+
+
+def test_a_directory_without_a_run_and_a_run_that_has_not_ended(tmp_path, run):
+    with pytest.raises(fedsim.ConfigError, match="expected the directory of a run"):
+        fedsim.load(tmp_path)
+    (tmp_path / "config.json").write_bytes((run.run_dir / "config.json").read_bytes())
+    begun = fedsim.load(tmp_path)
+    assert "not ended" in repr(begun)
+    with pytest.raises(fedsim.ConfigError, match="expected a run that has ended"):
+        _ = begun.epsilon
+
+
+def test_the_arguments_are_those_of_the_command():
+    known = inspect.signature(fedsim.train).parameters
+    assert list(known)[:2] == ["algorithm", "data"]
+    assert {"epsilon", "num_steps", "run_dir", "user", "text", "task", "callback"} <= known.keys()

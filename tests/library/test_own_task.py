@@ -1,0 +1,143 @@
+"""A model of one's own: trained by both algorithms, and every user's rows stay their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim.clipping import Clip
+from fedsim.engine.local_engine import LocalEngine
+from fedsim.errors import FileDamaged
+from fedsim.library.own_task import OwnedRows, OwnedTask, OwnTask
+
+SETTINGS = {"epsilon": 8, "num_steps": 6, "budget": 40, "optimizer": "momentum", "seed": 1}
+SETTINGS |= {"learning_rate": 0.5, "strategy": "scan:2", "delta": 1e-3}
+ROWS = 240
+
+
+class Classifier(fedsim.Task):
+    """Softmax regression on numbers."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def init(self, key):
+        return {"w": jnp.zeros((4, 3)), "b": jnp.zeros(3)}
+
+    def read(self, split, rows):
+        return {"x": self.x[split][rows], "y": self.y[split][rows]}
+
+    def losses(self, params, batch):
+        logits = batch["x"] @ params["w"] + params["b"][None]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], axis=1)[:, 0]
+
+
+@pytest.fixture
+def task():
+    rng = np.random.default_rng(0)
+    truth, splits = 2 * rng.normal(size=(4, 3)), ("train", "eval_users")
+    x = {split: rng.normal(size=(ROWS, 4)).astype(np.float32) for split in splits}
+    return Classifier(x, {split: (x[split] @ truth).argmax(1).astype(np.int32) for split in splits})
+
+
+@pytest.fixture
+def owners(rng):
+    return {"train": rng.permutation(ROWS) % 30, "eval_users": 30 + np.arange(ROWS) % 10}
+
+
+@pytest.mark.parametrize("algorithm, group", [("els", 5), ("uls", 4)])
+def test_it_learns_and_its_claim_is_verified(algorithm, group, task, owners, run_dir):
+    settings = {**SETTINGS, "group_size": group, "engine": "local", "num_steps": 20}
+    run = fedsim.train(algorithm, owners, task=task, run_dir=run_dir, **settings)
+    assert 7.9 < run.epsilon <= 8
+    assert run.eval_loss < run.summary["initial_eval_loss"] == pytest.approx(np.log(3), rel=1e-5)
+    found = {check.promise: check.holds for check in run.verify()}
+    assert found["ledger"] and found["epsilon"] and found["summary"] and found["data"] is None
+    assert run.summary["num_users"] == 30 and any(
+        "own code" in x for x in run.summary["non_private"]
+    )
+    with pytest.raises(fedsim.ConfigError, match="expected a run of a language model, found the"):
+        run.generate("x")
+
+
+@pytest.mark.ray
+def test_ray_gives_the_same_bits(task, owners, tmp_path):
+    def sha256(name, **how):
+        where = {"run_dir": tmp_path / name, "group_size": 4, "local_steps": 2}
+        run = fedsim.train("uls", owners, task=task, **{**SETTINGS, **where, **how})
+        return run.summary["params_sha256"]
+
+    assert sha256("ray", num_workers=2) == sha256("local", engine="local")
+
+
+def test_it_goes_on_where_it_stopped_and_not_with_other_rows(task, owners, tmp_path):
+    def train(run_dir, **changed):
+        settings = {**SETTINGS, "engine": "local", "group_size": 4, "num_steps": 3, **changed}
+        return fedsim.train("uls", owners, task=task, run_dir=tmp_path / run_dir, **settings)
+
+    done = train("a")
+    assert train("a", resume=True).summary == done.summary
+    task.x["train"][0] += 1
+    with pytest.raises(fedsim.ConfigError, match="^data=.*expected the data with which"):
+        train("a", resume=True)
+
+
+def test_rows_are_sorted_by_owner_and_found_again(task):
+    names = np.array(["b", "a", "c", "a"])
+    rows = OwnedRows(task, "train", names)
+    assert rows.num_users == 3 and rows.offsets.tolist() == [0, 2, 3, 4]
+    assert names[rows.order].tolist() == ["a", "a", "b", "c"]
+    read = OwnedTask(task, {"train": rows.order}, None).read("train", np.arange(4))
+    np.testing.assert_array_equal(read["x"], task.x["train"][[1, 3, 0, 2]])
+    rows.check()
+    task.x["train"][3] = 0
+    with pytest.raises(FileDamaged, match="rows of train have changed"):
+        rows.check()
+
+
+@pytest.mark.parametrize("strategy", ["scan:2", "vmap:16"])
+def test_a_users_rows_reach_no_one_elses_unit_through_padding(task, strategy):
+    """Padding that read somebody's row would spoil all units with it where that row is nan."""
+    owners = np.repeat(np.arange(8), ROWS // 8)
+    store = OwnedRows(task, "train", owners)
+    rows = np.full((7, 4), -1)
+    rows[:, 0] = store.offsets[1:8]
+    params = jax.tree.map(np.asarray, task.init(jax.random.key(0)))
+    sums = []
+    for value in (0, np.nan):
+        task.x["train"][[0, -1]] = value  # of users who take no part; -1 is the last row
+        engine = LocalEngine(OwnedTask(task, {"train": store.order}, None), num_lanes=2)
+        found = engine.clipped_sum(
+            params, rows, Clip(1.0), fedsim.clipping.Strategy.parse(strategy)
+        )
+        assert not found[1].dropped.any()
+        sums.append(found[0])
+    jax.tree.map(np.testing.assert_array_equal, *sums)
+
+
+@pytest.mark.parametrize(
+    "owners, message",
+    [
+        ({"eval_users": [1, 2]}, "data=eval_users: expected the split train"),
+        ({"train": [1], "dev": [1]}, "data=dev: expected one of the splits train"),
+        ([[1, 2], [3, 4]], r"data=train of shape \(2, 2\): expected an owner for each row"),
+        ([], "data=train with 0 rows: expected an owner"),
+    ],
+)
+def test_owners_that_are_none_are_named(owners, message, task, run_dir):
+    with pytest.raises(fedsim.ConfigError, match=f"^{message}"):
+        fedsim.train("uls", owners, task=task, run_dir=run_dir, engine="local", **SETTINGS)
+    assert not run_dir.exists()
+
+
+def test_something_that_is_no_task_is_named():
+    with pytest.raises(fedsim.ConfigError, match="^task=dict: expected a subclass of fedsim.Task"):
+        OwnTask({}, [1])
+
+
+def test_parameters_are_numbers(task, owners, run_dir):
+    task.init = lambda key: {"w": np.zeros((4, 3), int), "b": np.zeros(3)}
+    with pytest.raises(fedsim.ConfigError, match="^task=init.. with int64: expected parameters"):
+        settings = {**SETTINGS, "engine": "local", "group_size": 4}
+        fedsim.train("uls", owners, task=task, run_dir=run_dir, **settings)

@@ -1,0 +1,233 @@
+"""Adapters: they begin as nothing, every strategy sees them alone, and merging keeps the model."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from pretrained_models import command, make_model, make_texts
+from zoo import FAMILIES, random_like
+
+from fedsim.cli.main import main
+from fedsim.clipping import Clip, Strategy, clipped_sum
+from fedsim.data.dataset import Dataset
+from fedsim.data.users import UserStore
+from fedsim.errors import ConfigError
+from fedsim.models import lora, pretrained, tensor_files
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.transformer import Transformer
+from fedsim.run.checkpoint import latest, load_params
+from fedsim.run.model_source import model_of_run
+
+
+def one_layer(name, layers="all", rank=2):
+    config = dataclasses.replace(FAMILIES[name], num_layers=1)
+    return config, lora.adapted(config, rank, 8.0, layers)
+
+
+def random_adapters(config, rng):
+    return lora.adapters_of(random_like(config, rng))
+
+
+@pytest.fixture
+def tokens(rng):
+    return rng.integers(11, size=(3, 12)).astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(config, params, tokens):
+    return Transformer(config).apply({"params": params}, tokens)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_fresh_adapters_change_nothing_and_merged_ones_are_the_ordinary_model(name, rng, tokens):
+    config, adapted = one_layer(name)
+    frozen = random_like(config, rng)
+    fresh = lora.init(adapted, jax.random.key(1))
+    before = logits(config, frozen, tokens)
+    np.testing.assert_array_equal(logits(adapted, lora.joined(frozen, fresh), tokens), before)
+    a = fresh["block_0"]["query_lora_a"]["kernel"]
+    assert a.shape == (16, 2) and 0.1 < np.abs(a).max() <= 0.25  # 1 / sqrt(16)
+    adapters = random_adapters(adapted, rng)
+    plain, merged = lora.merged(adapted, frozen, adapters)
+    after = logits(adapted, lora.joined(frozen, adapters), tokens)
+    assert plain == config and np.abs(after - before).max() > 0.1
+    np.testing.assert_allclose(logits(plain, merged, tokens), after, atol=2e-4)
+
+
+@pytest.mark.parametrize("layers, rank", [("query,down", 2), ("all", 1)])
+def test_adapters_are_where_they_were_asked_for(layers, rank):
+    _, adapted = one_layer("llama", layers, rank)
+    found = jax.eval_shape(lambda key: lora.init(adapted, key), jax.random.key(0))["block_0"]
+    names = {"query", "down"} if layers != "all" else set(pretrained.families._llama_dense(adapted))
+    assert found.keys() == {name + part for name in names for part in (lora.A, lora.B)}
+    assert found["down_lora_a"]["kernel"].shape == (20, rank)
+
+
+@pytest.mark.parametrize("layers", ["queries", "query,query", "", "gate"])
+def test_layers_that_there_are_not_are_refused(layers):
+    with pytest.raises(ConfigError, match=f"lora_layers={layers}: expected"):
+        one_layer("gpt2", layers)
+
+
+@pytest.fixture
+def task(rng):
+    _, adapted = one_layer("qwen3", "query,value,down")
+    users = {f"u{u}": rng.integers(11, size=(2, 9)) for u in range(3)}
+    store = UserStore.from_examples(users, max_length=12, vocab_size=11)
+    frozen = random_like(dataclasses.replace(adapted, lora=None), rng)
+    return LanguageModelTask(Dataset(train=store), adapted, frozen)
+
+
+def test_every_strategy_gives_the_adapters_part_of_the_whole_gradient(task, rng):
+    adapters = random_adapters(task.config, rng)
+    batch = task.read("train", np.arange(6))
+    batch = jax.tree.map(lambda leaf: leaf.reshape(3, 2, *leaf.shape[1:]), batch)
+    mask = np.ones((3, 2), bool)
+
+    def whole(params, rows):  # every parameter trained
+        return LanguageModelTask(task.dataset, task.config).losses(params, rows)
+
+    joined = lora.joined(task.frozen, adapters)
+    # Without clipping: the norm of the whole is another one.
+    run = jax.jit(functools.partial(clipped_sum, whole, clip=Clip(1e6)))
+    expected = lora.adapters_of(run(joined, batch, mask)[0])
+    size = np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(expected)))
+    found = {}
+    for name in ("scan", "direct", "bookkeeping", "vmap"):
+
+        @functools.partial(jax.jit, static_argnums=2)
+        def run(adapters, frozen, norm, name=name):
+            def losses(params, rows):
+                return task.losses(params, rows, frozen)
+
+            return clipped_sum(losses, adapters, batch, mask, Clip(norm), Strategy(name))
+
+        total = run(adapters, task.frozen, 1e6)[0]
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * size), total, expected
+        )
+        found[name] = run(adapters, task.frozen, 0.1)[:2]
+    for name in ("direct", "bookkeeping", "vmap"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+            found[name],
+            found["scan"],
+        )
+    norms = found["scan"][1]
+    assert (norms > 0.1).all()  # they were clipped, by the norm of the adapters alone
+
+
+def test_no_gradient_of_the_frozen_model_is_computed(task, rng):
+    adapters = random_adapters(task.config, rng)
+    rows = task.read("train", np.arange(6))
+
+    def flops(function, *args):
+        return jax.jit(jax.grad(function)).lower(*args).compile().cost_analysis()["flops"]
+
+    def loss(adapters, frozen):
+        return task.losses(adapters, rows, frozen).sum()
+
+    def both(params):
+        return loss(*params)
+
+    assert flops(loss, adapters, task.frozen) < 0.85 * flops(both, (adapters, task.frozen))
+
+
+def test_gpt2s_joint_layer_gets_one_adapter_of_the_ranks_sum(rng, tmp_path):
+    _, adapted = one_layer("gpt2", "query,value,out", rank=3)
+    adapters = random_adapters(adapted, rng)
+    lora.save(tmp_path / "peft", adapted, adapters, "some/base")
+    about = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert about["target_modules"] == ["attn.c_attn", "attn.c_proj"] and about["fan_in_fan_out"]
+    assert about["rank_pattern"] == {"attn.c_attn": 6}
+    assert about["alpha_pattern"] == {"attn.c_attn": 16.0}
+    tensors = tensor_files.read(tmp_path / "peft" / "adapter_model.safetensors")
+    prefix = "base_model.model.transformer.h.0.attn.c_attn.lora_"
+    joint = tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"]  # [outputs, inputs]
+    parts = {
+        n: adapters["block_0"][f"{n}_lora_a"]["kernel"]
+        @ adapters["block_0"][f"{n}_lora_b"]["kernel"]
+        for n in ("query", "value")
+    }
+    expected = np.concatenate([parts["query"], np.zeros((16, 16)), parts["value"]], axis=1)
+    np.testing.assert_allclose(joint.T, expected, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("lora")
+    return make_model(directory), make_texts(directory), directory
+
+
+@pytest.fixture(scope="module")
+def trained(place):
+    model, texts, directory = place
+    flags = {"model": model, "data": texts, "lora_rank": 2, "lora_layers": "query,down"}
+    command("train", "uls", run_dir=directory / "run", **flags)
+    return directory / "run", flags
+
+
+def test_a_run_trains_the_adapters_alone(trained, capsys):
+    run_dir, _ = trained
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["num_parameters"] == 2 * (16 + 16) + 2 * (24 + 16) and summary["steps_done"] == 2
+    adapters = load_params(latest(run_dir))
+    assert lora.adapters_of(adapters).keys() == adapters.keys()
+    main(["evaluate", str(run_dir), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["eval/loss"] == pytest.approx(summary["final_eval_loss"], rel=1e-5)
+
+
+def test_a_run_resumes_with_its_model_alone(trained, place, tmp_path, capsys):
+    model, texts, directory = place
+    run_dir, flags = trained
+    before = json.loads((run_dir / "summary.json").read_text())
+    main(
+        [
+            *"train uls --resume --epsilon 8 --num-steps 2 --budget 8".split(),
+            *"--max-length 32 --engine local".split(),
+            "--strategy",
+            "scan:2",
+            "--run-dir",
+            str(run_dir),
+            *(str(x) for n, v in flags.items() for x in (f"--{n.replace('_', '-')}", v)),
+        ]
+    )
+    assert json.loads((run_dir / "summary.json").read_text()) == before
+    weights = model / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-4] + np.float32(3).tobytes())
+    try:
+        with pytest.raises(ConfigError, match="the model with which"):
+            model_of_run(run_dir)
+        with pytest.raises(SystemExit):
+            main(["evaluate", str(run_dir)])
+        assert "expected the model of the run" in capsys.readouterr().err
+    finally:
+        weights.write_bytes(kept)
+
+
+def test_a_run_is_exported_merged_or_as_adapters(trained, tmp_path, capsys):
+    run_dir, _ = trained
+    main(["export", str(run_dir), "--out", str(tmp_path / "merged")])
+    merged, run = pretrained.load(str(tmp_path / "merged")), model_of_run(run_dir)
+    jax.tree.map(np.testing.assert_array_equal, merged.params, run.params)
+    assert merged.config.max_length == 64  # not the data's 32
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    main(["export", str(run_dir), "--out", str(tmp_path / "peft"), "--adapter"])
+    assert len(tensor_files.read(tmp_path / "peft" / "adapter_model.safetensors")) == 4
+    with pytest.raises(SystemExit):
+        main(["export", str(run_dir), "--out", str(tmp_path / "peft"), "--adapter"])
+    assert "expected a directory to make" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_two_workers_get_the_frozen_model_and_give_the_same_bits(trained, place, ray_cluster):
+    run_dir, flags = trained
+    found = command("train", "uls", run_dir=place[2] / "ray", engine="ray", num_workers=2, **flags)
+    expected = json.loads((run_dir / "summary.json").read_text())
+    assert found["params_sha256"] == expected["params_sha256"]

@@ -1,0 +1,74 @@
+"""What `transformers` and PEFT compute with the same models; they get an environment of their own.
+
+pytest -m slow tests/test_parity.py        (the first time, it installs PyTorch for CPUs)
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from zoo import random_like
+
+from fedsim.models import lora, pretrained
+from fedsim.models.transformer import Transformer, preset
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from experiments.benchmarks.peers import run  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+TOKENS = np.random.default_rng(0).integers(0, 61, size=(2, 20))  # as the peer's script has them
+NAMES = "llama llama3 llama_biases mistral qwen2 qwen2_window qwen3 gpt2".split()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("transformers")
+    assert run.models("write", directory)["names"] == NAMES
+    return directory
+
+
+def logits_of(config, params):
+    return jax.jit(lambda p: Transformer(config).apply({"params": p}, TOKENS))(params)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_transformers_wrote_has_its_logits(name, written):
+    found = pretrained.load(str(written / name))
+    expected = np.load(written / f"{name}.npy")
+    assert expected.std() > 0.3
+    np.testing.assert_allclose(logits_of(found.config, found.params), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_reads_what_fedsim_wrote(name, written, tmp_path):
+    found = pretrained.load(str(written / name))
+    pretrained.save(tmp_path / "model", found.config, found.params)
+    expected = np.load(written / f"{name}.npy")
+    logits = run.models("logits", tmp_path / "model")["logits"]
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_transformers_reads_the_papers_kind(tmp_path):
+    config = preset("tiny", 61, 20)
+    params = random_like(config, np.random.default_rng(0))
+    pretrained.save(tmp_path / "model", config, params)
+    found = run.models("logits", tmp_path / "model")["logits"]
+    np.testing.assert_allclose(logits_of(config, params), found, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("layers", ["all", "query,value,down"])
+def test_peft_reads_adapters(name, layers, written, tmp_path):
+    base = pretrained.load(str(written / name))
+    adapted = lora.adapted(base.config, 3, 8.0, layers)
+    shapes = dataclasses.replace(adapted, max_length=20)
+    adapters = lora.adapters_of(random_like(shapes, np.random.default_rng(0)))
+    lora.save(tmp_path / "peft", adapted, adapters, str(written / name))
+    found = run.models("logits", written / name, tmp_path / "peft")["logits"]
+    expected = logits_of(adapted, lora.joined(base.params, adapters))
+    assert np.abs(expected - np.load(written / f"{name}.npy")).max() > 0.1
+    np.testing.assert_allclose(found, expected, atol=2e-4)

@@ -1,0 +1,283 @@
+"""The model against a plain NumPy forward pass, and what user-level privacy asks of its loss."""
+
+import dataclasses
+import json
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import family_logits, transformer_logits
+from zoo import FAMILIES, random_like
+
+from fedsim.data.dataset import Dataset
+from fedsim.data.users import UserStore
+from fedsim.errors import ConfigError
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.transformer import (
+    PRESETS,
+    Lora,
+    RopeScaling,
+    Transformer,
+    TransformerConfig,
+    cross_entropy,
+    next_token_nats,
+    preset,
+    rope_frequencies,
+)
+from fedsim.run.checkpoint import params_sha256
+
+VOCAB, LENGTH = 23, 10
+CONFIG = TransformerConfig(VOCAB, LENGTH, width=16, num_layers=2, num_heads=4)
+MODEL = Transformer(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Every parameter random, also those that start at 0 or 1."""
+    rng = np.random.default_rng(3)
+    fresh = init(jax.random.key(0), jnp.zeros((5, LENGTH), jnp.int32))["params"]
+    return jax.tree.map(
+        lambda leaf: leaf + rng.normal(0, 0.3, leaf.shape).astype(np.float32), fresh
+    )
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(4).integers(VOCAB, size=(5, LENGTH)).astype(np.int32)
+
+
+logits = jax.jit(lambda params, tokens: MODEL.apply({"params": params}, tokens))
+nats = jax.jit(lambda params, *batch: next_token_nats(MODEL, params, *batch))
+gradient = jax.jit(jax.grad(lambda params, *batch: nats(params, *batch)[0].sum()))
+init = jax.jit(MODEL.init)
+
+
+def test_the_forward_pass_is_that_of_the_plain_loops(params, tokens):
+    expected = transformer_logits(params, tokens, CONFIG.num_heads)
+    assert expected.std() > 1  # nothing cancels
+    np.testing.assert_allclose(logits(params, tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_loss_is_the_cross_entropy_of_the_next_token(params, tokens):
+    sizes = np.array([LENGTH, 7, 4, 2, 3], np.int32)
+    scores = transformer_logits(params, tokens, CONFIG.num_heads)
+    log_probs = scores - np.log(np.exp(scores).sum(axis=2, keepdims=True))
+    expected = [
+        -sum(log_probs[row, i, tokens[row, i + 1]] for i in range(size - 1))
+        for row, size in enumerate(sizes)
+    ]
+    found, predictions = nats(params, tokens, sizes)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_array_equal(predictions, sizes - 1)
+
+
+@pytest.mark.parametrize("changed", [1, 5, LENGTH - 1])
+def test_a_later_token_does_not_change_earlier_logits(changed, params, tokens):
+    other = tokens.copy()
+    other[:, changed] = (other[:, changed] + 1) % VOCAB
+    before, after = logits(params, tokens), logits(params, other)
+    np.testing.assert_array_equal(before[:, :changed], after[:, :changed])
+    assert (np.abs(before[:, changed:] - after[:, changed:]).max(axis=(0, 2)) > 1e-3).all()
+
+
+def test_padding_does_not_change_the_loss(params, tokens):
+    sizes = np.full(5, 6, np.int32)
+    padded = tokens.copy()
+    padded[:, 6:] = (padded[:, 6:] + 5) % VOCAB
+    for before, after in zip(nats(params, tokens, sizes), nats(params, padded, sizes), strict=True):
+        np.testing.assert_array_equal(before, after)
+    cut, predictions = nats(params, tokens[:, :6], sizes)
+    np.testing.assert_allclose(cut, nats(params, tokens, sizes)[0], rtol=1e-6)
+    np.testing.assert_array_equal(predictions, 5)
+
+
+def test_the_loss_of_a_row_does_not_depend_on_the_other_rows(params, tokens):
+    sizes = np.full(5, LENGTH, np.int32)
+    before = nats(params, tokens, sizes)[0]
+    others = tokens.copy()
+    others[1:] = (others[1:] + 7) % VOCAB
+    after = nats(params, others, np.array([LENGTH, 2, 1, 0, 9], np.int32))[0]
+    assert before[0] == after[0] and (before[1:] != after[1:]).all()
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_row_without_a_prediction_has_no_loss_and_no_gradient(size, params, tokens):
+    sizes = np.full(5, size, np.int32)
+    found, predictions = nats(params, tokens, sizes)
+    np.testing.assert_array_equal(found, 0)
+    np.testing.assert_array_equal(predictions, 0)
+    grads = gradient(params, tokens, sizes)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(grads))
+
+
+def test_the_loss_at_uniform_logits_is_the_logarithm_of_the_vocabulary(params, tokens):
+    uniform = {**params, "embed": {"embedding": jnp.zeros((VOCAB, CONFIG.width))}}
+    sizes = np.arange(1, 6, dtype=np.int32)
+    found, _ = nats(uniform, tokens, sizes)
+    np.testing.assert_allclose(found, (sizes - 1) * math.log(VOCAB), rtol=1e-6)
+
+
+def test_a_fresh_model_predicts_almost_uniformly(tokens):
+    fresh = init(jax.random.key(1), tokens)["params"]
+    found, predictions = nats(fresh, tokens, np.full(5, LENGTH, np.int32))
+    assert float((found / predictions).mean()) == pytest.approx(math.log(VOCAB), abs=0.1)
+
+
+@pytest.mark.parametrize("scale", [1, 1e4, np.inf])
+def test_the_gradient_of_the_loss_is_bit_for_bit_what_jax_derives(scale, rng):
+    logits = jnp.asarray(rng.normal(size=(3, 5, 17)), jnp.float32)
+    logits = logits.at[0, 1, 2].set(scale).at[1, 1].multiply(scale)
+    targets = jnp.asarray(rng.integers(17, size=(3, 5))).at[2, 3].set(16)
+    weights = jnp.asarray(rng.normal(size=(3, 5)), jnp.float32).at[0].set(0)
+
+    def derived(logits, targets):
+        log_probs = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+
+    def gradient(loss):
+        @jax.jit
+        def run(logits, weights):
+            nats, back = jax.vjp(lambda logits: loss(logits, targets), logits)
+            return nats, back(weights)
+
+        return run(logits, weights)
+
+    expected, found = gradient(derived), gradient(cross_entropy)
+    assert np.isfinite(found[1]).all() == np.isfinite(scale)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_nats_are_float32_in_a_half_precision_model(params, tokens):
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    sizes = np.full(5, LENGTH, np.int32)
+    found, _ = nats(half, tokens, sizes)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, nats(params, tokens, sizes)[0], rtol=0.05)
+
+
+def test_the_paper_preset_has_350_million_parameters():
+    config = preset("paper", vocab_size=30_522, max_length=128)
+    shapes = jax.eval_shape(
+        Transformer(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    )
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    width, block = 1024, 4 * 1024**2 + 8 * 1024**2 + 5 * 1024 + 4 * 1024
+    assert count == (30_522 + 128) * width + 24 * block + 2 * width  # biases and norms included
+    assert abs(count / 350e6 - 1) < 0.05
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_heads_of_every_preset_divide_its_width(name):
+    config = preset(name, vocab_size=300, max_length=32)
+    assert config.width % config.num_heads == 0
+    assert (config.vocab_size, config.max_length) == (300, 32)
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ConfigError, match="model=huge: expected one of tiny, small"):
+        preset("huge", 300, 32)
+
+
+@pytest.fixture(scope="module")
+def task():
+    rng = np.random.default_rng(5)
+    texts = {f"u{u}": [rng.integers(VOCAB, size=n) for n in (4, 10, 1, 0)] for u in range(3)}
+    store = UserStore.from_examples(texts, max_length=LENGTH, vocab_size=VOCAB)
+    return LanguageModelTask(Dataset(train=store), CONFIG)
+
+
+def test_a_task_reads_padded_rows(task):
+    batch = task.read("train", np.array([1, -1, 4]))
+    assert batch["tokens"].shape == (3, LENGTH)
+    np.testing.assert_array_equal(batch["sizes"], [10, 0, 4])
+    np.testing.assert_array_equal(batch["tokens"][1], 0)
+
+
+def test_the_loss_of_an_example_is_the_mean_over_its_predictions(task, params):
+    batch = task.read("train", np.array([0, 1, 2, 3, -1]))
+    found, predictions = nats(params, batch["tokens"], batch["sizes"])
+    np.testing.assert_array_equal(predictions, [3, 9, 0, 0, 0])
+    losses = jax.jit(task.losses)(params, batch)
+    assert losses.dtype == jnp.float32 and np.isfinite(losses).all()
+    np.testing.assert_allclose(losses[:2], found[:2] / np.array([3, 9]), rtol=1e-6)
+    np.testing.assert_array_equal(losses[2:], 0)
+
+
+def test_a_task_starts_from_the_same_parameters_wherever_it_is_unpickled(task):
+    again = pickle.loads(pickle.dumps(task))
+    found = jax.jit(again.init)(jax.random.key(2))
+    expected = init(jax.random.key(2), jnp.zeros((5, LENGTH), jnp.int32))["params"]
+    assert params_sha256(found) == params_sha256(expected)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_open_families_are_those_of_the_plain_loops(family, rng):
+    config = FAMILIES[family]
+    params = random_like(config, rng)
+    tokens = rng.integers(config.vocab_size, size=(2, config.max_length))
+    expected = family_logits(config, params, tokens)
+    assert expected.std() > 0.5
+    found = jax.jit(lambda p, t: Transformer(config).apply({"params": p}, t))(params, tokens)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_one_by_one_give_the_logits_of_all_at_once(family, rng):
+    config = FAMILIES[family]
+    params = {"params": random_like(config, rng)}
+    tokens = rng.integers(config.vocab_size, size=(2, config.max_length))
+    model = Transformer(config)
+    step = jax.jit(lambda v, t, start: model.apply(v, t, start, mutable=["cache"]))
+    # Nine at once, the last three of which are padding that later tokens replace.
+    padded = tokens[:, :9].copy()
+    padded[:, 6:] = 0
+    found, cache = step(params, padded, 0)
+    found = [found[:, :6]]
+    for i in range(6, config.max_length):
+        logits, cache = step(params | cache, tokens[:, i : i + 1], i)
+        found.append(logits)
+    expected = jax.jit(model.apply)(params, tokens)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_config_comes_back_from_json():
+    config = dataclasses.replace(
+        FAMILIES["llama"],
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64),
+        lora=Lora(2, 16.0, ("query", "down")),
+    )
+    for each in (config, CONFIG, *FAMILIES.values()):
+        assert TransformerConfig.from_dict(json.loads(json.dumps(each.as_dict()))) == each
+
+
+def test_scaled_positions_keep_high_frequencies_and_divide_low_ones():
+    config = dataclasses.replace(FAMILIES["llama"], head_width=64, rope_base=500_000.0)
+    plain = rope_frequencies(config)
+    scaled = rope_frequencies(
+        dataclasses.replace(config, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
+    )
+    wavelengths = 2 * np.pi / plain
+    high, low = wavelengths < 8192 / 4, wavelengths > 8192
+    assert high.any() and low.any() and (~high & ~low).any()
+    np.testing.assert_array_equal(scaled[high], plain[high])
+    np.testing.assert_allclose(scaled[low], plain[low] / 8, rtol=1e-6)
+    between = scaled[~high & ~low] / plain[~high & ~low]
+    assert ((between > 1 / 8) & (between < 1)).all() and (np.diff(between) < 0).all()
+
+
+def test_half_precision_stays_near_full_precision(rng):
+    config = FAMILIES["qwen3"]
+    params = random_like(config, rng)
+    tokens = rng.integers(config.vocab_size, size=(2, config.max_length))
+    sizes = np.full(2, config.max_length, np.int32)
+    half = dataclasses.replace(config, dtype="bfloat16")
+    exact, found = (
+        jax.jit(lambda p, c=c: next_token_nats(Transformer(c), p, tokens, sizes)[0])(params)
+        for c in (config, half)
+    )
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, exact, rtol=0.05)

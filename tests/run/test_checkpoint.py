@@ -1,0 +1,144 @@
+"""A checkpoint is there whole or not at all, and gives back every bit."""
+
+import hashlib
+import os
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedsim.run import checkpoint
+from fedsim.run.checkpoint import CheckpointError
+
+PARAMS = {"a": {"kernel": jnp.arange(6.0).reshape(2, 3)}, "b": jnp.array([-0.0, 1e-40, jnp.inf])}
+
+
+def state(step=0):
+    opt_state = optax.chain(optax.adam(0.1), optax.scale(2.0)).init(PARAMS)
+    return {"params": PARAMS, "opt_state": opt_state, "step": step, "loss": float("nan")}
+
+
+def test_what_is_restored_is_what_was_saved_bit_for_bit(tmp_path):
+    path = checkpoint.save(tmp_path, 3, state(3))
+    blank = jax.tree.map(jnp.zeros_like, state())
+    found = checkpoint.restore(path, blank)
+    assert jax.tree.structure(found) == jax.tree.structure(state())
+    for before, after in zip(jax.tree.leaves(state(3)), jax.tree.leaves(found), strict=True):
+        assert np.asarray(before).dtype == after.dtype
+        assert np.asarray(before).tobytes() == after.tobytes()
+    assert found["step"].item() == 3 and isinstance(found["step"].item(), int)
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    transformation = optax.adam(0.1)
+    grads = [{"w": jnp.array([1.0, -2.0])}, {"w": jnp.array([0.5, 3.0])}]
+
+    def step(params, opt_state, grad):
+        updates, opt_state = transformation.update(grad, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = {"w": jnp.zeros(2)}
+    first = step(params, transformation.init(params), grads[0])
+    path = checkpoint.save(tmp_path, 1, dict(zip(("params", "opt_state"), first, strict=True)))
+    like = {"params": params, "opt_state": transformation.init(params)}
+    restored = checkpoint.restore(path, like)
+    expected = step(*first, grads[1])
+    found = step(restored["params"], restored["opt_state"], grads[1])
+    np.testing.assert_array_equal(found[0]["w"], expected[0]["w"])
+
+
+def test_the_newest_is_found_and_few_are_kept(tmp_path):
+    assert checkpoint.latest(tmp_path) is None
+    for step in (9, 10, 99, 100):
+        checkpoint.save(tmp_path, step, state(step))
+    assert checkpoint.latest(tmp_path).name == "step-00000100.msgpack"
+    assert len(list((tmp_path / "checkpoints").iterdir())) == checkpoint.KEEP
+    found = checkpoint.restore(checkpoint.latest(tmp_path), state())
+    assert found["step"].item() == 100
+
+
+def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, state(1))
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.save(tmp_path, 2, state(2))
+    monkeypatch.undo()
+    assert checkpoint.latest(tmp_path).name == "step-00000001.msgpack"
+    checkpoint.save(tmp_path, 2, state(2))
+    found = checkpoint.restore(checkpoint.latest(tmp_path), state())
+    assert found["step"].item() == 2
+
+
+def test_the_parameters_alone_can_be_read(tmp_path):
+    loaded = checkpoint.load_params(checkpoint.save(tmp_path, 0, state()))
+    assert checkpoint.params_sha256(loaded) == checkpoint.params_sha256(PARAMS)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    path = checkpoint.save(tmp_path, 0, state())
+    with pytest.raises(ValueError, match="bias"):
+        checkpoint.restore(path, {**state(), "params": {"bias": jnp.zeros(1)}})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"b": {"w": np.zeros(6, np.float32)}},
+        {"a": {"w": np.zeros((2, 3), np.float32)}},
+        {"a": {"w": np.zeros(6, np.int32)}},
+        {"a": {"w": np.array([0, 0, 0, 0, 0, -0.0], np.float32)}},
+        {"a": {"w": np.zeros(6, np.float32), "x": np.zeros(0, np.float32)}},
+    ],
+    ids=["name", "shape", "type", "one bit", "one more leaf"],
+)
+def test_the_digest_of_parameters_depends_on(other):
+    params = {"a": {"w": np.zeros(6, np.float32)}}
+    assert checkpoint.params_sha256(other) != checkpoint.params_sha256(params)
+
+
+def test_the_digest_is_that_of_the_values_wherever_they_lie():
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    first = checkpoint.params_sha256({"a": values, "b": values})
+    assert first == checkpoint.params_sha256({"b": jnp.asarray(values), "a": values})
+    assert first == checkpoint.params_sha256({"a": np.asfortranarray(values), "b": values})
+
+
+@pytest.mark.parametrize("read", [checkpoint.check, checkpoint.load_params, checkpoint.load_step])
+def test_a_changed_byte_is_refused_by_the_name_of_the_file(read, tmp_path):
+    path = checkpoint.save(tmp_path, 3, state(3))
+    whole = path.read_bytes()
+    read(path)
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match=f"^{path}: was cut or changed"):
+            read(path)
+
+
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, -1])
+def test_a_truncated_checkpoint_is_refused(size, tmp_path):
+    path = checkpoint.save(tmp_path, 3, state(3))
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="was cut or changed"):
+        checkpoint.restore(path, state())
+
+
+def test_loading_runs_no_code_of_the_file(tmp_path):
+    """A pickle is data like any other, and refused as such, even with a digest that fits."""
+
+    class Trap:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "sprung"),))
+
+    packed = pickle.dumps({"params": Trap(), "step": 1})
+    path = tmp_path / "trap"
+    path.write_bytes(packed + hashlib.sha256(packed).digest())
+    with pytest.raises(CheckpointError):
+        checkpoint.load_params(path)
+    assert not (tmp_path / "sprung").exists()

@@ -1,0 +1,150 @@
+"""What a person reads, and that no epsilon is shown for more than it is."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from fedsim.config import Algorithm
+from fedsim.plan import COMPARISON_ONLY, Plan
+from fedsim.run.console import Console, guarantee_line, line, plan_rows
+
+WORKERS = SimpleNamespace(num_workers=2, num_lanes=8, describe=lambda: "1 CPU thread")
+PLAN = Plan(
+    algorithm=Algorithm.ELS, num_users=1200, num_examples=56_000, num_units=9000, num_steps=20,
+    budget=64, group_size=8, expected_count=64, sampling_prob=64 / 9000, sampling_run="poisson",
+    sampling_accounted="poisson", clip_norm=0.5, clipping="normalised", target_epsilon=4.0,
+    delta=1e-6, noise_multiplier=1.25, num_parameters=123_456, data_seal="abc",
+    non_private=("delta=1e-06 (n^-1.1)", "group_size=8 (the median user's)"),
+)  # fmt: skip
+SUMMARY = {
+    **PLAN.as_dict(), "epsilon": 3.98766, "adjacency": "add or remove one user", "steps_done": 20,
+    "initial_eval_loss": 5.5, "final_eval_loss": 4.25, "gradients_computed": 1290,
+    "wall_seconds": 12.3,
+}  # fmt: skip
+VALUES = {
+    "non_private/loss": 5.25, "eval/loss": 5.5, "privacy/epsilon": 0.5,
+    "non_private/gradients_per_second": 100.0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch):
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def replaced(**fields):
+    return Plan.from_dict({**PLAN.as_dict(), **fields})
+
+
+def shown(capsys):
+    """The lines on stderr; there is nothing on stdout and no control code anywhere."""
+    out, err = capsys.readouterr()
+    assert out == "" and not re.search(r"[\x1b\r]", err)
+    return err.splitlines()
+
+
+def test_without_a_terminal_progress_is_one_plain_line_per_interval(capsys):
+    with Console(log_every=10).steps(0, PLAN) as show:
+        for step in range(1, 21):
+            show(step, VALUES)
+    lines = shown(capsys)
+    assert [int(re.match(r"step (\d+)/20  ", text)[1]) for text in lines] == [3, 10, 20]
+    assert all(
+        "loss (non-private) 5.25  eval loss 5.5  epsilon 0.5  gradients/s 100" in text
+        for text in lines
+    )
+    assert lines[-1].endswith("left 0 s")
+
+
+def test_a_resumed_run_shows_progress_from_where_it_is(capsys):
+    with Console(log_every=10).steps(14, PLAN) as show:
+        for step in range(15, 21):
+            show(step, VALUES)
+    assert [int(text.split("/")[0].split()[1]) for text in shown(capsys)] == [17, 20]
+
+
+def test_a_note_is_one_line_and_shown_as_it_is(capsys):
+    text = "[red]x[/red] " + "long " * 100
+    Console().note(text)
+    assert shown(capsys) == [text]
+
+
+def test_a_note_keeps_what_looks_like_an_emoji_code(capsys):
+    Console().note("written to /runs/:smile:")
+    assert shown(capsys) == ["written to /runs/:smile:"]
+
+
+def test_the_plan_names_what_was_read_off_the_data(capsys):
+    Console().plan(PLAN, WORKERS)
+    lines = shown(capsys)
+    facts = [text for text in lines if text.startswith("not covered by the guarantee: ")]
+    assert [fact.partition(": ")[2] for fact in facts] == list(PLAN.non_private)
+    assert len(lines) == len(plan_rows(PLAN, WORKERS)) + 2
+
+
+def test_the_plan_of_els_counts_examples_and_its_pool():
+    rows = dict(plan_rows(PLAN, WORKERS))
+    assert rows["algorithm"] == "DP-SGD-ELS, poisson sampling"
+    assert rows["data"] == "1,200 users, 56,000 examples, 9,000 in the pool"
+    assert rows["step"] == "64 examples expected, with probability 0.00711"
+    assert rows["group size"] == "8 of a user's examples in all at most"
+    assert rows["workers"] == "2 x 1 CPU thread; 8 lanes"
+
+
+def test_the_plan_of_uls_counts_users():
+    rows = dict(plan_rows(replaced(algorithm="uls", expected_count=8), WORKERS))
+    assert rows["data"] == "1,200 users, 56,000 examples"
+    assert rows["step"].startswith("8 users expected")
+    assert rows["group size"] == "8 of a user's examples each at most"
+
+
+def test_the_plan_labels_an_epsilon_that_is_no_guarantee():
+    assert dict(plan_rows(PLAN, WORKERS))["epsilon"] == "4 at delta 1.00e-6"
+    shuffled = dict(plan_rows(replaced(sampling_run="shuffle"), WORKERS))
+    assert shuffled["epsilon"] == f"4 at delta 1.00e-6 ({COMPARISON_ONLY})"
+    free = dict(plan_rows(replaced(target_epsilon="inf", noise_multiplier=0.0), WORKERS))
+    assert free["epsilon"] == "inf: no noise, non-private"
+
+
+def test_the_claim_of_a_private_run_has_unit_numbers_and_adjacency():
+    expected = "user-level DP: epsilon 3.9877 at delta 1.00e-6 (add or remove one user)"
+    assert guarantee_line(SUMMARY) == expected
+
+
+def test_a_shuffled_run_claims_no_guarantee():
+    text = guarantee_line({**SUMMARY, "sampling_run": "shuffle"})
+    assert text == f"epsilon 3.9877 at delta 1.00e-6: {COMPARISON_ONLY}"
+    assert "user-level DP" not in text
+
+
+def test_an_epsilon_of_an_assumed_population_is_never_shown_as_a_guarantee():
+    label = "as if there were 12,000 users: an assumption, not a guarantee"
+    assumed = dict(plan_rows(replaced(assumed_population=12_000), WORKERS))
+    assert assumed["epsilon"] == f"4 at delta 1.00e-6 ({label})"
+    assert guarantee_line({**SUMMARY, "assumed_population": 12_000}).endswith(f"1.00e-6: {label}")
+    values = {**VALUES, "comparison_only/epsilon_of_assumed_population": 0.5}
+    del values["privacy/epsilon"]
+    assert "epsilon of an assumed population 0.5" in line(values)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+def test_a_run_without_noise_claims_nothing(sampling):
+    text = guarantee_line({**SUMMARY, "epsilon": "inf", "sampling_run": sampling})
+    assert text == "non-private: trained without noise"
+
+
+def test_the_outcome_is_loss_claim_and_place(capsys, tmp_path):
+    Console().summary(SUMMARY, tmp_path)
+    losses, guarantee, place = shown(capsys)
+    assert losses.startswith("eval loss 5.5 -> 4.25 nats/token")
+    assert losses.endswith("20 steps, 1290 gradients, 12 s")
+    assert guarantee == guarantee_line(SUMMARY)
+    assert place.endswith(f"tensorboard --logdir {tmp_path}/tb")
+
+
+def test_a_step_without_a_loss_has_none_in_its_line():
+    empty = {name: value for name, value in VALUES.items() if name != "non_private/loss"}
+    assert line(empty) == line(VALUES).replace("loss (non-private) 5.25  ", "")
+    assert line({**VALUES, "non_private/loss": 0.0}).startswith("loss (non-private) 0  ")

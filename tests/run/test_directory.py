@@ -1,0 +1,204 @@
+"""Who may start in a directory, and with which settings a run goes on."""
+
+import dataclasses
+import json
+import stat
+
+import pytest
+from test_console import PLAN
+
+from fedsim.config import (
+    OPERATIONAL,
+    PretrainConfig,
+    PrivacyConfig,
+    as_dict,
+    changed_run,
+    run_config,
+)
+from fedsim.errors import ConfigError, FileDamaged
+from fedsim.keys import SecretKey
+from fedsim.run import directory
+from fedsim.run.directory import Identity, StoredRun
+
+PRIVACY = PrivacyConfig(epsilon=4.0, num_steps=2, group_size=2)
+IDENTITY = Identity("els", None, "abc", "lanes in order")
+
+
+def stored(run_dir, *, plan=PLAN, **changed):
+    """What a run was started with, but for what is changed."""
+    identity = {n: changed.pop(n) for n in vars(IDENTITY).keys() & changed.keys()}
+    privacy = {n: changed.pop(n) for n in vars(PRIVACY).keys() & changed.keys()}
+    given = {"data": "pydocs", "run_dir": run_dir, **changed}
+    return StoredRun(
+        dataclasses.replace(IDENTITY, **identity),
+        dataclasses.replace(PRIVACY, **privacy),
+        run_config(**given),
+        plan=plan,
+    )
+
+
+def start(run_dir, key):
+    """Start a run and let go of it."""
+    with directory.create(run_dir, stored(run_dir), key):
+        pass
+
+
+def test_a_run_is_loaded_with_what_it_was_started_with(run_dir, key):
+    start(run_dir, key)
+    assert directory.load(run_dir) == directory.find(run_dir, resume=True) == stored(run_dir)
+    loaded = SecretKey.load(run_dir)
+    assert loaded.generator("units", 0).random() == key.generator("units", 0).random()
+
+
+def test_only_the_owner_can_look_into_a_run(run_dir, key):
+    start(run_dir, key)
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert stat.S_IMODE((run_dir / "secret.json").stat().st_mode) == 0o600
+    secret = json.loads((run_dir / "secret.json").read_text())["secret"]
+    assert secret not in (run_dir / "config.json").read_text()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_may_start_where_there_is_nothing(resume, run_dir):
+    assert directory.find(run_dir, resume=resume) is None
+    run_dir.mkdir()
+    assert directory.find(run_dir, resume=resume) is None
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_start_that_was_killed_may_be_repeated(resume, run_dir, key, monkeypatch):
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "write_json", killed)
+        with pytest.raises(KeyboardInterrupt):
+            start(run_dir, key)
+    (run_dir / "config.json.tmp").write_text("{")
+    assert (run_dir / "secret.json").exists()
+    assert directory.find(run_dir, resume=resume) is None
+    start(run_dir, SecretKey.create(seed=8))
+    assert sorted(path.name for path in run_dir.iterdir()) == ["config.json", "lock", "secret.json"]
+
+
+def test_a_run_is_not_overwritten(run_dir, key):
+    start(run_dir, key)
+    with pytest.raises(ConfigError, match="run_dir=.*--resume"):
+        directory.find(run_dir, resume=False)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_directory_of_something_else_is_refused(resume, run_dir):
+    run_dir.mkdir()
+    (run_dir / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="run_dir=.*expected a new or empty directory"):
+        directory.find(run_dir, resume=resume)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_file_is_refused(resume, run_dir):
+    run_dir.touch()
+    with pytest.raises(ConfigError, match="run_dir=.*found a file"):
+        directory.find(run_dir, resume=resume)
+
+
+def test_a_directory_without_a_run_cannot_be_loaded(run_dir):
+    with pytest.raises(ConfigError, match="run=.*expected the directory of a run"):
+        directory.load(run_dir)
+
+
+def test_the_same_settings_are_accepted(run_dir):
+    directory.expect_same(stored(run_dir), stored(run_dir, plan=None))
+
+
+@pytest.mark.parametrize(
+    "name, value, was",
+    [
+        ("algorithm", "uls", "els"),
+        ("epsilon", 4.5, "4.0"),
+        ("delta", 1e-5, "None"),
+        ("group_size", None, "2"),
+        ("model", "small", "tiny"),
+        ("lora_rank", 1, "0"),
+        ("num_lanes", 3, "8"),
+    ],
+)
+def test_a_changed_setting_is_refused_by_name(name, value, was, run_dir):
+    now = stored(run_dir)
+    if name == "model":  # of the run; in the identity it is a digest
+        now = dataclasses.replace(now, run=changed_run(now.run, model=value))
+    else:
+        now = stored(run_dir, **{name: value})
+    with pytest.raises(ConfigError, match=f"^{name}={value}: expected {was}, with which {run_dir}"):
+        directory.expect_same(stored(run_dir), now)
+
+
+def test_another_pretrained_model_is_refused(run_dir):
+    now = dataclasses.replace(stored(run_dir), identity=dataclasses.replace(IDENTITY, model="ff"))
+    with pytest.raises(ConfigError, match="^model=ff: expected None"):
+        directory.expect_same(stored(run_dir), now)
+
+
+def test_the_seed_is_not_stored_and_not_compared(run_dir):
+    assert "seed" not in stored(run_dir, seed=3).as_dict()["run"]
+    directory.expect_same(stored(run_dir), stored(run_dir, seed=3))
+
+
+def test_other_data_are_refused_by_their_place(run_dir):
+    with pytest.raises(ConfigError, match=f"^data=pydocs: expected the data with which {run_dir}"):
+        directory.expect_same(stored(run_dir), stored(run_dir, data_seal="abd"))
+
+
+@pytest.mark.parametrize("name, value", [("data", "elsewhere"), ("num_workers", 4)])
+def test_what_is_operational_may_change(name, value, run_dir):
+    directory.expect_same(stored(run_dir), stored(run_dir, **{name: value}))
+
+
+@pytest.mark.parametrize("plan, settings", [(PLAN, PRIVACY), (None, PretrainConfig(3, 32))])
+def test_what_is_written_is_read_again(plan, settings, run_dir):
+    algorithm = "els" if plan else "pretrain"
+    rest = {"versions": {"jax": "1"}, "model": {"width": 8}, "host": "here"}
+    rest["strategy"] = {"name": "scan:4", "why": "asked for"}
+    before = StoredRun(
+        dataclasses.replace(IDENTITY, algorithm=algorithm),
+        settings,
+        run_config(data="pydocs", run_dir=run_dir, engine="local", lora_alpha=2.0),
+        plan=plan,
+        **rest,
+    )
+    record = json.loads(json.dumps(before.as_dict(), allow_nan=False))
+    assert StoredRun.from_dict(record, run_dir) == before
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [("identity", None), ("run", {"data": "x", "what": 1}), ("privacy", {}), ("plan", {})],
+)
+def test_settings_that_are_none_are_named(path, value, run_dir, key):
+    start(run_dir, key)
+    file = run_dir / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), path: value}))
+    with pytest.raises(FileDamaged, match="config.json: expected the settings of a run"):
+        directory.load(run_dir)
+
+
+def test_what_can_change_the_guarantee_is_never_operational():
+    privacy = as_dict(PrivacyConfig(epsilon=1.0, num_steps=1))
+    run = as_dict(run_config(data="pydocs", run_dir="run"))
+    assert not OPERATIONAL & privacy.keys()
+    assert OPERATIONAL < run.keys()
+    assert not OPERATIONAL & {"seed", "model", "optimizer", "num_lanes", "threads_per_worker"}
+
+
+def test_of_two_processes_one_starts_the_run(run_dir, key):
+    with directory.create(run_dir, stored(run_dir), key):
+        with pytest.raises(ConfigError, match="no other process"), directory.lock(run_dir):
+            pass
+        with (
+            pytest.raises(ConfigError, match="run_dir="),
+            directory.create(run_dir, stored(run_dir), SecretKey.create()),
+        ):
+            pass
+    assert SecretKey.load(run_dir).generator("a").random() == key.generator("a").random()
+    with directory.lock(run_dir):  # free again
+        pass

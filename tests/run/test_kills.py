@@ -1,0 +1,141 @@
+"""kill -9 in every phase of a run: nothing that was released is lost, few steps are computed again,
+and the end is the same.
+
+As a program, `python test_kills.py PHASE CALL DELAY ARGUMENTS` is fedsim with a bomb in it: it
+kills itself DELAY seconds after the CALL-th time that the phase is entered.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from test_verify import command, write_texts
+
+from fedsim.cli.main import main
+from fedsim.run import checkpoint, directory, ledger, metrics
+from fedsim.run.console import Console
+from fedsim.trust.verify import verify
+
+PHASES = {
+    "calibration": ("fedsim.training", "make_plan"),
+    "draw": ("fedsim.sampling", "Poisson.draw"),
+    "step": ("fedsim.engine.engine", "Engine.clipped_sum"),
+    "checkpoint": ("fedsim.run.checkpoint", "write_atomically"),
+    "ledger": ("fedsim.run.ledger", "Ledger._append"),
+    "evaluation": ("fedsim.training", "begin_evaluate"),
+}
+RUNS, LONGEST_DELAY = 9, 0.03
+NUM_STEPS, EVERY = 12, 2
+FLAGS = {"num-steps": NUM_STEPS, "checkpoint-every": EVERY}
+MOST_AGAIN = 2 * EVERY + 1
+"""Steps that are released and in no checkpoint. A checkpoint is written while the steps after it go
+on, up to the next one's, which waits for it, or the step after that, if that one is evaluated."""
+
+
+def plant(phase, call, delay):
+    """Kill this process `delay` seconds after the phase's function is entered for the call-th
+    time; the ledger's also in the middle of its line."""
+    module, path = PHASES[phase]
+    *parts, name = path.split(".")
+    holder = importlib.import_module(module)
+    for part in parts:
+        holder = getattr(holder, part)
+    function, left = getattr(holder, name), call
+
+    def bombed(*args, **options):
+        nonlocal left
+        left -= 1
+        if left == 0 and phase == "ledger" and delay < LONGEST_DELAY / 2:
+            book, line = args
+            book._file.write(json.dumps(line).encode()[: int(1 + delay * 1e4)])
+            book._file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if left == 0:
+            threading.Thread(target=explode, daemon=True).start()
+        return function(*args, **options)
+
+    def explode():
+        time.sleep(delay)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(holder, name, bombed)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.parquet")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(texts, tmp_path_factory):
+    """params_sha256 and epsilon of runs that nothing happened to, by algorithm."""
+    found = {}
+    for algorithm in ("els", "uls"):
+        run_dir = tmp_path_factory.mktemp("undisturbed") / algorithm
+        main(command(texts, run_dir, algorithm, **FLAGS))
+        found[algorithm] = result(run_dir)
+    return found
+
+
+def result(run_dir):
+    summary = json.loads((run_dir / directory.SUMMARY).read_text())
+    return {name: summary[name] for name in ("params_sha256", "epsilon", "steps_done")}
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("number", range(RUNS))
+def test_a_run_that_is_killed_in_every_phase_ends_the_same(number, texts, undisturbed, run_dir):
+    rng = np.random.default_rng(number)
+    algorithm = ("els", "uls")[number % 2]
+    args = [*command(texts, run_dir, algorithm, **FLAGS), "--resume"]
+    phases = ["calibration", *rng.permutation([p for p in PHASES if p != "calibration"])]
+    released = 0
+    for phase in phases:
+        call = 1 if phase in ("calibration", "checkpoint", "evaluation") else rng.integers(1, 3)
+        bomb = [phase, str(call), str(rng.uniform(0, LONGEST_DELAY))]
+        done = subprocess.run([sys.executable, __file__, *bomb, *args], capture_output=True)
+        if done.returncode == 0:  # it ended without entering the phase again: once more, anew
+            assert result(run_dir) == undisturbed[algorithm]
+            shutil.rmtree(run_dir)
+            released = 0
+            done = subprocess.run([sys.executable, __file__, *bomb, *args], capture_output=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+        if (run_dir / directory.CONFIG).exists() and (run_dir / ledger.FILE).exists():
+            lines = ledger.read(run_dir)
+            assert len(lines) >= released  # no step that was released is forgotten
+            released = len(lines)
+            newest = checkpoint.latest(run_dir)
+            again = released - 1 - (checkpoint.load_step(newest) if newest else 0)
+            assert again <= MOST_AGAIN
+            shown = max((line["step"] for line in metrics.read(run_dir)), default=0)
+            assert shown <= max(0, released - 1)
+            if released:
+                checks = verify(run_dir, console=Console())
+                assert [check for check in checks if check.holds is False] == []
+    main(args)
+    assert result(run_dir) == undisturbed[algorithm]
+    assert [line["step"] for line in ledger.read(run_dir)[1:]] == list(range(NUM_STEPS))
+
+
+def test_every_phase_is_one_that_there_is():
+    assert RUNS * len(PHASES) >= 50
+    for module, name in PHASES.values():
+        holder = importlib.import_module(module)
+        for part in name.split("."):
+            holder = getattr(holder, part)
+        assert callable(holder)
+
+
+if __name__ == "__main__":
+    plant(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[4:])

@@ -1,0 +1,273 @@
+"""The ledger: what it refuses, and the epsilon that follows from it."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from fedsim import accounting
+from fedsim.accounting import StepEvent
+from fedsim.run import ledger
+from fedsim.run.ledger import Ledger, LedgerError, OtherBits
+
+HEAD = {"plan": {"delta": 1e-6, "target_epsilon": "inf"}, "adjacency": "add or remove one user"}
+EVENT = StepEvent(2.0, 0.1, 1)
+OTHER = StepEvent(1.5, 0.1, 3)
+
+
+def write(directory, events=(EVENT,) * 4, head=HEAD):
+    """A ledger with these events; returns its path."""
+    book = Ledger(directory, head)
+    for step, event in enumerate(events):
+        book.record(step, event, sampling_run="poisson")
+    book.close()
+    return directory / ledger.FILE
+
+
+def test_the_ledger_says_what_was_recorded(tmp_path):
+    write(tmp_path, [EVENT, OTHER, None])
+    head, *steps = ledger.read(tmp_path)
+    assert head["head"] == HEAD
+    assert [line["step"] for line in steps] == [0, 1, 2]
+    assert [line["event"] and StepEvent(**line["event"]) for line in steps] == [EVENT, OTHER, None]
+    assert {line["sampling_run"] for line in steps} == {"poisson"}
+
+
+def test_a_step_is_in_the_file_when_record_returns(tmp_path):
+    book = Ledger(tmp_path, HEAD)
+    for step in range(3):
+        book.record(step, EVENT)
+        assert json.loads((tmp_path / ledger.FILE).read_text().splitlines()[-1])["step"] == step
+    book.close()
+
+
+def test_a_ledger_is_continued_where_it_ends(tmp_path):
+    write(tmp_path)
+    book = Ledger(tmp_path, HEAD)
+    assert book.num_steps == 4
+    book.record(4, OTHER)
+    book.close()
+    assert [line.get("step") for line in ledger.read(tmp_path)] == [None, 0, 1, 2, 3, 4]
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    book = Ledger(undisturbed, HEAD)
+    for step, event in enumerate([EVENT] * 4):
+        book.record(step, event, sampling_run="poisson")
+    book.record(4, OTHER)
+    book.close()
+    assert (tmp_path / ledger.FILE).read_text() == (undisturbed / ledger.FILE).read_text()
+
+
+def test_a_step_that_is_run_again_is_no_second_release(tmp_path):
+    path = write(tmp_path)
+    before = path.read_bytes()
+    book = Ledger(tmp_path, HEAD)
+    for step in (0, 2, 3):
+        book.record(step, EVENT, sampling_run="poisson")
+    book.close()
+    assert path.read_bytes() == before
+
+
+def test_a_step_that_is_run_again_has_the_same_bits(tmp_path):
+    gradient = {"a": np.arange(5, dtype=np.float32), "b": np.ones((2, 3), np.float32)}
+    digest = ledger.gradient_sha256(gradient)
+    book = Ledger(tmp_path, HEAD)
+    for _ in range(2):
+        book.record(0, EVENT, gradient_sha256=digest)
+    before = (tmp_path / ledger.FILE).read_bytes()
+    book.close()
+    book = Ledger(tmp_path, HEAD)
+    book.record(0, EVENT, gradient_sha256=digest)
+    gradient["b"][1, 2] = np.nextafter(np.float32(1), np.float32(2))
+    with pytest.raises(OtherBits, match="^step=0: expected the gradient that was released before"):
+        book.record(0, EVENT, gradient_sha256=ledger.gradient_sha256(gradient))
+    book.close()
+    assert (tmp_path / ledger.FILE).read_bytes() == before
+
+
+def test_a_digest_is_of_every_byte_of_every_array(rng):
+    gradient = [rng.standard_normal(n).astype(np.float32) for n in (0, 3, 2**18, 2**19 + 1)]
+    digests = {ledger.gradient_sha256(gradient)}
+    assert digests == {ledger.gradient_sha256([leaf.copy() for leaf in gradient])}
+    places = [(leaf, at) for leaf in (1, 2, 3) for at in (0, gradient[leaf].size - 1)]
+    for leaf, at in [*places, (3, 2**18), (3, 2**18 - 1)]:
+        other = [each.copy() for each in gradient]
+        other[leaf][at] += 1
+        digests.add(ledger.gradient_sha256(other))
+    assert len(digests) == 9
+
+
+@pytest.mark.parametrize("step", [5, 40])
+def test_a_gap_is_refused(step, tmp_path):
+    path = write(tmp_path)
+    before = path.read_bytes()
+    book = Ledger(tmp_path, HEAD)
+    with pytest.raises(LedgerError, match=f"step={step}: expected 4"):
+        book.record(step, EVENT)
+    book.close()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "head",
+    [{}, {**HEAD, "adjacency": "replace one"}, {**HEAD, "plan": {"delta": 1e-5}}, {**HEAD, "x": 1}],
+)
+def test_another_head_is_refused(head, tmp_path):
+    path = write(tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match="other settings or data"):
+        Ledger(tmp_path, head)
+    assert path.read_bytes() == before
+
+
+TAMPERING = {
+    "white space": lambda lines: [*lines[:-1], lines[-1].replace(": ", ":  ", 1)],
+    "changed noise": lambda lines: [*lines[:2], lines[2].replace("2.0", "9.0"), *lines[3:]],
+    "changed head": lambda lines: [lines[0].replace("1e-06", "1e-05"), *lines[1:]],
+    "changed field": lambda lines: [*lines[:-1], lines[-1].replace("poisson", "shuffle")],
+    "field put in": lambda lines: [*lines[:-1], lines[-1].replace("{", '{"x": 1, ', 1)],
+    "removed": lambda lines: [*lines[:2], *lines[3:]],
+    "head removed": lambda lines: lines[1:],
+    "put in": lambda lines: [*lines[:3], lines[2], *lines[3:]],
+    "reordered": lambda lines: [*lines[:2], lines[3], lines[2], *lines[4:]],
+    "without a chain": lambda lines: [*lines[:-1], lines[-1].split(', "chain"')[0] + "}"],
+}
+
+
+@pytest.mark.parametrize("how", TAMPERING)
+def test_a_ledger_is_refused_with_a_line(how, tmp_path):
+    path = write(tmp_path)
+    lines = path.read_text().splitlines()
+    changed = TAMPERING[how](lines)
+    assert changed != lines
+    path.write_text("".join(line + "\n" for line in changed))
+    for use in (
+        lambda: ledger.read(tmp_path),
+        lambda: Ledger(tmp_path, HEAD),
+        lambda: ledger.released_epsilon(tmp_path, 1e-6),
+    ):
+        with pytest.raises(LedgerError, match="was changed, or one before it removed"):
+            use()
+
+
+def test_the_message_names_the_first_line_that_does_not_fit(tmp_path):
+    path = write(tmp_path)
+    path.write_text(path.read_text().replace('"step": 2', '"step": 7'))
+    with pytest.raises(LedgerError, match="ledger.jsonl: line 4 was changed"):
+        ledger.read(tmp_path)
+
+
+def forged(lines):
+    """Bytes of a ledger with these lines and a chain that fits."""
+    chain, whole = "", b""
+    for line in lines:
+        body = json.dumps(line).encode()[:-1]
+        chain = ledger.link(chain, body)
+        whole += body + ledger.LINK.format(chain).encode() + b"\n"
+    return whole
+
+
+def test_a_renumbered_step_is_refused_even_with_a_chain_of_its_own():
+    lines = [{"head": HEAD}, {"step": 0, "event": None}, {"step": 2, "event": None}]
+    assert len(ledger.parse(forged(lines[:2]), "x")) == 2
+    with pytest.raises(LedgerError, match="^x: line 3 is none of a ledger: step=2: expected 1"):
+        ledger.parse(forged(lines), "x")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{}, [], 1, None, {"step": 0}, {"step": 0, "event": {"noise_multiplier": 1}}, {"event": None}]
+    + [{"step": 0, "event": {"noise_multiplier": s, "sampling_prob": 0.1}} for s in (0, "x", None)],
+    ids=str,
+)
+def test_a_line_that_is_none_of_a_ledger_is_refused_even_with_a_chain(line):
+    with pytest.raises(LedgerError, match="^x: line 2 "):
+        ledger.parse(forged([{"head": HEAD}, line]), "x")
+
+
+def test_a_change_shows_in_the_lines_after_it(tmp_path):
+    path = write(tmp_path)
+    lines = [{k: v for k, v in line.items() if k != "chain"} for line in ledger.read(tmp_path)]
+    before = path.read_bytes().splitlines(keepends=True)
+    lines[2]["event"]["noise_multiplier"] = 9.0
+    changed = forged(lines).splitlines(keepends=True)  # as a forger would
+    path.write_bytes(b"".join(changed[:3] + before[3:]))
+    with pytest.raises(LedgerError, match="line 4 was changed"):
+        ledger.read(tmp_path)
+
+
+def test_any_byte_that_is_changed_shows(tmp_path):
+    path = write(tmp_path, [EVENT, OTHER])
+    whole = path.read_bytes()
+    assert len(ledger.parse(whole, "x")) == 3
+    for at, byte in enumerate(whole):
+        for other in {
+            byte ^ 1,
+            byte ^ 32,
+            byte ^ 255,
+            *b"\n\r \t",
+            *(b"0" if byte != 48 else b"1"),
+        }:
+            if other != byte:
+                damaged = whole[:at] + bytes([other]) + whole[at + 1 :]
+                with pytest.raises(LedgerError, match="^x: line "):
+                    ledger.parse(damaged, "x")
+
+
+def test_any_byte_that_is_missing_or_put_in_shows_but_for_a_cut_off_end(tmp_path):
+    whole = write(tmp_path, [EVENT, OTHER]).read_bytes()
+    for at in range(len(whole)):
+        for damaged in (whole[:at] + whole[at + 1 :], whole[:at] + b" " + whole[at:]):
+            try:
+                read = ledger.parse(damaged, "x")
+            except LedgerError:
+                continue
+            assert damaged == whole[:-1] and len(read) == 2  # what a crash may leave
+
+
+def test_what_a_crash_leaves_of_a_line_is_not_read_and_not_refused(tmp_path):
+    whole = write(tmp_path, [EVENT, OTHER]).read_bytes()
+    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in range(len(whole)):
+        assert len(ledger.parse(whole[:cut], "x")) == sum(end <= cut for end in ends)
+
+
+@pytest.mark.parametrize("cut", [1, 10])
+def test_a_half_written_line_is_written_again(cut, tmp_path):
+    path = write(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    assert len(ledger.read(tmp_path)) == 4
+    write(tmp_path)  # a resumed run records all steps again
+    assert path.read_bytes() == whole
+
+
+def test_a_half_written_head_is_written_again(tmp_path):
+    whole = write(tmp_path).read_bytes()
+    (tmp_path / ledger.FILE).write_bytes(whole[:20])
+    assert write(tmp_path).read_bytes() == whole
+
+
+def test_the_released_epsilon_is_that_of_the_recorded_steps(tmp_path):
+    write(tmp_path, [EVENT] * 7)
+    found = ledger.released_epsilon(tmp_path, 1e-5)
+    assert found == accounting.epsilon([(EVENT, 7)], 1e-5)
+    assert found > accounting.epsilon([(EVENT, 6)], 1e-5) > 0
+
+
+def test_the_released_epsilon_composes_steps_that_differ(tmp_path):
+    write(tmp_path, [EVENT, OTHER, EVENT])
+    expected = accounting.epsilon([(EVENT, 2), (OTHER, 1)], 1e-5)
+    assert ledger.released_epsilon(tmp_path, 1e-5) == pytest.approx(expected, rel=1e-9)
+
+
+def test_nothing_is_spent_before_the_first_step(tmp_path):
+    write(tmp_path, [])
+    assert ledger.released_epsilon(tmp_path, 1e-5) == 0
+
+
+@pytest.mark.parametrize("events", [[None], [EVENT, None, EVENT]])
+def test_one_step_without_noise_spends_everything(events, tmp_path):
+    write(tmp_path, events)
+    assert ledger.released_epsilon(tmp_path, 1e-5) == math.inf

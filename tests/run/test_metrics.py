@@ -1,0 +1,162 @@
+"""Two sinks that agree: metrics.jsonl and what TensorBoard reads back."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.util import tensor_util
+
+from fedsim.run import metrics
+from fedsim.run.metrics import Metrics
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """A second goes by at every look, as between a run and its resumption."""
+    seconds = itertools.count(1_700_000_000.0)
+    monkeypatch.setattr("time.time", lambda: next(seconds))
+
+
+def values(step):
+    """Metrics of a step; the last comes at every second step only."""
+    found = {"privacy/epsilon": step / 7, "non_private/loss": -math.log(1 + step)}
+    return found | ({"eval/loss": 10.0 - step} if step % 2 == 0 else {})
+
+
+def log(directory, steps, last_step=-1):
+    """One process that logs these steps."""
+    sink = Metrics(directory, last_step=last_step)
+    for step in steps:
+        sink.log(step, values(step))
+    sink.close()
+
+
+def board(directory):
+    """What TensorBoard knows of a run."""
+    accumulator = EventAccumulator(str(directory / "tb"), size_guidance={"scalars": 0})
+    return accumulator.Reload()
+
+
+def scalars(directory):
+    """{name: [(step, value), ...]} from TensorBoard."""
+    events = board(directory)
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def recorded(directory):
+    """The same from metrics.jsonl, rounded as TensorBoard rounds."""
+    found = {}
+    for line in metrics.read(directory):
+        step = line.pop("step")
+        for name, value in line.items():
+            found.setdefault(name, []).append((step, float(np.float32(value))))
+    return found
+
+
+def test_both_sinks_have_every_value(tmp_path):
+    log(tmp_path, range(6))
+    assert metrics.read(tmp_path) == [{"step": step, **values(step)} for step in range(6)]
+    assert scalars(tmp_path) == recorded(tmp_path)
+    assert [step for step, _ in scalars(tmp_path)["eval/loss"]] == [0, 2, 4]
+
+
+def test_values_that_are_not_finite_are_in_both(tmp_path):
+    sink = Metrics(tmp_path)
+    sink.log(1, {"epsilon": math.inf, "loss": math.nan})
+    sink.close()
+    (line,) = metrics.read(tmp_path)
+    assert (line["epsilon"], line["loss"]) == ("inf", "nan")  # JSON has no such numbers
+    found = scalars(tmp_path)
+    assert found["epsilon"] == [(1, math.inf)] and math.isnan(found["loss"][0][1])
+
+
+def test_steps_that_are_run_again_replace_what_was_logged_of_them(tmp_path):
+    log(tmp_path, range(9))
+    log(tmp_path, range(5, 7), last_step=4)
+    assert [line["step"] for line in metrics.read(tmp_path)] == list(range(7))
+    found = scalars(tmp_path)
+    assert found == recorded(tmp_path)
+    assert [step for step, _ in found["non_private/loss"]] == list(range(7))
+
+
+def test_tensorboard_forgets_later_steps_before_they_are_run_again(tmp_path):
+    log(tmp_path, range(9))
+    log(tmp_path, [], last_step=4)
+    assert [step for step, _ in scalars(tmp_path)["non_private/loss"]] == list(range(5))
+    assert scalars(tmp_path) == recorded(tmp_path)
+
+
+def test_a_run_that_starts_over_keeps_nothing(tmp_path):
+    log(tmp_path, range(4))
+    log(tmp_path, range(2))
+    assert [line["step"] for line in metrics.read(tmp_path)] == [0, 1]
+    assert scalars(tmp_path) == recorded(tmp_path)
+
+
+def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path):
+    log(tmp_path, range(3))
+    with open(tmp_path / metrics.FILE, "a") as file:
+        file.write('{"step": 3, "non_pri')
+    log(tmp_path, [3], last_step=2)
+    assert [line["step"] for line in metrics.read(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_line_is_in_the_file_when_log_returns(tmp_path):
+    sink = Metrics(tmp_path)
+    sink.log(1, {"a": 1.0})
+    assert json.loads((tmp_path / metrics.FILE).read_text()) == {"step": 1, "a": 1.0}
+    sink.close()
+
+
+def test_what_is_flushed_is_on_the_board_while_the_run_goes_on(tmp_path):
+    sink = Metrics(tmp_path)
+    sink.log(1, {"a": 1.0})
+    sink.flush()
+    assert scalars(tmp_path) == {"a": [(1, 1.0)]}
+    sink.close()
+
+
+def test_texts_are_on_the_board_as_markdown(tmp_path):
+    sink = Metrics(tmp_path)
+    sink.text("plan", metrics.table({"delta": 1e-6, "algorithm": "els"}))
+    sink.close()
+    (event,) = board(tmp_path).Tensors("plan")
+    (text,) = tensor_util.make_ndarray(event.tensor_proto)
+    assert (
+        text.decode() == "| setting | value |\n|---|---|\n| delta | 1e-06 |\n| algorithm | els |\n"
+    )
+    assert board(tmp_path).PluginTagToContent("text") == {"plan": b""}
+
+
+def test_settings_are_in_the_table_of_runs(tmp_path):
+    sink = Metrics(tmp_path)
+    sink.hparams({"learning_rate": 0.5, "optimizer": "adam", "group_size": None, "resume": True})
+    sink.close()
+    (content,) = (
+        content
+        for tag, content in board(tmp_path).PluginTagToContent("hparams").items()
+        if tag.endswith("session_start_info")
+    )
+    info = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert info["learning_rate"].number_value == 0.5
+    assert info["optimizer"].string_value == "adam"
+    assert info["group_size"].string_value == "None"
+    assert info["resume"].bool_value is True
+
+
+def test_texts_and_settings_outlive_a_resumption(tmp_path):
+    for last_step in (-1, 4):
+        sink = Metrics(tmp_path, last_step=last_step)
+        sink.text("plan", "x")
+        sink.hparams({"model": "tiny"})
+        sink.close()
+    events = board(tmp_path)
+    assert "plan" in events.Tags()["tensors"]
+    assert any("session_start_info" in tag for tag in events.PluginTagToContent("hparams"))

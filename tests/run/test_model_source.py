@@ -1,0 +1,102 @@
+"""A pretrained model in a run: its tokens, its length, fine-tuned whole; what does not fit."""
+
+import json
+
+import pytest
+from pretrained_models import command, make_model, make_texts
+
+from fedsim.cli.main import main
+from fedsim.config import PretrainConfig, run_config
+from fedsim.data.corpora import load
+from fedsim.errors import ConfigError
+from fedsim.run.directory import Identity, StoredRun
+from fedsim.run.model_source import find_model, model_of_run
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("start")
+    return make_model(directory), make_texts(directory), directory
+
+
+def test_a_model_is_trained_whole_on_its_own_tokens(place):
+    model, texts, directory = place
+    found = command("train", "els", run_dir=directory / "run", model=model, data=texts)
+    expected = sum(leaf.size for leaf in _leaves(find_model(str(model)).params))
+    assert found["num_parameters"] == expected and found["steps_done"] == 2
+    config = json.loads((directory / "run" / "config.json").read_text())
+    assert config["model"]["max_length"] == 32 and config["model"]["num_positions"] == 64
+    again = model_of_run(directory / "run")
+    assert again.tokenizer == directory / "run" / "tokenizer.json"
+    # ... and a run is a model to start from.
+    second = command("train", "uls", run_dir=directory / "2", model=directory / "run", data=texts)
+    assert second["initial_eval_loss"] == pytest.approx(found["final_eval_loss"], rel=1e-5)
+
+
+def _leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def refused(place, capsys, **flags):
+    model, texts, directory = place
+    run_dir = directory / "refused"
+    with pytest.raises(SystemExit) as stop:
+        command("train", "uls", **{"run_dir": run_dir, "model": model, "data": texts, **flags})
+    assert stop.value.code == 2 and not run_dir.exists()
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_data_of_other_tokens_are_refused(place, capsys):
+    model, texts, directory = place
+    error = refused(place, capsys, tokenizer="bpe:300")
+    assert "(tokens of bpe:300): expected tokens of model=" in error
+    assert f"as fedsim data build ... --tokenizer {model / 'tokenizer.json'} gives" in error
+    built = load(texts, tokenizer="bpe:300", max_length=32).path
+    assert "expected tokens of model=" in refused(place, capsys, data=built, max_length=None)
+
+
+def test_data_built_with_the_models_directory_as_tokenizer_fit(place):
+    model, texts, directory = place
+    main(
+        [
+            *f"data build {texts} --out {directory / 'built'} --max-length 16".split(),
+            "--tokenizer",
+            str(model),
+        ]
+    )
+    flags = {"data": directory / "built", "max_length": None, "num_steps": 1}
+    assert command("train", "uls", run_dir=directory / "3", model=model, **flags)["steps_done"] == 1
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"max_length": 65}, "max_length=65: expected <= 64, the model's longest"),
+        ({"model": "tiny", "lora_rank": 2}, "lora_rank=2: expected 0: fresh models"),
+        ({"model": "huge"}, "model=huge: expected one of tiny, small"),
+        ({"lora_rank": 2, "lora_layers": "head"}, "lora_layers=head: expected all, or some of"),
+        ({"lora_rank": -1}, "lora_rank=-1: expected >= 0"),
+        ({"lora_alpha": 0, "lora_rank": 1}, "lora_alpha=0.0: expected > 0 and finite"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(flags, message, place, capsys):
+    assert message in refused(place, capsys, **flags)
+
+
+def test_a_model_without_tokenizer_is_refused(place, capsys):
+    (place[0] / "tokenizer.json").rename(place[0] / "kept")
+    try:
+        assert "expected a model with a tokenizer.json" in refused(place, capsys)
+    finally:
+        (place[0] / "kept").rename(place[0] / "tokenizer.json")
+
+
+def test_a_run_without_a_checkpoint_is_no_model(tmp_path):
+    run = run_config(data="pydocs", run_dir=tmp_path)
+    identity = Identity("pretrain", None, "abc", "lanes in order")
+    stored = StoredRun(identity, PretrainConfig(3, 32), run, model={"width": 8})
+    (tmp_path / "config.json").write_text(json.dumps(stored.as_dict()))
+    with pytest.raises(ConfigError, match="expected a run with a model and a checkpoint"):
+        find_model(str(tmp_path))

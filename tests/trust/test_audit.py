@@ -1,0 +1,264 @@
+"""The audit stays below the claim when training keeps it, and above when it does not."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import mean_problem, users_of_sizes
+from test_verify import write_texts
+
+from fedsim import accounting, engine
+from fedsim.cli.main import main
+from fedsim.clipping import Clip, LocalSteps, Strategy
+from fedsim.els import ELS
+from fedsim.engine import autotune
+from fedsim.engine.local_engine import LocalEngine
+from fedsim.keys import SecretKey
+from fedsim.mechanism import noisy_mean
+from fedsim.plan import ADJACENCY, COMPARISON_ONLY
+from fedsim.trust import audit, lower_bound
+from fedsim.trust.canaries import CanaryTask, Planted, coins
+from fedsim.uls import ULS
+
+CANARIES, OTHERS, STEPS, DELTA = 1500, 60, 4, 1e-5
+
+
+def audited(epsilon, trial, *, noise=1.0, algorithm=ULS):
+    """The lower bound on the epsilon of mean estimation, with `noise` times the noise it takes."""
+    rng = np.random.default_rng(trial)
+    included = coins(CANARIES, rng)
+    group_size, rows = (4, 4) if algorithm is ULS else (2, 2 * audit.POOLS)
+    plant = Planted(CANARIES, 0, rows, 1.0, included, rng)
+    sizes = [rows] * (OTHERS + int(included.sum()))
+    users = users_of_sizes(sizes)
+    _, inner = mean_problem(rng, sizes, width=CANARIES)
+    owners = np.full(users.num_examples, -1, np.int32)
+    owners[OTHERS * rows :] = np.repeat(np.flatnonzero(included), rows)
+    task = CanaryTask(inner, owners, plant.directions, plant.clip_norm)
+    options = {"group_size": group_size, "sampling": "poisson", "key": SecretKey.create(trial)}
+    budget = round(0.9 * users.num_users) * group_size
+    method = algorithm(users, budget=budget, **options)
+    event = method.event(1.0)
+    sigma = accounting.noise_multiplier(
+        epsilon=epsilon,
+        delta=DELTA,
+        num_steps=STEPS,
+        sampling_prob=event.sampling_prob,
+        max_contributions=event.max_contributions,
+    )
+    local = LocalEngine(task, num_lanes=1)
+    settings = {"clip": Clip(1.0), "noise_multiplier": noise * sigma}
+    for step in range(STEPS):  # without a training around them, at fixed parameters
+        plant.watch(method.gradient(jnp.zeros(CANARIES), step, local, **settings)[0])
+    return lower_bound.audit(plant.gradient_scores(), included, DELTA, 0.95)
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+def test_the_bound_is_below_the_claim(epsilon):
+    bounds = [audited(epsilon, trial).epsilon for trial in range(3)]
+    assert max(bounds) <= epsilon
+    assert min(bounds) > 0  # the attack is not asleep
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+@pytest.mark.parametrize("algorithm", [ULS, ELS])
+def test_a_tenth_of_the_noise_is_refuted(algorithm, epsilon):
+    found = audited(epsilon, 0, noise=0.1, algorithm=algorithm)
+    assert found.epsilon > epsilon
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("algorithm", [ULS, ELS])
+@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+def test_twenty_of_twenty(algorithm, epsilon):
+    bounds = [audited(epsilon, trial, algorithm=algorithm).epsilon for trial in range(20)]
+    assert sum(bound <= epsilon for bound in bounds) == 20
+    bounds = [audited(epsilon, t, noise=0.1, algorithm=algorithm).epsilon for t in range(20)]
+    assert sum(bound > epsilon for bound in bounds) == 20
+
+
+def arguments(texts, run_dir, algorithm, **flags):
+    flags = {
+        **{
+            "data": texts,
+            "run-dir": run_dir,
+            "epsilon": 4,
+            "delta": 1e-6,
+            "num-steps": 3,
+            "budget": 60,
+        },
+        **{"max-length": 24, "seed": 3, "engine": "local", "gradient-canaries": 60},
+        **{"text-canaries": 20, "attacked-users": 10, **flags},
+    }
+    return [
+        *("audit", algorithm),
+        *(str(x) for name, value in flags.items() for x in (f"--{name}", value)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.parquet", num_users=80)
+
+
+def run(args, capsys):
+    """(exit code, the JSON object)."""
+    capsys.readouterr()
+    try:
+        main([*map(str, args), "--json"])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_training_command_is_audited(texts, run_dir, capsys):
+    flags = {"group-size": 2, "epsilon": 2}
+    code, found = run(arguments(texts, run_dir, "els", **flags), capsys)
+    assert code == 0 and found["holds"] is True and found["verdict"].endswith("not refuted")
+    assert found["largest_possible"] == found["gradient"]["bound"]["largest_possible"] > 2
+    assert [each["setting"] for each in found["replaced"]] == ["strategy"]
+    for file, section in (("config.json", "plan"), ("summary.json", None)):
+        stored = json.loads((run_dir / file).read_text())
+        assert (stored[section] if section else stored)["planted"] == {"gradient": 60, "text": 20}
+    for kind, count in (("gradient", 60), ("text", 20)):
+        bound = found[kind]["bound"]
+        assert bound["canaries"] == count and 0 < bound["included"] < count
+        assert bound["epsilon"] <= found["epsilon"]
+    assert 0 <= found["membership"]["auc"] <= 1
+    stored = json.loads((run_dir / "audit.json").read_text())
+    assert stored["epsilon_lower_bound"] == found["epsilon_lower_bound"]
+    page = (run_dir / "audit.html").read_text()
+    assert page.count("<svg") == 3 and "REFUTED" not in page
+    code, checked = run(["verify", run_dir], capsys)  # what it made up is not kept
+    verdicts = {each["promise"]: each["holds"] for each in checked["checks"]}
+    assert code == 0 and verdicts["data"] is verdicts["draws"] is None
+    assert all(holds for promise, holds in verdicts.items() if promise not in ("data", "draws"))
+    with pytest.raises(SystemExit):
+        main(["report", str(run_dir)])
+    assert "an audit's run" in capsys.readouterr().err and not (run_dir / "report.html").exists()
+
+
+def test_training_without_noise_is_seen_through(texts, run_dir, capsys):
+    flags = {"epsilon": "inf", "gradient-canaries": 150, "budget": 120}  # all are drawn, in the end
+    code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
+    assert code == 0 and found["gradient"]["bound"]["epsilon"] > 2
+    assert found["gradient"]["auc"] > 0.95
+
+
+def test_a_refuted_claim_is_an_exit_code(texts, run_dir, capsys, monkeypatch):
+    monkeypatch.setattr(ULS, "event", weaker(ULS.event))
+    flags = {"epsilon": 0.05, "gradient-canaries": 100, "text-canaries": 0, "attacked-users": 0}
+    code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
+    assert code == 1 and not found["holds"] and found["epsilon_lower_bound"] > 0.05
+    assert "THE CLAIM IS REFUTED" in (run_dir / "audit.md").read_text()
+
+
+def test_a_claim_that_could_not_be_refuted_is_not_said_to_hold(texts, run_dir, capsys, monkeypatch):
+    # One candidate: what trials find is test_autotune.py's.
+    monkeypatch.setattr(autotune, "candidates", lambda *_, **__: [Strategy("scan", 2)])
+    flags = {"gradient-canaries": 0, "attacked-users": 0, "strategy": "auto"}
+    code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
+    assert code == 0 and found["holds"] is None and found["replaced"] == []
+    most = found["largest_possible"]
+    assert most < 4 and 100 < found["canaries_needed"] < 300
+    page = (run_dir / "audit.md").read_text()
+    assert f"INCONCLUSIVE, for with every coin guessed right it would be {most:.3f}" in page
+    assert f"takes at least {found['canaries_needed']} canaries" in page
+
+
+def test_an_audit_takes_the_local_steps_that_are_asked_for(texts, run_dir, capsys, monkeypatch):
+    tasks, create = [], engine.create
+
+    def remember(config, task, **options):
+        tasks.append(task)
+        return create(config, task, **options)
+
+    monkeypatch.setattr(engine, "create", remember)
+    flags = {"group-size": 4, "local-steps": 2, "num-steps": 2, "budget": 16, "attacked-users": 0}
+    code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
+    assert code in (0, 1) and found["planted"]["gradient"] > 0
+    assert isinstance(tasks[0], CanaryTask) and tasks[0].local_steps == LocalSteps(2, 0.1)
+
+
+def result(epsilon, label=ADJACENCY, found=5.0, largest=9.0):
+    bound = {"epsilon": found, "largest_possible": largest}
+    return {
+        **{"epsilon": epsilon, "epsilon_holds": label, "delta": 1e-6, "confidence": 0.95},
+        **{"gradient": {"bound": bound}, "text": None},
+    }
+
+
+@pytest.mark.parametrize(
+    "given, holds, verdict",
+    [
+        (result(4.0), False, "at most 4.000 is claimed: THE CLAIM IS REFUTED"),
+        (result(6.0), True, "at most 6.000 is claimed: not refuted"),
+        (result(9.5), None, "at most 9.500 is claimed: INCONCLUSIVE, for with every coin"),
+        (result("inf"), None, "no privacy is claimed"),
+        (result(4.0, COMPARISON_ONLY), None, "nothing is claimed: epsilon is 4.000 as if Poisson"),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_about_what_is_claimed(given, holds, verdict):
+    found = audit.judge(given)
+    assert found["holds"] is holds and found["verdict"].startswith(verdict)
+    assert found["verdict"] in audit.sentence({**given, **found})
+
+
+def test_what_an_audit_does_otherwise_and_what_is_not_claimed_is_on_its_page(
+    texts, run_dir, capsys
+):
+    flags = {"group-size-epsilon": 0.5, "text-canaries": 0, "attacked-users": 0, "seed": -1}
+    args = arguments(texts, run_dir, "els", **flags, sampling="shuffle")
+    code, found = run(args, capsys)
+    assert code == 0 and found["holds"] is None and found["epsilon_holds"] == COMPARISON_ONLY
+    replaced = {each["setting"]: (each["given"], each["used"]) for each in found["replaced"]}
+    group_size = json.loads((run_dir / "config.json").read_text())["plan"]["group_size"]
+    assert replaced == {
+        "group_size": (None, group_size),
+        "group_size_epsilon": (0.5, None),
+        "strategy": ("auto", f"scan:{group_size}"),
+    }
+    page = (run_dir / "audit.md").read_text()
+    assert "`group_size_epsilon`: None instead of 0.5" in page
+    assert f"nothing is claimed: epsilon is {float(found['epsilon']):.3f} {COMPARISON_ONLY}" in page
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("noise, holds", [(1.0, True), (0.1, False)])
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_the_command_with_its_own_canaries_refutes_a_tenth_of_the_noise_alone(
+    algorithm, noise, holds, texts, run_dir, capsys, monkeypatch
+):
+    def with_less(grad_sum, *, stddev, **options):
+        return noisy_mean(grad_sum, stddev=noise * stddev, **options)
+
+    monkeypatch.setattr(f"fedsim.{algorithm}.noisy_mean", with_less)
+    flags = {"epsilon": 1, "num-steps": 4, "budget": 260, "attacked-users": 0}
+    args = arguments(texts, run_dir, algorithm, **flags)
+    for name in ("--gradient-canaries", "--text-canaries"):
+        at = args.index(name)
+        del args[at : at + 2]
+    code, found = run(args, capsys)
+    assert found["planted"] == {"gradient": 400, "text": 100}
+    assert (code, found["holds"]) == (0 if holds else 1, holds), found["verdict"]
+
+
+def weaker(event):
+    """Accounts a thousandth of the sampling probability: far less noise for the same claim."""
+
+    def of(self, noise_multiplier):
+        found = event(self, noise_multiplier)
+        return type(found)(found.noise_multiplier, found.sampling_prob / 1000, 1)
+
+    return of
+
+
+def test_an_audit_is_not_resumed(texts, run_dir, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments(texts, run_dir, "uls"), "--resume"])
+    assert stop.value.code == 2 and "resume=True: expected a new run" in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""The report: what it claims follows from the ledger, whatever else the directory says."""
+
+import json
+import math
+import re
+import shlex
+import shutil
+
+import pytest
+from test_verify import (
+    another_cohort,
+    command,
+    edit_json,
+    edit_lines,
+    rewrite_ledger,
+    write_texts,
+)
+
+from fedsim.cli.main import main
+from fedsim.data.users import UserStore
+from fedsim.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Directories of finished runs by name; not to be changed."""
+    directory = tmp_path_factory.mktemp("trained")
+    texts = write_texts(directory / "texts.parquet")
+    flags = {
+        **{"private": {}, "shuffled": {"sampling": "shuffle"}, "open": {"epsilon": "inf"}},
+        **{"assumed": {"assumed-population": 400}, "els": {}},
+        **{"median": {"group-size": None, "group-size-epsilon": 0.5}},
+    }
+    for name, changed in flags.items():
+        algorithm = "els" if name in ("els", "median") else "uls"
+        main(command(texts, directory / name, algorithm, **{"num-steps": 3, **changed}))
+    return directory
+
+
+def read(capsys, run_dir, out):
+    """(JSON object, Markdown, HTML)."""
+    capsys.readouterr()
+    main(["report", str(run_dir), "--out", str(out), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    return found, (out / "report.md").read_text(), (out / "report.html").read_text()
+
+
+def test_the_claim_is_what_the_ledger_says(trained, tmp_path, capsys):
+    found, text, page = read(capsys, trained / "private", tmp_path)
+    summary = json.loads((trained / "private" / "summary.json").read_text())
+    assert found["epsilon"] == summary["epsilon"]
+    shown = float(re.search(r"epsilon = ([\d.]+)", found["claim"])[1])
+    assert summary["epsilon"] <= shown < summary["epsilon"] + 1e-3  # an upper bound is rounded up
+    for delta in re.findall(r"(?:delta =|probability of) (\d\.\d\de-\d)", found["claim"]):
+        assert summary["delta"] <= float(delta) < summary["delta"] * 1.01
+    assert summary["params_sha256"] in found["claim"]
+    assert found["claim"] in text and found["claim"] in page
+    factor = float(re.search(r"more than ([\d.,]+) times", found["claim"])[1].replace(",", ""))
+    assert math.exp(summary["epsilon"]) <= factor < math.exp(summary["epsilon"]) + 0.02
+
+
+def test_everything_to_be_reported_is_there(trained, tmp_path, capsys):
+    _, text, page = read(capsys, trained / "private", tmp_path)
+    assert "not know the seed of this reproduction" in text.split("this is the most")[0][-200:]
+    for words in (
+        *(
+            "a person with several ids in the data: protected for each id alone",
+            "Mind: delta times the number of users is",
+            "their deltas, too",
+        ),
+        *(
+            "central",
+            "adjacency",
+            "unit of privacy",
+            "Gaussian mechanism",
+            "clipping",
+            "accountant",
+        ),
+        *("sampling that was run", "sampling that was accounted", "tuning", "does not cover"),
+        *("floating point", "Mironov 2012", "fedsim verify", "fedsim account", "jax", "--replay"),
+        *("taken as public", "the seed (whoever knows it can take the noise away)", "ledger"),
+    ):
+        assert words in text and words in page, words
+    assert page.count("<svg") == 2 and "Rényi" not in text
+    secret = json.loads((trained / "private" / "secret.json").read_text())["secret"]
+    assert secret not in text and secret not in page
+
+
+def test_shuffling_and_no_noise_make_no_claim(trained, tmp_path, capsys):
+    found, text, page = read(capsys, trained / "shuffled", tmp_path)
+    label = "as if Poisson sampled: comparison only, not a guarantee"
+    assert "no privacy is claimed" in found["claim"] and label in found["claim"]
+    assert text.count(label) >= 3 and "recognises" not in text
+    found, text, page = read(capsys, trained / "open", tmp_path)
+    assert found["epsilon"] == "inf" and "no privacy is claimed for anyone" in found["claim"]
+    assert "<svg" not in page
+
+
+def test_an_assumed_population_makes_no_claim(trained, tmp_path, capsys):
+    found, text, page = read(capsys, trained / "assumed", tmp_path)
+    label = "as if there were 400 users: an assumption, not a guarantee"
+    assert "no privacy is claimed" in found["claim"] and label in found["claim"]
+    assert found["epsilon_holds"] == label and found["guarantee"] is False
+    assert "the most that they can achieve" not in text and "The guarantee" not in text
+    assert re.search(r"\| epsilon, delta \|.*not a guarantee", text)
+    same = re.search(r"\| are the two the same \|(.*)", text)[1]
+    assert same.startswith(" yes; but it is assumed, and not guaranteed") and "400" in same
+
+
+@pytest.mark.parametrize("name", ["shuffled", "assumed", "open"])
+def test_verify_says_what_is_no_guarantee(name, trained, capsys):
+    capsys.readouterr()
+    main(["verify", str(trained / name)])
+    *lines, last = capsys.readouterr().out.splitlines()
+    found = {line.split()[1]: line for line in lines}
+    assert last.startswith("epsilon is no guarantee: ")
+    if name != "open":
+        assert all("not a guarantee" in found[p] for p in ("epsilon", "summary")), lines
+    main(["verify", str(trained / name), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["holds"] is True and told["guarantee"] is False
+    assert told["epsilon_holds"] in last or name == "open"
+
+
+@pytest.mark.parametrize("name", ["private", "assumed", "els", "median"])
+def test_the_printed_command_gives_the_epsilon_again(name, trained, tmp_path, capsys):
+    found, text, _ = read(capsys, trained / name, tmp_path)
+    (line,) = re.findall(r"^fedsim (account .*)$", text, re.MULTILINE)
+    assert ("--before 0.5" in line) == (name == "median")
+    main([*shlex.split(line), "--json"])
+    assert json.loads(capsys.readouterr().out)["epsilon"] == found["epsilon"]
+
+
+def test_a_claim_of_els_counts_the_texts_of_its_pool(trained, tmp_path, capsys):
+    found, _, _ = read(capsys, trained / "els", tmp_path)
+    plan = json.loads((trained / "els" / "config.json").read_text())["plan"]
+    assert plan["num_units"] < plan["num_examples"]
+    assert f"on {plan['num_units']} of the {plan['num_examples']} texts" in found["claim"]
+
+
+def test_a_run_that_has_not_ended_is_reported_as_far_as_it_went(trained, run_dir, tmp_path, capsys):
+    shutil.copytree(trained / "private", run_dir)
+    (run_dir / "summary.json").unlink()
+    _, text, _ = read(capsys, run_dir, tmp_path)
+    assert "the run has not ended" in text
+
+
+@pytest.mark.parametrize("what", ["claim", "ledger", "noise", "draws", "key", "data"])
+def test_a_run_that_is_not_what_it_says_gets_no_report(
+    what, trained, run_dir, tmp_path, monkeypatch, capsys
+):
+    shutil.copytree(trained / "private", run_dir)
+    if what == "claim":
+        edit_json(run_dir / "summary.json", epsilon=0.1)
+    elif what == "draws":
+        edit_lines(run_dir / "metrics.jsonl", another_cohort)
+    elif what == "key":
+        (run_dir / "secret.json").chmod(0o644)
+    elif what == "data":
+        monkeypatch.setattr(UserStore, "check", changed_data)
+    elif what == "ledger":
+        path = run_dir / "ledger.jsonl"
+        path.write_text(path.read_text().replace("poisson", "Poisson"))
+    else:
+        rewrite_ledger(run_dir, lambda lines: [_noisier(line) for line in lines])
+    with pytest.raises(SystemExit) as stop:
+        main(["report", str(run_dir), "--out", str(tmp_path / "out")])
+    error = capsys.readouterr().err.splitlines()[-1]
+    named = {"claim": "summary", "noise": "events", "ledger": "settings"}.get(what, what)
+    assert stop.value.code == 1 and f"nothing to report: {named} violated" in error
+    assert not (tmp_path / "out").exists()
+
+
+def changed_data(_):
+    raise DataError("changed")
+
+
+def test_a_run_without_a_model_gets_no_report(trained, run_dir, tmp_path, capsys):
+    shutil.copytree(trained / "private", run_dir)
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "summary.json").unlink()
+    with pytest.raises(SystemExit) as stop:
+        main(["report", str(run_dir), "--out", str(tmp_path / "out")])
+    assert stop.value.code == 1 and "has no checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def _noisier(line):
+    if "event" in line:
+        line["event"]["noise_multiplier"] += 1
+    return line

@@ -1,0 +1,217 @@
+"""SECURITY.md, as far as it can be tested: the key, code in data, paths, tokens, dependencies."""
+
+import ast
+import copy
+import logging
+import os
+import pickle
+import re
+import stat
+import tomllib
+import traceback
+from importlib.metadata import packages_distributions
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from problems import mean_problem, users_of_sizes
+from test_architecture import ROOT, SOURCES, imported
+
+from fedsim import keys
+from fedsim.cli.main import main
+from fedsim.data.building.build import build
+from fedsim.els import ELS
+from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import keep_compiled
+from fedsim.errors import FileDamaged
+from fedsim.keys import SecretKey
+from fedsim.uls import ULS
+
+REPOSITORY = ROOT.parent
+SECRET = bytes(range(7, 39))
+
+
+def traces(text):
+    """Whether the key can be seen in a text, in any usual form."""
+    forms = (SECRET.hex(), repr(SECRET), str(list(SECRET)), "1234567890123")
+    return [form for form in forms if form in text]
+
+
+def test_a_key_shows_nothing_of_itself():
+    key = SecretKey(SECRET, seed=1234567890123)
+    users = users_of_sizes([2, 3])
+    methods = [m(users, budget=2, group_size=1, sampling="poisson", key=key) for m in (ELS, ULS)]
+    for thing in (key, *methods, key.generator("noise", 1), key.jax_key("noise", 1)):
+        assert traces(f"{thing} {thing!r}") == []
+    try:
+        key.jax_key("noise", "not a number")
+    except TypeError as error:
+        assert traces("".join(traceback.format_exception(error))) == []
+
+
+def test_a_key_stays_in_its_process():
+    key = SecretKey(SECRET)
+    for hand_on in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="a key stays in its process"):
+            hand_on(key)
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", "{}", '{"secret": 5}', '{"secret": "zz"}', "short"]
+)
+def test_a_damaged_key_is_named_and_not_shown(damage, tmp_path):
+    SecretKey(SECRET).save(tmp_path)
+    path = tmp_path / keys.FILE
+    text = path.read_text()
+    path.write_text(text.replace(SECRET.hex(), SECRET.hex()[:-2]) if damage == "short" else damage)
+    with pytest.raises(FileDamaged, match=str(path)) as caught:
+        SecretKey.load(tmp_path)
+    assert SECRET.hex()[:20] not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_training_that_fails_shows_no_key(tmp_path, monkeypatch, capfd, caplog):
+    """Whatever goes wrong in a step, and however loudly it is told."""
+    users = [f"user{u}" for u in range(20) for _ in range(3)]
+    pq.write_table(pa.table({"user_id": users, "text": ["red green"] * 60}), tmp_path / "t.parquet")
+    monkeypatch.setattr(SecretKey, "create", classmethod(lambda cls, *_: cls(SECRET)))
+
+    def fail(self, params, step, engine, **options):
+        raise OSError(f"disk full in {vars(self)}")
+
+    monkeypatch.setattr(ULS, "gradient", fail)
+    flags = "--epsilon 4 --num-steps 2 --budget 8 --engine local --max-length 16".split()
+    flags += ["--strategy", "scan:1"]
+    paths = ["--data", str(tmp_path / "t.parquet"), "--run-dir", str(tmp_path / "run")]
+    with caplog.at_level(logging.DEBUG, logger="fedsim"), pytest.raises(SystemExit) as stop:
+        main(["train", "uls", *flags, *paths])
+    assert stop.value.code == 1
+    out, err = capfd.readouterr()
+    assert "disk full" in err and traces(out + err + caplog.text) == []
+    for path in (tmp_path / "run").rglob("*"):
+        if path.is_file() and path.name != keys.FILE:
+            assert SECRET not in path.read_bytes() and traces(path.read_text("latin1")) == []
+
+
+def test_a_lane_has_two_units_or_more():
+    """What leaves a worker is a lane's sum: of one unit, it would be its clipped gradient."""
+    _, task = mean_problem(np.random.default_rng(0), [1])
+    engine = LocalEngine(task, num_lanes=8)
+    for units in range(2, 40):
+        lanes = engine.cut(np.zeros((units, 1), int))
+        assert min(map(len, lanes)) >= 2 and sum(map(len, lanes)) == units
+    assert [len(lane) for lane in engine.cut(np.zeros((1, 1), int))] == [1]  # the whole draw
+
+
+RUNS_CODE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "yaml"}
+
+
+def test_nothing_unpickles_but_rays_own_messages():
+    users = {m for m in SOURCES if {name.split(".")[-1] for name in imported(m)} & RUNS_CODE}
+    assert users == {"fedsim.engine.actors"}
+    assert "cloudpickle.loads" not in SOURCES["fedsim.engine.actors"].read_text()
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_no_module_runs_what_it_reads(module):
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name not in ("eval", "exec", "compile", "__import__", "os.system"), name
+            for option in node.keywords:
+                shown = f"{option.arg}={ast.unparse(option.value)}"
+                assert shown not in ("allow_pickle=True", "shell=True", "trust_remote_code=True")
+
+
+def test_an_array_file_with_objects_in_it_is_not_loaded(tmp_path):
+    np.save(tmp_path / "evil.npy", np.array([{}], object), allow_pickle=True)
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        np.load(tmp_path / "evil.npy")
+
+
+def test_no_text_of_the_data_is_part_of_a_path(tmp_path):
+    evil = ["../../evil", "/etc/evil", "evil\x00evil", "..", "a/b", "evil\n", "-evil", "C:\\evil"]
+    users = [user for user in evil for _ in range(12)]
+    pq.write_table(pa.table({"user_id": users, "text": users}), tmp_path / "t.parquet")
+    build([tmp_path / "t.parquet"], tmp_path / "inside" / "out", max_length=16)
+    names = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")}
+    assert all(name.startswith("inside") or name == "t.parquet" for name in names)
+    assert not any("evil" in name or ".." in name for name in names)
+    known = (
+        r"inside(/out(/(metadata\.json|tokenizer\.json|(train|eval_\w+)(/[\w.-]+)?))?)?|t.parquet"
+    )
+    assert [name for name in names if not re.fullmatch(known, name)] == []
+
+
+def test_built_data_in_the_cache_are_their_owners_alone(tmp_path, monkeypatch):
+    from fedsim.data import corpora
+
+    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
+    pq.write_table(
+        pa.table({"user_id": ["a", "b"] * 9, "text": ["x"] * 18}), tmp_path / "t.parquet"
+    )
+    corpora.load(tmp_path / "t.parquet", max_length=8)
+    assert (tmp_path / "cache" / "data").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def compiled_in():
+    """Where JAX keeps compiled programs; as before at the end."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield lambda: jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_compiled_programs_are_kept_where_their_owner_alone_can_write(tmp_path, compiled_in):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+    keep_compiled(cache / "compiled")
+    assert compiled_in().startswith(str(cache / "compiled"))
+    assert stat.S_IMODE((cache / "compiled").stat().st_mode) == 0o700
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o755  # nobody puts another one in its place
+
+
+@pytest.mark.parametrize("mode, user", [(0o770, 0), (0o702, 0), (0o700, 1)])
+def test_programs_that_others_could_have_put_there_are_not_run(
+    mode, user, tmp_path, compiled_in, monkeypatch, capsys
+):
+    (tmp_path / "compiled").mkdir()
+    (tmp_path / "compiled").chmod(mode)
+    me = os.getuid() + user
+    monkeypatch.setattr(os, "getuid", lambda: me)
+    keep_compiled(tmp_path / "compiled")
+    assert compiled_in() is None
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and f"cache={tmp_path / 'compiled'}: not used" in err
+
+
+def test_whatever_starts_ray_for_others_turns_authentication_on():
+    files = [p for p in (REPOSITORY / "cluster").rglob("*") if p.is_file()]
+    starters = [p for p in files if re.search(r"ray start|RayCluster|RayJob", p.read_text("utf8"))]
+    scripts = [p for p in starters if p.suffix in (".sh", ".yaml", ".sbatch")]
+    assert len(scripts) >= 3
+    for path in scripts:
+        assert re.search(r"RAY_AUTH_MODE=token|authOptions", path.read_text()), path
+
+
+def test_the_list_of_dependencies_is_short_used_and_pinned():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[\[>=<]", line)[0].lower() for line in project["dependencies"]}
+    assert len(names) <= 22
+    pins = (REPOSITORY / "constraints.txt").read_text().lower().splitlines()
+    pinned = {line.partition("==")[0] for line in pins}
+    assert {name.replace("_", "-") for name in names} <= {p.replace("_", "-") for p in pinned}
+    modules = {name.partition(".")[0] for module in SOURCES for name in imported(module)}
+    homes = packages_distributions()
+    used = {home.lower() for module in modules for home in homes.get(module, [])}
+    unused = {n for n in names if n.replace("_", "-") not in {u.replace("_", "-") for u in used}}
+    assert unused <= {"grpcio"}  # Ray's, for its token authentication
+
+
+def test_the_documents_say_what_is_not_covered():
+    text = (REPOSITORY / "SECURITY.md").read_text()
+    for word in ("driver", "workers", "storage", "Mironov", "non_private", "--replay", "token"):
+        assert word in text

@@ -1,0 +1,308 @@
+"""What `fedsim verify` finds: nothing in a run as it is, and every promise that was broken."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedsim.cli.main import main
+from fedsim.run import checkpoint, directory, ledger
+
+NUM_STEPS = 6
+
+
+def write_texts(path, num_users=40):
+    rng = np.random.default_rng(0)
+    users = [f"user{u}" for u in range(num_users) for _ in range(rng.integers(1, 6))]
+    texts = [" ".join(rng.choice(["red", "green", "blue", "grey"], 4)) for _ in users]
+    pq.write_table(pa.table({"user_id": users, "text": texts}), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.parquet")
+
+
+def command(texts, run_dir, algorithm="uls", **flags):
+    flags = {
+        **{"data": texts, "run-dir": run_dir, "epsilon": 4, "num-steps": NUM_STEPS, "budget": 12},
+        **{"group-size": 2, "max-length": 24, "seed": 3, "engine": "local", "checkpoint-every": 2},
+        **{"strategy": "scan:2", "eval-every": 3, **flags},
+    }
+    return [
+        "train",
+        algorithm,
+        *(str(x) for n, value in flags.items() if value is not None for x in (f"--{n}", value)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(texts, tmp_path_factory):
+    """Directories of finished runs, by algorithm; not to be changed."""
+    directory = tmp_path_factory.mktemp("trained")
+    for algorithm in ("els", "uls"):
+        main(command(texts, directory / algorithm, algorithm))
+    return {algorithm: directory / algorithm for algorithm in ("els", "uls")}
+
+
+@pytest.fixture
+def copy(trained, run_dir):
+    """A copy of the run of uls."""
+    shutil.copytree(trained["uls"], run_dir)
+    return run_dir
+
+
+def verify(capsys, run_dir, *args):
+    """(exit code, {promise: (holds, found)}); promises are kept or broken as the code says."""
+    capsys.readouterr()
+    try:
+        main(["verify", str(run_dir), *map(str, args), "--json"])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    found = json.loads(capsys.readouterr().out)
+    assert found["holds"] == (code != 1)
+    assert found["guarantee"] == found["holds"]
+    return code, {each["promise"]: (each["holds"], each["found"]) for each in found["checks"]}
+
+
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_a_run_keeps_its_promises_and_gives_the_same_bits_again(algorithm, trained, capsys):
+    before = {p: p.read_bytes() for p in trained[algorithm].rglob("*") if p.is_file()}
+    for flag, says in (("--replay", "the last 2 of 6 steps (from"), ("--whole", "all 6 steps (")):
+        code, found = verify(capsys, trained[algorithm], flag)
+        assert code == 0 and {holds for holds, _ in found.values()} == {True}, found
+        assert found["replay"][1].startswith(says)
+    assert f"the sizes of the draws of {NUM_STEPS} of {NUM_STEPS} steps" in found["draws"][1]
+    assert {p: p.read_bytes() for p in trained[algorithm].rglob("*") if p.is_file()} == before
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}, indent=2) + "\n")
+
+
+def edit_lines(path, change):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in change(lines)))
+
+
+def rewrite_ledger(run_dir, change):
+    """What a forger would do: another ledger whose chain fits, and a summary that knows of it."""
+    lines = [{k: v for k, v in line.items() if k != "chain"} for line in ledger.read(run_dir)]
+    chain, whole = "", b""
+    for line in change(lines):
+        body = json.dumps(line).encode()[:-1]
+        chain = ledger.link(chain, body)
+        whole += body + ledger.LINK.format(chain).encode() + b"\n"
+    (run_dir / ledger.FILE).write_bytes(whole)
+    edit_json(run_dir / "summary.json", ledger_chain=chain)
+
+
+def more_noise(lines):
+    for line in lines[1:]:
+        line["event"]["noise_multiplier"] *= 2
+    return lines
+
+
+def other_gradient(lines):
+    lines[-1]["gradient_sha256"] = "0" * 64
+    return lines
+
+
+def one_as_shuffled(lines):
+    lines[3]["sampling_run"] = "shuffle"
+    return lines
+
+
+def another_plan(lines):
+    lines[0]["head"]["plan"]["delta"] = 1e-3
+    return lines
+
+
+def summary(**changes):
+    return lambda run_dir: edit_json(run_dir / "summary.json", **changes)
+
+
+def metrics(change):
+    return lambda run_dir: edit_lines(run_dir / "metrics.jsonl", change)
+
+
+def with_epsilon(value, key="epsilon"):
+    """A change of lines: what is said to be spent after every step is another number."""
+    return lambda lines: [{**line, key: value} if line.get(key) else line for line in lines]
+
+
+def another_cohort(lines):
+    return [
+        {**line, "non_private/cohort_size": 1 + line["non_private/cohort_size"]}
+        if "non_private/cohort_size" in line
+        else line
+        for line in lines
+    ]
+
+
+def other_params(run_dir):
+    """A checkpoint of something else, whole in itself, and a summary that knows of it."""
+    path = checkpoint.latest(run_dir)
+    state = checkpoint.load(path)
+    state["params"]["embed"]["embedding"] = state["params"]["embed"]["embedding"] + 1
+    checkpoint.save(run_dir, NUM_STEPS, state)
+    digest = checkpoint.params_sha256(checkpoint.load_params(path))
+    edit_json(run_dir / "summary.json", params_sha256=digest)
+
+
+BROKEN = {
+    "ledger cut": ("summary", lambda r: rewrite_ledger(r, lambda lines: lines[:-1])),
+    "ledger of more noise": ("events", lambda r: rewrite_ledger(r, more_noise)),
+    "ledger of another sampling": ("events", lambda r: rewrite_ledger(r, one_as_shuffled)),
+    "ledger of another plan": ("ledger", lambda r: rewrite_ledger(r, another_plan)),
+    "epsilon in the ledger's lines": (
+        "epsilon",
+        lambda r: rewrite_ledger(r, with_epsilon(0.01)),
+    ),
+    "epsilon in the metrics": ("metrics", metrics(with_epsilon(0.01, "privacy/epsilon"))),
+    "epsilon under another name": (
+        "metrics",
+        metrics(lambda lines: [*lines, {"step": 1, "comparison_only/epsilon_as_if_poisson": 1}]),
+    ),
+    "a better loss": ("summary", summary(final_eval_loss=0.1)),
+    "a better loss before": ("summary", summary(initial_eval_loss=9.9)),
+    "nothing left out": ("summary", summary(non_private=[])),
+    "another unit of privacy": ("summary", summary(privacy_unit="example")),
+    "more noise claimed": ("summary", summary(gradient_noise_multiplier=9.0)),
+    "another clip norm at the end": ("summary", summary(final_clip_norm=0.5)),
+    "no checkpoints": ("checkpoints", lambda r: shutil.rmtree(r / "checkpoints")),
+    "a step of other bits": ("replay", lambda r: rewrite_ledger(r, other_gradient)),
+    "no ledger": ("ledger", lambda r: (r / "ledger.jsonl").unlink()),
+    "a smaller epsilon": ("summary", summary(epsilon=0.5)),
+    "another adjacency": ("summary", summary(adjacency="replace one")),
+    "another delta": ("summary", summary(delta=1e-9)),
+    "fewer steps": ("summary", summary(steps_done=NUM_STEPS - 1)),
+    "other parameters claimed": ("summary", summary(params_sha256="0" * 64)),
+    "steps that are not in the ledger": (
+        "metrics",
+        metrics(lambda lines: [*lines, {**lines[-1], "step": NUM_STEPS + 1}]),
+    ),
+    "other draws": ("draws", metrics(another_cohort)),
+    "a key that others can read": ("key", lambda r: (r / "secret.json").chmod(0o644)),
+    "a directory that others can read": ("key", lambda r: r.chmod(0o755)),
+    "another key": (
+        "key",
+        lambda r: edit_json(r / "secret.json", secret="00" * 32),
+    ),
+    "parameters that were not trained so": ("replay", other_params),
+    "a checkpoint under another name": (
+        "checkpoints",
+        lambda r: checkpoint.latest(r).rename(r / "checkpoints" / "step-00000005.msgpack"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_promise_is_named(what, copy, capsys):
+    promise, damage = BROKEN[what]
+    damage(copy)
+    code, found = verify(capsys, copy, *(["--replay"] if promise == "replay" else []))
+    assert code == 1 and found[promise][0] is False, found
+
+
+def test_changed_settings_are_named(copy, capsys):
+    path = copy / "config.json"
+    path.write_text(path.read_text().replace('"learning_rate": 0.1', '"learning_rate": 0.2'))
+    code, found = verify(capsys, copy)
+    says = f"{path}: was changed since the run was started"
+    assert code == 1 and found == {"settings": (False, says)}
+
+
+def test_other_data_are_named(copy, tmp_path, capsys):
+    code, found = verify(capsys, copy, "--data", write_texts(tmp_path / "other.parquet", 39))
+    assert code == 1 and found["data"][0] is False and "other data" in found["data"][1]
+    assert found["draws"] == (None, "needs the data that the run was started with")
+
+
+def test_another_key_is_one_broken_promise_and_no_other_data(copy, capsys):
+    edit_json(copy / "secret.json", secret="00" * 32)
+    code, found = verify(capsys, copy)
+    assert code == 1 and "secret.json: another key" in found["key"][1]
+    assert {promise for promise, (holds, _) in found.items() if holds is None} == {"data", "draws"}
+
+
+def test_a_byte_that_is_changed_in_built_data_is_noticed(texts, run_dir, tmp_path, capsys):
+    built = tmp_path / "built"
+    main(["data", "build", str(texts), "--out", str(built), "--max-length", "24"])
+    args = command(built, run_dir, **{"num-steps": 1, "max-length": None})
+    main(args)
+    assert verify(capsys, run_dir)[0] == 0
+    shard = next((built / "train").glob("data-*.arrow"))
+    whole = shard.read_bytes()
+    at = whole.rfind(b"r\0e\0d")  # a token's id is its byte
+    assert at > 0
+    shard.write_bytes(whole[: len(whole) // 2])
+    assert verify(capsys, run_dir)[1]["data"][0] is False
+    shard.write_bytes(whole[:at] + b"R" + whole[at + 1 :])
+    code, found = verify(capsys, run_dir)
+    assert code == 1 and found["data"][0] is False and str(shard.parent) in found["data"][1]
+    with pytest.raises(SystemExit) as stop:
+        main([*args, "--resume"])
+    *_, last = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and last.startswith(f"fedsim: error: data={shard.parent}: changed")
+
+
+def test_metrics_that_are_gone_are_not_looked_at(copy, capsys):
+    (copy / "metrics.jsonl").unlink()
+    code, found = verify(capsys, copy)
+    assert code == 0 and found["metrics"] == found["draws"] == (None, f"0 of {NUM_STEPS} steps")
+
+
+@pytest.mark.parametrize("name", ["verify", "report"])
+def test_a_run_that_is_going_on_is_not_looked_at(name, copy, capsys):
+    with directory.lock(copy), pytest.raises(SystemExit) as stop:
+        main([name, str(copy)])
+    assert stop.value.code == 2
+    assert "expected a run that no other process is working on" in capsys.readouterr().err
+    with directory.lock(copy, to_read=True):
+        assert verify(capsys, copy)[0] == 0
+
+
+def test_a_stranger_without_the_key_verifies_what_can_be(copy, capsys):
+    (copy / "secret.json").unlink()
+    code, found = verify(capsys, copy)
+    unknown = {promise for promise, (holds, _) in found.items() if holds is None}
+    assert code == 0 and unknown == {"key", "data", "draws"}
+
+
+def test_a_run_that_was_stopped_claims_nothing_yet(copy, capsys):
+    (copy / "summary.json").unlink()
+    code, found = verify(capsys, copy)
+    assert code == 0 and found["summary"][0] is None
+
+
+@pytest.mark.parametrize("name", ["ledger.jsonl", "checkpoints/step-00000004.msgpack", "latest"])
+def test_any_byte_that_is_changed_is_refused_by_verify_and_by_resume(name, texts, copy, capsys):
+    path = checkpoint.latest(copy) if name == "latest" else copy / name
+    whole = path.read_bytes()
+    places = np.linspace(0, len(whole) - 1, 6).astype(int)
+    for at in places:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        code, found = verify(capsys, copy)
+        broken = [says for holds, says in found.values() if holds is False]
+        assert code == 1 and any(str(path) in says for says in broken), (at, found)
+    for at in places[::3]:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(SystemExit) as stop:
+            main([*command(texts, copy), "--resume"])
+        assert stop.value.code == 1
+        *_, last = capsys.readouterr().err.splitlines()
+        assert last.startswith("fedsim: error: ") and str(path) in last
+    path.write_bytes(whole)
+    assert verify(capsys, copy)[0] == 0
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", str(tmp_path)])
+    assert stop.value.code == 2 and "expected the directory of a run" in capsys.readouterr().err

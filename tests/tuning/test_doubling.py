@@ -1,0 +1,149 @@
+"""Algorithm 3 against exhaustive search on objectives that are known, and its competitors."""
+
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from fedsim import accounting
+from fedsim.group_size import median_group_size
+from fedsim.tuning import doubling
+from fedsim.tuning.doubling import Configuration, Limits, estimate_and_double
+
+GRID = [Configuration(2**i, 2**j) for i, j in itertools.product(range(9), range(5, 13))]
+
+
+def sigma(cohort):
+    """Like a real one: falls no faster than 1/M, and levels off."""
+    return 0.5 + 60 / cohort
+
+
+def norms_with(shared):
+    """L(G) of users whose gradients share a part of this squared size; the rest is orthogonal."""
+    return lambda group: math.sqrt(shared + (1 - shared) / group)
+
+
+def optimum(grad_norm, noise, budget):
+    def objective(at):
+        return grad_norm(at.group_size) * noise(at.cohort_size)
+
+    return min(doubling.with_budget(GRID, budget), key=objective)
+
+
+def test_it_starts_with_one_example_of_32_users():
+    assert Configuration(1, 32) == doubling.START
+    chosen, turns = estimate_and_double(32, norms_with(0.1), sigma)
+    assert chosen == doubling.START and turns == []
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.01, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("power", range(6, 13))
+def test_it_finds_the_optimum_of_known_norms_and_noise(shared, power):
+    """Both factors are log-convex, so a local choice is a global one."""
+    limits = Limits(2**8, 2**12)
+    chosen, _ = estimate_and_double(2**power, norms_with(shared), sigma, limits=limits)
+    assert chosen == optimum(norms_with(shared), sigma, 2**power)
+
+
+def test_it_doubles_the_group_exactly_where_that_shrinks_the_noise_more():
+    chosen, turns = estimate_and_double(256, {1: 8, 2: 5, 4: 4.6}.get, {32: 4, 64: 3, 128: 2}.get)
+    assert [(turn.at.group_size, turn.at.cohort_size) for turn in turns] == [
+        (1, 32),
+        (2, 32),
+        (2, 64),
+    ]
+    assert [turn.tau_group for turn in turns] == [5 / 8, 4.6 / 5, 4.6 / 5]
+    assert [turn.tau_cohort for turn in turns] == [3 / 4, 3 / 4, 2 / 3]
+    assert chosen == Configuration(2, 128)
+
+
+def test_a_tie_doubles_the_cohort():
+    chosen, _ = estimate_and_double(64, lambda group: 1 / group, lambda cohort: 1 / cohort)
+    assert chosen == Configuration(1, 64)
+
+
+def test_it_asks_only_for_what_it_needs_and_budgets_share_their_path():
+    asked = []
+
+    def grad_norm(group):
+        asked.append(group)
+        return norms_with(0.05)(group)
+
+    small, turns = estimate_and_double(256, grad_norm, sigma)
+    assert max(asked) <= 2 * small.group_size
+    large, more = estimate_and_double(2048, grad_norm, sigma)
+    assert more[: len(turns)] == turns and large.budget == 2048
+
+
+def test_a_budget_that_is_no_power_of_two_is_reached_from_below():
+    chosen, _ = estimate_and_double(100, norms_with(0.1), sigma)
+    assert chosen.budget == 128
+
+
+def test_limits_are_never_left():
+    """64 users: the cohort cannot grow beyond them, however much it would help."""
+    limits = Limits(cohort_size=64)
+    chosen, turns = estimate_and_double(512, norms_with(1.0), sigma, limits=limits)
+    assert chosen == Configuration(8, 64)
+    assert turns[-1].tau_cohort == math.inf and turns[-1].tau_group == 1
+    chosen, _ = estimate_and_double(10**9, norms_with(1.0), sigma, limits=Limits(4, 64))
+    assert chosen == Configuration(4, 64)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"budget": 0}, "budget=0: expected a whole number >= 1"),
+        ({"limits": Limits(cohort_size=16)}, "start=.*: expected within"),
+    ],
+)
+def test_bad_arguments_are_named(changed, message):
+    arguments = {"budget": 64, "user_grad_norm": norms_with(0.1), "noise": sigma}
+    with pytest.raises(ValueError, match=message):
+        estimate_and_double(**{**arguments, **changed})
+
+
+def test_the_oracle_follows_the_loss():
+    losses = {(2, 32): 3.0, (1, 64): 2.0, (2, 64): 1.0, (1, 128): 1.5}
+    found = doubling.greedy_local_oracle(128, lambda at: losses[at.group_size, at.cohort_size])
+    assert found == Configuration(2, 64)
+
+
+def test_the_oracle_may_miss_the_optimum_as_any_local_strategy_may():
+    losses = {(2, 32): 3.0, (1, 64): 2.0, (2, 64): 1.0, (1, 128): 1.5, (4, 32): 0.1}
+    found = doubling.greedy_local_oracle(128, lambda at: losses[at.group_size, at.cohort_size])
+    assert losses[found.group_size, found.cohort_size] > min(losses.values())
+
+
+def test_the_other_strategies_take_a_diagonal_of_the_grid():
+    assert doubling.max_cohort(GRID, 2**14) == Configuration(4, 2**12)
+    assert doubling.max_group_size(GRID, 2**14) == Configuration(2**8, 2**6)
+    assert len(doubling.with_budget(GRID, 2**14)) == 7
+    with pytest.raises(ValueError, match="budget=17: expected a product"):
+        doubling.max_cohort(GRID, 17)
+
+
+def test_the_median_heuristic():
+    assert median_group_size(np.array([1, 2, 3, 50])) == 2
+    assert median_group_size(np.array([0, 0, 0, 4])) == 1
+
+
+def test_the_noise_of_uls_is_theorem_2s_multiplier_over_the_cohort():
+    noise = doubling.uls_noise(3.0, 1e-5, 10, 400)
+    target = {"epsilon": 3.0, "delta": 1e-5, "num_steps": 10}
+    assert noise(40) == accounting.noise_multiplier(**target, sampling_prob=0.1) / 40
+
+
+def test_read_literally_algorithm_3_would_never_enlarge_the_cohort():
+    """Theorem 2's multiplier grows with M at a fixed epsilon: why noise is that of the mean."""
+    multiplier = functools.partial(
+        accounting.noise_multiplier, epsilon=3.0, delta=1e-5, num_steps=10
+    )
+    literal = estimate_and_double(
+        128, norms_with(0.9), lambda cohort: multiplier(sampling_prob=cohort / 400)
+    )
+    assert literal[0] == Configuration(4, 32)
+    meant = estimate_and_double(128, norms_with(0.9), doubling.uls_noise(3.0, 1e-5, 10, 400))
+    assert meant[0] == Configuration(1, 128)

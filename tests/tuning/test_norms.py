@@ -1,0 +1,89 @@
+"""Estimates of gradient norms where they are known: f(theta, z) = |theta - z|^2 / 2 at 0."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import users_of_sizes
+
+from fedsim.engine.engine import EngineError
+from fedsim.engine.local_engine import LocalEngine
+from fedsim.models.mean import MeanTask
+from fedsim.tuning import doubling
+from fedsim.tuning.norms import GradientNorms
+
+WIDTH = 40
+
+
+def users_sharing(share, num_users=30, size=32, scale=3.0):
+    """(task, offsets): a user's examples share a part; what is left of them is orthogonal."""
+    points = np.zeros((num_users * size, WIDTH))
+    points[:, 0] = math.sqrt(share)
+    points[np.arange(len(points)), 1 + np.arange(len(points)) % size] = math.sqrt(1 - share)
+    return MeanTask(scale * points), users_of_sizes([size] * num_users).offsets
+
+
+def norms_of(task, offsets, key, **options):
+    engine = LocalEngine(task, num_lanes=4)
+    return GradientNorms(engine, jnp.zeros(WIDTH), offsets, key, **options)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_norm_of_a_users_mean_gradient(share, key):
+    norms = norms_of(*users_sharing(share), key, num_users=16, most=8)
+    for group in (1, 2, 4, 8, 32):
+        expected = 3 * math.sqrt(share + (1 - share) / group)
+        assert norms.user_norm(group) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("share, budget", [(0.0, 512), (0.02, 512), (0.3, 256), (1.0, 256)])
+def test_the_tuners_choice_is_the_analytic_optimum(share, budget, key):
+    """Norms through an engine, noise from the accountant; the optimum from the formulas."""
+    norms = norms_of(*users_sharing(share), key, num_users=8, most=16)
+    sigma = doubling.uls_noise(2.0, 1e-5, 100, 600)
+    limits = doubling.Limits(32, 600)
+    chosen, _ = doubling.estimate_and_double(budget, norms.user_norm, sigma, limits=limits)
+    options = [
+        doubling.Configuration(group, budget // group)
+        for group in (1, 2, 4, 8, 16)
+        if budget // group >= 32 and budget // group <= 600
+    ]
+    best = min(
+        options,
+        key=lambda at: math.sqrt(share + (1 - share) / at.group_size) * sigma(at.cohort_size),
+    )
+    assert chosen == best
+
+
+def test_the_median_is_over_users_and_the_estimator_can_be_replaced(key):
+    points = np.zeros((50, WIDTH))
+    points[:, 0] = np.arange(50)  # user u's one example has norm u
+    offsets = users_of_sizes([1] * 50).offsets
+    for estimator in (np.median, np.max, np.mean):
+        norms = norms_of(MeanTask(points), offsets, key, estimator=estimator)
+        assert norms.user_norm(1) == pytest.approx(estimator(np.arange(50)))
+        assert norms.example_norm(np.arange(50)) == pytest.approx(estimator(np.arange(50)))
+    assert norms_of(MeanTask(points), offsets, key, num_users=7).user_norm(1) != 24.5
+
+
+def test_short_users_and_users_without_examples(key):
+    """A user with fewer than G examples uses all; one with none is not asked."""
+    sizes = [0, 2, 0, 3]
+    points = np.zeros((5, WIDTH))
+    points[np.arange(5), np.arange(5)] = 6.0
+    norms = norms_of(MeanTask(points), users_of_sizes(sizes).offsets, key, most=64)
+    expected = np.median([6 / math.sqrt(2), 6 / math.sqrt(3)])
+    assert norms.user_norm(64) == pytest.approx(expected)
+    assert norms.gradients == 5
+    norms.user_norm(64)
+    assert norms.gradients == 5  # remembered
+
+
+def test_data_without_examples_and_gradients_that_are_not_finite_are_refused(key):
+    task, offsets = users_sharing(0.5)
+    with pytest.raises(ValueError, match="expected a user with an example"):
+        norms_of(task, users_of_sizes([0, 0]).offsets, key)
+    broken = MeanTask(np.full((len(task.points), WIDTH), np.nan))
+    with pytest.raises(EngineError, match="is finite"):
+        norms_of(broken, offsets, key).user_norm(2)

@@ -1,0 +1,82 @@
+"""Training with what is chosen privately: its cost is in the ledger, the epsilon and the report."""
+
+import json
+
+import pytest
+from test_cli import run, texts, train_args  # noqa: F401
+
+from fedsim import accounting
+from fedsim.accounting import StepEvent
+from fedsim.accounting.pure_dp import PureEvent
+from fedsim.clipping.adaptive import AdaptiveClip
+from fedsim.group_size import GRID
+from fedsim.run import ledger, metrics
+
+
+def trained(algorithm, texts, run_dir, capsys, *more, **flags):  # noqa: F811
+    args = train_args(texts, run_dir, **{"group_size": None, "strategy": "scan:2", **flags})
+    code, out, err = run("train", algorithm, *args, *more, "--json", capsys=capsys)
+    assert code == 0, err
+    return json.loads(out), err
+
+
+def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys):  # noqa: F811
+    summary, err = trained("els", texts, run_dir, capsys, group_size_epsilon=0.5)
+    assert summary["group_size"] in GRID
+    assert not any("group_size" in fact for fact in summary["non_private"])
+    assert "a private median, for epsilon 0.5 of it" in err
+    step = StepEvent(summary["noise_multiplier"], summary["sampling_prob"], summary["group_size"])
+    expected = accounting.epsilon([(PureEvent(0.5), 1), (step, 3)], summary["delta"])
+    assert summary["epsilon"] == expected and 7.9 < expected <= 8
+    assert summary["group_size_epsilon"] == 0.5
+    head, *steps = ledger.read(run_dir)
+    assert head["head"]["before"] == [{"what": "group_size", "epsilon": 0.5}]
+    logged = [
+        line["privacy/epsilon"] for line in metrics.read(run_dir) if "privacy/epsilon" in line
+    ]
+    assert logged[-1] == pytest.approx(expected, rel=1e-3)
+    again, _ = trained("els", texts, run_dir, capsys, "--resume", group_size_epsilon=0.5)
+    assert again["group_size"] == summary["group_size"]  # the same draw, no second release
+
+
+@pytest.mark.parametrize("algorithm, clipping", [("els", "plain"), ("uls", "normalised")])
+def test_a_clip_norm_that_moves_costs_nothing_more(algorithm, clipping, texts, run_dir, capsys):  # noqa: F811
+    flags = {"clip_quantile": 0.5, "clip_norm": 0.1, "num_steps": 6, "clipping": clipping}
+    summary, err = trained(algorithm, texts, run_dir, capsys, **flags, group_size=2)
+    sigma = summary["noise_multiplier"]
+    step = StepEvent(sigma, summary["sampling_prob"], 2 if algorithm == "els" else 1)
+    assert summary["epsilon"] == accounting.epsilon([(step, 6)], summary["delta"])
+    adaptive = AdaptiveClip(0.5, summary["expected_count"], sigma)
+    assert summary["gradient_noise_multiplier"] == adaptive.gradient_noise_multiplier > sigma
+    assert "moved to quantile 0.5 privately" in err
+    norms = [
+        line["privacy/clip_norm"] for line in metrics.read(run_dir) if "privacy/clip_norm" in line
+    ]
+    assert norms[0] == 0.1 and len(set(norms)) == 6
+    assert summary["final_clip_norm"] not in norms  # of the step after the last
+
+
+def test_a_run_that_moves_its_clip_norm_resumes_to_the_same_bits(texts, run_dir, capsys):  # noqa: F811
+    flags = {"clip_quantile": 0.5, "num_steps": 6, "checkpoint_every": 2, "group_size": 2}
+    whole, _ = trained("uls", texts, run_dir, capsys, **flags)
+    for path in sorted((run_dir / "checkpoints").glob("*"))[1:]:
+        path.unlink()  # as if it had been killed after an earlier one
+    again, _ = trained("uls", texts, run_dir, capsys, "--resume", **flags)
+    same = ("params_sha256", "final_clip_norm", "epsilon")
+    assert [again[name] for name in same] == [whole[name] for name in same]
+
+
+@pytest.mark.parametrize(
+    "algorithm, flags, message",
+    [
+        ("uls", {"group_size_epsilon": 0.5}, "group_size_epsilon=0.5: expected nothing with uls"),
+        ("els", {"group_size_epsilon": 9}, "group_size_epsilon=9.0: expected > 0 and below"),
+        ("els", {"group_size_epsilon": 0.5, "group_size": 3}, "group_size=3: expected none"),
+        ("uls", {"clip_quantile": 1.5}, r"clip_quantile=1.5: expected in (0, 1)"),
+        ("uls", {"chosen_on_data": "sigma"}, "chosen_on_data=sigma: expected names of settings"),
+    ],
+)
+def test_mistakes_are_one_line(algorithm, flags, message, texts, run_dir, capsys):  # noqa: F811
+    args = train_args(texts, run_dir, **{"group_size": None, **flags})
+    code, _, err = run("train", algorithm, *args, capsys=capsys)
+    assert code == 2 and message in err and not run_dir.exists()

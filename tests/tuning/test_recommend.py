@@ -1,0 +1,190 @@
+"""Advice that training keeps: same sigma, C and M; shares, the choice, and how it is refused."""
+
+import dataclasses
+import json
+import math
+import shlex
+
+import numpy as np
+import pytest
+from problems import users_of_sizes
+from test_cli import run, texts  # noqa: F401
+
+from fedsim import accounting
+from fedsim.cli import main
+from fedsim.cli.arguments import parse
+from fedsim.clipping import Clip
+from fedsim.config import Algorithm
+from fedsim.data import corpora
+from fedsim.keys import SecretKey
+from fedsim.plan import complete, make_plan, method_for
+from fedsim.tuning.advice import choose
+from fedsim.tuning.recommend import share_used
+
+FLAGS = "--epsilon 4 --num-steps 7 --budget 40 --max-length 24 --engine local --users 12".split()
+FLAGS += ["--strategy", "scan:3"]
+
+
+@pytest.fixture(scope="module")
+def advised(texts, tmp_path_factory):  # noqa: F811
+    """(result, what is printed to people) of `fedsim recommend`."""
+    plot = tmp_path_factory.mktemp("plots") / "noise.png"
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        patch.setattr("builtins.print", lambda *words, **kw: printed.append((words, kw)))
+        args = ["recommend", "--data", str(texts), *FLAGS, "--learning-rate", "0.3"]
+        command = parse(main.Command, [*args, "--plot", str(plot)])
+        result = command()
+    return (
+        result,
+        "\n".join(str(w) for words, kw in printed if "file" not in kw for w in words),
+        plot,
+    )
+
+
+def planned(command):
+    """The plan of the training that a printed command starts."""
+    train = parse(main.Command, command[1:])
+    data = corpora.load(train.run.data.source, **train.run.data.options)
+    algorithm, key = Algorithm(train.algorithm), SecretKey.create()
+    privacy, non_private = complete(algorithm, train.privacy, data)
+    method = method_for(algorithm, privacy, data.train, key)
+    plan = make_plan(algorithm, privacy, data.train, method, 1, non_private, "")
+    return plan, train
+
+
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
+    each = advised[0][algorithm]
+    plan, train = planned(each["command"])
+    for name in "group_size budget expected_count sampling_prob clip_norm noise_multiplier".split():
+        assert each[name] == getattr(plan, name), name
+    assert (plan.target_epsilon, plan.num_steps, plan.delta) == (4.0, 7, advised[0]["delta"])
+    clip = plan.clip
+    assert each["added_stddev"] == clip.sensitivity * plan.noise_multiplier / plan.expected_count
+    assert each["noise_per_step"] == pytest.approx(each["added_stddev"] * plan.clip_norm)
+    assert (train.run.learning_rate, train.run.engine.kind) == (0.3, "local")  # flags are passed on
+    event = accounting.StepEvent(
+        each["noise_multiplier"],
+        each["sampling_prob"],
+        plan.group_size if algorithm == "els" else 1,
+    )
+    assert 3.99 < accounting.epsilon([(event, 7)], plan.delta) <= 4
+
+
+def test_the_group_sizes_are_those_of_the_heuristics(advised):
+    result = advised[0]
+    assert result["els"]["group_size"] == result["median_examples"]
+    uls, last = result["uls"], result["turns"][-1]
+    assert uls["group_size"] * uls["expected_count"] == uls["budget"] <= 40
+    group, cohort = last["at"]["group_size"], last["at"]["cohort_size"]
+    assert uls["group_size"] == (2 * group if last["tau_group"] < last["tau_cohort"] else group)
+    assert group * cohort < 40
+
+
+def test_what_is_not_private_is_said_and_passed_on_to_training(advised):
+    result, printed, _ = advised
+    for part in ("delta=", "num_users=", "group_size=", "clip_norm"):
+        assert any(fact.startswith(part) for fact in result["non_private"]), part
+    assert printed.count("not private:") == len(result["non_private"])
+    plan, _ = planned(result["uls"]["command"])
+    for name in ("group_size", "clip_norm"):
+        assert f"{name} (chosen by looking at this data)" in plan.non_private
+
+
+def test_the_report_ends_with_commands_that_can_be_pasted(advised):
+    result, printed, plot = advised
+    commands = [line for line in printed.splitlines() if "fedsim train" in line]
+    best = result["recommended"]
+    assert shlex.split(commands[0]) == result[best]["command"]
+    assert f"recommended: {best.upper()}: " in printed
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_time_and_the_gradients_are_of_all_steps(advised):
+    els, uls = advised[0]["els"], advised[0]["uls"]
+    assert els["gradients"] == 7 * els["budget"]
+    assert uls["gradients"] <= 7 * uls["budget"]
+    assert els["seconds"] > 0 and uls["seconds"] > 0
+
+
+def test_what_is_timed_is_what_training_would_do(advised):
+    for each in (advised[0]["els"], advised[0]["uls"]):
+        assert each["strategy"] == "scan:3" and "scan:3" in each["command"]
+
+
+@pytest.mark.parametrize("els_noise, best", [(0.5, "els"), (2.0, "uls"), (1.0, "els")])
+def test_the_choice_is_less_noise_per_step(els_noise, best, advised):
+    from fedsim.tuning.advice import Advice
+
+    els, uls = (
+        Advice(**{**advised[0][name], "algorithm": Algorithm(name)}) for name in ("els", "uls")
+    )
+    els, uls = (dataclasses.replace(a, noise_per_step=n) for a, n in ((els, els_noise), (uls, 1.0)))
+    chosen, reason = choose(els, uls)
+    assert chosen.algorithm == best
+    assert f"{min(els_noise, 1 / els_noise):.2f} times" in reason
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_the_share_of_data_used_is_what_draws_use(algorithm, group_size, key):
+    from fedsim.config import PrivacyConfig
+
+    users, steps, repeats = users_of_sizes([1, 2, 5, 12, 3, 7]), 4, 300
+    privacy = PrivacyConfig(1.0, steps, budget=3, delta=1e-5, group_size=group_size)
+    shares = []
+    for repeat in range(repeats):
+        method = method_for(algorithm, privacy, users, SecretKey.create(repeat))
+        seen = np.unique(np.concatenate([method.draw(step).ravel() for step in range(steps)]))
+        shares.append((seen >= 0).sum() / users.num_examples)
+    prob = method.sampler.sampling_prob
+    expected = share_used(algorithm, np.diff(users.offsets), group_size, prob, steps)
+    assert np.mean(shares) == pytest.approx(expected, abs=5 * np.std(shares) / math.sqrt(repeats))
+
+
+def test_plain_clipping_adds_noise_in_the_units_of_the_gradient(texts, capsys):  # noqa: F811
+    args = [
+        "recommend",
+        "--data",
+        texts,
+        *FLAGS,
+        "--clipping",
+        "plain",
+        "--delta",
+        "1e-5",
+        "--json",
+    ]
+    code, out, err = run(*args, capsys=capsys)
+    assert code == 0, err
+    uls = json.loads(out)["uls"]
+    assert uls["added_stddev"] == pytest.approx(uls["noise_per_step"])
+    plan, train = planned(uls["command"])
+    assert plan.clip == Clip(uls["clip_norm"]) and train.privacy.delta == 1e-5
+
+
+def test_a_budget_below_algorithm_3s_start_is_kept(texts, capsys):  # noqa: F811
+    flags = ["5" if arg == "40" else arg for arg in FLAGS]
+    code, out, err = run("recommend", "--data", texts, *flags, "--json", capsys=capsys)
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["uls"]["group_size"], result["uls"]["expected_count"]) == (1, 5)
+    assert result["els"]["expected_count"] == 5 and result["turns"] == []
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"--epsilon": "inf"}, "epsilon=inf: expected a finite one"),
+        ({"--epsilon": 0}, "epsilon=0.0: expected > 0"),
+        ({"--users": 0}, "users=0: expected >= 1"),
+        ({"--plot": "noise.pdf"}, "plot=noise.pdf: expected a file ending in .png"),
+        ({"--model": "huge"}, "model=huge: expected one of"),
+        ({"--data": "none.parquet"}, "none.parquet"),
+    ],
+)
+def test_mistakes_are_one_line(changed, message, texts, capsys):  # noqa: F811
+    flags = {"--data": texts, "--epsilon": 4, "--num-steps": 7, "--engine": "local", **changed}
+    code, out, err = run("recommend", *(x for item in flags.items() for x in item), capsys=capsys)
+    assert code == 2 and out == "" and err.count("fedsim: error:") == 1
+    assert message in err

@@ -1,0 +1,264 @@
+"""Sweeps: what is run, side by side, into one table; and one that is killed half-way."""
+
+import csv
+import json
+import math
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+from test_cli import run, texts  # noqa: F401
+from test_hparams import board
+
+from fedsim.cli.tuning import read_spec
+from fedsim.errors import ConfigError
+from fedsim.run import ledger
+from fedsim.run.console import Console
+from fedsim.tuning import sweep
+from fedsim.tuning.sweep import expand, identity, jobs_of
+
+BASE = {"data": "pydocs", "epsilon": 4, "num_steps": 3, "algorithm": "uls"}
+
+
+def test_a_grid_is_every_combination_and_runs_go_with_it():
+    spec = {
+        "num_steps": 3,
+        "grid": {"epsilon": [1, 4], "seed": [0, 1]},
+        "runs": [{"algorithm": "els"}, {"algorithm": "uls", "group_size": 2}],
+    }
+    found = expand(spec)
+    assert len(found) == 8 and found[0] == {
+        "num_steps": 3,
+        "algorithm": "els",
+        "epsilon": 1,
+        "seed": 0,
+    }
+    assert {(each["algorithm"], each.get("group_size")) for each in found} == {
+        ("els", None),
+        ("uls", 2),
+    }
+    assert expand({"epsilon": 1}) == [{"epsilon": 1}]
+
+
+@pytest.mark.parametrize(
+    "spec", [{"grid": []}, {"grid": {"seed": 1}}, {"grid": {"seed": []}}, {"runs": ["uls"]}]
+)
+def test_a_grid_of_another_form_is_refused(spec):
+    with pytest.raises(ConfigError, match="expected"):
+        expand(spec)
+
+
+def test_a_run_is_known_by_what_it_computes(tmp_path):
+    def name(**changed):
+        return jobs_of([{**BASE, **changed}], tmp_path)[0].name
+
+    assert name() == name(epsilon=4.0) == name(budget=128) == name(checkpoint_every=7)
+    assert name() == name(delta=None)  # as if it was not given
+    others = [name(epsilon=5), name(seed=1), name(algorithm="els"), name(data="other")]
+    assert len({name(), *others}) == 5
+    assert identity("uls", {}) == identity("uls", {"learning_rate": 0.1})
+    assert len(jobs_of([BASE, {**BASE, "epsilon": 4.0}], tmp_path)) == 1
+
+
+def test_inf_and_whole_numbers_have_their_types(tmp_path):
+    (job,) = jobs_of([{**BASE, "epsilon": "inf", "group_size": 2}], tmp_path)
+    assert job.privacy.epsilon == math.inf and job.privacy.group_size == 2
+    assert job.settings["epsilon"] == "inf" and job.run.resume and job.run.engine.kind == "local"
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"algorithm": "sgd"}, "algorithm=sgd: expected els or uls"),
+        ({"lerning_rate": 1}, "lerning_rate=1: expected the name of a setting"),
+        ({"run_dir": "x"}, "run_dir=x: expected nothing"),
+        ({"epsilon": None}, "expected epsilon too"),
+        ({"epsilon": "four"}, "epsilon=four: expected a number"),
+        ({"num_steps": 2.5}, "num_steps=2.5: expected a whole number"),
+        ({"model": 3}, "model=3: expected a text"),
+        ({"epsilon": -1}, "epsilon=-1.0: expected > 0"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_run(changed, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        jobs_of([BASE, {**BASE, **changed}], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def spec_file(texts, tmp_path_factory):  # noqa: F811
+    """Four runs that can train and, in two of them, differ in noise alone."""
+    file = tmp_path_factory.mktemp("sweeps") / "sweep.toml"
+    file.write_text(
+        f'data = "{texts}"\nnum_steps = 4\nbudget = 12\nmax_length = 24\ncheckpoint_every = 1\n'
+        'strategy = "scan:2"\neval_every = 2\n[grid]\nepsilon = [2, 8]\n'
+        '[[runs]]\nalgorithm = "els"\n[[runs]]\nalgorithm = "uls"\ngroup_size = 2\nseed = 1\n'
+    )
+    return file
+
+
+def command(spec_file, out, *more):
+    words = ["sweep", spec_file, "--out", out, "--at-once", 2, *more]
+    return [sys.executable, "-m", "fedsim.cli.main", *map(str, words)]
+
+
+def wait_until(condition, process, seconds=200):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+def test_a_sweep_killed_half_way_repeats_no_finished_run(spec_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    more = ("--set", "num_steps=40")
+    process = subprocess.Popen(
+        command(spec_file, out, *more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+    def started(name, below=""):
+        return [path.parent for path in sorted(out.glob(f"runs/*/{below}{name}"))]
+
+    def half_way():
+        """One run has finished, and another is in its first half, with a checkpoint."""
+        done, half = set(started("summary.json")), "step-000000[01]?.msgpack"
+        return done and {p.parent for p in started(half, "checkpoints/")} - done
+
+    wait_until(half_way, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    finished = {p: (p / "summary.json").stat().st_mtime_ns for p in started("summary.json")}
+    assert len(finished) < 4
+    settings = expand(read_spec(spec_file, ("num_steps=40",)))
+    sweep.sweep(settings, out, Console(), here=True)
+    assert f"4 runs, {len(finished)} of them finished before" in capsys.readouterr().err
+    for path, when in finished.items():
+        assert (path / "summary.json").stat().st_mtime_ns == when
+    rows = list(csv.DictReader(open(out / "results.csv")))
+    assert rows == [
+        {name: "" if value is None else str(value) for name, value in row.items()}
+        for row in json.loads((out / "results.json").read_text())
+    ]
+    assert [row["status"] for row in rows] == ["done"] * 4
+    assert len({row["params_sha256"] for row in rows}) == 4
+    assert stat.S_IMODE(out.stat().st_mode) == 0o700  # it shows seeds
+    realised = {name for name in rows[0] if re.search("seconds|gradients", name)}
+    assert realised == {"non_private/gradients_computed", "non_private/wall_seconds"}
+    for row in rows:  # every step once
+        steps = [line["step"] for line in ledger.read(out / "runs" / row["run"])[1:]]
+        assert steps == list(range(40))
+    logs = [path.read_text() for path in sorted((out / "logs").iterdir())]
+    assert any("resuming after step" in log for log in logs)  # from a checkpoint
+    sweep.sweep(settings, out, Console())
+    assert "4 runs, 4 of them finished before" in capsys.readouterr().err
+    check_board(out)
+
+
+def check_board(out):
+    """TensorBoard shows a row for each run, with settings and metrics as columns."""
+    columns, metrics, rows = board(out / "tb", "summary/final_eval_loss")
+    assert {"epsilon", "algorithm", "group_size", "seed"} <= columns
+    assert {"eval/loss", "summary/final_eval_loss"} <= metrics
+    assert not {name for name in metrics if "seconds" in name}
+    expected = [row["final_eval_loss"] for row in json.loads((out / "results.json").read_text())]
+    assert sorted(sum((values for _, values in rows), [])) == pytest.approx(sorted(expected))
+
+
+@pytest.mark.ray
+def test_a_run_of_a_sweep_has_the_bits_that_it_has_alone(spec_file, tmp_path, capsys, ray_cluster):
+    settings = expand(read_spec(spec_file, ("epsilon=8",)))
+    bad = {**settings[1], "budget": 100_000}  # more than there are users: found when it starts
+    rows = sweep.sweep([settings[1], bad], tmp_path, Console(), at_once=1)
+    assert [row["status"] for row in rows] == ["done", "failed"]
+    assert "budget=100000: expected" in rows[1]["error"]
+    assert "budget=100000: expected" in (tmp_path / "logs" / f"{rows[1]['run']}.txt").read_text()
+    flags = {n: v for n, v in settings[1].items() if n != "algorithm"}
+    words = [x for n, v in flags.items() for x in (f"--{n.replace('_', '-')}", v)]
+    alone = tmp_path / "alone"
+    code, _, err = run(
+        "train", "uls", *words, "--engine", "local", "--run-dir", alone, capsys=capsys
+    )
+    assert code == 0, err
+    summary = json.loads((alone / "summary.json").read_text())
+    assert summary["params_sha256"] == rows[0]["params_sha256"]
+    assert summary["epsilon"] == rows[0]["spent_epsilon"] <= rows[0]["epsilon"] == 8
+    assert (rows[1]["budget"], rows[1]["spent_epsilon"]) == (100_000, None)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+def test_a_run_that_has_its_turn_uses_all_workers_and_a_signal_ends_the_sweep(
+    spec_file, tmp_path, ray_cluster
+):
+    out, more = tmp_path / "out", ("--set", "num_steps=40", "--in-turn")
+    words = [word for word in command(spec_file, out, *more) if word not in ("--at-once", "2")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_until(lambda: list(out.glob("runs/*/checkpoints/step-*")), process)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate()
+    assert process.returncode == 130, said
+    (stopped,) = out.glob("runs/*")  # and the next one is not begun
+    (log,) = out.glob("logs/*")
+    assert "2 x Ray actor" in log.read_text() and "--resume goes on" in log.read_text()
+
+    settings = expand(read_spec(spec_file, ("epsilon=8",)))[1]
+    for name, how in (("turn", {"in_turn": True}), ("here", {"here": True})):
+        sweep.sweep([settings], tmp_path / name, Console(), **how)
+    rows = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("turn", "here")]
+    assert rows[0][0]["params_sha256"] == rows[1][0]["params_sha256"]
+
+
+def test_a_dry_run_lists_the_runs_and_flags_change_the_file(spec_file, tmp_path, capsys):
+    flags = ("--set", "epsilon=1,2,3", "--set", "learning_rate=0.5", "--dry-run")
+    code, out, _ = run(
+        "sweep", spec_file, "--out", tmp_path / "new", *flags, "--json", capsys=capsys
+    )
+    rows = json.loads(out)["rows"]
+    assert code == 0 and len(rows) == 6 and {row["epsilon"] for row in rows} == {1, 2, 3}
+    assert {row["learning_rate"] for row in rows} == {0.5} and not any(row["done"] for row in rows)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["none.toml", "--out", "x"], "file=none.toml: expected a TOML or JSON file"),
+        (["--out", "x", "--set", "epsilon"], "set=epsilon: expected NAME=VALUE"),
+        (["--out", "x", "--set", "epsilon=1"], "algorithm=None: expected els or uls"),
+        (["--set", "epsilon=1"], "out=.: expected a directory"),
+        (["--out", "x", "--at-once", "0"], "at_once=0: expected >= 1"),
+        (["--out", "x", "--at-once", "2", "--in-turn"], "at_once=2: expected nothing: --in-turn"),
+    ],
+)
+def test_mistakes_are_one_line(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("sweep", *args, capsys=capsys)
+    assert code == 2 and out == "" and err.count("\n") == 1 and message in err, err
+    assert os.listdir() == []
+
+
+def test_a_finished_run_of_other_data_at_the_same_place_is_not_taken(tmp_path):
+    source = tmp_path / "texts.jsonl"
+
+    def write(word):
+        rows = [{"user_id": f"u{n % 9}", "text": f"{word} {n}"} for n in range(40)]
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("one")
+    settings = {"algorithm": "uls", "data": str(source), "epsilon": 4, "num_steps": 2}
+    settings |= {"budget": 8, "max_length": 16, "strategy": "scan:1"}
+    (row,) = sweep.sweep([settings], tmp_path / "out", Console(), here=True)
+    assert row["status"] == "done"
+    write("two")
+    with pytest.raises(ConfigError, match=f"data={source}: expected what .*{row['run']} began"):
+        sweep.sweep([settings], tmp_path / "out", Console(), here=True)
