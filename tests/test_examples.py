@@ -1,0 +1,192 @@
+"""The examples are true: programs print what they should, and notebooks run to their end."""
+
+import os
+import re
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import dp_accounting
+import jax
+import nbformat
+import numpy as np
+import optax
+import pytest
+from dp_accounting.pld import PLDAccountant
+from jupyter_client.manager import start_new_kernel
+from nbclient import NotebookClient
+
+from fedsim.uls import ULS
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+SLOW = ("els_or_uls", "from_run_to_release")  # a minute and two
+
+
+def run(monkeypatch, name: str, *arguments: str) -> dict:
+    """Run a program as from a shell, in this process; returns its names."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers in a text, in order."""
+    return [float(found) for found in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", text)]
+
+
+# ---- Programs ---------------------------------------------------------------------------------
+
+
+def test_uls_by_hand_fits_on_a_screen():
+    assert len((EXAMPLES / "uls_by_hand.py").read_text().splitlines()) <= 45
+
+
+def test_uls_by_hand_has_the_bits_of_uls(monkeypatch, capsys):
+    steps = 2
+    found = run(monkeypatch, "uls_by_hand.py", str(steps))
+    before, after, epsilon, delta = numbers(capsys.readouterr().out)
+    assert after < before and 7.9 < epsilon <= 8 and delta == 1e-6
+
+    uls = ULS(found["users"], budget=64, group_size=2, sampling="poisson", key=found["key"])
+    assert uls.event(found["sigma"]) == found["sampler"].event(found["sigma"])
+    params, state = found["first_params"], found["optimizer"].init(found["first_params"])
+    for step in range(steps):
+        how = {"clip": found["clip"], "noise_multiplier": found["sigma"]}
+        grad, _ = uls.gradient(params, step, found["engine"], **how)
+        updates, state = found["optimizer"].update(grad, state, params)
+        params = optax.apply_updates(params, updates)
+    jax.tree.map(np.testing.assert_array_equal, params, found["params"])
+
+
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_own_model_learns(monkeypatch, capsys, algorithm):
+    run(monkeypatch, "own_model.py", algorithm, "--num-steps", "80")
+    printed = capsys.readouterr().out
+    assert algorithm.upper() in printed
+    said = dict(line.split(" ", 1) for line in printed.splitlines())
+    epsilon, delta = numbers(said["epsilon"])
+    assert 3.9 < epsilon <= 4 and 0 < delta < 1e-4
+    accuracy, commonest = numbers(said["accuracy"])
+    assert accuracy > commonest + 0.05
+
+
+def test_account_agrees_with_another_accountant(monkeypatch, capsys):
+    run(monkeypatch, "account.py")
+    printed = capsys.readouterr().out
+    other = PLDAccountant(value_discretization_interval=1e-3)
+    step = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(1.0))
+    other.compose(step, 1000)
+    epsilon = float(re.search(r"epsilon (\S+) at delta 1e-06", printed)[1])
+    assert epsilon == pytest.approx(other.get_epsilon(1e-6), rel=0.01)
+    assert other.get_delta(2.0) == pytest.approx(
+        float(re.search(r"delta +(\S+) at epsilon 2", printed)[1]), rel=0.05
+    )
+    # ULS gains from compute, as the paper has it.
+    assert re.findall(r"\d  (ELS|ULS)$", printed, re.M) == ["ELS", "ULS", "ULS"]
+
+
+# ---- Notebooks --------------------------------------------------------------------------------
+
+
+def outputs(notebook) -> str:
+    """All that the cells printed and showed."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    shown = (output for cell in cells for output in cell.outputs)
+    return "\n".join(
+        each.get("text") or each.get("data", {}).get("text/plain", "") for each in shown
+    )
+
+
+def test_there_are_the_notebooks_that_the_pages_name():
+    assert [file.stem for file in NOTEBOOKS] == ["els_or_uls", "from_run_to_release", "quickstart"]
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebooks_are_kept_without_outputs(file):
+    notebook = nbformat.read(file, 4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code)
+
+
+LONG = [pytest.mark.slow, pytest.mark.notebook]
+CASES = [
+    pytest.param(file, id=file.stem, marks=LONG if file.stem in SLOW else []) for file in NOTEBOOKS
+]
+PRINTED = {
+    "quickstart": r"epsilon 8\.000 at delta",
+    "els_or_uls": r"recommended: [EU]LS",
+    "from_run_to_release": r"claimed: 4\.000, at least: [0-3]\.",
+}
+
+
+@pytest.mark.parametrize("file", CASES)
+def test_notebooks_run(file, tmp_path):
+    notebook = nbformat.read(file, 4)
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
+    said = outputs(notebook)
+    assert re.search(PRINTED[file.stem], said)
+    assert "VIOLATED" not in said
+    if file.stem == "quickstart":  # it trains twice in one kernel
+        assert "49 users, epsilon 8.000" in said and "epsilon=-1" in said
+    assert list(tmp_path.iterdir()) == []  # runs are in directories of their own
+
+
+TRAIN = """
+import time, fedsim, pandas as pd
+
+posts = pd.DataFrame({
+    "user_id": [f"user {i % 40}" for i in range(400)],
+    "text": [f"The court of the {i}th day is adjourned." for i in range(400)],
+})
+
+def train(name, wait=0.0, **more):
+    def watch(step, metrics):
+        print("done", step, flush=True)
+        time.sleep(wait)
+    return fedsim.train(
+        "uls", data=posts, epsilon=8, num_steps=20, budget=8, max_length=32, eval_examples=8,
+        seed=3, engine="local", strategy="scan:1", run_dir=f"runs/{name}", callback=watch, **more,
+    )
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_a_notebook_ends_the_step_and_resume_goes_on(tmp_path):
+    """The same call with resume=True ends with the parameters of a run that nobody stopped."""
+    manager, client = start_new_kernel(cwd=str(tmp_path), env=dict(os.environ))
+    try:
+
+        def execute(code: str, *, interrupt_at: str = "") -> str:
+            printed = []
+
+            def hook(message):
+                content = message["content"]
+                printed.append(content.get("text", ""))
+                if interrupt_at and interrupt_at in printed[-1]:
+                    manager.interrupt_kernel()
+
+            reply = client.execute_interactive(code, timeout=300, output_hook=hook)
+            assert reply["content"]["status"] == "ok", reply["content"]
+            return "".join(printed)
+
+        execute(TRAIN)
+        started = time.monotonic()
+        execute("run = train('stopped', wait=0.5)", interrupt_at="done 3")
+        assert time.monotonic() - started < 300
+        facts = "print(run.summary['steps_done'], run.summary['params_sha256'], run.finished)"
+        steps, _, finished = execute(facts).split()
+        assert 3 <= int(steps) < 20 and finished == "False"
+
+        assert f"done {int(steps) + 1}\n" in execute("run = train('stopped', resume=True)")
+        resumed = execute(facts)
+        execute("run = train('whole')")
+        assert resumed == execute(facts)
+        assert resumed.startswith("20 ")
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
