@@ -1,0 +1,291 @@
+"""The documentation is true: the site builds, links lead somewhere, and blocks of code run.
+
+A training in a block of Python is replaced by a copy of one tiny run, which is really trained. Not
+run at all: `pip`, `pytest`, `tensorboard` and experiments, which take minutes; `docker`, `kubectl`
+and `cluster/local.sh`, which need a registry, a cluster or ports. Their files must exist.
+"""
+
+import contextlib
+import dataclasses
+import html.parser
+import importlib.util
+import io
+import os
+import re
+import shlex
+import shutil
+import tomllib
+import warnings
+from pathlib import Path
+from typing import get_args
+
+import pandas as pd
+import pytest
+
+import fedsim
+from fedsim.cli import main as cli
+from fedsim.cli.arguments import parse
+from fedsim.config import PrivacyConfig, RunConfig
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *(page for page in DOCS if "_build" not in page.parts)]
+LINKED = [*PAGES, *map(ROOT.joinpath, ("SECURITY.md", "CHANGELOG.md"))]
+LINKED += [ROOT / folder / "README.md" for folder in ("cluster", "experiments")]
+
+BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.M | re.S)
+LANGUAGES = {"python", "sh", "toml", "text", "console", "{eval-rst}", "{toctree}"}
+NOT_RUN = {"pip", "pytest", "tensorboard", "sphinx-build", "python", "docker", "kubectl"}
+QUICK = ("account", "calibrate")
+OTHERS_FLAGS = set("--help --dist --scale --dry-run --quick --shm-size".split())
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for tag, text in BLOCK.findall(page.read_text()) if tag == language]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return BLOCK.sub("", page.read_text())
+
+
+def commands(page: Path) -> list[list[str]]:
+    """What the sh blocks of a page type, word by word."""
+    found = []
+    for block in blocks(page, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            ends = [-1, *(i for i, word in enumerate(words) if word == "&&"), len(words)]
+            found += [words[a + 1 : b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [words for words in found if words]
+
+
+def fedsim_commands(page: Path) -> list[list[str]]:
+    """Arguments of `fedsim`, also where another command is given it to start."""
+    typed = commands(page)
+    return [words[words.index("fedsim") + 1 :] for words in typed if "fedsim" in words]
+
+
+def flags(kind) -> set[str]:
+    """Every flag of a command, or of a union of commands."""
+    if dataclasses.is_dataclass(kind):
+        found = set()
+        for field in dataclasses.fields(kind):
+            parts = [part for part in (field.type, *get_args(field.type)) if part is not kind]
+            inner = set().union(*(flags(part) for part in parts))
+            found |= inner or {f"--{field.name}", f"--no-{field.name}"}
+        return {flag.replace("_", "-") for flag in found}
+    return set().union(*(flags(part) for part in get_args(kind)))
+
+
+# ---- The README -------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short_and_starts_with_two_commands():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.encode()) <= 8000
+    two = [line for line in text.splitlines() if line.startswith("pip install")]
+    assert two == [
+        "pip install -e . -c constraints.txt && fedsim train uls --data pydocs --epsilon 8 "
+        "--num-steps 100 --run-dir runs/uls",
+        "pip install -e '.[dev]' -c constraints.txt && pytest -n 2 --dist worksteal",
+    ]
+    assert [line + "\n" for line in two] == blocks(ROOT / "README.md", "sh")[:2]
+
+
+# ---- Links ------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that headings have, by GitHub's rule."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if re.match(r"[a-z]+:", link):
+            holds = re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/\S*)?", link) is not None
+        else:
+            holds = target.exists() and target.is_relative_to(ROOT)
+            holds = holds and (not anchor or anchor in anchors(target))
+        if not holds:
+            broken.append(link)
+    assert broken == []
+
+
+class Links(html.parser.HTMLParser):
+    """The ids of a page, and where its links lead."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.ids, self.targets = {""}, []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.ids |= {values[name] for name in ("id", "name") if values.get(name)}
+        self.targets += [values[name] for name in ("href", "src") if values.get(name)]
+
+
+def test_the_site_builds_without_a_warning_and_its_links_resolve(tmp_path):
+    from sphinx.cmd.build import build_main
+
+    site, said = tmp_path / "site", io.StringIO()
+    arguments = ["-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
+    # Without the pages of the sources: they are Sphinx's own, and a fifth of the time.
+    arguments += ["-D", "extensions=myst_parser,sphinx.ext.autodoc,sphinx.ext.napoleon"]
+    with warnings.catch_warnings(), contextlib.redirect_stderr(said):
+        warnings.simplefilter("ignore")  # Sphinx's own; what it says of these pages is in `said`
+        failed = build_main([*arguments, str(ROOT / "docs"), str(site)])
+    assert (said.getvalue(), failed) == ("", 0)
+
+    pages = {page: Links(page) for page in site.rglob("*.html")}
+    assert {
+        site / name for name in ("index.html", "api/library.html", "noise.html")
+    } <= pages.keys()
+    broken = []
+    for page, links in pages.items():
+        for target in links.targets:
+            path, _, anchor = target.partition("#")
+            path = path.partition("?")[0]
+            if re.match(r"https://|data:", target):
+                continue
+            found = Path(os.path.normpath(page.parent / path)) if path else page
+            known = pages[found].ids if found in pages else {"", anchor}
+            if not found.exists() or anchor not in known:
+                broken.append(f"{page.relative_to(site)}: {target}")
+    assert broken == []
+
+
+# ---- Commands ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
+def test_blocks_say_what_they_are(page):
+    assert {tag for tag, _ in BLOCK.findall(page.read_text())} <= LANGUAGES
+    for block in blocks(page, "toml"):
+        tomllib.loads(block)
+
+
+@pytest.mark.parametrize("page", [page for page in LINKED if commands(page)], ids=name_of)
+def test_commands_parse(page):
+    for words in fedsim_commands(page):
+        parse(cli.Command, words)  # ConfigError: no such flag, or none of that value
+    for words in commands(page):
+        if words[0].startswith("cluster/"):
+            assert (ROOT / words[0]).exists()
+        else:
+            assert words[0] in {"fedsim", *NOT_RUN}, "run it here, or say why it is not run"
+        if words[:2] == ["python", "-m"]:
+            assert importlib.util.find_spec(words[2]), words
+        if words[0] == "pytest":
+            assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+
+
+def test_quick_commands_run(capsys):
+    typed = {tuple(words) for page in PAGES for words in fedsim_commands(page)}
+    quick = [list(words) for words in sorted(typed) if words[0] in QUICK]
+    assert len(quick) >= 4
+    for words in quick:
+        cli.main(words)
+    assert len(capsys.readouterr().out.splitlines()) == len(quick)
+
+
+def test_every_command_is_in_the_list_and_helps(capsys):
+    rows = re.findall(r"^\| (`fedsim .*?) \|", (ROOT / "docs/commands.md").read_text(), re.M)
+    listed = {
+        tuple(re.findall("[a-z-]+", c)) for row in rows for c in re.findall("`fedsim (.*?)`", row)
+    }
+    known = {get_args(command)[1].name for command in get_args(cli.Command)}
+    assert {words[0] for words in listed} == known
+    for words in sorted({words[0] for words in listed}):
+        with pytest.raises(SystemExit) as stop:
+            parse(cli.Command, [words, "--help"])
+        assert not stop.value.code
+    assert "--epsilon" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_in_the_text_exist(page):
+    paths = r"`((?:fedsim|docs|examples|experiments|cluster|tests)/(?!_build)[\w./-]*)`"
+    assert [path for path in re.findall(paths, prose(page)) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_flags_in_the_text_exist(page):
+    said = set(
+        re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(re.findall("`[^`]+`", prose(page))))
+    )
+    assert said <= flags(cli.Command) | OTHERS_FLAGS
+
+
+# ---- Python -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def posts():
+    """What some users wrote."""
+    return pd.DataFrame(
+        {
+            "author": [f"author {i % 40}" for i in range(400)],
+            "body": [f"The court of the {i}th day is adjourned." for i in range(400)],
+        }
+    )
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch, posts):
+    """The directory of one tiny run; `fedsim.train` checks its arguments and copies it."""
+    settings = {"engine": "local", "strategy": "scan:1", "budget": 8, "max_length": 32}
+    original, seen, source = fedsim.train, [], tmp_path / "tiny"
+    run = original(
+        "uls",
+        data=posts,
+        user="author",
+        text="body",
+        epsilon=8,
+        num_steps=2,
+        eval_examples=8,
+        run_dir=source,
+        callback=lambda step, metrics: seen.append((step, metrics)),
+        **settings,
+    )
+    assert run.summary["steps_done"] == len(seen) == 2
+    own = {"user", "text", "task", "callback", "data", "run_dir"}
+    known = own | {f.name for kind in (PrivacyConfig, RunConfig) for f in dataclasses.fields(kind)}
+
+    def train(algorithm, **given):
+        assert algorithm in ("els", "uls") and given.keys() <= known
+        if given["epsilon"] <= 0:
+            return original(algorithm, **given)
+        for step, metrics in seen if "callback" in given else ():
+            given["callback"](step, metrics)
+        shutil.copytree(source, given["run_dir"], dirs_exist_ok=True)
+        return fedsim.load(given["run_dir"])
+
+    monkeypatch.setattr(fedsim, "train", train)
+    return source
+
+
+def test_python_blocks_run(tmp_path, monkeypatch, posts, tiny, capsys):
+    ran = 0
+    for page in PAGES:
+        names: dict = {}
+        place = tmp_path / name_of(page).replace("/", "-")
+        shutil.copytree(tiny, place / "runs" / "quick")
+        posts.to_parquet(place / "posts.parquet")
+        monkeypatch.chdir(place)
+        for i, block in enumerate(blocks(page, "python")):
+            exec(compile(block, f"{name_of(page)}, Python block {i}", "exec"), names)
+            ran += 1
+    assert ran >= 10
+    assert "epsilon=-1.0: expected > 0" in capsys.readouterr().out
