@@ -21,7 +21,13 @@ from fedsim.models.language_model import LanguageModelTask
 from fedsim.run import checkpoint
 from fedsim.run.console import Console
 from fedsim.run.directory import StoredRun
-from fedsim.run.model_source import find_model, load_data, make_task, model_sha256
+from fedsim.run.model_source import (
+    expect_language_model,
+    find_model,
+    load_data,
+    make_task,
+    model_sha256,
+)
 
 VALIDATION = {"eval_users": "eval/loss", "eval_examples": "non_private/eval_examples_loss"}
 """Metric by split: what training is watched with, and settings are chosen by."""
@@ -95,9 +101,7 @@ def last_model(
     path = checkpoint.latest(run.run_dir)
     if path is None:
         raise ConfigError(f"run_dir={run.run_dir}: expected a checkpoint, found none")
-    if own := stored.model.get("task"):
-        expected = "a run of a language model, found the task"
-        raise ConfigError(f"run_dir={run.run_dir}: expected {expected} {own}")
+    expect_language_model(stored)
     model = find_model(run.model.source)
     data = load_data(run.data, model, console.note)
     found = SecretKey.load(run.run_dir).seal(data.train.fingerprint)

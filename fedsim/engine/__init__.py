@@ -28,6 +28,7 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
     Args: note: told, for people, what happened to workers.
     Raises: ConfigError: the cluster cannot be reached or has no room for the workers.
     """
+    compiled = remember_programs()
     if config.kind == "local":
         from fedsim.engine.local_engine import LocalEngine
 
@@ -44,7 +45,7 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
         devices=config.devices_per_worker,
         accelerator=config.accelerator,
         wait_s=config.wait_for_workers,
-        cache_dir=remember_programs(),
+        cache_dir=compiled,
         note=note,
     )
 

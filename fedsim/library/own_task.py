@@ -13,6 +13,7 @@ from fedsim.config import RunConfig
 from fedsim.data.dataset import SPLITS, Dataset
 from fedsim.engine.task import Batch, Params, Task, WrappedTask
 from fedsim.errors import ConfigError, DataError, FileDamaged, expect
+from fedsim.run.model_source import local_steps_of
 
 ROWS = 4096
 """Rows that are read at a time for the fingerprint."""
@@ -109,12 +110,9 @@ class OwnTask:
 
     def start(self, data: Dataset, run: RunConfig, key: jax.Array) -> tuple[Task, Params]:
         """The task by the positions of rows, and the parameters that it starts from."""
-        local = None
-        if run.local_steps > 1:
-            local = LocalSteps(run.local_steps, run.local_learning_rate)
         orders = {split: store.order for split, store in data.splits().items()}  # type: ignore
         params = jax.tree.map(_float32, self.task.init(key))
-        return OwnedTask(self.task, orders, local), params
+        return OwnedTask(self.task, orders, local_steps_of(run)), params
 
 
 def _float32(leaf: Any) -> np.ndarray:

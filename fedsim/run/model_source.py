@@ -18,6 +18,7 @@ from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.pretrained import Pretrained
 from fedsim.models.transformer import PRESETS, TransformerConfig, check_preset, preset
 from fedsim.run import checkpoint, directory
+from fedsim.run.directory import StoredRun
 
 
 class FirstState(NamedTuple):
@@ -61,11 +62,7 @@ def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | No
     path = checkpoint.latest(run_dir)
     if path is None:
         raise ConfigError(f"run_dir={run_dir}: expected a run with a model and a checkpoint")
-    if "task" in stored.model:
-        raise ConfigError(
-            f"run_dir={run_dir}: expected a run of a language model, found the task "
-            f"{stored.model['task']}"
-        )
+    expect_language_model(stored)
     config = TransformerConfig.from_dict(dict(stored.model))
     base = None
     if config.lora is not None:
@@ -91,6 +88,20 @@ def load_data(
     return corpora.load(config.source, progress=progress, **options)
 
 
+def local_steps_of(run: RunConfig) -> LocalSteps | None:
+    """The users' own SGD that a run asks for, or None."""
+    if run.local_steps == 1:
+        return None
+    return LocalSteps(run.local_steps, run.local_learning_rate)
+
+
+def expect_language_model(stored: StoredRun) -> None:
+    """Raises ConfigError: the run's model is a task of the user's own."""
+    if own := stored.model.get("task"):
+        expected = "a run of a language model, found the task"
+        raise ConfigError(f"run_dir={stored.run.run_dir}: expected {expected} {own}")
+
+
 def make_task(
     run: RunConfig, model: Pretrained | None, data: Dataset, key: jax.Array
 ) -> FirstState:
@@ -101,9 +112,7 @@ def make_task(
     """
     wanted, rank = run.model, run.model.lora_rank
     expect("lora_rank", rank, rank == 0 or model is not None, "0: fresh models")
-    users, local = data.train, None
-    if run.local_steps > 1:
-        local = LocalSteps(run.local_steps, run.local_learning_rate)
+    users, local = data.train, local_steps_of(run)
     if model is None:
         shape = (users.vocab_size, users.max_length, wanted.compute_dtype)
         config = dataclasses.replace(preset(wanted.source, *shape), remat=wanted.remat)
