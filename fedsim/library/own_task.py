@@ -77,8 +77,8 @@ class OwnedTask(WrappedTask):
 
     @property
     def local_steps(self) -> LocalSteps | None:
-        """The local steps that the run's settings ask for."""
-        return self._local
+        """The local steps that the run's settings ask for, else the inner task's."""
+        return self._local or self.inner.local_steps
 
 
 @dataclasses.dataclass

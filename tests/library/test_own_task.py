@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedsim
-from fedsim.clipping import Clip
+from fedsim.clipping import Clip, LocalSteps
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.errors import FileDamaged
 from fedsim.library.own_task import OwnedRows, OwnedTask, OwnTask
@@ -129,6 +129,14 @@ def test_owners_that_are_none_are_named(owners, message, task, run_dir):
     with pytest.raises(fedsim.ConfigError, match=f"^{message}"):
         fedsim.train("uls", owners, task=task, run_dir=run_dir, engine="local", **SETTINGS)
     assert not run_dir.exists()
+
+
+def test_local_steps_are_the_runs_or_else_the_tasks_own(task):
+    inner, outer = LocalSteps(2, 0.1), LocalSteps(3, 0.2)
+    assert OwnedTask(task, {}, None).local_steps is None
+    own = type("Own", (Classifier,), {"local_steps": inner})(task.x, task.y)
+    assert OwnedTask(own, {}, None).local_steps == inner
+    assert OwnedTask(own, {}, outer).local_steps == outer
 
 
 def test_something_that_is_no_task_is_named():
