@@ -8,6 +8,10 @@ from pathlib import Path
 
 os.environ["NPROC"] = "1"  # before JAX starts its client
 os.environ["JAX_PLATFORMS"] = "cpu"
+if not os.environ.get("FEDSIM_TEST_AS_COMPILED"):  # as users' programs are; compiling takes twice
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    )
 os.environ.setdefault("FEDSIM_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fedsim-test-cache"))
 os.environ.pop("RAY_ADDRESS", None)
 os.environ["PYTHONPATH"] = os.pathsep.join(  # what several test files, and workers, import

@@ -92,7 +92,7 @@ def test_the_readme_is_short_and_starts_with_two_commands():
     assert two == [
         "pip install -e . -c constraints.txt && fedsim train uls --data pydocs --epsilon 8 "
         "--num-steps 100 --run-dir runs/uls",
-        "pip install -e '.[dev]' -c constraints.txt && pytest -n 2 --dist worksteal",
+        "pip install -e '.[dev]' -c constraints.txt && pytest -n 2 --dist loadfile",
     ]
     assert [line + "\n" for line in two] == blocks(ROOT / "README.md", "sh")[:2]
 

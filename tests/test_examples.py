@@ -21,7 +21,6 @@ from fedsim.uls import ULS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
-SLOW = ("els_or_uls", "from_run_to_release")  # a minute and two
 
 
 def run(monkeypatch, name: str, *arguments: str) -> dict:
@@ -113,9 +112,7 @@ def test_notebooks_are_kept_without_outputs(file):
 
 
 LONG = [pytest.mark.slow, pytest.mark.notebook]
-CASES = [
-    pytest.param(file, id=file.stem, marks=LONG if file.stem in SLOW else []) for file in NOTEBOOKS
-]
+CASES = [pytest.param(file, id=file.stem, marks=LONG) for file in NOTEBOOKS]
 PRINTED = {
     "quickstart": r"epsilon 8\.000 at delta",
     "els_or_uls": r"recommended: [EU]LS",

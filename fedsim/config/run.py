@@ -52,8 +52,9 @@ class ModelConfig:
     """The model that is trained."""
 
     source: Annotated[str, tyro.conf.arg(name="model")] = "tiny"
-    """A fresh transformer, tiny, small, medium or paper (350 M parameters), or a pretrained one: a
-    Hugging Face directory, hf:NAME, a GGUF file, or the directory of a run of pretrain or train."""
+    """A fresh transformer, micro (to try a command), tiny, small, medium or paper (350 M
+    parameters), or a pretrained one: a Hugging Face directory, hf:NAME, a GGUF file, or the
+    directory of a run of pretrain or train."""
 
     lora_rank: int = 0
     """Rank of LoRA adapters, which are trained instead of a pretrained model. >= 0; 0: the model

@@ -124,6 +124,7 @@ class TransformerConfig:
 # width, layers, heads. `paper` has the paper's 350 M parameters with a 30,522-piece WordPiece
 # vocabulary: 24 blocks of 12 * 1024^2 weights and a tied embedding.
 PRESETS = {
+    "micro": (16, 1, 2),
     "tiny": (64, 2, 4),
     "small": (128, 4, 4),
     "medium": (256, 6, 8),

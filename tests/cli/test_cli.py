@@ -44,7 +44,14 @@ def texts(tmp_path_factory):
 
 def train_args(texts, run_dir, **flags):
     flags = {"data": texts, "epsilon": 8, "num_steps": 3, "budget": 12, "engine": "local", **flags}
-    flags = {"run_dir": run_dir, "seed": 1, "max_length": 24, "group_size": 2, **flags}
+    flags = {
+        "run_dir": run_dir,
+        "seed": 1,
+        "max_length": 24,
+        "model": "micro",
+        "group_size": 2,
+        **flags,
+    }
     return [x for k, v in flags.items() if v is not None for x in (f"--{k.replace('_', '-')}", v)]
 
 

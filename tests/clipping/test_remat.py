@@ -39,8 +39,9 @@ def clipped(config, name):
 
 
 # Between them, the two have every part of the families. Compiling takes seconds.
-CASES = [("gpt2", "bookkeeping", False)]
-CASES += [("qwen3", name, True) for name in ("scan", "direct", "bookkeeping", "vmap")]
+SLOW = [("qwen3", name, True) for name in ("scan", "bookkeeping", "vmap")]
+SLOW += [("gpt2", "bookkeeping", False)]
+CASES = [("qwen3", "direct", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize("family, name, remat", CASES)

@@ -66,7 +66,14 @@ def client(cluster):
 def command(texts, run_dir, **flags):
     flags = {
         **{"data": texts, "run-dir": run_dir, "epsilon": 4, "num-steps": 40, "budget": 24},
-        **{"group-size": 2, "max-length": 24, "seed": 3, "num-workers": 2, "log-every": 1},
+        **{
+            "group-size": 2,
+            "max-length": 24,
+            "seed": 3,
+            "model": "micro",
+            "num-workers": 2,
+            "log-every": 1,
+        },
         **flags,
     }
     words = (str(x) for name, value in flags.items() for x in (f"--{name}", value))

@@ -16,7 +16,9 @@ from fedsim.models.transformer import TransformerConfig
 
 VOCAB, LENGTH = 40, 48  # buckets of 32 and 48 tokens
 CLIP = Clip(0.1)
-STRATEGIES = ["scan:4", "direct:2", "scan:2", "bookkeeping:4", "vmap:4"]
+SEVERAL_AT_ONCE = ["bookkeeping:4", "vmap:4"]  # take seconds to compile
+STRATEGIES = ["scan:4", "direct:2", "scan:2"]
+STRATEGIES += [pytest.param(text, marks=pytest.mark.slow) for text in SEVERAL_AT_ONCE]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,14 @@ def compiled():
 
 @pytest.mark.parametrize(
     "text, group",
-    [("scan:4", 1), ("scan:2", 4), ("direct:2", 4), ("bookkeeping:4", 1), ("bookkeeping:4", 4)],
+    [
+        ("scan:4", 1),
+        ("direct:2", 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("scan:2", 4), ("bookkeeping:4", 1), ("bookkeeping:4", 4)]
+        ),
+    ],
 )
 @pytest.mark.parametrize("cohorts", [60, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_cohorts_compile_nothing_new(text, group, cohorts, task, params, rng, compiled):
@@ -120,7 +129,7 @@ def test_more_units_need_no_larger_program(task, params, rng):
     assert sizes[0] == sizes[1] > 0
 
 
-@pytest.mark.parametrize("name", ["scan", "direct"])
+@pytest.mark.parametrize("name", ["direct", pytest.param("scan", marks=pytest.mark.slow)])
 def test_memory_is_flat_in_units_and_in_their_rows(name):
     config = TransformerConfig(256, 64, width=64, num_layers=2, num_heads=4)
     task = LanguageModelTask(Dataset(train=UserStore.from_examples({}, 64, 256)), config)
@@ -165,7 +174,7 @@ def test_strategies_are_timed():
     assert 0 < scan.seconds < np.inf and 0 < other.seconds < np.inf and other.memory > 0
 
 
-@pytest.mark.parametrize("factor", [0.9, 1.1, np.nan])
+@pytest.mark.parametrize("factor", [0.9, np.nan, pytest.param(1.1, marks=pytest.mark.slow)])
 def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
     right = layers.Embed.squared_norms
 

@@ -20,6 +20,7 @@ from fedsim.cli.main import main
 
 SETTINGS = {
     **{"epsilon": 8.0, "num_steps": 3, "budget": 12, "max_length": 24, "seed": 5},
+    **{"model": "micro"},
     **{"engine": "local", "strategy": "scan:2", "eval_examples": 8, "checkpoint_every": 1},
 }
 

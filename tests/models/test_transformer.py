@@ -177,7 +177,7 @@ def test_the_heads_of_every_preset_divide_its_width(name):
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(ConfigError, match="model=huge: expected one of tiny, small"):
+    with pytest.raises(ConfigError, match="model=huge: expected one of micro, tiny, small"):
         preset("huge", 300, 32)
 
 

@@ -90,6 +90,7 @@ def arguments(texts, run_dir, algorithm, **flags):
             "budget": 60,
         },
         **{"max-length": 24, "seed": 3, "engine": "local", "gradient-canaries": 60},
+        **{"model": "micro"},
         **{"text-canaries": 20, "attacked-users": 10, **flags},
     }
     return [

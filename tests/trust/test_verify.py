@@ -30,7 +30,14 @@ def texts(tmp_path_factory):
 def command(texts, run_dir, algorithm="uls", **flags):
     flags = {
         **{"data": texts, "run-dir": run_dir, "epsilon": 4, "num-steps": NUM_STEPS, "budget": 12},
-        **{"group-size": 2, "max-length": 24, "seed": 3, "engine": "local", "checkpoint-every": 2},
+        **{
+            "group-size": 2,
+            "max-length": 24,
+            "seed": 3,
+            "model": "micro",
+            "engine": "local",
+            "checkpoint-every": 2,
+        },
         **{"strategy": "scan:2", "eval-every": 3, **flags},
     }
     return [

@@ -22,7 +22,7 @@ from fedsim.tuning.advice import choose
 from fedsim.tuning.recommend import share_used
 
 FLAGS = "--epsilon 4 --num-steps 7 --budget 40 --max-length 24 --engine local --users 12".split()
-FLAGS += ["--strategy", "scan:3"]
+FLAGS += ["--strategy", "scan:3", "--model", "micro"]
 
 
 @pytest.fixture(scope="module")
