@@ -34,8 +34,8 @@ for t in range(num_steps):
     cohort = sampler.draw(key, t)  # ............................................... U^t
     groups = draw_groups(users.offsets, cohort, group_size, key, t)  # ............. D_u^t
     grad_sum, _ = engine.clipped_sum(params, groups, clip)  # sum_u clip(mean_z grad f(theta^t, z))
-    stddev = clip.sensitivity * sigma  # ........................................... C sigma
-    grad = noisy_mean(grad_sum, stddev=stddev, count=cohort_size, key=key, step=t)  # g^t
+    noise = {"clip": clip, "noise_multiplier": sigma, "key": key, "step": t}  # C sigma
+    grad = noisy_mean(grad_sum, count=cohort_size, **noise).values()  # ............ g^t
     updates, state = optimizer.update(grad, state, params)
     params = optax.apply_updates(params, updates)  # theta^t+1 = update(theta^t, g^t)
 epsilon = accounting.epsilon([(sampler.event(sigma), num_steps)], target["delta"])  # Theorem 2

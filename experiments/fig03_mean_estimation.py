@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 
 from experiments import common
 from fedsim.clipping import Clip, Strategy, vmap
+from fedsim.clipping.contribution import on_lattice
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.keys import SecretKey
 from fedsim.models.mean import MeanTask
@@ -127,7 +128,7 @@ class Trials:
         mask = rows >= 0
         batch = self.task.read("train", np.where(mask, rows + self.first_rows, rows).ravel())
         batch = batch.reshape(*rows.shape, -1)
-        return _sums(self.task.losses, self.norms, params, batch, mask), None
+        return on_lattice(_sums(self.task.losses, self.norms, params, batch, mask), clip), None
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -247,7 +248,7 @@ def tune(settings: Settings, method: Method, drawn: np.ndarray, where: Where) ->
         rows = np.repeat(drawn[:, step], settings.trials // settings.draws, axis=0)
         how = {"clip": clip, "noise_multiplier": sigma, "rows": rows}
         grad, _ = algorithm.gradient(params, step, engine, **how)  # pyright: ignore
-        params = params - rates * grad
+        params = params - rates * grad.values()
     losses = 0.5 * np.square(np.asarray(params, np.float64) - mean).sum(axis=-1)
     clip_at, rate_at = np.unravel_index(losses.mean(axis=-1).argmin(), tuned)
     inside = clip_at < tuned[0] - 1 and 0 < rate_at < tuned[1] - 1

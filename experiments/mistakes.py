@@ -39,25 +39,53 @@ def both(name: str, tests: str, old: str, new: str) -> Mistake:
 
 CLIP_THE_SUM = """        norm = np.sqrt(sum(float(np.sum(x**2)) for x in jax.tree.leaves(total)))
         factor = min(1.0, clip.norm * max(len(rows), 1) / max(norm, 1e-30))
-        factor = np.float32(factor / (clip.norm if clip.normalised else 1.0))
-        return jax.tree.map(lambda x: factor * x, total), joined
+        factor /= (clip.norm if clip.normalised else 1.0) * clip.unit(
+            sum(x.size for x in jax.tree.leaves(total))
+        )
+        return jax.tree.map(lambda x: np.rint(factor * x).astype(np.int64), total), joined
 """
 NOISE = "key=self.key, step=step)"
-ADD_UNIT = "lambda t, g: t + jnp.where(used, g * scale, 0), total, grad)"
-ADD_HALF = "lambda t, g: (t + jnp.where(used, g * scale, 0)).astype(jnp.bfloat16)"
+ADD_UNIT = "total = jax.tree.map(jnp.add, total, added)"
+ADD_FLOAT = (
+    "total = jax.tree.map(lambda t, a: "
+    "(t.astype(jnp.float32) + a.astype(jnp.float32)).astype(t.dtype), total, added)"
+)
 PART = "return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss"
-CLIP_PART = "jnp.minimum(1, 1 / global_norm(grad))"
+CLIP_PART = "jnp.minimum(1, 1 / jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(grad))))"
 
 NOISE_AND_SENSITIVITY = (
     one(
+        "noise that everyone can draw",
+        "test_mechanism.py::test_streams_are_aes_in_counter_mode_keyed_by_hkdf",
+        *("keys.py", "info=info).derive(self._secret)", "info=info).derive(bytes(32))"),
+    ),
+    one(
+        "a lattice that depends on the data",
+        "test_mechanism.py::test_what_is_released_is_a_rounding_of_the_sum_plus_whole_noise",
+        "noise/independent.py",
+        "    shift = release_shift(stddev)\n",
+        "    shift = release_shift(stddev + max(float(np.abs(s).max(initial=0)) for s in sums))\n",
+    ),
+    one(
+        "a seal that tells whether a seed was guessed",
+        "test_keys.py::test_a_seal_does_not_follow_from_the_seed",
+        "keys.py",
+        "sealing or secrets.token_bytes(KEY_BYTES)",
+        "sealing or secret",
+    ),
+    one(
         "a tenth of the noise",
         "test_mechanism.py::test_the_noise_has_the_standard_deviation_of_the_sum_over_the_count",
-        *("noise/independent.py", "noisy *= stddev", "noisy *= 0.1 * stddev"),
+        *("noise/independent.py", "noise *= stddev", "noise *= 0.1 * stddev"),
     ),
     one(
         "noise of the mean, divided once more",
         "test_mechanism.py::test_the_noise_has_the_standard_deviation_of_the_sum_over_the_count",
-        *("noise/independent.py", "noisy *= stddev", "noisy *= stddev / count"),
+        *(
+            "mechanism.py",
+            "** lattice_bits(dimensions)  #",
+            "** lattice_bits(dimensions) / count  #",
+        ),
     ),
     one(
         "the same noise for all layers",
@@ -127,9 +155,9 @@ CLIPPING = (
         "no clipping",
         "clipping/test_clipping.py::"
         "test_plain_clipping_leaves_small_gradients_alone_and_normalised_clipping_divides_by_c",
-        "clipping/clip.py",
-        "factor = jnp.minimum(jnp.float32(1), jnp.float32(self.norm) / jnp.maximum(norms, TINY))",
-        "factor = jnp.ones_like(norms)",
+        "clipping/contribution.py",
+        "jnp.maximum(jnp.float32(clip.norm), bound)",
+        "jnp.float32(clip.norm)",
     ),
     Mistake(
         "clipping after the sum over users",
@@ -138,7 +166,12 @@ CLIPPING = (
             (
                 "engine/engine.py",
                 "self.cut(rows), clip, strategy",
-                "self.cut(rows), Clip(1e30), strategy",
+                "self.cut(rows), Clip(1e30, in_float32=True), strategy",
+            ),
+            (
+                "engine/engine.py",
+                "dtype = self._dtype(params, len(rows), clip)",
+                "dtype = np.float32",
             ),
             ("engine/engine.py", "        return total, joined\n", CLIP_THE_SUM),
         ),
@@ -172,8 +205,13 @@ CLIPPING = (
     ),
     one(
         "a gradient that is not finite passes",
-        "clipping/test_clipping.py::test_a_norm_that_is_not_finite_has_scale_zero",
-        *("clipping/clip.py", "jnp.where(jnp.isfinite(norms), factor, jnp.float32(0))", "factor"),
+        "clipping/test_clipping.py::"
+        "test_a_unit_without_a_finite_norm_contributes_exactly_zero_and_is_counted",
+        *(
+            "clipping/contribution.py",
+            "finite = jnp.isfinite(bound) | ~real",
+            "finite = norm == norm",
+        ),
     ),
     Mistake(
         "a gradient that is not finite repaired, number by number",
@@ -181,23 +219,36 @@ CLIPPING = (
         "test_a_unit_without_a_finite_norm_contributes_exactly_zero_and_is_counted",
         (
             (
-                "clipping/scan.py",
-                "norm = jnp.where(real",
-                "grad = jax.tree.map(jnp.nan_to_num, grad)\n        norm = jnp.where(real",
+                "clipping/contribution.py",
+                "norm, bound = norm_and_bound(grad)",
+                "grad = jax.tree.map(jnp.nan_to_num, grad)\n    norm, bound = norm_and_bound(grad)",
             ),
         ),
     ),
     one(
         "a norm in half precision underflows",
         "clipping/test_clipping.py::test_norms_do_not_underflow_in_half_precision",
-        *("clipping/clip.py", "jnp.square(leaf.astype(jnp.float32))", "jnp.square(leaf)"),
+        *("clipping/contribution.py", "leaf.astype(jnp.float32) for leaf", "leaf for leaf"),
     ),
     one(
-        "a running sum in half precision",
-        "clipping/test_clipping.py::test_a_running_sum_of_half_precision_gradients_does_not_drift",
-        "clipping/scan.py",
-        ADD_UNIT,
-        f"{ADD_HALF}.astype(jnp.float32), total, grad)",
+        "a running sum in float32",
+        "clipping/test_contribution.py::"
+        "test_a_missing_unit_changes_the_sum_by_its_contribution_and_by_nothing_else",
+        *("clipping/scan.py", ADD_UNIT, ADD_FLOAT),
+    ),
+    one(
+        "a norm without its bound",
+        "clipping/test_contribution.py::test_no_gradient_contributes_more_than_c",
+        "clipping/contribution.py",
+        "longest = 2.0 ** lattice_bits(dimensions) - math.sqrt(dimensions) / 2",
+        "longest, bound = 2.0 ** lattice_bits(dimensions), norm",
+    ),
+    one(
+        "units that share a product, by default",
+        "clipping/test_strategy.py::test_few_candidates_are_tried_the_simplest_first",
+        "clipping/strategy.py",
+        "return [Strategy(name, rows) for name in ONE_BY_ONE for rows in cut]",
+        'return [Strategy(name, max(group, 4)) for name in ("scan", "bookkeeping")]',
     ),
     one(
         "a loss divided by the tokens of the batch",

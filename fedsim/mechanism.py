@@ -3,35 +3,59 @@
 How the noise is drawn is in `noise`.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 
+from fedsim.clipping import Clip
+from fedsim.clipping.clip import lattice_bits
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise import add_gaussian
+from fedsim.noise import add_gaussian, release_shift
 
 
-def noisy_mean(grad_sum: Any, *, stddev: float, count: float, key: SecretKey, step: int) -> Any:
-    """(grad_sum + N(0, stddev^2 I)) / count: the last line of a step of Algorithms 1 and 2.
+@dataclasses.dataclass(frozen=True)
+class NoisyMean:
+    """What a step releases: whole numbers, and what 1 stands for."""
 
-    Guarantees: if one unit changes grad_sum by at most S in L2 norm and stddev = S sigma, this is
-      the Gaussian mechanism with noise multiplier sigma. Every step has noise of its own, the same
-      one whenever it is run; so has every number of grad_sum.
+    numbers: Any
+    """Tree of NumPy int32 or int64, in the shapes of the parameters; float32 without noise."""
+    unit: float
+
+    def values(self) -> Any:
+        """The privatised gradient: a tree of NumPy float32."""
+        return jax.tree.map(
+            lambda leaf: np.multiply(leaf, self.unit, dtype=np.float32), self.numbers
+        )
+
+
+def noisy_mean(
+    grad_sum: Any, *, clip: Clip, noise_multiplier: float, count: float, key: SecretKey, step: int
+) -> NoisyMean:
+    """(grad_sum + N(0, (C sigma)^2 I)) / count: the last line of a step of Algorithms 1 and 2.
+
+    Guarantees: if one unit changes grad_sum by at most `clip.sensitivity` in L2 norm, as it does
+      with a clipped sum of `clip`, this is the Gaussian mechanism with noise multiplier sigma,
+      rounded to a lattice that is public, up to `noise.slack`. Every step has noise of its own,
+      the same one whenever it is run; so has every number of grad_sum.
     Args:
+      grad_sum: whole numbers in units of `clip.unit`, or float32 with `clip.in_float32`.
+      noise_multiplier: sigma; 0 with `clip.in_float32`.
       count: B or M, the *expected* number of units; it must not depend on the draw.
-    Returns: a tree like grad_sum of NumPy float32.
-    Raises: ConfigError: count <= 0 or stddev < 0.
+    Raises: ConfigError: count <= 0 or noise_multiplier < 0.
     Source: Charles et al. 2024, Algorithms 1 and 2.
-
-    >>> float(noisy_mean(6.0, stddev=0.0, count=3.0, key=SecretKey.create(), step=0))
-    2.0
     """
     expect("count", count, 0 < count < np.inf, "> 0")
-    expect("stddev", stddev, 0 <= stddev < np.inf, ">= 0")
+    expect("noise_multiplier", noise_multiplier, 0 <= noise_multiplier < np.inf, ">= 0")
+    if clip.in_float32:
+        expect("noise_multiplier", noise_multiplier, not noise_multiplier, "0 for float32 sums")
+        return NoisyMean(grad_sum, 1 / count)
     leaves, treedef = jax.tree.flatten(grad_sum)
-    sums = [np.ravel(leaf) for leaf in leaves]
-    means = add_gaussian(sums, stddev=stddev, divisor=count, key=key, step=step)
-    shaped = [mean.reshape(np.shape(leaf)) for mean, leaf in zip(means, leaves, strict=True)]
-    return jax.tree.unflatten(treedef, shaped)
+    dimensions = sum(np.size(leaf) for leaf in leaves)
+    stddev = noise_multiplier * 2.0 ** lattice_bits(dimensions)  # in units of clip.unit
+    noisy = add_gaussian([np.ravel(leaf) for leaf in leaves], stddev=stddev, key=key, step=step)
+    shaped = [leaf.reshape(np.shape(like)) for leaf, like in zip(noisy, leaves, strict=True)]
+    unit = clip.unit(dimensions) * 2.0 ** release_shift(stddev) / count
+    return NoisyMean(jax.tree.unflatten(treedef, shaped), unit)

@@ -72,7 +72,7 @@ class Plan:
 
     def clip_at(self, clip_norm: float) -> Clip:
         """The clip function with another norm."""
-        return Clip(clip_norm, normalised=self.clipping == "normalised")
+        return Clip(clip_norm, self.clipping == "normalised", in_float32=not self.noise_multiplier)
 
     @property
     def adaptive(self) -> AdaptiveClip | None:

@@ -34,7 +34,7 @@ from fedsim.run.state import State, restored
 from fedsim.training import num_parameters
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
-NO_CLIP = Clip(math.inf)
+NO_CLIP = Clip(math.inf, in_float32=True)
 
 
 def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict[str, Any]:

@@ -99,11 +99,11 @@ def limit_contributions(offsets: np.ndarray, group_size: int, key: SecretKey) ->
     Returns: example indices, int64 [pool], ascending.
     Source: Charles et al. 2024, Algorithm 1, lines 1-4.
     """
-    keep = np.ones(offsets[-1], bool)
+    keep, streams = np.ones(offsets[-1], bool), key.streams("contributions")
     for user in np.flatnonzero(np.diff(offsets) > group_size):
         start, end = offsets[user], offsets[user + 1]
         keep[start:end] = False
-        rng = key.generator("contributions", int(user))
+        rng = streams.at(int(user))
         keep[start + rng.choice(end - start, group_size, replace=False, shuffle=False)] = True
     return np.flatnonzero(keep)
 
@@ -119,12 +119,12 @@ def draw_groups(
     Source: Charles et al. 2024, Algorithm 2.
     """
     users = [int(user) for user in cohort]
-    rows = np.full((len(users), group_size), PADDING, np.int64)
+    rows, streams = np.full((len(users), group_size), PADDING, np.int64), key.streams("group", step)
     for group, user in zip(rows, users, strict=True):
         start, size = int(offsets[user]), int(offsets[user + 1] - offsets[user])
         if size <= group_size:
             group[:size] = np.arange(start, start + size)
         else:
-            rng = key.generator("group", step, user)
+            rng = streams.at(user)
             group[:] = start + np.sort(rng.choice(size, group_size, replace=False, shuffle=False))
     return rows

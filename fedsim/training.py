@@ -263,7 +263,7 @@ class Trainer:
         """One step: gradient, ledger, update. Returns its metrics."""
         started, step = time.monotonic(), state.step + 1
         accounted = thread.submit(self._epsilon_so_far, step)  # while workers compute
-        grad, stats = self.method.gradient(
+        noisy, stats = self.method.gradient(
             state.params,
             state.step,
             self.engine,
@@ -281,8 +281,9 @@ class Trainer:
             sampling_run=self.plan.sampling_run,
             sampling_accounted=self.plan.sampling_accounted,
             epsilon=to_json(epsilon),
-            gradient_sha256=gradient_sha256(grad),
+            gradient_sha256=gradient_sha256(noisy.numbers),
         )
+        grad = noisy.values()
         if self.watch is not None:
             self.watch(grad)
         state.params, state.opt_state = self.update(grad, state.opt_state, state.params)

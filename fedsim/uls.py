@@ -13,7 +13,7 @@ from fedsim.clipping import Clip, Strategy
 from fedsim.engine import Engine, Stats
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.mechanism import noisy_mean
+from fedsim.mechanism import NoisyMean, noisy_mean
 from fedsim.sampling import SAMPLERS, Users, draw_groups
 
 
@@ -55,17 +55,18 @@ class ULS:
         noise_multiplier: float,
         strategy: Strategy = Strategy(),  # noqa: B008 (frozen)
         rows: np.ndarray | None = None,
-    ) -> tuple[Any, Stats]:
+    ) -> tuple[NoisyMean, Stats]:
         """The privatised gradient of one step, and the engine's statistics of it.
 
         Args: rows: those of `draw(step)`, if they have been drawn already.
         """
         rows = self.draw(step) if rows is None else rows
         grad_sum, stats = engine.clipped_sum(params, rows, clip, strategy)  # ...... g_sum^t
-        stddev = clip.sensitivity * noise_multiplier  # ............................ C sigma
+        noise = {
+            "clip": clip,
+            "noise_multiplier": noise_multiplier,
+        }  # ............ N(0, (C sigma)^2 I)
         count = self.expected_cohort_size
-        grad = noisy_mean(grad_sum, stddev=stddev, count=count, key=self.key, step=step)  # g^t
-        return (
-            grad,
-            stats,
-        )  # training.py, Trainer._step: ledger, then theta^t+1 = update(theta^t, g^t)
+        grad = noisy_mean(grad_sum, **noise, count=count, key=self.key, step=step)  # g^t
+        # training.py, Trainer._step: ledger, then theta^t+1 = update(theta^t, g^t).
+        return grad, stats

@@ -1,6 +1,21 @@
 """The oracle: Algorithms 1 and 2 as plain NumPy loops in float64, one gradient at a time."""
 
+import jax
 import numpy as np
+
+
+def floats(total, clip):
+    """A sum in whole numbers as float64 gradients: its numbers times what 1 stands for."""
+    unit = clip.unit(sum(np.size(leaf) for leaf in jax.tree.leaves(total)))
+    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float64) * unit, total)
+
+
+def rounding(total, clip, units):
+    """How far such a sum may be from that of real numbers: half a unit for each contribution, and
+    what a contribution is shortened by."""
+    size = sum(np.size(leaf) for leaf in jax.tree.leaves(total))
+    bits = clip.sensitivity / clip.unit(size)
+    return clip.unit(size) * units / 2 + units * clip.sensitivity * (size**0.5 / bits + 1e-4)
 
 
 def clip(gradient, norm, normalised):

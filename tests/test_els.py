@@ -24,7 +24,8 @@ def make(users, key, *, budget=8, group_size=4, sampling="poisson"):
 def test_a_step_equals_the_oracle(rng, key, clip):
     users, task, theta = softmax_problem(rng, SIZES)
     els = make(users, key)
-    noise = noisy_mean(theta * 0, stddev=1.3 * clip.sensitivity, count=1, key=key, step=3)
+    zero = np.zeros(theta.shape, np.int32)
+    noise = noisy_mean(zero, clip=clip, noise_multiplier=1.3, count=1, key=key, step=3).values()
     engine = LocalEngine(task, num_lanes=3)
     grad, _ = els.gradient(jnp.asarray(theta), 3, engine, clip=clip, noise_multiplier=1.3)
     expected = reference.els_gradient(
@@ -36,7 +37,8 @@ def test_a_step_equals_the_oracle(rng, key, clip):
         noise=np.asarray(noise, np.float64),
         expected_batch_size=8,
     )
-    np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-7)
+    # Noise and what is released are rounded to cells of a 256th of the noise.
+    np.testing.assert_allclose(grad.values(), expected, atol=1.5 * grad.unit)
 
 
 def test_without_clipping_noise_and_sampling_it_is_gradient_descent(rng, key):
@@ -44,9 +46,14 @@ def test_without_clipping_noise_and_sampling_it_is_gradient_descent(rng, key):
     els = make(users, key, budget=users.num_examples, group_size=30)
     theta = jnp.ones(6)
     grad, _ = els.gradient(
-        theta, 0, LocalEngine(task, num_lanes=2), clip=Clip(1e6), noise_multiplier=0
+        theta,
+        0,
+        LocalEngine(task, num_lanes=2),
+        clip=Clip(1e6, in_float32=True),
+        noise_multiplier=0,
     )
-    np.testing.assert_allclose(grad, theta - task.points.mean(axis=0), rtol=1e-5, atol=1e-6)
+    found = grad.values()
+    np.testing.assert_allclose(found, theta - task.points.mean(axis=0), rtol=1e-5, atol=1e-6)
 
 
 def test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn(rng, key):
@@ -57,7 +64,8 @@ def test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn(rng, key):
     for step in range(6):
         grad, stats = els.gradient(jnp.zeros(6), step, engine, clip=Clip(1.0), noise_multiplier=0)
         sizes.add(len(stats.norms))
-        np.testing.assert_allclose(np.linalg.norm(grad), len(stats.norms) / 10, rtol=1e-5)
+        total = np.linalg.norm(grad.values())
+        np.testing.assert_allclose(total, len(stats.norms) / 10, rtol=1e-4)
     assert len(sizes) > 2
 
 
@@ -66,7 +74,9 @@ def test_the_noise_has_the_standard_deviation_c_sigma_over_b(rng, key):
     els, engine = make(users, key, budget=4, group_size=1), LocalEngine(task, num_lanes=1)
     for clip, stddev in ((Clip(0.25), 0.25 * 3 / 4), (Clip(0.25, normalised=True), 3 / 4)):
         noisy, quiet = (
-            els.gradient(jnp.zeros(40_000), 1, engine, clip=clip, noise_multiplier=sigma)[0]
+            els.gradient(jnp.zeros(40_000), 1, engine, clip=clip, noise_multiplier=sigma)[
+                0
+            ].values()
             for sigma in (3.0, 0.0)
         )
         assert abs(np.std(noisy - quiet) / stddev - 1) < 5 / np.sqrt(2 * 40_000)
@@ -79,8 +89,9 @@ def test_an_empty_draw_is_a_step_of_noise_alone(rng, key):
     grad, stats = els.gradient(
         jnp.zeros(6), step, LocalEngine(task, num_lanes=2), clip=Clip(1.0), noise_multiplier=2.0
     )
-    noise = noisy_mean(jnp.zeros(6), stddev=2.0, count=1, key=key, step=step)
-    np.testing.assert_array_equal(grad, noise)
+    zero, own = np.zeros(6, np.int32), {"clip": Clip(1.0), "noise_multiplier": 2.0}
+    noise = noisy_mean(zero, **own, count=1, key=key, step=step)
+    np.testing.assert_array_equal(grad.numbers, noise.numbers)
     assert len(stats.norms) == 0
 
 
@@ -88,7 +99,7 @@ def test_the_noise_is_fresh_in_every_step_and_repeated_when_a_step_is(rng, key):
     users, task = mean_problem(rng, SIZES)
     els, engine = make(users, key), LocalEngine(task, num_lanes=2)
     grads = [
-        np.asarray(els.gradient(jnp.zeros(6), t, engine, clip=Clip(1.0), noise_multiplier=1e6)[0])
+        els.gradient(jnp.zeros(6), t, engine, clip=Clip(1.0), noise_multiplier=1e6)[0].numbers
         for t in (0, 1, 0)
     ]
     np.testing.assert_array_equal(grads[0], grads[2])

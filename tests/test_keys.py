@@ -3,6 +3,7 @@ import stat
 import numpy as np
 import pytest
 
+from fedsim.clipping import Clip
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 
@@ -26,7 +27,8 @@ def test_streams_differ_by_purpose_index_and_key(key):
 
 
 def test_noise_and_sampling_are_independent_streams(key):
-    noise = noisy_mean(np.zeros(20_000), stddev=1.0, count=1, key=key, step=0)
+    zero, own = np.zeros(20_000, np.int32), {"clip": Clip(1.0), "noise_multiplier": 1.0}
+    noise = noisy_mean(zero, **own, count=1, key=key, step=0).values()
     draws = key.generator("units", 0).standard_normal(20_000)
     assert abs(np.corrcoef(noise, draws)[0, 1]) < 5 / np.sqrt(20_000)
 
@@ -54,3 +56,17 @@ def test_the_saved_key_is_readable_by_its_owner_alone(key, tmp_path):
 def test_a_seed_reproduces_the_key(seed):
     values = {SecretKey.create(seed).generator("units", 0).random() for _ in range(2)}
     assert len(values) == 1
+
+
+def test_a_seal_does_not_follow_from_the_seed():
+    """A ledger is published with its seals: two runs of one seed must not have the same."""
+    first, second = SecretKey.create(5), SecretKey.create(5)
+    assert first.generator("units", 0).random() == second.generator("units", 0).random()
+    assert first.seal("ledger") != second.seal("ledger")
+
+
+def test_a_seal_is_of_the_key_and_the_text(key, tmp_path):
+    key.save(tmp_path)
+    seal = key.seal("ledger")
+    assert SecretKey.load(tmp_path).seal("ledger") == seal != key.seal("data")
+    assert SecretKey(bytes(32), sealing=key._sealing).seal("ledger") != seal

@@ -132,17 +132,6 @@ def test_draws_do_not_change_between_versions():
     """Golden. If this fails, NumPy's streams or the keys changed: a run started before cannot be
     resumed after, so say so in the changelog before updating the numbers."""
     key, offsets = SecretKey.create(seed=0), np.array([0, 9])
-    assert Poisson(1000, 5).draw(key, 0).tolist() == [
-        1,
-        132,
-        483,
-        712,
-        744,
-        749,
-        766,
-        803,
-        806,
-        861,
-    ]
-    assert limit_contributions(offsets, 3, key).tolist() == [2, 4, 5]
-    assert draw_groups(offsets, [0], 3, key, 0).tolist() == [[1, 2, 4]]
+    assert Poisson(1000, 5).draw(key, 0).tolist() == [152, 470, 493, 661, 993]
+    assert limit_contributions(offsets, 3, key).tolist() == [0, 1, 8]
+    assert draw_groups(offsets, [0], 3, key, 0).tolist() == [[1, 6, 7]]

@@ -26,11 +26,13 @@ def make(users, key, *, budget=8, group_size=4, sampling="poisson"):
 def test_a_step_equals_the_oracle(rng, key, clip):
     users, task, theta = softmax_problem(rng, SIZES)
     uls = make(users, key, budget=16)
-    assert len(uls.sampler.draw(key, 3)) == 4  # of one user, clipping after the sum is the same
-    noise = noisy_mean(theta * 0, stddev=1.3 * clip.sensitivity, count=1, key=key, step=3)
+    # Of one user, clipping after the sum would be the same.
+    step = next(t for t in range(99) if len(uls.sampler.draw(key, t)) == 4)
+    zero = np.zeros(theta.shape, np.int32)
+    noise = noisy_mean(zero, clip=clip, noise_multiplier=1.3, count=1, key=key, step=step).values()
     engine = LocalEngine(task, num_lanes=3)
-    grad, _ = uls.gradient(jnp.asarray(theta), 3, engine, clip=clip, noise_multiplier=1.3)
-    cohort = draw_groups(users.offsets, uls.sampler.draw(key, 3), 4, key, 3)
+    grad, _ = uls.gradient(jnp.asarray(theta), step, engine, clip=clip, noise_multiplier=1.3)
+    cohort = draw_groups(users.offsets, uls.sampler.draw(key, step), 4, key, step)
     expected = reference.uls_gradient(
         theta.astype(np.float64),
         reference.softmax_gradient(task.features, task.labels),
@@ -40,7 +42,8 @@ def test_a_step_equals_the_oracle(rng, key, clip):
         noise=np.asarray(noise, np.float64),
         expected_cohort_size=4,
     )
-    np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-7)
+    # Noise and what is released are rounded to cells of a 256th of the noise.
+    np.testing.assert_allclose(grad.values(), expected, atol=1.5 * grad.unit)
 
 
 def test_without_clipping_noise_and_sampling_it_is_gradient_descent(rng, key):
@@ -48,9 +51,14 @@ def test_without_clipping_noise_and_sampling_it_is_gradient_descent(rng, key):
     uls = make(users, key, budget=21, group_size=3)
     theta = jnp.ones(6)
     grad, _ = uls.gradient(
-        theta, 0, LocalEngine(task, num_lanes=2), clip=Clip(1e6), noise_multiplier=0
+        theta,
+        0,
+        LocalEngine(task, num_lanes=2),
+        clip=Clip(1e6, in_float32=True),
+        noise_multiplier=0,
     )
-    np.testing.assert_allclose(grad, theta - task.points.mean(axis=0), rtol=1e-5, atol=1e-6)
+    found = grad.values()
+    np.testing.assert_allclose(found, theta - task.points.mean(axis=0), rtol=1e-5, atol=1e-6)
 
 
 def test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn(rng, key):
@@ -61,7 +69,8 @@ def test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn(rng, key):
     for step in range(6):
         grad, stats = uls.gradient(jnp.zeros(6), step, engine, clip=Clip(1.0), noise_multiplier=0)
         sizes.add(len(stats.norms))
-        np.testing.assert_allclose(np.linalg.norm(grad), len(stats.norms) / 10, rtol=1e-5)
+        total = np.linalg.norm(grad.values())
+        np.testing.assert_allclose(total, len(stats.norms) / 10, rtol=1e-4)
     assert len(sizes) > 2
 
 
@@ -70,7 +79,9 @@ def test_the_noise_has_the_standard_deviation_c_sigma_over_m(rng, key):
     uls, engine = make(users, key, budget=8, group_size=2), LocalEngine(task, num_lanes=1)
     for clip, stddev in ((Clip(0.25), 0.25 * 3 / 4), (Clip(0.25, normalised=True), 3 / 4)):
         noisy, quiet = (
-            uls.gradient(jnp.zeros(40_000), 1, engine, clip=clip, noise_multiplier=sigma)[0]
+            uls.gradient(jnp.zeros(40_000), 1, engine, clip=clip, noise_multiplier=sigma)[
+                0
+            ].values()
             for sigma in (3.0, 0.0)
         )
         assert abs(np.std(noisy - quiet) / stddev - 1) < 5 / np.sqrt(2 * 40_000)
@@ -83,8 +94,9 @@ def test_an_empty_draw_is_a_step_of_noise_alone(rng, key):
     grad, stats = uls.gradient(
         jnp.zeros(6), step, LocalEngine(task, num_lanes=2), clip=Clip(1.0), noise_multiplier=2.0
     )
-    noise = noisy_mean(jnp.zeros(6), stddev=2.0, count=1, key=key, step=step)
-    np.testing.assert_array_equal(grad, noise)
+    zero, own = np.zeros(6, np.int32), {"clip": Clip(1.0), "noise_multiplier": 2.0}
+    noise = noisy_mean(zero, **own, count=1, key=key, step=step)
+    np.testing.assert_array_equal(grad.numbers, noise.numbers)
     assert len(stats.norms) == 0
 
 
@@ -92,7 +104,7 @@ def test_the_noise_is_fresh_in_every_step_and_repeated_when_a_step_is(rng, key):
     users, task = mean_problem(rng, SIZES)
     uls, engine = make(users, key), LocalEngine(task, num_lanes=2)
     grads = [
-        np.asarray(uls.gradient(jnp.zeros(6), t, engine, clip=Clip(1.0), noise_multiplier=1e6)[0])
+        uls.gradient(jnp.zeros(6), t, engine, clip=Clip(1.0), noise_multiplier=1e6)[0].numbers
         for t in (0, 1, 0)
     ]
     np.testing.assert_array_equal(grads[0], grads[2])
@@ -126,7 +138,7 @@ def test_with_one_example_per_user_the_two_algorithms_coincide(rng, key):
         for step in range(3):
             settings = {"clip": Clip(0.5), "noise_multiplier": 1.0}
             first, second = (
-                method.gradient(jnp.asarray(theta), step, engine, **settings)[0]
+                method.gradient(jnp.asarray(theta), step, engine, **settings)[0].numbers
                 for method in (els, uls)
             )
-            np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-8)
+            np.testing.assert_array_equal(first, second)

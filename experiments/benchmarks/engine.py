@@ -198,7 +198,8 @@ def large(quick: bool) -> list[dict]:
     for step in range(4):
         started = time.perf_counter()
         grad_sum, stats = engine.clipped_sum(params, rows, CLIP)
-        grad = noisy_mean(grad_sum, stddev=0.1, count=32, key=SecretKey.create(0), step=step)
+        noise = {"clip": CLIP, "noise_multiplier": 0.1, "key": SecretKey.create(0), "step": step}
+        grad = noisy_mean(grad_sum, count=32, **noise).values()
         params = jax.block_until_ready(update(params, grad))
         seconds = time.perf_counter() - started
         shares.append(1 - float(stats.losses.max()) / seconds)
@@ -238,8 +239,9 @@ def private_rounds(num_workers: int, rounds: int) -> tuple[list[float], str]:
     for step, cohort in enumerate(shape.cohorts(rounds + 1)):
         started = time.perf_counter()
         grad_sum, _ = engine.clipped_sum(params, task.rows(cohort), CLIP)
-        noise = {"stddev": shape.NOISE * CLIP.sensitivity, "key": SecretKey.create(0), "step": step}
-        grad = noisy_mean(grad_sum, count=shape.COHORT, **noise)
+        noise = {"clip": CLIP, "noise_multiplier": shape.NOISE, "step": step}
+        key = SecretKey.create(0)
+        grad = noisy_mean(grad_sum, count=shape.COHORT, key=key, **noise).values()
         params = jax.block_until_ready(update(params, grad))
         seconds.append(time.perf_counter() - started)
     engine.close()

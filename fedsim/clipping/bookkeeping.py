@@ -6,6 +6,7 @@ being the units' scales: no unit's gradient is ever formed whole. Here units are
 rows as well as examples. The model stays a plain `flax.linen` model: its calls are intercepted.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -57,7 +58,9 @@ def clipped_sum(
     scale = trusted_only(clip.scale(jnp.sqrt(squared + rounding)))  # of the largest it may be
     total = model.weighted_sum(seen, scale)
     own = mask & ~trusted[:, None]
-    total, *apart = scan.clipped_sum(loss_fn, params, batch, own, clip, total=total)
+    total, *apart = scan.clipped_sum(
+        loss_fn, params, batch, own, dataclasses.replace(clip, in_float32=True), total=total
+    )
     ours = trusted_only(jnp.sqrt(squared)), losses, jnp.zeros_like(trusted)
     norms, losses, dropped = (
         jnp.where(trusted, mine, theirs) for mine, theirs in zip(ours, apart, strict=True)

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedsim.clipping.clip import Clip, global_norm
+from fedsim.clipping.clip import Clip
+from fedsim.clipping.contribution import contribution, scaled
 from fedsim.clipping.products import in_one_product
 
 LossFn = Callable[[Any, Any], jax.Array]
@@ -62,11 +63,12 @@ def clipped_sum(
     local: LocalSteps | None = None,
     total: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
-    """sum over units of clip(mean over the unit's rows of grad loss, C).
+    """sum over units of clip(mean over the unit's rows of grad loss, C), in whole numbers.
 
-    Guarantees: adding or removing one unit changes the sum by at most `clip.sensitivity`. A unit's
-      gradient is complete before it is clipped; a unit without rows, or with a non-finite gradient,
-      contributes exactly zero.
+    Guarantees: a unit's contribution depends on (params, its rows, C) alone and has an L2 norm of
+      at most `clip.sensitivity`, and the sum is exact; see contribution.py. A unit's gradient is
+      complete before it is clipped; a unit without rows, or with a non-finite gradient, contributes
+      exactly zero. With `clip.in_float32` the last two alone.
     Args:
       loss_fn: (params, rows of a batch) -> one loss per row, float32 [rows]; rows are independent.
       batch: tree of arrays [units, group, ...].
@@ -75,8 +77,9 @@ def clipped_sum(
       direct: the gradients of the layers' weights are taken in one product each.
       buckets: lengths that the rows of a pass may be cut to: the least that holds all of them.
       local: what is clipped is a user's update of several steps, instead of its gradient.
-      total: a sum to be added to, float32 tree like params.
-    Returns: (sum, float32 tree like params; norms [units]; losses [units]; dropped bool [units]).
+      total: a sum to be added to. At most `lattice_capacity` units fit into one.
+    Returns: (sum, int32 tree like params, in units of `clip.unit`, or float32; norms [units];
+      losses [units]; dropped bool [units]).
     Source: Charles et al. 2024, Algorithms 1 and 2.
     """
 
@@ -85,17 +88,15 @@ def clipped_sum(
         rows, real = jax.tree.map(lambda leaf: leaf[i], (batch, mask))
         arguments = (params, rows, real)
         grad, loss = gradient.after(local, *arguments) if local else gradient(*arguments)
-        norm = jnp.where(real.any(), global_norm(grad), 0)
-        scale, finite = clip.scale(norm), jnp.isfinite(norm)
-        # Selected, not multiplied by zero: 0 * nan is nan.
-        used = finite & real.any()
-        total = jax.tree.map(lambda t, g: t + jnp.where(used, g * scale, 0), total, grad)
-        found = (norm, loss, ~finite)
+        added, norm, dropped = (scaled if clip.in_float32 else contribution)(grad, real.any(), clip)
+        total = jax.tree.map(jnp.add, total, added)
+        found = (norm, loss, dropped)
         return total, *(old.at[i].set(new) for old, new in zip(values, found, strict=True))
 
     gradient = _UnitGradient(loss_fn, rows_per_pass, direct, buckets)
     batch, mask = jax.tree.map(jnp.asarray, (batch, mask))
-    total = zeros_like(params) if total is None else total
+    dtype = jnp.float32 if clip.in_float32 else jnp.int32
+    total = zeros_like(params, dtype) if total is None else total
     # Loops of dynamic length cost less than loops that skip: a branch copies what passes through.
     return jax.lax.fori_loop(0, reach(mask.any(axis=1)), add_unit, (total, *no_values(len(mask))))
 
@@ -110,9 +111,9 @@ def reach(real: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(real, jnp.arange(1, len(real) + 1), 0), initial=0)
 
 
-def zeros_like(params: Any) -> Any:
-    """A float32 tree of zeros with the shapes of `params`."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+def zeros_like(params: Any, dtype: Any = jnp.float32) -> Any:
+    """A tree of zeros with the shapes of `params`."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from fedsim.clipping import bookkeeping, scan, vmap
 from fedsim.clipping.clip import Clip
+from fedsim.clipping.contribution import on_lattice
 from fedsim.errors import expect
 
 NAMES = ("scan", "direct", "bookkeeping", "vmap")  # the simpler ones first
@@ -37,6 +38,12 @@ class Strategy:
 
     def __str__(self) -> str:
         return f"{self.name}:{self.rows}"
+
+    @property
+    def proven(self) -> bool:
+        """Whether a unit's contribution is a function of its own rows, of a proven norm. Where
+        units share a product, its rounding depends on the others."""
+        return self.name in ONE_BY_ONE
 
     def units_at_once(self, group: int) -> int:
         """Units of one forward and backward pass, for groups of so many rows."""
@@ -67,7 +74,8 @@ def clipped_sum(
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """sum over units of clip(mean over the unit's rows of grad loss, C), by any strategy.
 
-    Arguments, results and guarantees are those of `scan.clipped_sum`.
+    Arguments and results are those of `scan.clipped_sum`; so are the guarantees where the strategy
+    is `proven`.
     Raises: UnsupportedModel: the strategy cannot do it.
     """
     if strategy.name in ONE_BY_ONE:
@@ -85,11 +93,13 @@ def clipped_sum(
         total, *values = carry
         batch, mask = jax.tree.map(lambda leaf: leaf[i], chunks)
         chunk_sum, *found = module.clipped_sum(loss_fn, params, batch, mask, clip)
+        chunk_sum = chunk_sum if clip.in_float32 else on_lattice(chunk_sum, clip)
         total = jax.tree.map(jnp.add, total, chunk_sum)
         return total, *(old.at[i].set(new) for old, new in zip(values, found, strict=True))
 
     values = (jnp.stack([value] * len(chunks[1])) for value in scan.no_values(at_once))
-    start = (scan.zeros_like(params) if total is None else total, *values)
+    dtype = jnp.float32 if clip.in_float32 else jnp.int32
+    start = (scan.zeros_like(params, dtype) if total is None else total, *values)
     number = scan.reach(chunks[1].any(axis=(1, 2)))
     total, *values = jax.lax.fori_loop(0, number, add_chunk, start)
     norms, losses, dropped = (value.reshape(-1)[:units] for value in values)
@@ -103,19 +113,14 @@ def _in_chunks(leaf: jax.Array, size: int) -> jax.Array:
 
 
 def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[Strategy]:
-    """What is worth timing for units of so many rows, the simplest first."""
+    """What is worth timing for units of so many rows, the simplest first: all are `proven`."""
     if num_parameters <= FEW_PARAMETERS:
-        return [Strategy("scan", min(group, 8)), Strategy("vmap", max(group, 64))]
-    if not on_cpu:  # an accelerator wants to be filled; `direct` was never timed on one
-        passes = (8, 32, 128) if group >= 128 else (8, 32)
-        scans = [Strategy("scan", rows) for rows in sorted({min(group, rows) for rows in passes})]
-        return scans + [Strategy("bookkeeping", rows) for rows in (8, 32) if group <= rows]
+        return [Strategy(name, min(group, 8)) for name in ONE_BY_ONE]
     # A processor's cache holds the activations of few rows, but each pass adds up all parameters.
-    passes = (4, 16)
+    # An accelerator wants to be filled.
+    passes = (4, 16) if on_cpu else (8, 32, 128)
     cut = sorted({min(group, rows) for rows in passes})
-    ways = [Strategy(name, rows) for name in ONE_BY_ONE for rows in cut]
-    # Book-keeping does not pay for units of many rows: their norms cost more than what it saves.
-    return ways + [Strategy("bookkeeping", rows) for rows in passes if 4 * group <= rows]
+    return [Strategy(name, rows) for name in ONE_BY_ONE for rows in cut]
 
 
 def choose(found: Sequence[tuple[Strategy, float | None]]) -> Strategy:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim.clipping import scan
-from fedsim.clipping.clip import Clip
+from fedsim.clipping.clip import Clip, global_norm
 
 
 def clipped_sum(
@@ -24,7 +24,7 @@ def clipped_sum(
     per_unit = jax.vmap(jax.value_and_grad(unit_loss), in_axes=(None, 0, 0))
     losses, grads = per_unit(params, batch, mask)
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    norms = jax.vmap(scan.global_norm)(grads)
+    norms = jax.vmap(global_norm)(grads)
     real = mask.any(axis=1)
     norms, losses = jnp.where(real, norms, 0), jnp.where(real, losses, 0)
     finite = jnp.isfinite(norms)

@@ -1,9 +1,9 @@
 """The contract between the algorithms and whatever computes gradients.
 
-An algorithm hands over `rows`, example indices [units, group], and gets one clipped sum back. A
-step's units are cut into a fixed number of *lanes*; a lane is worked through in a fixed order by
-whichever worker takes it, and lane sums are added in lane order. So the bits of the result do not
-depend on the number of workers, on which of them died, or on which was faster.
+An algorithm hands over `rows`, example indices [units, group], and gets one clipped sum back, in
+whole numbers. A step's units are cut into *lanes*, which are units of work. Sums of whole numbers
+are exact, so the result does not depend on lanes, on the number of workers, on which of them died,
+or on which was faster.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from fedsim.clipping import Clip, Strategy
+from fedsim.clipping.clip import lattice_capacity
 from fedsim.errors import FedsimError
 
 
@@ -137,24 +138,38 @@ class Engine(ABC):
     ) -> tuple[Any, Stats]:
         """The clipped sum over units.
 
+        Guarantees: with a strategy that is `proven`, a unit's part in it is a function of params,
+          its rows and C, of norm at most `clip.sensitivity`; sums are exact.
         Args:
           rows: example indices int [units, group], -1 = padding; units may be 0.
-          strategy: how workers compute it. Part of the result's bits.
-        Returns: (float32 NumPy tree like params, per-unit statistics in the order of rows).
+          strategy: how workers compute it.
+        Returns: (NumPy tree like params, int32 or int64 in units of `clip.unit`, or float32 where
+          nothing is clipped; per-unit statistics in the order of rows).
         """
+        dtype = self._dtype(params, len(rows), clip)
         total, stats = None, []
         for lane_sum, lane_stats in self._lanes("lane_sum", params, self.cut(rows), clip, strategy):
             stats.append(lane_stats)
-            if total is None or len(stats) == 2:  # may be read-only views of shared memory
-                total = lane_sum if total is None else jax.tree.map(_plus, total, lane_sum)
+            if total is None:  # may be read-only views of shared memory
+                total = jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), lane_sum)
+            elif len(stats) == 2:
+                total = jax.tree.map(lambda t, x: np.asarray(np.add(t, x)), total, lane_sum)
             else:
                 jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
         if total is None:
-            total = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), params)
+            total = jax.tree.map(lambda leaf: np.zeros(leaf.shape, dtype), params)
         joined = Stats.join(stats)
         if len(joined.norms) != len(rows):  # the mechanism divides by a public count
             raise EngineError(f"{len(joined.norms)} units were computed of {len(rows)} drawn")
         return total, joined
+
+    @staticmethod
+    def _dtype(params: Any, units: int, clip: Clip) -> Any:
+        """The type that holds a sum over so many units, whatever they are."""
+        if clip.in_float32:
+            return np.float32
+        dimensions = sum(leaf.size for leaf in jax.tree.leaves(params))
+        return np.int32 if units <= lattice_capacity(dimensions) else np.int64
 
     def mean_nats(self, params: Any, split: str, rows: np.ndarray) -> float:
         """Mean loss in nats per predicted token over the examples `rows` [n] of a split."""
@@ -187,7 +202,3 @@ class Engine(ABC):
         # Of one unit alone, a lane's sum would be that unit's gradient.
         num_lanes = max(1, min(self.num_lanes, len(rows) // 2))
         return [lane for lane in np.array_split(rows, num_lanes) if len(lane)]
-
-
-def _plus(a, b):
-    return np.asarray(np.add(a, b))  # an array also where NumPy makes a scalar

@@ -10,7 +10,8 @@ from jax._src import xla_bridge
 from fedsim.config import EngineConfig
 from fedsim.engine.resources import driver_environment
 
-PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "ray", "dp-accounting")
+PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
+PACKAGES += ("dp-accounting",)
 
 
 def set_threads(config: EngineConfig) -> bool:

@@ -21,7 +21,7 @@ AXIS = "devices"
 
 
 class MeshWorker(Worker):
-    """Computes lanes on all devices of its mesh. Bits depend on the number of devices."""
+    """Computes lanes on all devices of its mesh."""
 
     def __init__(self, task: Task, cache_dir: Path | None = None):
         super().__init__(task, cache_dir)
@@ -68,8 +68,17 @@ class MeshWorker(Worker):
             shape = (jax.device_count(), *parts[0].shape)
             return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
-        total = _psum(mesh)(jax.tree.map(spread, *sums))
-        return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0))[0], total)
+        def added(parts):
+            total = _psum(mesh)(jax.tree.map(spread, *parts))
+            return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0))[0], total)
+
+        if all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(sums)):
+            return added(sums)
+        # Devices add int32. The two halves of whole numbers are added by themselves, so that
+        # neither sum can overflow.
+        low = added([jax.tree.map(lambda x: (x & 0xFFFF).astype(np.int32), s) for s in sums])
+        high = added([jax.tree.map(lambda x: (x >> 16).astype(np.int32), s) for s in sums])
+        return jax.tree.map(lambda upper, lower: (upper.astype(np.int64) << 16) + lower, high, low)
 
 
 @functools.cache

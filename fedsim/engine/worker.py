@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedsim.clipping import Clip, Strategy, clipped_sum
 from fedsim.clipping.bookkeeping import UnsupportedModel
+from fedsim.clipping.clip import lattice_capacity
 from fedsim.clipping.packing import Chunk, chunks
 from fedsim.clipping.scan import zeros_like
 from fedsim.engine.engine import Stats, Trial
@@ -33,7 +35,12 @@ EVAL_ROWS_PER_CHUNK = 16
 TRIAL_REPEATS = 3
 SAME_NORMS = 0.02  # strategies agree to 1e-5 in float32; in bfloat16 to less
 
-no_sum = jax.jit(zeros_like)  # leaf by leaf costs a small model's step a hundredth
+_zeros = jax.jit(zeros_like, static_argnums=1)  # leaf by leaf costs a small model a hundredth
+
+
+def no_sum(params: Any, clip: Clip) -> Any:
+    """A sum of no units."""
+    return _zeros(params, jnp.float32 if clip.in_float32 else jnp.int32)
 
 
 class Worker:
@@ -66,15 +73,15 @@ class Worker:
         touch(lambda: self.task.read(split, rows.ravel()))
 
     def lane_sum(self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy):
-        """The clipped sum of a lane: (NumPy float32 tree, Stats).
+        """The clipped sum of a lane: (NumPy tree, Stats). Whole numbers in units of `clip.unit`,
+        int32, or int64 where they might not fit; float32 with `clip.in_float32`.
 
         Args:
           version: names the parameters; equal versions are put on the device once.
           rows: [units, group], -1 = padding.
         """
         params = self._on_device(version, params)
-        total, stats = self._add_lane(no_sum(params), params, rows, clip, strategy)
-        return jax.tree.map(np.asarray, total), stats
+        return self._add_lane(params, rows, clip, strategy)
 
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
         """(sum of nats, number of predicted tokens) over examples `rows` [n] of a split."""
@@ -131,7 +138,7 @@ class Worker:
     def _try(self, params, rows, clip, strategy):
         before = set(self.programs)
         for chunk in self._lane_chunks(rows, strategy):
-            self._chunk_program(no_sum(params), params, chunk, clip, strategy)
+            self._chunk_program(no_sum(params, clip), params, chunk, clip, strategy)
         new = [self.programs[key].memory_analysis() for key in self.programs.keys() - before]
         memory = max((found.temp_size_in_bytes for found in new if found), default=0)
         if memory > (free := free_memory()):
@@ -140,8 +147,7 @@ class Worker:
         times, clock = [], trial_clock()
         for _ in range(TRIAL_REPEATS):
             start = clock()
-            total, stats = self._add_lane(no_sum(params), params, rows, clip, strategy)
-            jax.block_until_ready(total)
+            _, stats = self._add_lane(params, rows, clip, strategy)
             times.append(clock() - start)
         return Trial(strategy, min(times), memory), stats.norms
 
@@ -154,15 +160,21 @@ class Worker:
         lengths = np.searchsorted(self.buckets.lengths, longest)
         return rows[lengths == np.bincount(lengths).argmax()]
 
-    def _add_lane(self, total, params, rows, clip, strategy):
-        stats = Stats.zeros(len(rows))
+    def _add_lane(self, params, rows, clip, strategy):
+        stats, total, flushed = Stats.zeros(len(rows)), no_sum(params, clip), None
+        room = most = lattice_capacity(sum(leaf.size for leaf in jax.tree.leaves(params)))
         for chunk in self._lane_chunks(rows, strategy):
+            room -= len(chunk.units)
+            if room < 0 and not clip.in_float32:
+                flushed = flush(flushed, total)
+                total, room = no_sum(params, clip), most - len(chunk.units)
             program = self._chunk_program(total, params, chunk, clip, strategy)
             arguments = (chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen())
             total, *values = program(total, params, *arguments)
             values = [*values, chunk.mask.sum(axis=1)]
             for column, value in zip(stats.columns(), values, strict=True):
                 column[chunk.units] = np.asarray(value)[: len(chunk.units)]
+        total = jax.tree.map(np.asarray, total) if flushed is None else flush(flushed, total)
         return total, stats
 
     def _lane_chunks(self, rows, strategy):
@@ -205,7 +217,7 @@ class Worker:
             options = {"buckets": buckets, "local": self.task.local_steps, "total": total}
             return clipped_sum(losses, params, batch, mask, own, strategy, **options)
 
-        key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, strategy)
+        key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, clip.in_float32, strategy)
         norm = np.float32(clip.norm)
         arguments = (total, params, chunk.batch, chunk.mask, norm, *self.frozen())
         return self._program(key, add, *arguments, donate_argnums=0)
@@ -229,6 +241,13 @@ class Worker:
             self._version, self._params = None, None
             self._version, self._params = version, jax.device_put(params)
         return self._params
+
+
+def flush(wide: Any, total: Any) -> Any:
+    """An int32 sum, added to an int64 one (None: zero), NumPy."""
+    if wide is None:
+        return jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.int64), total)
+    return jax.tree.map(lambda w, leaf: np.add(w, np.asarray(leaf), out=w), wide, total)
 
 
 def keep_compiled(cache_dir: Path) -> None:

@@ -1,43 +1,134 @@
-"""Independent Gaussian noise for the sum of one step, drawn block by block.
+"""Independent Gaussian noise for the sum of one step: whole numbers, drawn block by block.
+
+The sum S is whole numbers. What is released is round((S + round(X)) / 2^shift), X being Gaussian.
+Since S is whole, S + round(X) = round(S + X), which is computed from S + X alone: were X ideal, the
+release would be exactly the Gaussian mechanism, rounded afterwards. `slack` bounds how far the X
+that is drawn is from the ideal; see docs/guarantees.md for the proof.
 
 Each block has a stream of its own, so that all cores can draw and the bits do not depend on how
-many there are. Noise is drawn and added in float64 and rounded once: a float32 inverse of the
-normal distribution ends at 5.4 standard deviations, and float32 noise on a float32 sum shows more
-of the sum in its low bits (Mironov 2012).
+many there are.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from fedsim.keys import SecretKey
 
 BLOCK = 2**17  # numbers drawn from one stream: what fits in a processor's cache
+TAIL = 3.6541528853610088  # where NumPy's ziggurat begins to draw from the tail
+CELLS_BITS = 8  # a standard deviation of the noise is 2^8 to 2^9 cells of what is released
+NARROW = 9  # bits that are rounded away, from which on what is left fits into 32
+CELL_ERROR = 2.0**-38
+"""eta: the probability of a cell is that of the ideal noise up to a factor of e^(+-eta)."""
+FARTHEST = 10.0  # standard deviations up to which CELL_ERROR holds
+BEYOND = 2e-23  # probability that a number lies farther out
+
+
+def release_shift(stddev: float) -> int:
+    """How many bits of a noisy sum are rounded away, for noise of so many units: public."""
+    return max(0, math.floor(math.log2(stddev)) - CELLS_BITS) if stddev > 0 else 0
 
 
 def add_gaussian(
-    sums: Sequence[np.ndarray], *, stddev: float, divisor: float, key: SecretKey, step: int
+    sums: Sequence[np.ndarray], *, stddev: float, key: SecretKey, step: int
 ) -> list[np.ndarray]:
-    """(sum + N(0, stddev^2 I)) / divisor for every array, float32.
+    """round((sum + N(0, stddev^2 I)) / 2^release_shift(stddev)) for every array.
+
+    int32, or int64 where there is little noise; which of them does not depend on the sums.
 
     Guarantees: the noise of every number depends on (key, step, its place) alone, and is
       independent of that of every other number and step.
-    Args: sums: float32 [n] each.
+    Args:
+      sums: whole numbers [n] each.
+      stddev: in units of the sums.
     """
-    means = [np.empty(leaf.shape, np.float32) for leaf in sums]
+    shift = release_shift(stddev)
+    dtype = np.int32 if shift >= NARROW else np.int64
+    released = [np.empty(leaf.shape, dtype) for leaf in sums]
 
     def fill(block: tuple[int, int]) -> None:
         leaf, number = block
         part = slice(number * BLOCK, (number + 1) * BLOCK)
-        noisy = key.generator("noise", step, leaf, number).standard_normal(len(sums[leaf][part]))
-        noisy *= stddev
-        noisy += sums[leaf][part]
-        np.divide(noisy, divisor, out=means[leaf][part], casting="same_kind")
+        total = sums[leaf][part].astype(np.int64)
+        if stddev:
+            rng = key.generator("noise", step, leaf, number)
+            noise = gaussian(rng, len(total))
+            noise *= stddev
+            total += np.rint(noise, out=noise).astype(np.int64)
+        if shift:
+            total += 1 << (shift - 1)
+            total >>= shift
+        if dtype == np.int32:  # of 2^18 units and more; what is cut off is free, as is rounding
+            np.clip(total, -(2**31), 2**31 - 1, out=total)
+        released[leaf][part] = total
 
     blocks = [(i, n) for i, leaf in enumerate(sums) for n in range(-(-leaf.size // BLOCK))]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for done in [threads.submit(fill, block) for block in blocks]:
             done.result()
-    return means
+    return released
+
+
+def gaussian(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Standard normal numbers, float64 [count], fine-grained in the tails, too.
+
+    NumPy's ziggurat is a grid of 2^-52 TAIL or finer up to TAIL, and coarser the farther out. The
+    numbers beyond TAIL, one of 3,900, are drawn again as it should be.
+    """
+    numbers = rng.standard_normal(count)
+    outside = np.flatnonzero(np.abs(numbers) > TAIL)
+    if len(outside):
+        numbers[outside] = np.copysign(_tail(rng, len(outside)), numbers[outside])
+    return numbers
+
+
+def _tail(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Standard normal numbers above TAIL. Source: Marsaglia 1964."""
+    found, have = np.empty(count), 0
+    while have < count:
+        above = _exponential(rng, count - have) / TAIL
+        below = 2 * _exponential(rng, count - have) > above**2
+        accepted = above[below]
+        found[have : have + len(accepted)] = TAIL + accepted
+        have += len(accepted)
+    return found
+
+
+def _exponential(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Exponential numbers: how often ln 2 fits, a count of coin tosses, and the rest, on a grid of
+    2^-53 wherever that is."""
+    words = rng.integers(0, 2**64, count, np.uint64, endpoint=False) | np.uint64(2**63)
+    tosses = np.frexp((words & -words).astype(np.float64))[1] - 1  # zeros at the end
+    return tosses * math.log(2) - np.log1p(-rng.random(count) / 2)
+
+
+class Slack(NamedTuple):
+    """(epsilon, delta) to be added for noise that is not ideal."""
+
+    epsilon: float
+    delta: float
+
+
+def slack(count: float, epsilon: float, delta: float) -> Slack:
+    """How far a mechanism that draws `count` numbers here is from one with ideal noise.
+
+    If that is (epsilon, delta)-DP, the mechanism is (epsilon + slack.epsilon, delta +
+    slack.delta)-DP. Proof: the log of the ratio of probabilities of what is drawn and of the ideal
+    is a sum of independent terms in [-eta, eta], each of mean at most eta^2 / 2 (that of e^terms
+    is 1). By Hoeffding's inequality it is at most e = n eta^2 / 2 + eta sqrt(2 n ln(1/d)) but for
+    a probability of d. So P(real) <= e^e P(ideal) + d and the other way round, for whatever is
+    computed from the numbers; d grows by the probability that a number lies beyond FARTHEST. Going
+    from the one to the other before and after using DP gives e^(2 e + epsilon) and
+    d + e^e (delta + e^epsilon d).
+    """
+    if not math.isfinite(epsilon):
+        return Slack(0.0, 0.0)
+    share = max(delta * 1e-3 * math.exp(-epsilon), 1e-300)
+    error = count * CELL_ERROR**2 / 2 + CELL_ERROR * math.sqrt(2 * count * math.log(1 / share))
+    missed = share + count * BEYOND
+    return Slack(2 * error, missed + math.expm1(error) * delta + math.exp(epsilon + error) * missed)

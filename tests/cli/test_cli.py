@@ -212,7 +212,7 @@ MISTAKES = {
     "indivisible": ({"budget": 13}, r"budget=13: expected a multiple of group_size=2"),
     "optimizer": ({"optimizer": "adamant"}, r"optimizer=adamant: expected"),
     "optimizer needs more": ({"optimizer": "lbfgs"}, r"optimizer=lbfgs: expected"),
-    "model": ({"model": "huge"}, r"model=huge: expected one of tiny"),
+    "model": ({"model": "huge"}, r"model=huge: expected one of micro"),
     "engine": ({"engine": "threads"}, "threads"),
     "not a number": ({"epsilon": "eight"}, "eight"),
     "run directory": ({"run_dir": "full"}, r"run_dir=.*full: expected"),

@@ -370,7 +370,12 @@ def test_there_are_many_cases():
     assert len(SETTINGS) + len(SOURCES) + len(DAMAGED) >= 80
 
 
-@pytest.mark.parametrize("written", ["ledger", "checkpoint", "metrics", "summary"])
+SLOW_PLACES = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("checkpoint", "metrics", "summary")
+]
+
+
+@pytest.mark.parametrize("written", ["ledger", *SLOW_PLACES])
 def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
     written, here, monkeypatch, capfd, undisturbed
 ):
@@ -434,7 +439,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_before_the_first_step_leaves_what_can_be_started_again(sent, here):
     process = subprocess.Popen(
         [sys.executable, "-c", IN_FRONT, *train()], stderr=subprocess.PIPE, text=True

@@ -11,7 +11,7 @@ from fedsim.cli.main import main
 from fedsim.clipping import Clip, LocalSteps, Strategy, clipped_sum
 from fedsim.clipping.bookkeeping import UnsupportedModel
 
-CLIP = Clip(0.3, normalised=True)
+CLIP = Clip(0.3, normalised=True, in_float32=True)  # to compare all digits
 
 
 def problem(rng, units=5, group=7):

@@ -34,7 +34,9 @@ def batch():
 def clipped(config, name):
     strategy = Strategy(name, UNITS * GROUP)
     mask = np.array([[True, True], [True, False], [True, True]])
-    run = functools.partial(clipped_sum, losses_of(config), clip=Clip(0.5), strategy=strategy)
+    run = functools.partial(
+        clipped_sum, losses_of(config), clip=Clip(0.5, in_float32=True), strategy=strategy
+    )
     return jax.jit(lambda params, batch: run(params, batch, mask))
 
 

@@ -94,6 +94,7 @@ def test_evaluation_is_the_same(engine, problem, rng):
     assert engine.mean_nats(params, "any", rows) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_killed_process_restarts_the_group_and_changes_nothing(engine, problem, rng):
     import ray
 

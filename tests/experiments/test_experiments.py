@@ -30,10 +30,11 @@ def out(tmp_path_factory):
     return tmp_path_factory.mktemp("out")
 
 
-# Twelve seconds and more; Figures 4, 5, 14 and 18 train by the same code. The parts of the table,
+# Eight seconds and more; Figures 4, 14 and 18 train by the same code. The parts of the table,
 # pre-training and training from what was made there, are test_pretrain.py's.
 SLOW = dict.fromkeys(
-    ("table_pretraining", "fig06_privacy_loss", "fig08_num_users"), pytest.mark.slow
+    ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users", "sampling"),
+    pytest.mark.slow,
 )
 
 

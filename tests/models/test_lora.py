@@ -95,7 +95,7 @@ def test_every_strategy_gives_the_adapters_part_of_the_whole_gradient(others, ta
 
     joined = lora.joined(task.frozen, adapters)
     # Without clipping: the norm of the whole is another one.
-    run = jax.jit(functools.partial(clipped_sum, whole, clip=Clip(1e6)))
+    run = jax.jit(functools.partial(clipped_sum, whole, clip=Clip(1e6, in_float32=True)))
     expected = lora.adapters_of(run(joined, batch, mask)[0])
     size = np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(expected)))
     found = {}
@@ -106,7 +106,9 @@ def test_every_strategy_gives_the_adapters_part_of_the_whole_gradient(others, ta
             def losses(params, rows):
                 return task.losses(params, rows, frozen)
 
-            return clipped_sum(losses, adapters, batch, mask, Clip(norm), Strategy(name))
+            return clipped_sum(
+                losses, adapters, batch, mask, Clip(norm, in_float32=True), Strategy(name)
+            )
 
         total = run(adapters, task.frozen, 1e6)[0]
         jax.tree.map(

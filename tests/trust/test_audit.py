@@ -50,7 +50,8 @@ def audited(epsilon, trial, *, noise=1.0, algorithm=ULS):
     local = LocalEngine(task, num_lanes=1)
     settings = {"clip": Clip(1.0), "noise_multiplier": noise * sigma}
     for step in range(STEPS):  # without a training around them, at fixed parameters
-        plant.watch(method.gradient(jnp.zeros(CANARIES), step, local, **settings)[0])
+        noisy, _ = method.gradient(jnp.zeros(CANARIES), step, local, **settings)
+        plant.watch(noisy.values())
     return lower_bound.audit(plant.gradient_scores(), included, DELTA, 0.95)
 
 
@@ -143,7 +144,12 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
 
 
 def test_training_without_noise_is_seen_through(texts, run_dir, capsys):
-    flags = {"epsilon": "inf", "gradient-canaries": 150, "budget": 120}  # all are drawn, in the end
+    flags = {
+        "epsilon": "inf",
+        "gradient-canaries": 150,
+        "budget": 120,
+        "model": "tiny",
+    }  # all are drawn, in the end
     code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
     assert code == 0 and found["gradient"]["bound"]["epsilon"] > 2
     assert found["gradient"]["auc"] > 0.95
@@ -235,8 +241,8 @@ def test_what_an_audit_does_otherwise_and_what_is_not_claimed_is_on_its_page(
 def test_the_command_with_its_own_canaries_refutes_a_tenth_of_the_noise_alone(
     algorithm, noise, holds, texts, run_dir, capsys, monkeypatch
 ):
-    def with_less(grad_sum, *, stddev, **options):
-        return noisy_mean(grad_sum, stddev=noise * stddev, **options)
+    def with_less(grad_sum, *, noise_multiplier, **options):
+        return noisy_mean(grad_sum, noise_multiplier=noise * noise_multiplier, **options)
 
     monkeypatch.setattr(f"fedsim.{algorithm}.noisy_mean", with_less)
     flags = {"epsilon": 1, "num-steps": 4, "budget": 260, "attacked-users": 0}

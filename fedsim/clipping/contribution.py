@@ -1,0 +1,113 @@
+"""A unit's contribution to the sum: its clipped gradient in whole numbers, of a proven norm.
+
+What follows holds for any float32 gradient g of d coordinates, and for arithmetic that rounds each
+result by a factor of at most 1 +- u, u = 2^-24, adds in any order, and may take what is below
+2^-126 for zero.
+
+- Squares are added along an axis of n numbers, the sums in blocks of BLOCK, the blocks' sums in
+  blocks again, and so on. All terms are positive, so a sum of n numbers is right up to (1 +- u)^n
+  in any order, and the whole up to (1 +- u)^m, m = n + BLOCK levels + leaves + 2. So
+  |g| <= norm (1 + m u) + 2^-40; the last term is for squares that were taken for zero.
+- Coordinate i becomes z_i = round(g_i s) with s = (2^bits - sqrt(d)/2) (1 - SLACK) / max(C, |g|),
+  |g| being the bound above. SLACK covers the rounding of s itself and of g_i s. Rounding to whole
+  numbers moves z by at most sqrt(d)/2. Hence |z| <= s |g| + sqrt(d)/2 <= 2^bits.
+
+z stands for z times `Clip.unit`: C 2^-bits with plain clipping, 2^-bits with normalised, whose
+whole numbers are the same. Sums of whole numbers are exact in any order: a unit that is missing
+changes a sum by its z and by nothing else.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedsim.clipping.clip import Clip, lattice_bits
+
+BLOCK = 256
+LONG = 4096
+ROUNDING = 2.0**-24  # u, of float32
+SLACK = 2.0**-20  # 16 u, for a root, a quotient and four products
+UNDERFLOW = 2.0**-40  # more than sqrt(d) 2^-63
+
+
+def contribution(grad: Any, real: jax.Array, clip: Clip) -> tuple[Any, jax.Array, jax.Array]:
+    """What a unit adds to the sum.
+
+    Guarantees: sum(z^2) <= 4^bits, in exact arithmetic; z is 0 where the norm is not finite.
+    Args:
+      grad: float32 tree.
+      real: bool, whether the unit has rows; without, z and norm are 0.
+    Returns: (z, int32 tree like grad; the norm of grad before clipping, float32; whether that was
+      not finite, bool).
+    """
+    norm, bound = norm_and_bound(grad)
+    dimensions = sum(leaf.size for leaf in jax.tree.leaves(grad))
+    longest = 2.0 ** lattice_bits(dimensions) - math.sqrt(dimensions) / 2
+    scale = jnp.float32(longest * (1 - SLACK)) / jnp.maximum(jnp.float32(clip.norm), bound)
+    finite = jnp.isfinite(bound) | ~real
+
+    def whole(leaf):
+        # Selected, not multiplied by zero: 0 * nan is nan.
+        return jnp.round(jnp.where(finite & real, leaf * scale, 0)).astype(jnp.int32)
+
+    return jax.tree.map(whole, grad), jnp.where(real, norm, 0), ~finite
+
+
+def norm_and_bound(tree: Any) -> tuple[jax.Array, jax.Array]:
+    """The L2 norm over all leaves as computed, and what it is at most; float32. Not finite where a
+    coordinate is not."""
+    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
+    norm = jnp.sqrt(sum(map(_sum_of_squares, leaves), start=jnp.float32(0)))
+    error = (max(map(_additions, leaves), default=0) + len(leaves) + 2) * ROUNDING
+    return norm, norm * jnp.float32(1 + error) + jnp.float32(UNDERFLOW)
+
+
+def _sum_of_squares(leaf: jax.Array) -> jax.Array:
+    values = jnp.square(leaf)
+    # Along an axis of the leaf as it is: of reshaped numbers XLA for processors takes thrice as
+    # long. Without barriers it might make one long sum of two short ones.
+    if (axis := _axis(leaf)) is not None:
+        values = jax.lax.optimization_barrier(values.sum(axis=axis))
+    values = values.reshape(-1)
+    for _ in range(_levels(len(values)) - 1):
+        whole = len(values) // BLOCK * BLOCK
+        blocks = values[:whole].reshape(-1, BLOCK).sum(axis=1)
+        values = jax.lax.optimization_barrier(jnp.append(blocks, values[whole:].sum()))
+    return values.sum()
+
+
+def _axis(leaf: jax.Array) -> int | None:
+    """The axis along which squares are added first: the last that is not long, or none."""
+    return next((i for i in reversed(range(leaf.ndim)) if 1 < leaf.shape[i] <= LONG), None)
+
+
+def _additions(leaf: jax.Array) -> int:
+    """How many additions, at most, a square goes through in `_sum_of_squares`."""
+    along = 1 if (axis := _axis(leaf)) is None else leaf.shape[axis]
+    return along + BLOCK * _levels(leaf.size // along)
+
+
+def _levels(count: int) -> int:
+    """How often so many numbers are added up in blocks until one is left."""
+    levels = 1
+    while count > BLOCK:
+        count, levels = count // BLOCK + 1, levels + 1
+    return levels
+
+
+def scaled(grad: Any, real: jax.Array, clip: Clip) -> tuple[Any, jax.Array, jax.Array]:
+    """Like `contribution`, but float32, of a norm that is C up to rounding: no proof."""
+    norm, _ = norm_and_bound(grad)
+    norm = jnp.where(real, norm, 0)
+    scale, finite = clip.scale(norm), jnp.isfinite(norm)
+    added = jax.tree.map(lambda leaf: jnp.where(finite & real, leaf * scale, 0), grad)
+    return added, norm, ~finite
+
+
+def on_lattice(total: Any, clip: Clip) -> Any:
+    """A float32 sum of clipped gradients, rounded to whole numbers of `Clip.unit`: no proof."""
+    dimensions = sum(leaf.size for leaf in jax.tree.leaves(total))
+    per_unit = jnp.float32(2.0 ** lattice_bits(dimensions)) / clip.sensitivity
+    return jax.tree.map(lambda leaf: jnp.round(leaf * per_unit).astype(jnp.int32), total)

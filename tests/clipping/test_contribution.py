@@ -1,0 +1,290 @@
+"""The guarantee of the arithmetic: contributions of a proven norm, sums that are exact.
+
+All is compared in whole numbers of any size (Python's): nothing here is allowed for rounding.
+"""
+
+import dataclasses
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import FAMILIES, Tied, Untied, losses_of, random_batch, random_like, random_params
+
+from fedsim.clipping import Buckets, Clip, LocalSteps, Strategy, clipped_sum
+from fedsim.clipping.clip import lattice_bits, lattice_capacity
+from fedsim.clipping.contribution import contribution, norm_and_bound
+from fedsim.clipping.packing import chunks
+from fedsim.data.dataset import Dataset
+from fedsim.data.users import UserStore
+from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.ray_engine import RayEngine
+from fedsim.models import lora
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.transformer import TransformerConfig
+
+pytestmark = pytest.mark.privacy
+
+
+def whole(tree) -> np.ndarray:
+    """All numbers of a tree, of any size."""
+    assert all(np.issubdtype(leaf.dtype, np.integer) for leaf in jax.tree.leaves(tree))
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(object)
+
+
+def ratio(z) -> float:
+    """The norm of a contribution over C; above 1 exactly where the whole numbers say so."""
+    bits, squares = lattice_bits(len(z)), int((z**2).sum())
+    found = float(np.sqrt(float(squares) / 4.0**bits))
+    return max(found, 1 + 1e-9) if squares > 4**bits else min(found, 1.0)
+
+
+# ---- One gradient ------------------------------------------------------------------------------
+
+EXTREME = np.array([0.0, -0.0, 1.0, 1e-45, -1e-38, 1e-20, 1e20, -3e38, np.inf, -np.inf, np.nan])
+
+
+@functools.cache
+def contributed(normalised, shapes):
+    """(leaves, C) -> z, for arrays of these shapes."""
+
+    def run(leaves, norm):
+        return contribution(leaves, jnp.bool_(True), Clip(norm, normalised))
+
+    return jax.jit(run)
+
+
+def gradients(rng, shapes):
+    """Leaves that are ordinary, huge, tiny, one hot, all equal, or of extreme numbers."""
+    scale = 10.0 ** rng.uniform(-44, 38)
+    kind = rng.integers(6)
+    leaves = []
+    for shape in shapes:
+        if kind == 0:
+            leaf = rng.normal(size=shape) * scale
+        elif kind == 1:
+            leaf = np.full(shape, scale)
+        elif kind == 2:
+            leaf = np.zeros(shape)
+            leaf.flat[rng.integers(leaf.size)] = scale
+        elif kind == 3:
+            leaf = 10.0 ** rng.uniform(-44, 38, shape)
+        elif kind == 4:  # half a unit everywhere: rounding is at its worst
+            leaf = rng.choice([-1, 1], shape) * (0.5 + rng.normal() * 1e-3) * 2.0**-20
+        else:
+            leaf = np.where(
+                rng.random(shape) < 0.1, rng.choice(EXTREME, shape), rng.normal(size=shape)
+            )
+        leaves.append(leaf)
+    with np.errstate(over="ignore"):
+        return [leaf.astype(np.float32) for leaf in leaves]
+
+
+SHAPES = [((1,),), ((7,), (300, 5)), ((), (5000,)), ((2, 6000), (64, 3)), ((3, 3, 600),)]
+
+
+def search(seconds, rng):
+    """(gradients tried, the worst ratio) of a random search over gradients and clip norms."""
+    tried, worst, end = 0, 0.0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        shapes = SHAPES[rng.integers(len(SHAPES))]
+        leaves, norm = gradients(rng, shapes), np.float32(10.0 ** rng.uniform(-6, 6))
+        z, _, dropped = contributed(bool(rng.integers(2)), shapes)(leaves, norm)
+        found = ratio(whole(z))
+        finite = all(np.isfinite(leaf).all() for leaf in leaves)
+        assert finite or (dropped and found == 0)
+        tried, worst = tried + 1, max(worst, found)
+    return tried, worst
+
+
+def test_no_gradient_contributes_more_than_c(rng):
+    tried, worst = search(8, rng)
+    assert tried > 300 and 0.99 < worst <= 1
+
+
+@pytest.mark.slow
+def test_no_gradient_contributes_more_than_c_however_long_one_looks():
+    tried, worst = search(180, np.random.default_rng())
+    print(f"{tried} gradients tried, worst contribution / C = {worst:.9f}")
+    assert tried > 10_000 and 0.99 < worst <= 1
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_the_bound_is_above_the_true_norm_and_not_far(shapes, rng):
+    run = jax.jit(norm_and_bound)
+    for _ in range(200):
+        leaves = gradients(rng, shapes)
+        norm, bound = map(float, run(leaves))
+        true = np.sqrt(sum((leaf.astype(np.longdouble) ** 2).sum() for leaf in leaves))
+        if np.isfinite(bound):
+            assert true <= bound
+            assert bound <= float(true) * (1 + 1e-3) + 2**-39
+        else:
+            assert not true < 1e19  # its square is beyond float32
+
+
+def test_many_numbers_are_not_added_one_by_one():
+    """One long float32 sum of equal squares stops growing; in blocks it is right to 1e-4."""
+    leaf = jnp.full(2**25, 1.0, jnp.float32)
+    norm, bound = jax.jit(norm_and_bound)([leaf])
+    assert abs(float(norm) / 2**12.5 - 1) < 1e-4 and float(bound) >= 2**12.5
+
+
+def test_a_step_of_the_lattice_is_a_thousandth_of_a_gradient_at_most():
+    for d in (1, 124_000, 5_000_000, 350_000_000):
+        bits = lattice_bits(d)
+        assert np.sqrt(d) / 2 / 2**bits <= 2e-3
+        assert lattice_capacity(d) * 2**bits < 2**31
+        assert lattice_capacity(d) >= 255
+
+
+# ---- Units among others ------------------------------------------------------------------------
+
+
+@functools.cache
+def compiled(model, dtype, text, normalised, local, length):
+    losses = losses_of(model(16, dtype))
+    buckets = Buckets(
+        (2, length), lambda b: b["sizes"], lambda b, n: b | {"tokens": b["tokens"][:, :n]}
+    )
+    own = buckets if model is Tied else None
+
+    def run(params, batch, mask, norm):
+        clip, how = Clip(norm, normalised), Strategy.parse(text)
+        return clipped_sum(losses, params, batch, mask, clip, how, buckets=own, local=local)[0]
+
+    return jax.jit(run)
+
+
+CASES = [
+    (Tied, None, "scan:1", False, None),
+    (Tied, jnp.bfloat16, "direct:2", True, None),
+    (Untied, None, "direct:16", False, LocalSteps(2, 0.3)),
+    (Untied, jnp.bfloat16, "scan:4", False, None),
+]
+
+
+@pytest.mark.parametrize("model, dtype, text, normalised, local", CASES)
+def test_a_missing_unit_changes_the_sum_by_its_contribution_and_by_nothing_else(
+    model, dtype, text, normalised, local, rng
+):
+    """For every unit, wherever it stands and whoever the others are."""
+    units, group, length = 8, 3, 5
+    run = compiled(model, dtype, text, normalised, local, length)
+    for _ in range(3):
+        batch, params = random_batch(rng, units, group), random_params(model(16), rng)
+        params["Dense_0"]["kernel"] *= 10 ** rng.uniform(-3, 3)
+        mask = rng.random((units, group)) < 0.8
+        norm = np.float32(10 ** rng.uniform(-4, 1))
+        total = whole(run(params, batch, mask, norm))
+        order = rng.permutation(units)
+        moved = jax.tree.map(lambda leaf: leaf[order], batch)  # noqa: B023
+        assert (whole(run(params, moved, mask[order], norm)) == total).all()
+        for unit in range(units):
+            alone, others = mask.copy(), mask.copy()
+            alone[np.arange(units) != unit], others[unit] = False, False
+            z = whole(run(params, batch, alone, norm))
+            assert ratio(z) <= 1
+            # The others move up by one place, as they do when a unit is not there.
+            kept = np.delete(np.arange(units), unit)
+            closed = np.append(kept, unit)
+            rest = jax.tree.map(lambda leaf: leaf[closed], batch)  # noqa: B023
+            without = whole(run(params, rest, others[closed], norm))
+            assert (total - without == z).all()
+
+
+# ---- Through the engine, packing and workers ----------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["whole", "lora"])
+def task(request):
+    """Real layers on texts of all lengths; the whole model, or adapters of a frozen one."""
+    rng = np.random.default_rng(5)
+    sizes = np.concatenate([rng.integers(1, 33, 60), rng.integers(33, 65, 60)])
+    examples = {"u": [rng.integers(29, size=size) for size in sizes]}
+    store = UserStore.from_examples(examples, max_length=64, vocab_size=29)
+    config = TransformerConfig(29, 64, width=16, num_layers=1, num_heads=2)
+    if request.param == "whole":
+        return LanguageModelTask(Dataset(train=store), config)
+    return adapted(FAMILIES["qwen3"], Dataset(train=store))
+
+
+def adapted(config, dataset):
+    """Rank-2 adapters of a frozen model with random parameters."""
+    config = dataclasses.replace(config, vocab_size=29, max_length=64, num_layers=1)
+    frozen = random_like(config, np.random.default_rng(1))
+    return LanguageModelTask(dataset, lora.adapted(config, 2, 8.0, "query,down"), frozen)
+
+
+@pytest.fixture(scope="module")
+def params(task):
+    rng = np.random.default_rng(6)
+    fresh = jax.jit(task.init)(jax.random.key(0))
+    return jax.tree.map(
+        lambda p: np.asarray(p) + rng.normal(0, 0.3, p.shape).astype(np.float32), fresh
+    )
+
+
+def cohort(rng, units, group):
+    rows = rng.integers(120, size=(units, group))
+    return np.where(rng.random((units, group)) < 0.2, -1, rows)
+
+
+@pytest.mark.parametrize("text, group", [("direct:4", 1), ("scan:2", 3)])
+def test_of_a_drawn_cohort_every_unit_can_be_taken_away(text, group, task, params, rng):
+    strategy, clip = Strategy.parse(text), Clip(0.02)
+    rows = cohort(rng, 13, group)
+    engine, one = LocalEngine(task, num_lanes=4), LocalEngine(task, num_lanes=1)
+    total = whole(engine.clipped_sum(params, rows, clip, strategy)[0])
+    order = rng.permutation(len(rows))
+    assert (whole(one.clipped_sum(params, rows[order], clip, strategy)[0]) == total).all()
+    added = 0
+    for unit in range(len(rows)):
+        z = whole(one.clipped_sum(params, rows[unit : unit + 1], clip, strategy)[0])
+        assert ratio(z) <= 1
+        without = np.delete(rows, unit, axis=0)
+        rest = whole(engine.clipped_sum(params, without, clip, strategy)[0])
+        assert (total - rest == z).all()
+        added = added + z
+    assert (added == total).all()
+
+
+@pytest.mark.ray
+def test_workers_give_the_same_whole_numbers(ray_cluster, task, params, rng):
+    rows, clip = cohort(rng, 21, 2), Clip(0.02)
+    expected = whole(LocalEngine(task, num_lanes=1).clipped_sum(params, rows, clip)[0])
+    for num_workers, num_lanes in ((1, 3), (2, 8)):
+        engine = RayEngine(task, num_lanes=num_lanes, num_workers=num_workers, threads=1)
+        assert (whole(engine.clipped_sum(params, rows, clip)[0]) == expected).all()
+        engine.close()
+
+
+def test_more_units_than_fit_into_int32_are_added_all_the_same(task, params, rng, monkeypatch):
+    rows, clip = cohort(rng, 70, 1), Clip(0.02)
+    expected = LocalEngine(task, num_lanes=3).clipped_sum(params, rows, clip)[0]
+    for module in ("fedsim.engine.worker", "fedsim.engine.engine"):
+        monkeypatch.setattr(f"{module}.lattice_capacity", lambda dimensions: 33)
+    found = LocalEngine(task, num_lanes=2).clipped_sum(params, rows, clip)[0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.int64)}
+    assert (whole(found) == whole(expected)).all()
+
+
+def test_a_units_length_is_its_own(rng):
+    """Whoever else is there, a unit of a proven strategy is cut to the bucket of its own rows."""
+    buckets = Buckets((2, 4, 8), lambda b: b["sizes"], lambda b, n: b)
+    sizes = rng.integers(1, 9, size=(50, 1))
+    for kept in (np.arange(50), rng.permutation(50)[:23]):
+        batch = {"sizes": sizes[kept]}
+        for chunk in chunks(batch, np.ones((len(kept), 1), bool), 8, buckets):
+            for unit in chunk.units:
+                own = buckets.lengths[np.searchsorted(buckets.lengths, sizes[kept[unit], 0])]
+                assert chunk.length == own
+            assert len(chunk.mask) == 8  # one shape, hence one program, for every chunk
+
+
+def test_norms_and_sums_need_no_product_of_reduced_precision(task, params):
+    """What bounds a contribution has no matrix product in it: no TF32, no bfloat16."""
+    text = str(jax.make_jaxpr(lambda g: contribution(g, jnp.bool_(True), Clip(1.0)))(params))
+    assert "dot_general" not in text and "bf16" not in text and "round" in text
