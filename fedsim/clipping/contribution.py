@@ -86,7 +86,7 @@ def _axis(leaf: jax.Array) -> int | None:
 def _additions(leaf: jax.Array) -> int:
     """How many additions, at most, a square goes through in `_sum_of_squares`."""
     along = 1 if (axis := _axis(leaf)) is None else leaf.shape[axis]
-    return along + BLOCK * _levels(leaf.size // along)
+    return along + BLOCK * (_levels(leaf.size // along) - 1) + min(BLOCK, leaf.size // along)
 
 
 def _levels(count: int) -> int:

@@ -55,7 +55,7 @@ def test_only_a_canarys_gradient_is_its_own_and_it_is_clipped(rng):
             np.testing.assert_allclose(
                 reference.floats(total, clip),
                 clip.sensitivity * vectors(2, jnp.zeros(6))[canary],
-                atol=1e-5,
+                atol=2e-5,
             )
             assert stats.norms[0] == pytest.approx(canaries.LENGTH * 0.5, rel=1e-4)
 
