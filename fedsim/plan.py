@@ -6,6 +6,7 @@ paper does, it is named in `Plan.non_private`.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,15 @@ from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.group_size import median_group_size, private_median
 from fedsim.keys import SecretKey
+from fedsim.noise import Slack, slack
 from fedsim.sampling import Users
 from fedsim.uls import ULS
 
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
 ADJACENCY = "add or remove one user"
 COMPARISON_ONLY = "as if Poisson sampled: comparison only, not a guarantee"
+REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
+UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,11 @@ class Plan:
     """What clip_norm, the first step's, is moved towards; None: it stays."""
     assumed_population: int | None = None
     """How many users are accounted for; None: those there are."""
+    seeded: bool = False
+    """Whether the key came from a seed: such a run reproduces another one, and claims nothing."""
+    unproven: str | None = None
+    """The strategy, where it was asked for by name and its contributions are not proven to be at
+    most C."""
     planted: dict[str, int] | None = None
     """How many canaries of each kind an audit tossed coins for. The run of an audit is none to
     release. None: it is no audit."""
@@ -101,7 +110,7 @@ class Plan:
     @property
     def epsilon_holds(self) -> str:
         """What epsilon holds under: the adjacency, or a label that says that it is no guarantee."""
-        return holds(self.sampling_run, self.sampling_accounted, self.assumed_population)
+        return holds(self.as_dict())
 
     @property
     def label(self) -> str:
@@ -112,6 +121,18 @@ class Plan:
     def guarantee(self) -> bool:
         """Whether epsilon is one."""
         return bool(self.noise_multiplier) and not self.label
+
+    @property
+    def slack(self) -> Slack:
+        """What is to be added to epsilon and delta for noise that is not ideal, after all steps."""
+        return self.slack_after(self.num_steps)
+
+    def slack_after(self, num_steps: int) -> Slack:
+        """The slack of so many steps; see `noise.slack`."""
+        if not self.noise_multiplier:
+            return Slack(0.0, 0.0)
+        each = self.num_parameters + (self.clip_quantile is not None)
+        return slack(max(1, num_steps) * each, self.target_epsilon, self.delta)
 
     @property
     def epsilon_metric(self) -> str:
@@ -176,7 +197,7 @@ def complete(
     for name in filter(None, privacy.chosen_on_data.split(",")):
         found.append(f"{name} (chosen by looking at this data)")
     if key is not None and key.seed is not None:
-        found.append("the seed (whoever knows it can take the noise away)")
+        found.append("the seed (whoever knows or guesses it can take the noise away)")
     return dataclasses.replace(privacy, delta=delta, group_size=group_size or 1), found
 
 
@@ -218,6 +239,8 @@ def make_plan(
     num_parameters: int,
     non_private: list[str],
     data_seal: str,
+    *,
+    unproven: str | None = None,
 ) -> Plan:
     """Calibrate the noise and write down every constant."""
     assert privacy.delta is not None, "complete() comes first"
@@ -244,6 +267,8 @@ def make_plan(
         group_size_epsilon=privacy.group_size_epsilon,
         clip_quantile=privacy.clip_quantile,
         assumed_population=privacy.assumed_population,
+        seeded=method.key.seed is not None,
+        unproven=unproven,
         planted=getattr(users, "canaries", None),
     )
 
@@ -254,6 +279,7 @@ def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, A
     return {
         "plan": plan.as_dict(),
         "adjacency": ADJACENCY,
+        "slack": plan.slack._asdict(),
         "key_seal": key_seal,
         "config_sha256": config_sha256,
         **({"before": before} if before else {}),
@@ -274,16 +300,22 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
         "adjacency": ADJACENCY,
         "privacy_unit": "user",
         "gradient_noise_multiplier": plan.gradient_noise_multiplier,
+        "slack": plan.slack._asdict(),
         "ledger_chain": chain,
     }
 
 
-def holds(sampling_run: str, sampling_accounted: str, assumed_population: int | None) -> str:
-    """What epsilon holds under: the adjacency, or a label that says that it is no guarantee."""
-    labels = [COMPARISON_ONLY] if sampling_run != sampling_accounted else []
-    if assumed_population is not None:
+def holds(plan: Mapping[str, Any]) -> str:
+    """What epsilon holds under: the adjacency, or a label that says that it is no guarantee.
+
+    Args: plan: the fields of a plan, or a summary, which has them, too.
+    """
+    labels = [COMPARISON_ONLY] if plan["sampling_run"] != plan["sampling_accounted"] else []
+    if (assumed_population := plan.get("assumed_population")) is not None:
         assumed = f"as if there were {assumed_population:,} users"
         labels.append(f"{assumed}: an assumption, not a guarantee")
+    labels += [UNPROVEN] if plan.get("unproven") else []
+    labels += [REPRODUCTION] if plan.get("seeded") else []
     return "; ".join(labels) or ADJACENCY
 
 

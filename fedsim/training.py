@@ -85,7 +85,9 @@ def train(
         else:
             console.note("calibrating the noise")
             size, seal = num_parameters(params), opened.identity.data_seal
-            plan = make_plan(algorithm, completed, data.train, method, size, non_private, seal)
+            facts = (size, non_private, seal)
+            unproven = unproven_strategy(run.engine)
+            plan = make_plan(algorithm, completed, data.train, method, *facts, unproven=unproven)
         console.note("starting the workers")
         workers.ready()
         chosen = strategy_for(run.engine, opened.stored, workers, params, method, plan.clip)
@@ -122,6 +124,12 @@ def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> lis
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")
     timed = "the strategy of the clipped sum (timed on units of a draw)"
     return [*facts, timed] if run.engine.strategy == AUTO else facts
+
+
+def unproven_strategy(config: EngineConfig) -> str | None:
+    """The strategy that was asked for, if its contributions are not proven to be at most C."""
+    named = None if config.strategy == AUTO else Strategy.parse(config.strategy)
+    return None if named is None or named.proven else str(named)
 
 
 def expect_local_steps(run: RunConfig, group_size: int | None) -> None:

@@ -10,10 +10,22 @@ import pytest
 from problems import users_of_sizes
 
 from fedsim import accounting
-from fedsim.config import Algorithm, PrivacyConfig
+from fedsim.config import Algorithm, EngineConfig, PrivacyConfig
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
-from fedsim.plan import ADJACENCY, COMPARISON_ONLY, Plan, calibrate, complete, make_plan, method_for
+from fedsim.noise import slack
+from fedsim.plan import (
+    ADJACENCY,
+    COMPARISON_ONLY,
+    REPRODUCTION,
+    UNPROVEN,
+    Plan,
+    calibrate,
+    complete,
+    make_plan,
+    method_for,
+)
+from fedsim.training import unproven_strategy
 
 SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples
 
@@ -127,7 +139,32 @@ def test_an_assumed_population_is_accounted_for_and_never_drawn(algorithm, users
         np.testing.assert_array_equal(method.draw(step), own.draw(step))
 
 
-def test_an_assumed_population_is_labelled_as_one(users, key):
+def test_a_seeded_run_and_an_unproven_strategy_are_labelled(users, key):
+    plan, *_ = planned(Algorithm.ULS, users, key)
+    assert key.seed is not None and plan.seeded and not plan.guarantee
+    assert plan.epsilon_holds == REPRODUCTION and "not a guarantee" in REPRODUCTION
+    plan, *_ = planned(Algorithm.ULS, users, SecretKey.create())
+    assert plan.guarantee and not plan.seeded and plan.epsilon_holds == ADJACENCY
+    by_name = unproven_strategy(EngineConfig(strategy="bookkeeping:4"))
+    named = dataclasses.replace(plan, unproven=by_name)
+    assert named.epsilon_holds == UNPROVEN and not named.guarantee
+    for proven in ("auto", "scan:2", "direct"):
+        assert unproven_strategy(EngineConfig(strategy=proven)) is None
+
+
+def test_the_slack_of_the_noise_is_that_of_all_numbers_drawn(users, key):
+    plan, *_ = planned(Algorithm.ULS, users, key)
+    assert plan.slack == slack(
+        plan.num_steps * plan.num_parameters, plan.target_epsilon, plan.delta
+    )
+    assert 0 < plan.slack_after(1).epsilon < plan.slack.epsilon < 1e-6
+    moved = dataclasses.replace(plan, clip_quantile=0.5)
+    assert moved.slack.epsilon > plan.slack.epsilon  # the count is a number, too
+    assert dataclasses.replace(plan, noise_multiplier=0.0).slack == (0.0, 0.0)
+
+
+def test_an_assumed_population_is_labelled_as_one(users):
+    key = SecretKey.create()
     plan, *_ = planned(Algorithm.ULS, users, key, assumed_population=80)
     assert "assumed_population=80 (instead of the 8 users)" in plan.non_private
     assert plan.delta == pytest.approx((10 * 56) ** -1.1)
@@ -145,8 +182,9 @@ def test_fewer_users_than_there_are_cannot_be_assumed(users):
         privacy(assumed_population=0)
 
 
-def test_the_adjacency_is_add_or_remove(users, key):
+def test_the_adjacency_is_add_or_remove(users):
     """What the accountant and a sensitivity of C are about; replacing a user takes 2C."""
+    key = SecretKey.create()
     plan, *_ = planned(Algorithm.ULS, users, key, epsilon=math.inf)
     assert plan.epsilon_holds == ADJACENCY == "add or remove one user"
 
@@ -187,5 +225,5 @@ def test_what_else_the_guarantee_does_not_cover_is_named(users):
     _, more = complete(Algorithm.ULS, privacy(), data, key=key)
     assert [fact for fact in more if fact not in plain] == [
         "the tokenizer (trained on the training users' text)",
-        "the seed (whoever knows it can take the noise away)",
+        "the seed (whoever knows or guesses it can take the noise away)",
     ]

@@ -120,6 +120,7 @@ class Verify:
             console=Console(),
         )
         holds = all(check.holds is not False for check in checks)
+        unseen = [check.promise for check in checks if check.holds is None]
         plan = plan_of(self.run_dir)
         if not self.json:
             for check in checks:
@@ -127,11 +128,18 @@ class Verify:
             if plan is not None and not plan.guarantee:
                 why = plan.epsilon_holds if plan.noise_multiplier else "trained without noise"
                 print(f"epsilon is no guarantee: {why}")
+            elif holds and unseen:
+                print(f"not looked at, so that no guarantee is confirmed: {', '.join(unseen)}")
         return {
             "run_dir": str(self.run_dir),
             "holds": holds,
             "epsilon_holds": plan and plan.epsilon_holds,
-            "guarantee": holds and plan is not None and plan.guarantee,
+            "guarantee": _confirmed(holds and plan is not None and plan.guarantee, unseen),
             "interrupted": any(check.interrupted for check in checks),
             "checks": [dataclasses.asdict(check) for check in checks],
         }
+
+
+def _confirmed(guarantee: bool, unseen: list[str]) -> bool | None:
+    """Whether epsilon is a guarantee; None: it would be, and not all that it rests on was seen."""
+    return None if guarantee and unseen else guarantee

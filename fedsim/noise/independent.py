@@ -128,7 +128,7 @@ def slack(count: float, epsilon: float, delta: float) -> Slack:
     """
     if not math.isfinite(epsilon):
         return Slack(0.0, 0.0)
-    share = max(delta * 1e-3 * math.exp(-epsilon), 1e-300)
+    share = max(delta * 1e-6 * math.exp(-epsilon), 1e-300)
     error = count * CELL_ERROR**2 / 2 + CELL_ERROR * math.sqrt(2 * count * math.log(1 / share))
     missed = share + count * BEYOND
     return Slack(2 * error, missed + math.expm1(error) * delta + math.exp(epsilon + error) * missed)

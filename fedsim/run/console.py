@@ -101,8 +101,7 @@ def guarantee_line(summary: dict[str, Any]) -> str:
         return "non-private: trained without noise"
     epsilon, delta = at_most(summary["epsilon"], ".4f"), at_most(summary["delta"], ".2e")
     guarantee = f"epsilon {epsilon} at delta {delta}"
-    sampling = summary["sampling_run"], summary["sampling_accounted"]
-    if (label := holds(*sampling, summary.get("assumed_population"))) != ADJACENCY:
+    if (label := holds(summary)) != ADJACENCY:
         return f"{guarantee}: {label}"
     return f"user-level DP: {guarantee} ({summary['adjacency']})"
 

@@ -22,7 +22,7 @@ from fedsim.files import write_atomically, write_json
 from fedsim.group_size import median_group_size
 from fedsim.keys import SecretKey
 from fedsim.models.language_model import LanguageModelTask
-from fedsim.plan import ADJACENCY
+from fedsim.plan import ADJACENCY, REPRODUCTION
 from fedsim.run import checkpoint
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
@@ -137,7 +137,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
         needed = lower_bound.canaries_needed(claimed, result["delta"], result["confidence"])
     if math.isinf(claimed):
         holds, verdict = None, "no privacy is claimed"
-    elif label != ADJACENCY:
+    elif label not in (ADJACENCY, REPRODUCTION):  # a seed takes nothing from an attack
         holds, verdict = None, f"nothing is claimed: epsilon is {claimed:.3f} {label}"
     elif found > claimed:
         holds, verdict = False, f"at most {claimed:.3f} is claimed: THE CLAIM IS REFUTED"

@@ -38,6 +38,7 @@ class Released:
     lines: list[dict[str, Any]]
     phases: list[tuple[Event, int]] | None
     epsilon: float
+    """With the slack of noise that is not ideal, at the plan's delta with its slack."""
     checks: list[Check]
 
     @property
@@ -49,11 +50,6 @@ class Released:
     def label(self) -> str:
         """The plan's: what makes epsilon no guarantee."""
         return self.plan.label
-
-    @property
-    def seed_known(self) -> bool:
-        """Whether others may know the key."""
-        return any(fact.startswith("the seed") for fact in self.plan.non_private)
 
     @property
     def fingerprint(self) -> str:
@@ -76,18 +72,20 @@ def claim(released: Released) -> str:
     if released.phases is None:
         return f"{model} {trained} without noise, so that no privacy is claimed for anyone."
     if released.label:
-        shuffled = plan.sampling_run != plan.sampling_accounted
-        why = ["in shuffled order"] if shuffled else []
-        why += ["taken for a sample of more users"] if plan.assumed_population is not None else []
+        reasons = {
+            "in shuffled order": plan.sampling_run != plan.sampling_accounted,
+            "taken for a sample of more users": plan.assumed_population is not None,
+            f"with the strategy {plan.unproven}": plan.unproven is not None,
+            "with a seed, to be reproduced": plan.seeded,
+        }
+        why = " and ".join(reason for reason, holds in reasons.items() if holds)
         return (
-            f"{model} {trained}, {' and '.join(why)}, for which no privacy is claimed: "
+            f"{model} {trained}, {why}, for which no privacy is claimed: "
             f"epsilon = {at_most(released.epsilon, '.4f')} is {released.label}."
         )
-    known = released.seed_known
-    proviso = ", towards whoever does not know the seed of this reproduction" if known else ""
     return (
         f"{model} {trained} with user-level differential privacy of epsilon = "
-        f"{at_most(released.epsilon, '.4f')} and delta = {delta}{proviso}: for every one of these "
+        f"{at_most(released.epsilon, '.4f')} and delta = {delta}: for every one of these "
         "users, whatever their texts say and whatever else is known, putting all of their texts "
         "into the training instead of leaving them out makes no outcome of it more than "
         f"{_factor(released.epsilon)} times as likely, nor as unlikely, give or take a "
@@ -109,14 +107,11 @@ def in_words(released: Released) -> list[Any]:
         for alarm in FALSE_ALARMS
         for found in [most_recognised(released, alarm)]
     ]
-    proviso = ""
-    if released.seed_known:
-        proviso = "as long as they do not know the seed of this reproduction, "
     return [
         *warnings(released),
         "In other words: suppose someone has the finished model, and even the model after every "
         "single step, and wants to find out whether a certain user's texts were used. Whatever "
-        f"their method, their computers and their knowledge of everybody else, {proviso}"
+        "their method, their computers and their knowledge of everybody else, "
         "this is the most that they can achieve:",
         Table(("who wrongly suspects", "recognises, of those who took part"), rows),
         "The guarantee covers the whole of a user's texts, not one text at a time, and it "
@@ -153,8 +148,10 @@ def most_recognised(released: Released, false_alarms: float) -> float:
 def curve(released: Released) -> tuple[np.ndarray, np.ndarray]:
     """(epsilons, deltas) of all that was released."""
     assert released.phases is not None
+    slack = released.plan.slack_after(released.num_steps)
     epsilons = np.linspace(0, 1.3 * released.epsilon, CURVE_POINTS)
-    return epsilons, accounting.privacy_curve(released.phases, epsilons)
+    deltas = accounting.privacy_curve(released.phases, epsilons)
+    return epsilons + slack.epsilon, np.minimum(1, deltas + slack.delta)
 
 
 def over_steps(released: Released) -> tuple[list[int], list[float]]:

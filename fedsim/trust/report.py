@@ -59,7 +59,8 @@ def read(run_dir: Path, console: Console) -> Released:
     assert plan is not None, "verify() found one"
     if plan.planted is not None:
         raise ReportError("nothing to report: an audit's run, some of whose users were made up")
-    epsilon = ledger.epsilon_of(phases, plan.delta)
+    slack = plan.slack_after(len(lines) - 1)
+    epsilon = ledger.epsilon_of(phases, plan.delta - slack.delta) + slack.epsilon
     return Released(run_dir, stored, plan, lines, phases, epsilon, checks)
 
 
@@ -144,6 +145,7 @@ def _items(released: Released) -> Table:
         ("texts of a user", _cap(plan)),
         ("divided by", f"{plan.expected_count}, the expected number, whatever was drawn"),
         ("epsilon, delta", f"{epsilon}, {at_most(plan.delta, '.3e')}{label}"),
+        ("of it, for noise that is not ideal", _slack(released)),
         ("steps accounted", f"{released.num_steps} of {plan.num_steps} planned"),
         ("accountant", f"privacy loss distribution, upper bound; each step {law}"),
         ("sampling that was run", plan.sampling_run),
@@ -157,6 +159,11 @@ def _items(released: Released) -> Table:
         ),
     ]
     return Table(("item", "this run"), rows)
+
+
+def _slack(released: Released) -> str:
+    slack = released.plan.slack_after(released.num_steps)
+    return f"{at_most(slack.epsilon, '.1e')} of epsilon, {at_most(slack.delta, '.1e')} of delta"
 
 
 def _cap(plan: Plan) -> str:
@@ -183,11 +190,30 @@ def _outside(released: Released) -> list[Any]:
                 "a person with several ids in the data: protected for each id alone",
             ]
         ),
-        "About the noise: it is drawn and added in 64-bit floating point and rounded once to 32 "
-        "bits, from a pseudo-random generator (Philox, as the draws of users and texts) keyed "
-        "with a secret. The mathematics assumes real numbers and perfect randomness. Attacks on "
-        "the low bits of floating-point noise are known (Mironov 2012), and the generator is not a "
-        "certified one. No more is claimed than that.",
+        *_arithmetic(released),
+    ]
+
+
+def _arithmetic(released: Released) -> list[str]:
+    """What the guarantee of the program rests on, beside that of the paper."""
+    if released.phases is None:
+        return []
+    unit = "text" if released.plan.algorithm == Algorithm.ELS else "user"
+    bound = (
+        f"What a {unit} adds to a sum is in whole numbers, of a length that is proven to be at "
+        "most the clip norm in the arithmetic that was run, and sums of whole numbers are exact: "
+        f"without a {unit}, the sum lacks what that {unit} added, and nothing else."
+    )
+    if released.plan.unproven is not None:
+        bound = f"For the strategy {released.plan.unproven} no bound on a {unit}'s share is proven."
+    return [
+        bound,
+        "The noise is rounded to a lattice that is the same whatever the data are. Noise and draws "
+        "come from AES-128 in counter mode, keyed by HKDF from 256 secret bits: the claim is about "
+        "whoever cannot break AES. How far the noise is from the ideal of the mathematics is "
+        f"computed, and part of the claim: {_slack(released)}.",
+        "Not part of any proof: that processor, compiler and libraries compute as they should, and "
+        "what times, power or memory of the machine gave away.",
     ]
 
 

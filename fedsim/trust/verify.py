@@ -108,6 +108,8 @@ def _ledger(evidence: Evidence) -> str:
     demand(same, f"{evidence.run_dir / directory.CONFIG}: was changed since the run was started")
     demand(head.get("plan") == evidence.plan.as_dict(), f"{path}: the head has another plan")
     demand(head.get("adjacency") == ADJACENCY, f"{path}: the head has another adjacency")
+    slack = evidence.plan.slack._asdict()
+    demand(head.get("slack") == slack, f"{path}: the head has another slack than {slack}")
     before = [each["epsilon"] for each in head.get("before", [])]
     demanded = [event.epsilon for event, _ in evidence.plan.before]
     demand(before == demanded, f"{path}: before={before}: expected {demanded}, as in the plan")

@@ -220,7 +220,9 @@ def test_what_an_audit_does_otherwise_and_what_is_not_claimed_is_on_its_page(
     flags = {"group-size-epsilon": 0.5, "text-canaries": 0, "attacked-users": 0, "seed": -1}
     args = arguments(texts, run_dir, "els", **flags, sampling="shuffle")
     code, found = run(args, capsys)
-    assert code == 0 and found["holds"] is None and found["epsilon_holds"] == COMPARISON_ONLY
+    assert (
+        code == 0 and found["holds"] is None and found["epsilon_holds"].startswith(COMPARISON_ONLY)
+    )
     replaced = {each["setting"]: (each["given"], each["used"]) for each in found["replaced"]}
     group_size = json.loads((run_dir / "config.json").read_text())["plan"]["group_size"]
     assert replaced == {

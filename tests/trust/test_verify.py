@@ -33,7 +33,6 @@ def command(texts, run_dir, algorithm="uls", **flags):
         **{
             "group-size": 2,
             "max-length": 24,
-            "seed": 3,
             "model": "micro",
             "engine": "local",
             "checkpoint-every": 2,
@@ -73,7 +72,8 @@ def verify(capsys, run_dir, *args):
         code = stop.code
     found = json.loads(capsys.readouterr().out)
     assert found["holds"] == (code != 1)
-    assert found["guarantee"] == found["holds"]
+    unseen = any(check["holds"] is None for check in found["checks"])
+    assert found["guarantee"] is (False if code == 1 else None if unseen else True)
     return code, {each["promise"]: (each["holds"], each["found"]) for each in found["checks"]}
 
 
