@@ -364,6 +364,13 @@ CLAIMS = (
         "epsilon = self.running_epsilon(self.plan.num_steps)",
     ),
     one(
+        "another gradient under the same noise after a crash",
+        "trust/test_replay.py::test_what_was_released_is_replayed_where_bits_would_be_others",
+        "training.py",
+        "before = released.kept(run_dir, step, noisy, str(ledger.digest(step)))",
+        "before = noisy, clip_norm",
+    ),
+    one(
         "other settings accepted on resume",
         "run/test_directory.py::test_a_changed_setting_is_refused_by_name",
         "run/directory.py",

@@ -36,12 +36,13 @@ from fedsim.errors import expect
 from fedsim.evaluate import begin_evaluate, headline
 from fedsim.files import cache_dir, write_json
 from fedsim.keys import SecretKey
+from fedsim.mechanism import NoisyMean
 from fedsim.optimizers import optimizer, updater
 from fedsim.plan import Plan, claimed_fields, complete, ledger_head, make_plan, method_for
-from fedsim.run import checkpoint, directory
+from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
 from fedsim.run.directory import StoredRun
-from fedsim.run.ledger import Ledger, OtherBits, gradient_sha256, released_epsilon
+from fedsim.run.ledger import Ledger, OtherBits, released_epsilon
 from fedsim.run.metrics import Metrics, table
 from fedsim.run.setup import Plant, Source, open_run
 from fedsim.run.signals import stop_signals
@@ -99,7 +100,8 @@ def train(
         console.note(f"{'clipped sum':17} {strategy} ({why})")
         doubt = directory.other_bits(stored, versions(), host)
         if opened.stored and doubt:
-            console.note(f"a step that is run again may have other bits: {doubt}")
+            kept = "what it released is taken as it was kept, or left out"
+            console.note(f"a step that is run again may have other bits: {doubt}: then {kept}")
         trainer = Trainer(
             method=method,
             plan=plan,
@@ -222,7 +224,7 @@ class Trainer:
         with (
             stop_signals() as stop,
             ThreadPoolExecutor(2) as threads,
-            checkpoint.Saver(self.run.run_dir, state.step) as saver,
+            checkpoint.Saver(self.run.run_dir, state.step, released.drop) as saver,
             self.console.steps(state.step, self.plan) as show,
         ):
             finish = self._after(state, metrics, saver)
@@ -281,25 +283,21 @@ class Trainer:
             rows=rows,
         )
         values = self._private_values(stats, state.clip_norm)
-        epsilon = accounted.result()
-        self._record(
-            ledger,
-            state.step,
-            self.event,
-            sampling_run=self.plan.sampling_run,
-            sampling_accounted=self.plan.sampling_accounted,
-            epsilon=to_json(epsilon),
-            gradient_sha256=gradient_sha256(noisy.numbers),
-        )
-        grad = noisy.values()
-        if self.watch is not None:
-            self.watch(grad)
-        state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
+        epsilon, clip_norm = accounted.result(), state.clip_norm
         if (adaptive := self.plan.adaptive) is not None:
-            values["privacy/clip_norm"] = state.clip_norm
+            values["privacy/clip_norm"] = clip_norm
             norms = np.where(stats.dropped, math.inf, stats.norms)
             rng = self.method.key.generator("clip quantile", state.step)
-            state.clip_norm = adaptive.next(state.clip_norm, norms, rng)
+            clip_norm = adaptive.next(clip_norm, norms, rng)
+        found = self._release(ledger, state.step, noisy, clip_norm, epsilon)
+        if found is not None:
+            noisy, state.clip_norm = found
+            grad = noisy.values()
+            if self.watch is not None:
+                self.watch(grad)
+            state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
+        else:
+            state.lost_steps += 1
         state.step = step
         state.gradients_computed += int(stats.num_rows.sum())
         seconds = time.monotonic() - started
@@ -313,14 +311,41 @@ class Trainer:
             **values,
         }
 
-    def _record(self, ledger: Ledger, step: int, event: Any, **fields: Any) -> None:
-        """Record a step in the ledger. Raises OtherBits only where the same bits could be had."""
+    def _release(
+        self,
+        ledger: Ledger,
+        step: int,
+        noisy: NoisyMean,
+        clip_norm: float,
+        epsilon: float | None,
+    ) -> tuple[NoisyMean, float] | None:
+        """What `step` releases, and the next step's C, both durable.
+
+        Guarantees: a step releases once. One that is run again releases what it did before: the
+          same bits, or what was kept of them, or nothing (None), though it was paid for.
+        Raises: OtherBits: where the same bits could be had.
+        """
+        run_dir, sha256 = self.run.run_dir, released.digest(noisy, clip_norm)
+        if step == ledger.num_steps and self.plan.noise_multiplier:
+            released.keep(run_dir, step, noisy, clip_norm)
         try:
-            ledger.record(step, event, **fields)
-        except OtherBits as error:
+            ledger.record(
+                step,
+                self.event,
+                sampling_run=self.plan.sampling_run,
+                sampling_accounted=self.plan.sampling_accounted,
+                epsilon=to_json(epsilon),
+                gradient_sha256=sha256,
+            )
+            return noisy, clip_norm
+        except OtherBits:
             if not self.other_bits:
                 raise
-            self.console.note(f"{error} ({self.other_bits})")
+        before = released.kept(run_dir, step, noisy, str(ledger.digest(step)))
+        outcome = "what it released is taken, as it was kept" if before else "is left out"
+        why = f"was released before with other bits ({self.other_bits})"
+        self.console.note(f"step {step} {why}: {outcome}")
+        return before
 
     def _due(self, step: int, interval: int) -> bool:
         """Whether what is done every `interval` steps, and after the last, is done after `step`."""

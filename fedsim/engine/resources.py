@@ -118,6 +118,8 @@ def worker_environment(placement: Placement) -> dict[str, str]:
     if placement.accelerator == "GPU":
         # A worker has its GPU to itself; the default leaves a quarter of the memory unused.
         variables["XLA_CLIENT_MEM_FRACTION"] = "0.9"
+        # A unit's contribution must be a function of its rows: no atomics in any order.
+        variables["XLA_FLAGS"] = "--xla_gpu_deterministic_ops=true"
     if placement.accelerator is None:
         variables["JAX_NUM_CPU_DEVICES"] = str(placement.devices)
         variables["GLIBC_TUNABLES"] = ALLOCATOR

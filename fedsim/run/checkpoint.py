@@ -6,6 +6,7 @@ what comes before, so that it is read as it was written or not at all.
 """
 
 import hashlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,14 @@ class Saver:
     What is saved must not change afterwards: JAX's arrays never do.
     """
 
-    def __init__(self, run_dir: Path, step: int):
-        """Args: step: the one whose checkpoint is there already, or 0."""
+    def __init__(
+        self, run_dir: Path, step: int, then: Callable[[Path, int], None] = lambda *_: None
+    ):
+        """Args:
+        step: the one whose checkpoint is there already, or 0.
+        then: called with the directory and the step when a checkpoint is durable.
+        """
+        self._then = then
         self._run_dir, self._step = run_dir, step
         self._thread, self._last = ThreadPoolExecutor(1), None
 
@@ -59,7 +66,11 @@ class Saver:
         if step > self._step:
             self._wait()
             self._step = step
-            self._last = self._thread.submit(save, self._run_dir, step, dict(state))
+            self._last = self._thread.submit(self._save, step, dict(state))
+
+    def _save(self, step: int, state: dict[str, Any]) -> None:
+        save(self._run_dir, step, state)
+        self._then(self._run_dir, step)
 
     def _wait(self) -> None:
         if self._last is not None:

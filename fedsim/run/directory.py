@@ -4,6 +4,7 @@ config.json    settings, plan and model, written once: a `StoredRun`
 secret.json    the key, mode 0600
 tokenizer.json of the data, so that the model can be used without them
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
+released/      of the steps since the last checkpoint, mode 0700
 report.html   report.md   audit.html   audit.md   audit.json, if they were asked for
 """
 

@@ -91,6 +91,10 @@ class Ledger:
                 "go on with the packages, and on the kind of host, that the run was started with"
             )
 
+    def digest(self, step: int) -> str | None:
+        """What was noted of the gradient that `step` released."""
+        return self._steps[step][1]
+
     @property
     def num_steps(self) -> int:
         """Released steps."""

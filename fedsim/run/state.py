@@ -17,6 +17,8 @@ class State:
     params: Any
     opt_state: Any
     step: int = 0
+    lost_steps: int = 0
+    """Steps that were released and paid for, and whose gradient was lost to a crash."""
     gradients_computed: int = 0
     wall_seconds: float = 0.0
     clip_norm: float = math.nan
@@ -48,6 +50,7 @@ def results(state: dict[str, Any]) -> dict[str, Any]:
     return {
         "final_clip_norm": float(state["clip_norm"]),
         "steps_done": int(state["step"]),
+        "lost_steps": int(state["lost_steps"]),
         "initial_eval_loss": to_json(float(state["initial_eval_loss"])),
         "final_eval_loss": to_json(float(state["eval_loss"])),
         "params_sha256": checkpoint.params_sha256(state["params"]),

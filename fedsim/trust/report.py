@@ -239,6 +239,8 @@ def _settings(released: Released) -> Table:
         summary = read_json(path)
         names = ("initial_eval_loss", "final_eval_loss")
         rows += [(f"{name} (users not trained on)", f"{summary[name]}") for name in names]
+        if lost := summary.get("lost_steps"):
+            rows.append(("steps that were released and lost to a crash", str(lost)))
     else:
         rows.append(("results", "the run has not ended"))
     return Table(("setting", "value"), rows)

@@ -1,18 +1,20 @@
 # ruff: noqa: F811
 """Steps computed again: what stops that, and what other bits mean."""
 
+import json
+import shutil
 import signal
 import stat
 import tempfile
 
+import jax
+import numpy as np
 import pytest
 from test_verify import (  # noqa: F401
     command,
     copy,
     edit_json,
-    other_gradient,
     other_params,
-    rewrite_ledger,
     texts,
     trained,
     verify,
@@ -20,7 +22,9 @@ from test_verify import (  # noqa: F401
 
 from fedsim.cli.main import main
 from fedsim.config import PrivacyConfig, run_config
-from fedsim.run import checkpoint, directory
+from fedsim.mechanism import NoisyMean
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.run import checkpoint, directory, ledger, released
 from fedsim.run.directory import Identity, StoredRun
 from fedsim.run.ledger import Ledger
 from fedsim.trust import replay
@@ -74,23 +78,96 @@ def test_what_cannot_be_computed_again_is_no_broken_promise(copy, capsys):
     assert found["replay"][1].startswith("cannot be computed again: num_workers=None")
 
 
-def test_a_step_of_other_bits_is_not_released_again(
-    texts,
-    copy,
-    monkeypatch,
-    capsys,
+def params_of(run_dir):
+    return checkpoint.load_params(checkpoint.latest(run_dir))
+
+
+def crashed(run_dir, texts, step=5):
+    """A run that ended after `step` was released and before its checkpoint, for good."""
+    record = Ledger.record
+
+    def last(book, number, *args, **fields):
+        record(book, number, *args, **fields)
+        if number == step:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ledger, "record", last)
+        with pytest.raises(SystemExit):
+            main(command(texts, run_dir))
+
+
+@pytest.mark.privacy
+def test_what_was_released_is_replayed_where_bits_would_be_others(
+    texts, run_dir, tmp_path, monkeypatch, capsys
 ):
-    rewrite_ledger(copy, other_gradient)
-    checkpoint.latest(copy).unlink()
-    (copy / "summary.json").unlink()
-    args = [*command(texts, copy), "--resume"]
-    with pytest.raises(SystemExit) as stop:
-        main(args)
-    *_, last = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 1 and "step=5: expected the gradient that was released" in last
-    monkeypatch.setattr(directory, "other_bits", lambda *_: "an accelerator")
-    main(args)  # there, other bits are to be expected
-    assert "step=5: expected the gradient" in capsys.readouterr().err
+    """Another host comes to other gradients: the steps that were released give what they gave."""
+    crashed(run_dir, texts)
+    released, lines = run_dir / "released", ledger.read(run_dir)
+    assert len(lines) == 1 + 6 and sorted(p.name for p in released.iterdir()) == [
+        checkpoint.name(step) for step in (4, 5)
+    ]  # steps 0 to 3 are in a checkpoint
+    same, other = tmp_path / "same", tmp_path / "other"
+    for place in (same, other):
+        shutil.copytree(run_dir, place)
+    main([*command(texts, same), "--resume"])
+    right = LanguageModelTask.losses
+    monkeypatch.setattr(LanguageModelTask, "losses", lambda self, *args: -right(self, *args))
+    capsys.readouterr()
+    with pytest.raises(SystemExit):  # here the same bits could be had
+        main([*command(texts, other), "--resume"])
+    assert "expected the gradient that was released before" in capsys.readouterr().err
+    monkeypatch.setattr(directory, "other_bits", lambda *_: "another kind of host")
+    main([*command(texts, other), "--resume"])
+    said = capsys.readouterr().err
+    assert said.count("what it released is taken, as it was kept") == 2
+    # All steps were released before, so the parameters are those of the undisturbed run.
+    jax.tree.map(np.testing.assert_array_equal, params_of(same), params_of(other))
+    assert [line["gradient_sha256"] for line in ledger.read(other)[1:]] == [
+        line["gradient_sha256"] for line in lines[1:]
+    ]
+    assert not list((other / "released").iterdir())
+
+
+@pytest.mark.privacy
+def test_what_was_not_kept_is_left_out_and_paid_for(texts, run_dir, monkeypatch, capsys):
+    crashed(run_dir, texts)
+    shutil.rmtree(run_dir / "released")
+    before = params_of(run_dir)
+    right = LanguageModelTask.losses
+    monkeypatch.setattr(LanguageModelTask, "losses", lambda self, *args: -right(self, *args))
+    monkeypatch.setattr(directory, "other_bits", lambda *_: "another kind of host")
+    main([*command(texts, run_dir), "--resume"])
+    assert capsys.readouterr().err.count("is left out") == 2
+    found = json.loads((run_dir / "summary.json").read_text())
+    assert (found["steps_done"], found["lost_steps"]) == (6, 2)
+    jax.tree.map(np.testing.assert_array_equal, params_of(run_dir), before)
+    assert len(ledger.read(run_dir)) == 1 + 6
+
+
+def test_what_is_too_large_is_not_kept(texts, run_dir, monkeypatch):
+    monkeypatch.setattr(released, "MOST_BYTES", 10)
+    crashed(run_dir, texts)
+    assert not list((run_dir / "released").glob("*"))
+
+
+def test_what_is_kept_comes_back_in_its_type_or_not_at_all(tmp_path, rng):
+    numbers = {"a": rng.integers(-200, 300, (4, 5)).astype(np.int32), "b": np.int32([70_000])}
+    noisy = NoisyMean(numbers, 0.25)
+    assert released.keep(tmp_path, 3, noisy, 0.5)
+    sha256 = released.digest(noisy, 0.5)
+    found, clip_norm = released.kept(tmp_path, 3, noisy, sha256)
+    assert (found.unit, clip_norm) == (0.25, 0.5)
+    jax.tree.map(np.testing.assert_array_equal, found.numbers, numbers)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found.numbers)} == {np.dtype(np.int32)}
+    assert released.kept(tmp_path, 3, noisy, "0" * 64) is None  # of another release
+    assert released.kept(tmp_path, 4, noisy, sha256) is None
+    path = tmp_path / "released" / checkpoint.name(3)
+    assert path.stat().st_size < 400  # 16 bits a number where that is enough
+    path.write_bytes(path.read_bytes()[:-7])
+    assert released.kept(tmp_path, 3, noisy, sha256) is None
+    released.drop(tmp_path, 4)
+    assert not path.exists()
 
 
 VERSIONS = {"jax": "1", "numpy": "2"}
