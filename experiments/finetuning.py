@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from experiments import common, starting_model
 from experiments.rows import CAME, Row, Rows, over_seeds
 from fedsim import files
-from fedsim.config import RunConfig, run_config
+from fedsim.config import ADD_OR_REMOVE, RunConfig, run_config
 from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
 from fedsim.run import directory, metrics
@@ -344,7 +344,7 @@ def assumed(name: str, training: Training, arguments: Arguments) -> int:
 
 
 def delta_of(name: str, training: Training, arguments: Arguments) -> float:
-    """What runs are accounted with; by default as train derives it."""
+    """What runs are accounted with; by default the paper's, of the number of examples."""
     if name in dict(training.deltas):
         return dict(training.deltas)[name]
     users = open_data(name, arguments, training).train
@@ -400,8 +400,9 @@ def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) 
         common_["num_lanes"] = 1  # a run computes in one process: no more pieces than need be
     if training.max_length is not None:
         common_["max_length"] = training.max_length
-    if name in dict(training.deltas):
-        common_["delta"] = dict(training.deltas)[name]
+    common_["adjacency"] = ADD_OR_REMOVE  # the paper's
+    if not arguments.dry_run or name in dict(training.deltas):
+        common_["delta"] = delta_of(name, training, arguments)
     if name in dict(training.assumed_times) and not arguments.dry_run:
         common_["assumed_population"] = assumed(name, training, arguments)
     return {**common_, **given}

@@ -121,8 +121,12 @@ NOISE_AND_SENSITIVITY = (
     ),
     one(
         "noise of add-or-remove, called replace-one",
-        "test_plan.py::test_the_adjacency_is_add_or_remove",
-        *("plan.py", 'ADJACENCY = "add or remove one user"', 'ADJACENCY = "replace one user"'),
+        "test_plan.py::test_the_adjacency_is_named",
+        *(
+            "plan.py",
+            '"add or remove one user"',
+            '"replace one user"',
+        ),
     ),
     Mistake(
         "division by the realised number",
@@ -297,10 +301,12 @@ SAMPLING = (
             ("els.py", "        self.key = key\n", "        self.key, self.users = key, users\n"),
             (
                 "els.py",
-                "return self.pool[batch][:, None]",
-                'key = type(self.key)(self.key._digest("pool", (step,)) * 2)\n'
+                "batch = self.pool[self.sampler.draw(self.key, step)]",
+                'key = type(self.key)(self.key._derive("pool", (step,)) * 2)\n'
                 "        pool = limit_contributions(self.users.offsets, self.group_size, key)\n"
-                "        return pool[batch][:, None]",
+                "        if len(self.pool) != len(pool):\n"
+                "            pool = places(self.users.offsets, pool, self.group_size)\n"
+                "        batch = pool[self.sampler.draw(self.key, step)]",
             ),
         ),
     ),
@@ -328,8 +334,8 @@ SAMPLING = (
         "an assumed population without its label",
         "test_plan.py::test_an_assumed_population_is_labelled_as_one",
         "plan.py",
-        "    if assumed_population is not None:\n        assumed = ",
-        "    if False:\n        assumed = ",
+        '    if (assumed_population := plan.get("assumed_population")) is not None:',
+        '    if (assumed_population := plan.get("assumed_population")) == "never":',
         *("--assumed-population", "400"),
     ),
     one(

@@ -10,27 +10,39 @@ import numpy as np
 
 from fedsim.accounting import StepEvent
 from fedsim.clipping import Clip, Strategy
+from fedsim.config import ZERO_OUT
 from fedsim.engine import Engine, Stats
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean, noisy_mean
-from fedsim.sampling import SAMPLERS, Users, limit_contributions
+from fedsim.sampling import PADDING, SAMPLERS, Users, limit_contributions, places
 
 
 class ELS:
     """DP-SGD with example-level sampling.
 
-    Guarantees: T steps satisfy (epsilon, delta) user-level DP under add-or-remove of one user, with
-      the epsilon and delta of T of its `event`s (Theorem 1).
+    Guarantees: T steps satisfy (epsilon, delta) user-level DP, with the epsilon and delta of T of
+      its `event`s (Theorem 1). The adjacency is zero-out: everyone has G_ELS places in the pool, of
+      which some may be empty, so that p depends on nobody's texts; or add-or-remove of one user, as
+      in the paper, with |D_sub| taken as public.
     """
 
     def __init__(
-        self, users: Users, *, budget: int, group_size: int, sampling: str, key: SecretKey
+        self,
+        users: Users,
+        *,
+        budget: int,
+        group_size: int,
+        sampling: str,
+        key: SecretKey,
+        adjacency: str = ZERO_OUT,
     ):
         self.group_size = group_size  # ............................................ G_ELS
         self.pool = limit_contributions(users.offsets, group_size, key)  # ......... D_sub
+        if adjacency == ZERO_OUT:
+            self.pool = places(users.offsets, self.pool, group_size)  # ............ N G_ELS of them
         most = len(self.pool)
-        expect("budget", budget, budget <= most, f"<= {most}, the examples of the pool")
+        expect("budget", budget, budget <= most, f"<= {most}, the places of the pool")
         self.expected_batch_size = budget  # ....................................... B = p |D_sub|
         self.sampler = SAMPLERS[sampling](most, self.expected_batch_size)  # ....... p
         self.key = key
@@ -41,8 +53,8 @@ class ELS:
 
     def draw(self, step: int) -> np.ndarray:
         """Who takes part in a step: rows [examples, 1]."""
-        batch = self.sampler.draw(self.key, step)  # ............................... S^t
-        return self.pool[batch][:, None]  # ........................................ z
+        batch = self.pool[self.sampler.draw(self.key, step)]  # .................... S^t
+        return batch[batch != PADDING][:, None]  # ................................. z
 
     def gradient(
         self,

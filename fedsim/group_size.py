@@ -26,12 +26,13 @@ def median_group_size(sizes: np.ndarray) -> int:
 def private_median(sizes: np.ndarray, epsilon: float, rng: np.random.Generator) -> int:
     """A value of GRID that about half the users' sizes are below, drawn with exp(epsilon utility).
 
-    Guarantees: epsilon-DP under adding or removing one user. With probability 1 - FAILURE at most
+    Guarantees: epsilon-DP under adding or removing one user, and under leaving a user without
+      texts, for such users count for nothing. With probability 1 - FAILURE at most
       `rank_error(epsilon)` users more than for the best value of GRID have to be passed to reach
       the median.
     Args: sizes: examples of each user, int [users].
     """
-    scores = epsilon * utility(sizes)  # sensitivity 1/2, so exp(epsilon u / (2 * 1/2))
+    scores = epsilon * utility(sizes[sizes > 0])  # sensitivity 1/2, so exp(epsilon u / (2 * 1/2))
     weights = np.exp(scores - scores.max())
     return int(rng.choice(GRID, p=weights / weights.sum()))
 

@@ -15,7 +15,7 @@ from fedsim import accounting
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.clipping import Clip
 from fedsim.clipping.adaptive import AdaptiveClip
-from fedsim.config import Algorithm, PrivacyConfig, to_json
+from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig, to_json
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.errors import expect
@@ -26,7 +26,10 @@ from fedsim.sampling import Users
 from fedsim.uls import ULS
 
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
-ADJACENCY = "add or remove one user"
+ADJACENCY = {
+    ZERO_OUT: "zero out one user's texts, the number of users being public",
+    ADD_OR_REMOVE: "add or remove one user",
+}
 COMPARISON_ONLY = "as if Poisson sampled: comparison only, not a guarantee"
 REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
 UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
@@ -65,6 +68,8 @@ class Plan:
     """What clip_norm, the first step's, is moved towards; None: it stays."""
     assumed_population: int | None = None
     """How many users are accounted for; None: those there are."""
+    adjacency: str = ADD_OR_REMOVE
+    """zero-out or add-or-remove."""
     seeded: bool = False
     """Whether the key came from a seed: such a run reproduces another one, and claims nothing."""
     unproven: str | None = None
@@ -115,7 +120,7 @@ class Plan:
     @property
     def label(self) -> str:
         """What makes epsilon no guarantee; empty where nothing does."""
-        return "" if self.epsilon_holds == ADJACENCY else self.epsilon_holds
+        return label_of(self.as_dict())
 
     @property
     def guarantee(self) -> bool:
@@ -175,15 +180,18 @@ def complete(
     pool = " and the pool's size" if algorithm == Algorithm.ELS else ""
     counts = f"num_users={users.num_users}, num_examples={users.num_examples}{pool}"
     found = [f"{counts} (taken as public)"]
+    if privacy.adjacency == ZERO_OUT:
+        found = [f"num_examples={users.num_examples} (a count without noise)"]
     times = ""
     if privacy.assumed_population is not None:
         found.append(f"assumed_population={population} (instead of the {users.num_users} users)")
         times = f", times {population / users.num_users:g}"
     delta, group_size = privacy.delta, privacy.group_size
     if delta is None:
-        expect("delta", None, users.num_examples > 1, "a value: one example gives none")
-        delta = (users.num_examples * population / users.num_users) ** -1.1
-        found.append(f"delta={delta:.3g} (n^-1.1 for the n training examples{times})")
+        expect("delta", None, population > 1, "a value: one user gives none")
+        delta = population**-1.1
+        if privacy.adjacency != ZERO_OUT:
+            found.append(f"delta={delta:.3g} (N^-1.1 for the N users{times})")
     if (share := privacy.group_size_epsilon) is not None:
         expect("group_size_epsilon", share, algorithm == Algorithm.ELS, "nothing with uls")
         expect("group_size", group_size, group_size is None, "none, or no group_size_epsilon")
@@ -211,6 +219,7 @@ def method_for(
         group_size=privacy.group_size,
         sampling=privacy.sampling,
         key=key,
+        adjacency=privacy.adjacency,
     )
     share = _assumed_share(privacy.assumed_population, users.num_users)
     method.sampler = dataclasses.replace(method.sampler, assumed_share=share)
@@ -267,6 +276,7 @@ def make_plan(
         group_size_epsilon=privacy.group_size_epsilon,
         clip_quantile=privacy.clip_quantile,
         assumed_population=privacy.assumed_population,
+        adjacency=privacy.adjacency,
         seeded=method.key.seed is not None,
         unproven=unproven,
         planted=getattr(users, "canaries", None),
@@ -278,7 +288,7 @@ def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, A
     before = [{"what": "group_size", **dataclasses.asdict(event)} for event, _ in plan.before]
     return {
         "plan": plan.as_dict(),
-        "adjacency": ADJACENCY,
+        "adjacency": ADJACENCY[plan.adjacency],
         "slack": plan.slack._asdict(),
         "key_seal": key_seal,
         "config_sha256": config_sha256,
@@ -297,7 +307,7 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
         "non_private": [*plan.non_private, realised],
         "epsilon": to_json(epsilon),
         "epsilon_holds": plan.epsilon_holds,
-        "adjacency": ADJACENCY,
+        "adjacency": ADJACENCY[plan.adjacency],
         "privacy_unit": "user",
         "gradient_noise_multiplier": plan.gradient_noise_multiplier,
         "slack": plan.slack._asdict(),
@@ -308,6 +318,14 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
 def holds(plan: Mapping[str, Any]) -> str:
     """What epsilon holds under: the adjacency, or a label that says that it is no guarantee.
 
+    Args: plan: the fields of a plan.
+    """
+    return label_of(plan) or ADJACENCY[plan["adjacency"]]
+
+
+def label_of(plan: Mapping[str, Any]) -> str:
+    """What makes epsilon no guarantee; empty where nothing does.
+
     Args: plan: the fields of a plan, or a summary, which has them, too.
     """
     labels = [COMPARISON_ONLY] if plan["sampling_run"] != plan["sampling_accounted"] else []
@@ -316,7 +334,7 @@ def holds(plan: Mapping[str, Any]) -> str:
         labels.append(f"{assumed}: an assumption, not a guarantee")
     labels += [UNPROVEN] if plan.get("unproven") else []
     labels += [REPRODUCTION] if plan.get("seeded") else []
-    return "; ".join(labels) or ADJACENCY
+    return "; ".join(labels)
 
 
 def _assumed_share(assumed_population: int | None, num_users: int) -> float:

@@ -108,6 +108,20 @@ def limit_contributions(offsets: np.ndarray, group_size: int, key: SecretKey) ->
     return np.flatnonzero(keep)
 
 
+def places(offsets: np.ndarray, pool: np.ndarray, group_size: int) -> np.ndarray:
+    """D_sub with `group_size` places for every user: what a user lacks is PADDING.
+
+    Guarantees: a user's places depend on their own part of `pool` alone.
+    Args: pool: of `limit_contributions`.
+    Returns: int64 [num_users * group_size].
+    """
+    counts = np.minimum(np.diff(offsets), group_size)
+    found = np.full(len(counts) * group_size, PADDING, np.int64)
+    within = np.arange(len(pool)) - np.repeat(np.cumsum(counts) - counts, counts)
+    found[np.repeat(np.arange(len(counts)) * group_size, counts) + within] = pool
+    return found
+
+
 def draw_groups(
     offsets: np.ndarray, cohort: Iterable[int], group_size: int, key: SecretKey, step: int
 ) -> np.ndarray:

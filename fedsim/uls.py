@@ -10,6 +10,7 @@ import numpy as np
 
 from fedsim.accounting import StepEvent
 from fedsim.clipping import Clip, Strategy
+from fedsim.config import ZERO_OUT
 from fedsim.engine import Engine, Stats
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
@@ -20,12 +21,21 @@ from fedsim.sampling import SAMPLERS, Users, draw_groups
 class ULS:
     """DP-SGD with user-level sampling.
 
-    Guarantees: T steps satisfy (epsilon, delta) user-level DP under add-or-remove of one user, with
-      the epsilon and delta of T of its `event`s (Theorem 2).
+    Guarantees: T steps satisfy (epsilon, delta) user-level DP, with the epsilon and delta of T of
+      its `event`s (Theorem 2). The adjacency is zero-out, a user without texts being drawn like any
+      other; or add-or-remove of one user, as in the paper, with N taken as public. The computation
+      is the same.
     """
 
     def __init__(
-        self, users: Users, *, budget: int, group_size: int, sampling: str, key: SecretKey
+        self,
+        users: Users,
+        *,
+        budget: int,
+        group_size: int,
+        sampling: str,
+        key: SecretKey,
+        adjacency: str = ZERO_OUT,
     ):
         self.group_size = group_size  # ............................................ G_ULS
         expect("budget", budget, budget % group_size == 0, f"a multiple of group_size={group_size}")

@@ -8,6 +8,7 @@ from problems import mean_problem, softmax_problem
 
 from fedsim.accounting import StepEvent
 from fedsim.clipping import Clip
+from fedsim.config import ADD_OR_REMOVE, ZERO_OUT
 from fedsim.els import ELS
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.errors import ConfigError
@@ -16,8 +17,9 @@ from fedsim.mechanism import noisy_mean
 SIZES = [1, 4, 9, 2, 30]
 
 
-def make(users, key, *, budget=8, group_size=4, sampling="poisson"):
-    return ELS(users, budget=budget, group_size=group_size, sampling=sampling, key=key)
+def make(users, key, *, budget=8, group_size=4, sampling="poisson", adjacency=ADD_OR_REMOVE):
+    own = {"group_size": group_size, "sampling": sampling, "adjacency": adjacency}
+    return ELS(users, budget=budget, key=key, **own)
 
 
 @pytest.mark.parametrize("clip", [Clip(0.5), Clip(0.5, normalised=True)], ids=str)
@@ -126,5 +128,34 @@ def test_the_pool_is_the_same_in_every_step(rng, key):
 
 def test_a_budget_beyond_the_pool_is_refused(rng, key):
     users, _ = mean_problem(rng, SIZES)
-    with pytest.raises(ConfigError, match="budget=16: expected <= 15, the examples of the pool"):
+    with pytest.raises(ConfigError, match="budget=16: expected <= 15, the places of the pool"):
         make(users, key, budget=16)
+
+
+def test_with_zero_out_everyone_has_as_many_places_and_nothing_depends_on_a_users_texts(rng, key):
+    """Whether a user has texts changes p, the event and the others' draws in nothing."""
+    sizes = [1, 4, 9, 2, 30]
+    without = [1, 4, 0, 2, 30]  # the third user's texts are gone
+    first, second = (
+        make(mean_problem(rng, each)[0], key, group_size=3, budget=6, adjacency=ZERO_OUT)
+        for each in (sizes, without)
+    )
+    assert first.sampler.num_units == second.sampler.num_units == 5 * 3
+    assert first.event(1.5) == second.event(1.5) == StepEvent(1.5, 6 / 15, 3)
+    gone = 9
+    for step in range(30):
+        of_all, of_others = first.draw(step).ravel(), second.draw(step).ravel()
+        mine = (of_all >= 5) & (of_all < 5 + gone)
+        moved = np.where(of_all >= 5 + gone, of_all - gone, of_all)  # rows are counted anew
+        np.testing.assert_array_equal(moved[~mine], of_others)
+
+
+def test_empty_places_are_drawn_and_contribute_nothing(rng, key):
+    users, task = mean_problem(rng, [1] * 40)
+    els = make(users, key, budget=40, group_size=4, adjacency=ZERO_OUT)
+    engine, drawn = LocalEngine(task, num_lanes=2), []
+    for step in range(40):
+        grad, stats = els.gradient(jnp.zeros(6), step, engine, clip=Clip(1.0), noise_multiplier=0)
+        drawn.append(len(stats.norms))
+    assert abs(np.mean(drawn) - 10) < 5 * np.sqrt(7.5 / 40)  # a quarter of 40 is no padding
+    assert (els.draw(0) >= 0).all()

@@ -10,7 +10,7 @@ import pytest
 from problems import users_of_sizes
 
 from fedsim import accounting
-from fedsim.config import Algorithm, EngineConfig, PrivacyConfig
+from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.noise import slack
@@ -21,7 +21,9 @@ from fedsim.plan import (
     UNPROVEN,
     Plan,
     calibrate,
+    claimed_fields,
     complete,
+    ledger_head,
     make_plan,
     method_for,
 )
@@ -52,10 +54,14 @@ def planned(algorithm, users, key, **fields):
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
-def test_delta_is_a_power_of_the_number_of_examples_and_named_as_not_private(algorithm, users):
+def test_delta_is_a_power_of_the_number_of_users(algorithm, users):
     completed, non_private = complete(algorithm, privacy(), data_of(users))
-    assert completed.delta == 56**-1.1
-    assert sum(fact.startswith("delta=0.0119 (n^-1.1") for fact in non_private) == 1
+    assert completed.delta == 8**-1.1
+    assert not any(fact.startswith("delta") for fact in non_private)  # N is public
+    removed = privacy(adjacency=ADD_OR_REMOVE)
+    completed, non_private = complete(algorithm, removed, data_of(users))
+    assert completed.delta == 8**-1.1
+    assert sum(fact.startswith("delta=0.102 (N^-1.1") for fact in non_private) == 1
 
 
 def test_the_group_size_of_els_is_the_median_users_and_named_as_not_private(users):
@@ -80,11 +86,13 @@ def test_what_the_user_says_is_kept_and_not_named(algorithm, users):
     said = privacy(delta=1e-5, group_size=2)
     completed, non_private = complete(algorithm, said, data_of(users))
     assert completed == said
-    (counts,) = non_private
+    assert non_private == ["num_examples=56 (a count without noise)"]
+    said = dataclasses.replace(said, adjacency=ADD_OR_REMOVE)
+    (counts,) = complete(algorithm, said, data_of(users))[1]
     assert counts.startswith("num_users=8, num_examples=56")
 
 
-def test_one_example_gives_no_delta():
+def test_one_user_gives_no_delta():
     with pytest.raises(ConfigError, match="delta=None"):
         complete(Algorithm.ULS, privacy(), data_of(users_of_sizes([1])))
 
@@ -112,8 +120,10 @@ def test_a_target_that_cannot_be_met_is_the_users_mistake(users, key):
 def test_the_plan_has_the_constants_of_the_paper(users, key):
     els, *_ = planned(Algorithm.ELS, users, key, group_size=4)
     uls, *_ = planned(Algorithm.ULS, users, key, group_size=3)
+    assert (els.num_units, els.expected_count, els.sampling_prob) == (8 * 4, 6, 6 / 32)
+    paper, *_ = planned(Algorithm.ELS, users, key, group_size=4, adjacency=ADD_OR_REMOVE)
     pool = sum(min(size, 4) for size in SIZES)
-    assert (els.num_units, els.expected_count, els.sampling_prob) == (pool, 6, 6 / pool)
+    assert (paper.num_units, paper.expected_count, paper.sampling_prob) == (pool, 6, 6 / pool)
     assert (uls.num_units, uls.expected_count, uls.sampling_prob) == (8, 2, 2 / 8)
     for plan in (els, uls):
         assert (plan.num_users, plan.num_examples, plan.data_seal) == (8, 56, "abc")
@@ -144,7 +154,7 @@ def test_a_seeded_run_and_an_unproven_strategy_are_labelled(users, key):
     assert key.seed is not None and plan.seeded and not plan.guarantee
     assert plan.epsilon_holds == REPRODUCTION and "not a guarantee" in REPRODUCTION
     plan, *_ = planned(Algorithm.ULS, users, SecretKey.create())
-    assert plan.guarantee and not plan.seeded and plan.epsilon_holds == ADJACENCY
+    assert plan.guarantee and not plan.seeded and plan.epsilon_holds == ADJACENCY[ZERO_OUT]
     by_name = unproven_strategy(EngineConfig(strategy="bookkeeping:4"))
     named = dataclasses.replace(plan, unproven=by_name)
     assert named.epsilon_holds == UNPROVEN and not named.guarantee
@@ -167,10 +177,10 @@ def test_an_assumed_population_is_labelled_as_one(users):
     key = SecretKey.create()
     plan, *_ = planned(Algorithm.ULS, users, key, assumed_population=80)
     assert "assumed_population=80 (instead of the 8 users)" in plan.non_private
-    assert plan.delta == pytest.approx((10 * 56) ** -1.1)
+    assert plan.delta == pytest.approx((10 * 8) ** -1.1)
     assert plan.epsilon_holds == "as if there were 80 users: an assumption, not a guarantee"
     plain, *_ = planned(Algorithm.ULS, users, key)
-    assert plain.epsilon_holds == ADJACENCY and plain.assumed_population is None
+    assert plain.epsilon_holds == ADJACENCY[ZERO_OUT] and plain.assumed_population is None
     shuffled, *_ = planned(Algorithm.ULS, users, key, assumed_population=80, sampling="shuffle")
     assert shuffled.epsilon_holds == f"{COMPARISON_ONLY}; {plan.epsilon_holds}"
 
@@ -182,11 +192,17 @@ def test_fewer_users_than_there_are_cannot_be_assumed(users):
         privacy(assumed_population=0)
 
 
-def test_the_adjacency_is_add_or_remove(users):
+def test_the_adjacency_is_named(users):
     """What the accountant and a sensitivity of C are about; replacing a user takes 2C."""
-    key = SecretKey.create()
-    plan, *_ = planned(Algorithm.ULS, users, key, epsilon=math.inf)
-    assert plan.epsilon_holds == ADJACENCY == "add or remove one user"
+    for name, words in (
+        (ZERO_OUT, "zero out one user's texts, the number of users being public"),
+        (ADD_OR_REMOVE, "add or remove one user"),
+    ):
+        fields = {"epsilon": math.inf, "adjacency": name}
+        plan, *_ = planned(Algorithm.ULS, users, SecretKey.create(), **fields)
+        assert plan.adjacency == name and plan.epsilon_holds == words
+        head = ledger_head(plan, config_sha256="", key_seal="")
+        assert head["adjacency"] == claimed_fields(plan, 1.0, "")["adjacency"] == words
 
 
 @pytest.mark.parametrize("clipping, sensitivity", [("normalised", 1.0), ("plain", 0.5)])

@@ -69,7 +69,9 @@ def test_the_learning_rate_rises_and_falls_like_a_cosine():
 @pytest.fixture(scope="module")
 def undisturbed(texts, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    return run_dir, command("pretrain", run_dir=run_dir, data=texts, num_steps=12, **FLAGS)
+    return run_dir, command(
+        "pretrain", run_dir=run_dir, data=texts, num_steps=12, model="tiny", **FLAGS
+    )
 
 
 def test_it_learns_and_says_that_nobody_is_protected(undisturbed):

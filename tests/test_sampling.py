@@ -6,7 +6,7 @@ from problems import users_of_sizes
 
 from fedsim.accounting import StepEvent
 from fedsim.keys import SecretKey
-from fedsim.sampling import PADDING, Poisson, Shuffle, draw_groups, limit_contributions
+from fedsim.sampling import PADDING, Poisson, Shuffle, draw_groups, limit_contributions, places
 
 STEPS = 4000
 
@@ -135,3 +135,12 @@ def test_draws_do_not_change_between_versions():
     assert Poisson(1000, 5).draw(key, 0).tolist() == [152, 470, 493, 661, 993]
     assert limit_contributions(offsets, 3, key).tolist() == [0, 1, 8]
     assert draw_groups(offsets, [0], 3, key, 0).tolist() == [[1, 6, 7]]
+
+
+def test_places_are_the_pool_with_padding_where_a_user_lacks_examples(key):
+    offsets = np.array([0, 2, 2, 7, 8])
+    pool = limit_contributions(offsets, 3, key)
+    found = places(offsets, pool, 3).reshape(4, 3)
+    assert found[0].tolist() == [0, 1, PADDING] and (found[1] == PADDING).all()
+    assert (found[2] != PADDING).all() and found[3].tolist() == [7, PADDING, PADDING]
+    assert found[found != PADDING].tolist() == pool.tolist()

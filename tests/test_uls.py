@@ -8,6 +8,7 @@ from problems import mean_problem, softmax_problem
 
 from fedsim.accounting import StepEvent
 from fedsim.clipping import Clip
+from fedsim.config import ADD_OR_REMOVE
 from fedsim.els import ELS
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.errors import ConfigError
@@ -133,7 +134,14 @@ def test_with_one_example_per_user_the_two_algorithms_coincide(rng, key):
     users, task, theta = softmax_problem(rng, [1] * 30)
     engine = LocalEngine(task, num_lanes=3)
     for group_size in (1, 2):
-        els = ELS(users, budget=8, group_size=group_size, sampling="poisson", key=key)
+        els = ELS(
+            users,
+            budget=8,
+            group_size=group_size,
+            sampling="poisson",
+            key=key,
+            adjacency=ADD_OR_REMOVE,
+        )
         uls = make(users, key, budget=8 * group_size, group_size=group_size)
         for step in range(3):
             settings = {"clip": Clip(0.5), "noise_multiplier": 1.0}

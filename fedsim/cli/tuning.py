@@ -40,7 +40,7 @@ class Recommend:
     """Expected gradients per step, for either algorithm. >= 1."""
 
     delta: float | None = None
-    """In (0, 1). Default: n^-1.1 for n training examples."""
+    """In (0, 1). Default: N^-1.1 for N users."""
 
     clipping: Literal["normalised", "plain"] = "normalised"
     """The same flag as that of train."""

@@ -17,7 +17,7 @@ from fedsim.config.flags import (
     types_of,
 )
 from fedsim.config.others import AuditConfig, Personalization, PretrainConfig
-from fedsim.config.privacy import Algorithm, PrivacyConfig
+from fedsim.config.privacy import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.config.run import OPERATIONAL, DataConfig, EngineConfig, ModelConfig, RunConfig
 
 __all__ = [
@@ -30,6 +30,8 @@ __all__ = [
     "Personalization",
     "PretrainConfig",
     "PrivacyConfig",
+    "ADD_OR_REMOVE",
+    "ZERO_OUT",
     "RunConfig",
     "as_dict",
     "changed",

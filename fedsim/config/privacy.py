@@ -8,6 +8,8 @@ from fedsim.config.flags import flags_of
 from fedsim.config.run import RunConfig
 from fedsim.errors import expect
 
+ZERO_OUT, ADD_OR_REMOVE = "zero-out", "add-or-remove"
+
 
 class Algorithm(enum.StrEnum):
     """The two algorithms of the paper."""
@@ -27,10 +29,16 @@ class PrivacyConfig:
     """T: number of steps. >= 1."""
 
     budget: int = 128
-    """Expected gradients per step: B for ELS, group size times cohort size for ULS. >= 1."""
+    """Expected gradients per step: B for ELS, where empty places of the pool count, or group size
+    times cohort size for ULS. >= 1."""
 
     delta: float | None = None
-    """In (0, 1). Default: n^-1.1 for n training examples, derived from the data's size."""
+    """In (0, 1). Default: N^-1.1 for N users."""
+
+    adjacency: Literal["zero-out", "add-or-remove"] = "zero-out"
+    """What a user is compared with. zero-out: the same user without texts; how many users there are
+    is public, and for ELS everyone has group_size places in the pool, empty ones among them.
+    add-or-remove: nobody in their place; takes the numbers of users and examples as public."""
 
     group_size: int | None = None
     """G: most examples of a user, in all (ELS; default: the median user's) or a step (ULS; 1)."""

@@ -14,8 +14,8 @@ from rich import progress
 from rich.console import Console as RichConsole
 
 from fedsim.accounting.rounding import at_most
-from fedsim.config import Algorithm
-from fedsim.plan import ADJACENCY, Plan, holds
+from fedsim.config import ZERO_OUT, Algorithm
+from fedsim.plan import ADJACENCY, Plan, label_of
 
 
 class Console:
@@ -101,7 +101,7 @@ def guarantee_line(summary: dict[str, Any]) -> str:
         return "non-private: trained without noise"
     epsilon, delta = at_most(summary["epsilon"], ".4f"), at_most(summary["delta"], ".2e")
     guarantee = f"epsilon {epsilon} at delta {delta}"
-    if (label := holds(summary)) != ADJACENCY:
+    if label := label_of(summary):
         return f"{guarantee}: {label}"
     return f"user-level DP: {guarantee} ({summary['adjacency']})"
 
@@ -110,7 +110,8 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
     """Names and values of the plan as a person wants to read them."""
     els = plan.algorithm == Algorithm.ELS
     unit, share = ("examples", "in all") if els else ("users", "each")
-    pool = f", {plan.num_units:,} in the pool" if els else ""
+    what = "places" if plan.adjacency == ZERO_OUT else "examples"
+    pool = f", {plan.num_units:,} {what} in the pool" if els else ""
     label = f" ({plan.label})" if plan.label else ""
     if plan.noise_multiplier:
         epsilon = f"{plan.target_epsilon:g} at delta {at_most(plan.delta, '.2e')}{label}"
@@ -128,6 +129,7 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
             f"{plan.expected_count:,} {unit} expected, with probability {plan.sampling_prob:.3g}",
         ),
         ("group size", f"{plan.group_size:,} of a user's examples {share} at most{chosen}"),
+        ("adjacency", ADJACENCY[plan.adjacency]),
         ("clipping", f"{plan.clipping}, C = {plan.clip_norm:g}{moves}"),
         ("epsilon", epsilon),
         ("noise multiplier", f"{plan.noise_multiplier:.4f}"),

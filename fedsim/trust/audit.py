@@ -137,7 +137,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
         needed = lower_bound.canaries_needed(claimed, result["delta"], result["confidence"])
     if math.isinf(claimed):
         holds, verdict = None, "no privacy is claimed"
-    elif label not in (ADJACENCY, REPRODUCTION):  # a seed takes nothing from an attack
+    elif label not in (*ADJACENCY.values(), REPRODUCTION):  # a seed takes nothing from an attack
         holds, verdict = None, f"nothing is claimed: epsilon is {claimed:.3f} {label}"
     elif found > claimed:
         holds, verdict = False, f"at most {claimed:.3f} is claimed: THE CLAIM IS REFUTED"

@@ -10,7 +10,7 @@ import numpy as np
 from fedsim import accounting
 from fedsim.accounting import Event, RunningEpsilon, StepEvent
 from fedsim.accounting.rounding import at_most
-from fedsim.config import Algorithm
+from fedsim.config import ZERO_OUT, Algorithm
 from fedsim.errors import FedsimError
 from fedsim.plan import Plan
 from fedsim.run import checkpoint
@@ -66,9 +66,16 @@ def claim(released: Released) -> str:
     """One sentence that can be quoted."""
     plan, delta = released.plan, at_most(released.plan.delta, ".2e")
     model = f"The model with SHA-256 fingerprint {released.fingerprint}"
-    some = f"{plan.num_units:,} of the " if plan.algorithm == Algorithm.ELS else ""
-    texts = f"{some}{plan.num_examples:,} texts of {plan.num_users:,} users"
-    trained = f"was trained on {texts} (each an id of its own in the data)"
+    els, own = plan.algorithm == Algorithm.ELS, "each an id of its own in the data"
+    if plan.adjacency == ZERO_OUT:
+        some = f"at most {plan.group_size:,} texts of each" if els else "texts"
+        trained = f"was trained on {some} of {plan.num_users:,} users ({own})"
+        known = "taking as known that they are among the users, and how many users there are"
+    else:
+        some = f"{plan.num_units:,} of the " if els else ""
+        texts = f"{some}{plan.num_examples:,} texts of {plan.num_users:,} users"
+        trained = f"was trained on {texts} ({own})"
+        known = "taking as known how many users and texts there are"
     if released.phases is None:
         return f"{model} {trained} without noise, so that no privacy is claimed for anyone."
     if released.label:
@@ -86,8 +93,9 @@ def claim(released: Released) -> str:
     return (
         f"{model} {trained} with user-level differential privacy of epsilon = "
         f"{at_most(released.epsilon, '.4f')} and delta = {delta}: for every one of these "
-        "users, whatever their texts say and whatever else is known, putting all of their texts "
-        "into the training instead of leaving them out makes no outcome of it more than "
+        f"users, {known}, whatever their texts say and whatever else is known, putting all of "
+        "their texts into the training instead of leaving them out makes no outcome of it more "
+        "than "
         f"{_factor(released.epsilon)} times as likely, nor as unlikely, give or take a "
         f"probability of {delta}."
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.accounting.rounding import at_most
-from fedsim.config import Algorithm, settings_of, to_json
+from fedsim.config import ZERO_OUT, Algorithm, settings_of, to_json
 from fedsim.files import read_json, write_atomically
 from fedsim.plan import COMPARISON_ONLY, Plan
 from fedsim.run import directory, ledger
@@ -137,7 +137,7 @@ def _items(released: Released) -> Table:
     rows = [
         ("setting", "central: whoever trains sees the texts; others see what is released"),
         ("unit of privacy", "a user: all texts with the same id in the data, one person's or not"),
-        ("adjacency", "data sets that differ by all texts of one user, added or removed"),
+        ("adjacency", _adjacency(plan)),
         ("released", "the parameters after every step, and the ledger"),
         ("mechanism", f"{name} of Charles et al. 2024: the Gaussian mechanism on a clipped sum"),
         ("clipping", f"{plan.clipping}, of each {unit}'s gradient, to {plan.clip_norm:g}"),
@@ -159,6 +159,12 @@ def _items(released: Released) -> Table:
         ),
     ]
     return Table(("item", "this run"), rows)
+
+
+def _adjacency(plan: Plan) -> str:
+    if plan.adjacency == ZERO_OUT:
+        return "data sets that differ by all texts of one user; the users are the same, and public"
+    return "data sets that differ by one user with all texts, added or removed"
 
 
 def _slack(released: Released) -> str:
@@ -186,6 +192,8 @@ def _outside(released: Released) -> list[Any]:
                 "published",
                 "the secret key (`secret.json`), and whatever else the driver and the workers "
                 "hold: whoever can read that can read the texts",
+                "texts of held-out users, on which the model is evaluated without noise: their "
+                "loss is in `summary.json` and among the settings and results below",
                 "what a user shares with others: each is protected for their own copy",
                 "a person with several ids in the data: protected for each id alone",
             ]

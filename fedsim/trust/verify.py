@@ -107,7 +107,10 @@ def _ledger(evidence: Evidence) -> str:
     same = head.get("config_sha256") == directory.config_sha256(evidence.run_dir)
     demand(same, f"{evidence.run_dir / directory.CONFIG}: was changed since the run was started")
     demand(head.get("plan") == evidence.plan.as_dict(), f"{path}: the head has another plan")
-    demand(head.get("adjacency") == ADJACENCY, f"{path}: the head has another adjacency")
+    demand(
+        head.get("adjacency") == ADJACENCY[evidence.plan.adjacency],
+        f"{path}: the head has another adjacency",
+    )
     slack = evidence.plan.slack._asdict()
     demand(head.get("slack") == slack, f"{path}: the head has another slack than {slack}")
     before = [each["epsilon"] for each in head.get("before", [])]
@@ -125,6 +128,7 @@ def _settings(evidence: Evidence) -> str:
         "budget": (privacy.budget, plan.budget),
         "delta": (privacy.delta, plan.delta),
         "clip_norm": (privacy.clip_norm, plan.clip_norm),
+        "adjacency": (privacy.adjacency, plan.adjacency),
         "clipping": (privacy.clipping, plan.clipping),
         "sampling": (privacy.sampling, plan.sampling_run),
         "group_size": (privacy.group_size, plan.group_size),

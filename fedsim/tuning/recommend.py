@@ -20,7 +20,7 @@ import numpy as np
 
 from fedsim import accounting, engine
 from fedsim.clipping import Clip, Strategy
-from fedsim.config import Algorithm, PrivacyConfig, RunConfig
+from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig, RunConfig
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
 from fedsim.errors import expect
@@ -153,7 +153,7 @@ class Tuning:
         """Settings of ELS by the median heuristic; what of them was read off the data."""
         settings, non_private = complete(Algorithm.ELS, self.privacy, self.data)
         assert settings.group_size is not None
-        most = int(np.minimum(self.sizes, settings.group_size).sum())
+        most = self._places(settings.group_size)
         settings = dataclasses.replace(settings, budget=min(settings.budget, most))
         return settings, [*non_private, "clip_norm (median gradient norms of a sample)"]
 
@@ -182,15 +182,20 @@ class Tuning:
         rows, sizes, uls_noise = [], self.sizes, self._noise()
         budget, users = self.privacy.budget, self.data.train.num_users
         for group in (2**n for n in range(int(sizes.max()).bit_length())):
-            pool = int(np.minimum(sizes, group).sum())
-            if budget <= pool:
-                noise = noise_stddev(example_norm, self._els_sigma(budget / pool, group), budget)
+            if budget <= (pool := self._places(group)):
+                real = budget * filled(self.privacy, sizes, group)
+                noise = noise_stddev(example_norm, self._els_sigma(budget / pool, group), real)
                 rows.append({"algorithm": "ELS", "group_size": group, "noise_per_step": noise})
             cohort = budget // group
             if LEAST_COHORT <= cohort <= users:
                 noise = self.norms.user_norm(group) * uls_noise(cohort)
                 rows.append({"algorithm": "ULS", "group_size": group, "noise_per_step": noise})
         return rows
+
+    def _places(self, group_size: int) -> int:
+        """Places of the pool of ELS."""
+        real = int(np.minimum(self.sizes, group_size).sum())
+        return round(real / filled(self.privacy, self.sizes, group_size))
 
     def _noise(self):
         completed, _ = complete(Algorithm.ULS, self.privacy, self.data)
@@ -208,6 +213,13 @@ class Tuning:
             sampling_prob=sampling_prob,
             max_contributions=group_size,
         )
+
+
+def filled(privacy: PrivacyConfig, sizes: np.ndarray, group_size: int) -> float:
+    """The share of the places in the pool of ELS that has an example."""
+    if privacy.adjacency != ZERO_OUT:
+        return 1.0
+    return float(np.minimum(sizes, group_size).mean() / group_size)
 
 
 def share_used(
@@ -233,9 +245,11 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
     sigma, count = calibrate(method, settings), method.sampler.expected_count
     clip = Clip(settings.clip_norm, normalised=settings.clipping == "normalised")
     sizes, steps = np.diff(data.train.offsets), settings.num_steps
-    rows_per_unit = 1.0
+    rows_per_unit = real = 1.0  # of a unit that is drawn; of units, those that are no empty place
     if algorithm == Algorithm.ULS:
         rows_per_unit = float(np.minimum(sizes, settings.group_size).mean())
+    else:
+        real = filled(settings, sizes, method.group_size)
     prob = method.sampler.sampling_prob
     strategy, _ = strategy_for(run.engine, None, workers, params, method, clip)
     return Advice(
@@ -246,12 +260,12 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
         sampling_prob=prob,
         clip_norm=clip.norm,
         noise_multiplier=sigma,
-        noise_per_step=noise_stddev(clip.norm, sigma, count),
+        noise_per_step=noise_stddev(clip.norm, sigma, count * real),
         added_stddev=noise_stddev(clip.sensitivity, sigma, count),
         data_used=share_used(algorithm, sizes, method.group_size, prob, steps),
-        gradients=steps * count * rows_per_unit,
+        gradients=steps * count * real * rows_per_unit,
         strategy=str(strategy),
-        seconds=steps * count * _seconds_per_unit(workers, params, method, clip, strategy),
+        seconds=steps * count * real * _seconds_per_unit(workers, params, method, clip, strategy),
         command=command(algorithm, settings, privacy, run),
     )
 

@@ -244,7 +244,7 @@ SOURCES = {
     "nothing but one user": (
         table("x.parquet", user_id=["a"], text=["b"]),
         train(data="x.parquet", budget=64),
-        "^delta=None: expected a value: one example gives none",
+        "^delta=None: expected a value: one user gives none",
     ),
     "built: metadata cut": (damage("built/metadata.json", cut), train(), BUILT),
     "built: metadata of nothing": (damage("built/metadata.json", lambda _: b"{}"), train(), BUILT),

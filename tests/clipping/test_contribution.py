@@ -235,7 +235,7 @@ def cohort(rng, units, group):
 @pytest.mark.parametrize("text, group", [("direct:4", 1), ("scan:2", 3)])
 def test_of_a_drawn_cohort_every_unit_can_be_taken_away(text, group, task, params, rng):
     strategy, clip = Strategy.parse(text), Clip(0.02)
-    rows = cohort(rng, 13, group)
+    rows = cohort(rng, 9, group)
     engine, one = LocalEngine(task, num_lanes=4), LocalEngine(task, num_lanes=1)
     total = whole(engine.clipped_sum(params, rows, clip, strategy)[0])
     order = rng.permutation(len(rows))
@@ -252,13 +252,17 @@ def test_of_a_drawn_cohort_every_unit_can_be_taken_away(text, group, task, param
 
 
 @pytest.mark.ray
-def test_workers_give_the_same_whole_numbers(ray_cluster, task, params, rng):
+@pytest.mark.parametrize(
+    "num_workers, num_lanes", [(2, 8), pytest.param(1, 3, marks=pytest.mark.slow)]
+)
+def test_workers_give_the_same_whole_numbers(
+    num_workers, num_lanes, ray_cluster, task, params, rng
+):
     rows, clip = cohort(rng, 21, 2), Clip(0.02)
     expected = whole(LocalEngine(task, num_lanes=1).clipped_sum(params, rows, clip)[0])
-    for num_workers, num_lanes in ((1, 3), (2, 8)):
-        engine = RayEngine(task, num_lanes=num_lanes, num_workers=num_workers, threads=1)
-        assert (whole(engine.clipped_sum(params, rows, clip)[0]) == expected).all()
-        engine.close()
+    engine = RayEngine(task, num_lanes=num_lanes, num_workers=num_workers, threads=1)
+    assert (whole(engine.clipped_sum(params, rows, clip)[0]) == expected).all()
+    engine.close()
 
 
 def test_more_units_than_fit_into_int32_are_added_all_the_same(task, params, rng, monkeypatch):

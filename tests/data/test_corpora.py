@@ -13,13 +13,13 @@ from fedsim.data.building.build import build
 from fedsim.data.corpora import load
 from fedsim.data.text import Tokenizer
 from fedsim.errors import DataError
+from fedsim.files import cache_dir
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """pydocs, built once; (cache directory, data set)."""
-    cache = tmp_path_factory.mktemp("cache")
-    return cache, load("pydocs", cache_dir=cache)
+def corpus():
+    """pydocs, built once for all tests; (cache directory, data set)."""
+    return cache_dir(), load("pydocs")
 
 
 @pytest.fixture

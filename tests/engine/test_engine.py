@@ -149,6 +149,7 @@ def test_a_killed_worker_changes_nothing(pool, rng, task, params):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_frozen_worker_is_replaced(ray_cluster, task, rng, params):
     rows = groups(rng, 200, 2)
     # Who waited for as long as for a first lane would meet the time limit of tests.

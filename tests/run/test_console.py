@@ -87,10 +87,13 @@ def test_the_plan_names_what_was_read_off_the_data(capsys):
 def test_the_plan_of_els_counts_examples_and_its_pool():
     rows = dict(plan_rows(PLAN, WORKERS))
     assert rows["algorithm"] == "DP-SGD-ELS, poisson sampling"
-    assert rows["data"] == "1,200 users, 56,000 examples, 9,000 in the pool"
+    assert rows["data"] == "1,200 users, 56,000 examples, 9,000 examples in the pool"
     assert rows["step"] == "64 examples expected, with probability 0.00711"
     assert rows["group size"] == "8 of a user's examples in all at most"
     assert rows["workers"] == "2 x 1 CPU thread; 8 lanes"
+    assert rows["adjacency"] == "add or remove one user"
+    rows = dict(plan_rows(replaced(adjacency="zero-out", num_units=9600), WORKERS))
+    assert rows["data"].endswith("9,600 places in the pool")
 
 
 def test_the_plan_of_uls_counts_users():

@@ -190,7 +190,7 @@ def test_an_audit_takes_the_local_steps_that_are_asked_for(texts, run_dir, capsy
     assert isinstance(tasks[0], CanaryTask) and tasks[0].local_steps == LocalSteps(2, 0.1)
 
 
-def result(epsilon, label=ADJACENCY, found=5.0, largest=9.0):
+def result(epsilon, label=ADJACENCY["zero-out"], found=5.0, largest=9.0):
     bound = {"epsilon": found, "largest_possible": largest}
     return {
         **{"epsilon": epsilon, "epsilon_holds": label, "delta": 1e-6, "confidence": 0.95},

@@ -30,9 +30,10 @@ def trained(tmp_path_factory):
         **{"private": {}, "shuffled": {"sampling": "shuffle"}, "open": {"epsilon": "inf"}},
         **{"assumed": {"assumed-population": 400}, "els": {}},
         **{"median": {"group-size": None, "group-size-epsilon": 0.5}, "seeded": {}},
+        **{"removed": {"adjacency": "add-or-remove"}},
     }
     for name, changed in flags.items():
-        algorithm = "els" if name in ("els", "median") else "uls"
+        algorithm = "els" if name in ("els", "median", "removed") else "uls"
         seed = 3 if name == "seeded" else None
         flags = {"num-steps": 3, "seed": seed, **changed}
         main(command(texts, directory / name, algorithm, **flags))
@@ -81,7 +82,8 @@ def test_everything_to_be_reported_is_there(trained, tmp_path, capsys):
         ),
         *("sampling that was run", "sampling that was accounted", "tuning", "does not cover"),
         *("AES-128", "whole numbers", "fedsim verify", "fedsim account", "jax", "--replay"),
-        *("taken as public", "for noise that is not ideal", "ledger"),
+        *("a count without noise", "for noise that is not ideal", "ledger"),
+        *("the users are the same, and public", "texts of held-out users"),
     ):
         assert words in text and words in page, words
     assert page.count("<svg") == 2 and "Rényi" not in text
@@ -144,11 +146,20 @@ def test_the_printed_command_gives_the_epsilon_again(name, trained, tmp_path, ca
     assert ideal < found["epsilon"] < ideal + 1e-4  # the claim has the slack of the noise, too
 
 
-def test_a_claim_of_els_counts_the_texts_of_its_pool(trained, tmp_path, capsys):
+def test_the_claim_says_what_is_taken_as_known(trained, tmp_path, capsys):
     found, _, _ = read(capsys, trained / "els", tmp_path)
     plan = json.loads((trained / "els" / "config.json").read_text())["plan"]
+    assert plan["num_units"] == plan["num_users"] * plan["group_size"]
+    some = f"on at most {plan['group_size']} texts of each of {plan['num_users']} users"
+    known = "taking as known that they are among the users, and how many users there are"
+    assert some in found["claim"] and known in found["claim"]
+    assert str(plan["num_examples"]) not in found["claim"].replace(found["claim"][:120], "")
+    found, text, _ = read(capsys, trained / "removed", tmp_path)
+    plan = json.loads((trained / "removed" / "config.json").read_text())["plan"]
     assert plan["num_units"] < plan["num_examples"]
     assert f"on {plan['num_units']} of the {plan['num_examples']} texts" in found["claim"]
+    assert "taking as known how many users and texts there are" in found["claim"]
+    assert f"num_users={plan['num_users']}" in text  # among what is not covered
 
 
 def test_a_run_that_has_not_ended_is_reported_as_far_as_it_went(trained, run_dir, tmp_path, capsys):

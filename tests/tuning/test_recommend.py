@@ -62,7 +62,8 @@ def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     assert (plan.target_epsilon, plan.num_steps, plan.delta) == (4.0, 7, advised[0]["delta"])
     clip = plan.clip
     assert each["added_stddev"] == clip.sensitivity * plan.noise_multiplier / plan.expected_count
-    assert each["noise_per_step"] == pytest.approx(each["added_stddev"] * plan.clip_norm)
+    real = each["gradients"] / (7 * each["budget"]) if algorithm == "els" else 1
+    assert each["noise_per_step"] == pytest.approx(each["added_stddev"] * plan.clip_norm / real)
     assert (train.run.learning_rate, train.run.engine.kind) == (0.3, "local")  # flags are passed on
     event = accounting.StepEvent(
         each["noise_multiplier"],
@@ -84,7 +85,7 @@ def test_the_group_sizes_are_those_of_the_heuristics(advised):
 
 def test_what_is_not_private_is_said_and_passed_on_to_training(advised):
     result, printed, _ = advised
-    for part in ("delta=", "num_users=", "group_size=", "clip_norm"):
+    for part in ("num_examples=", "group_size=", "clip_norm"):
         assert any(fact.startswith(part) for fact in result["non_private"]), part
     assert printed.count("not private:") == len(result["non_private"])
     plan, _ = planned(result["uls"]["command"])
@@ -103,7 +104,7 @@ def test_the_report_ends_with_commands_that_can_be_pasted(advised):
 
 def test_the_time_and_the_gradients_are_of_all_steps(advised):
     els, uls = advised[0]["els"], advised[0]["uls"]
-    assert els["gradients"] == 7 * els["budget"]
+    assert 0.5 * 7 * els["budget"] < els["gradients"] <= 7 * els["budget"]  # empty places are free
     assert uls["gradients"] <= 7 * uls["budget"]
     assert els["seconds"] > 0 and uls["seconds"] > 0
 

@@ -96,7 +96,7 @@ def spec_file(texts, tmp_path_factory):  # noqa: F811
     file = tmp_path_factory.mktemp("sweeps") / "sweep.toml"
     file.write_text(
         f'data = "{texts}"\nnum_steps = 4\nbudget = 12\nmax_length = 24\ncheckpoint_every = 1\n'
-        'strategy = "scan:2"\neval_every = 2\n[grid]\nepsilon = [2, 8]\n'
+        'strategy = "scan:2"\neval_every = 2\nmodel = "micro"\n[grid]\nepsilon = [2, 8]\n'
         '[[runs]]\nalgorithm = "els"\n[[runs]]\nalgorithm = "uls"\ngroup_size = 2\nseed = 1\n'
     )
     return file
