@@ -76,7 +76,7 @@ NOISE_AND_SENSITIVITY = (
     one(
         "a tenth of the noise",
         "test_mechanism.py::test_the_noise_has_the_standard_deviation_of_the_sum_over_the_count",
-        *("noise/independent.py", "noise *= stddev", "noise *= 0.1 * stddev"),
+        *("noise/independent.py", "noisy *= stddev", "noisy *= 0.1 * stddev"),
     ),
     one(
         "noise of the mean, divided once more",
@@ -301,12 +301,13 @@ SAMPLING = (
             ("els.py", "        self.key = key\n", "        self.key, self.users = key, users\n"),
             (
                 "els.py",
-                "batch = self.pool[self.sampler.draw(self.key, step)]",
+                "return without_padding(self.pool[batch])[:, None]",
                 'key = type(self.key)(self.key._derive("pool", (step,)) * 2)\n'
-                "        pool = limit_contributions(self.users.offsets, self.group_size, key)\n"
+                "        own = self.users.offsets, self.group_size, key\n"
+                '        pool = pool_of(*own, "add-or-remove")\n'
                 "        if len(self.pool) != len(pool):\n"
-                "            pool = places(self.users.offsets, pool, self.group_size)\n"
-                "        batch = pool[self.sampler.draw(self.key, step)]",
+                '            pool = pool_of(*own, "zero-out")\n'
+                "        return without_padding(pool[batch])[:, None]",
             ),
         ),
     ),

@@ -15,16 +15,16 @@ from fedsim.engine import Engine, Stats
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean, noisy_mean
-from fedsim.sampling import PADDING, SAMPLERS, Users, limit_contributions, places
+from fedsim.sampling import SAMPLERS, Users, pool_of, without_padding
 
 
 class ELS:
     """DP-SGD with example-level sampling.
 
     Guarantees: T steps satisfy (epsilon, delta) user-level DP, with the epsilon and delta of T of
-      its `event`s (Theorem 1). The adjacency is zero-out: everyone has G_ELS places in the pool, of
-      which some may be empty, so that p depends on nobody's texts; or add-or-remove of one user, as
-      in the paper, with |D_sub| taken as public.
+      its `event`s (Theorem 1), under either adjacency: zero-out, a user without texts keeping
+      their place, so that N and the probabilities depend on nobody's texts; or add-or-remove of one
+      user, as in the paper, with those taken as public.
     """
 
     def __init__(
@@ -38,9 +38,7 @@ class ELS:
         adjacency: str = ZERO_OUT,
     ):
         self.group_size = group_size  # ............................................ G_ELS
-        self.pool = limit_contributions(users.offsets, group_size, key)  # ......... D_sub
-        if adjacency == ZERO_OUT:
-            self.pool = places(users.offsets, self.pool, group_size)  # ............ N G_ELS of them
+        self.pool = pool_of(users.offsets, group_size, key, adjacency)  # .......... D_sub
         most = len(self.pool)
         expect("budget", budget, budget <= most, f"<= {most}, the places of the pool")
         self.expected_batch_size = budget  # ....................................... B = p |D_sub|
@@ -53,8 +51,8 @@ class ELS:
 
     def draw(self, step: int) -> np.ndarray:
         """Who takes part in a step: rows [examples, 1]."""
-        batch = self.pool[self.sampler.draw(self.key, step)]  # .................... S^t
-        return batch[batch != PADDING][:, None]  # ................................. z
+        batch = self.sampler.draw(self.key, step)  # ............................... S^t
+        return without_padding(self.pool[batch])[:, None]  # ....................... z
 
     def gradient(
         self,

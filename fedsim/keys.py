@@ -48,6 +48,12 @@ class SecretKey:
             return cls(secrets.token_bytes(KEY_BYTES))
         return cls(hashlib.sha256(f"fedsim seed {seed} {context}".encode()).digest(), seed)
 
+    def bound(self, context: str) -> "SecretKey":
+        """A key that follows from this one and from `context`, with the same seals."""
+        info = b"bound/" + context.encode()
+        secret = HKDFExpand(SHA256(), length=KEY_BYTES, info=info).derive(self._secret)
+        return SecretKey(secret, self.seed, self._sealing)
+
     def __repr__(self) -> str:
         return "SecretKey(hidden)"
 

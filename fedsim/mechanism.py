@@ -13,7 +13,7 @@ from fedsim.clipping import Clip
 from fedsim.clipping.clip import lattice_bits
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise import add_gaussian, release_shift
+from fedsim.noise import add_gaussian, in_blocks, release_shift
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,16 @@ class NoisyMean:
 
     def values(self) -> Any:
         """The privatised gradient: a tree of NumPy float32."""
-        return jax.tree.map(
-            lambda leaf: np.multiply(leaf, self.unit, dtype=np.float32), self.numbers
-        )
+        leaves, treedef = jax.tree.flatten(self.numbers)
+        flat, unit = [np.ravel(leaf) for leaf in leaves], np.float32(self.unit)
+        found = [np.empty(leaf.shape, np.float32) for leaf in flat]
+
+        def fill(leaf: int, _: int, part: slice) -> None:
+            np.multiply(flat[leaf][part], unit, out=found[leaf][part], dtype=np.float32)
+
+        in_blocks(fill, flat)
+        shaped = [leaf.reshape(np.shape(like)) for leaf, like in zip(found, leaves, strict=True)]
+        return jax.tree.unflatten(treedef, shaped)
 
 
 def noisy_mean(

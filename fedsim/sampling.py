@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from fedsim.accounting import StepEvent
+from fedsim.config import ZERO_OUT
 from fedsim.keys import SecretKey
 
 PADDING = -1
@@ -106,6 +107,17 @@ def limit_contributions(offsets: np.ndarray, group_size: int, key: SecretKey) ->
         rng = streams.at(int(user))
         keep[start + rng.choice(end - start, group_size, replace=False, shuffle=False)] = True
     return np.flatnonzero(keep)
+
+
+def pool_of(offsets: np.ndarray, group_size: int, key: SecretKey, adjacency: str) -> np.ndarray:
+    """D_sub: of `limit_contributions`, or with zero-out of `places`, as many for every user."""
+    pool = limit_contributions(offsets, group_size, key)
+    return places(offsets, pool, group_size) if adjacency == ZERO_OUT else pool
+
+
+def without_padding(rows: np.ndarray) -> np.ndarray:
+    """Rows [n] without empty places, which would add zero to the sum."""
+    return rows[rows != PADDING]
 
 
 def places(offsets: np.ndarray, pool: np.ndarray, group_size: int) -> np.ndarray:

@@ -96,6 +96,8 @@ def train(
         host = workers.host(params)
         named = {"name": str(strategy), "why": why}
         stored = opened.begin(task, plan=plan, host=host, strategy=named)
+        drawing = directory.drawing_key(key, stored)
+        method = method_for(algorithm, completed, data.train, drawing)
         console.plan(plan, workers)
         console.note(f"{'clipped sum':17} {strategy} ({why})")
         doubt = directory.other_bits(stored, versions(), host)

@@ -22,9 +22,9 @@ class ULS:
     """DP-SGD with user-level sampling.
 
     Guarantees: T steps satisfy (epsilon, delta) user-level DP, with the epsilon and delta of T of
-      its `event`s (Theorem 2). The adjacency is zero-out, a user without texts being drawn like any
-      other; or add-or-remove of one user, as in the paper, with N taken as public. The computation
-      is the same.
+      its `event`s (Theorem 2), under either adjacency: zero-out, a user without texts keeping
+      their place, so that N and the probabilities depend on nobody's texts; or add-or-remove of one
+      user, as in the paper, with those taken as public.
     """
 
     def __init__(

@@ -136,6 +136,8 @@ class Links(html.parser.HTMLParser):
         self.targets += [values[name] for name in ("href", "src") if values.get(name)]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_site_builds_without_a_warning_and_its_links_resolve(tmp_path):
     from sphinx.cmd.build import build_main
 

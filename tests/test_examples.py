@@ -65,7 +65,7 @@ def test_own_model_learns(monkeypatch, capsys, algorithm):
     assert algorithm.upper() in printed
     said = dict(line.split(" ", 1) for line in printed.splitlines())
     epsilon, delta = numbers(said["epsilon"])
-    assert 3.9 < epsilon <= 4 and 0 < delta < 1e-4
+    assert 3.9 < epsilon <= 4 and 0 < delta < 1e-3
     accuracy, commonest = numbers(said["accuracy"])
     assert accuracy > commonest + 0.05
 

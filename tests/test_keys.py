@@ -70,3 +70,9 @@ def test_a_seal_is_of_the_key_and_the_text(key, tmp_path):
     seal = key.seal("ledger")
     assert SecretKey.load(tmp_path).seal("ledger") == seal != key.seal("data")
     assert SecretKey(bytes(32), sealing=key._sealing).seal("ledger") != seal
+
+
+def test_a_bound_key_follows_from_the_key_and_the_context(key):
+    first, again, other = key.bound("a"), key.bound("a"), key.bound("b")
+    assert first._secret == again._secret != other._secret != key._secret
+    assert first.seal("ledger") != key.seal("ledger") and first.seed == key.seed

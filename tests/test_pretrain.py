@@ -104,6 +104,8 @@ def args_of(texts, run_dir, *more):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.ci
 def test_stopped_and_resumed_it_ends_with_the_same_parameters(texts, undisturbed, run_dir):
     process = subprocess.Popen(
         [sys.executable, "-m", "fedsim.cli.main", *args_of(texts, run_dir)], stderr=subprocess.PIPE

@@ -12,7 +12,7 @@ from fedsim.errors import expect
 # May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
 # the data is the same is checked by its fingerprint, wherever it lies.)
 OPERATIONAL = frozenset(
-    {"data", "run_dir", "engine", "num_workers", "wait_for_workers"}
+    {"data", "run_dir", "engine", "num_workers", "num_lanes", "wait_for_workers"}
     | {"checkpoint_every", "log_every", "resume"}
 )
 
@@ -91,7 +91,7 @@ class EngineConfig:
     """Worker processes. Default: one per accelerator, or one per CPU (per threads_per_worker)."""
 
     num_lanes: int = 8
-    """Slices of a step, which workers take one at a time. Part of the result's bits."""
+    """Slices of a step, which workers take one at a time. Part of the bits without noise."""
 
     threads_per_worker: int = 1
     """CPU threads of a worker. Part of the result's bits: 1 gives others than more."""

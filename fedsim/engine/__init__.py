@@ -58,14 +58,18 @@ def remember_programs() -> Path:
     return compiled
 
 
-def reduction(config: EngineConfig) -> str:
-    """How sums are added, as far as their bits depend on it. Engines with the same reduction, lanes
-    and devices of a worker give the same bits.
+def reduction(config: EngineConfig, *, exact: bool) -> str:
+    """How sums are added, as far as their bits depend on it. Engines with the same reduction give
+    the same bits.
 
-    Raises: ConfigError: with spmd, the number of workers is part of it and has to be given.
+    Args: exact: whether sums are of whole numbers, as with noise; then nothing matters.
+    Raises: ConfigError: with spmd and floating-point sums, the number of workers is part of it and
+      has to be given.
     """
+    if exact:
+        return "whole numbers"
     if config.kind != "spmd":
-        return "lanes in order"
-    given = config.num_workers is not None
-    expect("num_workers", config.num_workers, given, "a number: bits depend on it with engine=spmd")
+        return f"{config.num_lanes} lanes in order"
+    given, why = config.num_workers is not None, "bits depend on it with engine=spmd"
+    expect("num_workers", config.num_workers, given, f"a number: without noise {why}")
     return f"psum over {config.num_workers} workers"

@@ -2,8 +2,8 @@
 
 A step's units are cut over all devices and added by one psum; only the parameters and one sum pass
 through Ray. In multi-controller JAX the death of one process is everybody's: the group is ended and
-started again, at a new port, and the step is computed once more. Bits depend on the numbers of
-processes and devices, and on nothing that happens to them.
+started again, at a new port, and the step is computed once more. Sums of whole numbers are the same
+for any numbers of processes and devices; those of floating-point numbers depend on them.
 """
 
 import socket

@@ -11,7 +11,7 @@ many there are.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -19,10 +19,11 @@ import numpy as np
 
 from fedsim.keys import SecretKey
 
-BLOCK = 2**17  # numbers drawn from one stream: what fits in a processor's cache
+BLOCK = 2**17  # numbers drawn from one stream
+CHUNK = 2**16  # of them at a time: what fits in a processor's cache
 TAIL = 3.6541528853610088  # where NumPy's ziggurat begins to draw from the tail
 CELLS_BITS = 8  # a standard deviation of the noise is 2^8 to 2^9 cells of what is released
-NARROW = 9  # bits that are rounded away, from which on what is left fits into 32
+NARROW = 9  # bits that are rounded away, from which on what is left of 32 fits into 32, with noise
 CELL_ERROR = 2.0**-38
 """eta: the probability of a cell is that of the ideal noise up to a factor of e^(+-eta)."""
 FARTHEST = 10.0  # standard deviations up to which CELL_ERROR holds
@@ -47,44 +48,57 @@ def add_gaussian(
       sums: whole numbers [n] each.
       stddev: in units of the sums.
     """
+    if not stddev:
+        return [leaf.astype(np.int64) for leaf in sums]
     shift = release_shift(stddev)
     dtype = np.int32 if shift >= NARROW else np.int64
     released = [np.empty(leaf.shape, dtype) for leaf in sums]
 
-    def fill(block: tuple[int, int]) -> None:
-        leaf, number = block
-        part = slice(number * BLOCK, (number + 1) * BLOCK)
-        total = sums[leaf][part].astype(np.int64)
-        if stddev:
-            rng = key.generator("noise", step, leaf, number)
-            noise = gaussian(rng, len(total))
-            noise *= stddev
-            total += np.rint(noise, out=noise).astype(np.int64)
-        if shift:
-            total += 1 << (shift - 1)
-            total >>= shift
-        if dtype == np.int32:  # of 2^18 units and more; what is cut off is free, as is rounding
-            np.clip(total, -(2**31), 2**31 - 1, out=total)
-        released[leaf][part] = total
+    def fill(leaf: int, number: int, part: slice) -> None:
+        rng = key.generator("noise", step, leaf, number)
+        total, out = sums[leaf][part], released[leaf][part]
+        room = np.empty(CHUNK)  # fresh memory for every chunk would take half as long as drawing
+        for start in range(0, len(total), CHUNK):
+            some = slice(start, start + CHUNK)
+            # Whole numbers below 2^53 are exact in float64, and so is dividing them by 2^shift.
+            noisy = gaussian(rng, room[: len(total[some])])
+            noisy *= stddev
+            np.rint(noisy, out=noisy)
+            noisy += total[some]
+            noisy *= 2.0**-shift
+            np.rint(noisy, out=noisy)
+            if dtype == np.int32 and total.dtype != np.int32:  # else it fits
+                np.clip(noisy, -(2.0**31), 2.0**31 - 1, out=noisy)  # free, as is rounding
+            out[some] = noisy
 
-    blocks = [(i, n) for i, leaf in enumerate(sums) for n in range(-(-leaf.size // BLOCK))]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for done in [threads.submit(fill, block) for block in blocks]:
-            done.result()
+    in_blocks(fill, released)
     return released
 
 
-def gaussian(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Standard normal numbers, float64 [count], fine-grained in the tails, too.
+def in_blocks(run: Callable[[int, int, slice], None], leaves: Sequence[np.ndarray]) -> None:
+    """Call run(leaf, number, part) for every block of every array [n], on all cores."""
+    sizes = [(leaf, array.size) for leaf, array in enumerate(leaves)]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        calls = [
+            threads.submit(run, leaf, start // BLOCK, slice(start, start + BLOCK))
+            for leaf, size in sizes
+            for start in range(0, size, BLOCK)
+        ]
+        for call in calls:
+            call.result()
+
+
+def gaussian(rng: np.random.Generator, out: np.ndarray) -> np.ndarray:
+    """Fill float64 `out` [n] with standard normal numbers, fine-grained in the tails, too.
 
     NumPy's ziggurat is a grid of 2^-52 TAIL or finer up to TAIL, and coarser the farther out. The
     numbers beyond TAIL, one of 3,900, are drawn again as it should be.
     """
-    numbers = rng.standard_normal(count)
-    outside = np.flatnonzero(np.abs(numbers) > TAIL)
+    rng.standard_normal(out=out)
+    outside = np.flatnonzero((out > TAIL) | (out < -TAIL))
     if len(outside):
-        numbers[outside] = np.copysign(_tail(rng, len(outside)), numbers[outside])
-    return numbers
+        out[outside] = np.copysign(_tail(rng, len(outside)), out[outside])
+    return out
 
 
 def _tail(rng: np.random.Generator, count: int) -> np.ndarray:

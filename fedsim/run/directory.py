@@ -11,6 +11,7 @@ report.html   report.md   audit.html   audit.md   audit.json, if they were asked
 import dataclasses
 import fcntl
 import hashlib
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -213,6 +214,18 @@ def stored_key(run: RunConfig) -> SecretKey:
     same = run.seed is None or run.seed == key.seed
     expect("seed", run.seed, same, "the one the run was started with, or none")
     return key
+
+
+def drawing_key(key: SecretKey, stored: StoredRun) -> SecretKey:
+    """The key that units and noise are drawn with.
+
+    That of a seed depends on all that bits depend on, the strategy, the packages and the host, too:
+    else two runs of one seed would add the same noise to gradients that differ a little.
+    """
+    if key.seed is None:
+        return key
+    context = [stored.strategy["name"], dict(stored.versions), stored.host]
+    return key.bound(json.dumps(context, sort_keys=True))
 
 
 def expect_same(stored: StoredRun, now: StoredRun) -> None:

@@ -6,6 +6,7 @@ has been found in order.
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -124,7 +125,8 @@ def open_run(
     Raises: ConfigError: a mistake of the user's, or a run that goes on would do otherwise.
       FileDamaged: what is there of the run, or its data, is not what it was.
     """
-    reduction = engine.reduction(run.engine)
+    exact = isinstance(settings, PrivacyConfig) and math.isfinite(settings.epsilon)
+    reduction = engine.reduction(run.engine, exact=exact)
     stored = directory.find(run.run_dir, resume=run.resume)
     model = None if source else find_model(run.model.source)
     with ExitStack() as stack:

@@ -320,7 +320,7 @@ def _data(evidence: Evidence) -> str:
 
 def _draws(evidence: Evidence) -> str:
     """The units that took part are those that the key draws."""
-    plan, key = evidence.plan, evidence.key
+    plan, key = evidence.plan, directory.drawing_key(evidence.key, evidence.stored)
     privacy = dataclasses.replace(evidence.privacy, delta=plan.delta, group_size=plan.group_size)
     method = method_for(plan.algorithm, privacy, evidence.users, key)
     units = method.sampler.num_units

@@ -150,6 +150,7 @@ def test_a_killed_worker_changes_nothing(pool, rng, task, params):
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_frozen_worker_is_replaced(ray_cluster, task, rng, params):
     rows = groups(rng, 200, 2)
     # Who waited for as long as for a first lane would meet the time limit of tests.
@@ -185,6 +186,8 @@ def test_an_exception_in_a_workers_code_ends_the_run_with_its_cause(ray_cluster,
 
 
 @pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_lane_that_kills_its_workers_ends_the_run_naming_its_examples(ray_cluster, params):
     engine = ray_pool(DeadlyTask(), num_workers=1, num_lanes=1)
     with pytest.raises(

@@ -95,6 +95,7 @@ def test_evaluation_is_the_same(engine, problem, rng):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_killed_process_restarts_the_group_and_changes_nothing(engine, problem, rng):
     import ray
 
@@ -139,11 +140,14 @@ def test_a_pool_of_workers_with_two_devices_agrees_too(ray_cluster, problem, rng
     assert nats == pytest.approx(local, rel=1e-6)
 
 
-def test_how_many_processes_there_are_is_part_of_the_bits():
-    def of(**options):
-        return reduction(EngineConfig(**options))
+def test_how_many_processes_there_are_is_part_of_the_bits_of_float32_sums():
+    def of(exact=False, **options):
+        return reduction(EngineConfig(**options), exact=exact)
 
+    same = of(True, kind="local"), of(True, kind="spmd"), of(True, kind="ray", num_lanes=3)
+    assert len(set(same)) == 1
     assert of(kind="local") == of(kind="ray", num_workers=3) == of(kind="ray")
+    assert of(kind="local") != of(kind="local", num_lanes=3)
     assert of(kind="spmd", num_workers=2) != of(kind="spmd", num_workers=3)
     with pytest.raises(ConfigError, match="num_workers=None: expected a number"):
         of(kind="spmd")

@@ -34,8 +34,10 @@ def out(tmp_path_factory):
 # pre-training and training from what was made there, are test_pretrain.py's.
 SLOW = dict.fromkeys(
     ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users", "sampling"),
-    pytest.mark.slow,
+    [pytest.mark.slow],
 )
+TRAIN = ("table_mutations", "fig02_variance", "fig04_els_group_size", "fig18_personalization")
+SLOW |= dict.fromkeys(TRAIN, [pytest.mark.slow, pytest.mark.ci])
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in NAMES])

@@ -22,6 +22,7 @@ from test_verify import (  # noqa: F401
 
 from fedsim.cli.main import main
 from fedsim.config import PrivacyConfig, run_config
+from fedsim.errors import ConfigError
 from fedsim.mechanism import NoisyMean
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.run import checkpoint, directory, ledger, released
@@ -72,10 +73,14 @@ def test_other_bits_of_other_packages_are_no_broken_promise(copy, monkeypatch, c
     assert code == 0 and holds is None and "cannot tell" in says and "jax 0.0.1, not" in says
 
 
-def test_what_cannot_be_computed_again_is_no_broken_promise(copy, capsys):
-    code, found = verify(capsys, copy, "--replay", "--engine", "spmd")
+def test_what_cannot_be_computed_again_is_no_broken_promise(copy, monkeypatch, capsys):
+    def refused(*_):
+        raise ConfigError("model=x: expected another one")
+
+    monkeypatch.setattr(replay, "train", refused)
+    code, found = verify(capsys, copy, "--replay")
     assert code == 0 and found["replay"][0] is None
-    assert found["replay"][1].startswith("cannot be computed again: num_workers=None")
+    assert found["replay"][1] == "cannot be computed again: model=x: expected another one"
 
 
 def params_of(run_dir):

@@ -174,6 +174,8 @@ def check_board(out):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_of_a_sweep_has_the_bits_that_it_has_alone(spec_file, tmp_path, capsys, ray_cluster):
     settings = expand(read_spec(spec_file, ("epsilon=8",)))
     bad = {**settings[1], "budget": 100_000}  # more than there are users: found when it starts
