@@ -107,14 +107,15 @@ def test_the_type_of_what_is_released_does_not_depend_on_the_sum(key, stddev, dt
 
 
 def test_neighbours_differ_by_whole_contributions_before_rounding(key):
-    """With the same noise, sums that differ by 2^shift k give releases that differ by k."""
+    """With the same noise, sums that differ by 2^shift k give releases that differ by k; of even k,
+    for halves are rounded to even numbers."""
     stddev = 2.0**20
     shift = release_shift(stddev)
     first, second = (
         add_gaussian([np.full(1000, value)], stddev=stddev, key=key, step=0)[0]
-        for value in (7, 7 + 3 * 2**shift)
+        for value in (7, 7 + 4 * 2**shift)
     )
-    np.testing.assert_array_equal(second - first, 3)
+    np.testing.assert_array_equal(second - first, 4)
 
 
 def test_without_noise_it_is_the_sum_over_the_count(key):

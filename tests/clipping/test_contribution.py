@@ -23,6 +23,7 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.ray_engine import RayEngine
 from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.mean import MeanTask
 from fedsim.models.transformer import TransformerConfig
 
 pytestmark = pytest.mark.privacy
@@ -292,3 +293,45 @@ def test_norms_and_sums_need_no_product_of_reduced_precision(task, params):
     """What bounds a contribution has no matrix product in it: no TF32, no bfloat16."""
     text = str(jax.make_jaxpr(lambda g: contribution(g, jnp.bool_(True), Clip(1.0)))(params))
     assert "dot_general" not in text and "bf16" not in text and "round" in text
+
+
+# ---- What was broken once ----------------------------------------------------------------------
+
+
+def test_a_long_sum_lacks_what_a_missing_user_added_and_nothing_else():
+    """In float32, eight lanes of these users moved by 1.5 C when one was gone: half of them are too
+    small for the sum they are added to, in one order and not in the other."""
+    users, lanes = 16_384, 8
+    in_lane = users // lanes
+    ulp = np.spacing(np.float32(in_lane // 2))
+    small = np.float32(ulp / 2 * (1 + 2**-20))
+    half = [np.full(in_lane // 2, 1.0, np.float32), np.full(in_lane // 2, small, np.float32)]
+    points = -np.append(np.tile(np.concatenate(half), lanes), np.float32(1))[:, None]
+    engine, rows = LocalEngine(MeanTask(points), num_lanes=lanes), np.arange(users)[:, None]
+
+    def total(some):
+        return whole(engine.clipped_sum(jnp.zeros(1), some, Clip(1.0), Strategy("scan", 1))[0])
+
+    moved = total(rows) - total(rows[1:])
+    assert (moved == total(rows[:1])).all() and ratio(moved) <= 1
+
+
+def test_a_gradient_whose_parts_cancel_contributes_no_more_than_c(rng):
+    """Book-keeping took a norm from Gram matrices that was too small by a twentieth here."""
+    tokens, width = 64, 256
+
+    def loss(params, batch):
+        return jnp.sum((batch["x"] @ params["kernel"]) * batch["g"], axis=(1, 2))
+
+    run = jax.jit(functools.partial(clipped_sum, loss, clip=Clip(1.0), strategy=Strategy("direct")))
+    params = {"kernel": jnp.zeros((width, width))}
+    worst = 0.0
+    for _ in range(20):
+        delta = 2 * np.sqrt(500 * 2.0**-23) * rng.uniform(1, 1.1)
+        value = 2 ** rng.uniform(0, 1)
+        x = np.full((1, 1, tokens, width), 2 ** rng.uniform(0, 1), np.float32)
+        g = np.empty_like(x)
+        g[0, 0, 0::2], g[0, 0, 1::2] = value, -value * (1 - delta)
+        z = whole(run(params, {"x": x, "g": g}, np.ones((1, 1), bool))[0])
+        worst = max(worst, ratio(z))
+    assert 0.99 < worst <= 1

@@ -157,7 +157,8 @@ def test_training_without_noise_is_seen_through(texts, run_dir, capsys):
 
 def test_a_refuted_claim_is_an_exit_code(texts, run_dir, capsys, monkeypatch):
     monkeypatch.setattr(ULS, "event", weaker(ULS.event))
-    flags = {"epsilon": 0.05, "gradient-canaries": 100, "text-canaries": 0, "attacked-users": 0}
+    flags = {"epsilon": 0.05, "gradient-canaries": 150, "text-canaries": 0, "attacked-users": 0}
+    flags["budget"] = 120  # nearly all are drawn in three steps
     code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
     assert code == 1 and not found["holds"] and found["epsilon_lower_bound"] > 0.05
     assert "THE CLAIM IS REFUTED" in (run_dir / "audit.md").read_text()
