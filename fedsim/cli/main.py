@@ -124,6 +124,7 @@ class Account:
 
     def __call__(self) -> dict[str, Any]:
         from fedsim import accounting
+        from fedsim.accounting.rounding import at_most
 
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
         given = (self.delta is None) + (self.epsilon is None)
@@ -143,7 +144,8 @@ class Account:
         if epsilon == math.inf:
             _progress(f"delta={delta}: too small for an answer; at most about 1e-15 is resolved")
         if not self.json:
-            print(f"epsilon {epsilon:.6g} at delta {delta:.6g}")
+            assert epsilon is not None and delta is not None, "one is given, the other found"
+            print(f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}")
         return {**_without_json(self), "epsilon": to_json(epsilon), "delta": delta}
 
 
@@ -179,6 +181,7 @@ class Calibrate:
 
     def __call__(self) -> dict[str, Any]:
         from fedsim import accounting
+        from fedsim.accounting.rounding import at_least, at_most
 
         names = ("num_steps", "sampling_prob", "noise_multiplier")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -198,7 +201,10 @@ class Calibrate:
             **given,
         )
         if not self.json:
-            shown = found if wanted == "num_steps" else f"{found:.6g}"
+            shown = found
+            if wanted != "num_steps":  # by which a run would claim no more than was asked for
+                rounded = at_least if wanted == "sampling_prob" else at_most
+                shown = rounded(found, ".6g")
             print(wanted.replace("_", " "), shown)
         return {**_without_json(self), wanted: found}
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich import progress
 from rich.console import Console as RichConsole
 
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting.rounding import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm
 from fedsim.plan import ADJACENCY, Plan, label_of
 
@@ -126,13 +126,14 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
         ("data", f"{plan.num_users:,} users, {plan.num_examples:,} examples{pool}"),
         (
             "step",
-            f"{plan.expected_count:,} {unit} expected, with probability {plan.sampling_prob:.3g}",
+            f"{plan.expected_count:,} {unit} expected, with probability "
+            f"{at_least(plan.sampling_prob, '.3g')}",
         ),
         ("group size", f"{plan.group_size:,} of a user's examples {share} at most{chosen}"),
         ("adjacency", ADJACENCY[plan.adjacency]),
         ("clipping", f"{plan.clipping}, C = {plan.clip_norm:g}{moves}"),
         ("epsilon", epsilon),
-        ("noise multiplier", f"{plan.noise_multiplier:.4f}"),
+        ("noise multiplier", at_most(plan.noise_multiplier, ".4f")),
         ("compute", f"{compute}, {plan.num_parameters:,} parameters"),
         ("workers", f"{workers.num_workers} x {workers.describe()}; {workers.num_lanes} lanes"),
     ]

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting.rounding import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm, settings_of, to_json
 from fedsim.files import read_json, write_atomically
 from fedsim.plan import COMPARISON_ONLY, Plan
@@ -116,7 +116,7 @@ def _items(released: Released) -> Table:
     name = "DP-SGD-ELS (Algorithm 1)" if els else "DP-SGD-ULS (Algorithm 2)"
     if plan.adaptive:
         name += ", with a clip norm that follows a quantile of the norms privately"
-    prob = f"{plan.accounted_prob:.4g}"
+    prob = at_least(plan.accounted_prob, ".4g")
     law = (
         f"a mixture of Gaussians, Binomial({plan.group_size}, {prob}) (Theorem 1)"
         if els
@@ -126,7 +126,7 @@ def _items(released: Released) -> Table:
     if plan.assumed_population is not None:
         assumed = f"that these users are a Poisson sample of {plan.assumed_population:,}"
         same += f"; but it is assumed, and not guaranteed, {assumed}"
-    noise = "none" if released.phases is None else f"{plan.noise_multiplier:.6g}"
+    noise = "none" if released.phases is None else at_most(plan.noise_multiplier, ".6g")
     epsilon = "infinite: no noise"
     if released.phases is not None:
         epsilon = at_most(released.epsilon, ".4f")

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedsim import accounting, keys
 from fedsim.accounting import RunningEpsilon, StepEvent
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting.rounding import at_least, at_most
 from fedsim.config import Algorithm
 from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
@@ -145,7 +145,8 @@ def _settings(evidence: Evidence) -> str:
     each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
     count = plan.budget // each
     demand(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
-    return f"{plan.algorithm}, {plan.num_steps} steps, noise multiplier {plan.noise_multiplier:.6g}"
+    noise = f"noise multiplier {at_most(plan.noise_multiplier, '.6g')}"
+    return f"{plan.algorithm}, {plan.num_steps} steps, {noise}"
 
 
 def _events(evidence: Evidence) -> str:
@@ -168,8 +169,8 @@ def _events(evidence: Evidence) -> str:
     if event is None:
         return "no noise in every step"
     return (
-        f"in every step noise multiplier {event.noise_multiplier:.6g}, "
-        f"sampling probability {event.sampling_prob:.6g}, "
+        f"in every step noise multiplier {at_most(event.noise_multiplier, '.6g')}, "
+        f"sampling probability {at_least(event.sampling_prob, '.6g')}, "
         f"at most {event.max_contributions} drawn per user"
     )
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting.rounding import at_least, at_most
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,12 @@ def test_what_needs_no_rounding_is_shown_as_it_is():
         *("4.0000", "1.00e-6", "50.0%")
     ]
     assert at_most(2.3401e-6, ".2e") == "2.35e-6"
+
+
+def test_probabilities_are_rounded_down():
+    rng = np.random.default_rng(0)
+    for value in [*10 ** rng.uniform(-9, 0, 200), 0.25, 1.0]:
+        shown = float(at_least(value, ".3g"))
+        assert value * (1 - 1e-2) < shown <= value * (1 + 1e-15)
+    assert at_least(0.25599, ".3g") == "0.255" and at_least(0.25, ".3g") == "0.25"
+    assert at_most(float("inf"), ".6g") == "inf"

@@ -123,6 +123,8 @@ def test_accelerator_workers_do_not_inherit_the_drivers_platform(accelerator, pl
     variables = worker_environment(Placement(4, 3, accelerator))
     assert variables["JAX_PLATFORMS"].split(",")[0] == platform
     assert driver_environment(3).keys() <= variables.keys()  # each is the worker's own
+    asked = "--xla_gpu_deterministic_ops=true" in variables.get("XLA_FLAGS", "")
+    assert asked == (accelerator == "GPU")  # a contribution is a function of its rows
 
 
 def test_the_variables_of_a_worker_are_those_of_its_actor():
