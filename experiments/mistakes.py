@@ -371,6 +371,13 @@ CLAIMS = (
         "epsilon = self.running_epsilon(self.plan.num_steps)",
     ),
     one(
+        "an add-or-remove claim that hides what it takes as known",
+        "trust/test_report.py::test_the_claim_says_what_is_taken_as_known",
+        "trust/claim.py",
+        '"taking as known how many users and texts there are"',
+        '"by the theorem"',
+    ),
+    one(
         "another gradient under the same noise after a crash",
         "trust/test_replay.py::test_what_was_released_is_replayed_where_bits_would_be_others",
         "training.py",

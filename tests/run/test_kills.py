@@ -34,7 +34,7 @@ PHASES = {
 }
 RUNS, LONGEST_DELAY = 9, 0.03
 NUM_STEPS, EVERY = 12, 2
-FLAGS = {"num-steps": NUM_STEPS, "checkpoint-every": EVERY}
+FLAGS = {"num-steps": NUM_STEPS, "checkpoint-every": EVERY, "seed": 3}
 MOST_AGAIN = 2 * EVERY + 1
 """Steps that are released and in no checkpoint. A checkpoint is written while the steps after it go
 on, up to the next one's, which waits for it, or the step after that, if that one is evaluated."""
