@@ -328,6 +328,7 @@ def test_too_little_noise_for_the_memory_is_said():
         (StepEvent(10.0, 1e-5), 1, 1e-6, 0, 0),
     ],
 )
+@pytest.mark.slow
 def test_extremes_are_answered_in_seconds(event, steps, delta, low, high):
     start = time.process_time()
     assert low <= accounting.epsilon([(event, steps)], delta) <= high

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 
 import numpy as np
 import pytest
@@ -57,9 +56,7 @@ def test_calibrations_are_kept_on_disk(cache, monkeypatch):
     first = accounting.noise_multiplier(**target)
     (file,) = cache.iterdir()
     monkeypatch.setattr(calibration, "calibrate", lambda *args: pytest.fail("solved again"))
-    start = time.process_time()
     assert accounting.noise_multiplier(**target) == first
-    assert time.process_time() - start < 0.05
     monkeypatch.setattr(calibration, "calibrate", lambda *args: 7.0)
     assert accounting.noise_multiplier(**{**target, "epsilon": 2.1}) == 7.0
     assert (
