@@ -16,9 +16,12 @@ import math
 
 import numpy as np
 
+from fedsim.noise import gaussian, release_shift
+
 RATE = 0.2
 """How far C moves, on a logarithmic scale; the value of Andrew et al. 2021."""
 
+PER_HALF = 2**20  # parts that half a unit, the sensitivity of the count, is made of
 SMALLEST, LARGEST = 1e-6, 1e6  # norms outside over- or underflow float32
 
 
@@ -55,7 +58,12 @@ class AdaptiveClip:
         Guarantees: one unit changes the released count by at most 1/2, whatever its norm; nan is
         not within C.
         """
-        within = np.sum(np.where(norms <= clip_norm, 0.5, -0.5))
-        share = (within + rng.normal(0, self.count_stddev)) / self.count + 0.5
+        # In whole numbers, as the sum of gradients is; see noise/independent.py.
+        within = int(np.sum(np.where(norms <= clip_norm, 1, -1))) * PER_HALF
+        stddev = 2 * self.count_stddev * PER_HALF
+        cell = 2 ** release_shift(stddev)
+        noisy = within + round(float(gaussian(rng, np.empty(1))[0]) * stddev)
+        released = round(noisy / cell) * cell / (2 * PER_HALF)
+        share = released / self.count + 0.5
         moved = clip_norm * math.exp(-RATE * (share - self.quantile))
         return min(max(moved, SMALLEST), LARGEST)
