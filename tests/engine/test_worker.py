@@ -16,6 +16,7 @@ from fedsim.models.transformer import TransformerConfig
 
 VOCAB, LENGTH = 40, 48  # buckets of 32 and 48 tokens
 CLIP = Clip(0.1)
+ALL_DIGITS = Clip(0.1, in_float32=True)  # whole numbers are those of a slightly shorter gradient
 SEVERAL_AT_ONCE = ["bookkeeping:4", "vmap:4"]  # take seconds to compile
 STRATEGIES = ["scan:4", "direct:2", "scan:2"]
 STRATEGIES += [pytest.param(text, marks=pytest.mark.slow) for text in SEVERAL_AT_ONCE]
@@ -104,15 +105,15 @@ def lane(request, task, params):
     batch = jax.tree.map(
         lambda leaf: leaf.reshape(37, group, *leaf.shape[1:]), task.read("train", rows.ravel())
     )
-    run = jax.jit(lambda *args: clipped_sum(task.losses, *args, CLIP, Strategy("scan", 4)))
+    run = jax.jit(lambda *args: clipped_sum(task.losses, *args, ALL_DIGITS, Strategy("scan", 4)))
     return rows, run(params, batch, rows >= 0)
 
 
 @pytest.mark.parametrize("text", STRATEGIES)
 def test_a_lane_is_the_sum_of_its_units_in_their_order(text, lane, task, params):
     rows, (expected, norms, losses, _) = lane
-    total, stats = Worker(task).lane_sum(0, params, rows, CLIP, Strategy.parse(text))
-    assert np.linalg.norm(flat(total) - flat(expected)) <= 2e-5 * np.linalg.norm(flat(expected))
+    total, stats = Worker(task).lane_sum(0, params, rows, ALL_DIGITS, Strategy.parse(text))
+    assert np.linalg.norm(flat(total) - flat(expected)) <= 1e-5 * np.linalg.norm(flat(expected))
     np.testing.assert_allclose(stats.norms, norms, rtol=1e-5)
     np.testing.assert_allclose(stats.losses, losses, rtol=1e-5)
     np.testing.assert_array_equal(stats.num_rows, (rows >= 0).sum(axis=1))
