@@ -97,7 +97,8 @@ def train(
         named = {"name": str(strategy), "why": why}
         stored = opened.begin(task, plan=plan, host=host, strategy=named)
         drawing = directory.drawing_key(key, stored)
-        method = method_for(algorithm, completed, data.train, drawing)
+        if drawing is not key:  # of a seed; the pool of ELS takes seconds for many users
+            method = method_for(algorithm, completed, data.train, drawing)
         console.plan(plan, workers)
         console.note(f"{'clipped sum':17} {strategy} ({why})")
         doubt = directory.other_bits(stored, versions(), host)

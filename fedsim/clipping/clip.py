@@ -43,6 +43,11 @@ class Clip:
         return jnp.where(jnp.isfinite(norms), factor, jnp.float32(0))
 
 
+def num_coordinates(tree: Any) -> int:
+    """Numbers in all leaves, d."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
 def lattice_bits(dimensions: int) -> int:
     """How fine contributions are rounded: the sensitivity is 2^bits units. Public; what rounding
     takes from C, sqrt(dimensions) / 2 units, is at most 0.2 % of it."""

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedsim.clipping.clip import Clip, lattice_bits
+from fedsim.clipping.clip import Clip, lattice_bits, num_coordinates
 
 BLOCK = 256
 LONG = 4096
@@ -43,7 +43,7 @@ def contribution(grad: Any, real: jax.Array, clip: Clip) -> tuple[Any, jax.Array
       not finite, bool).
     """
     norm, bound = norm_and_bound(grad)
-    dimensions = sum(leaf.size for leaf in jax.tree.leaves(grad))
+    dimensions = num_coordinates(grad)
     longest = 2.0 ** lattice_bits(dimensions) - math.sqrt(dimensions) / 2
     scale = jnp.float32(longest * (1 - SLACK)) / jnp.maximum(jnp.float32(clip.norm), bound)
     finite = jnp.isfinite(bound) | ~real
@@ -108,6 +108,6 @@ def scaled(grad: Any, real: jax.Array, clip: Clip) -> tuple[Any, jax.Array, jax.
 
 def on_lattice(total: Any, clip: Clip) -> Any:
     """A float32 sum of clipped gradients, rounded to whole numbers of `Clip.unit`: no proof."""
-    dimensions = sum(leaf.size for leaf in jax.tree.leaves(total))
+    dimensions = num_coordinates(total)
     per_unit = jnp.float32(2.0 ** lattice_bits(dimensions)) / clip.sensitivity
     return jax.tree.map(lambda leaf: jnp.round(leaf * per_unit).astype(jnp.int32), total)

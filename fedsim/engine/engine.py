@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.clipping.clip import lattice_capacity
+from fedsim.clipping.clip import lattice_capacity, num_coordinates
 from fedsim.errors import FedsimError
 
 
@@ -168,8 +168,7 @@ class Engine(ABC):
         """The type that holds a sum over so many units, whatever they are."""
         if clip.in_float32:
             return np.float32
-        dimensions = sum(leaf.size for leaf in jax.tree.leaves(params))
-        return np.int32 if units <= lattice_capacity(dimensions) else np.int64
+        return np.int32 if units <= lattice_capacity(num_coordinates(params)) else np.int64
 
     def mean_nats(self, params: Any, split: str, rows: np.ndarray) -> float:
         """Mean loss in nats per predicted token over the examples `rows` [n] of a split."""

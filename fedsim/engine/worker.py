@@ -21,7 +21,7 @@ import numpy as np
 
 from fedsim.clipping import Clip, Strategy, clipped_sum
 from fedsim.clipping.bookkeeping import UnsupportedModel
-from fedsim.clipping.clip import lattice_capacity
+from fedsim.clipping.clip import lattice_capacity, num_coordinates
 from fedsim.clipping.packing import Chunk, chunks
 from fedsim.clipping.scan import zeros_like
 from fedsim.engine.engine import Stats, Trial
@@ -162,7 +162,7 @@ class Worker:
 
     def _add_lane(self, params, rows, clip, strategy):
         stats, total, flushed = Stats.zeros(len(rows)), no_sum(params, clip), None
-        room = most = lattice_capacity(sum(leaf.size for leaf in jax.tree.leaves(params)))
+        room = most = lattice_capacity(num_coordinates(params))
         for chunk in self._lane_chunks(rows, strategy):
             room -= len(chunk.units)
             if room < 0 and not clip.in_float32:
