@@ -194,8 +194,9 @@ class Tuning:
 
     def _places(self, group_size: int) -> int:
         """Places of the pool of ELS."""
-        real = int(np.minimum(self.sizes, group_size).sum())
-        return round(real / filled(self.privacy, self.sizes, group_size))
+        if self.privacy.adjacency == ZERO_OUT:
+            return len(self.sizes) * group_size
+        return int(np.minimum(self.sizes, group_size).sum())
 
     def _noise(self):
         completed, _ = complete(Algorithm.ULS, self.privacy, self.data)
