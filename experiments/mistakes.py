@@ -45,10 +45,10 @@ CLIP_THE_SUM = """        norm = np.sqrt(sum(float(np.sum(x**2)) for x in jax.tr
         return jax.tree.map(lambda x: np.rint(factor * x).astype(np.int64), total), joined
 """
 NOISE = "key=self.key, step=step)"
-ADD_UNIT = "total = jax.tree.map(jnp.add, total, added)"
+ADD_UNIT = "total = jax.tree.map(lambda t, z: functools.reduce(jnp.add, list(z), t), total, added)"
 ADD_FLOAT = (
-    "total = jax.tree.map(lambda t, a: "
-    "(t.astype(jnp.float32) + a.astype(jnp.float32)).astype(t.dtype), total, added)"
+    "total = jax.tree.map(lambda t, z: "
+    "(t.astype(jnp.float32) + z.astype(jnp.float32).sum(0)).astype(t.dtype), total, added)"
 )
 PART = "return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss"
 CLIP_PART = "jnp.minimum(1, 1 / jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(grad))))"
@@ -251,8 +251,8 @@ CLIPPING = (
         "units that share a product, by default",
         "clipping/test_strategy.py::test_few_candidates_are_tried_the_simplest_first",
         "clipping/strategy.py",
-        "return [Strategy(name, rows) for name in ONE_BY_ONE for rows in cut]",
-        'return [Strategy(name, max(group, 4)) for name in ("scan", "bookkeeping")]',
+        'one_by_one + [Strategy("direct", rows) for rows in sorted(parts | several)]',
+        'one_by_one + [Strategy("bookkeeping", max(group, 4))]',
     ),
     one(
         "a loss divided by the tokens of the batch",

@@ -81,3 +81,11 @@ def _chunk(batch, mask, units, size) -> Chunk:
         return np.pad(leaf[units], padding)
 
     return Chunk(units, jax.tree.map(take, batch), take(mask), 0)
+
+
+def padding(lengths: np.ndarray, units_at_once: int) -> float:
+    """What passes over units of these lengths [units] cost, over what the units would cost: the
+    last pass of a length is padded."""
+    values, counts = np.unique(lengths, return_counts=True)
+    passes = -(-counts // units_at_once)
+    return float(values @ passes * units_at_once / max(values @ counts, 1))

@@ -1,11 +1,14 @@
-"""The strategies `scan` and `direct`: units one by one, a unit's rows a few at a time.
+"""The strategies `scan` and `direct`: a unit's gradient is formed, clipped and added.
 
-Memory is flat in the number of units and in the rows of a unit: parameters, one sum, one unit's
-gradient, and the activations of `rows_per_pass` rows. `scan` has gradients as JAX derives them, and
-is the oracle of the others; `direct` takes the faster products of products.py.
+Memory is flat in the number of units and in the rows of a unit: parameters, one sum, the gradients
+of as many units as are computed side by side, and the activations of `rows_per_pass` rows. `scan`
+takes one unit at a time, has gradients as JAX derives them, and is the oracle of the others.
+`direct` takes the faster products of products.py, and several small units side by side: parameters
+and sum are then read once for all of them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +62,7 @@ def clipped_sum(
     *,
     rows_per_pass: int = 8,
     direct: bool = False,
+    side_by_side: int = 1,
     buckets: Buckets | None = None,
     local: LocalSteps | None = None,
     total: Any = None,
@@ -75,6 +79,7 @@ def clipped_sum(
       mask: bool [units, group], true where a row is real.
       rows_per_pass: rows of one forward and backward pass.
       direct: the gradients of the layers' weights are taken in one product each.
+      side_by_side: units of one pass; more than one where all rows of each fit into it.
       buckets: lengths that the rows of a pass may be cut to: the least that holds all of them.
       local: what is clipped is a user's update of several steps, instead of its gradient.
       total: a sum to be added to. At most `lattice_capacity` units fit into one.
@@ -83,22 +88,37 @@ def clipped_sum(
     Source: Charles et al. 2024, Algorithms 1 and 2.
     """
 
-    def add_unit(i, carry):
-        total, *values = carry
-        rows, real = jax.tree.map(lambda leaf: leaf[i], (batch, mask))
+    def one(rows, real):
         arguments = (params, rows, real)
         grad, loss = gradient.after(local, *arguments) if local else gradient(*arguments)
         added, norm, dropped = (scaled if clip.in_float32 else contribution)(grad, real.any(), clip)
-        total = jax.tree.map(jnp.add, total, added)
-        found = (norm, loss, dropped)
+        return added, (norm, loss, dropped)
+
+    def add(i, carry):
+        total, *values = carry
+        some = jax.tree.map(lambda leaf: leaf[i], parts)
+        # Whole numbers of several units, each a function of its own rows. Added in one go: adding
+        # reads and writes the whole sum.
+        added, found = jax.vmap(one)(*some) if side_by_side > 1 else _first(one, *some)
+        total = jax.tree.map(lambda t, z: functools.reduce(jnp.add, list(z), t), total, added)
         return total, *(old.at[i].set(new) for old, new in zip(values, found, strict=True))
 
     gradient = _UnitGradient(loss_fn, rows_per_pass, direct, buckets)
-    batch, mask = jax.tree.map(jnp.asarray, (batch, mask))
+    units = len(mask)
+    parts = jax.tree.map(lambda leaf: in_parts(jnp.asarray(leaf), side_by_side), (batch, mask))
     dtype = jnp.float32 if clip.in_float32 else jnp.int32
     total = zeros_like(params, dtype) if total is None else total
     # Loops of dynamic length cost less than loops that skip: a branch copies what passes through.
-    return jax.lax.fori_loop(0, reach(mask.any(axis=1)), add_unit, (total, *no_values(len(mask))))
+    values = (jnp.stack([value] * len(parts[1])) for value in no_values(parts[1].shape[1]))
+    number = reach(parts[1].any(axis=(1, 2)))
+    total, *values = jax.lax.fori_loop(0, number, add, (total, *values))
+    return total, *(value.reshape(-1)[:units] for value in values)
+
+
+def _first(function, *arguments):
+    """vmap over an axis of length one: XLA for processors is slower with that axis."""
+    result = function(*jax.tree.map(lambda leaf: leaf[0], arguments))
+    return jax.tree.map(lambda leaf: leaf[None], result)
 
 
 def no_values(units: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -140,7 +160,7 @@ class _UnitGradient:
             loss, grad = derived(params, part)
             return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss
 
-        parts = jax.tree.map(lambda leaf: _in_parts(leaf, self.rows_per_pass), (rows, real))
+        parts = jax.tree.map(lambda leaf: in_parts(leaf, self.rows_per_pass), (rows, real))
         if len(parts[1]) == 1:  # as always in ELS: no loop, no second copy of the gradient
             return gradient(jax.tree.map(lambda leaf: leaf[0], parts))
 
@@ -163,7 +183,7 @@ class _UnitGradient:
     def after(self, local: LocalSteps, params, rows, real):
         """Mean over a unit's rows of gradient and value where its own SGD had got to."""
         batches = jax.tree.map(
-            lambda leaf: _in_parts(leaf, -(-len(real) // local.number)), (rows, real)
+            lambda leaf: in_parts(leaf, -(-len(real) // local.number)), (rows, real)
         )
         count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
 
@@ -191,9 +211,8 @@ def _over_one(function):
     return run
 
 
-def _in_parts(leaf: jax.Array, size: int) -> jax.Array:
-    """[group, ...] -> [parts, min(size, group), ...], padded with zeros (false in a mask)."""
-    group = leaf.shape[0]
-    size = min(size, group)
-    padding = [(0, -group % size)] + [(0, 0)] * (leaf.ndim - 1)
+def in_parts(leaf: jax.Array, size: int) -> jax.Array:
+    """[n, ...] -> [parts, min(size, n), ...], padded with zeros (false in a mask)."""
+    size = min(size, len(leaf))
+    padding = [(0, -len(leaf) % size)] + [(0, 0)] * (leaf.ndim - 1)
     return jnp.pad(leaf, padding).reshape(-1, size, *leaf.shape[1:])

@@ -13,7 +13,7 @@ from fedsim.clipping.contribution import on_lattice
 from fedsim.errors import expect
 
 NAMES = ("scan", "direct", "bookkeeping", "vmap")  # the simpler ones first
-ONE_BY_ONE = ("scan", "direct")
+FORMED = ("scan", "direct")  # every unit's gradient is
 UNITS_PER_CALL = 32
 FEW_PARAMETERS = 20_000
 NEAR_TIE = 1.02
@@ -25,7 +25,8 @@ class Strategy:
 
     name: str = "scan"
     rows: int = 8
-    """Rows of one forward and backward pass. `bookkeeping` and `vmap` take whole units."""
+    """Rows of one forward and backward pass. `scan` takes one unit at a time, `direct` several
+    whole ones where they fit, `bookkeeping` and `vmap` whole ones."""
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
@@ -42,12 +43,12 @@ class Strategy:
     @property
     def proven(self) -> bool:
         """Whether a unit's contribution is a function of its own rows, of a proven norm. Where
-        units share a product, its rounding depends on the others."""
-        return self.name in ONE_BY_ONE
+        units share a sum of floating-point numbers, its rounding depends on the others."""
+        return self.name in FORMED
 
     def units_at_once(self, group: int) -> int:
         """Units of one forward and backward pass, for groups of so many rows."""
-        return 1 if self.name in ONE_BY_ONE else max(1, self.rows // group)
+        return 1 if self.name == "scan" else max(1, self.rows // group)
 
     def units_per_call(self, group: int) -> int:
         """A good number for one call of `clipped_sum`: it costs no memory, and units that are
@@ -57,7 +58,7 @@ class Strategy:
 
     def splits_units(self, group: int) -> bool:
         """Whether a unit's rows are seen in several passes, each of which may have its length."""
-        return self.name in ONE_BY_ONE and self.rows < group
+        return self.name in FORMED and self.rows < group
 
 
 def clipped_sum(
@@ -78,16 +79,17 @@ def clipped_sum(
     is `proven`.
     Raises: UnsupportedModel: the strategy cannot do it.
     """
-    if strategy.name in ONE_BY_ONE:
+    units, group = mask.shape
+    at_once = min(units, strategy.units_at_once(group))
+    if strategy.name in FORMED:
         options = {"rows_per_pass": strategy.rows, "buckets": buckets, "local": local}
         options["direct"] = strategy.name == "direct"
+        options["side_by_side"] = 1 if local else at_once  # own steps are loops of various lengths
         return scan.clipped_sum(loss_fn, params, batch, mask, clip, total=total, **options)
     if local is not None:
         raise bookkeeping.UnsupportedModel("only scan and direct take users' own steps")
     module = {"bookkeeping": bookkeeping, "vmap": vmap}[strategy.name]
-    units, group = mask.shape
-    at_once = min(units, strategy.units_at_once(group))
-    chunks = jax.tree.map(lambda leaf: _in_chunks(leaf, at_once), (batch, mask))
+    chunks = jax.tree.map(lambda leaf: scan.in_parts(leaf, at_once), (batch, mask))
 
     def add_chunk(i, carry):
         total, *values = carry
@@ -106,21 +108,16 @@ def clipped_sum(
     return total, norms, losses, dropped
 
 
-def _in_chunks(leaf: jax.Array, size: int) -> jax.Array:
-    """[units, ...] -> [chunks, size, ...], padded with zeros (false in a mask)."""
-    padding = [(0, -len(leaf) % size)] + [(0, 0)] * (leaf.ndim - 1)
-    return jnp.pad(leaf, padding).reshape(-1, size, *leaf.shape[1:])
-
-
 def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[Strategy]:
     """What is worth timing for units of so many rows, the simplest first: all are `proven`."""
-    if num_parameters <= FEW_PARAMETERS:
-        return [Strategy(name, min(group, 8)) for name in ONE_BY_ONE]
     # A processor's cache holds the activations of few rows, but each pass adds up all parameters.
     # An accelerator wants to be filled.
     passes = (4, 16) if on_cpu else (8, 32, 128)
-    cut = sorted({min(group, rows) for rows in passes})
-    return [Strategy(name, rows) for name in ONE_BY_ONE for rows in cut]
+    side_by_side = (4, 8) if on_cpu and num_parameters > FEW_PARAMETERS else (8, 32)
+    parts = {min(group, rows) for rows in passes}  # of one unit
+    several = {rows for rows in side_by_side if rows >= 2 * group}
+    one_by_one = [Strategy("scan", rows) for rows in sorted(parts)]
+    return one_by_one + [Strategy("direct", rows) for rows in sorted(parts | several)]
 
 
 def choose(found: Sequence[tuple[Strategy, float | None]]) -> Strategy:

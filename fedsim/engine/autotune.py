@@ -27,12 +27,13 @@ def choose_strategy(
     The choice is part of a result's bits and a timer makes it, so it is remembered: runs alike on
     the same machine make the same one.
     Args:
-      rows: [units, group], as a step draws them; a few of them are tried.
+      rows: [units, group], as a step draws them; those of one lane are tried, or a few.
       wanted: "auto", or a strategy.
       cache: the directory where choices are remembered.
     Raises: ConfigError: the strategy that is wanted cannot be used.
     """
-    rows = rows[(rows >= 0).any(axis=1)][:TRIAL_UNITS]
+    rows = rows[(rows >= 0).any(axis=1)]
+    rows = rows[: min(TRIAL_UNITS, 2 ** (len(rows) // engine.num_lanes).bit_length())]
     group = rows.shape[1]
     if wanted != AUTO:
         strategy = Strategy.parse(wanted)
@@ -47,7 +48,7 @@ def choose_strategy(
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     machine = engine.machine(params)
     tried = candidates(group, count, on_cpu=", cpu," in machine)
-    file = cache / f"{_digest(machine, params, group, tried)}.json"
+    file = cache / f"{_digest(machine, params, rows.shape, tried)}.json"
     try:
         known = Strategy.parse(str(json.loads(file.read_text())["strategy"]))
         return known, "as on this machine before"
@@ -66,8 +67,8 @@ def _describe(trial: Trial) -> str:
     return f"{trial.strategy} {result}"
 
 
-def _digest(machine: str, params: Any, group: int, tried: Sequence[Strategy]) -> str:
+def _digest(machine: str, params: Any, units: Sequence[int], tried: Sequence[Strategy]) -> str:
     """Names what times depend on: the machine, the model, the shapes, the programs."""
     shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), params)
-    facts = [machine, str(shapes), group, list(map(str, tried)), jax.__version__]
+    facts = [machine, str(shapes), units, list(map(str, tried)), jax.__version__]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

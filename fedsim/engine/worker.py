@@ -5,6 +5,7 @@ leaves a worker is a sum over two units or more (one, if no more were drawn) and
 """
 
 import dataclasses
+import functools
 import os
 import platform
 import re
@@ -22,7 +23,7 @@ import numpy as np
 from fedsim.clipping import Clip, Strategy, clipped_sum
 from fedsim.clipping.bookkeeping import UnsupportedModel
 from fedsim.clipping.clip import lattice_capacity, num_coordinates
-from fedsim.clipping.packing import Chunk, chunks
+from fedsim.clipping.packing import Chunk, chunks, padding
 from fedsim.clipping.scan import zeros_like
 from fedsim.engine.engine import Stats, Trial
 from fedsim.engine.environment import versions
@@ -112,7 +113,8 @@ class Worker:
         """Compile and time strategies on units of the commonest length among `rows`; norms are
         held against the first strategy's."""
         params = self._on_device(version, params)
-        rows = self._commonest(rows)
+        lengths = self._lengths(rows)
+        rows = rows[lengths == _commonest(lengths)]
         trials: list[Trial] = []
         norms = None
         for strategy in tried:
@@ -132,7 +134,8 @@ class Worker:
                 and not np.allclose(found, norms, SAME_NORMS)
             ):
                 trial = dataclasses.replace(trial, fault=f"other norms than {tried[0]}")
-            trials.append(dataclasses.replace(trial, seconds=trial.seconds * len(rows) / len(some)))
+            share = len(rows) / len(some) * padding(lengths, count)
+            trials.append(dataclasses.replace(trial, seconds=trial.seconds * share))
         return trials
 
     def _try(self, params, rows, clip, strategy):
@@ -151,14 +154,13 @@ class Worker:
             times.append(clock() - start)
         return Trial(strategy, min(times), memory), stats.norms
 
-    def _commonest(self, rows: np.ndarray) -> np.ndarray:
-        """The units whose longest row is in the bucket that most units' longest row is in."""
+    def _lengths(self, rows: np.ndarray) -> np.ndarray:
+        """The bucket of each unit's longest row, int [units]; 1 where there are no buckets."""
         if self.buckets is None or not len(rows):
-            return rows
+            return np.ones(len(rows), int)
         sizes = self.buckets.sizes(self.task.read("train", rows.ravel())).reshape(rows.shape)
         longest = np.where(rows >= 0, sizes, 0).max(axis=1)
-        lengths = np.searchsorted(self.buckets.lengths, longest)
-        return rows[lengths == np.bincount(lengths).argmax()]
+        return np.asarray(self.buckets.lengths)[np.searchsorted(self.buckets.lengths, longest)]
 
     def _add_lane(self, params, rows, clip, strategy):
         stats, total, flushed = Stats.zeros(len(rows)), no_sum(params, clip), None
@@ -179,7 +181,9 @@ class Worker:
 
     def _lane_chunks(self, rows, strategy):
         group = rows.shape[1]
-        units, at_once = strategy.units_per_call(group), strategy.units_at_once(group)
+        # The length of a unit of a proven strategy is its own: none goes to a longer bucket.
+        at_once = 1 if strategy.proven else strategy.units_at_once(group)
+        units = strategy.units_per_call(group)
         return self._chunks("train", rows, units, at_once, in_passes=strategy.splits_units(group))
 
     def _chunks(
@@ -218,9 +222,13 @@ class Worker:
             return clipped_sum(losses, params, batch, mask, own, strategy, **options)
 
         key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, clip.in_float32, strategy)
-        norm = np.float32(clip.norm)
-        arguments = (total, params, chunk.batch, chunk.mask, norm, *self.frozen())
-        return self._program(key, add, *arguments, donate_argnums=0)
+        arguments = (params, chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen())
+        new = key not in self.programs
+        program = self._program(key, add, total, *arguments, donate_argnums=0)
+        if new and strategy.proven and not clip.in_float32:
+            fresh = functools.partial(no_sum, params, clip)
+            _check_side_by_side(program, fresh, arguments, chunk, strategy)
+        return program
 
     def _program(self, key, function, *args, **options):
         """`function`, compiled for arguments like these; `key` says what else it depends on."""
@@ -241,6 +249,40 @@ class Worker:
             self._version, self._params = None, None
             self._version, self._params = version, jax.device_put(params)
         return self._params
+
+
+def _commonest(lengths: np.ndarray) -> int:
+    """The shortest of those that are met most often."""
+    values, counts = np.unique(lengths, return_counts=True)
+    return values[counts.argmax()]
+
+
+def _check_side_by_side(program, no_sum, arguments, chunk, strategy):
+    """Raises UnsupportedModel: what a unit contributes depends on its place in a pass or on the
+    others there.
+
+    Units side by side share matrix products, of which each computes its own rows. In what order a
+    row's terms are added is a matter of shapes, not of values. So one look at any values tells:
+    the whole numbers of all are those of each one alone, in another place.
+    """
+    at_once = strategy.units_at_once(chunk.mask.shape[1])
+    if at_once == 1:
+        return
+    params, batch, mask, *others = arguments
+    some = np.resize(np.arange(len(chunk.units)), at_once)
+
+    def total(units, places):
+        of_place = np.zeros(len(mask), int)
+        of_place[places] = units
+        real = np.isin(np.arange(len(mask)), places)[:, None] & mask[of_place]
+        moved = jax.tree.map(lambda leaf: leaf[of_place], batch)
+        return jax.tree.map(np.asarray, program(no_sum(), params, moved, real, *others)[0])
+
+    together = total(some, np.arange(at_once))
+    apart = [total(unit, (place + 1) % at_once) for place, unit in enumerate(some)]
+    added = jax.tree.map(lambda *leaves: sum(leaves), *apart)
+    if not all(map(np.array_equal, jax.tree.leaves(together), jax.tree.leaves(added))):
+        raise UnsupportedModel("side by side, units change what the others contribute")
 
 
 def flush(wide: Any, total: Any) -> Any:

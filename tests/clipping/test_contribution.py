@@ -164,6 +164,7 @@ CASES = [
     (Tied, jnp.bfloat16, "direct:2", True, None),
     (Untied, None, "direct:16", False, LocalSteps(2, 0.3)),
     (Untied, jnp.bfloat16, "scan:4", False, None),
+    (Untied, None, "direct:9", True, None),  # three of eight side by side
 ]
 
 

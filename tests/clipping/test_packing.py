@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsim.clipping import Buckets
-from fedsim.clipping.packing import chunks
+from fedsim.clipping.packing import chunks, padding
 
 LENGTHS = (4, 8, 16, 20)
 BUCKETS = Buckets(LENGTHS, lambda b: b["sizes"], lambda b, n: b | {"tokens": b["tokens"][..., :n]})
@@ -85,6 +85,13 @@ def test_few_units_more_join_longer_ones_where_that_costs_less(rng):
         for at_once in (1, 4)
     }
     assert lengths == {1: [(4, 5), (8, 7)], 4: [(4, 4), (8, 8)]}
+
+
+def test_padding_is_what_the_last_pass_of_each_length_lacks():
+    lengths = np.array([4] * 5 + [8] * 7)
+    assert padding(lengths, 1) == 1
+    assert padding(lengths, 4) == (8 * 4 + 8 * 8) / (5 * 4 + 7 * 8)
+    assert padding(np.zeros(0, int), 4) == 0
 
 
 def test_the_same_lane_gives_the_same_chunks(rng):

@@ -69,7 +69,7 @@ def test_the_choice_is_made_once(tmp_path, no_trial):
     (file,) = (tmp_path / "c").iterdir()
     assert json.loads(file.read_text())["strategy"] == str(strategy)
     no_trial()
-    again = choose_strategy(*local(), ROWS[:5], CLIP, "auto", tmp_path / "c")
+    again = choose_strategy(*local(), ROWS[::-1], CLIP, "auto", tmp_path / "c")
     assert again == (strategy, "as on this machine before")
 
 

@@ -18,7 +18,7 @@ VOCAB, LENGTH = 40, 48  # buckets of 32 and 48 tokens
 CLIP = Clip(0.1)
 ALL_DIGITS = Clip(0.1, in_float32=True)  # whole numbers are those of a slightly shorter gradient
 SEVERAL_AT_ONCE = ["bookkeeping:4", "vmap:4"]  # take seconds to compile
-STRATEGIES = ["scan:4", "direct:2", "scan:2"]
+STRATEGIES = ["scan:4", "direct:2", "direct:9", "scan:2"]
 STRATEGIES += [pytest.param(text, marks=pytest.mark.slow) for text in SEVERAL_AT_ONCE]
 
 
@@ -160,11 +160,11 @@ class ModelTask(Task):
         return {"tokens": tokens, "sizes": np.full(len(rows), 5, np.int32)}
 
 
-def try_two(model=None):
-    task = ModelTask(model or Tied(4))
+def try_two(other="bookkeeping"):
+    task = ModelTask(Tied(4))
     batch = task.read("train", np.arange(2))
     params = jax.jit(task.model.init)(jax.random.key(0), batch)["params"]
-    tried = [Strategy("scan", 1), Strategy("bookkeeping", 4)]
+    tried = [Strategy("scan", 1), Strategy(other, 4)]
     rows = np.arange(10).reshape(-1, 1)
     return Worker(task).try_strategies(0, params, rows, CLIP, tried)
 
@@ -189,6 +189,20 @@ def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
         assert other.fault is None
     else:
         assert (scan.fault, other.fault) == (None, "other norms than scan:1")
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("moved", [0, 1])
+def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(moved, monkeypatch):
+    def wrong(losses, params, batch, mask, *args, **options):
+        total, *found = clipped_sum(losses, params, batch, mask, *args, **options)
+        change = moved * mask.any(axis=1)[:2].all().astype(jnp.int32)  # by one, the least there is
+        return jax.tree.map(lambda leaf: leaf + change, total), *found
+
+    monkeypatch.setattr("fedsim.engine.worker.clipped_sum", wrong)
+    scan, other = try_two("direct")
+    expected = "side by side, units change what the others contribute" if moved else None
+    assert (scan.fault, other.fault) == (None, expected)
 
 
 def test_what_does_not_fit_into_memory_is_not_run(monkeypatch):
