@@ -263,6 +263,17 @@ CLIPPING = (
         *("--strategy", "scan:2"),
     ),
     one(
+        "sizes of draws in a checkpoint",
+        "test_train.py::test_what_may_be_published_has_no_sizes_of_draws",
+        *("run/state.py", "in state.items() if name not in REALISED", "in state.items() if name"),
+    ),
+    one(
+        "units side by side that are not looked at",
+        "engine/test_worker.py"
+        "::test_units_that_change_what_others_contribute_are_not_computed_side_by_side",
+        *("engine/worker.py", "if new and strategy.proven and", "if not new and"),
+    ),
+    one(
         "a lane with one user's gradient",
         "trust/test_security.py::test_a_lane_has_two_units_or_more",
         *("engine/engine.py", "len(rows) // 2)", "len(rows))"),

@@ -30,7 +30,7 @@ from fedsim.run.console import Console
 from fedsim.run.metrics import Metrics, table
 from fedsim.run.setup import open_run
 from fedsim.run.signals import stop_signals
-from fedsim.run.state import State, restored
+from fedsim.run.state import State, restored, save
 from fedsim.training import num_parameters
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
@@ -132,14 +132,15 @@ class Pretrainer:
         finally:
             metrics.close()
         summary = self._summary(state)
-        write_json(run_dir / directory.SUMMARY, summary)
+        write_json(run_dir / directory.SUMMARY, summary, mode=0o600)
         return summary
 
     def _steps(self, state: State, metrics: Metrics) -> None:
         train, last = self.data.train, self.settings.num_steps
         rows = (self.settings.batch_size, self.settings.rows_per_pass)
         batches = Batches(train.lengths, *rows, self.key)
-        with stop_signals() as stop, checkpoint.Saver(self.run.run_dir, state.step) as saver:
+        write = functools.partial(save, self.run.run_dir)
+        with stop_signals() as stop, checkpoint.Saver(write, state.step) as saver:
             if not state.step:
                 self._evaluate(state, metrics)
                 state.initial_eval_loss = state.eval_loss

@@ -46,7 +46,7 @@ from fedsim.run.ledger import Ledger, OtherBits, released_epsilon
 from fedsim.run.metrics import Metrics, table
 from fedsim.run.setup import Plant, Source, open_run
 from fedsim.run.signals import stop_signals
-from fedsim.run.state import State, restored, results
+from fedsim.run.state import State, restored, results, save
 from fedsim.uls import ULS
 
 Callback = Callable[[int, dict[str, float]], None]
@@ -216,7 +216,7 @@ class Trainer:
         finally:
             ledger.close()
             metrics.close()
-        write_json(self.run.run_dir / directory.SUMMARY, summary)
+        write_json(self.run.run_dir / directory.SUMMARY, summary, mode=0o600)
         return summary
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:
@@ -227,7 +227,7 @@ class Trainer:
         with (
             stop_signals() as stop,
             ThreadPoolExecutor(2) as threads,
-            checkpoint.Saver(self.run.run_dir, state.step, released.drop) as saver,
+            checkpoint.Saver(self._write, state.step) as saver,
             self.console.steps(state.step, self.plan) as show,
         ):
             finish = self._after(state, metrics, saver)
@@ -358,6 +358,10 @@ class Trainer:
         if state.step and self._due(state.step, self.run.checkpoint_every):
             saver.save(state.step, vars(state))
             metrics.flush()
+
+    def _write(self, step: int, state: dict[str, Any]) -> None:
+        save(self.run.run_dir, step, state)
+        released.drop(self.run.run_dir, step)  # the checkpoint has it
 
     def _private_values(self, stats: Stats, clip_norm: float) -> dict[str, float]:
         """What the step looked like, computed from private data without noise."""

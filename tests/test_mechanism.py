@@ -80,7 +80,7 @@ def test_every_block_of_a_leaf_has_noise_of_its_own(key):
 
 
 def test_bits_do_not_depend_on_the_number_of_cores(key, monkeypatch):
-    tree = {"a": np.ones((300, 1000), np.int32)}
+    tree = {"a": np.ones((3, BLOCK), np.int32)}
     found = []
     for cores in (1, 7):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -18,8 +19,9 @@ from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import PrivacyConfig, run_config
 from fedsim.engine import autotune
-from fedsim.run import directory, ledger
+from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.setup import key_context
+from fedsim.run.state import REALISED
 
 NUM_STEPS = 24
 
@@ -121,6 +123,19 @@ def test_killed_again_and_again_it_ends_with_the_same_parameters(
     name = "performance/step_seconds"
     logged = [line["step"] for line in lines(run_dir, "metrics.jsonl") if name in line]
     assert logged == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.privacy
+def test_what_may_be_published_has_no_sizes_of_draws(stopped_run):
+    """Parameters, ledger and report may; counts and times are in files of the owner alone."""
+    for path in checkpoint.kept(stopped_run):
+        assert not set(REALISED) & checkpoint.load(path).keys()
+    assert not any(name in (stopped_run / "ledger.jsonl").read_text() for name in REALISED)
+    path = stopped_run / "progress.json"
+    step = summary(stopped_run)["steps_done"]
+    found = json.loads(path.read_text())["steps"][str(step)]
+    assert found["gradients_computed"] > 0 and found["wall_seconds"] > 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.fixture(scope="module")

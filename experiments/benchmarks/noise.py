@@ -21,6 +21,7 @@ import numpy as np
 from experiments.benchmarks.common import at_most, circumstances
 from fedsim.clipping import Clip
 from fedsim.clipping.clip import lattice_bits
+from fedsim.engine.environment import keep_memory
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import independent
@@ -91,7 +92,7 @@ def measure(name: str, size: int, repeats: int) -> dict[str, Any]:
 
 def draws() -> dict[str, float]:
     """Nanoseconds of one thread for a normal number, by generator; ours draws tails again."""
-    count, found = 2**16, {}
+    count, found = BLOCK, {}
     room = np.empty(count)
     for name, key in (("aes", SecretKey(bytes(32))), ("philox", PhiloxKey(bytes(32)))):
         rng, times = key.generator("noise", 0), []
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    keep_memory()
     sizes = QUICK if arguments.quick else SIZES
     rows = [measure(name, size, 3 if size == PAPER else 9) for name, size in sizes.items()]
     one = draws()

@@ -46,9 +46,10 @@ class Train:
     """Print summary.json's object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.engine.environment import set_threads
+        from fedsim.engine.environment import keep_memory, set_threads
 
         set_threads(self.run.engine)
+        keep_memory()
         from fedsim.run.console import Console
         from fedsim.training import train
 

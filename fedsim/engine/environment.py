@@ -1,5 +1,6 @@
 """What a process computes with, so that driver, workers and later runs can be compared."""
 
+import ctypes
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,7 @@ from fedsim.engine.resources import driver_environment
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
 PACKAGES += ("dp-accounting",)
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def set_threads(config: EngineConfig) -> bool:
@@ -30,6 +32,20 @@ def set_threads(config: EngineConfig) -> bool:
     if "JAX_PLATFORMS" in variables:  # JAX has read the variable when it was imported
         jax.config.update("jax_platforms", variables["JAX_PLATFORMS"])
     return True
+
+
+def keep_memory() -> bool:
+    """Keep memory that this process frees for what it needs next, as workers do (see `ALLOCATOR`):
+    fresh pages for the sums of a large model take longer than its noise.
+
+    For a driver's own process, not for a program that uses fedsim as a library.
+    Returns: whether the C library can do that; others than glibc cannot.
+    """
+    try:
+        tune = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    return bool(tune(M_MMAP_MAX, 0) and tune(M_TRIM_THRESHOLD, -1))
 
 
 def versions() -> dict[str, str]:

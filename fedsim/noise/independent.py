@@ -11,6 +11,7 @@ many there are.
 
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -19,8 +20,7 @@ import numpy as np
 
 from fedsim.keys import SecretKey
 
-BLOCK = 2**17  # numbers drawn from one stream
-CHUNK = 2**16  # of them at a time: what fits in a processor's cache
+BLOCK = 2**19  # numbers drawn from one stream: fewer would wait for Python's lock
 TAIL = 3.6541528853610088  # where NumPy's ziggurat begins to draw from the tail
 CELLS_BITS = 8  # a standard deviation of the noise is 2^8 to 2^9 cells of what is released
 NARROW = 9  # bits that are rounded away, from which on what is left of 32 fits into 32, with noise
@@ -54,22 +54,23 @@ def add_gaussian(
     dtype = np.int32 if shift >= NARROW else np.int64
     released = [np.empty(leaf.shape, dtype) for leaf in sums]
 
+    own = threading.local()  # of each thread: fresh memory takes half as long as drawing
+
     def fill(leaf: int, number: int, part: slice) -> None:
         rng = key.generator("noise", step, leaf, number)
         total, out = sums[leaf][part], released[leaf][part]
-        room = np.empty(CHUNK)  # fresh memory for every chunk would take half as long as drawing
-        for start in range(0, len(total), CHUNK):
-            some = slice(start, start + CHUNK)
-            # Whole numbers below 2^53 are exact in float64, and so is dividing them by 2^shift.
-            noisy = gaussian(rng, room[: len(total[some])])
-            noisy *= stddev
-            np.rint(noisy, out=noisy)
-            noisy += total[some]
-            noisy *= 2.0**-shift
-            np.rint(noisy, out=noisy)
-            if dtype == np.int32 and total.dtype != np.int32:  # else it fits
-                np.clip(noisy, -(2.0**31), 2.0**31 - 1, out=noisy)  # free, as is rounding
-            out[some] = noisy
+        if not hasattr(own, "room"):
+            own.room = np.empty(BLOCK)
+        # Whole numbers below 2^53 are exact in float64, and so is dividing them by 2^shift.
+        noisy = gaussian(rng, own.room[: len(total)])
+        noisy *= stddev
+        np.rint(noisy, out=noisy)
+        noisy += total
+        noisy *= 2.0**-shift
+        np.rint(noisy, out=noisy)
+        if dtype == np.int32 and total.dtype != np.int32:  # else it fits
+            np.clip(noisy, -(2.0**31), 2.0**31 - 1, out=noisy)  # free, as is rounding
+        out[:] = noisy
 
     in_blocks(fill, released)
     return released

@@ -50,15 +50,12 @@ class Saver:
     What is saved must not change afterwards: JAX's arrays never do.
     """
 
-    def __init__(
-        self, run_dir: Path, step: int, then: Callable[[Path, int], None] = lambda *_: None
-    ):
+    def __init__(self, write: Callable[[int, dict[str, Any]], None], step: int):
         """Args:
+        write: writes the state after a step; durable when it returns.
         step: the one whose checkpoint is there already, or 0.
-        then: called with the directory and the step when a checkpoint is durable.
         """
-        self._then = then
-        self._run_dir, self._step = run_dir, step
+        self._write, self._step = write, step
         self._thread, self._last = ThreadPoolExecutor(1), None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -66,11 +63,7 @@ class Saver:
         if step > self._step:
             self._wait()
             self._step = step
-            self._last = self._thread.submit(self._save, step, dict(state))
-
-    def _save(self, step: int, state: dict[str, Any]) -> None:
-        save(self._run_dir, step, state)
-        self._then(self._run_dir, step)
+            self._last = self._thread.submit(self._write, step, dict(state))
 
     def _wait(self) -> None:
         if self._last is not None:

@@ -1,4 +1,8 @@
-"""Where a run is: what its checkpoints hold, and a resumed run goes on from."""
+"""Where a run is: what a resumed run goes on from.
+
+Checkpoints have what may be published. What sizes of draws can be read off is in `progress.json`,
+for the owner of the run alone.
+"""
 
 import dataclasses
 import math
@@ -6,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.config import to_json
+from fedsim.errors import FileDamaged
+from fedsim.files import read_json, write_json
 from fedsim.run import checkpoint
 from fedsim.run.console import Console
+
+PROGRESS = "progress.json"
+KEEP = checkpoint.KEEP + 1  # the last one's checkpoint may not be there yet
+REALISED = ("gradients_computed", "wall_seconds")
+"""Fields of a state that follow from sizes of draws."""
 
 
 @dataclasses.dataclass
@@ -37,16 +48,49 @@ def restored(run_dir: Path, state: State, console: Console) -> State:
     *older, path = kept
     for each in older:
         checkpoint.check(each)
-    fields = checkpoint.restore(path, vars(state))
-    for name in vars(state).keys() - {"params", "opt_state"}:
+    fields = checkpoint.restore(path, _published(vars(state)))
+    for name in fields.keys() - {"params", "opt_state"}:
         fields[name] = fields[name].item()
-    state = State(**fields)
+    state = State(**fields, **realised(run_dir, fields["step"]))
     console.note(f"resuming after step {state.step}")
     return state
 
 
+def save(run_dir: Path, step: int, state: dict[str, Any]) -> None:
+    """Write a checkpoint, and first, beside it, what does not belong there.
+
+    Args: state: the fields of a `State`.
+    """
+    steps = _steps(run_dir)
+    steps[str(step)] = {name: state[name] for name in REALISED}
+    write_json(run_dir / PROGRESS, {"steps": dict(list(steps.items())[-KEEP:])}, mode=0o600)
+    checkpoint.save(run_dir, step, _published(state))
+
+
+def realised(run_dir: Path, step: int) -> dict[str, Any]:
+    """The `REALISED` fields after a step; none where the file was removed."""
+    found = _steps(run_dir).get(str(step), {})
+    return {name: found[name] for name in REALISED if name in found}
+
+
+def _steps(run_dir: Path) -> dict[str, dict[str, Any]]:
+    try:
+        steps = read_json(run_dir / PROGRESS).get("steps")
+    except (FileNotFoundError, FileDamaged):  # counters, on which nothing depends
+        return {}
+    return steps if isinstance(steps, dict) else {}
+
+
+def _published(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in REALISED}
+
+
 def results(state: dict[str, Any]) -> dict[str, Any]:
-    """What `summary.json` says of a state. Args: state: the fields of a `State`."""
+    """What `summary.json` says of a state. Args: state: the fields of a `State`, or those of its
+    checkpoint."""
+    counted = {name: state[name] for name in REALISED if name in state}
+    if "wall_seconds" in counted:
+        counted["wall_seconds"] = round(counted["wall_seconds"], 3)
     return {
         "final_clip_norm": float(state["clip_norm"]),
         "steps_done": int(state["step"]),
@@ -54,6 +98,5 @@ def results(state: dict[str, Any]) -> dict[str, Any]:
         "initial_eval_loss": to_json(float(state["initial_eval_loss"])),
         "final_eval_loss": to_json(float(state["eval_loss"])),
         "params_sha256": checkpoint.params_sha256(state["params"]),
-        "gradients_computed": int(state["gradients_computed"]),
-        "wall_seconds": round(float(state["wall_seconds"]), 3),
+        **counted,
     }

@@ -24,7 +24,7 @@ from fedsim.plan import ADJACENCY, Plan, claimed_fields, method_for
 from fedsim.run import checkpoint, directory, ledger, metrics
 from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
-from fedsim.run.state import results
+from fedsim.run.state import realised, results
 from fedsim.trust.evidence import Check, Evidence, Interrupted, Unknown, Violated, demand
 from fedsim.trust.replay import replay
 
@@ -281,7 +281,8 @@ def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
     yield from claimed_fields(plan, epsilon, chain).items()
     yield "steps_done", evidence.num_steps
     if (newest := checkpoint.latest(evidence.run_dir)) is not None:
-        yield from results(checkpoint.load(newest)).items()
+        counted = realised(evidence.run_dir, evidence.num_steps)
+        yield from results(checkpoint.load(newest) | counted).items()
 
 
 def _key(evidence: Evidence) -> str:

@@ -36,6 +36,7 @@ from fedsim.files import cache_dir, write_atomically
 from fedsim.keys import SecretKey
 from fedsim.run import directory, metrics
 from fedsim.run.console import Console
+from fedsim.run.state import REALISED
 from fedsim.tuning import hparams
 
 RUNS, LOGS, BOARD, TABLE = "runs", "logs", "tb", "results"
@@ -45,7 +46,6 @@ COLUMNS = (
     *("sampling_prob", "clip_norm", "steps_done", "initial_eval_loss", "final_eval_loss"),
     "params_sha256",
 )
-REALISED = ("gradients_computed", "wall_seconds")  # sizes of the draws: not private, named so
 METRICS = ("eval/loss", "privacy/epsilon", "summary/final_eval_loss")
 BUSY_S = 60.0  # for a process of a killed sweep to let go of a run
 
