@@ -44,13 +44,11 @@ def contribution(grad: Any, real: jax.Array, clip: Clip) -> tuple[Any, jax.Array
     """
     norm, bound = norm_and_bound(grad)
     dimensions = num_coordinates(grad)
-    longest = jnp.float32(
-        (2.0 ** lattice_bits(dimensions) - math.sqrt(dimensions) / 2) * (1 - SLACK)
-    )
+    longest = 2.0 ** lattice_bits(dimensions) - math.sqrt(dimensions) / 2
     finite = jnp.isfinite(bound) | ~real
     # The division comes last: XLA does not do it again for every coordinate, as it would a choice.
     most = jnp.where(finite, jnp.maximum(jnp.float32(clip.norm), bound), 1)
-    scale = jnp.where(finite & real, longest, 0) / most
+    scale = jnp.where(finite & real, jnp.float32(longest * (1 - SLACK)), 0) / most
 
     def whole(leaf):
         # Selected, not multiplied by zero: 0 * nan is nan.
