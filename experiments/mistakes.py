@@ -271,7 +271,11 @@ CLIPPING = (
         "units side by side that are not looked at",
         "engine/test_worker.py"
         "::test_units_that_change_what_others_contribute_are_not_computed_side_by_side",
-        *("engine/worker.py", "if new and strategy.proven and", "if new and not strategy.proven and"),
+        *(
+            "engine/worker.py",
+            "if new and strategy.proven and",
+            "if new and not strategy.proven and",
+        ),
     ),
     one(
         "a lane with one user's gradient",

@@ -1,6 +1,11 @@
-"""Optimizers by name, with a constant learning rate: the update that both algorithms share."""
+"""What follows the privatised gradient: optimizers by name, schedules, weight decay, averages.
+
+All of it is post-processing: it costs no privacy, and it is part of a run's bits.
+"""
 
 import inspect
+import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,24 +13,64 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim.errors import ConfigError
+from fedsim.config import RunConfig
+from fedsim.errors import ConfigError, FedsimError, expect
+
+MOMENTUM = 0.9
+
+
+class Diverged(FedsimError):
+    """A training that nothing can come of any more; the message says what it has spent."""
+
+    exit_code = 3
+
+
+def update_rule(
+    run: RunConfig, learning_rate: float | optax.Schedule
+) -> optax.GradientTransformation:
+    """The optimizer of a run, with its weight decay.
+
+    Raises: ConfigError: no such optimizer, or not with these options.
+    """
+    transformation = optimizer(run.optimizer, learning_rate)
+    if not run.weight_decay:
+        return transformation
+    return optax.chain(transformation, _decay(learning_rate, run.weight_decay))
+
+
+def rate_of(run: RunConfig, num_steps: int) -> float | optax.Schedule:
+    """The learning rate of every step, from 0: it rises in a line in the first `warmup` of the
+    steps, and stays or falls so that it would be zero after the last."""
+    peak, rising = run.learning_rate, math.ceil(run.warmup * num_steps)
+    falls = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, num_steps - rising),
+        "cosine": optax.cosine_decay_schedule(peak, max(1, num_steps - rising)),
+    }
+    if not rising:
+        return peak if run.schedule == "constant" else falls[run.schedule]
+    rises = optax.linear_schedule(peak / (rising + 1), peak, rising)
+    return optax.join_schedules([rises, falls[run.schedule]], [rising])
 
 
 def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.GradientTransformation:
     """`momentum` (sgd with 0.9), or any optax optimizer that needs nothing but a learning rate, or
-    its schedule.
+    its schedule. Options follow the name: `adam:b1=0.8,eps=1e-6`.
 
-    Raises: ConfigError: no such optimizer.
+    Raises: ConfigError: no such optimizer, or not with these options.
     """
-    if name == "momentum":
-        return optax.sgd(learning_rate, momentum=0.9)
-    factory = getattr(optax, name, None)
+    kind, _, text = name.partition(":")
+    factory = optax.sgd if kind == "momentum" else getattr(optax, kind, None)
     # noisy_sgd adds noise of its own; scale_by_... are parts of optimizers.
-    excluded = name == "noisy_sgd" or name.startswith("scale_by")
-    if excluded or not inspect.isfunction(factory) or not _works(factory):
+    excluded = kind == "noisy_sgd" or kind.startswith("scale_by")
+    if excluded or not inspect.isfunction(factory) or not _works(factory, {}):
         expected = "momentum or an optax optimizer such as adafactor, adam, sgd"
         raise ConfigError(f"optimizer={name}: expected {expected}")
-    return factory(learning_rate=learning_rate)
+    options = {"momentum": MOMENTUM} if kind == "momentum" else {}
+    options |= _options(name, text, factory)
+    expected = f"options that {kind} can take"
+    expect("optimizer", name, _works(factory, options), expected)
+    return factory(learning_rate=learning_rate, **options)
 
 
 def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any, Any], Any]:
@@ -38,12 +83,58 @@ def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any,
     return jax.jit(update)
 
 
-def _works(factory) -> bool:
+@jax.jit
+def is_finite(params: Any) -> jax.Array:
+    """Whether all parameters, and their norm, are finite."""
+    return jnp.isfinite(optax.tree.norm(params))
+
+
+def averaged(average: Any, params: Any, ema: float, step: int) -> Any:
+    """The average of the parameters after `step` steps, from that before: its weights, which add up
+    to one, fall by the factor `ema` from one step to the one before."""
+    return _towards(average, params, (1 - ema) / (1 - ema**step))
+
+
+@jax.jit
+def _towards(average, params, share):
+    return jax.tree.map(lambda a, p: a + (share * (p - a)).astype(a.dtype), average, params)
+
+
+def _decay(rate: float | optax.Schedule, share: float) -> optax.GradientTransformation:
+    """Decoupled weight decay (Loshchilov and Hutter 2019), of matrices alone."""
+
+    def update(updates, state, params=None):
+        now = (rate(state.count) if callable(rate) else rate) * share
+
+        def less(change, leaf):
+            return change - (now * leaf).astype(change.dtype) if leaf.ndim > 1 else change
+
+        return jax.tree.map(less, updates, params), state._replace(count=state.count + 1)
+
+    start = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+    return optax.GradientTransformation(lambda params: start, update)
+
+
+def _options(name: str, text: str, factory: Callable) -> dict[str, Any]:
+    """What follows the name: numbers, true, false and null by parameter."""
+    known = set(inspect.signature(factory).parameters) - {"learning_rate"}
+    options = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        expect("optimizer", name, bool(equals) and key in known, f"options among {sorted(known)}")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            raise ConfigError(f"optimizer={name}: expected {key}=a number, true or false") from None
+    return options
+
+
+def _works(factory: Callable, options: dict[str, Any]) -> bool:
     """Can be made from a learning rate and updates from a gradient alone (lbfgs, say, cannot)."""
     params = jnp.zeros(2)
     try:
-        transformation = factory(learning_rate=1.0)
+        transformation = factory(learning_rate=1.0, **options)
         transformation.update(params, transformation.init(params), params)
-    except (TypeError, AttributeError):
+    except (TypeError, AttributeError, ValueError):
         return False
     return True

@@ -24,7 +24,7 @@ from fedsim.errors import expect
 from fedsim.evaluate import evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
-from fedsim.optimizers import optimizer, updater
+from fedsim.optimizers import Diverged, is_finite, update_rule, updater
 from fedsim.run import checkpoint, directory
 from fedsim.run.console import Console
 from fedsim.run.metrics import Metrics, table
@@ -43,10 +43,13 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
     Raises: ConfigError (a user's mistake), EngineError (workers).
     """
     rate = schedule(settings, run.learning_rate)
-    transformation = optimizer(run.optimizer, rate)
+    transformation = update_rule(run, rate)
     rank = run.model.lora_rank
     expect("lora_rank", rank, rank == 0, "0: pre-training is of whole models")
     expect("local_steps", run.local_steps, run.local_steps == 1, "1: there are no users")
+    for name, least in (("schedule", "constant"), ("warmup", 0), ("ema", 0)):
+        value = getattr(run, name)
+        expect(name, value, value == least, f"{least}: pre-training has a cosine of its own")
     with open_run(directory.PRETRAIN, settings, run, console) as opened:
         data, most = opened.data, opened.data.train.num_examples
         expect("batch_size", settings.batch_size, settings.batch_size <= most, f"<= {most}")
@@ -166,6 +169,9 @@ class Pretrainer:
         grad = jax.tree.map(lambda leaf: leaf / np.float32(len(rows)), total)
         state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
         rate = float(np.asarray(self.rate(state.step)))
+        if not is_finite(state.params):
+            rule = f"learning_rate={self.run.learning_rate:g}: expected a smaller one"
+            raise Diverged(f"{rule}: the parameters are not finite after step {state.step + 1}")
         state.step += 1
         state.gradients_computed += rows.size
         seconds = time.monotonic() - started

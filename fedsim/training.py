@@ -37,7 +37,7 @@ from fedsim.evaluate import begin_evaluate, headline
 from fedsim.files import cache_dir, write_json
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean
-from fedsim.optimizers import optimizer, updater
+from fedsim.optimizers import Diverged, averaged, is_finite, rate_of, update_rule, updater
 from fedsim.plan import Plan, claimed_fields, complete, ledger_head, make_plan, method_for
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
@@ -50,6 +50,7 @@ from fedsim.run.state import State, restored, results, save
 from fedsim.uls import ULS
 
 Callback = Callable[[int, dict[str, float]], None]
+MOST_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
 
 
 def train(
@@ -71,7 +72,9 @@ def train(
       callback: called after every step with its number, from 1, and its metrics.
     Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
     """
-    transformation = optimizer(run.optimizer, run.learning_rate)
+    update_rule(
+        run, rate_of(run, privacy.num_steps)
+    )  # a mistake in it is found before anything slow
     opening = open_run(algorithm, privacy, run, console, source=source, plant=plant)
     with opening as opened:
         data, key = opened.data, opened.key
@@ -109,7 +112,7 @@ def train(
             method=method,
             plan=plan,
             data=data,
-            transformation=transformation,
+            transformation=update_rule(run, rate_of(run, plan.num_steps)),
             engine=workers,
             strategy=strategy,
             run=run,
@@ -199,7 +202,12 @@ class Trainer:
 
     def fit(self, params: Any, key: SecretKey) -> dict[str, Any]:
         """Run the steps that are left, then write the summary."""
-        state = State(params, self.transformation.init(params), clip_norm=self.plan.clip_norm)
+        state = State(
+            params,
+            self.transformation.init(params),
+            average=params if self.run.ema else None,
+            clip_norm=self.plan.clip_norm,
+        )
         state = restored(self.run.run_dir, state, self.console)
         settings = directory.config_sha256(self.run.run_dir)
         first = ledger_head(self.plan, config_sha256=settings, key_seal=key.seal("ledger"))
@@ -256,12 +264,15 @@ class Trainer:
         if not due or state.evaluated == step:
             self._save(state, metrics, saver)
             return lambda: None
-        losses = begin_evaluate(self.engine, state.params, self.data, self.run.eval_examples)
+        losses = begin_evaluate(self.engine, state.released, self.data, self.run.eval_examples)
         then = dataclasses.replace(state)
 
         def finish() -> None:
             found = losses()
             metrics.log(step, found)
+            most = MOST_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
+            if not all(loss <= most for loss in found.values()):  # nan is not, either
+                raise self._diverged(step, f"the loss is {max(found.values()):g}")
             for each in (state, then):
                 each.eval_loss, each.evaluated = headline(found), step
                 if step == 0:
@@ -299,9 +310,13 @@ class Trainer:
             if self.watch is not None:
                 self.watch(grad)
             state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
+            if not is_finite(state.params):
+                raise self._diverged(step, "the parameters are not finite")
         else:
             state.lost_steps += 1
         state.step = step
+        if self.run.ema:
+            state.average = averaged(state.average, state.params, self.run.ema, step)
         state.gradients_computed += int(stats.num_rows.sum())
         seconds = time.monotonic() - started
         state.wall_seconds += seconds
@@ -313,6 +328,15 @@ class Trainer:
             "non_private/units_per_second": len(stats.norms) / seconds,
             **values,
         }
+
+    def _diverged(self, step: int, what: str) -> Diverged:
+        """What ends a run of which nothing can come any more. All that it looks at is public."""
+        epsilon = released_epsilon(self.run.run_dir, self.plan.delta)
+        spent = (
+            f"epsilon {epsilon:.4f} is spent" if math.isfinite(epsilon) else "no privacy is left"
+        )
+        rate = f"learning_rate={self.run.learning_rate:g}"
+        return Diverged(f"{rate}: expected a smaller one: {what} after step {step}; {spent}")
 
     def _release(
         self,

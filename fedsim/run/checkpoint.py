@@ -6,7 +6,7 @@ what comes before, so that it is read as it was written or not at all.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,14 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def load_params(path: Path) -> Any:
-    """The parameters of a checkpoint, as nested dicts of float32 arrays."""
-    return load(path)["params"]
+    """The parameters that a checkpoint releases, as nested dicts of float32 arrays."""
+    return released(load(path))
+
+
+def released(state: Mapping[str, Any]) -> Any:
+    """The parameters that are handed out: the average, where there is one."""
+    average = state.get("average")
+    return state["params"] if average is None else average
 
 
 def load_step(path: Path) -> int:

@@ -27,6 +27,8 @@ class State:
 
     params: Any
     opt_state: Any
+    average: Any = None
+    """Of the parameters so far, which is released instead of them; None: no average."""
     step: int = 0
     lost_steps: int = 0
     """Steps that were released and paid for, and whose gradient was lost to a crash."""
@@ -39,6 +41,11 @@ class State:
     evaluated: int = -1
     """The step after which eval_loss was computed."""
 
+    @property
+    def released(self) -> Any:
+        """The parameters that are evaluated and handed out."""
+        return checkpoint.released(vars(self))
+
 
 def restored(run_dir: Path, state: State, console: Console) -> State:
     """The last checkpoint, or the state as it is if there is none."""
@@ -49,7 +56,7 @@ def restored(run_dir: Path, state: State, console: Console) -> State:
     for each in older:
         checkpoint.check(each)
     fields = checkpoint.restore(path, _published(vars(state)))
-    for name in fields.keys() - {"params", "opt_state"}:
+    for name in fields.keys() - {"params", "opt_state", "average"}:
         fields[name] = fields[name].item()
     state = State(**fields, **realised(run_dir, fields["step"]))
     console.note(f"resuming after step {state.step}")
@@ -97,6 +104,6 @@ def results(state: dict[str, Any]) -> dict[str, Any]:
         "lost_steps": int(state["lost_steps"]),
         "initial_eval_loss": to_json(float(state["initial_eval_loss"])),
         "final_eval_loss": to_json(float(state["eval_loss"])),
-        "params_sha256": checkpoint.params_sha256(state["params"]),
+        "params_sha256": checkpoint.params_sha256(checkpoint.released(state)),
         **counted,
     }

@@ -1,0 +1,138 @@
+"""What follows the privatised gradient: schedules, decay, averages, and runs that go wrong."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedsim.cli.main import main
+from fedsim.config import run_config
+from fedsim.errors import ConfigError
+from fedsim.optimizers import averaged, optimizer, rate_of, update_rule
+from fedsim.run import checkpoint
+
+FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
+FLAGS += ["--num-steps", "12", "--budget", "8", "--eval-examples", "8", "--seed", "1"]
+FLAGS += ["--strategy", "scan:1", "--checkpoint-every", "4"]
+
+
+def run_of(**settings):
+    return run_config(data="pydocs", run_dir="runs/x", **settings)
+
+
+def rates(num_steps, **settings):
+    rate = rate_of(run_of(learning_rate=2.0, **settings), num_steps)
+    return [float(rate(step)) if callable(rate) else rate for step in range(num_steps)]
+
+
+def test_a_constant_rate_is_a_number():
+    assert rates(3) == [2.0] * 3 and not callable(rate_of(run_of(), 3))
+
+
+def test_schedules_fall_to_zero_after_the_last_step():
+    np.testing.assert_allclose(rates(4, schedule="linear"), [2.0, 1.5, 1.0, 0.5])
+    cosine = [1 + np.cos(np.pi * step / 4) for step in range(4)]
+    np.testing.assert_allclose(rates(4, schedule="cosine"), cosine, rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_warmup_rises_to_the_peak_from_above_zero(schedule):
+    found = rates(20, schedule=schedule, warmup=0.2)
+    np.testing.assert_allclose(found[:5], [0.4, 0.8, 1.2, 1.6, 2.0], rtol=1e-6)
+    assert found[5] == 2.0 if schedule == "constant" else found[5] < 2.0
+    assert (np.diff(found[4:]) <= 0).all() and found[-1] > 0
+
+
+def test_weight_decay_takes_a_share_of_matrices_alone():
+    params = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 3.0)}
+    run = run_of(optimizer="sgd", learning_rate=0.5, schedule="linear", weight_decay=0.1)
+    rule = update_rule(run, rate_of(run, 2))
+    state, zero = rule.init(params), jax.tree.map(jnp.zeros_like, params)
+    for rate in (0.5, 0.25):
+        updates, state = rule.update(zero, state, params)
+        np.testing.assert_allclose(updates["w"], -rate * 0.1 * 3.0, rtol=1e-6)
+        assert not updates["b"].any()
+
+
+def test_options_are_those_of_the_optimizer():
+    grad, params = jnp.array([1.0, -2.0]), jnp.ones(2)
+    mine, theirs = optimizer("adam:b1=0.5,eps=1e-3", 0.1), optax.adam(0.1, b1=0.5, eps=1e-3)
+    found, expected = (rule.update(grad, rule.init(params), params)[0] for rule in (mine, theirs))
+    np.testing.assert_array_equal(found, expected)
+    assert optimizer("momentum:momentum=0.5,nesterov=true", 0.1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adam:b3=1", "adam:b1", "adam:b1=x", "momentum:learning_rate=3", "sgd:momentum=true,x=1"],
+)
+def test_other_options_are_refused_in_one_line(name):
+    with pytest.raises(ConfigError, match=f"^optimizer={name}: expected .*$"):
+        optimizer(name, 0.1)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"ema": 1.0}, r"ema=1.0: expected in \[0, 1\)"),
+        ({"warmup": -0.1}, r"warmup=-0.1: expected in \[0, 1\)"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0: expected >= 0 and finite"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        run_of(**settings)
+
+
+def test_the_average_is_the_weighted_mean_of_all_steps(rng):
+    steps, ema = rng.normal(size=(7, 3)), 0.8
+    average = jnp.asarray(rng.normal(size=3))  # where it starts does not matter
+    for number, params in enumerate(steps, 1):
+        average = averaged(average, jnp.asarray(params), ema, number)
+    weights = ema ** np.arange(6, -1, -1)
+    np.testing.assert_allclose(average, weights @ steps / weights.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["uls", "els"])
+def test_a_run_hands_out_the_average_of_its_steps(algorithm, tmp_path):
+    run_dir = tmp_path / "run"
+    flags = [*FLAGS, "--ema", "0.5", "--checkpoint-every", "1"]
+    main(["train", algorithm, "--data", "pydocs", "--run-dir", str(run_dir), *flags])
+    before, last = map(checkpoint.load, checkpoint.kept(run_dir))
+    expected = averaged(before["average"], last["params"], 0.5, 12)
+    jax.tree.map(np.testing.assert_array_equal, last["average"], expected)
+    released = checkpoint.load_params(checkpoint.kept(run_dir)[-1])
+    jax.tree.map(np.testing.assert_array_equal, released, last["average"])
+    digests = [checkpoint.params_sha256(last[name]) for name in ("params", "average")]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["params_sha256"] == digests[1] != digests[0]
+    main(["verify", str(run_dir), "--replay"])  # from a checkpoint on, to the same average
+
+
+@pytest.mark.parametrize(
+    "optimizer, rate, why",
+    [("adafactor", 1e30, "the parameters are not finite after step 1;")]
+    + [("sgd", 1e3, "the loss is ")],
+)
+def test_a_training_that_diverges_ends_and_says_what_it_spent(
+    optimizer, rate, why, tmp_path, capsys
+):
+    args = ["train", "uls", "--data", "pydocs", "--run-dir", str(tmp_path / "run"), *FLAGS]
+    with pytest.raises(SystemExit) as ended:
+        main([*args, "--optimizer", optimizer, "--learning-rate", str(rate)])
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("fedsim: error")]
+    assert ended.value.code == 3
+    assert f"learning_rate={rate:g}: expected a smaller one: {why}" in line
+    spent = float(line.split("epsilon ")[1].split()[0])
+    steps = len((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()) - 1
+    assert 0 < spent < 8 and steps < 12 and not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_pretraining_has_a_schedule_of_its_own(tmp_path, capsys):
+    args = ["pretrain", "--data", "pydocs", "--run-dir", str(tmp_path / "run"), "--num-steps", "1"]
+    with pytest.raises(SystemExit):
+        main([*args, "--schedule", "linear"])
+    assert "schedule=linear: expected constant: pre-training has" in capsys.readouterr().err
