@@ -297,7 +297,7 @@ def test_help_shows_each_fields_docstring(capsys):
     assert code == 0 and "What a user is compared with." in text
     for sentence in (
         "Target user-level epsilon. > 0; 'inf' trains without noise",
-        "Constant learning rate. > 0.",
+        "Learning rate: its peak, if it has a schedule. > 0.",
     ):
         assert sentence in text
 
