@@ -18,7 +18,7 @@ from flax import traverse_util
 
 from fedsim.errors import ConfigError, expect
 from fedsim.models import families, tensor_files
-from fedsim.models.transformer import DENSE, Lora, Transformer, TransformerConfig
+from fedsim.models.transformer import DENSE, LORA_A, Lora, Transformer, TransformerConfig
 
 A, B = "_lora_a", "_lora_b"
 
@@ -40,12 +40,17 @@ def adapted(c: TransformerConfig, rank: int, alpha: float, layers: str) -> Trans
 def init(c: TransformerConfig, key: jax.Array) -> Any:
     """Fresh adapters, float32: the model's logits do not change."""
 
-    @jax.jit
-    def adapters_alone(key):
-        tokens = jnp.zeros((1, 2), jnp.int32)
-        return adapters_of(Transformer(c).init(key, tokens)["params"])
-
-    return adapters_alone(key)
+    # Drawn one by one: to compile the whole model's initialisation takes longer than a first step.
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    shapes = adapters_of(jax.eval_shape(Transformer(c).init, key, tokens)["params"])
+    leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(shapes))
+    for number, (path, leaf) in enumerate(sorted(leaves.items())):
+        if path[1].endswith(A):
+            own = jax.random.fold_in(key, number)
+            leaves[path] = LORA_A(own, leaf.shape, jnp.float32)
+        else:
+            leaves[path] = jnp.zeros(leaf.shape, jnp.float32)
+    return traverse_util.unflatten_dict(leaves)
 
 
 def adapters_of(params: Any) -> Any:

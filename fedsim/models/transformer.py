@@ -44,6 +44,8 @@ class Lora:
 
 
 DENSE = ("query", "key", "value", "out", "gate", "up", "down")
+LORA_A = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+"""How an adapter's A starts, as in the reference implementation: uniform in +-1/sqrt(inputs)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,9 +159,8 @@ def _dense(c: TransformerConfig, name: str, x_BLD: jax.Array, width: int, bias: 
     if c.lora is None or name not in c.lora.layers:
         return y
     own = {"use_bias": False, "dtype": c.dtype}
-    # B starts at zero, and A as in the reference implementation: uniform in +-1/sqrt(inputs).
-    a_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-    x_BLR = nn.Dense(c.lora.rank, kernel_init=a_init, name=f"{name}_lora_a", **own)(x_BLD)
+    # B starts at zero.
+    x_BLR = nn.Dense(c.lora.rank, kernel_init=LORA_A, name=f"{name}_lora_a", **own)(x_BLD)
     added = nn.Dense(width, kernel_init=nn.initializers.zeros, name=f"{name}_lora_b", **own)(x_BLR)
     return y + c.lora.alpha / c.lora.rank * added
 
