@@ -273,8 +273,8 @@ CLIPPING = (
         "::test_units_that_change_what_others_contribute_are_not_computed_side_by_side",
         *(
             "engine/worker.py",
-            "if new and strategy.proven and",
-            "if new and not strategy.proven and",
+            "not in self._checked and strategy.proven and",
+            "not in self._checked and not strategy.proven and",
         ),
     ),
     one(

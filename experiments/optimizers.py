@@ -1,0 +1,270 @@
+"""Which optimizer, rate, schedule and average learn most from noisy gradients: a screen, by grid.
+
+What follows the privatised gradient costs no privacy, so on public text it may be tuned at will.
+The texts are public: Python's own documentation, and what the other experiments train on. Runs of a
+group (case, algorithm, epsilon, T, seed) share draws and noise, so that their differences are those
+of the update. Averages of the iterates are taken on the way, in each run.
+
+Rows are appended to optimizers.jsonl beside the results as they come; the same command goes on with
+what is missing. So far `small` was run in part, with one seed: the defaults do not follow from it
+yet. There is no claim to be tested.
+
+    python -m experiments.optimizers --scale small [--minutes 60]     (an hour; smoke: 15 s)
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from experiments import common
+
+AVERAGES = (0.8, 0.9, 0.95)
+GRID = (  # (optimizer, rates in ascending order)
+    ("adafactor", (0.01, 0.03, 0.1, 0.3)),
+    ("adam", (0.001, 0.003, 0.01, 0.03)),
+    ("adam:b1=0.9,b2=0.95", (0.001, 0.003, 0.01, 0.03)),
+    ("momentum", (0.03, 0.1, 0.3, 1.0)),
+    ("sgd", (0.3, 1.0, 3.0, 10.0)),
+)
+PRETRAINED = ", pre-trained"
+GROUP = ("case", "algorithm", "epsilon", "num_steps", "seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The grid of one scale. A case is a data set, with the model that it starts from."""
+
+    cases: tuple[str, ...] = ("pydocs", "scotus")
+    algorithms: tuple[str, ...] = ("uls", "els")
+    epsilons: tuple[float, ...] = (4.0,)
+    num_steps: tuple[int, ...] = (100,)
+    seeds: tuple[int, ...] = (0,)
+    grid: tuple[tuple[str, tuple[float, ...]], ...] = GRID
+    schedules: tuple[tuple[str, float], ...] = (("constant", 0.0), ("linear", 0.1))
+    """(schedule, warmup)."""
+    budget: int = 128
+    max_length: int = 64
+    eval_examples: int = 1024
+    seconds: float = 17.0
+    """Of a training, on two cores, for the estimate."""
+
+
+ALL = ("pydocs", "scotus", "scotus" + PRETRAINED, "reddit_links" + PRETRAINED)
+SETTINGS = {
+    "smoke": Settings(
+        *(("pydocs",), ("uls",), (4.0,), (2,), (0,)),
+        grid=(("momentum", (0.1,)), ("adam", (0.01,))),
+        schedules=(("constant", 0.0),),
+        budget=8,
+        max_length=24,
+        eval_examples=16,
+    ),
+    "small": Settings(),
+    "paper": Settings(ALL, epsilons=(1.0, 4.0, 8.0), num_steps=(100, 500), seeds=(0, 1, 2)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A training."""
+
+    case: str
+    algorithm: str
+    epsilon: float
+    num_steps: int
+    seed: int
+    optimizer: str
+    learning_rate: float
+    schedule: str
+    warmup: float
+
+    @property
+    def group(self) -> tuple:
+        """What runs that are compared have in common."""
+        return self.case, self.algorithm, self.epsilon, self.num_steps, self.seed
+
+
+def cells(settings: Settings) -> Iterator[Cell]:
+    """The grid, in the order in which it is run: the widest view first."""
+    axes = (settings.seeds, settings.num_steps, settings.epsilons, settings.schedules)
+    groups = itertools.product(*axes, settings.cases, settings.algorithms, settings.grid)
+    for seed, steps, epsilon, schedule, case, algorithm, (name, rates) in groups:
+        for rate in rates:
+            yield Cell(case, algorithm, epsilon, steps, seed, name, rate, *schedule)
+
+
+def source(case: str) -> tuple[str, str]:
+    """(data, model) of a case."""
+    from experiments import starting_model
+
+    name = case.removesuffix(PRETRAINED)
+    if name != case:
+        return str(starting_model.users(name)), str(starting_model.model())
+    return "pydocs" if name == "pydocs" else str(common.SHARED / f"{name}.parquet"), "tiny"
+
+
+def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
+    """What comes of a cell: held-out losses of the last iterate and of the averages."""
+    import jax
+
+    from fedsim.clipping import Strategy
+    from fedsim.config import Algorithm, PrivacyConfig, run_config
+    from fedsim.engine.local_engine import LocalEngine
+    from fedsim.evaluate import evaluate, headline
+    from fedsim.keys import SecretKey
+    from fedsim.optimizers import averaged, is_finite, rate_of, update_rule, updater
+    from fedsim.plan import complete, make_plan, method_for
+    from fedsim.run.model_source import find_model, load_data, make_task
+
+    started, (data_source, model_source) = time.monotonic(), source(cell.case)
+    settings = dataclasses.asdict(cell)
+    own = ("optimizer", "learning_rate", "schedule", "warmup", "seed")
+    run = run_config(
+        data=data_source,
+        run_dir=Path("."),
+        model=model_source,
+        engine="local",
+        max_length=sizes.max_length if model_source == "tiny" else None,
+        **{name: settings[name] for name in own},
+    )
+    model = find_model(run.model.source)
+    data = load_data(run.data, model, lambda text: None)
+    algorithm = Algorithm(cell.algorithm)
+    privacy = PrivacyConfig(epsilon=cell.epsilon, num_steps=cell.num_steps, budget=sizes.budget)
+    privacy, _ = complete(algorithm, privacy, data)
+    key = SecretKey.create(cell.seed, str(cell.group))
+    method = method_for(algorithm, privacy, data.train, key)
+    task, params = make_task(run, model, data, key.jax_key("parameters"))
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    plan = make_plan(algorithm, privacy, data.train, method, size, [], "")
+    rule = update_rule(run, rate_of(run, cell.num_steps))
+    update, state, engine = updater(rule), rule.init(params), LocalEngine(task, num_lanes=1)
+    averages = dict.fromkeys(AVERAGES, params)
+    before = headline(evaluate(engine, params, data, sizes.eval_examples))
+    for step in range(cell.num_steps):
+        noisy, _ = method.gradient(
+            params,
+            step,
+            engine,
+            clip=plan.clip_at(plan.clip_norm),
+            noise_multiplier=plan.gradient_noise_multiplier,
+            strategy=Strategy("direct", 8),
+        )
+        params, state = update(noisy.values(), state, params)
+        if not is_finite(params):
+            break
+        averages = {ema: averaged(old, params, ema, step + 1) for ema, old in averages.items()}
+    found = {"last": params, **{f"ema {ema}": average for ema, average in averages.items()}}
+    losses = {
+        name: headline(evaluate(engine, p, data, sizes.eval_examples)) for name, p in found.items()
+    }
+    return {
+        **settings,
+        "num_parameters": size,
+        "num_users": plan.num_users,
+        "noise_multiplier": plan.noise_multiplier,
+        "before": before,
+        "losses": losses,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    """What was found so far."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def run(settings: Settings, file: Path, minutes: float) -> None:
+    """Train what is missing, on as many cores as there are, until there is no time left."""
+    fields = [field.name for field in dataclasses.fields(Cell)]
+    done = {tuple(row[name] for name in fields) for row in rows(file)}
+    todo = iter([cell for cell in cells(settings) if dataclasses.astuple(cell) not in done])
+    os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}
+    ends, cores = time.monotonic() + 60 * minutes, os.cpu_count() or 1
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(cores, spawn) as pool, file.open("a") as out:
+        first = itertools.islice(todo, cores if minutes else 0)
+        under_way: set[Future] = {pool.submit(train, cell, settings) for cell in first}
+        while under_way:
+            ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            for future in ended:
+                row = future.result()
+                out.write(json.dumps(row) + "\n")
+                out.flush()
+                print(*(row[name] for name in fields), row["losses"], row["seconds"], flush=True)
+                if time.monotonic() < ends and (cell := next(todo, None)) is not None:
+                    under_way.add(pool.submit(train, cell, settings))
+
+
+def best(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each optimizer and schedule of a group: of its best rate."""
+    ways: dict[tuple, list[dict[str, Any]]] = {}
+    for row in found:
+        key = (*(row[name] for name in GROUP), row["optimizer"], row["schedule"])
+        ways.setdefault(key, []).append(row)
+    table = []
+    for key, tried in sorted(ways.items()):
+        # A run that diverged has no loss, or one that is no number.
+        row = min(
+            tried, key=lambda r: (r["losses"]["last"] != r["losses"]["last"], r["losses"]["last"])
+        )
+        grid = sorted(r["learning_rate"] for r in tried)
+        cell = dict(zip((*GROUP, "optimizer", "schedule"), key, strict=True))
+        cell |= {"learning_rate": row["learning_rate"], "num_users": row["num_users"]}
+        cell |= {"inside_grid": grid[0] < row["learning_rate"] < grid[-1]}
+        table.append({**cell, "before": row["before"], **row["losses"]})
+    return table
+
+
+def draw(table: Sequence[dict[str, Any]]) -> Figure:
+    """A panel for each group: the loss of each optimizer's best rate, last and averaged."""
+    groups = list(dict.fromkeys(tuple(row[name] for name in GROUP) for row in table))
+    size = (4.5 * len(groups), 3.5)
+    figure, axes = plt.subplots(1, len(groups), figsize=size, squeeze=False, layout="constrained")
+    for axis, group in zip(axes[0], groups, strict=True):
+        own = [row for row in table if tuple(row[name] for name in GROUP) == group]
+        names = [f"{row['optimizer']}, {row['schedule']}" for row in own]
+        for way, marker in (("last", "o"), ("ema 0.8", "<"), ("ema 0.9", "x"), ("ema 0.95", ">")):
+            axis.plot([row[way] for row in own], names, marker, label=way, alpha=0.7)
+        case, algorithm, epsilon, steps, seed = group
+        axis.set_title(
+            f"{case}, {algorithm.upper()}, ε = {epsilon:g}, T = {steps}", fontsize="small"
+        )
+        axis.set_xlabel("held-out nats per token")
+    axes[0][0].legend(fontsize="small")
+    return figure
+
+
+def main() -> None:
+    """Train what is missing, and write what was found."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    common.add_arguments(parser)
+    parser.add_argument("--minutes", type=float, default=60, help="begin no training after these")
+    given = parser.parse_args()
+    settings = SETTINGS[given.scale]
+    if given.dry_run:
+        count = len(list(cells(settings)))
+        print(f"{count} trainings: {', '.join(settings.cases)}")
+        print(f"about {count * settings.seconds / 60:.0f} minutes on two cores")
+        return
+    out = common.out_of(given)
+    file = out / "optimizers.jsonl"
+    run(settings, file, given.minutes)
+    table = best(rows(file))
+    common.finish("optimizers", given.scale, out, settings, table, {"optimizers": draw(table)}, [])
+
+
+if __name__ == "__main__":
+    main()
