@@ -94,6 +94,9 @@ def train(
             plan = make_plan(algorithm, completed, data.train, method, *facts, unproven=unproven)
         console.note("starting the workers")
         workers.ready()
+        console.plan(plan, workers)
+        if opened.stored is None and run.engine.strategy == AUTO:
+            console.note("timing ways to compute the clipped sum, if it was not done before")
         chosen = strategy_for(run.engine, opened.stored, workers, params, method, plan.clip)
         strategy, why = chosen
         host = workers.host(params)
@@ -102,7 +105,6 @@ def train(
         drawing = directory.drawing_key(key, stored)
         if drawing is not key:  # of a seed; the pool of ELS takes seconds for many users
             method = method_for(algorithm, completed, data.train, drawing)
-        console.plan(plan, workers)
         console.note(f"{'clipped sum':17} {strategy} ({why})")
         doubt = directory.other_bits(stored, versions(), host)
         if opened.stored and doubt:
