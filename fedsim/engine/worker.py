@@ -36,6 +36,7 @@ ROWS_PER_READ = 4096
 EVAL_ROWS_PER_CHUNK = 16
 TRIAL_REPEATS = 3
 TRIAL_FEW = 4  # units that are tried first
+TELLING_SECONDS = 0.3  # what takes less, a first call and other work may have disturbed
 TRIAL_SECONDS = 3.0  # a trial that takes longer is not repeated, nor done with more units
 GIVE_UP = 1.5  # times the best so far: the same
 SAME_NORMS = 0.02  # strategies agree to 1e-5 in float32; in bfloat16 to less
@@ -160,9 +161,9 @@ class Worker:
         few = max(TRIAL_FEW, strategy.units_at_once(rows.shape[1]))
         for chunk in self._lane_chunks(rows[:few], strategy):
             self._checked_program(no_sum(params, clip), params, chunk, clip, strategy)
-        seconds, norms = timed(rows[:few])
-        seconds *= len(rows) / len(rows[:few])
-        if seconds < min(TRIAL_SECONDS, GIVE_UP * best):
+        probe, norms = timed(rows[:few])
+        seconds = probe * len(rows) / len(rows[:few])
+        if probe < TELLING_SECONDS or seconds < min(TRIAL_SECONDS, GIVE_UP * best):
             times, norms = zip(*(timed(rows) for _ in range(TRIAL_REPEATS)), strict=True)
             seconds, norms = min(times), norms[0]
         return Trial(strategy, seconds, memory), norms
