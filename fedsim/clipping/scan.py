@@ -96,23 +96,28 @@ def clipped_sum(
 
     def add(i, carry):
         total, *values = carry
-        some = jax.tree.map(lambda leaf: leaf[i], parts)
+        first = i * side_by_side
+        some = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, side_by_side), (batch, mask)
+        )
         # Whole numbers of several units, each a function of its own rows. Added in one go: adding
         # reads and writes the whole sum.
         added, found = jax.vmap(one)(*some) if side_by_side > 1 else _first(one, *some)
         total = jax.tree.map(lambda t, z: functools.reduce(jnp.add, list(z), t), total, added)
-        return total, *(old.at[i].set(new) for old, new in zip(values, found, strict=True))
+        update = jax.lax.dynamic_update_slice_in_dim
+        return total, *(update(o, new, first, 0) for o, new in zip(values, found, strict=True))
 
     gradient = _UnitGradient(loss_fn, rows_per_pass, direct, buckets)
     units = len(mask)
-    parts = jax.tree.map(lambda leaf: in_parts(jnp.asarray(leaf), side_by_side), (batch, mask))
+    batch, mask = jax.tree.map(
+        lambda leaf: _to_multiple(jnp.asarray(leaf), side_by_side), (batch, mask)
+    )
     dtype = jnp.float32 if clip.in_float32 else jnp.int32
     total = zeros_like(params, dtype) if total is None else total
     # Loops of dynamic length cost less than loops that skip: a branch copies what passes through.
-    values = (jnp.stack([value] * len(parts[1])) for value in no_values(parts[1].shape[1]))
-    number = reach(parts[1].any(axis=(1, 2)))
-    total, *values = jax.lax.fori_loop(0, number, add, (total, *values))
-    return total, *(value.reshape(-1)[:units] for value in values)
+    number = -(-reach(mask.any(axis=1)) // side_by_side)
+    total, *values = jax.lax.fori_loop(0, number, add, (total, *no_values(len(mask))))
+    return total, *(value[:units] for value in values)
 
 
 def _first(function, *arguments):
@@ -214,5 +219,9 @@ def _over_one(function):
 def in_parts(leaf: jax.Array, size: int) -> jax.Array:
     """[n, ...] -> [parts, min(size, n), ...], padded with zeros (false in a mask)."""
     size = min(size, len(leaf))
-    padding = [(0, -len(leaf) % size)] + [(0, 0)] * (leaf.ndim - 1)
-    return jnp.pad(leaf, padding).reshape(-1, size, *leaf.shape[1:])
+    return _to_multiple(leaf, size).reshape(-1, size, *leaf.shape[1:])
+
+
+def _to_multiple(leaf: jax.Array, size: int) -> jax.Array:
+    """[n, ...], padded with zeros to a multiple of `size`."""
+    return jnp.pad(leaf, [(0, -len(leaf) % size)] + [(0, 0)] * (leaf.ndim - 1))
