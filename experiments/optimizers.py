@@ -116,9 +116,8 @@ def source(case: str) -> tuple[str, str]:
 
 def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     """What comes of a cell: held-out losses of the last iterate and of the averages."""
-    import jax
-
     from fedsim.clipping import Strategy
+    from fedsim.clipping.clip import num_coordinates
     from fedsim.config import Algorithm, PrivacyConfig, run_config
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.evaluate import evaluate, headline
@@ -146,7 +145,7 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     key = SecretKey.create(cell.seed, str(cell.group))
     method = method_for(algorithm, privacy, data.train, key)
     task, params = make_task(run, model, data, key.jax_key("parameters"))
-    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    size = num_coordinates(params)
     plan = make_plan(algorithm, privacy, data.train, method, size, [], "")
     rule = update_rule(run, rate_of(run, cell.num_steps))
     update, state, engine = updater(rule), rule.init(params), LocalEngine(task, num_lanes=1)

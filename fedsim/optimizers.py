@@ -25,6 +25,12 @@ class Diverged(FedsimError):
     exit_code = 3
 
 
+def diverged(run: RunConfig, step: int, what: str, spent: str = "") -> Diverged:
+    """Args: step: the one after which `what` was seen."""
+    rate = f"learning_rate={run.learning_rate:g}: expected a smaller one"
+    return Diverged(f"{rate}: {what} after step {step}{spent}")
+
+
 def update_rule(
     run: RunConfig, learning_rate: float | optax.Schedule
 ) -> optax.GradientTransformation:

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from fedsim.clipping import Clip, Strategy
+from fedsim.clipping.clip import num_coordinates
 from fedsim.config import PretrainConfig, RunConfig, as_dict, to_json
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
@@ -24,14 +25,13 @@ from fedsim.errors import expect
 from fedsim.evaluate import evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
-from fedsim.optimizers import Diverged, is_finite, update_rule, updater
+from fedsim.optimizers import diverged, is_finite, update_rule, updater
 from fedsim.run import checkpoint, directory
 from fedsim.run.console import Console
 from fedsim.run.metrics import Metrics, table
 from fedsim.run.setup import open_run
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, save
-from fedsim.training import num_parameters
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
 NO_CLIP = Clip(math.inf, in_float32=True)
@@ -170,8 +170,7 @@ class Pretrainer:
         state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
         rate = float(np.asarray(self.rate(state.step)))
         if not is_finite(state.params):
-            rule = f"learning_rate={self.run.learning_rate:g}: expected a smaller one"
-            raise Diverged(f"{rule}: the parameters are not finite after step {state.step + 1}")
+            raise diverged(self.run, state.step + 1, "the parameters are not finite")
         state.step += 1
         state.gradients_computed += rows.size
         seconds = time.monotonic() - started
@@ -206,7 +205,7 @@ class Pretrainer:
             **as_dict(self.settings),
             "optimizer": self.run.optimizer,
             "learning_rate": self.run.learning_rate,
-            "num_parameters": num_parameters(state.params),
+            "num_parameters": num_coordinates(state.params),
             "num_examples": self.data.train.num_examples,
             "num_tokens": self.data.train.num_tokens,
             "steps_done": state.step,

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 
 from fedsim import accounting
 from fedsim.clipping import Clip, Strategy
+from fedsim.clipping.clip import num_coordinates
 from fedsim.config import (
     Algorithm,
     EngineConfig,
@@ -37,7 +37,7 @@ from fedsim.evaluate import begin_evaluate, headline
 from fedsim.files import cache_dir, write_json
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean
-from fedsim.optimizers import Diverged, averaged, is_finite, rate_of, update_rule, updater
+from fedsim.optimizers import Diverged, averaged, diverged, is_finite, rate_of, update_rule, updater
 from fedsim.plan import Plan, claimed_fields, complete, ledger_head, make_plan, method_for
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
@@ -72,9 +72,7 @@ def train(
       callback: called after every step with its number, from 1, and its metrics.
     Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
     """
-    update_rule(
-        run, rate_of(run, privacy.num_steps)
-    )  # a mistake in it is found before anything slow
+    transformation = update_rule(run, rate_of(run, privacy.num_steps))
     opening = open_run(algorithm, privacy, run, console, source=source, plant=plant)
     with opening as opened:
         data, key = opened.data, opened.key
@@ -88,7 +86,7 @@ def train(
             assert plan is not None, "a run of train has one"
         else:
             console.note("calibrating the noise")
-            size, seal = num_parameters(params), opened.identity.data_seal
+            size, seal = num_coordinates(params), opened.identity.data_seal
             facts = (size, non_private, seal)
             unproven = unproven_strategy(run.engine)
             plan = make_plan(algorithm, completed, data.train, method, *facts, unproven=unproven)
@@ -114,7 +112,7 @@ def train(
             method=method,
             plan=plan,
             data=data,
-            transformation=update_rule(run, rate_of(run, plan.num_steps)),
+            transformation=transformation,
             engine=workers,
             strategy=strategy,
             run=run,
@@ -163,11 +161,6 @@ def strategy_for(
         return Strategy.parse(stored.strategy["name"]), "as the run was started"
     remembered = cache_dir() / "strategies"
     return choose_strategy(workers, params, method.draw(0), clip, config.strategy, remembered)
-
-
-def num_parameters(params: Any) -> int:
-    """Number of parameters of a tree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 @dataclasses.dataclass
@@ -337,8 +330,7 @@ class Trainer:
         spent = (
             f"epsilon {epsilon:.4f} is spent" if math.isfinite(epsilon) else "no privacy is left"
         )
-        rate = f"learning_rate={self.run.learning_rate:g}"
-        return Diverged(f"{rate}: expected a smaller one: {what} after step {step}; {spent}")
+        return diverged(self.run, step, what, f"; {spent}")
 
     def _release(
         self,

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from fedsim.clipping import Clip, Strategy
+from fedsim.clipping.clip import num_coordinates
 from fedsim.clipping.strategy import candidates, choose
 from fedsim.engine.engine import Engine, Trial
 from fedsim.errors import ConfigError
@@ -45,7 +46,7 @@ def choose_strategy(
         return strategy, "as asked for"
     if not len(rows):
         return Strategy("scan", min(group, 8)), "nothing to try others on"
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    count = num_coordinates(params)
     machine = engine.machine(params)
     tried = candidates(group, count, on_cpu=", cpu," in machine)
     file = cache / f"{_digest(machine, params, rows.shape, tried)}.json"

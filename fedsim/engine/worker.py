@@ -185,8 +185,7 @@ class Worker:
                 flushed = flush(flushed, total)
                 total, room = no_sum(params, clip), most - len(chunk.units)
             program = self._checked_program(total, params, chunk, clip, strategy)
-            arguments = (chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen())
-            total, *values = program(total, params, *arguments)
+            total, *values = program(total, params, *self._of_chunk(chunk, clip))
             values = [*values, chunk.mask.sum(axis=1)]
             for column, value in zip(stats.columns(), values, strict=True):
                 column[chunk.units] = np.asarray(value)[: len(chunk.units)]
@@ -236,15 +235,19 @@ class Worker:
             return clipped_sum(losses, params, batch, mask, own, strategy, **options)
 
         key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, clip.in_float32, strategy)
-        arguments = (params, chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen())
-        return self._program(key, add, total, *arguments, donate_argnums=0)
+        arguments = (total, params, *self._of_chunk(chunk, clip))
+        return self._program(key, add, *arguments, donate_argnums=0)
+
+    def _of_chunk(self, chunk, clip):
+        """What a chunk's program gets beside the sum and the parameters."""
+        return chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen()
 
     def _checked_program(self, total, params, chunk, clip, strategy):
         """The program of a chunk, looked at before it is used for the first time."""
         program = self._chunk_program(total, params, chunk, clip, strategy)
         if id(program) not in self._checked and strategy.proven and not clip.in_float32:
             fresh = functools.partial(no_sum, params, clip)
-            arguments = (params, chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen())
+            arguments = (params, *self._of_chunk(chunk, clip))
             _check_side_by_side(program, fresh, arguments, chunk, strategy)
             self._checked.add(id(program))
         return program

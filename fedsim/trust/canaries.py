@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.clipping import Buckets
+from fedsim.clipping.clip import num_coordinates
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine.task import Task, WrappedTask
@@ -47,7 +48,7 @@ class Directions:
 
     def along(self, params: Any, canary: jax.Array) -> jax.Array:
         """<direction of `canary` (int, scalar), params>, differentiable in params."""
-        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        size = num_coordinates(params)
         own = size // self.count + (canary < size % self.count)
         total = jnp.float32(0)
         for leaf, (owner, sign) in zip(
@@ -58,7 +59,7 @@ class Directions:
 
     def scores(self, total: Any) -> np.ndarray:
         """<direction of each canary, total>, float64 [count]."""
-        size = sum(leaf.size for leaf in jax.tree.leaves(total))
+        size = num_coordinates(total)
         expect("gradient_canaries", self.count, self.count <= size, f"<= {size} parameters")
         found, own = np.zeros(self.count), np.zeros(self.count)
         for leaf, (owner, sign) in zip(jax.tree.leaves(total), self._of_leaves(total), strict=True):
@@ -210,7 +211,7 @@ class Planted:
     def task(self, task: Any, params: Any) -> Any:
         """The run's task with the canaries' losses."""
         self.first, self.task_inner = params, task
-        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        size = num_coordinates(params)
         expect("gradient_canaries", self.num_gradient, self.num_gradient <= size, f"<= {size}")
         if not self.num_gradient:
             return task

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from fedsim import accounting, engine
 from fedsim.clipping import Clip, Strategy
+from fedsim.clipping.clip import num_coordinates
 from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig, RunConfig
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
@@ -123,7 +123,7 @@ def _recommend(privacy, run, console, data, workers, params, key, num_users, plo
         "num_steps": privacy.num_steps,
         "budget": budget,
         "model": run.model.source,
-        "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "num_parameters": num_coordinates(params),
         "workers": f"{workers.num_workers} x {workers.describe()}",
         **{str(each.algorithm): dataclasses.asdict(each) for each in advice},
         "turns": [dataclasses.asdict(turn) for turn in turns],
