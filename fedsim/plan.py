@@ -174,6 +174,8 @@ def complete(
     Args: key: the run's; what group_size_epsilon asks for is drawn from it.
     """
     users = data.train
+    shared = getattr(users, "owners", None) is not None
+    expect("data", data.path, not shared, "texts with one owner each, to train on")
     population = privacy.assumed_population or users.num_users
     least = f">= {users.num_users}, the users there are"
     expect("assumed_population", population, population >= users.num_users, least)

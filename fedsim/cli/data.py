@@ -31,7 +31,12 @@ class DataBuild:
     """The paper's preparation of a data set: defaults for the flags below, and for the source."""
 
     user_column: Each = ()
-    """Column that says whose a row is; again for several that do together. Default: user_id."""
+    """Column that says whose a row is; again for several that do together. A column of lists gives
+    a text to several users. Default: user_id."""
+
+    owners: str | None = None
+    """Columns, with commas between them, for texts with several owners: a text belongs to everyone
+    who is in one of them, as in --owners from,to,cc. Instead of --user-column."""
 
     url_column: str | None = None
     """Column with a URL whose registrable domain (by the public suffix list) is the user."""
@@ -102,6 +107,8 @@ class DataBuild:
             if field.name not in ("sources", "out", "recipe", "json", *SCREEN)
             and getattr(self, field.name) not in (None, ())
         }
+        if self.owners is not None:
+            given["owners"] = tuple(self.owners.split(","))
         if self.eval_examples:
             del given["eval_examples"]
         options = recipes.options_of(self.recipe, given | self._screen())
@@ -178,11 +185,12 @@ def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
     counts = dataset.metadata.get("counts", {})
     if not as_json:
         tables = {split: dict(_flat(values)) for split, values in splits.items()}
-        names = list(next(iter(tables.values())))
+        names = list(max(tables.values(), key=len))
         width = max(map(len, names))
         print(" " * width, *(f"{split:>14}" for split in tables))
         for name in names:
-            print(f"{name:{width}}", *(f"{_short(table[name]):>14}" for table in tables.values()))
+            cells = (_short(table[name]) if name in table else "-" for table in tables.values())
+            print(f"{name:{width}}", *(f"{cell:>14}" for cell in cells))
         print(*(f"{name} {value:,}" for name, value in counts.items()), sep=", ")
     return {"path": str(dataset.path), "splits": splits, "counts": counts}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim.data.owners import Owners
 from fedsim.data.users import UserStore, read_metadata
 from fedsim.errors import DataError
 
@@ -55,7 +56,7 @@ def stats(store: UserStore) -> dict[str, Any]:
     Quantiles are exact (the lower of two neighbours). share_at_max_length is the share of rows
     that fill max_length: an upper bound on the share of texts that were cut.
     """
-    per_user = np.sort(np.diff(store.offsets))
+    per_user = np.sort(store.examples_per_user)
     lengths = store.length_counts()
     up_to = np.cumsum(lengths)
 
@@ -75,6 +76,26 @@ def stats(store: UserStore) -> dict[str, Any]:
         "examples_per_user": {name: of_users(share) for name, share in users.items()},
         "tokens_per_example": {name: of_lengths(share) for name, share in tokens.items()},
         "share_at_max_length": float(lengths[-1] / max(store.num_examples, 1)),
+        **({} if store.owners is None else _of_owners(store.owners, np.diff(store.offsets))),
+    }
+
+
+def _of_owners(owners: Owners, per_set: np.ndarray) -> dict[str, Any]:
+    """How texts are shared: owners per text, owner sets, and connected components of users."""
+    order = np.argsort(owners.sizes, kind="stable")
+    sizes, up_to = owners.sizes[order], np.cumsum(per_set[order])
+
+    def of_texts(share: float) -> int:
+        return int(sizes[np.searchsorted(up_to, _place(share, int(up_to[-1])), side="right")])
+
+    shares = {"min": 0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1}
+    components, largest = owners.components(per_set)
+    return {
+        "num_owner_sets": owners.num_sets,
+        "owners_per_example": {name: of_texts(share) for name, share in shares.items()},
+        "examples_with_several_owners": int(per_set[owners.sizes > 1].sum()),
+        "components": components,
+        "users_in_largest_component": largest,
     }
 
 

@@ -36,7 +36,7 @@ def draw(stores: Mapping[str, UserStore], file: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(stores), squeeze=False)[0]
     for axis, (name, store) in zip(panels, stores.items(), strict=True):
-        sizes = np.diff(store.offsets)
+        sizes = store.examples_per_user
         edges, users = bins(sizes)
         axis.stairs(users, edges, fill=True)
         median = int(np.median(sizes)) if len(sizes) else 0

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import DTypeLike
 
+from fedsim.data import owners
 from fedsim.files import write_json
 
 BATCH_ROWS = 16_384
@@ -110,9 +111,17 @@ def fingerprint(parts: Iterable[pa.Buffer | Path]) -> str:
 
 
 def seal(
-    about: dict[str, Any], num_examples: np.ndarray, num_tokens: np.ndarray, digest: str
+    about: dict[str, Any],
+    num_examples: np.ndarray,
+    num_tokens: np.ndarray,
+    digest: str,
+    people: int | None = None,
 ) -> dict[str, Any]:
-    """A store's metadata: what the caller says `about` it, then its totals and fingerprint."""
+    """A store's metadata: what the caller says `about` it, then its totals and fingerprint.
+
+    Args: people: users where texts have several; num_examples and num_tokens are of owner sets.
+    """
+    shared = {} if people is None else {"num_users": people, "num_owner_sets": len(num_examples)}
     return {
         "kind": "users",
         "format": FORMAT,
@@ -122,6 +131,7 @@ def seal(
         "num_tokens": int(num_tokens.sum()),
         "dtype": np.dtype(token_dtype(about["vocab_size"])).name,
         "fingerprint": digest,
+        **shared,
     }
 
 
@@ -145,12 +155,16 @@ def close_store(
 ) -> None:
     """Completes a directory of shards with its users table and metadata.json.
 
-    Args: user_ids sorted, num_examples and num_tokens [users]. about: goes into the metadata, with
-      vocab_size and max_length in it.
+    Args: user_ids sorted, num_examples and num_tokens [users]; or the same of owner sets (see
+      owners.py). about: goes into the metadata, with vocab_size and max_length in it.
     """
     names = sorted(path.name for path in directory.glob("data-*.arrow"))
-    users = directory / "users.parquet"
-    users.write_bytes(encode_users(user_ids, num_examples, num_tokens))
-    digest = fingerprint([users, *(directory / name for name in names)])
-    metadata = seal({**about, "shards": names}, num_examples, num_tokens, digest)
+    tables = {"users.parquet": encode_users(user_ids, num_examples, num_tokens)}
+    ids, people = pa.array(user_ids, pa.string()), None
+    if owners.is_shared(ids):
+        tables["owners.parquet"], tables["people.parquet"], people = owners.encode(ids)
+    for name, table in tables.items():
+        (directory / name).write_bytes(table)
+    digest = fingerprint([directory / name for name in (*tables, *names)])
+    metadata = seal({**about, "shards": names}, num_examples, num_tokens, digest, people)
     write_json(directory / "metadata.json", metadata, sort_keys=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedsim.data.owners import SEPARATOR
 from fedsim.errors import DataError
 
 EVAL_SHARE, EVAL_CAP = 10, 32
@@ -30,7 +31,10 @@ class Holdout:
     """Rows whose order column is at least this are tests (Stack Overflow), unless held out."""
 
     def takes_user(self, user_id: str) -> bool:
-        """Whether all of this user's examples are held out."""
+        """Whether all of this user's examples are held out; of an owner set: of any of its users,
+        so that nothing that a held-out user owns is trained on."""
+        if SEPARATOR in user_id:
+            return any(map(self.takes_user, user_id.split(SEPARATOR)))
         digest = hashlib.sha256(b"fedsim eval user\0" + user_id.encode()).digest()
         return int.from_bytes(digest[:8], "big") < self.eval_users * 2**64
 

@@ -1,11 +1,14 @@
 """UserStore: the tokenised text of many users, one row per example, rows sorted by user.
 
-A user owns the rows offsets[u]:offsets[u + 1], so an example is named by its row number alone: the
-samplers draw plain integers and users' ids never leave the driver. Rows are ragged on disk (Arrow
-shards, memory-mapped, shared by all processes of a machine) and padded when a batch is gathered.
-Small data in memory is the same bytes in a buffer, read by the same code. Writing is shards.py's.
+Where texts have several owners, rows are sorted by owner set instead (see owners.py), and what is
+said of users here is true of owner sets. A user owns the rows offsets[u]:offsets[u + 1], so an
+example is named by its row number alone: the samplers draw plain integers and users' ids never
+leave the driver. Rows are ragged on disk (Arrow shards, memory-mapped, shared by all processes of a
+machine) and padded when a batch is gathered. Small data in memory is the same bytes in a buffer,
+read by the same code. Writing is shards.py's.
 """
 
+import functools
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +19,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fedsim.data import owners
+from fedsim.data.owners import Owners
 from fedsim.data.shards import FORMAT, encode_stream, encode_users, fingerprint, seal, token_dtype
 from fedsim.data.tokens import TokenReader
 from fedsim.errors import DataError
 
 SCAN_ROWS = 2**18
+TABLES = ("users.parquet", "owners.parquet", "people.parquet")  # the last two: of several owners
+SETS = "num_owner_sets"  # in the metadata of a store whose texts have several owners
 
 
 class UserStore:
@@ -28,16 +35,24 @@ class UserStore:
 
     Attributes:
       num_users, num_examples, num_tokens: totals.
-      offsets: int64 [num_users + 1]; user u owns rows offsets[u]:offsets[u + 1].
+      offsets: int64 [num_users + 1]; user u owns rows offsets[u]:offsets[u + 1]. Where texts have
+        several owners: the rows of each owner set.
       max_length: no row is longer, in tokens. vocab_size: every token id is below it.
       fingerprint: sha256 (hex) over the users table and the shards.
       metadata: the store's metadata.json. path: its directory, or None in memory.
     """
 
     def __init__(
-        self, users: pa.Buffer, shards: Sequence[pa.Buffer | Path], metadata: dict[str, Any]
+        self,
+        users: pa.Buffer,
+        shards: Sequence[pa.Buffer | Path],
+        metadata: dict[str, Any],
+        graph: tuple[pa.Buffer, pa.Buffer] | None = None,
     ):
-        """Open a users table (Parquet) and token shards (Arrow IPC streams, or their files)."""
+        """Open a users table (Parquet) and token shards (Arrow IPC streams, or their files).
+
+        Args: graph: who owns which owner set, and who the users are, as `owners.encode` writes it.
+        """
         self.path: Path | None = None
         self.metadata = metadata
         names = ("max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples", "shards")
@@ -47,12 +62,12 @@ class UserStore:
         self.vocab_size: int = metadata["vocab_size"]
         self.fingerprint: str = metadata["fingerprint"]
         self.num_tokens: int = metadata["num_tokens"]
-        self._users, self._shards = users, list(shards)
+        self._users, self._shards, self._graph = users, list(shards), graph
         column = self._users_column("num_examples")
         # Arrow's own to_numpy imports pandas, which takes longer than all else here.
         counts = np.concatenate([np.zeros(0, np.int32), *map(np.from_dlpack, column.chunks)])
         self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self.num_users = len(counts)
+        self.num_users: int = len(counts) if graph is None else metadata["num_users"]
         try:
             self._reader = TokenReader(self._shards)
         except (pa.ArrowException, ValueError, IndexError, OSError, struct.error) as error:
@@ -73,11 +88,16 @@ class UserStore:
         path = Path(directory).absolute()
         metadata = read_metadata(path, "users")
         names = sorted(p.name for p in path.glob("data-*.arrow"))
-        expected = metadata["shards"]
-        if names != expected or not (path / "users.parquet").is_file():
-            raise DataError(f"data={path}: expected users.parquet and {expected}, got {names}")
-        users = pa.memory_map(str(path / "users.parquet")).read_buffer()
-        store = cls(users, [path / name for name in names], metadata)
+        expected, tables = metadata["shards"], list(TABLES[: 3 if SETS in metadata else 1])
+        found = [name for name in TABLES if (path / name).is_file()]
+        if names != expected or found != tables:
+            raise DataError(
+                f"data={path}: expected {', '.join(tables)} and {expected}, got "
+                f"{', '.join(found) or 'none'} and {names}"
+            )
+        users, *graph = (pa.memory_map(str(path / name)).read_buffer() for name in tables)
+        shards = [path / name for name in names]
+        store = cls(users, shards, metadata, (graph[0], graph[1]) if graph else None)
         store.path = path
         return store
 
@@ -90,10 +110,11 @@ class UserStore:
     ) -> "UserStore":
         """A store in memory. `examples` maps a user id to that user's sequences of token ids.
 
-        Users are sorted by id, as on disk; a user with no sequences keeps an empty slice.
+        Users are sorted by id, as on disk; a user with no sequences keeps an empty slice. The
+        sequences of a tuple of ids belong to all of these users.
         Raises: DataError: a sequence is longer than max_length, or an id is not below vocab_size.
         """
-        by_id = {str(user): rows for user, rows in examples.items()}
+        by_id = {owners.of_ids(user): rows for user, rows in examples.items()}
         if len(by_id) < len(examples):
             raise DataError("user_id: expected ids that differ as strings")
         ids = sorted(by_id)
@@ -110,21 +131,27 @@ class UserStore:
         per_user = np.diff(ends[np.concatenate([[0], np.cumsum(counts)])])
         users = encode_users(ids, counts, per_user)
         shard = encode_stream(lengths, tokens.astype(token_dtype(vocab_size)))
+        keys, graph, people = pa.array(ids, pa.string()), None, None
+        if owners.is_shared(keys):
+            *graph, people = owners.encode(keys)
         metadata = seal(
             {"max_length": max_length, "vocab_size": vocab_size, "shards": []},
             counts,
             per_user,
-            fingerprint([users, shard]),
+            fingerprint([users, *(graph or ()), shard]),
+            people,
         )
-        return cls(users, [shard], metadata)
+        return cls(users, [shard], metadata, (graph[0], graph[1]) if graph else None)
 
     def check(self) -> None:
         """Read everything once: is it what was built? Takes a second per gigabyte or two.
 
         Raises: DataError: a byte was changed since.
         """
-        files = [] if self.path is None else [self.path / "users.parquet", *self._shards]
-        if fingerprint(files or [self._users, *self._shards]) != self.fingerprint:
+        tables: list[Any] = [self._users, *(self._graph or ())]
+        if self.path is not None:
+            tables = [self.path / name for name in TABLES[: len(tables)]]
+        if fingerprint([*tables, *self._shards]) != self.fingerprint:
             where = self.path or "memory"
             raise DataError(f"data={where}: changed since it was built: another fingerprint")
 
@@ -167,26 +194,59 @@ class UserStore:
         for low in range(0, self.num_examples, SCAN_ROWS):
             yield low, min(low + SCAN_ROWS, self.num_examples)
 
+    @functools.cached_property
+    def owners(self) -> Owners | None:
+        """Who owns the texts of each owner set; None where every text has one owner.
+
+        Raises: DataError: it is damaged, or of another store.
+        """
+        if self._graph is None:
+            return None
+        try:
+            found = owners.decode(self._graph[0], self.num_users)
+        except (pa.ArrowException, KeyError, ValueError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"owners.parquet: cut off or damaged ({reason})") from None
+        sets, users = len(self.offsets) - 1, found.users
+        if found.num_sets != sets or not 0 <= users.min() <= users.max() < self.num_users:
+            raise DataError(
+                f"owners.parquet: expected the owners of {sets} owner sets among "
+                f"{self.num_users} users"
+            )
+        return found
+
+    @property
+    def examples_per_user(self) -> np.ndarray:
+        """int64 [num_users]: texts that each user owns, alone or with others."""
+        per_set = np.diff(self.offsets)
+        return per_set if self.owners is None else self.owners.count(per_set)
+
     def user_ids(self) -> list[str]:
-        """[num_users] the ids, in the order of the users; read from the users table each time."""
+        """[num_users] the ids, in the order of the users; read from its table each time."""
+        if self._graph is not None:
+            return _column(self._graph[1], "user_id", TABLES[2]).to_pylist()
         return self._users_column("user_id").to_pylist()
 
     def _users_column(self, name: str) -> pa.ChunkedArray:
-        try:
-            with pq.ParquetFile(pa.BufferReader(self._users)) as table:
-                return table.read([name])[name]
-        except (pa.ArrowException, KeyError, ValueError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"users.parquet: cut off or damaged ({reason})") from None
+        return _column(self._users, name, TABLES[0])
 
     def __reduce__(self):
         if self.path is not None:
             return UserStore.open, (self.path,)
-        return UserStore, (self._users, self._shards, self.metadata)
+        return UserStore, (self._users, self._shards, self.metadata, self._graph)
 
     def __repr__(self) -> str:
         where = self.path or "memory"
         return f"UserStore({self.num_users} users, {self.num_examples} examples, {where})"
+
+
+def _column(table: pa.Buffer, name: str, file: str) -> pa.ChunkedArray:
+    try:
+        with pq.ParquetFile(pa.BufferReader(table)) as opened:
+            return opened.read([name])[name]
+    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{file}: cut off or damaged ({reason})") from None
 
 
 def read_metadata(directory: Path, kind: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from fedsim.data.building.sources import Sources, examine, find_files, identify,
 from fedsim.data.building.staging import resume, staging
 from fedsim.data.dataset import Dataset
 from fedsim.data.framing import LONG_TEXTS
+from fedsim.data.owners import is_shared
 from fedsim.data.shards import (
     DISK_FULL,
     FORMAT,
@@ -81,6 +82,7 @@ def build(
     out: str | Path,
     *,
     user_column: str | Sequence[str] = "user_id",
+    owners: str | Sequence[str] = (),
     text_column: str | Sequence[str] = "text",
     url_column: str | None = None,
     order_column: str | None = None,
@@ -107,6 +109,8 @@ def build(
 
     Args:
       user_column, text_column: one column or several; several text columns are joined by newlines.
+        One user column of lists gives each text to all users of its list.
+      owners: columns, instead of user_column, in any of which a user who owns the text may be.
       url_column: makes the user the registrable domain of this column's URL.
       order_column: sorts a user's examples; ties, and all without it, stay as in the sources.
       tokenizer: "bytes", "wordpiece:SIZE" or "bpe:SIZE" (trained on the texts of the users not held
@@ -127,7 +131,7 @@ def build(
       Nothing is left behind.
     """
     out = Path(out).absolute()
-    columns = Columns.of(user_column, text_column, order_column, url_column)
+    columns = Columns.of(user_column, text_column, order_column, url_column, owners)
     holdout = Holdout(eval_users, eval_examples, min_examples, test_from)
     options = _Options(
         columns, holdout, file_of(tokenizer), max_length, long_texts, screen or Screen(), unowned
@@ -185,6 +189,9 @@ class _Build:
                 "least one"
             )
         owners = collect_owners(self.runs, runs)
+        shared, least = is_shared(owners["user_id"]), options.holdout.min_examples
+        if shared and least > 1:
+            raise DataError(f"min_examples={least}: expected 1 where texts have several owners")
         group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
         splits = dict(divide(group, counts, options.holdout))
         self._write_splits(runs, owners, splits, tokenizer)
@@ -323,12 +330,15 @@ class _Build:
         """metadata.json of the whole."""
         options = self.options
         rules = {"max_length": options.max_length, "long_texts": options.long_texts}
+        columns = asdict(options.columns)
+        if not options.columns.owners:
+            del columns["owners"]
         metadata = {
             "kind": "dataset",
             "format": FORMAT,
             "splits": splits,
             "tokenizer": _described(tokenizer),
-            "columns": asdict(options.columns),
+            "columns": columns,
             "rules": {**rules, **asdict(options.holdout), "unowned": options.unowned},
             "screen": asdict(options.screen),
             "counts": counts,

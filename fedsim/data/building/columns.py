@@ -14,15 +14,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.building.domains import registrable_domain
+from fedsim.data.owners import SEPARATOR, together
 from fedsim.errors import DataError, MissingColumn
 
 TEXT_JOINT = "\n"
 ID_JOINT = "/"
+MOST_OWNERS = 1000  # of one text
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns. Several user columns make one id together, several text columns a text."""
+    """Names of columns. Several user columns make one id together, several text columns a text.
+
+    A user column of lists, and the columns of `owners`, give a text to several users.
+    """
 
     user: tuple[str, ...] = ("user_id",)
     text: tuple[str, ...] = ("text",)
@@ -31,6 +36,8 @@ class Columns:
     """If given, the user is the registrable domain of this column's URL, not `user`."""
     extra: tuple[str, ...] = ()
     """Others that are read, and not used here."""
+    owners: tuple[str, ...] = ()
+    """If given, a text belongs to the users in any of these columns, not to `user`."""
 
     @classmethod
     def of(
@@ -39,22 +46,28 @@ class Columns:
         text: str | Sequence[str],
         order: str | None = None,
         url: str | None = None,
+        owners: str | Sequence[str] = (),
     ) -> "Columns":
         """Columns from one name or several. Raises: DataError: none, or a column has two roles."""
-        found = cls(_names(user), _names(text), order, url)
+        found = cls(_names(user), _names(text), order, url, owners=_names(owners))
         for field, names in (("user_column", found.user), ("text_column", found.text)):
             if not names or len(set(names)) < len(names):
                 raise DataError(f"{field}={names}: expected at least one column, none twice")
+        shown = ",".join(found.owners)
+        if len(set(found.owners)) < len(found.owners):
+            raise DataError(f"owners={shown}: expected no column twice")
+        if found.owners and url is not None:
+            raise DataError(f"owners={shown}: expected none beside url_column={url}")
         for name in found.owner:
             if name in found.text:
-                field = "url_column" if url else "user_column"
+                field = found.blamed.partition("=")[0]
                 raise DataError(f"{field}={name}: expected a column other than text_column")
         return found
 
     @property
     def owner(self) -> tuple[str, ...]:
         """The columns that say whose a row is."""
-        return self.user if self.url is None else (self.url,)
+        return self.owners or (self.user if self.url is None else (self.url,))
 
     @property
     def names(self) -> list[str]:
@@ -65,11 +78,13 @@ class Columns:
     @property
     def blamed(self) -> str:
         """The flag and value that a row without a user is about."""
+        if self.owners:
+            return f"owners={','.join(self.owners)}"
         return f"url_column={self.url}" if self.url else f"user_column={','.join(self.user)}"
 
     def check(self, found: Sequence[str]) -> None:
         """Raises: DataError: a column is not among those `found`."""
-        named = {"user": () if self.url else self.user, "text": self.text}
+        named = {"user": () if self.url or self.owners else self.user, "text": self.text}
         named |= {"order": (self.order,), "url": (self.url,), "screen_url": self.extra}
         for field, names in named.items():
             for name in names:
@@ -77,6 +92,11 @@ class Columns:
                     raise MissingColumn(
                         f"{field}_column={name}: no such column, expected one of {', '.join(found)}"
                     )
+        for name in self.owners:
+            if name not in found:
+                raise MissingColumn(
+                    f"owners={name}: no such column, expected one of {', '.join(found)}"
+                )
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -90,7 +110,10 @@ def normalise(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.Rec
 
     Raises: DataError: a column has another type than it should, or text that is not UTF-8.
     """
-    if columns.url is not None:
+    lists = len(columns.user) == 1 and is_list(plain(batch[columns.owner[0]]).type)
+    if columns.owners or (columns.url is None and lists):
+        users = _owner_sets(batch, columns, first_row)
+    elif columns.url is not None:
         users = _as_domains(_as_text(batch[columns.url], f"url_column={columns.url}", first_row))
     else:
         users = _join_ids(
@@ -120,10 +143,14 @@ def is_blank(column: pa.Array) -> np.ndarray:
     return blank.fill_null(True).to_numpy(zero_copy_only=False)
 
 
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column holds lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
 def is_token_list(kind: pa.DataType) -> bool:
     """Whether a text column holds token ids instead of text."""
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return lists and pa.types.is_integer(kind.value_type)  # pyright: ignore
+    return is_list(kind) and pa.types.is_integer(kind.value_type)  # pyright: ignore
 
 
 def plain(column: pa.Array) -> pa.Array:
@@ -143,7 +170,59 @@ def _as_ids(column: pa.Array, field: str, first_row: int) -> pa.Array:
     kind = column.type
     if not (is_string(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
         raise DataError(f"{field}: expected strings or integers, got {kind}")
-    return _validate(column.cast(pa.string()), field, first_row)
+    ids = _validate(column.cast(pa.string()), field, first_row)
+    joined = pc.match_substring(ids, SEPARATOR).fill_null(False)  # pyright: ignore
+    if joined.true_count:
+        row = first_row + joined.index(True).as_py() + 1
+        raise DataError(f"{field}: expected ids without the control character 1F, got row {row}")
+    return ids
+
+
+def _owner_sets(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.Array:
+    """Each row's set of owners as one string (see data/owners.py), blank where there is none.
+
+    Raises: DataError: a list with a null, an empty id or an id twice, or too many owners.
+    """
+    parts = [_owned(batch, name, columns, first_row) for name in columns.owner]
+    rows = np.concatenate([rows for rows, _ in parts])
+    ids = pa.concat_arrays([ids for _, ids in parts])
+    keys, counts = together(rows, ids, len(batch))
+    if len(bad := np.flatnonzero(counts > MOST_OWNERS)):
+        raise DataError(
+            f"{columns.blamed}: expected at most {MOST_OWNERS} owners of a text, got "
+            f"{counts[bad[0]]} in row {first_row + bad[0] + 1}"
+        )
+    return keys
+
+
+def _owned(
+    batch: pa.RecordBatch, name: str, columns: Columns, first_row: int
+) -> tuple[np.ndarray, pa.Array]:
+    """(row, owner) of one column: lists, or single ids, of which null and blank ones are nobody."""
+    column, field = plain(batch[name]), columns.blamed
+    if not is_list(column.type):
+        ids = _as_ids(column, field, first_row)
+        rows = np.flatnonzero(~is_blank(ids))
+        return rows, ids.take(pa.array(rows))
+    sizes = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)  # pyright: ignore
+    rows, values = np.repeat(np.arange(len(column)), sizes), column.flatten()
+    if pa.types.is_list(values.type) or pa.types.is_nested(values.type):
+        raise DataError(f"{field}: expected lists of strings or integers, got {column.type}")
+    if len(bad := np.flatnonzero(sizes > MOST_OWNERS)):
+        raise DataError(
+            f"{field}: expected at most {MOST_OWNERS} owners of a text, got {sizes[bad[0]]} in "
+            f"row {first_row + bad[0] + 1}"
+        )
+    ids = _as_ids(values, field, 0)
+    blank = is_blank(ids)
+    if blank.any():
+        row = first_row + rows[blank.argmax()] + 1
+        raise DataError(f"{field}: expected owners with ids, got a null or empty one in row {row}")
+    _, counts = together(rows, ids, len(column))
+    if len(bad := np.flatnonzero(counts < sizes)):
+        row = first_row + bad[0] + 1
+        raise DataError(f"{field}: expected each owner of a text once, got one twice in row {row}")
+    return rows, ids
 
 
 def _join_ids(parts: Sequence[pa.Array]) -> pa.Array:

@@ -284,8 +284,12 @@ def _json_objects(lines: Iterator[bytes], before: int) -> Iterator[tuple[int, di
 
 
 def _json_column(values: list[Any], name: str, first_row: int) -> pa.Array:
-    """Numbers and strings mixed in one column become strings, except floats."""
+    """Numbers and strings mixed in one column become strings, except floats; beside lists, others
+    become lists of one."""
     kinds = {type(value) for value in values} - {type(None)}
+    if list in kinds and kinds <= {int, str, list}:
+        values = [[v] if isinstance(v, int | str) else v for v in values]
+        kinds = {list}
     if kinds == {int, str}:
         values = [None if value is None else str(value) for value in values]
     try:

@@ -267,7 +267,7 @@ BAD_INPUT = [
     ("x.parquet", {"user_id": [b"a"], "text": ["x"]}, "strings or integers, got binary"),
     ("x.parquet", {"user_id": ["a"], "text": [b"\x00\xff"]}, "token ids, got binary"),
     ("x.parquet", {"user_id": ["a"], "text": [["x"]]}, "or lists of token ids, got list<"),
-    ("x.jsonl", ALICE + b'{"user_id": ["a"], "text": "x"}\n', "readable jsonl file (line "),
+    ("x.jsonl", ALICE + b'{"user_id": {"a": 1}, "text": "x"}\n', "readable jsonl file (line "),
     (
         "x.jsonl",
         ALICE + b'{"user_id": "a", "text": {"x": 1}}\n',

@@ -1,0 +1,222 @@
+"""Texts with several owners: how they are read, stored and counted."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedsim.data import owners
+from fedsim.data.building.build import build
+from fedsim.data.dataset import Dataset, stats
+from fedsim.data.users import UserStore
+from fedsim.errors import DataError
+
+MAIL = [
+    (["bob", "amy"], "hello"),
+    (["eve"], "alone"),
+    (["amy", "bob"], "again"),
+    (["cat", "amy", "bob"], "all"),
+    ("eve", "more"),
+    (["dan", "eve"], "two"),
+]
+GRAPH = {"amy": 3, "bob": 3, "cat": 1, "dan": 1, "eve": 3}
+
+
+def jsonl(tmp_path, rows, name="mail.jsonl"):
+    path = tmp_path / name
+    path.write_text("\n".join(json.dumps({"who": who, "text": text}) for who, text in rows))
+    return path
+
+
+def build_all(source, out, **options):
+    options = {"eval_users": 0.0, "eval_examples": False, "num_workers": 1, **options}
+    return build(source, out, **options)
+
+
+def texts(store):
+    """{owners: texts} of a store of bytes."""
+    found, ids, graph = {}, store.user_ids(), store.owners
+    for i, (low, high) in enumerate(zip(store.offsets[:-1], store.offsets[1:], strict=True)):
+        tokens, sizes = store.gather(np.arange(low, high), 32)
+        names = tuple(ids[u] for u in graph.users[graph.starts[i] : graph.starts[i + 1]])
+        rows = zip(tokens, sizes, strict=True)
+        found[names] = [bytes((row[1:size] - 1).astype(np.uint8)) for row, size in rows]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "columns"])
+def test_texts_keep_their_owners(tmp_path, kind):
+    options = {"user_column": "who"}
+    if kind == "jsonl":
+        source = jsonl(tmp_path, MAIL)
+    else:
+        lists = [[who] if isinstance(who, str) else who for who, _ in MAIL]
+        table = {"who": lists, "text": [text for _, text in MAIL]}
+        if kind == "columns":
+            options = {"owners": ["first", "others"]}
+            table["first"] = [who[0] for who in lists]
+            table["others"] = [who[1:] or None for who in lists]
+        source = tmp_path / "mail.parquet"
+        pq.write_table(pa.table(table), source)
+    store = build_all(source, tmp_path / "out", **options).train
+    assert store.user_ids() == sorted(GRAPH) and store.num_users == 5
+    assert dict(zip(store.user_ids(), store.examples_per_user.tolist(), strict=True)) == GRAPH
+    assert set(texts(store)) == {
+        ("amy", "bob"),
+        ("eve",),
+        ("amy", "bob", "cat"),
+        ("dan", "eve"),
+    }
+    assert len(texts(store)["amy", "bob"]) == len(texts(store)["eve",]) == 2
+    store.check()
+
+
+def test_a_store_on_disk_is_the_one_in_memory(tmp_path):
+    disk = build_all(jsonl(tmp_path, MAIL), tmp_path / "out", user_column="who").train
+    by_owners = {}
+    for who, _ in MAIL:
+        ids = (who,) if isinstance(who, str) else tuple(sorted(who))
+        by_owners.setdefault(ids, []).append([1, 2])
+    memory = UserStore.from_examples(by_owners, 8, 9)
+    assert memory.user_ids() == disk.user_ids()
+    np.testing.assert_array_equal(memory.owners.users, disk.owners.users)
+    np.testing.assert_array_equal(memory.owners.starts, disk.owners.starts)
+
+
+def test_lists_of_one_owner_give_the_bits_of_no_lists(tmp_path):
+    rows = [(f"user {i % 7}", f"text {i}") for i in range(50)]
+    plain = build(jsonl(tmp_path, rows, "a.jsonl"), tmp_path / "a", user_column="who")
+    rows = [([who], text) for who, text in rows]
+    lists = build(jsonl(tmp_path, rows, "b.jsonl"), tmp_path / "b", user_column="who")
+    assert plain.train.owners is None and lists.train.owners is None
+    for split in ("train", "eval_examples"):
+        files = sorted(path.name for path in (plain.path / split).iterdir())
+        assert files == sorted(path.name for path in (lists.path / split).iterdir())
+        for name in files:
+            assert (plain.path / split / name).read_bytes() == (
+                lists.path / split / name
+            ).read_bytes()
+
+
+def test_the_bits_of_data_with_one_owner_are_those_they_always_were(tmp_path):
+    # Recorded before texts could have several owners; a new format of stores changes it.
+    rows = [(f"user {i % 7}", f"text {i}") for i in range(50)]
+    data = build(jsonl(tmp_path, rows), tmp_path / "out", user_column="who")
+    assert data.train.fingerprint == RECORDED
+    assert not {"num_owner_sets", "owners"} & {*data.train.metadata, *data.metadata["columns"]}
+
+
+RECORDED = "eb595353498c597f15312db224ec94782d6b2d74d9872187c2828468c704bfc8"
+
+
+@pytest.mark.parametrize(
+    "who, message",
+    [
+        ([], "1 null or empty user ids in .* .rows 7.; expected a user"),
+        (None, "1 null or empty user ids in .* .rows 7.; expected a user"),
+        (["a", None], "expected owners with ids, got a null or empty one in row 7"),
+        (["a", " "], "expected owners with ids, got a null or empty one in row 7"),
+        (["a", "a"], "expected each owner of a text once, got one twice in row 7"),
+        ([f"u{i}" for i in range(10_000)], "at most 1000 owners of a text, got 10000 in row 7"),
+        ([["a"]], "expected a readable jsonl file"),
+        (["a\x1fb"], "without the control character 1F"),
+    ],
+)
+def test_a_bad_list_is_one_line(tmp_path, who, message):
+    source = jsonl(tmp_path, [*MAIL, (who, "bad")])
+    with pytest.raises(DataError, match=message) as error:
+        build_all(source, tmp_path / "out", user_column="who")
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_rows_that_nobody_owns_can_be_left_out(tmp_path):
+    source = jsonl(tmp_path, [*MAIL, ([], "nobody"), (None, "nobody")])
+    data = build_all(source, tmp_path / "out", user_column="who", unowned="drop")
+    assert data.metadata["counts"]["rows_without_user_dropped"] == 2
+    assert data.train.num_examples == len(MAIL)
+
+
+def test_too_many_owners_in_several_columns_are_refused(tmp_path):
+    people = [f"u{i}" for i in range(600)]
+    table = {"to": [people], "cc": [[f"v{i}" for i in range(600)]], "text": ["x"]}
+    pq.write_table(pa.table(table), tmp_path / "mail.parquet")
+    with pytest.raises(DataError, match="owners=to,cc: expected at most 1000 owners"):
+        build_all(tmp_path / "mail.parquet", tmp_path / "out", owners=["to", "cc"])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"owners": ["to", "to"]}, "owners=to,to: expected no column twice"),
+        ({"owners": ["text"]}, "owners=text: expected a column other than text_column"),
+        ({"owners": ["to"], "url_column": "u"}, "owners=to: expected none beside url_column=u"),
+        ({"owners": ["nobody"]}, "owners=nobody: no such column, expected one of to, text"),
+        ({"user_column": "to", "min_examples": 2}, "min_examples=2: expected 1 where"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, options, message):
+    table = {"to": [["a", "b"]], "text": ["x"]}
+    pq.write_table(pa.table(table), tmp_path / "mail.parquet")
+    with pytest.raises(DataError, match=message):
+        build_all(tmp_path / "mail.parquet", tmp_path / "out", **options)
+
+
+def test_nothing_that_a_held_out_user_owns_is_trained_on(tmp_path, rng):
+    rows = [
+        ([f"u{i}" for i in rng.choice(40, rng.integers(1, 4), replace=False)], f"text {n}")
+        for n in range(400)
+    ]
+    data = build_all(jsonl(tmp_path, rows), tmp_path / "out", user_column="who", eval_users=0.2)
+    train, held = set(data.train.user_ids()), data.eval_users
+    outside = set(held.user_ids()) - train
+    assert data.train.num_examples + held.num_examples == 400
+    assert outside and not train & outside
+    assert all(outside & set(who) for who in texts(held))
+
+
+def test_statistics_of_both_sides(tmp_path):
+    data = build_all(jsonl(tmp_path, MAIL), tmp_path / "out", user_column="who")
+    found = stats(Dataset.open(data.path).train)
+    assert found["num_users"] == 5 and found["num_examples"] == 6
+    assert found["examples_per_user"]["max"] == 3 and found["examples_per_user"]["min"] == 1
+    assert found["num_owner_sets"] == 4 and found["examples_with_several_owners"] == 4
+    owned = found["owners_per_example"]
+    assert (owned["min"], owned["median"], owned["max"]) == (1, 2, 3)
+    assert (found["components"], found["users_in_largest_component"]) == (2, 3)
+
+
+def test_statistics_agree_with_loops(rng):
+    sets = {
+        tuple(f"u{i}" for i in rng.choice(30, rng.integers(1, 5), replace=False)): rng.integers(
+            1, 9
+        )
+        for _ in range(25)
+    }
+    sets = {tuple(sorted(who)): count for who, count in sets.items()}
+    store = UserStore.from_examples({who: [[1]] * n for who, n in sets.items()}, 8, 9)
+    ids, found = store.user_ids(), stats(store)
+    owned = {user: sum(n for who, n in sets.items() if user in who) for user in ids}
+    assert store.examples_per_user.tolist() == list(owned.values())
+    sizes = sorted(len(who) for who, n in sets.items() for _ in range(n))
+    assert found["owners_per_example"]["median"] == sizes[(len(sizes) - 1) // 2]
+    parts = []
+    for who in sets:
+        joined = set(who).union(*(part for part in parts if part & set(who)))
+        parts = [part for part in parts if not part & joined] + [joined]
+    assert found["components"] == len(parts)
+    assert found["users_in_largest_component"] == max(map(len, parts))
+
+
+def test_a_graph_of_another_store_is_found_out(tmp_path):
+    store = build_all(jsonl(tmp_path, MAIL), tmp_path / "out", user_column="who").train
+    file = store.path / "owners.parquet"
+    file.write_bytes(bytes(owners.encode(pa.array(["a", "a\x1fb"]))[0]))
+    with pytest.raises(DataError, match="changed since it was built"):
+        UserStore.open(store.path).check()
+    with pytest.raises(DataError, match="owners.parquet: expected the owners of 4 owner sets"):
+        _ = UserStore.open(store.path).owners
+    file.unlink()
+    with pytest.raises(DataError, match="expected users.parquet, owners.parquet, people.parquet"):
+        UserStore.open(store.path)
