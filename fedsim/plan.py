@@ -175,7 +175,7 @@ def complete(
     """
     users = data.train
     shared = getattr(users, "owners", None) is not None
-    expect("data", data.path, not shared, "texts with one owner each, to train on")
+    expect("data", "of several owners", not shared, "texts with one owner each, to train on")
     population = privacy.assumed_population or users.num_users
     least = f">= {users.num_users}, the users there are"
     expect("assumed_population", population, population >= users.num_users, least)
