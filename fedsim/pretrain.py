@@ -153,7 +153,7 @@ class Pretrainer:
                 self.engine.publish(state.step, values)
                 if state.step % self.eval_every == 0 or state.step == last:
                     self._evaluate(state, metrics)
-                if state.step % self.run.checkpoint_every == 0:
+                if saver.due(state.step, self.run.checkpoint_every):
                     saver.save(state.step, vars(state))
                     metrics.flush()
                 if state.step % self.run.log_every == 0 or state.step == last:
@@ -210,7 +210,9 @@ class Pretrainer:
             "num_tokens": self.data.train.num_tokens,
             "steps_done": state.step,
             "initial_eval_loss": to_json(state.initial_eval_loss),
-            "final_eval_loss": to_json(state.eval_loss),
+            "final_eval_loss": to_json(
+                state.eval_loss if state.evaluated == state.step else math.nan
+            ),
             "params_sha256": checkpoint.params_sha256(state.params),
             "gradients_computed": state.gradients_computed,
             "wall_seconds": round(state.wall_seconds, 3),

@@ -373,7 +373,8 @@ class Trainer:
         return step % interval == 0 or step == self.plan.num_steps
 
     def _save(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> None:
-        if state.step and self._due(state.step, self.run.checkpoint_every):
+        last = state.step == self.plan.num_steps
+        if state.step and (last or saver.due(state.step, self.run.checkpoint_every)):
             saver.save(state.step, vars(state))
             metrics.flush()
 

@@ -20,6 +20,7 @@ from fedsim.cli.trust import Audit, Report, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, changed_run, to_json
 from fedsim.errors import FedsimError, expect
+from fedsim.run.signals import terminated
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
 Flat = tyro.conf.OmitArgPrefixes
@@ -246,15 +247,19 @@ def _progress(text: str) -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Entry point of the command `fedsim`."""
+    command = None
     try:
         command = parse(Command, list(sys.argv[1:] if args is None else args))
-        result = command()
+        with terminated():
+            result = command()
     except FedsimError as error:
         print(error.details, end="", file=sys.stderr)
         _fail(error, error.exit_code)
     except (OSError, json.JSONDecodeError) as error:  # a full disk, a file that is damaged or gone
         _fail(error, 1)
     except KeyboardInterrupt:
+        if isinstance(command, Train | Pretrain):  # before the first step, or impatiently
+            _fail("interrupted; the same command with --resume goes on", UNFINISHED)
         _fail("interrupted", 130)
     if command.json:
         print(json.dumps(result))

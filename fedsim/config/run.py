@@ -168,7 +168,7 @@ class RunConfig:
     """How many held-out examples an evaluation looks at; always the same ones."""
 
     checkpoint_every: int = 10
-    """Steps between checkpoints."""
+    """Steps between checkpoints; where these take longer, there is one a minute, too."""
 
     log_every: int = 10
     """Steps between progress lines where there is no terminal."""

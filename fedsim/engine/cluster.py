@@ -1,7 +1,7 @@
 """Joins the Ray cluster that RAY_ADDRESS names, or starts a private one on this machine.
 
 A private cluster has a directory and ports of its own and token authentication, and goes with the
-process that started it.
+process that started it: not before it, as long as nobody uses SIGKILL, and never after it.
 """
 
 import atexit
@@ -10,14 +10,22 @@ import logging
 import os
 import secrets
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import threading
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import ray
 from ray.exceptions import RayError
 
+from fedsim.engine import warden
 from fedsim.errors import ConfigError, expect
 
 REACH_S = 5.0  # to connect to a cluster's head
@@ -29,6 +37,8 @@ class Cluster:
     def __init__(self, num_cpus: int):
         self._owned = not ray.is_initialized()
         self._directory: Path | None = None
+        self._processes: set[int] = set()
+        self._warden: subprocess.Popen | None = None
         if self._owned and "RAY_ADDRESS" in os.environ:
             self._join(os.environ["RAY_ADDRESS"])
         elif self._owned:
@@ -37,7 +47,8 @@ class Cluster:
     def _join(self, address: str) -> None:
         _expect_reachable(address)
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            with _own_handlers():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(
@@ -50,7 +61,8 @@ class Cluster:
             # has read the variable for it when it was imported.
             os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
         self._directory = short_directory()
-        with warnings.catch_warnings():
+        before = warden.children(os.getpid())
+        with warnings.catch_warnings(), _own_handlers(), _deaf():
             # JAX warns of every fork; those of Ray exec at once, and no JAX runs in between.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(
@@ -61,6 +73,8 @@ class Cluster:
                 logging_level=logging.ERROR,
                 _temp_dir=str(self._directory),
             )
+            self._processes = warden.children(os.getpid()) - before
+            self._warden = _start_warden(self._directory, self._processes)
 
     def nodes(self) -> list[dict[str, float]]:
         """What each node that is alive has, by Ray's names."""
@@ -68,10 +82,53 @@ class Cluster:
 
     def close(self) -> None:
         """Disconnect; a private cluster ends and leaves nothing behind."""
+        if self._processes:
+            threading.Thread(target=_end_with, args=(self._processes,), daemon=True).start()
         if self._owned:
             ray.shutdown()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+        if self._warden is not None:
+            self._warden.communicate()
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that start in here do not hear that somebody wants this one to stop.
+
+    `timeout`, a closed terminal, systemd and Slurm tell all processes of a run. Without its workers
+    this one could not finish its step, and without their cluster it would end with them. What Ray
+    does about Ctrl-C, for the signals that it leaves out; they are this process's to pass on.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Whoever had set a handler of SIGTERM keeps it: Ray puts its own in place."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start_warden(directory: Path, processes: set[int]) -> subprocess.Popen:
+    words = [sys.executable, "-ISB", warden.__file__, str(directory), *map(str, processes)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _end_with(processes: set[int]) -> None:
+    """Kill a private cluster as soon as Ray has ended the first of its processes: it waits a second
+    for each of them, one after the other, before it does."""
+    here = processes & warden.children(os.getpid())
+    family = warden.family(here)
+    while here <= warden.children(os.getpid()):
+        time.sleep(0.02)
+    warden.end(family, os.getsid(0))
 
 
 def _expect_reachable(address: str) -> None:

@@ -6,6 +6,7 @@ what comes before, so that it is read as it was written or not at all.
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedsim.files import write_atomically
 
 DIRECTORY = "checkpoints"
 KEEP = 2
+LONGEST_S = 60.0  # between two checkpoints: so much work may be lost
 DIGEST_SIZE = hashlib.sha256().digest_size
 
 
@@ -57,12 +59,17 @@ class Saver:
         """
         self._write, self._step = write, step
         self._thread, self._last = ThreadPoolExecutor(1), None
+        self._saved_at = time.monotonic()
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether a state is to be saved after `step`: every so many steps, and every minute."""
+        return step % every == 0 or time.monotonic() - self._saved_at >= LONGEST_S
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Save a state unless that step was saved. Raises: what went wrong with the save before."""
         if step > self._step:
             self._wait()
-            self._step = step
+            self._step, self._saved_at = step, time.monotonic()
             self._last = self._thread.submit(self._write, step, dict(state))
 
     def _wait(self) -> None:

@@ -4,6 +4,7 @@ A progress bar on a terminal and in a notebook, one plain line per reporting int
 logs).
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -67,10 +68,12 @@ class Console:
 
     def summary(self, summary: dict[str, Any], run_dir) -> None:
         """What came out."""
+        losses = [float(summary[name]) for name in ("initial_eval_loss", "final_eval_loss")]
+        found = all(map(math.isfinite, losses))  # not of a run that was stopped in between
+        shown = "eval loss {:.4g} -> {:.4g} nats/token, ".format(*losses) if found else ""
         self.note(
-            f"eval loss {_number(summary['initial_eval_loss'])} -> "
-            f"{_number(summary['final_eval_loss'])} nats/token, {summary['steps_done']} steps, "
-            f"{summary['gradients_computed']} gradients, {summary['wall_seconds']:.0f} s"
+            f"{shown}{summary['steps_done']} steps, {summary['gradients_computed']} gradients, "
+            f"{summary['wall_seconds']:.0f} s"
         )
         self.note(guarantee_line(summary))
         self.note(f"written to {run_dir}; look at it with: tensorboard --logdir {run_dir}/tb")

@@ -1,48 +1,62 @@
-"""Stopping a run between two steps when the system asks for it."""
+"""Stopping between two steps, or at once and tidily, when the system asks for it."""
 
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ECHO_S = 0.5  # `timeout` sends its signal to the process and to its group: twice, at once
 
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """SIGTERM ends what is inside as Ctrl-C does, so that it clears up behind itself."""
-    if threading.current_thread() is not threading.main_thread():
+    """SIGTERM and SIGHUP end what is inside as Ctrl-C does, so that it clears up behind itself."""
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    with _at_first(end):
         yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM or SIGINT sets, so that the step under way is finished and saved.
+    """An event that a signal to stop sets, so that the step under way is finished and saved.
 
-    A second signal does what it would have done without this. Installed after Ray has started: Ray
-    puts its own handler in place.
+    Installed after Ray has started: Ray puts its own handler in place.
     """
     stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    with _at_first(stop.set):
         yield stop
+
+
+@contextmanager
+def _at_first(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` at the first signal to stop; a second one does what it would have done without
+    this. One that was ignored, as by `nohup`, stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in STOPS}
+    before = {n: then for n, then in handlers.items() if then not in (signal.SIG_IGN, None)}
+    first = None
 
-    def first(*_):
-        stop.set()
-        restore()
-
-    def restore():
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def handle(number, frame):
+        nonlocal first
+        now = time.monotonic()
+        if first is None:
+            first = now
+            act()
+        elif now - first > ECHO_S:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
 
     for number in before:
-        signal.signal(number, first)
+        signal.signal(number, handle)
     try:
-        yield stop
+        yield
     finally:
-        restore()
+        for number, then in before.items():
+            signal.signal(number, then)

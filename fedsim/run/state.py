@@ -95,6 +95,7 @@ def _published(state: dict[str, Any]) -> dict[str, Any]:
 def results(state: dict[str, Any]) -> dict[str, Any]:
     """What `summary.json` says of a state. Args: state: the fields of a `State`, or those of its
     checkpoint."""
+    evaluated = state["evaluated"] == state["step"]  # not, if the run was stopped in between
     counted = {name: state[name] for name in REALISED if name in state}
     if "wall_seconds" in counted:
         counted["wall_seconds"] = round(counted["wall_seconds"], 3)
@@ -103,7 +104,7 @@ def results(state: dict[str, Any]) -> dict[str, Any]:
         "steps_done": int(state["step"]),
         "lost_steps": int(state["lost_steps"]),
         "initial_eval_loss": to_json(float(state["initial_eval_loss"])),
-        "final_eval_loss": to_json(float(state["eval_loss"])),
+        "final_eval_loss": to_json(float(state["eval_loss"]) if evaluated else math.nan),
         "params_sha256": checkpoint.params_sha256(checkpoint.released(state)),
         **counted,
     }

@@ -246,7 +246,8 @@ def _settings(released: Released) -> Table:
     if path.exists():
         summary = read_json(path)
         names = ("initial_eval_loss", "final_eval_loss")
-        rows += [(f"{name} (users not trained on)", f"{summary[name]}") for name in names]
+        found = [(name, summary[name]) for name in names if summary[name] != "nan"]
+        rows += [(f"{name} (users not trained on)", f"{loss}") for name, loss in found]
         if lost := summary.get("lost_steps"):
             rows.append(("steps that were released and lost to a crash", str(lost)))
     else:

@@ -2,17 +2,20 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 from problems import mean_problem
 
+from fedsim.clipping import Clip
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
-from fedsim.engine import actors, environment
+from fedsim.engine import actors, environment, warden
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
 from fedsim.errors import ConfigError
@@ -129,6 +132,26 @@ def test_a_worker_with_other_versions_is_refused(ray_cluster, rng, tmp_path, mon
     pool = ray_pool(task)
     with pytest.raises(EngineError, match=r"the worker on .* has jaxlib 9.9 instead of "):
         pool.ready()
+    pool.close()
+
+
+def test_a_stop_that_all_processes_hear_ends_none_of_the_cluster(ray_cluster, rng):
+    """As `timeout`, a closed terminal, systemd and Slurm send it; the driver decides."""
+    if not ray_cluster._processes:
+        pytest.skip("a cluster that was there before")
+    _, task = mean_problem(rng, [5] * 8)
+    params, rows, clip = np.zeros(6, np.float32), np.arange(8)[:, None], Clip(1.0)
+    pool = ray_pool(task)
+    pool.ready()
+    expected, _ = pool.clipped_sum(params, rows, clip)
+    family = warden.family(ray_cluster._processes)
+    assert len(family) > len(ray_cluster._processes) > 2
+    for pid in family:
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGHUP)
+    total, _ = pool.clipped_sum(params, rows, clip)
+    assert np.array_equal(total, expected)
+    assert pool.measurements()["performance/worker_restarts"] == 0
     pool.close()
 
 

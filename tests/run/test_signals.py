@@ -1,0 +1,167 @@
+"""Stopping: once, not by an echo, with the workers of a private cluster, and never without them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from test_verify import command, write_texts
+
+from fedsim.cli import main as cli
+from fedsim.cli.main import main
+from fedsim.engine import warden
+from fedsim.run import checkpoint, signals
+from fedsim.run.console import Console
+from fedsim.run.signals import stop_signals, terminated
+
+
+def test_a_signal_that_comes_twice_at_once_counts_once(monkeypatch):
+    with stop_signals() as stop:  # `timeout` sends it to the process and to its group
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set()
+        monkeypatch.setattr(signals, "ECHO_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_stop_ends_what_takes_no_steps_as_ctrl_c_does(sent):
+    before = signal.getsignal(sent)
+    with pytest.raises(KeyboardInterrupt), terminated():
+        signal.raise_signal(sent)
+    assert signal.getsignal(sent) == before
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as stop, terminated():
+            signal.raise_signal(signal.SIGHUP)
+        assert not stop.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("args", "code"), [(["train", "uls"], 75), (["account", "uls"], 130)])
+def test_a_command_that_is_ended_says_whether_it_can_go_on(args, code, monkeypatch, capsys):
+    flags = {"train": command("x.parquet", "r"), "account": "account uls --num-steps 1".split()}
+    flags["account"] += "--sampling-prob 1 --noise-multiplier 1 --delta 0.1".split()
+    kind = {"train": cli.Train, "account": cli.Account}[args[0]]
+    monkeypatch.setattr(kind, "__call__", lambda _: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as stop:
+        main(flags[args[0]])
+    assert stop.value.code == code
+    assert ("--resume goes on" in capsys.readouterr().err) == (code == 75)
+
+
+def test_a_checkpoint_is_due_every_so_many_steps_and_every_minute(monkeypatch):
+    saved = []
+    with checkpoint.Saver(lambda step, _: saved.append(step), 0) as saver:
+        assert [saver.due(step, 10) for step in (9, 10, 11)] == [False, True, False]
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + checkpoint.LONGEST_S + 1)
+        assert saver.due(11, 10)
+        saver.save(11, {})
+        assert not saver.due(12, 10)
+    assert saved == [11]
+
+
+def test_a_run_that_was_stopped_shows_no_loss_of_another_step(capsys, tmp_path):
+    found = {"initial_eval_loss": 5.568, "final_eval_loss": "nan", "epsilon": "inf"}
+    found |= {"steps_done": 7, "gradients_computed": 90, "wall_seconds": 12.0}
+    Console().summary(found, tmp_path)
+    assert capsys.readouterr().err.startswith("7 steps, 90 gradients, 12 s\n")
+
+
+# The same with the real thing: `timeout`, a process group, systemd, SIGKILL.
+
+
+@pytest.fixture
+def args(tmp_path, run_dir):
+    """A training on a private cluster that takes long, whose checkpoints are far apart."""
+    texts = write_texts(tmp_path / "texts.parquet")
+    rare = {"checkpoint-every": 10**6, "eval-every": 10**6, "log-every": 1}
+    flags = {"engine": "ray", "num-workers": 2, "num-steps": 10**5, "budget": 12}
+    return command(texts, run_dir, **rare, **flags)
+
+
+def begun(args, *before, **options):
+    """The process of a training whose first steps are done."""
+    words = [*before, sys.executable, "-m", "fedsim.cli", *args]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
+    for line in process.stderr:
+        if line.startswith("step 3/"):
+            return process
+    raise AssertionError(f"ended with {process.wait()}")
+
+
+def expect_saved(process, run_dir):
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 75, said
+    lines = [line for line in said.splitlines() if not line.startswith("step ")]
+    assert lines[0].startswith("stopped after step ") and "->" not in said
+    assert len(lines) == 4, said  # nothing of Ray's
+    steps = json.loads((run_dir / "summary.json").read_text())["steps_done"]
+    newest = checkpoint.latest(run_dir)
+    assert newest is not None and checkpoint.load_step(newest) == steps >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.ray
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_whole_group_saves_the_run(sent, args, run_dir):
+    process = begun(args, start_new_session=True)
+    os.killpg(process.pid, sent)
+    expect_saved(process, run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_timeout_saves_the_run(args, run_dir):
+    process = begun(args, "timeout", "--preserve-status", "60", start_new_session=True)
+    expect_saved(process, run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_systemd_saves_the_run(args, run_dir):
+    systemd = ["systemd-run", "--user", "--scope", "--unit", f"fedsim-{os.getpid()}"]
+    if not shutil.which("systemd-run") or subprocess.run([*systemd, "true"]).returncode:
+        pytest.skip("no systemd of the user's")
+    process = begun(args, *systemd, start_new_session=True)
+    subprocess.run(["systemctl", "--user", "stop", systemd[-1]], check=True)
+    expect_saved(process, run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.ray
+def test_a_private_cluster_does_not_outlive_a_killed_driver(args):
+    before = set(Path(tempfile.gettempdir()).glob("fedsim-*"))
+    process = begun(args, start_new_session=True)
+    family = warden.family({process.pid}) - {process.pid}
+    places = set(Path(tempfile.gettempdir()).glob("fedsim-*")) - before
+    assert len(family) > 5 and places
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(map(there, family)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in family if there(pid)]
+    assert not [path for path in places if (path / "session_latest").exists()]
+
+
+def there(pid):
+    """Whether a process has not ended."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
