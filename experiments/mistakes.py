@@ -202,7 +202,7 @@ CLIPPING = (
     one(
         "a user's rows repeated to fill the group",
         "test_sampling.py::test_groups_are_a_users_own_examples_without_repeats",
-        "sampling.py",
+        "sampling/contributions.py",
         "group[:size] = np.arange(start, start + size)",
         "group[:] = start + np.arange(group_size) % max(size, 1)",
         *("--group-size", "4"),
@@ -288,7 +288,11 @@ SAMPLING = (
     one(
         "the cap on a user's examples ignored",
         "test_sampling.py::test_contributions_are_limited_to_the_group_size",
-        *("sampling.py", "np.diff(offsets) > group_size)", "np.diff(offsets) > 10**9)"),
+        *(
+            "sampling/contributions.py",
+            "np.diff(offsets) > group_size)",
+            "np.diff(offsets) > 10**9)",
+        ),
     ),
     one(
         "the cap on a user's examples not accounted",
@@ -329,16 +333,23 @@ SAMPLING = (
     one(
         "draws of a fixed size, accounted as Poisson",
         "test_sampling.py::test_the_size_of_a_draw_is_binomial",
-        "sampling.py",
-        "count = rng.binomial(self.num_units, self.sampling_prob)",
-        "count = self.expected_count",
+        "sampling/poisson.py",
+        "count = rng.binomial(num_units, prob)",
+        "count = round(num_units * prob)",
     ),
     one(
         "draws cut to a largest size",
         "test_sampling.py::test_the_size_of_a_draw_is_binomial",
-        "sampling.py",
-        "count = rng.binomial(self.num_units, self.sampling_prob)",
-        "count = min(self.expected_count, rng.binomial(self.num_units, self.sampling_prob))",
+        "sampling/poisson.py",
+        "count = rng.binomial(num_units, prob)",
+        "count = min(round(num_units * prob), rng.binomial(num_units, prob))",
+    ),
+    one(
+        "users redrawn in every step, accounted as of a group in turn",
+        "test_cyclic.py::test_no_user_takes_part_in_two_steps_of_a_cycle",
+        *("sampling/cyclic.py", "members = order[starts[group] : starts[group + 1]]"),
+        "members = order",
+        *("--sampling", "cyclic", "--bands", "4"),
     ),
     one(
         "shuffling, reported as Poisson",

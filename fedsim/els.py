@@ -4,6 +4,7 @@ Read it beside its twin: `els.py` and `uls.py` differ where the paper's algorith
 comments on the right are the paper's symbols. The loop is in `training.py`.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from fedsim.engine import Engine, Stats
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean, noisy_mean
-from fedsim.sampling import SAMPLERS, Users, pool_of, without_padding
+from fedsim.sampling import Sampling, Users, owners_of, pool_of, without_padding
 
 
 class ELS:
@@ -33,7 +34,7 @@ class ELS:
         *,
         budget: int,
         group_size: int,
-        sampling: str,
+        sampling: Sampling,
         key: SecretKey,
         adjacency: str = ZERO_OUT,
     ):
@@ -42,7 +43,8 @@ class ELS:
         most = len(self.pool)
         expect("budget", budget, budget <= most, f"<= {most}, the places of the pool")
         self.expected_batch_size = budget  # ....................................... B = p |D_sub|
-        self.sampler = SAMPLERS[sampling](most, self.expected_batch_size)  # ....... p
+        owners = partial(owners_of, users.offsets, self.pool, group_size)
+        self.sampler = sampling.over(most, self.expected_batch_size, owners)  # .... p
         self.key = key
 
     def event(self, noise_multiplier: float) -> StepEvent:
@@ -71,10 +73,7 @@ class ELS:
         """
         rows = self.draw(step) if rows is None else rows
         grad_sum, stats = engine.clipped_sum(params, rows, clip, strategy)  # ...... g_sum^t
-        noise = {
-            "clip": clip,
-            "noise_multiplier": noise_multiplier,
-        }  # ............ N(0, (C sigma)^2 I)
+        noise = {"clip": clip, "noise_multiplier": noise_multiplier}  # ... N(0, (C sigma)^2 I)
         count = self.expected_batch_size
         grad = noisy_mean(grad_sum, **noise, count=count, key=self.key, step=step)  # g^t
         # training.py, Trainer._step: ledger, then theta^t+1 = update(theta^t, g^t).

@@ -12,25 +12,28 @@ from typing import Any
 import numpy as np
 
 from fedsim import accounting
+from fedsim.accounting import StepEvent, cyclic_event
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.clipping import Clip
 from fedsim.clipping.adaptive import AdaptiveClip
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig, to_json
+from fedsim.config.cells import COMPARISON_ONLY
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.group_size import median_group_size, private_median
 from fedsim.keys import SecretKey
 from fedsim.noise import Slack, slack
-from fedsim.sampling import Users
+from fedsim.sampling import Sampling, Users
 from fedsim.uls import ULS
 
+SOME = ("planted", "bands")
+"""Fields of a plan that are written down where they are not at their defaults."""
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
 ADJACENCY = {
     ZERO_OUT: "zero out one user's texts, the number of users being public",
     ADD_OR_REMOVE: "add or remove one user",
 }
-COMPARISON_ONLY = "as if Poisson sampled: comparison only, not a guarantee"
 REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
 UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
 
@@ -75,6 +78,8 @@ class Plan:
     unproven: str | None = None
     """The strategy, where it was asked for by name and its contributions are not proven to be at
     most C."""
+    bands: int = 1
+    """b: groups of users that steps draw from in turn."""
     planted: dict[str, int] | None = None
     """How many canaries of each kind an audit tossed coins for. The run of an audit is none to
     release. None: it is no audit."""
@@ -111,6 +116,13 @@ class Plan:
     def accounted_prob(self) -> float:
         """p or q as it is accounted: below sampling_prob with an assumed population."""
         return self.sampling_prob * _assumed_share(self.assumed_population, self.num_users)
+
+    def event(self) -> StepEvent | None:
+        """What a step is to the accountant, by the plan alone; None without noise."""
+        if not self.noise_multiplier:
+            return None
+        cap = self.group_size if self.algorithm == Algorithm.ELS else 1
+        return cyclic_event(self.noise_multiplier, self.accounted_prob, cap, self.bands)
 
     @property
     def epsilon_holds(self) -> str:
@@ -149,10 +161,11 @@ class Plan:
         return "privacy/epsilon"
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan in JSON's types, with `planted` where something was."""
+        """The plan in JSON's types, without what only some plans have."""
         fields = {name: to_json(value) for name, value in dataclasses.asdict(self).items()}
-        if self.planted is None:
-            del fields["planted"]
+        for name in SOME:
+            if fields[name] == type(self).__dataclass_fields__[name].default:
+                del fields[name]
         return {**fields, "non_private": list(self.non_private)}
 
     @classmethod
@@ -219,7 +232,7 @@ def method_for(
         users,
         budget=privacy.budget,
         group_size=privacy.group_size,
-        sampling=privacy.sampling,
+        sampling=Sampling(privacy.sampling, privacy.bands or 1, privacy.adjacency == ZERO_OUT),
         key=key,
         adjacency=privacy.adjacency,
     )
@@ -266,7 +279,7 @@ def make_plan(
         expected_count=method.sampler.expected_count,
         sampling_prob=method.sampler.sampling_prob,
         sampling_run=method.sampler.name,
-        sampling_accounted="poisson",
+        sampling_accounted=method.sampler.accounted_as,
         clip_norm=privacy.clip_norm,
         clipping=privacy.clipping,
         target_epsilon=privacy.epsilon,
@@ -279,6 +292,7 @@ def make_plan(
         clip_quantile=privacy.clip_quantile,
         assumed_population=privacy.assumed_population,
         adjacency=privacy.adjacency,
+        bands=privacy.bands or 1,
         seeded=method.key.seed is not None,
         unproven=unproven,
         planted=getattr(users, "canaries", None),

@@ -15,7 +15,7 @@ from fedsim.engine import Engine, Stats
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean, noisy_mean
-from fedsim.sampling import SAMPLERS, Users, draw_groups
+from fedsim.sampling import Sampling, Users, draw_groups
 
 
 class ULS:
@@ -33,7 +33,7 @@ class ULS:
         *,
         budget: int,
         group_size: int,
-        sampling: str,
+        sampling: Sampling,
         key: SecretKey,
         adjacency: str = ZERO_OUT,
     ):
@@ -42,7 +42,7 @@ class ULS:
         most = users.num_users * group_size
         expect("budget", budget, budget <= most, f"<= {most}, group_size x the users")
         self.expected_cohort_size = budget // group_size  # ........................ M = q N
-        self.sampler = SAMPLERS[sampling](users.num_users, self.expected_cohort_size)  # q
+        self.sampler = sampling.over(users.num_users, self.expected_cohort_size)  # . q
         self.offsets = users.offsets
         self.key = key
 
@@ -72,10 +72,7 @@ class ULS:
         """
         rows = self.draw(step) if rows is None else rows
         grad_sum, stats = engine.clipped_sum(params, rows, clip, strategy)  # ...... g_sum^t
-        noise = {
-            "clip": clip,
-            "noise_multiplier": noise_multiplier,
-        }  # ............ N(0, (C sigma)^2 I)
+        noise = {"clip": clip, "noise_multiplier": noise_multiplier}  # ... N(0, (C sigma)^2 I)
         count = self.expected_cohort_size
         grad = noisy_mean(grad_sum, **noise, count=count, key=self.key, step=step)  # g^t
         # training.py, Trainer._step: ledger, then theta^t+1 = update(theta^t, g^t).

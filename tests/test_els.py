@@ -13,11 +13,12 @@ from fedsim.els import ELS
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.errors import ConfigError
 from fedsim.mechanism import noisy_mean
+from fedsim.sampling import Sampling
 
-SIZES = [1, 4, 9, 2, 30]
+POISSON, SIZES = Sampling(), [1, 4, 9, 2, 30]
 
 
-def make(users, key, *, budget=8, group_size=4, sampling="poisson", adjacency=ADD_OR_REMOVE):
+def make(users, key, *, budget=8, group_size=4, sampling=POISSON, adjacency=ADD_OR_REMOVE):
     own = {"group_size": group_size, "sampling": sampling, "adjacency": adjacency}
     return ELS(users, budget=budget, key=key, **own)
 

@@ -17,6 +17,7 @@ from dp_accounting.pld import PLDAccountant
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
+from fedsim.sampling import Sampling
 from fedsim.uls import ULS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -47,7 +48,7 @@ def test_uls_by_hand_has_the_bits_of_uls(monkeypatch, capsys):
     before, after, epsilon, delta = numbers(capsys.readouterr().out)
     assert after < before and 7.9 < epsilon <= 8 and delta == 1e-6
 
-    uls = ULS(found["users"], budget=64, group_size=2, sampling="poisson", key=found["key"])
+    uls = ULS(found["users"], budget=64, group_size=2, sampling=Sampling(), key=found["key"])
     assert uls.event(found["sigma"]) == found["sampler"].event(found["sigma"])
     params, state = found["first_params"], found["optimizer"].init(found["first_params"])
     for step in range(steps):

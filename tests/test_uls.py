@@ -13,13 +13,13 @@ from fedsim.els import ELS
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.errors import ConfigError
 from fedsim.mechanism import noisy_mean
-from fedsim.sampling import draw_groups
+from fedsim.sampling import Sampling, draw_groups
 from fedsim.uls import ULS
 
-SIZES = [1, 4, 9, 2, 30]
+POISSON, SIZES = Sampling(), [1, 4, 9, 2, 30]
 
 
-def make(users, key, *, budget=8, group_size=4, sampling="poisson"):
+def make(users, key, *, budget=8, group_size=4, sampling=POISSON):
     return ULS(users, budget=budget, group_size=group_size, sampling=sampling, key=key)
 
 
@@ -138,7 +138,7 @@ def test_with_one_example_per_user_the_two_algorithms_coincide(rng, key):
             users,
             budget=8,
             group_size=group_size,
-            sampling="poisson",
+            sampling=POISSON,
             key=key,
             adjacency=ADD_OR_REMOVE,
         )

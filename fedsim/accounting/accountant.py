@@ -1,7 +1,8 @@
 """The one accountant: user-level (epsilon, delta) of DP-SGD-ELS and DP-SGD-ULS.
 
 Source: Charles et al. 2024, Theorems 1 and 2. Adjacency is add-or-remove one user, both directions,
-with Poisson sampling: a shuffled run is not what is accounted here.
+with Poisson sampling, of all users or of a group of them in turn: a shuffled run is not what is
+accounted here.
 
 Every epsilon and delta is an upper bound, on any grid of the privacy loss. The grid is refined
 until the answer is predicted to lie within RELATIVE_ACCURACY of the exact one, or until it is as
@@ -11,7 +12,7 @@ fine as refinement allows. One-step losses are kept, so asking again about a ste
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dp_accounting
@@ -50,12 +51,16 @@ class StepEvent:
     """p or q: probability that a sampling unit takes part in a step. In (0, 1]."""
     max_contributions: int = 1
     """How many sampling units one user can have in a step. A whole number >= 1."""
+    cycle: int = 1
+    """A user can take part in one of so many successive steps, the same in every cycle, and what
+    they add is in no more than one cycle's steps. A whole number >= 1."""
 
     def __post_init__(self) -> None:
         noise, prob = self.noise_multiplier, self.sampling_prob
         expect("noise_multiplier", noise, 0 < noise < math.inf, "> 0 and finite")
         expect("sampling_prob", prob, 0 < prob <= 1, "in (0, 1]")
         expect_count("max_contributions", self.max_contributions, 1)
+        expect_count("cycle", self.cycle, 1)
 
     def to_dp_event(self) -> dp_accounting.DpEvent:
         """The same step in dp_accounting's words, for any other accountant to check."""
@@ -71,7 +76,29 @@ class StepEvent:
 
 Event = StepEvent | PureEvent
 Phases = Sequence[tuple[Event, int]]
-"""What was released: events, each with its number of times, composed."""
+"""What was released: events, each with its number of successive steps, composed."""
+
+
+def cyclic_event(
+    noise_multiplier: float, sampling_prob: float, max_contributions: int, bands: int
+) -> StepEvent:
+    """A step of cyclic Poisson sampling, in which `sampling_prob` of all users are expected: those
+    of one of `bands` groups can take part, `bands` times as probably."""
+    prob = min(1.0, sampling_prob * bands)
+    return StepEvent(noise_multiplier, prob, max_contributions, bands)
+
+
+def event_fields(event: Event) -> dict[str, Any]:
+    """An event in JSON's types."""
+    fields = dataclasses.asdict(event)
+    if fields.get("cycle") == 1:  # as it was written before there were cycles
+        del fields["cycle"]
+    return fields
+
+
+def event_of(fields: Mapping[str, Any]) -> StepEvent:
+    """The event of a step that `event_fields` wrote. Raises: ConfigError, TypeError: it did not."""
+    return StepEvent(**fields)
 
 
 def epsilon(
@@ -129,7 +156,7 @@ def privacy_curve(
 
 def composed_loss(phases: Phases, delta: float) -> PrivacyLossDistribution:
     """The composed loss of some steps, on the grid that epsilon() needs at this delta."""
-    return _compose(phases, _refine(phases, _epsilon_query(delta))[1])
+    return _compose(_merge(phases), _refine(phases, _epsilon_query(delta))[1])
 
 
 class RunningEpsilon:
@@ -175,7 +202,8 @@ def calibrate_noise(
     expect_count("num_steps", num_steps, 1)
     unit = event(1.0)
     # A Gaussian mechanism with the mean contribution as its sensitivity is the right size.
-    mean = unit.max_contributions * unit.sampling_prob * math.sqrt(num_steps)
+    blocks = math.ceil(num_steps / unit.cycle)
+    mean = unit.max_contributions * unit.sampling_prob * math.sqrt(blocks)
     guess = max(0.5, mean * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
 
     def spend(sigma: float, accuracy: float) -> float:
@@ -190,14 +218,16 @@ def calibrate_noise(
     return cached("noise_multiplier", key, solve)
 
 
-def noise_multiplier(*, sampling_prob: float, max_contributions: int = 1, **target: Any) -> float:
-    """`calibrate_noise` of steps with this sampling.
+def noise_multiplier(
+    *, sampling_prob: float, max_contributions: int = 1, bands: int = 1, **target: Any
+) -> float:
+    """`calibrate_noise` of steps with this sampling: Poisson, or cyclic with several bands.
 
     Args: target: epsilon, delta and num_steps; before and progress, as there.
     """
 
     def event(sigma: float) -> StepEvent:
-        return StepEvent(sigma, sampling_prob, max_contributions)
+        return cyclic_event(sigma, sampling_prob, max_contributions, bands)
 
     return calibrate_noise(event, **target)
 
@@ -209,22 +239,25 @@ def sampling_prob(
     num_steps: int,
     noise_multiplier: float,
     max_contributions: int = 1,
+    bands: int = 1,
     progress: Progress = None,
 ) -> float:
     """The largest sampling probability that keeps num_steps steps within (epsilon, delta).
 
+    With several bands, that of cyclic sampling: at most 1 / bands.
     Raises: ConfigError: an argument is out of range, or even 1e-12 is too much.
     """
     _expect_target(epsilon, delta)
     expect_count("num_steps", num_steps, 1)
-    event = StepEvent(noise_multiplier, 1.0, max_contributions)
+    event = StepEvent(noise_multiplier, 1.0, max_contributions, bands)
+    limits = (1e-12, 1.0 / bands)
 
     def spend(prob: float, accuracy: float) -> float:
-        step = dataclasses.replace(event, sampling_prob=min(prob, 1.0))
+        step = cyclic_event(noise_multiplier, prob, max_contributions, bands)
         return _spent([(step, num_steps)], delta, accuracy)
 
     def solve() -> float:
-        return calibration.calibrate("sampling_prob", spend, epsilon, 1e-2, (1e-12, 1.0), progress)
+        return calibration.calibrate("sampling_prob", spend, epsilon, 1e-2, limits, progress)
 
     return cached("sampling_prob", (epsilon, delta, num_steps, event), solve)
 
@@ -236,6 +269,7 @@ def num_steps(
     noise_multiplier: float,
     sampling_prob: float,
     max_contributions: int = 1,
+    bands: int = 1,
     progress: Progress = None,
 ) -> int:
     """The largest number of steps, up to 1e7, that stays within (epsilon, delta).
@@ -243,7 +277,7 @@ def num_steps(
     Raises: ConfigError: an argument is out of range, or even one step is too much.
     """
     _expect_target(epsilon, delta)
-    event = StepEvent(noise_multiplier, sampling_prob, max_contributions)
+    event = cyclic_event(noise_multiplier, sampling_prob, max_contributions, bands)
 
     report = calibration.throttled(progress)
 
@@ -356,11 +390,18 @@ def _mixture(event: StepEvent) -> mixture.Mixture:
 
 
 def _merge(phases: Phases) -> list[tuple[Event, int]]:
-    """Equal events added up, phases without a step left out."""
+    """Equal events added up, phases without a step left out.
+
+    Of a cycle, the steps after a user's own release nothing more of them, whichever these are: what
+    is composed is one event for every cycle that was begun.
+    """
     counts: dict[Event, int] = {}
     for event, count in phases:
         expect_count("num_steps", count, 0)
-        counts[event] = counts.get(event, 0) + int(count)
+        count = int(count)
+        if isinstance(event, StepEvent):
+            event, count = dataclasses.replace(event, cycle=1), -(-count // event.cycle)
+        counts[event] = counts.get(event, 0) + count
     return [(event, count) for event, count in counts.items() if count > 0]
 
 

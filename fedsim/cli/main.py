@@ -19,10 +19,12 @@ from fedsim.cli.models import Export, Generate, Personalize, Pretrain
 from fedsim.cli.trust import Audit, Report, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, changed_run, to_json
+from fedsim.config.cells import COMPARISON_ONLY, SHUFFLE, expect_cell
 from fedsim.errors import FedsimError, expect
 from fedsim.run.signals import terminated
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
+SamplingName = Literal["poisson", "cyclic", "shuffle"]
 Flat = tyro.conf.OmitArgPrefixes
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
 
@@ -103,13 +105,20 @@ class Account:
     """T: number of steps. >= 1."""
 
     sampling_prob: float
-    """p (ELS, of an example) or q (ULS, of a user). In (0, 1]."""
+    """p (ELS) or q (ULS): the share of all examples, or of all users, that is expected in a step.
+    In (0, 1]."""
 
     noise_multiplier: float
     """sigma: standard deviation of the noise on the sum, in units of its sensitivity. > 0."""
 
     group_size: int = 1
     """G_ELS: most examples of a user in the pool. ULS's epsilon does not depend on it. >= 1."""
+
+    sampling: SamplingName = "poisson"
+    """The same flag as that of train."""
+
+    bands: int | None = None
+    """The same flag as that of train."""
 
     before: float | None = None
     """Epsilon of an (epsilon, 0)-DP release before the first step, such as a group size that was
@@ -133,8 +142,9 @@ class Account:
         expect("delta", self.delta, given == 1, "a delta or an epsilon, and not both")
         share = self.before
         expect("before", share, share is None or 0 < share < math.inf, "> 0 and finite")
-        cap = _max_contributions(self)
-        event = accounting.StepEvent(self.noise_multiplier, self.sampling_prob, cap)
+        event = accounting.cyclic_event(
+            self.noise_multiplier, self.sampling_prob, _max_contributions(self), _bands(self)
+        )
         phases: list[tuple[accounting.Event, int]] = [(event, self.num_steps)]
         if self.before is not None:
             phases.insert(0, (accounting.PureEvent(self.before), 1))
@@ -147,7 +157,8 @@ class Account:
             _progress(f"delta={delta}: too small for an answer; at most about 1e-15 is resolved")
         if not self.json:
             assert epsilon is not None and delta is not None, "one is given, the other found"
-            print(f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}")
+            label = f", {COMPARISON_ONLY}" if self.sampling == SHUFFLE else ""
+            print(f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}{label}")
         return {**_without_json(self), "epsilon": to_json(epsilon), "delta": delta}
 
 
@@ -170,13 +181,20 @@ class Calibrate:
     """T: number of steps. >= 1."""
 
     sampling_prob: float | None = None
-    """p (ELS, of an example) or q (ULS, of a user). In (0, 1]."""
+    """p (ELS) or q (ULS): the share of all examples, or of all users, that is expected in a step.
+    In (0, 1]."""
 
     noise_multiplier: float | None = None
     """sigma: standard deviation of the noise on the sum, in units of its sensitivity. > 0."""
 
     group_size: int = 1
     """G_ELS: most examples of a user in the pool. ULS's noise does not depend on it. >= 1."""
+
+    sampling: SamplingName = "poisson"
+    """The same flag as that of train."""
+
+    bands: int | None = None
+    """The same flag as that of train."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -199,6 +217,7 @@ class Calibrate:
             epsilon=self.epsilon,
             delta=self.delta,
             max_contributions=cap,
+            bands=_bands(self),
             progress=_progress,
             **given,
         )
@@ -233,6 +252,16 @@ def _max_contributions(command: Account | Calibrate) -> int:
     """G_ELS is the cap of a user's contributions; G_ULS must never reach the accountant."""
     expect("group_size", command.group_size, command.group_size >= 1, ">= 1")
     return command.group_size if command.algorithm == "els" else 1
+
+
+def _bands(command: Account | Calibrate) -> int:
+    """b of cyclic sampling; one group of all users otherwise."""
+    expect_cell(command.sampling, bands=command.bands, num_steps=command.num_steps)
+    bands, prob = command.bands or 1, command.sampling_prob
+    most = f"<= {1 / bands:g}: a step draws from one of {bands} groups of users"
+    if prob is not None and prob <= 1:
+        expect("sampling_prob", prob, prob * bands <= 1, most)
+    return bands
 
 
 def _without_json(command: Any) -> dict[str, Any]:

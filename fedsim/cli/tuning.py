@@ -45,7 +45,10 @@ class Recommend:
     clipping: Literal["normalised", "plain"] = "normalised"
     """The same flag as that of train."""
 
-    sampling: Literal["poisson", "shuffle"] = "poisson"
+    sampling: Literal["poisson", "cyclic", "shuffle"] = "poisson"
+    """The same flag as that of train."""
+
+    bands: int | None = None
     """The same flag as that of train."""
 
     users: int = 128
@@ -60,7 +63,7 @@ class Recommend:
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads
 
-        names = ("epsilon", "num_steps", "budget", "delta", "clipping", "sampling")
+        names = ("epsilon", "num_steps", "budget", "delta", "clipping", "sampling", "bands")
         privacy = PrivacyConfig(**{name: getattr(self, name) for name in names})
         set_threads(self.run.engine)
         from fedsim.run.console import Console

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 from typing import Literal
 
+from fedsim.config.cells import expect_cell
 from fedsim.config.flags import flags_of
 from fedsim.config.run import RunConfig
 from fedsim.errors import expect
@@ -49,8 +50,14 @@ class PrivacyConfig:
     clipping: Literal["normalised", "plain"] = "normalised"
     """normalised: g min(1/C, 1/|g|), sensitivity 1 (De et al. 2022). plain: g min(1, C/|g|)."""
 
-    sampling: Literal["poisson", "shuffle"] = "poisson"
-    """shuffle is the paper's comparison mode: epsilon as if Poisson sampled, not a guarantee."""
+    sampling: Literal["poisson", "cyclic", "shuffle"] = "poisson"
+    """Who takes part in a step. poisson: every unit by itself, with the same probability. cyclic:
+    so, but of one of several groups of users, in turn. shuffle is the paper's comparison mode:
+    epsilon as if Poisson sampled, not a guarantee."""
+
+    bands: int | None = None
+    """b: groups of users in cyclic sampling. In [1, num_steps]; at most 1 over the share of users
+    in a step. Default: 1."""
 
     group_size_epsilon: float | None = None
     """ELS: choose the group size privately, as the median of users' numbers of examples, with this
@@ -73,6 +80,7 @@ class PrivacyConfig:
         expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
         expect("budget", self.budget, self.budget >= 1, ">= 1")
+        expect_cell(self.sampling, bands=self.bands, num_steps=self.num_steps)
         # Far outside, float32 norms underflow or overflow, and clipping bounds nothing.
         expect("clip_norm", self.clip_norm, 1e-6 <= self.clip_norm <= 1e6, "in [1e-6, 1e6]")
         if self.delta is not None:

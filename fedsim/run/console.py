@@ -123,9 +123,10 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
     median = plan.group_size_epsilon
     chosen = f"; a private median, for epsilon {median:g} of it" if median else ""
     moves = f", moved to quantile {plan.clip_quantile:g} privately" if plan.clip_quantile else ""
+    groups = f", {plan.bands} groups of users in turn" if plan.bands > 1 else ""
     compute = f"{plan.num_steps:,} steps x {plan.budget:,} gradients"
     return [
-        ("algorithm", f"DP-SGD-{plan.algorithm.upper()}, {plan.sampling_run} sampling"),
+        ("algorithm", f"DP-SGD-{plan.algorithm.upper()}, {plan.sampling_run} sampling{groups}"),
         ("data", f"{plan.num_users:,} users, {plan.num_examples:,} examples{pool}"),
         (
             "step",

@@ -16,14 +16,13 @@ import json
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax.tree import leaves
 
-from fedsim.accounting import Event, StepEvent, epsilon
+from fedsim.accounting import Event, StepEvent, epsilon, event_fields, event_of
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.errors import FedsimError
 from fedsim.files import remove_cut_off_line, sync_directory
@@ -75,7 +74,7 @@ class Ledger:
         Raises: LedgerError: it is not the next step, or was released with another event.
           OtherBits: it was released with another `gradient_sha256`.
         """
-        line = {"step": step, "event": event and asdict(event), **fields}
+        line = {"step": step, "event": event and event_fields(event), **fields}
         if step > self.num_steps:
             raise LedgerError(f"step={step}: expected {self.num_steps}, the next one")
         if step == self.num_steps:
@@ -142,7 +141,7 @@ def phases(lines: list[dict[str, Any]]) -> list[tuple[Event, int]] | None:
     steps = itertools.groupby(line["event"] for line in lines[1:])
     return [
         *((PureEvent(each["epsilon"]), 1) for each in before),
-        *((StepEvent(**event), len(list(same))) for event, same in steps),
+        *((event_of(event), len(list(same))) for event, same in steps),
     ]
 
 
@@ -203,5 +202,5 @@ def _record(line: bytes, number: int) -> dict[str, Any]:
     elif record["step"] != number - 1:
         raise ValueError(f"step={record['step']}: expected {number - 1}")
     elif record["event"] is not None:
-        StepEvent(**record["event"])
+        event_of(record["event"])
     return record

@@ -11,8 +11,9 @@ from typing import Any
 
 from fedsim.accounting.rounding import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm, settings_of, to_json
+from fedsim.config.cells import COMPARISON_ONLY
 from fedsim.files import read_json, write_atomically
-from fedsim.plan import COMPARISON_ONLY, Plan
+from fedsim.plan import Plan
 from fedsim.run import directory, ledger
 from fedsim.run.console import Console
 from fedsim.trust.claim import Released, ReportError, claim, curve, in_words, over_steps
@@ -116,12 +117,14 @@ def _items(released: Released) -> Table:
     name = "DP-SGD-ELS (Algorithm 1)" if els else "DP-SGD-ULS (Algorithm 2)"
     if plan.adaptive:
         name += ", with a clip norm that follows a quantile of the norms privately"
-    prob = at_least(plan.accounted_prob, ".4g")
+    prob = at_least(plan.accounted_prob * plan.bands, ".4g")
     law = (
         f"a mixture of Gaussians, Binomial({plan.group_size}, {prob}) (Theorem 1)"
         if els
         else f"a Gaussian, sampled with probability {prob} (Theorem 2)"
     )
+    if plan.bands > 1:
+        law += f", of every {plan.bands} successive steps in one at most, the same for a user"
     same = "yes" if plan.sampling_run == plan.sampling_accounted else f"no: {COMPARISON_ONLY}"
     if plan.assumed_population is not None:
         assumed = f"that these users are a Poisson sample of {plan.assumed_population:,}"
@@ -276,6 +279,7 @@ def _commands(released: Released) -> list[Any]:
             f"fedsim account {plan.algorithm} --num-steps {released.num_steps} "
             f"--sampling-prob {plan.accounted_prob!r} --noise-multiplier {plan.noise_multiplier!r} "
             f"--group-size {plan.group_size} --delta {plan.delta!r}"
+            + (f" --sampling {plan.sampling_run} --bands {plan.bands}" if plan.bands > 1 else "")
             + "".join(f" --before {event.epsilon!r}" for event, _ in plan.before)
         )
     return [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import accounting, keys
-from fedsim.accounting import RunningEpsilon, StepEvent
+from fedsim.accounting import RunningEpsilon, event_fields
 from fedsim.accounting.rounding import at_least, at_most
 from fedsim.config import Algorithm
 from fedsim.engine import EngineError
@@ -81,14 +81,6 @@ def plan_of(run_dir: Path) -> Plan | None:
         return None
 
 
-def demanded_event(plan: Plan) -> StepEvent | None:
-    """What a step of this plan is to the accountant; None without noise."""
-    if not plan.noise_multiplier:
-        return None
-    cap = plan.group_size if plan.algorithm == Algorithm.ELS else 1
-    return StepEvent(plan.noise_multiplier, plan.accounted_prob, cap)
-
-
 def _check(promise: str, look: Callable[[Evidence], str], evidence: Evidence) -> Check:
     try:
         return Check(promise, True, look(evidence))
@@ -131,6 +123,7 @@ def _settings(evidence: Evidence) -> str:
         "adjacency": (privacy.adjacency, plan.adjacency),
         "clipping": (privacy.clipping, plan.clipping),
         "sampling": (privacy.sampling, plan.sampling_run),
+        "bands": (privacy.bands, plan.bands),
         "group_size": (privacy.group_size, plan.group_size),
         "epsilon": (privacy.epsilon, plan.target_epsilon),
         "group_size_epsilon": (privacy.group_size_epsilon, plan.group_size_epsilon),
@@ -152,9 +145,9 @@ def _settings(evidence: Evidence) -> str:
 def _events(evidence: Evidence) -> str:
     """Every line is what the plan demands."""
     plan = evidence.plan
-    event = demanded_event(plan)
+    event = plan.event()
     demanded = {
-        "event": event and dataclasses.asdict(event),
+        "event": event and event_fields(event),
         "sampling_run": plan.sampling_run,
         "sampling_accounted": plan.sampling_accounted,
     }
@@ -168,10 +161,11 @@ def _events(evidence: Evidence) -> str:
     demand(evidence.num_steps <= plan.num_steps, f"{path}: {most}")
     if event is None:
         return "no noise in every step"
+    cycle = f", in one of {event.cycle} successive steps" if event.cycle > 1 else ""
     return (
         f"in every step noise multiplier {at_most(event.noise_multiplier, '.6g')}, "
         f"sampling probability {at_least(event.sampling_prob, '.6g')}, "
-        f"at most {event.max_contributions} drawn per user"
+        f"at most {event.max_contributions} drawn per user{cycle}"
     )
 
 
@@ -200,7 +194,7 @@ def _running(evidence: Evidence, path: Path, shown: list[tuple[int, Any]]) -> No
 
     Some are computed again, and the others do not fall between these.
     """
-    plan, event = evidence.plan, demanded_event(evidence.plan)
+    plan, event = evidence.plan, evidence.plan.event()
     shown = sorted((steps, epsilon) for steps, epsilon in shown if epsilon is not None)
     if event is None:
         for steps, epsilon in shown:

@@ -141,7 +141,7 @@ SETTINGS = {
     "clip norm infinite": (train(clip_norm="inf"), "clip_norm=inf: expected in"),
     "clip norm tiny": (train(clip_norm=1e-9), "clip_norm=1e-09: expected in"),
     "clipping unknown": (train(clipping="hard"), "hard"),
-    "sampling unknown": (train(sampling="cyclic"), "cyclic"),
+    "sampling unknown": (train(sampling="balls"), "balls"),
     "learning rate infinite": (train(learning_rate="inf"), "learning_rate=inf: expected > 0"),
     "learning rate nan": (train(learning_rate="nan"), "learning_rate=nan: expected > 0"),
     "optimizer empty": (train(optimizer=""), "optimizer=: expected"),

@@ -26,7 +26,7 @@ from fedsim.trust.verify import verify
 
 PHASES = {
     "calibration": ("fedsim.training", "make_plan"),
-    "draw": ("fedsim.sampling", "Poisson.draw"),
+    "draw": ("fedsim.sampling.poisson", "Poisson.draw"),
     "step": ("fedsim.engine.engine", "Engine.clipped_sum"),
     "checkpoint": ("fedsim.run.checkpoint", "write_atomically"),
     "ledger": ("fedsim.run.ledger", "Ledger._append"),

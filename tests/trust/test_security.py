@@ -27,6 +27,7 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.worker import keep_compiled
 from fedsim.errors import FileDamaged
 from fedsim.keys import SecretKey
+from fedsim.sampling import Sampling
 from fedsim.uls import ULS
 
 REPOSITORY = ROOT.parent
@@ -42,7 +43,7 @@ def traces(text):
 def test_a_key_shows_nothing_of_itself():
     key = SecretKey(SECRET, seed=1234567890123)
     users = users_of_sizes([2, 3])
-    methods = [m(users, budget=2, group_size=1, sampling="poisson", key=key) for m in (ELS, ULS)]
+    methods = [m(users, budget=2, group_size=1, sampling=Sampling(), key=key) for m in (ELS, ULS)]
     for thing in (key, *methods, key.generator("noise", 1), key.jax_key("noise", 1)):
         assert traces(f"{thing} {thing!r}") == []
     try:

@@ -1,16 +1,13 @@
-"""Who takes part: contribution bounding, the draw of a step's units, a user's group of examples.
+"""Which of a user's examples take part: contribution bounding, and the group of a step.
 
-All are pure functions of (key, purpose, step, user); see `keys`. What is accounted comes from the
-object that drew the units, so the run and its accounting cannot disagree. Does not read any text.
+All are pure functions of (key, purpose, step, user); see `keys`.
 """
 
-import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from fedsim.accounting import StepEvent
 from fedsim.config import ZERO_OUT
 from fedsim.keys import SecretKey
 
@@ -34,60 +31,6 @@ class Users(Protocol):
     def offsets(self) -> np.ndarray:
         """int64 [num_users + 1]: user u owns the examples offsets[u]:offsets[u + 1]."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Poisson:
-    """Each unit takes part in a step independently, with probability `sampling_prob`.
-
-    Guarantees: draws are independent over units and steps; nothing is dropped or topped up; the
-      size of a draw varies and may be 0.
-    Source: Charles et al. 2024, Algorithms 1 and 2.
-    """
-
-    num_units: int
-    expected_count: int
-    assumed_share: float = 1.0
-    """The share of an assumed population's units that is there. Below 1 what is accounted is an
-    assumption, not a guarantee."""
-    name: ClassVar[str] = "poisson"
-
-    @property
-    def sampling_prob(self) -> float:
-        """p or q: the probability with which a unit takes part in a step."""
-        return self.expected_count / self.num_units
-
-    def draw(self, key: SecretKey, step: int) -> np.ndarray:
-        """Units of `step`, int64 [drawn], ascending."""
-        # k ~ Binomial(n, p), then a uniform k-subset: the same law as n independent coins.
-        rng = key.generator("units", step)
-        count = rng.binomial(self.num_units, self.sampling_prob)
-        return np.sort(rng.choice(self.num_units, count, replace=False, shuffle=False))
-
-    def event(self, noise_multiplier: float, *, max_contributions: int = 1) -> StepEvent:
-        """What one step is to the accountant."""
-        prob = self.sampling_prob * self.assumed_share
-        return StepEvent(noise_multiplier, prob, max_contributions)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shuffle(Poisson):
-    """Fixed-size draws in shuffled order, a new order every epoch: the paper's comparison mode.
-
-    No guarantee: `event` accounts as if Poisson sampled, which shuffling does not give (Chua et al.
-    2024). The units left over at the end of an epoch sit it out.
-    """
-
-    name: ClassVar[str] = "shuffle"
-
-    def draw(self, key: SecretKey, step: int) -> np.ndarray:
-        """Units of `step`, int64 [expected_count], ascending."""
-        epoch, batch = divmod(step, self.num_units // self.expected_count)
-        order = key.generator("shuffle", epoch).permutation(self.num_units)
-        return np.sort(order[batch * self.expected_count :][: self.expected_count])
-
-
-SAMPLERS = {sampler.name: sampler for sampler in (Poisson, Shuffle)}
 
 
 def limit_contributions(offsets: np.ndarray, group_size: int, key: SecretKey) -> np.ndarray:
@@ -132,6 +75,13 @@ def places(offsets: np.ndarray, pool: np.ndarray, group_size: int) -> np.ndarray
     within = np.arange(len(pool)) - np.repeat(np.cumsum(counts) - counts, counts)
     found[np.repeat(np.arange(len(counts)) * group_size, counts) + within] = pool
     return found
+
+
+def owners_of(offsets: np.ndarray, pool: np.ndarray, group_size: int) -> np.ndarray:
+    """Whose each place of the pool of ELS is, int64 [pool]. Args: pool: of `pool_of`."""
+    if len(pool) == (len(offsets) - 1) * group_size:
+        return np.arange(len(pool)) // group_size
+    return np.searchsorted(offsets, pool, side="right") - 1
 
 
 def draw_groups(

@@ -1,0 +1,66 @@
+"""Who takes part: the draw of a step's units, contribution bounding, a user's group of examples.
+
+    poisson         Poisson sampling, and the shuffling that it is compared with
+    cyclic          Poisson sampling from one of several groups of users, in turn
+    contributions   the pool of ELS, a user's examples in a step of ULS
+
+All are pure functions of (key, purpose, step, user); see `keys`. What is accounted comes from the
+object that drew the units, so the run and its accounting cannot disagree. Does not read any text.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from fedsim.sampling.contributions import (
+    PADDING,
+    Users,
+    draw_groups,
+    limit_contributions,
+    owners_of,
+    places,
+    pool_of,
+    without_padding,
+)
+from fedsim.sampling.cyclic import Cyclic
+from fedsim.sampling.poisson import Poisson, Shuffle
+
+__all__ = [
+    "PADDING",
+    "Cyclic",
+    "Poisson",
+    "Sampling",
+    "Shuffle",
+    "Users",
+    "draw_groups",
+    "limit_contributions",
+    "owners_of",
+    "places",
+    "pool_of",
+    "without_padding",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """A way to draw units, before it is known from which."""
+
+    name: str = "poisson"
+    """poisson, cyclic or shuffle."""
+    bands: int = 1
+    """b of cyclic sampling."""
+    balanced: bool = True
+    """Whether the groups of cyclic sampling are of equal size; see `Cyclic`."""
+
+    def over(
+        self,
+        num_units: int,
+        expected_count: int,
+        owners: Callable[[], np.ndarray] | None = None,
+    ) -> Poisson:
+        """The sampler of these units. Args: owners: see `Cyclic`."""
+        if self.name == Cyclic.name:
+            groups = (self.bands, self.balanced, owners)
+            return Cyclic(num_units, expected_count, 1.0, *groups)
+        return (Shuffle if self.name == Shuffle.name else Poisson)(num_units, expected_count)

@@ -1,0 +1,71 @@
+"""Draws of a step's units: Poisson sampling, and the shuffling that it is compared with."""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from fedsim.accounting import StepEvent
+from fedsim.keys import SecretKey
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisson:
+    """Each unit takes part in a step independently, with probability `sampling_prob`.
+
+    Guarantees: draws are independent over units and steps; nothing is dropped or topped up; the
+      size of a draw varies and may be 0.
+    Source: Charles et al. 2024, Algorithms 1 and 2.
+    """
+
+    num_units: int
+    expected_count: int
+    assumed_share: float = 1.0
+    """The share of an assumed population's units that is there. Below 1 what is accounted is an
+    assumption, not a guarantee."""
+    name: ClassVar[str] = "poisson"
+    accounted_as: ClassVar[str] = "poisson"
+    """The sampler whose events are accounted."""
+
+    @property
+    def sampling_prob(self) -> float:
+        """p or q: the share of all units that is expected in a step."""
+        return self.expected_count / self.num_units
+
+    @property
+    def accounted_prob(self) -> float:
+        """p or q as it is accounted."""
+        return self.sampling_prob * self.assumed_share
+
+    def draw(self, key: SecretKey, step: int) -> np.ndarray:
+        """Units of `step`, int64 [drawn], ascending."""
+        return poisson_subset(self.num_units, self.sampling_prob, key, step)
+
+    def event(self, noise_multiplier: float, *, max_contributions: int = 1) -> StepEvent:
+        """What one step is to the accountant."""
+        return StepEvent(noise_multiplier, self.accounted_prob, max_contributions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffle(Poisson):
+    """Fixed-size draws in shuffled order, a new order every epoch: the paper's comparison mode.
+
+    No guarantee: `event` accounts as if Poisson sampled, which shuffling does not give (Chua et al.
+    2024). The units left over at the end of an epoch sit it out.
+    """
+
+    name: ClassVar[str] = "shuffle"
+
+    def draw(self, key: SecretKey, step: int) -> np.ndarray:
+        """Units of `step`, int64 [expected_count], ascending."""
+        epoch, batch = divmod(step, self.num_units // self.expected_count)
+        order = key.generator("shuffle", epoch).permutation(self.num_units)
+        return np.sort(order[batch * self.expected_count :][: self.expected_count])
+
+
+def poisson_subset(num_units: int, prob: float, key: SecretKey, step: int) -> np.ndarray:
+    """Each of the numbers below `num_units` with probability `prob`, int64 [drawn], ascending."""
+    # k ~ Binomial(n, p), then a uniform k-subset: the same law as n independent coins.
+    rng = key.generator("units", step)
+    count = rng.binomial(num_units, prob)
+    return np.sort(rng.choice(num_units, count, replace=False, shuffle=False))
