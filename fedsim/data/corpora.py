@@ -15,7 +15,7 @@ from typing import Any
 
 from fedsim import files
 from fedsim.data import pydocs
-from fedsim.data.building import hub
+from fedsim.data.building import hub, user_ids
 from fedsim.data.building.build import build
 from fedsim.data.building.sources import find_files, is_saved
 from fedsim.data.dataset import Dataset
@@ -47,7 +47,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
                 raise DataError(f"{name}={value}: expected nothing, {source} is built already")
         return Dataset.open(source)
     sources = find_files(source)
-    facts = [fact for file in sources for fact in _facts(file)]
+    facts = [user_ids.RULE, *(fact for file in sources for fact in _facts(file))]
     return _cached(
         facts, cache_dir, build_options, lambda out: build(sources, out, wait=True, **build_options)
     )
@@ -67,7 +67,7 @@ def _facts(path: Path) -> list[tuple[str, int, int]]:
 def _load_hub(source: str, cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
     found = hub.HubSource.parse(source, options.get("split"), options.get("revision")).pinned()
     local = Path(found.name)
-    facts = [asdict(found), *(_facts(local) if local.exists() else [])]
+    facts = [user_ids.RULE, asdict(found), *(_facts(local) if local.exists() else [])]
     options = {**options, "revision": found.revision}
     return _cached(facts, cache_dir, options, lambda out: build(source, out, wait=True, **options))
 

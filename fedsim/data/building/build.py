@@ -5,6 +5,7 @@ input and options give the same bytes, whatever the number of processes and howe
 was killed and run again; finished parts are not done twice. Source order is kept within a user.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fedsim.data.building import domains, hub
+from fedsim.data.building import domains, hub, user_ids
 from fedsim.data.building.columns import Columns
 from fedsim.data.building.merge import Merge, Shard, collect_owners, index_run, write_shard
 from fedsim.data.building.processes import Pool
@@ -167,7 +168,7 @@ class _Build:
         options = self.options
         self.pool.grow(sources.num_bytes)
         parts, screened = self._screened(sources)
-        num_rows = survey(parts, options.columns, self.pool, options.unowned == "drop")
+        num_rows, put_right = survey(parts, options.columns, self.pool, options.unowned == "drop")
         tokenizer = self._tokenizer(parts, num_rows)
         encoding = Encoding(
             self.runs,
@@ -204,7 +205,26 @@ class _Build:
             "long_texts": sum(record["long"] for record in records),
             **dropped(group, counts, options.holdout),
         }
+        about |= self._told(put_right, owners["user_id"].combine_chunks().unique())
         self._describe(sources, hubs, tokenizer, list(splits), about, provenance)
+
+    def _told(self, put_right: Counter[str], ids: pa.Array) -> dict[str, int]:
+        """Counts of what was put right of user ids, and of those that may be of one person; told to
+        who looks on, for either may be a mistake."""
+        counts = {name: put_right[name] for name in user_ids.SAID if put_right[name]}
+        told = [f"{number:,} {user_ids.SAID[name]}" for name, number in counts.items()]
+        if self.options.columns.url is None:
+            number, examples = user_ids.look_alikes(ids)
+            if number:
+                counts["users_that_look_alike"] = number
+                names = " and ".join(map(repr, examples))
+                told.append(
+                    f"{number:,} user ids look like another one, as {names} do: a user each"
+                )
+        if self.say:
+            for line in told:
+                self.say(line)
+        return counts
 
     def _sources(
         self, named: Sequence[str | Path], split: str | None, revision: str | None

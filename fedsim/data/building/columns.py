@@ -5,6 +5,7 @@ of token ids) and, if asked for, `order`. Every complaint names the row, counted
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.building.domains import registrable_domain
+from fedsim.data.building.user_ids import Rows, as_ids
 from fedsim.data.owners import SEPARATOR, together
 from fedsim.errors import DataError, MissingColumn
 
@@ -75,6 +77,11 @@ class Columns:
         order = () if self.order is None else (self.order,)
         return list(dict.fromkeys((*self.owner, *self.text, *order, *self.extra)))
 
+    def outer(self, found: Sequence[str]) -> list[str]:
+        """The columns among those `found` that hold them."""
+        names = [name if name in found else name.partition(".")[0] for name in self.names]
+        return list(dict.fromkeys(names))
+
     @property
     def blamed(self) -> str:
         """The flag and value that a row without a user is about."""
@@ -83,7 +90,10 @@ class Columns:
         return f"url_column={self.url}" if self.url else f"user_column={','.join(self.user)}"
 
     def check(self, found: Sequence[str]) -> None:
-        """Raises: DataError: a column is not among those `found`."""
+        """Raises: DataError: a column is not among those `found`, or is there twice."""
+        for name in self.names:
+            if found.count(name) > 1:
+                raise DataError(f"column {name}: expected one of that name, got several")
         named = {"user": () if self.url or self.owners else self.user, "text": self.text}
         named |= {"order": (self.order,), "url": (self.url,), "screen_url": self.extra}
         for field, names in named.items():
@@ -103,21 +113,47 @@ def _names(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def normalise(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.RecordBatch:
+def paths(schema: pa.Schema) -> list[str]:
+    """The names of columns, those inside others with a dot: user.id."""
+    found = []
+    for field in schema:
+        found.append(field.name)
+        if pa.types.is_struct(field.type):
+            inner = paths(pa.schema(field.type.fields))
+            found += [f"{field.name}.{name}" for name in inner]
+    return found
+
+
+def pick(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
+    """The columns of these names, those inside others, too; see `paths`."""
+    found = {}
+    for name in names:
+        outer, *inner = [name] if name in batch.schema.names else name.split(".")
+        column = batch[outer]
+        found[name] = pc.struct_field(column, inner) if inner else column  # pyright: ignore
+    return pa.RecordBatch.from_pydict(found)
+
+
+def normalise(
+    batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str] | None = None
+) -> pa.RecordBatch:
     """The batch as user_id, text (unless no text column is named) and perhaps order.
 
     A row nobody owns has a user_id that is null or blank.
 
+    Args: tally: counts what was put right of user ids; see `user_ids`.
     Raises: DataError: a column has another type than it should, or text that is not UTF-8.
     """
+    tally = Counter() if tally is None else tally
     lists = len(columns.user) == 1 and is_list(plain(batch[columns.owner[0]]).type)
     if columns.owners or (columns.url is None and lists):
-        users = _owner_sets(batch, columns, first_row)
+        users = _owner_sets(batch, columns, first_row, tally)
     elif columns.url is not None:
         users = _as_domains(_as_text(batch[columns.url], f"url_column={columns.url}", first_row))
     else:
+        rows = range(first_row, first_row + len(batch))
         users = _join_ids(
-            [_as_ids(batch[name], f"user_column={name}", first_row) for name in columns.user]
+            [_as_ids(batch[name], f"user_column={name}", rows, tally) for name in columns.user]
         )
     texts = [_as_text(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
     found = {"user_id": users}
@@ -164,26 +200,29 @@ def is_string(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _as_ids(column: pa.Array, field: str, first_row: int) -> pa.Array:
-    """Ids as strings. Floats are refused: 1.0 and 1 would be two users, or one."""
+def _as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
+    """Ids as strings; see `user_ids`."""
     column = plain(column)
     kind = column.type
-    if not (is_string(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
+    numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if not (is_string(kind) or numbers or pa.types.is_null(kind)):
         raise DataError(f"{field}: expected strings or integers, got {kind}")
-    ids = _validate(column.cast(pa.string()), field, first_row)
+    ids = as_ids(_validate(column, field, rows[0] if len(rows) else 0), field, rows, tally)
     joined = pc.match_substring(ids, SEPARATOR).fill_null(False)  # pyright: ignore
     if joined.true_count:
-        row = first_row + joined.index(True).as_py() + 1
+        row = rows[joined.index(True).as_py()] + 1
         raise DataError(f"{field}: expected ids without the control character 1F, got row {row}")
     return ids
 
 
-def _owner_sets(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.Array:
+def _owner_sets(
+    batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
+) -> pa.Array:
     """Each row's set of owners as one string (see data/owners.py), blank where there is none.
 
     Raises: DataError: a list with a null, an empty id or an id twice, or too many owners.
     """
-    parts = [_owned(batch, name, columns, first_row) for name in columns.owner]
+    parts = [_owned(batch, name, columns, first_row, tally) for name in columns.owner]
     rows = np.concatenate([rows for rows, _ in parts])
     ids = pa.concat_arrays([ids for _, ids in parts])
     keys, counts = together(rows, ids, len(batch))
@@ -196,12 +235,12 @@ def _owner_sets(batch: pa.RecordBatch, columns: Columns, first_row: int) -> pa.A
 
 
 def _owned(
-    batch: pa.RecordBatch, name: str, columns: Columns, first_row: int
+    batch: pa.RecordBatch, name: str, columns: Columns, first_row: int, tally: Counter[str]
 ) -> tuple[np.ndarray, pa.Array]:
     """(row, owner) of one column: lists, or single ids, of which null and blank ones are nobody."""
     column, field = plain(batch[name]), columns.blamed
     if not is_list(column.type):
-        ids = _as_ids(column, field, first_row)
+        ids = _as_ids(column, field, range(first_row, first_row + len(column)), tally)
         rows = np.flatnonzero(~is_blank(ids))
         return rows, ids.take(pa.array(rows))
     sizes = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)  # pyright: ignore
@@ -213,7 +252,7 @@ def _owned(
             f"{field}: expected at most {MOST_OWNERS} owners of a text, got {sizes[bad[0]]} in "
             f"row {first_row + bad[0] + 1}"
         )
-    ids = _as_ids(values, field, 0)
+    ids = _as_ids(values, field, first_row + rows, tally)
     blank = is_blank(ids)
     if blank.any():
         row = first_row + rows[blank.argmax()] + 1

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data.building.columns import Columns
+from fedsim.data.building.columns import Columns, paths
 from fedsim.data.building.processes import Pool
 from fedsim.data.shards import DISK_FULL
 from fedsim.errors import DataError
@@ -107,8 +107,8 @@ def _fetch(
     writer = None
     try:
         for table in stream.iter(batch_size=FETCH_ROWS):
-            columns.check(table.column_names)
-            table = table.select(columns.names)
+            columns.check(paths(table.schema))
+            table = table.select(columns.outer(table.column_names))
             if writer is None:
                 writer = pq.ParquetWriter(temporary, table.schema, compression="zstd")
             writer.write_table(table.cast(writer.schema))

@@ -6,6 +6,7 @@ come in the order of the file as checked batches; complaints name the file, the 
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from fedsim.data.building.columns import Columns, normalise
+from fedsim.data.building import csv_records
+from fedsim.data.building.columns import Columns, normalise, paths, pick
 from fedsim.errors import DataError
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
@@ -59,24 +61,29 @@ def cut(file: Path, columns: Columns, split: str | None = None) -> list[Part]:
             return _cut_parquet(file, columns)
         if whole.kind == "saved":
             table = _load_saved(file, split)
-            columns.check(table.column_names)
+            columns.check(paths(table.features.arrow_schema))
             bounds = [*range(0, len(table), PART_ROWS), len(table)]
             spans = zip(bounds[:-1], bounds[1:], strict=True)
             return [Part(file, low, high, low, split) for low, high in spans]
+        if whole.kind == "csv":
+            csv_records.check(file)
         if whole.kind == "jsonl" and file.suffix != ".gz":
             return _cut_lines(file)
     return [whole]
 
 
-def read(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
+def read(
+    part: Part, columns: Columns, tally: Counter[str] | None = None
+) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The part's rows in order: (rows of the file before the batch, batch).
 
     Batches have the columns user_id, text and perhaps order; see `columns.normalise`.
+    Args: tally: counts what was put right of user ids.
     Raises: DataError: naming the file and what is wrong with it.
     """
     for first_row, batch in raw(part, columns):
         with _complaints(part):
-            batch = normalise(batch, columns, first_row)
+            batch = normalise(batch, columns, first_row, tally)
         yield first_row, batch
 
 
@@ -123,7 +130,7 @@ def _small(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
 
 def _cut_parquet(file: Path, columns: Columns) -> list[Part]:
     with pq.ParquetFile(file) as parquet:
-        columns.check(parquet.schema_arrow.names)
+        columns.check(paths(parquet.schema_arrow))
         about = parquet.metadata
         parts, start, rows, size, before = [], 0, 0, 0, 0
         for group in range(about.num_row_groups):
@@ -137,7 +144,7 @@ def _cut_parquet(file: Path, columns: Columns) -> list[Part]:
 
 def _read_parquet(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     with pq.ParquetFile(part.file) as parquet:
-        columns.check(parquet.schema_arrow.names)
+        columns.check(paths(parquet.schema_arrow))
         groups = range(part.start, part.end or 0)
         about = [parquet.metadata.row_group(group) for group in groups]
         size = sum(group.total_byte_size for group in about)
@@ -145,7 +152,7 @@ def _read_parquet(part: Part, columns: Columns) -> Iterator[tuple[int, pa.Record
         fitting = max(1, min(READ_ROWS, READ_BYTES * rows // max(size, 1)))
         row = part.first_row
         for batch in parquet.iter_batches(fitting, row_groups=list(groups), columns=columns.names):
-            yield row, batch
+            yield row, pick(batch, columns.names)
             row += len(batch)
 
 
@@ -163,12 +170,12 @@ def _load_saved(directory: Path, split: str | None) -> Any:
 
 def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     table = _load_saved(part.file, part.split)
-    columns.check(table.column_names)
-    table = table.select_columns(columns.names).with_format("arrow")
+    columns.check(paths(table.features.arrow_schema))
+    table = table.select_columns(columns.outer(table.column_names)).with_format("arrow")
     end = len(table) if part.end is None else part.end
     for row in range(part.start, end, READ_ROWS):
         for batch in table[row : min(row + READ_ROWS, end)].combine_chunks().to_batches():
-            yield row, batch
+            yield row, pick(batch, columns.names)
             row += len(batch)
 
 
@@ -181,11 +188,6 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatc
         try:
             with pa_csv.open_csv(_open_stream(part.file), read_options, parse_options) as guess:
                 columns.check(guess.schema.names)
-                for name in columns.owner:
-                    if pa.types.is_floating(guess.schema.field(name).type):
-                        raise DataError(
-                            f"{columns.blamed}: expected strings or integers, got floats"
-                        )
             as_written = {name: pa.string() for name in (*columns.owner, *columns.text)}
             convert = pa_csv.ConvertOptions(include_columns=columns.names, column_types=as_written)
             stream = _open_stream(part.file)
@@ -237,13 +239,13 @@ def _read_jsonl(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBa
         records = _json_objects(_lines(stream, part), row)
         while rows := _some(records):
             if not checked:
-                columns.check(list(dict.fromkeys(key for record in rows for key in record)))
+                columns.check(list(dict.fromkeys(key for record in rows for key in _keys(record))))
                 checked = True
             yield (
                 row,
                 pa.RecordBatch.from_pydict(
                     {
-                        name: _json_column([record.get(name) for record in rows], name, row)
+                        name: _json_column([_value(each, name) for each in rows], name, row)
                         for name in columns.names
                     }
                 ),
@@ -283,14 +285,30 @@ def _json_objects(lines: Iterator[bytes], before: int) -> Iterator[tuple[int, di
         yield len(line), row
 
 
+def _keys(record: dict[str, Any]) -> Iterator[str]:
+    """The names of a record's fields, those inside others with a dot."""
+    for key, value in record.items():
+        yield key
+        if isinstance(value, dict):
+            yield from (f"{key}.{inner}" for inner in _keys(value))
+
+
+def _value(record: dict[str, Any], name: str) -> Any:
+    """The field of that name, or inside others of that path; None if there is none."""
+    if name in record or "." not in name:
+        return record.get(name)
+    outer, _, inner = name.partition(".")
+    return _value(record[outer], inner) if isinstance(record.get(outer), dict) else None
+
+
 def _json_column(values: list[Any], name: str, first_row: int) -> pa.Array:
-    """Numbers and strings mixed in one column become strings, except floats; beside lists, others
+    """Numbers and strings mixed in one column become strings; beside lists, others
     become lists of one."""
     kinds = {type(value) for value in values} - {type(None)}
     if list in kinds and kinds <= {int, str, list}:
         values = [[v] if isinstance(v, int | str) else v for v in values]
         kinds = {list}
-    if kinds == {int, str}:
+    if str in kinds and kinds <= {int, float, str}:
         values = [None if value is None else str(value) for value in values]
     try:
         return pa.array(values)

@@ -6,6 +6,7 @@ protected by nothing.
 """
 
 import glob
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,15 +89,17 @@ def identify(file: Path) -> dict[str, Any]:
     return {"name": file.name, "bytes": size, "sha256": fingerprint(inside)}
 
 
-def survey(parts: Sequence[Part], columns: Columns, pool: Pool, allow_unowned: bool = False) -> int:
-    """Looks at every user id. Returns the number of rows.
+def survey(
+    parts: Sequence[Part], columns: Columns, pool: Pool, allow_unowned: bool = False
+) -> tuple[int, Counter[str]]:
+    """Looks at every user id. Returns the number of rows, and what was put right (`user_ids`).
 
     Raises: DataError: a file cannot be read, has null, empty or float user ids; it has no rows.
     """
     found = pool.map(partial(_survey, columns=columns), parts)
     bad: dict[Path, list[int]] = {}
     counts: dict[Path, int] = {}
-    for part, (_, number, rows) in zip(parts, found, strict=True):
+    for part, (_, number, rows, _) in zip(parts, found, strict=True):
         if number and not allow_unowned:
             counts[part.file] = counts.get(part.file, 0) + number
             bad.setdefault(part.file, []).extend(rows)
@@ -105,7 +108,8 @@ def survey(parts: Sequence[Part], columns: Columns, pool: Pool, allow_unowned: b
         shown += ", ..." if counts[file] > SHOWN_ROWS else ""
         raise DataError(
             f"{columns.blamed}: {counts[file]} null or empty user ids in {file} "
-            f"(rows {shown}); expected a user for every row"
+            f"(rows {shown}); expected a user for every row, or "
+            "`fedsim data build --unowned drop`, which leaves such rows out"
         )
     total = sum(rows for rows, *_ in found)
     if not total:
@@ -113,20 +117,22 @@ def survey(parts: Sequence[Part], columns: Columns, pool: Pool, allow_unowned: b
             f"data={parts[0].file if parts else ''}: expected at least one row, got an empty "
             "data set"
         )
-    return total
+    return total, sum((tally for *_, tally in found), Counter())
 
 
 def _survey(
     part: Part, *, columns: Columns, report: Callable[[int], None]
-) -> tuple[int, int, list[int]]:
-    """Rows of a part, how many have no user, and the first such rows, counted from 1."""
+) -> tuple[int, int, list[int], Counter[str]]:
+    """Rows of a part, how many have no user, the first such rows, counted from 1, and what was put
+    right of the others."""
     if part.kind in ("parquet", "saved"):  # elsewhere all columns are parsed anyway
         columns = replace(columns, text=(), order=None)
     rows, bad, first = 0, 0, []
-    for before, batch in read(part, columns):
+    tally: Counter[str] = Counter()
+    for before, batch in read(part, columns, tally):
         where = np.flatnonzero(is_blank(batch["user_id"]))
         bad += len(where)
         first += [before + i + 1 for i in where[: SHOWN_ROWS - len(first)].tolist()]
         rows += len(batch)
         report(len(batch))
-    return rows, bad, first
+    return rows, bad, first, tally

@@ -232,7 +232,7 @@ def write_bad(path, content):
 
 NO_USER = "user_column=user_id: no such column, expected one of who, text"
 NO_TEXT = "text_column=text: no such column, expected one of user_id, body"
-FLOATS = "user_column=user_id: expected strings or integers, got"
+FLOATS = "user_column=user_id: expected text or whole numbers, got"
 HOLES = {"user_id": ["a", None, "b", "", " ", None, None, "c", None], "text": ["x"] * 9}
 NO_ROWS = {"user_id": pa.array([], "string"), "text": pa.array([], "string")}
 ALICE = b'{"user_id": "a", "text": "x"}\n'
@@ -246,9 +246,15 @@ BAD_INPUT = [
     ("x.parquet", {"user_id": pa.nulls(2), "text": ["x"] * 2}, "2 null or empty user ids"),
     ("x.jsonl", ALICE + b'{"text": "y"}\n', "1 null or empty user ids"),
     ("x.csv", b"user_id,text\na,x\n,y\n", "1 null or empty user ids"),
-    ("x.parquet", {"user_id": [1.0], "text": ["x"]}, f"{FLOATS} double"),
-    ("x.jsonl", b'{"user_id": 1.0, "text": "x"}\n', f"{FLOATS} double"),
-    ("x.csv", b"user_id,text\n1.0,x\n2.0,y\n", f"{FLOATS} floats"),
+    ("x.parquet", {"user_id": [1.5], "text": ["x"]}, f"{FLOATS} 1.5 in row 1"),
+    ("x.jsonl", b'{"user_id": 1.5, "text": "x"}\n', f"{FLOATS} 1.5 in row 1"),
+    ("x.csv", b"user_id,text\n1.0,x\n2.5,y\n", f"{FLOATS} 2.5 in row 2"),
+    ("x.csv", b"user_id,text\n1e+16,x\n", f"{FLOATS} 1e+16 in row 1"),
+    ("x.csv", b"user_id,text\na,x\nNA,y\n", "(rows 2); expected a user for every row"),
+    ("x.csv", b"user_id,text,text\na,x,y\n", "column text: expected one of that name"),
+    # An unclosed quotation would give one user the texts of all who follow.
+    ("x.csv", b'user_id,text\nu1,"hello\nu2,world\nu3,foo', "line 2: expected every quotation"),
+    ("x.csv", b'user_id,text\nu1,a\nu2,"b\nu3,"c"\n', "line 3: expected every quotation"),
     ("x.parquet", {"user_id": [True], "text": ["x"]}, "strings or integers, got bool"),
     (
         "x.parquet",

@@ -53,8 +53,8 @@ def test_token_lists_are_kept():
 @pytest.mark.parametrize(
     "table, message",
     [
-        ({"user_id": [1.5]}, "user_column=user_id: expected strings or integers, got double"),
-        ({"user_id": [[1.5]]}, "user_column=user_id: expected strings or integers, got double"),
+        ({"user_id": [1.5]}, "expected text or whole numbers, got 1.5 in row 1;"),
+        ({"user_id": [[1.0, 1.5]]}, "expected text or whole numbers, got 1.5 in row 1;"),
         ({"user_id": [[["a"]]]}, "user_column=user_id: expected lists of strings or integers, got"),
         ({"user_id": [b"a"]}, "user_column=user_id: expected strings or integers, got binary"),
         ({"text": [b"a"]}, "text_column=text: expected strings, or lists of token ids, got binary"),

@@ -1,0 +1,108 @@
+"""How ids of users are read: one rule, whatever the file.
+
+What is certain is put right: white space around an id is no part of it, the words that stand for a
+missing value are nobody, and 7.0 is 7, which pandas writes for whole numbers in a column with gaps.
+What is not is refused, as 0.5 is, or stays as it is and is counted: 007 and 7, Ann and ann are two
+users each.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fedsim.data.owners import SEPARATOR
+from fedsim.errors import DataError
+
+# What pandas.read_csv takes for a missing value, and NaT, which pandas writes.
+NOBODY = ["", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"]
+NOBODY += ["1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "NaT", "None", "n/a", "nan", "null"]
+RULE = 1  # another number where another rule gives other users
+EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # by a float's bits: whole numbers below are themselves
+DIGITS = 15  # so many are always below 2^53
+WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
+ROUNDED = r"^[+-]?[0-9](\.[0-9]+)?[eE]\+[0-9]+$"  # as programs write large floats
+# What two ids may differ in that looks alike: what one does not see, and zeros in front.
+UNSEEN, ZEROS = r"[\s\x{200b}-\x{200f}\x{2060}\x{feff}]+", r"^0+([0-9])"
+
+TRIMMED, SHORTENED, WORDS = "user_ids_trimmed", "user_ids_without_fraction", "words_for_nobody"
+SAID = {
+    TRIMMED: "user ids had white space around them, which is no part of them",
+    SHORTENED: "user ids were written like 7.0, which is 7",
+    WORDS: "rows have a word such as NA or None for a user, which is nobody",
+}
+"""What is counted of rows, and what a person is told of it."""
+
+Rows = Sequence[int] | np.ndarray
+
+
+def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
+    """Ids as strings; null where a row is nobody's.
+
+    Args:
+      rows: the row of each, counted from 0.
+      tally: counts what was put right, by the names of `SAID`.
+    Raises: DataError: numbers with a fraction, or so large that a float has rounded them.
+    """
+    if pa.types.is_floating(column.type):
+        least = EXACT[column.type.bit_width]
+        numbers = column.cast(pa.float64())
+        numbers = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float64()), numbers)  # pyright: ignore
+        fits = _call("less_equal", _call("abs", numbers), pa.scalar(float(least)))
+        whole = _call("and", fits, _call("equal", numbers, _call("floor", numbers)))
+        _refuse(_call("invert", whole), numbers, field, rows)
+        tally[SHORTENED] += _count(whole)
+        return numbers.cast(pa.int64()).cast(pa.string())
+    given = column.cast(pa.string())
+    text = _call("utf8_trim_whitespace", given)
+    nobody = _call("is_in", text, value_set=pa.array(NOBODY))
+    tally[TRIMMED] += _count(_call("and", _call("not_equal", text, given), _call("invert", nobody)))
+    tally[WORDS] += _count(_call("and", nobody, _call("not_equal", text, pa.scalar(""))))
+    text = _call("if_else", nobody, pa.scalar(None, pa.string()), text)
+    whole = _call("match_substring_regex", text, pattern=WHOLE)
+    short = _call("replace_substring_regex", text, pattern=r"\.0*$", replacement="")
+    rounded = _call("match_substring_regex", text, pattern=f"{FRACTION}|{ROUNDED}")
+    long = _call("greater", _call("utf8_length", short), pa.scalar(DIGITS))
+    _refuse(_call("if_else", whole, long, rounded), text, field, rows)
+    tally[SHORTENED] += _count(whole)
+    return _call("if_else", whole, short, text)
+
+
+def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
+    """How many users have an id that differs from another's only in case, width, zeros in front or
+    what one does not see; and two of them that do.
+
+    Args: ids: each user once, or each set of owners (see data/owners.py).
+    """
+    people = pc.split_pattern(ids, SEPARATOR).flatten().unique()  # pyright: ignore
+    key = _call("utf8_lower", _call("utf8_normalize", people, form="NFKC"))
+    key = _call("replace_substring_regex", key, pattern=UNSEEN, replacement="")
+    key = _call("replace_substring_regex", key, pattern=ZEROS, replacement=r"\1")
+    counts = key.value_counts()
+    several = counts.filter(pc.greater(counts.field("counts"), 1))  # pyright: ignore
+    if not len(several):
+        return 0, []
+    alike = people.filter(_call("equal", key, several.field("values")[0]))
+    return int(pc.sum(several.field("counts")).as_py()), alike[:2].to_pylist()  # pyright: ignore
+
+
+def _refuse(bad: pa.Array, values: pa.Array, field: str, rows: Rows) -> None:
+    if not _count(bad):
+        return
+    place = bad.index(True).as_py()
+    raise DataError(
+        f"{field}: expected text or whole numbers, got {values[place].as_py()} in row "
+        f"{rows[place] + 1}; ids that were read as floats are to be saved as text or integers"
+    )
+
+
+def _count(flags: pa.Array) -> int:
+    return flags.true_count
+
+
+def _call(name: str, *arguments: Any, **options: Any) -> Any:
+    """Arrow's function of that name, most of which type checkers do not know."""
+    return getattr(pc, name)(*arguments, **options)
