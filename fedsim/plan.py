@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting import StepEvent, cyclic_event
+from fedsim.accounting import Event, StepEvent, cyclic_event
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.clipping import Clip
 from fedsim.clipping.adaptive import AdaptiveClip
@@ -251,8 +251,20 @@ def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:
         epsilon=privacy.epsilon,
         delta=privacy.delta,
         num_steps=privacy.num_steps,
-        before=_before(privacy.group_size_epsilon),
+        before=before_of(privacy),
     )
+
+
+def before_of(privacy: PrivacyConfig) -> list[tuple[Event, int]]:
+    """What a run with these settings releases before its first step, to the accountant."""
+    return [*_before(privacy.group_size_epsilon)]
+
+
+def planned_phases(plan: Plan, method: ELS | ULS) -> list[tuple[Event, int]] | None:
+    """All that a run of this plan will release, to the accountant; None without noise."""
+    if not plan.noise_multiplier:
+        return None
+    return [*plan.before, (method.event(plan.noise_multiplier), plan.num_steps)]
 
 
 def make_plan(

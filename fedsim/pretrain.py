@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 
+from fedsim.budget.admission import Applicant
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import PretrainConfig, RunConfig, as_dict, to_json
@@ -46,6 +47,8 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
     transformation = update_rule(run, rate)
     rank = run.model.lora_rank
     expect("lora_rank", rank, rank == 0, "0: pre-training is of whole models")
+    expect("spend_rest", run.spend_rest, not run.spend_rest, "nothing: pre-training has no noise")
+    expect("limit_epsilon", run.limit_epsilon, run.limit_epsilon is None, "nothing: it has none")
     expect("local_steps", run.local_steps, run.local_steps == 1, "1: there are no users")
     for name, least in (("schedule", "constant"), ("warmup", 0), ("ema", 0)):
         value = getattr(run, name)
@@ -58,6 +61,8 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
         console.note("starting the workers")
         workers.ready()
         opened.begin(task)
+        applicant = Applicant.of(run, data.train, None, directory.PRETRAIN)
+        entry = applicant.entry(opened.key.seal("ledger"), None, (0.0, 0.0), WARNING)
         trainer = Pretrainer(
             settings=settings,
             run=run,
@@ -68,7 +73,8 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
             console=console,
             key=opened.key,
         )
-        return trainer.fit(params)
+        with applicant.admitted(entry):
+            return trainer.fit(params)
 
 
 def schedule(settings: PretrainConfig, peak: float) -> optax.Schedule:

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from fedsim import accounting
+from fedsim.budget.admission import Applicant, shortened
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import (
@@ -38,7 +39,16 @@ from fedsim.files import cache_dir, write_json
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean
 from fedsim.optimizers import Diverged, averaged, diverged, is_finite, rate_of, update_rule, updater
-from fedsim.plan import Plan, claimed_fields, complete, ledger_head, make_plan, method_for
+from fedsim.plan import (
+    Plan,
+    before_of,
+    claimed_fields,
+    complete,
+    ledger_head,
+    make_plan,
+    method_for,
+    planned_phases,
+)
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
 from fedsim.run.directory import StoredRun
@@ -72,6 +82,7 @@ def train(
       callback: called after every step with its number, from 1, and its metrics.
     Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
     """
+    privacy = as_started(privacy, run)
     transformation = update_rule(run, rate_of(run, privacy.num_steps))
     opening = open_run(algorithm, privacy, run, console, source=source, plant=plant)
     with opening as opened:
@@ -80,6 +91,13 @@ def train(
         expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
         non_private += outside(run, fresh_model=opened.model is None, own_task=source is not None)
         method = method_for(algorithm, completed, data.train, key)
+        kind = "train" if plant is None else "audit"
+        applicant = Applicant.of(run, data.train, completed.delta, kind)
+        if run.spend_rest and not opened.stored:
+            completed = shortened(applicant, method, completed, before_of(completed))
+            steps, epsilon = completed.num_steps, completed.epsilon
+            opened.settings = dataclasses.replace(privacy, num_steps=steps, epsilon=epsilon)
+            transformation = update_rule(run, rate_of(run, steps))
         workers, task, params = opened.start_engine()
         if opened.stored:
             plan = opened.stored.plan
@@ -90,6 +108,9 @@ def train(
             facts = (size, non_private, seal)
             unproven = unproven_strategy(run.engine)
             plan = make_plan(algorithm, completed, data.train, method, *facts, unproven=unproven)
+        planned = planned_phases(plan, method)
+        entry = applicant.entry(key.seal("ledger"), planned, plan.slack, plan.label)
+        applicant.expect_room(entry)
         console.note("starting the workers")
         workers.ready()
         console.plan(plan, workers)
@@ -122,7 +143,16 @@ def train(
             watch=plant.watch if plant else None,
             callback=callback,
         )
-        return trainer.fit(params, key)
+        with applicant.admitted(entry):
+            return trainer.fit(params, key)
+
+
+def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
+    """The settings, with the steps that fitted when the run was started, if it goes on."""
+    if not (run.spend_rest and run.resume and (run.run_dir / directory.CONFIG).exists()):
+        return privacy
+    stored = directory.load(run.run_dir).privacy
+    return dataclasses.replace(privacy, num_steps=stored.num_steps, epsilon=stored.epsilon)
 
 
 def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:

@@ -1,5 +1,6 @@
 """One Ray for the whole run, and the CPU thread setting that workers have, so that bits agree."""
 
+import atexit
 import os
 import shutil
 import sys
@@ -13,6 +14,7 @@ if not os.environ.get("FEDSIM_TEST_AS_COMPILED"):  # as users' programs are; com
         "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     )
 os.environ.setdefault("FEDSIM_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fedsim-test-cache"))
+os.environ["FEDSIM_BUDGET_LEDGER"] = tempfile.mkdtemp(prefix="fedsim-test-budget-")
 os.environ.pop("RAY_ADDRESS", None)
 os.environ["PYTHONPATH"] = os.pathsep.join(  # what several test files, and workers, import
     str(path) for path in Path(__file__).parent.glob("**/") if path.name != "__pycache__"
@@ -27,6 +29,7 @@ from fedsim.engine.worker import keep_compiled
 from fedsim.files import cache_dir
 from fedsim.keys import SecretKey
 
+atexit.register(shutil.rmtree, os.environ["FEDSIM_BUDGET_LEDGER"], ignore_errors=True)
 keep_compiled(cache_dir() / "compiled")  # before the first program
 os.environ |= {  # and before the first one of the processes that tests start
     "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),

@@ -4,6 +4,8 @@
     noise_multiplier, sampling_prob, num_steps    the best value of one, given the others
     calibrate_noise    the noise that an algorithm's steps take
     StepEvent, PureEvent    what was released; RunningEpsilon: epsilon while training
+    gaussian_mu    what it costs as one number that adds up however steps are chosen (`gaussian_dp`)
+    to_words, of_words    events in JSON's words
 
 `mixture` has the privacy loss of one step, `composition` that of many, `grids` how fine a grid it
 takes, `pure_dp` the loss of pure DP, `group_privacy` the black-box baseline of the paper.
@@ -27,7 +29,9 @@ from fedsim.accounting.accountant import (
     privacy_curve,
     sampling_prob,
 )
+from fedsim.accounting.gaussian_dp import gaussian_delta, gaussian_epsilon, gaussian_mu
 from fedsim.accounting.pure_dp import PureEvent
+from fedsim.accounting.words import of_words, to_words
 
 __all__ = [
     "RELATIVE_ACCURACY",
@@ -43,8 +47,13 @@ __all__ = [
     "epsilon",
     "event_fields",
     "event_of",
+    "gaussian_delta",
+    "gaussian_epsilon",
+    "gaussian_mu",
     "noise_multiplier",
     "num_steps",
+    "of_words",
     "privacy_curve",
     "sampling_prob",
+    "to_words",
 ]

@@ -16,7 +16,7 @@ import tyro
 from fedsim.cli.arguments import parse
 from fedsim.cli.data import Data
 from fedsim.cli.models import Export, Generate, Personalize, Pretrain
-from fedsim.cli.trust import Audit, Report, Verify
+from fedsim.cli.trust import Audit, Budget, Report, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, changed_run, to_json
 from fedsim.config.cells import COMPARISON_ONLY, SHUFFLE, expect_cell
@@ -238,6 +238,7 @@ Command = (
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Audit, tyro.conf.subcommand("audit")]
+    | Annotated[Budget, tyro.conf.subcommand("budget")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Account, tyro.conf.subcommand("account")]

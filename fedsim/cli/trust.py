@@ -1,12 +1,21 @@
-"""`fedsim verify`, `report`, `audit`: why anyone should believe what a run claims."""
+"""`fedsim verify`, `report`, `audit`, `budget`: why anyone should believe what a run claims."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
-from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
+from fedsim.config import (
+    Algorithm,
+    AuditConfig,
+    DataConfig,
+    PrivacyConfig,
+    RunConfig,
+    changed_run,
+)
+from fedsim.errors import expect
 
 Flat = tyro.conf.OmitArgPrefixes
 RunDir = tyro.conf.Positional[Path]
@@ -43,6 +52,65 @@ class Audit:
         found = audit(Algorithm(self.algorithm), self.audit, self.privacy, self.run, console)
         if not self.json:
             print(sentence(found), f"written to {found['html']}", sep="\n")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What all runs on some people's texts have cost the one who pays most, and what is left.
+
+    Reads the ledger of the data, in which every run is counted before its first release, those that
+    were killed, stopped or deleted, too. Data are known by their users: a data set that was built
+    again, moved or grew goes on with the same ledger.
+    """
+
+    data: tyro.conf.Positional[str | None] = None
+    """Whose texts: a directory made by `fedsim data build`, files, hf:NAME, or pydocs. Default:
+    everybody in the ledger."""
+
+    user_column: str | None = None
+    """Where data names files: column that says whose a row is. Default: user_id."""
+
+    text_column: str | None = None
+    """Where data names files: column with the text. Default: text."""
+
+    budget_ledger: Path | None = None
+    """Directory of the ledger; see train."""
+
+    delta: float | None = None
+    """In (0, 1): where epsilons are read. Default: N^-1.1 for N users."""
+
+    limit_epsilon: float | None = None
+    """Set a limit for these users at this delta: from now on no run is begun that could break it.
+    It cannot be taken back or raised. > 0."""
+
+    out: Path | None = None
+    """Directory for budget.html and budget.md, with the picture."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.budget.ledger import place_of
+        from fedsim.data import corpora
+        from fedsim.run.console import Console
+        from fedsim.trust.budget_page import budget, sentences, table
+        from fedsim.trust.document import as_text
+
+        limit, delta = self.limit_epsilon, self.delta
+        holds = limit is None or 0 < limit < math.inf
+        expect("limit_epsilon", limit, holds, "> 0 and finite")
+        expect("delta", delta, delta is None or 0 < delta < 1, "in (0, 1)")
+        ids = None
+        if self.data is not None:
+            config = DataConfig(self.data, self.user_column, self.text_column)
+            ids = corpora.load(self.data, progress=Console().note, **config.options).people()
+        place = place_of(self.budget_ledger)
+        found = budget(place, ids, delta=delta, limit_epsilon=limit, out=self.out)
+        if not self.json:
+            print(as_text(table(found)), *sentences(found), sep="\n")
+            if self.out is not None:
+                print(f"written to {found['html']}")
         return found
 
 

@@ -13,7 +13,7 @@ from fedsim.errors import expect
 # the data is the same is checked by its fingerprint, wherever it lies.)
 OPERATIONAL = frozenset(
     {"data", "run_dir", "engine", "num_workers", "num_lanes", "wait_for_workers"}
-    | {"checkpoint_every", "log_every", "resume"}
+    | {"checkpoint_every", "log_every", "resume", "budget_ledger", "limit_epsilon", "spend_rest"}
 )
 
 
@@ -176,6 +176,17 @@ class RunConfig:
     resume: bool = False
     """Go on with the run that run_dir holds, or start it if it holds none."""
 
+    budget_ledger: Path | None = None
+    """Directory of the ledger of the data, in which every run on these users is counted. Default:
+    FEDSIM_BUDGET_LEDGER, or fedsim/budget in ~/.local/state."""
+
+    limit_epsilon: float | None = None
+    """Refuse the run if all runs on these users, this one included, could cost one of them more
+    than this epsilon, at this run's delta. > 0. Default: the limits in the ledger of the data."""
+
+    spend_rest: bool = False
+    """With a limit: train as many steps, up to num_steps, as fit, instead of refusing the run."""
+
     def __post_init__(self):
         _expect_least(
             self, eval_examples=1, checkpoint_every=1, local_steps=1, log_every=1, eval_every=1
@@ -183,6 +194,9 @@ class RunConfig:
         for name in ("learning_rate", "local_learning_rate"):
             rate = getattr(self, name)
             expect(name, rate, 0 < rate < math.inf, "> 0 and finite")
+        limit = self.limit_epsilon
+        holds = limit is None or 0 < limit < math.inf
+        expect("limit_epsilon", limit, holds, "> 0 and finite")
         for name in ("warmup", "ema"):
             share = getattr(self, name)
             expect(name, share, 0 <= share < 1, "in [0, 1)")

@@ -44,6 +44,10 @@ class Dataset:
         stores = {split: UserStore.open(path / split) for split in metadata["splits"]}
         return cls(**stores, tokenizer_path=path / "tokenizer.json", metadata=metadata, path=path)
 
+    def people(self) -> list[str]:
+        """The ids of all users of all splits."""
+        return sorted({each for store in self.splits().values() for each in store.user_ids()})
+
     def splits(self) -> dict[str, UserStore]:
         """The splits there are, by name; "train" first."""
         stores = {name: getattr(self, name) for name in SPLITS}

@@ -46,6 +46,10 @@ class OwnedRows:
         if self._digest() != self.fingerprint:
             raise FileDamaged(f"data: the rows of {self._split} have changed")
 
+    def user_ids(self) -> list[str]:
+        """[num_users] the owners, in the order of the users."""
+        return [str(name) for name in self._names]
+
     def _digest(self) -> str:
         """sha256 (hex) of the owners and of all that the task reads."""
         digest = hashlib.sha256(repr(self._names.tolist()).encode())

@@ -2,6 +2,7 @@
 
 config.json    settings, plan and model, written once: a `StoredRun`
 secret.json    the key, mode 0600
+budget.json    where the ledger of the data counts the run
 tokenizer.json of the data, so that the model can be used without them
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
 released/      of the steps since the last checkpoint, mode 0700

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ FILE = "ledger.jsonl"
 PIECE = 2**20  # bytes, of what is hashed at a time
 LINK = ', "chain": "{}"}}'
 LINK_SIZE = len(LINK.format("0" * 64))
+
+Link = Callable[[str, bytes], str]
+"""The chain after a line, from the one before it and the line's bytes up to its own."""
 
 
 class LedgerError(FedsimError):
@@ -104,9 +108,8 @@ class Ledger:
         self._file.close()
 
     def _append(self, line: dict[str, Any]) -> None:
-        body = json.dumps(line).encode()[:-1]
-        self.chain = link(self.chain, body)
-        self._file.write(body + LINK.format(self.chain).encode() + b"\n")
+        data, self.chain = sealed(line, self.chain)
+        self._file.write(data)
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -164,8 +167,25 @@ def head(directory: Path) -> dict[str, Any]:
     return next((line["head"] for line in parse(first, str(path))), {})
 
 
-def parse(data: bytes, name: str) -> list[dict[str, Any]]:
-    """The lines of a ledger's bytes. Raises: LedgerError: naming `name` and the line."""
+def link(chain: str, body: bytes) -> str:
+    """The chain after a line, from the one before it and the line's bytes up to its own."""
+    return hashlib.sha256(chain.encode() + body).hexdigest()
+
+
+def parse(
+    data: bytes,
+    name: str,
+    check: Callable[[dict[str, Any], int], None] | None = None,
+    link: Link = link,
+) -> list[dict[str, Any]]:
+    """The lines of a chained file's bytes.
+
+    Args:
+      check: raises ValueError, TypeError or KeyError unless a line, with its number from 0, can be
+        relied upon; None: those of a run's ledger.
+    Raises: LedgerError: naming `name` and the line.
+    """
+    check = check or _check
     *whole, rest = data.split(b"\n")
     chain, lines = "", []
     for number, line in enumerate(whole):
@@ -173,9 +193,10 @@ def parse(data: bytes, name: str) -> list[dict[str, Any]]:
         if line[-LINK_SIZE:] != LINK.format(chain).encode():
             raise LedgerError(f"{name}: line {number + 1} was changed, or one before it removed")
         try:
-            lines.append(_record(line, number))
+            check(record := json.loads(line), number)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise LedgerError(f"{name}: line {number + 1} is none of a ledger: {error}") from None
+        lines.append(record)
     # A crash leaves the beginning of a line, and nothing after a line's end.
     end = rest.rfind(LINK.partition("{")[0].encode())
     if end >= 0 and len(rest) > end + LINK_SIZE:
@@ -183,9 +204,11 @@ def parse(data: bytes, name: str) -> list[dict[str, Any]]:
     return lines
 
 
-def link(chain: str, body: bytes) -> str:
-    """The chain after a line, from the one before it and the line's bytes up to its own."""
-    return hashlib.sha256(chain.encode() + body).hexdigest()
+def sealed(line: dict[str, Any], chain: str, link: Link = link) -> tuple[bytes, str]:
+    """A line's bytes with its link at the end, and the link."""
+    body = json.dumps(line).encode()[:-1]
+    chain = link(chain, body)
+    return body + LINK.format(chain).encode() + b"\n", chain
 
 
 def _identity(line: dict[str, Any]) -> tuple[Any, str | None]:
@@ -193,9 +216,8 @@ def _identity(line: dict[str, Any]) -> tuple[Any, str | None]:
     return line["event"], line.get("gradient_sha256")
 
 
-def _record(line: bytes, number: int) -> dict[str, Any]:
-    """A line that can be relied upon: the head, or a step with its event."""
-    record = json.loads(line)
+def _check(record: dict[str, Any], number: int) -> None:
+    """A line of a run's ledger can be relied upon: the head, or a step with its event."""
     if number == 0:
         for each in record["head"].get("before", []):
             PureEvent(each["epsilon"])
@@ -203,4 +225,3 @@ def _record(line: bytes, number: int) -> dict[str, Any]:
         raise ValueError(f"step={record['step']}: expected {number - 1}")
     elif record["event"] is not None:
         event_of(record["event"])
-    return record

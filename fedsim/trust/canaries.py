@@ -144,6 +144,10 @@ class PlantedStore:
         """int32 [examples]: tokens per row."""
         return np.concatenate([self.store.lengths, self.planted.lengths])
 
+    def user_ids(self) -> list[str]:
+        """The ids of the real users: those that are made up are nobody's."""
+        return self.store.user_ids()
+
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of rows of both stores; see `UserStore.gather`."""
         rows = np.asarray(rows, np.int64)

@@ -127,6 +127,17 @@ def to_markdown(document: Document) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def as_text(table: Table) -> str:
+    """A table for the terminal."""
+    lines = [table.head, *table.rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(table.head))]
+    padded = (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+    return "\n".join(line.rstrip() for line in padded)
+
+
 def _html(block: Block) -> str:
     if isinstance(block, str):
         return f"<p>{_inline(block)}</p>"

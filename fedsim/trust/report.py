@@ -5,13 +5,16 @@ Every number about privacy is computed from the ledger when the report is writte
 is rounded up. A run that breaks any promise that `verify` looks at gets no report.
 """
 
+import math
 import shlex
 from pathlib import Path
 from typing import Any
 
 from fedsim.accounting.rounding import at_least, at_most
+from fedsim.budget.admission import together
 from fedsim.config import ZERO_OUT, Algorithm, settings_of, to_json
 from fedsim.config.cells import COMPARISON_ONLY
+from fedsim.errors import FedsimError
 from fedsim.files import read_json, write_atomically
 from fedsim.plan import Plan
 from fedsim.run import directory, ledger
@@ -156,12 +159,28 @@ def _items(released: Released) -> Table:
         ("are the two the same", same),
         ("accounted before training", before),
         ("tuning of settings", "; ".join(tuning) or "none reported; none is accounted"),
-        (
-            "other runs on these data",
-            "not accounted: their epsilons add up with this one's, and their deltas, too",
-        ),
+        ("all runs on these users", _others(released)),
     ]
     return Table(("item", "this run"), rows)
+
+
+def _others(released: Released) -> str:
+    """What the ledger of the data says of all runs on the users of this one."""
+    try:
+        found = together(released.run_dir, released.plan.delta)
+    except FedsimError as error:
+        return f"not known, for the ledger of the data is not what it was: {error}"
+    if found is None:
+        return "not known: their epsilons add up with this one's, and their deltas, too"
+    total, delta = found.total, at_most(released.plan.delta, ".2e")
+    if math.isinf(total.fixed):
+        return f"{found.num_runs}, not all of which promise anything: together no epsilon holds"
+    return (
+        f"{found.num_runs}, which together cost nobody more than epsilon = "
+        f"{at_most(total.fixed, '.4f')} at delta = {delta}; "
+        f"{at_most(total.adaptive, '.4f')} if runs were chosen by looking at earlier ones, for a "
+        "limit that was fixed before the first (`fedsim budget`)"
+    )
 
 
 def _adjacency(plan: Plan) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from fedsim import accounting, keys
 from fedsim.accounting import RunningEpsilon, event_fields
 from fedsim.accounting.rounding import at_least, at_most
+from fedsim.budget.admission import expect_receipt
 from fedsim.config import Algorithm
 from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
@@ -294,6 +295,11 @@ def _key(evidence: Evidence) -> str:
     return "the key is its owner's alone, and the ledger's"
 
 
+def _budget(evidence: Evidence) -> str:
+    """The run is counted in the ledger of the data, if that is here."""
+    return expect_receipt(evidence.run_dir)
+
+
 def _data(evidence: Evidence) -> str:
     """The data are those that the run was started with, read to the last byte."""
     key, users = evidence.key, evidence.dataset.train
@@ -340,6 +346,7 @@ LOOKS: list[tuple[str, Callable[[Evidence], str]]] = [
     ("metrics", _metrics),
     ("summary", _summary),
     ("key", _key),
+    ("budget", _budget),
     ("data", _data),
     ("draws", _draws),
 ]

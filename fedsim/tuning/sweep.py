@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from fedsim.budget.ledger import place_of
 from fedsim.config import (
     OPERATIONAL,
     Algorithm,
@@ -291,7 +292,8 @@ def _job(settings: Settings, out: Path) -> Job:
     privacy = PrivacyConfig(**{name: given[name] for name in given.keys() & privacy_flags})
     name = identity(algorithm, given)
     here = {"run_dir": out.absolute() / RUNS / name, "resume": True, "engine": "local"}
-    run = run_config(**{n: given[n] for n in given.keys() & run_flags}, **here)
+    here["budget_ledger"] = place_of(given.get("budget_ledger"))  # they may run elsewhere
+    run = run_config(**{**{n: given[n] for n in given.keys() & run_flags}, **here})
     shown = {"algorithm": str(algorithm), **{n: to_json(settings[n]) for n in settings}}
     log = out.absolute() / LOGS / f"{name}.txt"
     return Job(name, Algorithm(algorithm), privacy, run, shown, log)

@@ -64,13 +64,20 @@ def test_the_claim_is_what_the_ledger_says(trained, tmp_path, capsys):
     assert math.exp(summary["epsilon"]) <= factor < math.exp(summary["epsilon"]) + 0.02
 
 
+def test_a_run_that_is_in_no_ledger_of_the_data_says_so(trained, tmp_path, capsys):
+    shutil.copytree(trained / "private", tmp_path / "copy")
+    (tmp_path / "copy" / "budget.json").unlink()
+    _, text, _ = read(capsys, tmp_path / "copy", tmp_path)
+    assert "| all runs on these users | not known: their epsilons add up with" in text
+
+
 def test_everything_to_be_reported_is_there(trained, tmp_path, capsys):
     _, text, page = read(capsys, trained / "private", tmp_path)
     for words in (
         *(
             "a person with several ids in the data: protected for each id alone",
             "Mind: delta times the number of users is",
-            "their deltas, too",
+            "all runs on these users",
         ),
         *(
             "central",

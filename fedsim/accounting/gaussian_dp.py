@@ -1,0 +1,100 @@
+"""Gaussian differential privacy: what some steps cost as one number, mu, that simply adds up.
+
+A mechanism is mu-GDP if telling two neighbours apart is no easier than telling N(0, 1) from
+N(mu, 1). Costs add up as mu^2, also where every mechanism is chosen by looking at what those before
+released: that makes mu the currency of a privacy filter (docs/budget.md has the theorem).
+
+Steps with sampling are not exactly Gaussian in their farthest tails. So a small probability is set
+aside: with it a mechanism may give everything away, and otherwise it is mu-GDP.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from dp_accounting.pld.pld_pmf import DensePLDPmf
+from scipy import optimize, signal, special
+
+from fedsim.accounting import composition
+from fedsim.accounting.accountant import Phases, composed_loss
+from fedsim.accounting.calibration import cached
+from fedsim.errors import expect
+
+POINTS = 20_000  # of the curve that is compared
+LARGEST_EPSILON = 500.0
+LARGEST_MU = 1e3
+
+
+def gaussian_mu(phases: Phases, set_aside: float) -> float:
+    """The smallest mu such that the phases together are mu-GDP but for a probability.
+
+    Guarantees: with d = set_aside, for every epsilon, in both directions, their delta is at most
+      (1 - d) delta_mu(epsilon) + d. So they are a post-processing of this: with probability d give
+      everything away, else release N(0, 1) or N(mu, 1). Kept on disk.
+    Returns: inf where no mu up to 1,000 is enough.
+    Source: Dong et al. 2022, Corollary 2.13; Blackwell's theorem.
+    """
+    expect("set_aside", set_aside, 0 < set_aside < 1, "in (0, 1)")
+    if not any(count for _, count in phases):
+        return 0.0
+
+    def solve() -> float:
+        loss = composed_loss(phases, set_aside)
+        return max(_mu_of(pmf, set_aside) for pmf in composition.directions(loss))
+
+    return float(cached("gaussian_mu", (set_aside, *phases), solve))
+
+
+def gaussian_delta(epsilon: float | np.ndarray, mu: float) -> np.ndarray:
+    """delta of mu-GDP at each epsilon. Source: Dong et al. 2022, Corollary 2.13."""
+    epsilon = np.asarray(epsilon, np.float64)
+    below = np.exp(epsilon + special.log_ndtr(-epsilon / mu - mu / 2))
+    return special.ndtr(-epsilon / mu + mu / 2) - below
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """The smallest epsilon for which mu-GDP is (epsilon, delta)-DP."""
+    if mu == 0 or gaussian_delta(0.0, mu) <= delta:
+        return 0.0
+    high = mu * (mu / 2 - special.ndtri(delta)) + 1.0
+
+    def excess(epsilon: float) -> float:
+        return float(gaussian_delta(epsilon, mu)) - delta
+
+    return _root(excess, 0.0, high) if math.isfinite(mu) else math.inf
+
+
+def _mu_of(pmf: DensePLDPmf, set_aside: float) -> float:
+    """The smallest mu in one direction of adjacency."""
+    last = composition.pmf_epsilon_at(pmf, set_aside)
+    if last > LARGEST_EPSILON:
+        return math.inf
+    epsilons = np.linspace(0.0, last, POINTS + 1)
+    # Between two points delta falls: the left one's bounds it, and so does the right one's mu.
+    above, right = _deltas(pmf, epsilons)[:-1] - set_aside, epsilons[1:]
+
+    def excess(mu: float) -> float:
+        return float(np.max(above - (1 - set_aside) * gaussian_delta(right, mu)))
+
+    low = 1e-9
+    if excess(low) <= 0:
+        return low
+    if excess(LARGEST_MU) > 0:
+        return math.inf
+    return _root(excess, low, LARGEST_MU) * (1 + 1e-8) + 1e-11
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    return float(optimize.brentq(function, low, high, xtol=1e-12, rtol=1e-9))  # pyright: ignore
+
+
+def _deltas(pmf: DensePLDPmf, epsilons: np.ndarray) -> np.ndarray:
+    """delta at each epsilon: between the losses of a grid it is linear in e^epsilon."""
+    grid, descending = pmf._discretization, pmf._probs[::-1]
+    decay = math.exp(-grid)
+    reached = pmf._infinity_mass + np.cumsum(descending)
+    paid = np.asarray(signal.lfilter([decay], [1.0, -decay], descending))
+    at = (pmf._lower_loss + pmf.size - 2 - np.arange(pmf.size)) * grid
+    known = np.concatenate([(reached - paid)[::-1], [pmf._infinity_mass]])
+    places = np.exp(np.minimum(np.concatenate([at[::-1], [at[0] + grid]]), 700.0))
+    return np.interp(np.exp(epsilons), places, known)

@@ -1,0 +1,264 @@
+"""A run is counted before its first release, and refused where it would break a limit.
+
+`admit` writes the run with all that it plans into the ledger of the data, under the ledger's lock:
+of two runs that would fit alone, the second one is refused. When the run ends, `settle` writes what
+it released. One that is killed stays as it is: whoever reads the ledger looks into the run's own.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fedsim import accounting
+from fedsim.accounting import Event, Phases
+from fedsim.accounting.rounding import at_most
+from fedsim.budget.ledger import BudgetLedger, Entry, Limit, Released, hold, place_of
+from fedsim.budget.people import union
+from fedsim.budget.spending import Books, Charge, Total
+from fedsim.config import PrivacyConfig, RunConfig
+from fedsim.els import ELS
+from fedsim.errors import ConfigError, FedsimError, FileDamaged
+from fedsim.files import read_json, write_json
+from fedsim.keys import SecretKey
+from fedsim.plan import calibrate
+from fedsim.run import directory
+from fedsim.run import ledger as run_ledger
+from fedsim.uls import ULS
+
+RECEIPT = "budget.json"
+RUNNING, KILLED, GONE = "running", "killed", "gone"
+RELEASED, STOPPED = "released", "stopped"
+ROOM = 1e-4
+"""By how much noise is taken to be less than it is when steps are counted that fit: calibrating it
+anew for so many steps comes that near."""
+
+
+def charge_of(entry: Entry) -> Charge:
+    """What a run counts with: what it said when it ended, what its own ledger shows if it was
+    killed, all that it planned while it runs or if its directory is gone."""
+    if entry.outcome:
+        return Charge(entry, entry.released, entry.outcome)
+    found = _seen(Path(entry.place), entry) if entry.place else GONE
+    if isinstance(found, str):
+        return Charge(entry, entry.planned, found)
+    return Charge(entry, found[0], KILLED)
+
+
+def _seen(run_dir: Path, entry: Entry) -> str | tuple[Released]:
+    """What a run's own ledger says that it released, or why that cannot be said."""
+    try:
+        with directory.lock(run_dir, to_read=True):
+            head = run_ledger.head(run_dir)
+            if not head:
+                own = SecretKey.load(run_dir).seal("ledger") == entry.run
+                return ([],) if own and entry.planned is not None else GONE
+            lines = run_ledger.read(run_dir)
+    except directory.Busy:
+        return RUNNING
+    except (FedsimError, OSError):
+        return GONE
+    return (run_ledger.phases(lines),) if head.get("key_seal") == entry.run else GONE
+
+
+def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None = None) -> Books:
+    """The books of some users; of everybody where `ids` is None."""
+    return books_of(ledger, None if ids is None else ledger.users(ids), limit)
+
+
+def books_of(ledger: BudgetLedger, users: np.ndarray | None, limit: Limit | None = None) -> Books:
+    """The books of users with these fingerprints; of everybody where there are none."""
+    names = {each.users for each in ledger.entries.values()}
+    names |= {each.users for each in ledger.limits if each.users is not None}
+    sets = {name: ledger.users_of(name) for name in names}
+    users = union(list(sets.values())) if users is None else users
+    charges = [charge_of(entry) for entry in ledger.entries.values()]
+    limits = [*ledger.limits, *([limit] if limit else [])]
+    return Books.of(users, charges, sets, limits)
+
+
+class People(Protocol):
+    """A store of users, as far as the ledger of the data sees it."""
+
+    def user_ids(self) -> list[str]:
+        """The ids of the users whose texts a run sees."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Applicant:
+    """A run that is to be counted: whose texts it sees, and what limit it is given."""
+
+    place: Path
+    """The directory of the ledger of the data."""
+    ids: Sequence[str]
+    """Its users' ids."""
+    kind: str
+    limit: Limit | None
+    run_dir: Path
+
+    @classmethod
+    def of(cls, run: RunConfig, users: People, delta: float | None, kind: str) -> "Applicant":
+        """The run of these settings, on these users. Args: delta: that a limit of its own is at."""
+        limit = None
+        if run.limit_epsilon is not None:
+            assert delta is not None, "complete() comes first"
+            limit = Limit(run.limit_epsilon, delta)
+        return cls(place_of(run.budget_ledger), users.user_ids(), kind, limit, run.run_dir)
+
+    def entry(self, run: str, planned: Released, slack: tuple[float, float], label: str) -> Entry:
+        """It, as the ledger has it. Args: run: the key's seal; "" before there is a key."""
+        place = str(self.run_dir.absolute())
+        return Entry(0, run, self.kind, place, "", label, planned, slack)
+
+    def expect_room(self, entry: Entry) -> None:
+        """Raises ConfigError: with this run a limit would be broken."""
+        with hold(self.place) as ledger:
+            self._expect_room(ledger, entry)
+
+    def steps_that_fit(self, entry: Entry, planned: Callable[[int], Released], most: int) -> int:
+        """The most steps, up to `most`, that keep every limit. Args: planned: of so many steps."""
+        with hold(self.place) as ledger:
+            known, own = books(ledger, self.ids, self.limit), _own(ledger, entry)
+
+            def charge(steps: int) -> Charge:
+                some = dataclasses.replace(own, planned=planned(steps))
+                return Charge(some, some.planned, RUNNING)
+
+            return known.steps_that_fit(charge, most)
+
+    @contextmanager
+    def admitted(self, entry: Entry) -> Iterator[None]:
+        """Count the run, and when the block ends what it released.
+
+        Raises: ConfigError: with this run a limit would be broken.
+        """
+        with hold(self.place) as ledger:
+            self._expect_room(ledger, entry)
+            users = ledger.save_users(ledger.users(self.ids))
+            ledger.begin(dataclasses.replace(entry, users=users))
+            receipt = {"ledger": str(self.place), "line": ledger.num_lines, "chain": ledger.chain}
+            write_json(self.run_dir / RECEIPT, receipt, mode=0o600)
+        try:
+            yield
+        finally:
+            self._settle(entry.run)
+
+    def _settle(self, run: str) -> None:
+        """Note what the run has released, by its own ledger."""
+        lines = run_ledger.read(self.run_dir)
+        with hold(self.place) as ledger:
+            planned = ledger.entries[run].planned
+            released = run_ledger.phases(lines) if lines else planned  # pre-training has no ledger
+            ledger.end(run, released, RELEASED if released == planned else STOPPED)
+
+    def _expect_room(self, ledger: BudgetLedger, entry: Entry) -> None:
+        if not (self.limit or ledger.limits):
+            return
+        known = books(ledger, self.ids, self.limit)
+        own = _own(ledger, entry)
+        more = Charge(own, own.planned, RUNNING)
+        if known.fits(more):
+            return
+        broken = next(
+            each
+            for each in known.limits
+            if known.total(each.delta, more=more).adaptive > each.epsilon
+        )
+        before, after = known.total(broken.delta), known.total(broken.delta, more=more)
+        nothing = [each for each in known.charges if each.released is None or each.entry.label]
+        why = f"{len(known.charges)} runs on these users have spent {_shown(before.adaptive)}"
+        if nothing:
+            label = nothing[0].entry.label or "without noise"
+            why = f"{nothing[0].entry.place} promises them nothing ({label})"
+        raise ConfigError(
+            f"limit_epsilon={broken.epsilon:g}: expected a run that fits: {why} at delta "
+            f"{at_most(broken.delta, '.2e')}, and with this one it would be "
+            f"{_shown(after.adaptive)} (see fedsim budget; --spend-rest trains what fits)"
+        )
+
+
+def shortened(
+    applicant: Applicant, method: ELS | ULS, privacy: PrivacyConfig, before: Phases
+) -> PrivacyConfig:
+    """The settings with as many steps as fit, under the noise of all of them, and their epsilon.
+
+    Raises: ConfigError: not even one fits.
+    """
+    sigma = calibrate(method, privacy)
+    if not sigma or privacy.delta is None:
+        return privacy
+    event = method.event(sigma * (1 - ROOM))
+
+    def planned(steps: int) -> list[tuple[Event, int]]:
+        return [*before, (event, steps)]
+
+    entry = applicant.entry("", planned(1), (0.0, 0.0), "")
+    most = applicant.steps_that_fit(entry, planned, privacy.num_steps)
+    if most == privacy.num_steps:
+        return privacy
+    if most == 0:
+        applicant.expect_room(entry)
+    spent = accounting.epsilon(planned(most), privacy.delta)
+    return dataclasses.replace(privacy, num_steps=most, epsilon=spent)
+
+
+def _own(ledger: BudgetLedger, entry: Entry) -> Entry:
+    """The entry with the number it has, or will have, in the ledger."""
+    known = ledger.entries.get(entry.run)
+    return dataclasses.replace(entry, number=known.number if known else ledger.num_lines + 1)
+
+
+def _shown(epsilon: float) -> str:
+    return at_most(epsilon, ".4g")
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """What all runs that saw a run's users have cost."""
+
+    num_runs: int
+    total: Total
+
+
+def together(run_dir: Path, delta: float) -> Together | None:
+    """What all runs on a run's users have cost the one who pays most; None: in no ledger here.
+
+    Raises: LedgerError, FileDamaged: the ledger was cut or changed.
+    """
+    receipt = _receipt(run_dir)
+    if receipt is None or not os.access(receipt["ledger"], os.R_OK | os.X_OK):
+        return None
+    with hold(Path(receipt["ledger"])) as ledger:
+        ledger.expect_line(receipt["line"], receipt["chain"], str(run_dir / RECEIPT))
+        own = ledger.line(receipt["line"])["users"]
+        known = books_of(ledger, ledger.users_of(own))
+        return Together(len(known.charges), known.total(delta))
+
+
+def expect_receipt(run_dir: Path) -> str:
+    """What the ledger of the data says of a run. Raises: LedgerError, FileDamaged: it was cut."""
+    receipt = _receipt(run_dir)
+    if receipt is None:
+        return "in no ledger of the data: what other runs on them spent is not known"
+    place = Path(receipt["ledger"])
+    if not os.access(place, os.R_OK | os.X_OK):
+        return f"the ledger of the data, {place}, is not here"
+    with hold(place) as ledger:
+        ledger.expect_line(receipt["line"], receipt["chain"], str(run_dir / RECEIPT))
+        return f"line {receipt['line']} of {ledger.num_lines} in {place}"
+
+
+def _receipt(run_dir: Path) -> dict[str, Any] | None:
+    """Where a run is counted. Raises: FileDamaged: it does not say so."""
+    path = run_dir / RECEIPT
+    if not path.exists():
+        return None
+    receipt = read_json(path)
+    if [type(receipt.get(name)) for name in ("ledger", "line", "chain")] != [str, int, str]:
+        raise FileDamaged(f"{path}: expected the ledger, a line and its link")
+    return receipt

@@ -1,0 +1,246 @@
+"""The ledger of the data: every run on some people's texts, in the order in which they began.
+
+    budget.jsonl   a line when a run begins (what it will release at most) and when it ends (what it
+                   released); lines are never changed, so a run that is deleted stays
+    last.json      the last line's number and link: lines that are cut off show
+    users/         whose texts runs saw; see `people`
+    secret.json    the key of links and fingerprints
+    lock           held while a process reads and writes
+
+Each line ends with a keyed digest of its bytes and all lines before it: who has not the key can
+change, insert or remove none. Who has it, and restores an older copy of everything, is found out by
+the receipts in the runs' own directories. All of it is the data owner's, mode 0700: who is in which
+data, how many they are and where runs lie is not for others. The events themselves say no more than
+the runs' own ledgers, which are made to be published; what `fedsim budget --json` prints may be.
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsim.accounting import Event, of_words, to_words
+from fedsim.budget import people
+from fedsim.errors import ConfigError, FileDamaged
+from fedsim.files import read_json, remove_cut_off_line, sync_directory, write_json
+from fedsim.keys import FILE as KEY
+from fedsim.keys import SecretKey
+from fedsim.run.ledger import LedgerError, parse, sealed
+
+FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
+PLACE = "FEDSIM_BUDGET_LEDGER"
+OPENED, CLOSED, LIMIT = "opened", "closed", "limit"
+
+Released = list[tuple[Event, int]] | None
+"""Events, each with its number of times; None: without noise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A run in the ledger of its data."""
+
+    number: int
+    """Of its first line: runs in the order in which they began."""
+    run: str
+    """What it is known by: the key's seal, which the run's own ledger has, too."""
+    kind: str
+    """train, audit, pretrain, ..."""
+    place: str
+    """Where its directory was."""
+    users: str
+    """The name of its users' fingerprints."""
+    label: str
+    """Why its epsilon is no guarantee; empty where it is."""
+    planned: Released
+    """What it releases at most."""
+    slack: tuple[float, float]
+    """(epsilon, delta) for noise that is not ideal."""
+    released: Released = dataclasses.field(default_factory=list)
+    """What it released when it last ended."""
+    outcome: str = ""
+    """How it ended; empty: it has not, or was killed."""
+    began: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What the owner of the data has set for some users."""
+
+    epsilon: float
+    delta: float
+    users: str | None = None
+
+
+def place_of(directory: str | Path | None) -> Path:
+    """Where the ledger is: the directory that was given, that of FEDSIM_BUDGET_LEDGER, or fedsim/
+    in the account's state."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(directory or os.environ.get(PLACE) or Path(state) / "fedsim" / "budget").absolute()
+
+
+class BudgetLedger:
+    """The ledger, held by this process: see `hold`."""
+
+    def __init__(self, directory: Path):
+        """Read it, or start it. Raises: LedgerError, FileDamaged: it is not what was written."""
+        self.directory, self._path = directory, directory / FILE
+        shared = directory.stat().st_mode & stat.S_IWGRP
+        self._mode = 0o660 if shared else 0o600
+        if not (directory / KEY).exists() and not self._path.exists():
+            SecretKey.create().save(directory)
+            (directory / KEY).chmod(self._mode)
+        try:
+            self.key = SecretKey.load(directory)
+        except FileNotFoundError:
+            raise FileDamaged(f"{directory / KEY}: expected the key of {self._path}") from None
+        data = self._path.read_bytes() if self._path.exists() else b""
+        self._lines = parse(data, str(self._path), _line, self._link)
+        self._expect_whole()
+        self.entries: dict[str, Entry] = {}
+        self.limits: list[Limit] = []
+        for number, line in enumerate(self._lines, 1):
+            self._take(line, number)
+
+    @property
+    def chain(self) -> str:
+        """The last line's link."""
+        return self._lines[-1]["chain"] if self._lines else ""
+
+    @property
+    def num_lines(self) -> int:
+        """Lines so far."""
+        return len(self._lines)
+
+    def line(self, number: int) -> dict[str, Any]:
+        """The line of this number, from 1."""
+        return self._lines[number - 1]
+
+    def users(self, ids: Sequence[str]) -> np.ndarray:
+        """The fingerprints of users' ids."""
+        return people.fingerprints(ids, self.key)
+
+    def save_users(self, users: np.ndarray) -> str:
+        """Keep them; returns their name."""
+        (self.directory / people.DIRECTORY).mkdir(mode=0o700 | self._mode, exist_ok=True)
+        return people.save(self.directory, users, self._mode)
+
+    def users_of(self, name: str) -> np.ndarray:
+        """The fingerprints of that name. Raises: FileDamaged."""
+        return people.load(self.directory, name)
+
+    def begin(self, entry: Entry) -> None:
+        """Count a run with all that it plans, durable when this returns: a new one, or one that
+        goes on."""
+        planned = None if entry.planned is None else to_words(entry.planned)
+        fields = {n: getattr(entry, n) for n in ("run", "kind", "place", "users", "label")}
+        self._append({"what": OPENED, **fields, "slack": [*entry.slack], "planned": planned})
+
+    def end(self, run: str, released: Released, outcome: str) -> None:
+        """Note what a run released, and how it ended."""
+        words = None if released is None else to_words(released)
+        self._append({"what": CLOSED, "run": run, "outcome": outcome, "released": words})
+
+    def limit(self, limit: Limit) -> None:
+        """Set a limit for some users."""
+        self._append({"what": LIMIT, **dataclasses.asdict(limit)})
+
+    def expect_line(self, number: int, chain: str, name: str) -> None:
+        """Raises LedgerError, naming `name`: the ledger has lost this line."""
+        if not (0 < number <= self.num_lines and self._lines[number - 1]["chain"] == chain):
+            raise LedgerError(f"{self._path}: was cut or replaced: {name} is line {number} of it")
+
+    def _append(self, fields: dict[str, Any]) -> None:
+        line = {**fields, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        remove_cut_off_line(self._path)
+        data, chain = sealed(line, self.chain, self._link)
+        is_new = not self._path.exists()
+        with open(self._path, "ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            self._path.chmod(self._mode)
+            sync_directory(self.directory)
+        self._lines.append({**line, "chain": chain})
+        self._take(self._lines[-1], self.num_lines)
+        write_json(self.directory / LAST, {"lines": self.num_lines, "chain": chain}, self._mode)
+        (self.directory / LAST).chmod(self._mode)
+
+    def _link(self, chain: str, body: bytes) -> str:
+        return self.key.seal(f"budget {chain} {hashlib.sha256(body).hexdigest()}")
+
+    def _expect_whole(self) -> None:
+        """A crash may come between a line and the note of it, never the other way round."""
+        path = self.directory / LAST
+        if not path.exists():
+            if self.num_lines > 1:
+                raise FileDamaged(f"{path}: expected the last line of {self._path}")
+            return
+        last = read_json(path)
+        number, chain = last.get("lines", 0), last.get("chain")
+        if not isinstance(number, int) or number > self.num_lines:
+            raise LedgerError(f"{self._path}: was cut: it has {self.num_lines} of {number} lines")
+        self.expect_line(number, str(chain), str(path))
+
+    def _take(self, line: dict[str, Any], number: int) -> None:
+        if line["what"] == LIMIT:
+            self.limits.append(Limit(line["epsilon"], line["delta"], line["users"]))
+        elif line["what"] == CLOSED:
+            was = self.entries[line["run"]]
+            changes = {"released": _phases(line["released"]), "outcome": line["outcome"]}
+            self.entries[was.run] = dataclasses.replace(was, **changes)
+        else:
+            known = self.entries.get(line["run"])
+            fields = {n: line[n] for n in ("run", "kind", "place", "users", "label")}
+            self.entries[line["run"]] = Entry(
+                **fields,
+                number=known.number if known else number,
+                planned=_phases(line["planned"]),
+                slack=(float(line["slack"][0]), float(line["slack"][1])),
+                released=known.released if known else [],
+                began=known.began if known else line["time"],
+            )
+
+
+@contextmanager
+def hold(directory: Path) -> Iterator[BudgetLedger]:
+    """The ledger, for this process alone; another one waits.
+
+    Raises: ConfigError: it cannot be written there. LedgerError, FileDamaged: it was changed.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = open(directory / LOCK, "a")
+    except OSError as error:
+        place = f"budget_ledger={directory}: expected a place to write to ({error})"
+        raise ConfigError(f"{place}; --budget-ledger names another one") from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield BudgetLedger(directory)
+
+
+def _phases(words: Any) -> Released:
+    return None if words is None else of_words(words)
+
+
+def _line(line: dict[str, Any], number: int) -> None:
+    """Raises ValueError, TypeError or KeyError unless the line can be relied upon."""
+    if line["what"] == OPENED:
+        _phases(line["planned"])
+        [float(each) for each in line["slack"]]
+        [str(line[name]) for name in ("run", "kind", "place", "users", "label", "time")]
+    elif line["what"] == CLOSED:
+        _phases(line["released"])
+        [str(line[name]) for name in ("run", "outcome")]
+    elif line["what"] == LIMIT:
+        Limit(float(line["epsilon"]), float(line["delta"]), line["users"])
+    else:
+        raise ValueError(f"what={line['what']}")

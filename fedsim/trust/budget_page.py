@@ -1,0 +1,200 @@
+"""What all runs on some people's texts have cost the one who pays most, and what is left."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedsim import accounting
+from fedsim.accounting import StepEvent
+from fedsim.accounting.rounding import at_most
+from fedsim.budget.admission import books
+from fedsim.budget.ledger import BudgetLedger, Entry, Limit, hold
+from fedsim.budget.people import union
+from fedsim.budget.spending import Books, Charge
+from fedsim.config import to_json
+from fedsim.errors import expect
+from fedsim.files import write_atomically
+from fedsim.trust.document import Document, Quote, Section, Table, to_html, to_markdown
+from fedsim.trust.svg import Chart, Series
+
+HTML, MARKDOWN = "budget.html", "budget.md"
+
+
+def budget(
+    place: Path,
+    ids: Sequence[str] | None,
+    *,
+    delta: float | None = None,
+    limit_epsilon: float | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """What has been spent on the texts of some users, of everybody in the ledger where `ids` is
+    None.
+
+    Args:
+      delta: at which epsilons are read; None: N^-1.1 for so many users.
+      limit_epsilon: a limit to set for these users, from now on.
+      out: a directory for budget.html and budget.md.
+    Raises: ConfigError, LedgerError, FileDamaged.
+    """
+    with hold(place) as ledger:
+        known = books(ledger, ids)
+        if ids is not None:
+            num_users = len(ids)
+        else:
+            num_users = len(union([ledger.users_of(each.entry.users) for each in known.charges]))
+        delta = _delta(num_users) if delta is None else delta
+        if limit_epsilon is not None:
+            users = None if ids is None else ledger.save_users(ledger.users(ids))
+            ledger.limit(Limit(limit_epsilon, delta, users))
+            known = books(ledger, ids)
+        found = _found(ledger, known, num_users, delta)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        document = compose(found)
+        write_atomically(out / HTML, to_html(document).encode())
+        write_atomically(out / MARKDOWN, to_markdown(document).encode())
+        found |= {"html": str(out / HTML), "markdown": str(out / MARKDOWN)}
+    return found
+
+
+def _delta(num_users: int) -> float:
+    """N^-1.1, as of runs."""
+    expect("delta", None, num_users > 1, "a value: one user gives none")
+    return num_users**-1.1
+
+
+def _found(ledger: BudgetLedger, known: Books, num_users: int, delta: float) -> dict[str, Any]:
+    spent = known.total(delta, sums=True)
+    over = [
+        dataclasses.replace(known, charges=known.charges[: n + 1])
+        for n in range(len(known.charges))
+    ]
+    course = [each.total(delta, sums=True) for each in over]
+    return {
+        "ledger": str(ledger.directory),
+        "num_users": num_users,
+        "delta": delta,
+        "epsilon": to_json(spent.fixed),
+        "epsilon_adaptive": to_json(spent.adaptive),
+        "sum_of_epsilons": to_json(spent.added_up),
+        "limits": [
+            {"epsilon": each.epsilon, "delta": each.delta, "left": to_json(left(known, each))}
+            for each in known.limits
+        ],
+        "runs": [_row(each, delta) for each in known.charges],
+        "course": [
+            {
+                "epsilon": to_json(each.fixed),
+                "epsilon_adaptive": to_json(each.adaptive),
+                "sum_of_epsilons": to_json(each.added_up),
+            }
+            for each in course
+        ],
+    }
+
+
+def left(known: Books, limit: Limit) -> float:
+    """The epsilon, at the limit's delta, of the largest Gaussian mechanism that still fits."""
+    own = dataclasses.replace(known, limits=[limit])
+
+    def charge(mu: float) -> Charge:
+        number = max((each.entry.number for each in known.charges), default=0) + 1
+        planned: list[tuple[accounting.Event, int]] = [(StepEvent(1 / mu, 1.0), 1)]
+        entry = Entry(number, "", "", "", "", "", planned, (0.0, 0.0))
+        return Charge(entry, planned, "")
+
+    if own.total(limit.delta).adaptive >= limit.epsilon:
+        return 0.0
+    low, high = 1e-3, 2 * limit.epsilon + 1
+    if not own.fits(charge(low)):
+        return 0.0
+    while high / low > 1 + 1e-3:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if own.fits(charge(middle)) else (low, middle)
+    return accounting.gaussian_epsilon(low, limit.delta)
+
+
+def _row(charge: Charge, delta: float) -> dict[str, Any]:
+    entry, released = charge.entry, charge.released
+    alone = math.inf if released is None else accounting.epsilon(released, delta)
+    return {
+        "run": Path(entry.place).name or entry.kind,
+        "place": entry.place,
+        "kind": entry.kind,
+        "state": charge.state,
+        "began": entry.began,
+        "releases": None if released is None else sum(count for _, count in released),
+        "epsilon": to_json(alone),
+        "guarantee": released is not None and not entry.label,
+        "why_not": "without noise" if released is None else entry.label,
+    }
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The runs, a row each."""
+    rows = [
+        (
+            each["run"],
+            each["kind"],
+            each["state"],
+            each["began"],
+            "-" if each["releases"] is None else f"{each['releases']:,}",
+            _shown(each["epsilon"]) + ("" if each["guarantee"] else f" ({each['why_not']})"),
+        )
+        for each in found["runs"]
+    ]
+    return Table(("run", "kind", "state", "began", "releases", "epsilon alone"), rows)
+
+
+def sentences(found: dict[str, Any]) -> list[str]:
+    """What was spent, and what is left, in words."""
+    delta = at_most(found["delta"], ".2e")
+    runs, users = len(found["runs"]), f"{found['num_users']:,} users"
+    spent = f"{runs} runs on texts of these {users}: none of them has paid more than epsilon = "
+    said = [
+        f"{spent}{_shown(found['epsilon'])} at delta = {delta}, all runs together "
+        f"({_shown(found['sum_of_epsilons'])} if epsilons were added up).",
+        f"{_shown(found['epsilon_adaptive'])} if runs were chosen by looking at earlier ones, for "
+        "a limit that was fixed before the first.",
+    ]
+    for limit in found["limits"]:
+        most = f"epsilon = {_shown(limit['left'])}"
+        said.append(
+            f"The limit is {limit['epsilon']:g} at delta = {at_most(limit['delta'], '.2e')}: a "
+            f"Gaussian mechanism of at most {most} still fits."
+        )
+    bad = [each for each in found["runs"] if not each["guarantee"]]
+    if bad:
+        why = f"{bad[0]['run']}: {bad[0]['why_not']}"
+        said.append(
+            f"{len(bad)} of the runs promise nothing ({why}), so that nothing bounds the sum."
+        )
+    return said
+
+
+def compose(found: dict[str, Any]) -> Document:
+    """The budget as a page."""
+    first, *others = sentences(found)
+    blocks: list[Any] = [Quote(first), *others]
+    course, numbers = found["course"], list(range(1, len(found["course"]) + 1))
+    names = {
+        "composed by losses": "epsilon",
+        "whatever was chosen by looking": "epsilon_adaptive",
+        "epsilons added up": "sum_of_epsilons",
+    }
+    series = [
+        Series(title, numbers, [float(each[name]) for each in course], dashed=title[0] == "e")
+        for title, name in names.items()
+    ]
+    sections = [Section("What was spent", blocks), Section("Runs", [table(found)])]
+    if any(math.isfinite(y) for each in series for y in each.y):
+        chart = Chart("What the runs have cost so far", "runs", "epsilon", series)
+        sections.append(Section("Run by run", [chart]))
+    return Document("Privacy budget", sections)
+
+
+def _shown(epsilon: float | str) -> str:
+    return "inf" if epsilon == "inf" else at_most(float(epsilon), ".4g")

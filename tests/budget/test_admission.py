@@ -1,0 +1,187 @@
+"""A run is counted before it releases anything, whatever becomes of it, and refused at the limit.
+
+As a program, `python test_admission.py LEDGER RUN_DIR` is a run that is admitted and ends.
+"""
+
+import dataclasses
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fedsim.accounting import StepEvent, epsilon
+from fedsim.budget.admission import RECEIPT, Applicant, books, charge_of, expect_receipt
+from fedsim.budget.ledger import FILE, Limit, hold
+from fedsim.errors import ConfigError
+from fedsim.keys import SecretKey
+from fedsim.run import directory
+from fedsim.run.directory import LOCK
+from fedsim.run.ledger import Ledger, LedgerError
+
+STEP, STEPS, DELTA = StepEvent(2.0, 0.1), 20, 1e-6
+PEOPLE = [f"user {i}" for i in range(5)]
+PLANNED = [(STEP, STEPS)]
+ONE = epsilon(PLANNED, DELTA)
+
+
+class Killed(Applicant):
+    """A run that is killed: nothing is written when it ends."""
+
+    def _settle(self, run):
+        pass
+
+
+def run(place, run_dir, *, limit=None, steps=STEPS, killed=False, kind="train", label=""):
+    """A run that releases so many of its steps, and ends or is killed."""
+    again = run_dir.exists()
+    run_dir.mkdir(exist_ok=True)
+    key = SecretKey.load(run_dir) if again else SecretKey.create()
+    key.save(run_dir)
+    limits = None if limit is None else Limit(limit, DELTA)
+    applicant = (Killed if killed else Applicant)(place, PEOPLE, kind, limits, run_dir)
+    entry = applicant.entry(key.seal("ledger"), PLANNED, (0.0, 0.0), label)
+    with directory.lock(run_dir), applicant.admitted(entry):
+        book = Ledger(run_dir, {"key_seal": key.seal("ledger")})
+        for step in range(steps):
+            book.record(step, STEP)
+        book.close()
+
+
+def charges(place):
+    with hold(place) as ledger:
+        return [charge_of(entry) for entry in ledger.entries.values()]
+
+
+def states(place):
+    return [(each.state, each.released) for each in charges(place)]
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "ledger"
+
+
+def test_a_run_is_counted_when_it_ends_as_when_it_is_stopped(place, tmp_path):
+    run(place, tmp_path / "a")
+    run(place, tmp_path / "b", steps=7)
+    run(place, tmp_path / "c", steps=0, kind="audit")
+    assert states(place) == [("released", PLANNED), ("stopped", [(STEP, 7)]), ("stopped", [])]
+    shutil.rmtree(tmp_path / "a")  # what was released stays released
+    assert states(place)[0] == ("released", PLANNED)
+
+
+@pytest.mark.privacy
+def test_a_run_that_was_killed_is_counted_and_one_that_is_gone_whole(place, tmp_path):
+    run(place, tmp_path / "a", steps=7, killed=True)
+    assert states(place) == [("killed", [(STEP, 7)])]
+    assert charges(place)[0].reserved == PLANNED  # someone may have looked, and killed it
+    with open(tmp_path / "a" / LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert states(place) == [("running", PLANNED)]
+    run(place, tmp_path / "a")  # it goes on
+    assert states(place) == [("released", PLANNED)]
+    run(place, tmp_path / "b", steps=7, killed=True)
+    shutil.rmtree(tmp_path / "b")
+    assert states(place)[1] == ("gone", PLANNED)
+    run(tmp_path / "other", tmp_path / "b", steps=1)  # another run in its place
+    assert states(place)[1] == ("gone", PLANNED)
+
+
+def test_one_that_was_killed_before_its_first_step_released_nothing(place, tmp_path):
+    run(place, tmp_path / "a", killed=True)
+    (tmp_path / "a" / "ledger.jsonl").unlink()
+    assert states(place) == [("killed", [])]
+
+
+@pytest.mark.privacy
+def test_a_run_that_would_break_the_limit_is_refused_and_leaves_no_trace(place, tmp_path):
+    run(place, tmp_path / "a", limit=1.2 * ONE)
+    before = (place / FILE).read_bytes()
+    with pytest.raises(ConfigError, match=r"^limit_epsilon=\S+: expected a run that fits: 1 runs"):
+        run(place, tmp_path / "b", limit=1.2 * ONE)
+    assert (place / FILE).read_bytes() == before
+    assert not (tmp_path / "b" / RECEIPT).exists()
+    run(place, tmp_path / "c", limit=3 * ONE)
+
+
+@pytest.mark.privacy
+def test_the_owners_limit_binds_every_run_on_these_users(place, tmp_path):
+    with hold(place) as ledger:
+        users = ledger.save_users(ledger.users(PEOPLE[:1]))
+        ledger.limit(Limit(1.1 * ONE, DELTA, users))
+    run(place, tmp_path / "a")
+    with pytest.raises(ConfigError, match="limit_epsilon"):
+        run(place, tmp_path / "b")
+    with pytest.raises(ConfigError, match="limit_epsilon"):
+        run(place, tmp_path / "c", limit=9 * ONE)  # a higher one of its own does not help
+    with hold(place) as ledger:
+        others = dataclasses.replace(books(ledger, ["nobody"]), charges=[])
+        assert others.limits == []
+
+
+@pytest.mark.privacy
+def test_after_a_run_that_promises_nothing_no_limit_can_be_kept(place, tmp_path):
+    run(place, tmp_path / "a", label="of a seed that others may know or guess")
+    with pytest.raises(ConfigError, match="a promises them nothing .of a seed"):
+        run(place, tmp_path / "b", limit=1e3)
+
+
+@pytest.mark.privacy
+def test_an_older_copy_of_the_ledger_is_refused(place, tmp_path):
+    run(place, tmp_path / "a")
+    shutil.copytree(place, tmp_path / "copy")
+    run(place, tmp_path / "b")
+    assert expect_receipt(tmp_path / "b").startswith("line 3 of 4 in ")
+    shutil.rmtree(place)
+    shutil.move(tmp_path / "copy", place)
+    assert expect_receipt(tmp_path / "a").startswith("line 1 of 2 in ")
+    with pytest.raises(LedgerError, match="b/budget.json is line 3 of it"):
+        expect_receipt(tmp_path / "b")
+    shutil.rmtree(place)
+    assert expect_receipt(tmp_path / "b").endswith("is not here")
+    (tmp_path / "b" / RECEIPT).unlink()
+    assert expect_receipt(tmp_path / "b").startswith("in no ledger")
+
+
+@pytest.mark.privacy
+def test_of_two_at_once_that_fit_alone_one_is_refused(place, tmp_path):
+    def attempt(name):
+        try:
+            run(place, tmp_path / name, limit=1.2 * ONE)
+        except ConfigError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(attempt, "ab"))
+    assert sum(text is not None and "expected a run that fits" in text for text in said) == 1
+    assert states(place) == [("released", PLANNED)]
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_of_two_processes_that_fit_alone_one_is_refused(place, tmp_path):
+    command = [sys.executable, __file__, str(place), str(1.2 * ONE)]
+    both = [
+        subprocess.Popen([*command, str(tmp_path / name)], stderr=subprocess.PIPE, text=True)
+        for name in "ab"
+    ]
+    said = [process.communicate()[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2], said
+    assert sum("expected a run that fits" in text for text in said) == 1
+    assert states(place) == [("released", PLANNED)]
+    lines = (place / FILE).read_text().splitlines()
+    assert [json.loads(line)["what"] for line in lines] == ["opened", "closed"]
+
+
+if __name__ == "__main__":
+    ledger, most, run_dir = sys.argv[1:]
+    try:
+        run(Path(ledger), Path(run_dir), limit=float(most))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,159 @@
+"""The ledger of the data: nothing that was written is lost, changed or forged without a word."""
+
+import numpy as np
+import pytest
+
+from fedsim.accounting import StepEvent
+from fedsim.budget import people
+from fedsim.budget.ledger import FILE, LAST, BudgetLedger, Entry, Limit, hold
+from fedsim.errors import ConfigError, FileDamaged
+from fedsim.keys import FILE as KEY
+from fedsim.keys import SecretKey
+from fedsim.run.ledger import LINK, LedgerError, link
+
+PHASES = [(StepEvent(2.0, 0.1), 10)]
+LESS = [(StepEvent(2.0, 0.1), 3)]
+
+
+def entry(run, **changed):
+    fields = {"kind": "train", "place": f"/runs/{run}", "users": "", "label": "", "slack": (0, 0)}
+    return Entry(**{"number": 0, "run": run, "planned": PHASES, **fields, **changed})
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A ledger with two runs, one of which has ended, and a limit: four lines."""
+    with hold(tmp_path / "ledger") as ledger:
+        users = ledger.save_users(ledger.users(["annabel", "ben"]))
+        ledger.begin(entry("a", users=users))
+        ledger.end("a", LESS, "stopped")
+        ledger.begin(entry("b", users=users, planned=None))
+        ledger.limit(Limit(8.0, 1e-6, users))
+    return tmp_path / "ledger"
+
+
+def read(place):
+    with hold(place) as ledger:
+        return ledger
+
+
+def test_what_was_written_is_there(place):
+    ledger = read(place)
+    a, b = ledger.entries["a"], ledger.entries["b"]
+    assert (a.number, a.planned, a.released, a.outcome) == (1, PHASES, LESS, "stopped")
+    assert (b.number, b.planned, b.released, b.outcome) == (3, None, [], "")
+    assert [limit.epsilon for limit in ledger.limits] == [8.0]
+    assert oct(place.stat().st_mode)[-3:] == "700"
+    for path in (FILE, LAST, KEY, f"users/{a.users}.npy"):
+        assert oct((place / path).stat().st_mode)[-3:] == "600"
+
+
+def test_a_run_that_goes_on_is_one_run_and_counts_whole_again(place):
+    with hold(place) as ledger:
+        ledger.begin(entry("a"))
+    found = read(place).entries["a"]
+    assert (found.number, found.outcome, found.released) == (1, "", LESS)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("line", range(4))
+@pytest.mark.parametrize("what", ["changed", "removed", "forged"])
+def test_a_line_that_was_changed_removed_or_forged_is_named(place, line, what):
+    lines = (place / FILE).read_bytes().splitlines(keepends=True)
+    if what == "removed":
+        del lines[line]
+    elif what == "changed":
+        lines[line] = lines[line].replace(b'"what"', b'"whaT"')
+    else:  # with a link that anyone can compute
+        body = b'{"what": "closed", "run": "a", "outcome": "stopped", "released": []'
+        lines[line] = body + LINK.format(link("", body)).encode() + b"\n"
+    (place / FILE).write_bytes(b"".join(lines))
+    with pytest.raises(LedgerError, match="budget.jsonl: (line [1-4] was changed|was cut)"):
+        read(place)
+
+
+@pytest.mark.privacy
+def test_lines_that_were_cut_off_are_missed(place):
+    whole = (place / FILE).read_bytes()
+    for kept in (0, 1, 3):
+        lines = whole.splitlines(keepends=True)[:kept]
+        (place / FILE).write_bytes(b"".join(lines))
+        with pytest.raises(LedgerError, match=f"budget.jsonl: was cut: it has {kept} of 4"):
+            read(place)
+    (place / FILE).write_bytes(whole[:-40])
+    with pytest.raises(LedgerError, match="budget.jsonl: was cut"):
+        read(place)
+    (place / FILE).unlink()
+    with pytest.raises(LedgerError, match="budget.jsonl: was cut"):
+        read(place)
+
+
+def test_a_crash_while_a_line_is_written_leaves_the_lines_before(place):
+    with open(place / FILE, "ab") as file:
+        file.write(b'{"what": "opened", "run"')
+    with hold(place) as ledger:
+        assert ledger.num_lines == 4
+        ledger.end("b", None, "released")
+    assert read(place).entries["b"].outcome == "released"
+
+
+def test_a_crash_between_a_line_and_the_note_of_it_is_none(place):
+    before = (place / LAST).read_bytes()
+    with hold(place) as ledger:
+        ledger.end("b", None, "released")
+    (place / LAST).write_bytes(before)
+    assert read(place).num_lines == 5
+
+
+def test_key_note_and_users_are_missed(place):
+    users = read(place).entries["a"].users
+    path = place / people.DIRECTORY / f"{users}.npy"
+    for each, match in ((place / LAST, "last.json"), (place / KEY, "secret.json")):
+        whole = each.read_bytes()
+        each.unlink()
+        with pytest.raises(FileDamaged, match=match):
+            read(place)
+        each.write_bytes(whole)
+    np.save(path, np.zeros(2, np.uint64))
+    with pytest.raises(FileDamaged, match="was changed"):
+        people.load(place, users)
+    path.unlink()
+    with pytest.raises(FileDamaged, match="expected fingerprints"):
+        people.load(place, users)
+
+
+def test_with_another_key_no_line_can_be_added(place):
+    (place / KEY).unlink()
+    SecretKey.create().save(place)
+    with pytest.raises(LedgerError, match="line 1 was changed"):
+        read(place)
+
+
+def test_an_older_copy_is_found_out_by_the_runs_receipts(place):
+    ledger = read(place)
+    ledger.expect_line(4, ledger.chain, "run")
+    for number, chain in ((5, "x"), (3, ledger.chain), (0, ledger.chain)):
+        with pytest.raises(LedgerError, match="was cut or replaced: run is line"):
+            ledger.expect_line(number, chain, "run")
+
+
+def test_ids_of_people_are_nowhere_in_it(place):
+    text = b"".join(path.read_bytes() for path in place.rglob("*") if path.is_file())
+    assert b"annabel" not in text
+
+
+def test_where_nothing_can_be_written_the_place_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="budget_ledger=.*file/x: expected a place to write to"):
+        read(tmp_path / "file" / "x")
+
+
+def test_a_place_of_a_group_is_the_groups(tmp_path):
+    place = tmp_path / "ledger"
+    place.mkdir()
+    place.chmod(0o770)
+    with hold(place) as ledger:
+        ledger.begin(entry("a", users=ledger.save_users(ledger.users(["ann"]))))
+    for path in (FILE, LAST, KEY):
+        assert oct((place / path).stat().st_mode)[-3:] == "660"
+    assert isinstance(read(place), BudgetLedger)

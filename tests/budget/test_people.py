@@ -1,0 +1,46 @@
+"""Data sets are known by their people, and nobody can read off who they are."""
+
+import numpy as np
+import pytest
+
+from fedsim.budget import people
+from fedsim.keys import SecretKey
+
+
+@pytest.fixture
+def key():
+    return SecretKey.create()
+
+
+def test_the_same_people_have_the_same_fingerprints_in_any_order(key):
+    ids = [f"user {i}" for i in range(100)]
+    found = people.fingerprints(ids, key)
+    assert found.dtype == np.uint64 and len(found) == 100
+    assert np.array_equal(found, people.fingerprints(ids[::-1] * 2, key))
+    grown = people.fingerprints([*ids, "another", "\udcff"], key)
+    assert len(grown) == 102 and np.isin(found, grown).all()
+
+
+@pytest.mark.privacy
+def test_without_the_key_ids_cannot_be_tried(key):
+    own = people.fingerprints(["ann"], key)
+    assert not np.isin(own, people.fingerprints(["ann"], SecretKey.create())).any()
+    seeded = [people.fingerprints(["ann"], SecretKey.create(seed=1)) for _ in range(2)]
+    assert seeded[0] != seeded[1]  # no seed gives the fingerprints away
+
+
+def test_those_who_pay_most_are_in_sets_that_no_others_exceed():
+    users = np.arange(10, dtype=np.uint64)
+    sets = {"a": users[:6], "b": users[4:8], "c": users[5:6], "d": users[9:] + 5}
+    found = people.patterns(users, sets)
+    assert sorted(map(sorted, found)) == [["a", "b", "c"]]
+    del sets["c"]
+    assert sorted(map(sorted, people.patterns(users, sets))) == [["a", "b"]]
+    assert people.patterns(users[8:], sets) == [frozenset()]
+    assert people.patterns(users, {}) == [frozenset()] or people.patterns(users, {}) == []
+
+
+def test_too_many_combinations_are_taken_as_one():
+    users = np.arange(people.MOST_PATTERNS + 1, dtype=np.uint64)
+    sets = {str(i): users[i : i + 1] for i in users.tolist()}
+    assert people.patterns(users, sets) == [frozenset(sets)]

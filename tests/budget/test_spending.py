@@ -1,0 +1,115 @@
+"""What runs have spent together: against dp_accounting, and for the person who pays most."""
+
+import dataclasses
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant
+
+from fedsim import accounting
+from fedsim.accounting import StepEvent
+from fedsim.budget.ledger import Entry, Limit
+from fedsim.budget.spending import SET_ASIDE, Books, Charge, set_aside, total
+
+DELTA = 1e-6
+ULS, ELS, ODD = StepEvent(1.5, 0.05), StepEvent(2.5, 0.02, 6), StepEvent(6.0, 1.0)
+RUNS = ([(ULS, 60)], [(ELS, 40)], [(ODD, 2)])
+
+
+def charge(number, planned, *, released=(), users="all", label="", slack=(0.0, 0.0)):
+    entry = Entry(number, f"run {number}", "train", "", users, label, planned, slack)
+    return Charge(entry, planned if released == () else released, "released")
+
+
+def charges(runs=RUNS):
+    return [charge(number, run) for number, run in enumerate(runs, 1)]
+
+
+@pytest.mark.privacy
+def test_runs_of_any_kind_compose_as_in_dp_accounting():
+    accountant = PLDAccountant(
+        dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-3
+    )
+    for event, count in (phase for run in RUNS for phase in run):
+        accountant.compose(event.to_dp_event(), count)
+    expected, found = accountant.get_epsilon(DELTA), total(charges(), DELTA, sums=True)
+    assert found.fixed == pytest.approx(expected, rel=2e-3)
+    assert found.fixed < found.adaptive < 1.1 * found.fixed < 0.7 * found.added_up
+    alone = sum(accounting.epsilon(run, DELTA) for run in RUNS)
+    assert found.added_up == pytest.approx(alone)
+
+
+def test_one_run_costs_what_it_costs():
+    found = total(charges(RUNS[:1]), DELTA, sums=True)
+    assert found.fixed == found.adaptive == found.added_up == accounting.epsilon(RUNS[0], DELTA)
+    assert total([], DELTA).adaptive == 0
+
+
+@pytest.mark.privacy
+def test_a_run_that_was_stopped_counts_whole_where_one_may_have_looked():
+    half = [(ULS, 30)]
+    stopped = [charge(1, RUNS[1]), charge(2, RUNS[0], released=half)]
+    whole = [charge(1, RUNS[1]), charge(2, RUNS[0])]
+    found, all_of_it = total(stopped, DELTA), total(whole, DELTA)
+    assert found.fixed == pytest.approx(accounting.epsilon([*RUNS[1], *half], DELTA))
+    assert found.adaptive == all_of_it.adaptive
+    nothing = [charge(1, RUNS[1]), charge(2, RUNS[0], released=[])]
+    assert total(nothing, DELTA).adaptive == total(whole[:1], DELTA).adaptive
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("changed", [{"label": "of a seed"}, {"released": None}])
+def test_what_promises_nothing_bounds_nothing(changed):
+    found = total([charge(1, RUNS[0]), charge(2, RUNS[1], **changed)], DELTA)
+    assert found.fixed == found.adaptive == math.inf
+
+
+@pytest.mark.privacy
+def test_slack_and_tails_are_paid_for():
+    plain, slack = charges(), (0.01, DELTA / 3)
+    with_slack = [
+        dataclasses.replace(each, entry=dataclasses.replace(each.entry, slack=slack))
+        for each in plain[:2]
+    ]
+    found, expected = total(with_slack, DELTA), total(plain[:2], DELTA / 3)
+    assert found.fixed == pytest.approx(expected.fixed + 0.02, rel=1e-9)
+    assert sum(set_aside(DELTA, number) for number in range(1, 1000)) <= SET_ASIDE * DELTA
+    # Without the probability that is set aside the second run would be cheaper than it is.
+    mu = accounting.gaussian_mu(RUNS[1], set_aside(DELTA, 2))
+    left = DELTA - set_aside(DELTA, 2)
+    first = [*RUNS[0], (StepEvent(1 / mu, 1.0), 1)]
+    assert total(plain[:2], DELTA).adaptive == accounting.epsilon(first, left)
+
+
+@pytest.mark.privacy
+def test_everybody_pays_for_the_runs_that_saw_them():
+    own = [charge(1, RUNS[0], users="old"), charge(2, RUNS[1], users="new")]
+    people = np.arange(10, dtype=np.uint64)
+    apart = {"old": people[:5], "new": people[5:]}
+    grown = {"old": people[:5], "new": people}
+    alone = [accounting.epsilon(run, DELTA) for run in RUNS[:2]]
+    assert Books.of(people, own, apart).total(DELTA).fixed == max(alone)
+    together = accounting.epsilon([*RUNS[0], *RUNS[1]], DELTA)
+    assert Books.of(people, own, grown).total(DELTA).fixed == together
+    assert Books.of(people[5:], own, grown).total(DELTA).fixed == alone[1]
+    assert Books.of(people + np.uint64(10), own, grown).total(DELTA).fixed == 0
+
+
+def test_as_many_steps_fit_as_fit():
+    people = np.arange(3, dtype=np.uint64)
+    spent = total(charges(RUNS[:1]), DELTA).fixed
+    limits = [Limit(1.5 * spent, DELTA), Limit(9.0, DELTA, "others")]
+    sets = {"all": people, "others": people + np.uint64(9)}
+    known = Books.of(people, charges(RUNS[:1]), sets, limits)
+    assert known.limits == limits[:1]
+
+    def more(steps):
+        return charge(2, [(ELS, steps)])
+
+    steps = known.steps_that_fit(more, 100)
+    assert 0 < steps < 100 and known.fits(more(steps)) and not known.fits(more(steps + 1))
+    assert known.steps_that_fit(more, steps) == steps
+    tight = dataclasses.replace(known, limits=[Limit(spent / 2, DELTA)])
+    assert tight.steps_that_fit(more, 100) == 0
