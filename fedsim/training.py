@@ -51,7 +51,9 @@ from fedsim.plan import (
 )
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
+from fedsim.run.cost import cost, cost_rows
 from fedsim.run.directory import StoredRun
+from fedsim.run.doubts import doubts
 from fedsim.run.ledger import Ledger, OtherBits, released_epsilon
 from fedsim.run.metrics import Metrics, table
 from fedsim.run.setup import Plant, Source, open_run
@@ -72,6 +74,7 @@ def train(
     source: Source | None = None,
     plant: Plant | None = None,
     callback: Callback | None = None,
+    rehearsed: EngineConfig | None = None,
 ) -> dict[str, Any]:
     """Train, or go on training; returns what `summary.json` holds.
 
@@ -80,10 +83,13 @@ def train(
       source: data and task, instead of those that the settings name.
       plant: of an audit.
       callback: called after every step with its number, from 1, and its metrics.
+      rehearsed: train nothing and write nothing, but return the plan and what it would cost with
+        this engine; see `run.cost`.
     Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
     """
     privacy = as_started(privacy, run)
     transformation = update_rule(run, rate_of(run, privacy.num_steps))
+    unproven = unproven_strategy(run.engine)
     opening = open_run(algorithm, privacy, run, console, source=source, plant=plant)
     with opening as opened:
         data, key = opened.data, opened.key
@@ -106,8 +112,9 @@ def train(
             console.note("calibrating the noise")
             size, seal = num_coordinates(params), opened.identity.data_seal
             facts = (size, non_private, seal)
-            unproven = unproven_strategy(run.engine)
             plan = make_plan(algorithm, completed, data.train, method, *facts, unproven=unproven)
+            for doubt in doubts(plan, data):
+                console.note(f"warning: {doubt}")
         planned = planned_phases(plan, method)
         entry = applicant.entry(key.seal("ledger"), planned, plan.slack, plan.label)
         applicant.expect_room(entry)
@@ -118,6 +125,10 @@ def train(
             console.note("timing ways to compute the clipped sum, if it was not done before")
         chosen = strategy_for(run.engine, opened.stored, workers, params, method, plan.clip)
         strategy, why = chosen
+        if rehearsed is not None:
+            found = cost(workers, method.draw(0), params, plan, strategy, transformation, rehearsed)
+            console.rows(cost_rows(found))
+            return {**plan.as_dict(), **found}
         host = workers.host(params)
         named = {"name": str(strategy), "why": why}
         stored = opened.begin(task, plan=plan, host=host, strategy=named)

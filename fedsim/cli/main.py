@@ -45,8 +45,11 @@ class Train:
     config: Path | None = None
     """A TOML file with defaults for any of these flags (num_steps = 200); flags override it."""
 
+    dry_run: bool = False
+    """Show the plan, its noise, and about what it takes of time and memory, and train nothing."""
+
     json: bool = False
-    """Print summary.json's object on stdout."""
+    """Print summary.json's object on stdout; of a dry run, the plan."""
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import keep_memory, set_threads
@@ -54,9 +57,15 @@ class Train:
         set_threads(self.run.engine)
         keep_memory()
         from fedsim.run.console import Console
-        from fedsim.training import train
 
         console = Console(log_every=self.run.log_every)
+        from fedsim.training import train
+
+        if self.dry_run:
+            from fedsim.run.cost import here
+
+            args = (Algorithm(self.algorithm), self.privacy, here(self.run), console)
+            return train(*args, rehearsed=self.run.engine)
         summary = train(Algorithm(self.algorithm), self.privacy, self.run, console)
         console.summary(summary, self.run.run_dir)
         return summary

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine, EngineError, Stats, ignore
 from fedsim.engine.task import Task, WrappedTask
@@ -30,6 +32,7 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
     """
     compiled = remember_programs()
     if config.kind == "local":
+        expect_accelerator(config)
         from fedsim.engine.local_engine import LocalEngine
 
         return LocalEngine(task, num_lanes=config.num_lanes)
@@ -48,6 +51,14 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
         cache_dir=compiled,
         note=note,
     )
+
+
+def expect_accelerator(config: EngineConfig) -> None:
+    """Raises ConfigError where this process is to compute on an accelerator that it has not."""
+    if config.accelerator != "auto":
+        found = jax.default_backend()
+        expected = f"auto, or {found}, which is what JAX finds on this machine"
+        expect("accelerator", config.accelerator, config.accelerator == found, expected)
 
 
 def remember_programs() -> Path:

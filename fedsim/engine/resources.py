@@ -92,6 +92,11 @@ def expect_room(placement: Placement, nodes: Iterable[Resources]) -> None:
     """Raises ConfigError where Ray would wait forever for what the cluster does not have."""
     nodes = list(nodes)
     room = placement.room(nodes)
+    if not room and placement.accelerator:
+        raise ConfigError(
+            f"accelerator={placement.accelerator.lower()}: expected nodes with "
+            f"{placement.devices} {placement.accelerator}(s) for each worker, found none"
+        )
     if placement.num_workers > room:
         each = ", ".join(f"{need:g} {name}" for name, need in placement.needs.items())
         have = [

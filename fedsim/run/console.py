@@ -31,10 +31,14 @@ class Console:
         """One line."""
         self._out.print(text, markup=False, soft_wrap=True)
 
+    def rows(self, rows: list[tuple[str, str]]) -> None:
+        """Names and values."""
+        for name, value in rows:
+            self.note(f"{name:17} {value}")
+
     def plan(self, plan: Plan, workers: Any) -> None:
         """The plan, before the first step."""
-        for name, value in plan_rows(plan, workers):
-            self.note(f"{name:17} {value}")
+        self.rows(plan_rows(plan, workers))
         for fact in plan.non_private:
             self.note(f"not covered by the guarantee: {fact}")
 
@@ -155,7 +159,7 @@ def line(values: dict[str, float]) -> str:
         ),
         "gradients/s": values["non_private/gradients_per_second"],
     }
-    known = {name: value for name, value in shown.items() if value is not None}
+    known = {name: value for name, value in shown.items() if value is not None and value == value}
     return "  ".join(f"{name} {_number(value)}" for name, value in known.items())
 
 

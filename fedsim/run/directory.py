@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from fedsim import keys
@@ -141,7 +142,8 @@ def load(run_dir: Path) -> StoredRun:
 def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     """The run that `run_dir` holds, or None if a run may start there.
 
-    Raises: ConfigError: it holds a run and `resume` is false, or something that is no run.
+    Raises: ConfigError: it holds a run and `resume` is false, or something that is no run, or
+      nothing can be written there.
     """
     path = run_dir / CONFIG
     if path.exists() and not resume:
@@ -158,6 +160,12 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         raise ConfigError(
             f"run_dir={run_dir}: expected a new or empty directory, or one with a run"
         )
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    try:
+        TemporaryDirectory(dir=there).cleanup()
+    except OSError as error:
+        why = f"{there}: {error.strerror}"
+        raise ConfigError(f"run_dir={run_dir}: expected a place to write to ({why})") from None
     return None
 
 

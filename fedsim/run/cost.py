@@ -1,0 +1,80 @@
+"""What a training would take of time and memory: `fedsim train --dry-run`.
+
+Measured on a few units in this process. Evaluations, checkpoints and noise come on top.
+"""
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from fedsim.clipping import Strategy
+from fedsim.config import EngineConfig, RunConfig, changed_run
+from fedsim.engine import Engine
+from fedsim.engine.autotune import TRIAL_UNITS
+from fedsim.plan import Plan
+
+
+def here(run: RunConfig) -> RunConfig:
+    """The run in this process alone, on what there is here unless it was to be here anyway."""
+    device = run.engine.accelerator if run.engine.kind == "local" else "auto"
+    return changed_run(run, engine="local", accelerator=device)
+
+
+def cost(
+    worker: Engine,
+    rows: np.ndarray,
+    params: Any,
+    plan: Plan,
+    strategy: Strategy,
+    transformation: optax.GradientTransformation,
+    config: EngineConfig,
+) -> dict[str, Any]:
+    """Seconds and bytes of the steps of a plan with an engine, from a trial in this process.
+
+    Args:
+      worker: of this process; rows: of a step, of which a few are tried.
+      config: the engine that is asked about: its workers are taken to be like this process.
+    """
+    rows = rows[:TRIAL_UNITS]
+    (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
+    cpus = len(os.sched_getaffinity(0)) // config.threads_per_worker
+    workers = 1 if config.kind == "local" else config.num_workers or max(1, cpus)
+    step_s = trial.seconds / max(1, len(rows)) * plan.expected_count / workers
+    state = jax.eval_shape(transformation.init, params)
+    return {
+        "num_workers": workers,
+        "step_seconds": step_s,
+        "seconds": step_s * plan.num_steps,
+        "worker_bytes": 2 * _num_bytes(params) + trial.memory,  # parameters, sum, program
+        "driver_bytes": 4 * _num_bytes(params) + _num_bytes(state),  # these, noise and gradient
+    }
+
+
+def cost_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of what `cost` found as a person wants to read them."""
+    step, steps = _time(found["step_seconds"]), _time(found["seconds"])
+    worker, driver = _size(found["worker_bytes"]), _size(found["driver_bytes"])
+    workers = f"{found['num_workers']} worker(s) like this process"
+    return [
+        ("time", f"about {step} a step, {steps} in all, for gradients on {workers}"),
+        ("memory", f"about {worker} a worker, {driver} here, beside what any process takes"),
+    ]
+
+
+def _time(seconds: float) -> str:
+    units = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
+    name, unit = next((u for u in units if seconds >= u[1]), units[-1])
+    return (
+        f"{seconds / unit:.2g} {name}" if seconds < 99 * unit else f"{seconds / unit:,.0f} {name}"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.2g} MB" if num_bytes < 99e6 else f"{num_bytes / 1e6:,.0f} MB"
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,87 @@
+"""What is said of a run before it costs anything."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from test_console import PLAN
+from test_verify import command, write_texts
+
+from fedsim import engine
+from fedsim.cli.main import main
+from fedsim.run.doubts import doubts
+
+DATA = SimpleNamespace(eval_users=object())
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.parquet")
+
+
+def refusal(args, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(args)
+    assert stop.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(texts, run_dir, capsys):
+    args = command(texts, run_dir, engine="ray")  # of which it needs no worker
+    main([*args, "--dry-run", "--json"])
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert not run_dir.exists()
+    for name in ("noise multiplier", "time ", "memory ", "epsilon"):
+        assert sum(line.startswith(name) for line in err.splitlines()) == 1, err
+    assert found["seconds"] > 0 and found["worker_bytes"] > 8 * found["num_parameters"]
+    main(command(texts, run_dir))
+    plan = json.loads((run_dir / "config.json").read_text())["plan"]
+    same = [name for name in plan if name not in ("data_seal", "seeded")]
+    assert {name: found[name] for name in same} == {name: plan[name] for name in same}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"strategy": "ghost"}, "strategy=ghost: expected auto"),
+        ({"run-dir": "/proc/none/run"}, "expected a place to write to (/proc: "),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_workers_start(
+    changed, says, texts, run_dir, monkeypatch, capsys
+):
+    monkeypatch.delattr(engine, "create")
+    args = command(texts, changed.pop("run-dir", run_dir), **changed)
+    assert says in refusal(args, capsys)
+
+
+def test_an_accelerator_that_this_process_has_not_is_refused(texts, run_dir, capsys):
+    line = refusal(command(texts, run_dir, accelerator="gpu"), capsys)
+    assert "accelerator=gpu: expected auto, or cpu, which is what JAX finds" in line
+
+
+@pytest.mark.parametrize(
+    ("plan", "data", "says"),
+    [
+        (replace(PLAN, num_users=1), DATA, ["one user, who has nobody to hide among"]),
+        (replace(PLAN, delta=0.5), DATA, ["delta=0.5 is above 1/1200", "default is 0.00041"]),
+        (replace(PLAN, noise_multiplier=6400.0), DATA, ["100.0 times as large", "64 examples"]),
+        (PLAN, SimpleNamespace(eval_users=None), ["no users are held out"]),
+        (replace(PLAN, noise_multiplier=0.0, delta=0.5), DATA, []),
+        (PLAN, DATA, []),
+    ],
+)
+def test_what_will_disappoint_is_said(plan, data, says):
+    found = doubts(plan, data)
+    assert len(found) == bool(says) and all(part in found[0] for part in says)
+
+
+def test_warnings_come_before_workers_start(tmp_path, run_dir, capsys):
+    texts = write_texts(tmp_path / "three.parquet", num_users=3)
+    main(command(texts, run_dir, budget=2, delta=0.4, epsilon=0.1))
+    lines = capsys.readouterr().err.splitlines()
+    where = [i for i, line in enumerate(lines) if line.startswith("warning: ")]
+    assert len(where) == 2 and where[-1] < lines.index("starting the workers")
+    assert not any("nan" in line for line in lines)
