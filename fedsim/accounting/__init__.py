@@ -31,6 +31,7 @@ from fedsim.accounting.accountant import (
 )
 from fedsim.accounting.gaussian_dp import gaussian_delta, gaussian_epsilon, gaussian_mu
 from fedsim.accounting.pure_dp import PureEvent
+from fedsim.accounting.selection import SelectionEvent
 from fedsim.accounting.words import of_words, to_words
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Phases",
     "PureEvent",
     "RunningEpsilon",
+    "SelectionEvent",
     "StepEvent",
     "calibrate_noise",
     "composed_loss",

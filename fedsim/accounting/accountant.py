@@ -25,6 +25,8 @@ from fedsim.accounting import calibration, composition, grids, mixture
 from fedsim.accounting.calibration import Progress, cached
 from fedsim.accounting.grids import Query
 from fedsim.accounting.pure_dp import PureEvent, pure_pld, pure_pmf
+from fedsim.accounting.selection import SelectionEvent, selection_pmf
+from fedsim.accounting.selection import loss_range as selection_range
 from fedsim.errors import expect, expect_count
 
 RELATIVE_ACCURACY = calibration.SPEND_ACCURACY
@@ -32,6 +34,7 @@ RELATIVE_ACCURACY = calibration.SPEND_ACCURACY
 
 _MOST_STEPS = 10**7  # that calibration looks for
 _FIRST_GRID = 1024  # points of the coarsest one-step grid
+_TRIAL_DELTA = 1e-9  # that the grid of a trial's loss is chosen for
 _SMALLEST_DELTA = composition.COMPOSED_TAIL_MASS  # nothing below is resolved
 
 
@@ -74,7 +77,7 @@ class StepEvent:
         )
 
 
-Event = StepEvent | PureEvent
+Event = StepEvent | PureEvent | SelectionEvent
 Phases = Sequence[tuple[Event, int]]
 """What was released: events, each with its number of successive steps, composed."""
 
@@ -366,6 +369,8 @@ def _compose_direction(phases: Phases, direction: int, discretization: float) ->
 def _one_direction(event: Event, discretization: float, direction: int) -> DensePLDPmf:
     if isinstance(event, PureEvent):
         return pure_pmf(event, discretization)
+    if isinstance(event, SelectionEvent):
+        return selection_pmf(event, _trials(event), discretization)
     return mixture.one_step_pmf(_mixture(event), discretization, direction)
 
 
@@ -373,14 +378,24 @@ def _one_direction(event: Event, discretization: float, direction: int) -> Dense
 def _one_step(event: Event, discretization: float) -> PrivacyLossDistribution:
     if isinstance(event, PureEvent):
         return pure_pld(event, discretization)
+    if isinstance(event, SelectionEvent):
+        return PrivacyLossDistribution(*[_one_direction(event, discretization, 0)] * 2)
     return mixture.one_step_pld(_mixture(event), discretization)
 
 
 def _loss_range(event: Event) -> float:
     if isinstance(event, PureEvent):
         return 2 * event.epsilon
+    if isinstance(event, SelectionEvent):
+        return selection_range(event, _trials(event))
     lowest, highest = mixture.loss_range(_mixture(event))
     return highest - lowest
+
+
+@functools.lru_cache(maxsize=16)
+def _trials(event: SelectionEvent) -> list[PrivacyLossDistribution]:
+    """The loss of a trial of each candidate."""
+    return [composed_loss(candidate, _TRIAL_DELTA) for candidate in event.candidates]
 
 
 def _mixture(event: StepEvent) -> mixture.Mixture:

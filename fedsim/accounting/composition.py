@@ -106,6 +106,19 @@ def pmf_epsilon_at(pmf: DensePLDPmf, delta: float) -> float:
     return max(0.0, start + math.log((reached[index] - delta) / paid[index]))
 
 
+def deltas_at(pmf: DensePLDPmf, epsilons: np.ndarray) -> np.ndarray:
+    """delta at each epsilon >= 0 [n], in one direction: between losses it is linear in
+    e^epsilon."""
+    grid, descending = pmf._discretization, pmf._probs[::-1]
+    decay = math.exp(-grid)
+    reached = pmf._infinity_mass + np.cumsum(descending)
+    paid = np.asarray(signal.lfilter([decay], [1.0, -decay], descending))
+    at = (pmf._lower_loss + pmf.size - 2 - np.arange(pmf.size)) * grid
+    known = np.concatenate([(reached - paid)[::-1], [pmf._infinity_mass]])
+    places = np.exp(np.minimum(np.concatenate([at[::-1], [at[0] + grid]]), 700.0))
+    return np.interp(np.exp(epsilons), places, known)
+
+
 def _power(spectrum: np.ndarray, exponent: int) -> np.ndarray:
     """spectrum ** exponent, by repeated squaring of what does not end below e^-100."""
     kept = np.abs(spectrum.astype(np.complex128)) > math.exp(-100 / exponent)

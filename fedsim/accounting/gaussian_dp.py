@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 from dp_accounting.pld.pld_pmf import DensePLDPmf
-from scipy import optimize, signal, special
+from scipy import optimize, special
 
 from fedsim.accounting import composition
 from fedsim.accounting.accountant import Phases, composed_loss
@@ -71,7 +71,7 @@ def _mu_of(pmf: DensePLDPmf, set_aside: float) -> float:
         return math.inf
     epsilons = np.linspace(0.0, last, POINTS + 1)
     # Between two points delta falls: the left one's bounds it, and so does the right one's mu.
-    above, right = _deltas(pmf, epsilons)[:-1] - set_aside, epsilons[1:]
+    above, right = composition.deltas_at(pmf, epsilons)[:-1] - set_aside, epsilons[1:]
 
     def excess(mu: float) -> float:
         return float(np.max(above - (1 - set_aside) * gaussian_delta(right, mu)))
@@ -86,15 +86,3 @@ def _mu_of(pmf: DensePLDPmf, set_aside: float) -> float:
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
     return float(optimize.brentq(function, low, high, xtol=1e-12, rtol=1e-9))  # pyright: ignore
-
-
-def _deltas(pmf: DensePLDPmf, epsilons: np.ndarray) -> np.ndarray:
-    """delta at each epsilon: between the losses of a grid it is linear in e^epsilon."""
-    grid, descending = pmf._discretization, pmf._probs[::-1]
-    decay = math.exp(-grid)
-    reached = pmf._infinity_mass + np.cumsum(descending)
-    paid = np.asarray(signal.lfilter([decay], [1.0, -decay], descending))
-    at = (pmf._lower_loss + pmf.size - 2 - np.arange(pmf.size)) * grid
-    known = np.concatenate([(reached - paid)[::-1], [pmf._infinity_mass]])
-    places = np.exp(np.minimum(np.concatenate([at[::-1], [at[0] + grid]]), 700.0))
-    return np.interp(np.exp(epsilons), places, known)

@@ -1,0 +1,165 @@
+"""Private selection: a random number of trials, of which only the best one is released.
+
+Each trial takes one of the candidates at random and runs it anew. The number of trials K is drawn
+from a truncated negative binomial distribution, whatever the data are, and stays secret. Selecting
+by the trials' outcomes then costs little more than one trial, however many there are.
+
+Source: Papernot and Steinke 2022, who bound Renyi divergences. Here the whole curve is bounded:
+
+    delta_A(epsilon) <= E[K] delta_Q(epsilon - (1 + shape) c),   c = log of the largest of
+    (gamma + (1 - gamma) s') / (gamma + (1 - gamma) s)   over s in [0, 1], s' <= e^x s + delta_Q(x)
+
+Proof: let s be the probability that a trial beats an outcome y, and s' the same on the neighbouring
+data. A releases y with density q(y) f'(1 - s), f being the generating function of K, so that f'(1 -
+s) is proportional to (gamma + (1 - gamma) s)^-(1 + shape): on the neighbouring data it is smaller
+by a factor of e^((1 + shape) c) at most. And f' <= E[K]. This resembles what Koskela, Redberg and
+Wang 2024 have for other distributions.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from dp_accounting.pld.pld_pmf import DensePLDPmf
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from scipy import optimize
+
+from fedsim.accounting import composition
+from fedsim.errors import expect
+
+FLOOR = 1e-15  # deltas below are not resolved
+POINTS = 4001  # of the curve at which c is looked for
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectionEvent:
+    """The best of K trials, each of a candidate drawn at random.
+
+    Raises: ConfigError: mean < 1, shape <= -1, or there is no candidate.
+    """
+
+    candidates: tuple[tuple[Any, ...], ...]
+    """What a trial of each candidate releases: phases, as the accountant takes them."""
+    mean: float
+    """E[K], the expected number of trials. >= 1."""
+    shape: float = 0.0
+    """eta: 1 is the geometric, 0 the logarithmic distribution; the smaller, the heavier its tail,
+    the more often K is 1, and the less it costs. > -1."""
+    slack: tuple[float, float] = (0.0, 0.0)
+    """(epsilon, delta) of a trial, for noise that is not ideal."""
+
+    def __post_init__(self) -> None:
+        expect("candidates", self.candidates, len(self.candidates) > 0, "one at least")
+        expect("mean", self.mean, 1 <= self.mean < math.inf, ">= 1")
+        expect("shape", self.shape, -1 < self.shape < math.inf, "> -1")
+
+    @property
+    def gamma(self) -> float:
+        """The other parameter of K's distribution, which has this mean. 1: K is 1."""
+        if self.mean == 1:
+            return 1.0
+
+        def excess(log_gamma: float) -> float:
+            return math.log(mean_of(math.exp(log_gamma), self.shape) / self.mean)
+
+        root = optimize.brentq(excess, -300, -1e-9, xtol=1e-12)
+        return math.exp(float(root))  # pyright: ignore
+
+
+def mean_of(gamma: float, shape: float) -> float:
+    """E[K]. Source: Papernot and Steinke 2022, Definition 1."""
+    if shape == 0:
+        return (1 / gamma - 1) / -math.log(gamma)
+    return shape * (1 - gamma) / (gamma * (1 - gamma**shape))
+
+
+def draw_trials(event: SelectionEvent, rng: np.random.Generator) -> int:
+    """K: by inversion, each probability from the one before. Secret."""
+    left, gamma, shape = rng.random(), event.gamma, event.shape
+    if gamma == 1:
+        return 1
+    first = (1 - gamma) / -math.log(gamma)
+    if shape != 0:
+        first = (1 - gamma) * shape / (gamma**-shape - 1)
+    count, probability = 1, first
+    while left > probability and probability > 1e-18:
+        left -= probability
+        probability *= (1 - gamma) * (count + shape) / (count + 1)
+        count += 1
+    return count
+
+
+def selection_deltas(
+    event: SelectionEvent, trials: Sequence[PrivacyLossDistribution], epsilons: np.ndarray
+) -> np.ndarray:
+    """delta of the selection at each epsilon, from above. Args: trials: of the candidates."""
+    gamma, last = event.gamma, max(map(_last, trials))
+    looked = np.linspace(0.0, last, POINTS)
+    known = _trial(event, trials, looked)
+    with np.errstate(divide="ignore"):
+        small = 1 / (gamma + (1 - gamma) * (1 - known) * np.exp(-looked))
+    shift = (1 + event.shape) * math.log(np.maximum(1 + (1 - gamma) * known / gamma, small).min())
+    below = epsilons - shift
+    found = event.mean * _trial(event, trials, np.maximum(below, 0.0))
+    return np.where(below < 0, 1.0, np.minimum(found, 1.0))
+
+
+def selection_pmf(
+    event: SelectionEvent, trials: Sequence[PrivacyLossDistribution], discretization: float
+) -> DensePLDPmf:
+    """The discretised loss of the selection, an upper bound, the same in both directions.
+
+    The largest convex curve below the bound bounds delta, too, which is convex in e^epsilon.
+    Raises: GridTooLargeError: the grid would be longer than MAX_GRID_POINTS.
+    """
+    last = math.ceil(loss_range(event, trials) / 2 / discretization)
+    composition.check_size(2 * last + 1, discretization)
+    epsilons = np.arange(last + 1) * discretization
+    deltas = selection_deltas(event, trials, epsilons)
+    # H_{e^-x}(P||Q) = 1 - e^-x (1 - H_{e^x}(Q||P))
+    negative = 1 - np.exp(-epsilons[:0:-1]) * (1 - deltas[:0:-1])
+    places = np.exp(np.concatenate([-epsilons[:0:-1], epsilons]))
+    curve = _convex(np.concatenate([[0.0], places]), np.concatenate([[1.0], negative, deltas]))
+    slopes = np.append(np.diff(curve) / np.diff(np.concatenate([[0.0], places])), 0.0)
+    mass = np.maximum(np.diff(slopes), 0.0) * places  # p = e^l q, and q is how the slope grows
+    return DensePLDPmf(discretization, -last, mass, float(max(curve[-1], FLOOR)), True)
+
+
+def loss_range(event: SelectionEvent, trials: Sequence[PrivacyLossDistribution]) -> float:
+    """Between which losses the whole curve lies, but for FLOOR."""
+    return 2 * (max(map(_last, trials)) + event.slack[0]) * (2 + event.shape)
+
+
+def _trial(
+    event: SelectionEvent, trials: Sequence[PrivacyLossDistribution], epsilons: np.ndarray
+) -> np.ndarray:
+    """delta of one trial: the mean over candidates, which are drawn whatever the data are."""
+    at = np.maximum(epsilons - event.slack[0], 0.0)
+    each = [
+        np.maximum(*(composition.deltas_at(pmf, at) for pmf in composition.directions(trial)))
+        for trial in trials
+    ]
+    found = np.mean(each, axis=0) + event.slack[1]
+    return np.where(epsilons < event.slack[0], 1.0, np.minimum(found, 1.0))
+
+
+def _last(trial: PrivacyLossDistribution) -> float:
+    """The largest finite loss that has probability FLOOR at least, in either direction."""
+    pmfs = composition.directions(trial)
+    most = max(composition.pmf_epsilon_at(pmf, max(FLOOR, 2 * pmf._infinity_mass)) for pmf in pmfs)
+    return min(most, 600.0)
+
+
+def _convex(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The largest convex function below the points, at each x (ascending): their lower hull."""
+    kept: list[int] = []
+    for i in range(len(x)):
+        while len(kept) > 1:
+            a, b = kept[-2], kept[-1]
+            if (y[b] - y[a]) * (x[i] - x[b]) < (y[i] - y[b]) * (x[b] - x[a]):
+                break
+            kept.pop()
+        kept.append(i)
+    return np.interp(x, x[kept], y[kept])

@@ -1,0 +1,161 @@
+"""Private selection: above what attacks and exact examples reach, below what Renyi bounds say."""
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import rdp
+from scipy import stats
+
+from fedsim import accounting
+from fedsim.accounting import SelectionEvent, StepEvent, composition, of_words, to_words
+from fedsim.accounting.selection import draw_trials, mean_of, selection_pmf
+from fedsim.errors import ConfigError
+
+DELTA = 1e-4
+GAUSSIAN = ((StepEvent(1.0, 1.0), 1),)
+RUN = ((StepEvent(2.0, 0.1), 200),)
+LAWS = [(3, 0.0), (10, 0.0), (10, 1.0), (10, -0.5)]
+
+
+def selection(mean, shape, *candidates):
+    return SelectionEvent(candidates or (GAUSSIAN,), mean, shape)
+
+
+def exact(event, order):
+    """epsilon of best-of-K of N(1, 1) against N(0, 1), outcomes ranked by `order`, integrated."""
+    y = np.linspace(-10, 12, 30_001)
+    width, places, gamma = y[1] - y[0], np.argsort(order(y)), event.gamma
+
+    def released(mean):
+        density = stats.norm.pdf(y - mean)
+        ranked = density[places]
+        better = np.empty_like(y)
+        better[places] = (np.cumsum(ranked[::-1])[::-1] - ranked / 2) * width
+        law = gamma + (1 - gamma) * better
+        found = density * event.mean * (gamma / law) ** (1 + event.shape)
+        assert abs(found.sum() * width - 1) < 1e-3
+        return found
+
+    worlds = released(1.0), released(0.0)
+    epsilons = np.linspace(0, 10, 501)
+
+    def spent(a, b):
+        deltas = [np.maximum(a - math.exp(e) * b, 0).sum() * width for e in epsilons]
+        return epsilons[np.argmax(np.array(deltas) <= DELTA)]
+
+    return max(spent(*worlds), spent(*worlds[::-1]))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("mean, shape", LAWS[1:])
+def test_no_ranking_of_outcomes_exceeds_the_bound(mean, shape):
+    event = selection(mean, shape)
+    bound = accounting.epsilon([(event, 1)], DELTA)
+    alone = accounting.epsilon([*GAUSSIAN], DELTA / mean)
+    ranks = {
+        "up": lambda y: y,
+        "down": lambda y: -y,
+        # Those that are likelier without the user come first, then the surest signs of the user.
+        "mixed": lambda y: np.where(y < -0.6, 100 + y, y),
+    }
+    found = {name: exact(event, order) for name, order in ranks.items()}
+    assert max(found.values()) <= bound < 1.5 * max(found.values())
+    assert found["mixed"] > 1.05 * alone  # what E[K] delta(epsilon) alone would miss
+
+
+@pytest.mark.privacy
+def test_an_attack_on_many_selections_stays_below_the_bound(rng):
+    """Monte Carlo: the attack of likelihood ratios on the program that draws K, with Clopper and
+    Pearson's bounds."""
+    event, runs = selection(5, 0.0), 60_000
+    counts = np.array([draw_trials(event, rng) for _ in range(runs)])
+    best = {}
+    for mean in (0.0, 1.0):
+        scores = np.full(runs, -np.inf)
+        for trial in range(counts.max()):
+            some = counts > trial
+            scores[some] = np.maximum(scores[some], rng.normal(mean, 1, some.sum()))
+        best[mean] = scores
+    lower = 0.0
+    for threshold in np.linspace(2.0, 4.0, 9):
+        true, false = (int((best[mean] > threshold).sum()) for mean in (1.0, 0.0))
+        least = stats.beta.ppf(0.001, true, runs - true + 1)
+        most = stats.beta.ppf(0.999, false + 1, runs - false)
+        if least > DELTA:
+            lower = max(lower, math.log((least - DELTA) / most))
+    assert 1.5 < lower <= accounting.epsilon([(event, 1)], DELTA)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("mean, shape", [law for law in LAWS if law[1] >= 0])
+def test_it_is_less_than_papernot_and_steinke_and_than_all_trials(mean, shape):
+    """dp_accounting has their Theorem 2, in Renyi divergences."""
+    step, count = RUN[0]
+    trial = dp_accounting.SelfComposedDpEvent(step.to_dp_event(), count)
+    accountant = rdp.RdpAccountant(
+        neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    )
+    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(trial, mean, shape))
+    found = accounting.epsilon([(selection(mean, shape, RUN), 1)], 1e-6)
+    assert found < accountant.get_epsilon(1e-6)
+    assert accounting.epsilon(RUN, 1e-6) < found
+    assert found < accounting.epsilon([(step, mean * count)], 1e-6)
+
+
+@pytest.mark.parametrize("mean, shape", LAWS)
+def test_the_number_of_trials_has_its_law(mean, shape, rng):
+    event, size = selection(mean, shape), 4000
+    assert mean_of(event.gamma, shape) == pytest.approx(mean)
+    counts = np.array([draw_trials(event, rng) for _ in range(size)])
+    assert counts.min() == 1
+    assert abs(counts.mean() - mean) < 5 * counts.std() / math.sqrt(size)
+    for x in (0.3, 0.9):  # the generating function
+        gamma = event.gamma
+        expected = math.log1p(-(1 - gamma) * x) / math.log(gamma)
+        if shape:
+            expected = ((1 - (1 - gamma) * x) ** -shape - 1) / (gamma**-shape - 1)
+        seen = x ** counts.astype(float)
+        assert abs(seen.mean() - expected) < 5 * seen.std() / math.sqrt(size)
+
+
+def test_one_trial_costs_what_a_trial_costs():
+    event = selection(1, 0.0, RUN)
+    assert draw_trials(event, np.random.default_rng(0)) == 1
+    found, alone = accounting.epsilon([(event, 1)], 1e-6), accounting.epsilon(RUN, 1e-6)
+    assert alone * (1 - 1e-6) <= found < alone * 1.01
+
+
+@pytest.mark.privacy
+def test_it_composes_with_other_runs_and_candidates_may_differ():
+    weak, strong = ((StepEvent(8.0, 0.1), 200),), RUN
+    mixed = selection(4, 0.0, weak, strong)
+    spent = [accounting.epsilon([(selection(4, 0.0, each), 1)], 1e-6) for each in (weak, strong)]
+    assert spent[0] < accounting.epsilon([(mixed, 1)], 1e-6) <= spent[1]
+    together = accounting.epsilon([(mixed, 1), *RUN], 1e-6)
+    assert max(spent) < together < accounting.epsilon([(mixed, 1)], 1e-6) + spent[1]
+    assert of_words(to_words([(mixed, 1)])) == [(mixed, 1)]
+
+
+def test_the_loss_is_one_that_the_curve_asks_for():
+    event = selection(10, 0.0, RUN)
+    trial = accounting.composed_loss(RUN, 1e-9)
+    pmf = selection_pmf(event, [trial], 0.01)
+    assert pmf._probs.sum() + pmf._infinity_mass == pytest.approx(1, abs=1e-9)
+    assert pmf._probs.min() >= 0
+    finer = selection_pmf(event, [trial], 0.001)
+    epsilons = [composition.pmf_epsilon_at(each, 1e-6) for each in (pmf, finer)]
+    assert epsilons[1] <= epsilons[0] < epsilons[1] * 1.01
+
+
+def test_slack_of_a_trial_is_paid_for():
+    plain = accounting.epsilon([(selection(5, 0.0, RUN), 1)], 1e-6)
+    slack = SelectionEvent((RUN,), 5, 0.0, (0.01, 1e-8))
+    assert plain + 0.01 <= accounting.epsilon([(slack, 1)], 1e-6) < plain + 0.1
+
+
+@pytest.mark.parametrize("changed", [{"mean": 0.5}, {"shape": -1.0}, {"candidates": ()}])
+def test_what_is_no_selection_is_refused(changed):
+    with pytest.raises(ConfigError, match=f"{next(iter(changed))}="):
+        SelectionEvent(**{"candidates": (RUN,), "mean": 2.0, **changed})
