@@ -132,8 +132,8 @@ NOISE_AND_SENSITIVITY = (
         "division by the realised number",
         "test_uls.py::test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn",
         (
-            ("els.py", "count = self.expected_batch_size", "count = max(1, len(rows))"),
-            ("uls.py", "count = self.expected_cohort_size", "count = max(1, len(rows))"),
+            ("els.py", '"count": self.expected_batch_size', '"count": max(1, len(rows))'),
+            ("uls.py", '"count": self.expected_cohort_size', '"count": max(1, len(rows))'),
         ),
     ),
     one(

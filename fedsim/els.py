@@ -16,6 +16,7 @@ from fedsim.engine import Engine, Stats
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean, noisy_mean
+from fedsim.noise import AddNoise, add_gaussian
 from fedsim.sampling import Sampling, Users, owners_of, pool_of, without_padding
 
 
@@ -65,6 +66,7 @@ class ELS:
         clip: Clip,
         noise_multiplier: float,
         strategy: Strategy = Strategy(),  # noqa: B008 (frozen)
+        add_noise: AddNoise = add_gaussian,  # ..................... N(0, (C sigma)^2 I)
         rows: np.ndarray | None = None,
     ) -> tuple[NoisyMean, Stats]:
         """The privatised gradient of one step, and the engine's statistics of it.
@@ -73,8 +75,7 @@ class ELS:
         """
         rows = self.draw(step) if rows is None else rows
         grad_sum, stats = engine.clipped_sum(params, rows, clip, strategy)  # ...... g_sum^t
-        noise = {"clip": clip, "noise_multiplier": noise_multiplier}  # ... N(0, (C sigma)^2 I)
-        count = self.expected_batch_size
-        grad = noisy_mean(grad_sum, **noise, count=count, key=self.key, step=step)  # g^t
-        # training.py, Trainer._step: ledger, then theta^t+1 = update(theta^t, g^t).
+        own = {"count": self.expected_batch_size, "noise_multiplier": noise_multiplier}
+        grad = noisy_mean(grad_sum, clip=clip, add_noise=add_noise, **own, key=self.key, step=step)
+        # training.py, Trainer._step: ledger, then theta^t+1 = update(theta^t, grad = g^t).
         return grad, stats

@@ -13,7 +13,7 @@ from fedsim.clipping import Clip
 from fedsim.clipping.clip import lattice_bits
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise import add_gaussian, in_blocks, release_shift
+from fedsim.noise import AddNoise, add_gaussian, in_blocks, release_shift
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,14 @@ class NoisyMean:
 
 
 def noisy_mean(
-    grad_sum: Any, *, clip: Clip, noise_multiplier: float, count: float, key: SecretKey, step: int
+    grad_sum: Any,
+    *,
+    clip: Clip,
+    noise_multiplier: float,
+    count: float,
+    key: SecretKey,
+    step: int,
+    add_noise: AddNoise = add_gaussian,
 ) -> NoisyMean:
     """(grad_sum + N(0, (C sigma)^2 I)) / count: the last line of a step of Algorithms 1 and 2.
 
@@ -51,6 +58,8 @@ def noisy_mean(
       grad_sum: whole numbers in units of `clip.unit`, or float32 with `clip.in_float32`.
       noise_multiplier: sigma; 0 with `clip.in_float32`.
       count: B or M, the *expected* number of units; it must not depend on the draw.
+      add_noise: what takes the place of independent noise; what its steps guarantee together is
+        said there.
     Raises: ConfigError: count <= 0 or noise_multiplier < 0.
     Source: Charles et al. 2024, Algorithms 1 and 2.
     """
@@ -62,7 +71,7 @@ def noisy_mean(
     leaves, treedef = jax.tree.flatten(grad_sum)
     dimensions = sum(np.size(leaf) for leaf in leaves)
     stddev = noise_multiplier * 2.0 ** lattice_bits(dimensions)  # in units of clip.unit
-    noisy = add_gaussian([np.ravel(leaf) for leaf in leaves], stddev=stddev, key=key, step=step)
+    noisy = add_noise([np.ravel(leaf) for leaf in leaves], stddev=stddev, key=key, step=step)
     shaped = [leaf.reshape(np.shape(like)) for leaf, like in zip(noisy, leaves, strict=True)]
     unit = clip.unit(dimensions) * 2.0 ** release_shift(stddev) / count
     return NoisyMean(jax.tree.unflatten(treedef, shaped), unit)

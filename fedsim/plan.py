@@ -16,18 +16,21 @@ from fedsim.accounting import Event, StepEvent, cyclic_event
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.clipping import Clip
 from fedsim.clipping.adaptive import AdaptiveClip
+from fedsim.clipping.clip import lattice_bits
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig, to_json
-from fedsim.config.cells import COMPARISON_ONLY
+from fedsim.config.cells import COMPARISON_ONLY, CORRELATED, INDEPENDENT, sampling_of
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.group_size import median_group_size, private_median
 from fedsim.keys import SecretKey
-from fedsim.noise import Slack, slack
+from fedsim.noise import CELL_ERROR, AddNoise, Correlated, Slack, add_gaussian, slack
+from fedsim.noise.bands import Prediction, best, predicted_error, predictions
+from fedsim.noise.correlated import Strategy, strategy
 from fedsim.sampling import Sampling, Users
 from fedsim.uls import ULS
 
-SOME = ("planted", "bands")
+SOME = ("planted", "bands", "noise")
 """Fields of a plan that are written down where they are not at their defaults."""
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
 ADJACENCY = {
@@ -79,7 +82,12 @@ class Plan:
     """The strategy, where it was asked for by name and its contributions are not proven to be at
     most C."""
     bands: int = 1
-    """b: groups of users that steps draw from in turn."""
+    """b: groups of users that steps draw from in turn, and steps that noise reaches."""
+    noise: str = INDEPENDENT
+    """independent or correlated."""
+    predicted_error: float = math.nan
+    """Root mean square, over the steps, of the noise on the sum of all gradients so far, in units
+    of the sensitivity; see `noise.bands`."""
     planted: dict[str, int] | None = None
     """How many canaries of each kind an audit tossed coins for. The run of an audit is none to
     release. None: it is no audit."""
@@ -117,6 +125,11 @@ class Plan:
         """p or q as it is accounted: below sampling_prob with an assumed population."""
         return self.sampling_prob * _assumed_share(self.assumed_population, self.num_users)
 
+    @property
+    def bands_given(self) -> int | None:
+        """The bands as a setting: None where there can be none."""
+        return self.bands if self.bands > 1 else None
+
     def event(self) -> StepEvent | None:
         """What a step is to the accountant, by the plan alone; None without noise."""
         if not self.noise_multiplier:
@@ -149,7 +162,21 @@ class Plan:
         if not self.noise_multiplier:
             return Slack(0.0, 0.0)
         each = self.num_parameters + (self.clip_quantile is not None)
-        return slack(max(1, num_steps) * each, self.target_epsilon, self.delta)
+        strategy = self.strategy
+        error = strategy.cell_error if strategy else CELL_ERROR
+        return slack(max(1, num_steps) * each, self.target_epsilon, self.delta, error)
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """How steps take back noise of the steps before; None: they do not."""
+        if self.noise != CORRELATED or self.bands == 1 or not self.noise_multiplier:
+            return None
+        stddev = self.gradient_noise_multiplier * 2.0 ** lattice_bits(self.num_parameters)
+        return strategy(self.num_steps, self.bands, stddev)
+
+    def add_noise(self) -> AddNoise:
+        """What adds the noise of one step after another; a new one, with no steps behind it."""
+        return Correlated(self.num_steps, self.bands) if self.strategy else add_gaussian
 
     @property
     def epsilon_metric(self) -> str:
@@ -221,7 +248,39 @@ def complete(
         found.append(f"{name} (chosen by looking at this data)")
     if key is not None and key.seed is not None:
         found.append("the seed (whoever knows or guesses it can take the noise away)")
-    return dataclasses.replace(privacy, delta=delta, group_size=group_size or 1), found
+    privacy = dataclasses.replace(privacy, delta=delta, group_size=group_size or 1)
+    if privacy.bands is None and privacy.noise == CORRELATED and math.isfinite(privacy.epsilon):
+        bands = best(bands_predicted(algorithm, privacy, users)).bands
+        privacy = dataclasses.replace(privacy, bands=bands)
+    return privacy, found
+
+
+def bands_predicted(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> list[Prediction]:
+    """What correlated noise of several numbers of bands is predicted to give.
+
+    Args: privacy: of `complete`, but for its bands.
+    """
+    assert privacy.delta is not None and privacy.group_size is not None, "complete() comes first"
+    units, cap, each = users.num_users, 1, privacy.group_size
+    if algorithm == Algorithm.ELS:
+        cap, each = privacy.group_size, 1
+        sizes = np.minimum(np.diff(users.offsets), cap)
+        units = units * cap if privacy.adjacency == ZERO_OUT else int(sizes.sum())
+    count = max(1, privacy.budget // each)
+    share = _assumed_share(privacy.assumed_population, users.num_users)
+
+    def noise_multiplier(bands: int) -> float:
+        return accounting.noise_multiplier(
+            epsilon=privacy.epsilon,
+            delta=privacy.delta,
+            num_steps=privacy.num_steps,
+            sampling_prob=min(1.0, count / units) * share,
+            max_contributions=cap,
+            bands=bands,
+            before=_before(privacy.group_size_epsilon),
+        )
+
+    return predictions(noise_multiplier, privacy.num_steps, max(1, units // count))
 
 
 def method_for(
@@ -232,7 +291,11 @@ def method_for(
         users,
         budget=privacy.budget,
         group_size=privacy.group_size,
-        sampling=Sampling(privacy.sampling, privacy.bands or 1, privacy.adjacency == ZERO_OUT),
+        sampling=Sampling(
+            sampling_of(privacy.sampling, privacy.noise),
+            privacy.bands or 1,
+            privacy.adjacency == ZERO_OUT,
+        ),
         key=key,
         adjacency=privacy.adjacency,
     )
@@ -280,6 +343,8 @@ def make_plan(
 ) -> Plan:
     """Calibrate the noise and write down every constant."""
     assert privacy.delta is not None, "complete() comes first"
+    sigma, bands = calibrate(method, privacy), privacy.bands or 1
+    correlated = bands if privacy.noise == CORRELATED else 1
     return Plan(
         algorithm=algorithm,
         num_users=users.num_users,
@@ -296,7 +361,7 @@ def make_plan(
         clipping=privacy.clipping,
         target_epsilon=privacy.epsilon,
         delta=privacy.delta,
-        noise_multiplier=calibrate(method, privacy),
+        noise_multiplier=sigma,
         num_parameters=num_parameters,
         data_seal=data_seal,
         non_private=tuple(non_private),
@@ -304,7 +369,9 @@ def make_plan(
         clip_quantile=privacy.clip_quantile,
         assumed_population=privacy.assumed_population,
         adjacency=privacy.adjacency,
-        bands=privacy.bands or 1,
+        bands=bands,
+        noise=privacy.noise,
+        predicted_error=predicted_error(sigma, privacy.num_steps, correlated),
         seeded=method.key.seed is not None,
         unproven=unproven,
         planted=getattr(users, "canaries", None),

@@ -94,6 +94,8 @@ def train(
     with opening as opened:
         data, key = opened.data, opened.key
         completed, non_private = complete(algorithm, privacy, data, key=key)
+        if opened.stored and opened.stored.plan:  # of versions that might choose otherwise
+            completed = dataclasses.replace(completed, bands=opened.stored.plan.bands_given)
         expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
         non_private += outside(run, fresh_model=opened.model is None, own_task=source is not None)
         method = method_for(algorithm, completed, data.train, key)
@@ -233,6 +235,7 @@ class Trainer:
             self.running_epsilon = accounting.RunningEpsilon(
                 self.event, self.plan.delta, self.plan.before
             )
+        self.add_noise = self.plan.add_noise()
         self.eval_every = self.run.eval_every or max(1, self.plan.num_steps // 10)
         self.update = updater(self.transformation)
 
@@ -330,6 +333,7 @@ class Trainer:
             clip=self.plan.clip_at(state.clip_norm),
             noise_multiplier=self.plan.gradient_noise_multiplier,
             strategy=self.strategy,
+            add_noise=self.add_noise,
             rows=rows,
         )
         values = self._private_values(stats, state.clip_norm)

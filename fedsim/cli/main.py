@@ -19,12 +19,13 @@ from fedsim.cli.models import Export, Generate, Personalize, Pretrain
 from fedsim.cli.trust import Audit, Budget, Report, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, changed_run, to_json
-from fedsim.config.cells import COMPARISON_ONLY, SHUFFLE, expect_cell
+from fedsim.config.cells import COMPARISON_ONLY, CORRELATED, SHUFFLE, expect_cell, sampling_of
 from fedsim.errors import FedsimError, expect
 from fedsim.run.signals import terminated
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
-SamplingName = Literal["poisson", "cyclic", "shuffle"]
+SamplingName = Literal["poisson", "cyclic", "shuffle"] | None
+NoiseName = Literal["independent", "correlated"]
 Flat = tyro.conf.OmitArgPrefixes
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
 
@@ -123,11 +124,14 @@ class Account:
     group_size: int = 1
     """G_ELS: most examples of a user in the pool. ULS's epsilon does not depend on it. >= 1."""
 
-    sampling: SamplingName = "poisson"
+    sampling: SamplingName = None
+    """The same flag as that of train."""
+
+    noise: NoiseName = "independent"
     """The same flag as that of train."""
 
     bands: int | None = None
-    """The same flag as that of train."""
+    """The same flag as that of train; asked for with correlated noise, unless it is to be found."""
 
     before: float | None = None
     """Epsilon of an (epsilon, 0)-DP release before the first step, such as a group size that was
@@ -168,7 +172,12 @@ class Account:
             assert epsilon is not None and delta is not None, "one is given, the other found"
             label = f", {COMPARISON_ONLY}" if self.sampling == SHUFFLE else ""
             print(f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}{label}")
-        return {**_without_json(self), "epsilon": to_json(epsilon), "delta": delta}
+        return {
+            **_without_json(self),
+            "epsilon": to_json(epsilon),
+            "delta": delta,
+            "predicted_error": _predicted(self, self.num_steps, self.noise_multiplier),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,11 +208,14 @@ class Calibrate:
     group_size: int = 1
     """G_ELS: most examples of a user in the pool. ULS's noise does not depend on it. >= 1."""
 
-    sampling: SamplingName = "poisson"
+    sampling: SamplingName = None
+    """The same flag as that of train."""
+
+    noise: NoiseName = "independent"
     """The same flag as that of train."""
 
     bands: int | None = None
-    """The same flag as that of train."""
+    """The same flag as that of train; asked for with correlated noise, unless it is to be found."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -221,22 +233,45 @@ class Calibrate:
             len(given) == 2,
             "two of num_steps, sampling_prob and noise_multiplier, to find the third",
         )
-        cap = _max_contributions(self)
-        found = getattr(accounting, wanted)(
-            epsilon=self.epsilon,
-            delta=self.delta,
-            max_contributions=cap,
-            bands=_bands(self),
-            progress=_progress,
-            **given,
-        )
+        cap, target = _max_contributions(self), {"epsilon": self.epsilon, "delta": self.delta}
+        target |= {"max_contributions": cap, "progress": _progress, **given}
+        if wanted == "noise_multiplier" and self.noise == CORRELATED and self.bands is None:
+            return self._with_best_bands(target)
+        found = getattr(accounting, wanted)(bands=_bands(self), **target)
         if not self.json:
             shown = found
             if wanted != "num_steps":  # by which a run would claim no more than was asked for
                 rounded = at_least if wanted == "sampling_prob" else at_most
                 shown = rounded(found, ".6g")
             print(wanted.replace("_", " "), shown)
-        return {**_without_json(self), wanted: found}
+        whole = {**given, wanted: found}
+        error = _predicted(self, whole["num_steps"], whole["noise_multiplier"])
+        return {**_without_json(self), wanted: found, "predicted_error": error}
+
+    def _with_best_bands(self, target: dict[str, Any]) -> dict[str, Any]:
+        """The noise multiplier of the number of bands with the least predicted error."""
+        from fedsim import accounting
+        from fedsim.accounting.rounding import at_most
+        from fedsim.noise.bands import best, predictions
+
+        _bands(dataclasses.replace(self, bands=1))
+        steps, prob = target["num_steps"], target["sampling_prob"]
+        expect("num_steps", steps, steps >= 1, ">= 1")
+        expect("sampling_prob", prob, 0 < prob <= 1, "in (0, 1]")
+        found = predictions(
+            lambda bands: accounting.noise_multiplier(bands=bands, **target), steps, int(1 / prob)
+        )
+        chosen, one = best(found), found[0]
+        if not self.json:
+            ratio = chosen.error / one.error
+            bands = f"{chosen.bands} bands: {ratio:.3g} times the error of independent noise"
+            print(f"noise multiplier {at_most(chosen.noise_multiplier, '.6g')} with {bands}")
+        return {
+            **_without_json(self),
+            "bands": chosen.bands,
+            "noise_multiplier": chosen.noise_multiplier,
+            "predicted_error": chosen.error,
+        }
 
 
 Command = (
@@ -266,7 +301,10 @@ def _max_contributions(command: Account | Calibrate) -> int:
 
 def _bands(command: Account | Calibrate) -> int:
     """b of cyclic sampling; one group of all users otherwise."""
-    expect_cell(command.sampling, bands=command.bands, num_steps=command.num_steps)
+    cell = sampling_of(command.sampling, command.noise), command.noise
+    expect_cell(*cell, bands=command.bands, num_steps=command.num_steps)
+    given = command.noise != CORRELATED or command.bands is not None
+    expect("bands", command.bands, given, "a number of bands with correlated noise")
     bands, prob = command.bands or 1, command.sampling_prob
     most = f"<= {1 / bands:g}: a step draws from one of {bands} groups of users"
     if prob is not None and prob <= 1:
@@ -278,6 +316,14 @@ def _without_json(command: Any) -> dict[str, Any]:
     fields = dataclasses.asdict(command)
     del fields["json"]
     return fields
+
+
+def _predicted(command: Account | Calibrate, steps: int, noise_multiplier: float) -> float:
+    """The predicted error; see `noise.bands`."""
+    from fedsim.noise.bands import predicted_error
+
+    bands = (command.bands or 1) if command.noise == CORRELATED else 1
+    return predicted_error(noise_multiplier, steps, bands)
 
 
 def _progress(text: str) -> None:

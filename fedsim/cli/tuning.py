@@ -45,7 +45,10 @@ class Recommend:
     clipping: Literal["normalised", "plain"] = "normalised"
     """The same flag as that of train."""
 
-    sampling: Literal["poisson", "cyclic", "shuffle"] = "poisson"
+    sampling: Literal["poisson", "cyclic", "shuffle"] | None = None
+    """The same flag as that of train."""
+
+    noise: Literal["independent", "correlated"] = "independent"
     """The same flag as that of train."""
 
     bands: int | None = None
@@ -63,7 +66,16 @@ class Recommend:
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads
 
-        names = ("epsilon", "num_steps", "budget", "delta", "clipping", "sampling", "bands")
+        names = (
+            "epsilon",
+            "num_steps",
+            "budget",
+            "delta",
+            "clipping",
+            "sampling",
+            "noise",
+            "bands",
+        )
         privacy = PrivacyConfig(**{name: getattr(self, name) for name in names})
         set_threads(self.run.engine)
         from fedsim.run.console import Console

@@ -3,17 +3,28 @@
 from fedsim.errors import expect
 
 POISSON, CYCLIC, SHUFFLE = "poisson", "cyclic", "shuffle"
+INDEPENDENT, CORRELATED = "independent", "correlated"
 COMPARISON_ONLY = "as if Poisson sampled: comparison only, not a guarantee"
 
 
-def expect_cell(sampling: str, *, bands: int | None, num_steps: int | None) -> None:
+def sampling_of(sampling: str | None, noise: str) -> str:
+    """The way of sampling: the one that was asked for, or what goes with the noise."""
+    return sampling or (CYCLIC if noise == CORRELATED else POISSON)
+
+
+def expect_cell(sampling: str, noise: str, *, bands: int | None, num_steps: int | None) -> None:
     """Raises ConfigError: the settings do not go together, with the reason.
 
-    Args: bands, num_steps: None where none are given.
+    Args:
+      sampling: of `sampling_of`.
+      bands, num_steps: None where none are given.
     """
+    if noise == CORRELATED:
+        unknown = "cyclic, or shuffle to compare: for users drawn in any step no bound is proven"
+        expect("sampling", sampling, sampling in (CYCLIC, SHUFFLE), unknown)
     if bands is not None:
-        cyclic = sampling == CYCLIC
-        expect("bands", bands, cyclic, f"none with {sampling} sampling: users are in no groups")
+        grouped = sampling == CYCLIC or noise == CORRELATED
+        expect("bands", bands, grouped, f"none with {sampling} sampling: users are in no groups")
         expect("bands", bands, bands >= 1, ">= 1")
     if bands is not None and num_steps is not None:
         expect("bands", bands, bands <= num_steps, f"<= {num_steps}, the steps")

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import Literal
 
-from fedsim.config.cells import expect_cell
+from fedsim.config.cells import expect_cell, sampling_of
 from fedsim.config.flags import flags_of
 from fedsim.config.run import RunConfig
 from fedsim.errors import expect
@@ -50,14 +50,20 @@ class PrivacyConfig:
     clipping: Literal["normalised", "plain"] = "normalised"
     """normalised: g min(1/C, 1/|g|), sensitivity 1 (De et al. 2022). plain: g min(1, C/|g|)."""
 
-    sampling: Literal["poisson", "cyclic", "shuffle"] = "poisson"
+    sampling: Literal["poisson", "cyclic", "shuffle"] | None = None
     """Who takes part in a step. poisson: every unit by itself, with the same probability. cyclic:
     so, but of one of several groups of users, in turn. shuffle is the paper's comparison mode:
-    epsilon as if Poisson sampled, not a guarantee."""
+    epsilon as if Poisson sampled, not a guarantee. Default: poisson, or cyclic with correlated
+    noise."""
+
+    noise: Literal["independent", "correlated"] = "independent"
+    """correlated: each step takes back part of the noise of the bands - 1 steps before, so that
+    sums of gradients get less. For optimizers whose steps add up, such as momentum and sgd."""
 
     bands: int | None = None
-    """b: groups of users in cyclic sampling. In [1, num_steps]; at most 1 over the share of users
-    in a step. Default: 1."""
+    """b: groups of users in cyclic sampling, and steps that noise reaches. In [1, num_steps]; at
+    most 1 over the share of users in a step. Default: with correlated noise as many as give the
+    least predicted error, of at most 64; else 1."""
 
     group_size_epsilon: float | None = None
     """ELS: choose the group size privately, as the median of users' numbers of examples, with this
@@ -80,7 +86,8 @@ class PrivacyConfig:
         expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
         expect("budget", self.budget, self.budget >= 1, ">= 1")
-        expect_cell(self.sampling, bands=self.bands, num_steps=self.num_steps)
+        cell = sampling_of(self.sampling, self.noise), self.noise
+        expect_cell(*cell, bands=self.bands, num_steps=self.num_steps)
         # Far outside, float32 norms underflow or overflow, and clipping bounds nothing.
         expect("clip_norm", self.clip_norm, 1e-6 <= self.clip_norm <= 1e6, "in [1e-6, 1e6]")
         if self.delta is not None:

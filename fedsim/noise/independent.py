@@ -129,21 +129,23 @@ class Slack(NamedTuple):
     delta: float
 
 
-def slack(count: float, epsilon: float, delta: float) -> Slack:
+def slack(count: float, epsilon: float, delta: float, cell_error: float = CELL_ERROR) -> Slack:
     """How far a mechanism that draws `count` numbers here is from one with ideal noise.
 
     If that is (epsilon, delta)-DP, the mechanism is (epsilon + slack.epsilon, delta +
     slack.delta)-DP. Proof: the log of the ratio of probabilities of what is drawn and of the ideal
     is a sum of independent terms in [-eta, eta], each of mean at most eta^2 / 2 (that of e^terms
-    is 1). By Hoeffding's inequality it is at most e = n eta^2 / 2 + eta sqrt(2 n ln(1/d)) but for
+    is 1); where the cells of a number depend on those before, given these. By the Azuma-Hoeffding
+    inequality it is at most e = n eta^2 / 2 + eta sqrt(2 n ln(1/d)) but for
     a probability of d. So P(real) <= e^e P(ideal) + d and the other way round, for whatever is
     computed from the numbers; d grows by the probability that a number lies beyond FARTHEST. Going
     from the one to the other before and after using DP gives e^(2 e + epsilon) and
     d + e^e (delta + e^epsilon d).
+    Args: cell_error: eta.
     """
     if not math.isfinite(epsilon):
         return Slack(0.0, 0.0)
     share = max(delta * 1e-6 * math.exp(-epsilon), 1e-300)
-    error = count * CELL_ERROR**2 / 2 + CELL_ERROR * math.sqrt(2 * count * math.log(1 / share))
+    error = count * cell_error**2 / 2 + cell_error * math.sqrt(2 * count * math.log(1 / share))
     missed = share + count * BEYOND
     return Slack(2 * error, missed + math.expm1(error) * delta + math.exp(epsilon + error) * missed)

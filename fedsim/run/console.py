@@ -16,6 +16,7 @@ from rich.console import Console as RichConsole
 
 from fedsim.accounting.rounding import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm
+from fedsim.noise.bands import predicted_error
 from fedsim.plan import ADJACENCY, Plan, label_of
 
 
@@ -127,6 +128,14 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
     median = plan.group_size_epsilon
     chosen = f"; a private median, for epsilon {median:g} of it" if median else ""
     moves = f", moved to quantile {plan.clip_quantile:g} privately" if plan.clip_quantile else ""
+    rows = ""
+    if plan.strategy:
+        least = predicted_error(plan.noise_multiplier, plan.num_steps, 1)
+        size = plan.strategy.bytes_per_number * plan.num_parameters / 1e6
+        rows = (
+            f" ({plan.predicted_error / least:.3g} times that of independent noise of this "
+            f"multiplier); rows of {plan.bands - 1} steps take {size:,.3g} MB of the driver"
+        )
     groups = f", {plan.bands} groups of users in turn" if plan.bands > 1 else ""
     compute = f"{plan.num_steps:,} steps x {plan.budget:,} gradients"
     return [
@@ -142,6 +151,7 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
         ("clipping", f"{plan.clipping}, C = {plan.clip_norm:g}{moves}"),
         ("epsilon", epsilon),
         ("noise multiplier", at_most(plan.noise_multiplier, ".4f")),
+        ("noise", f"{plan.noise}, {plan.predicted_error:.4g} on sums of gradients{rows}"),
         ("compute", f"{compute}, {plan.num_parameters:,} parameters"),
         ("workers", f"{workers.num_workers} x {workers.describe()}; {workers.num_lanes} lanes"),
     ]

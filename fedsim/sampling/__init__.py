@@ -63,4 +63,6 @@ class Sampling:
         if self.name == Cyclic.name:
             groups = (self.bands, self.balanced, owners)
             return Cyclic(num_units, expected_count, 1.0, *groups)
-        return (Shuffle if self.name == Shuffle.name else Poisson)(num_units, expected_count)
+        if self.name == Shuffle.name:
+            return Shuffle(num_units, expected_count, 1.0, self.bands)
+        return Poisson(num_units, expected_count)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedsim.accounting import StepEvent
+from fedsim.accounting import StepEvent, cyclic_event
 from fedsim.keys import SecretKey
 
 
@@ -54,6 +54,8 @@ class Shuffle(Poisson):
     2024). The units left over at the end of an epoch sit it out.
     """
 
+    bands: int = 1
+    """As if cyclic sampling had so many groups."""
     name: ClassVar[str] = "shuffle"
 
     def draw(self, key: SecretKey, step: int) -> np.ndarray:
@@ -61,6 +63,10 @@ class Shuffle(Poisson):
         epoch, batch = divmod(step, self.num_units // self.expected_count)
         order = key.generator("shuffle", epoch).permutation(self.num_units)
         return np.sort(order[batch * self.expected_count :][: self.expected_count])
+
+    def event(self, noise_multiplier: float, *, max_contributions: int = 1) -> StepEvent:
+        """What one step would be to the accountant, were units Poisson sampled."""
+        return cyclic_event(noise_multiplier, self.accounted_prob, max_contributions, self.bands)
 
 
 def poisson_subset(num_units: int, prob: float, key: SecretKey, step: int) -> np.ndarray:

@@ -17,10 +17,12 @@ from fedsim.accounting import RunningEpsilon, event_fields
 from fedsim.accounting.rounding import at_least, at_most
 from fedsim.budget.admission import expect_receipt
 from fedsim.config import Algorithm
+from fedsim.config.cells import CORRELATED, sampling_of
 from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
+from fedsim.noise.bands import predicted_error
 from fedsim.plan import ADJACENCY, Plan, claimed_fields, method_for
 from fedsim.run import checkpoint, directory, ledger, metrics
 from fedsim.run.console import Console
@@ -30,6 +32,7 @@ from fedsim.trust.evidence import Check, Evidence, Interrupted, Unknown, Violate
 from fedsim.trust.replay import replay
 
 EPSILON_TOLERANCE = 1e-9  # relative: of other versions of the packages that add up
+PREDICTION_TOLERANCE = 1e-3  # relative: strategies are found to less, and matter little
 RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # of grids chosen at other steps
 LOOKED_AT = 12  # of the epsilons that were shown on the way; all others lie between these
 SHOWN = ("privacy/", "comparison_only/")
@@ -123,7 +126,8 @@ def _settings(evidence: Evidence) -> str:
         "clip_norm": (privacy.clip_norm, plan.clip_norm),
         "adjacency": (privacy.adjacency, plan.adjacency),
         "clipping": (privacy.clipping, plan.clipping),
-        "sampling": (privacy.sampling, plan.sampling_run),
+        "sampling": (sampling_of(privacy.sampling, privacy.noise), plan.sampling_run),
+        "noise": (privacy.noise, plan.noise),
         "bands": (privacy.bands, plan.bands),
         "group_size": (privacy.group_size, plan.group_size),
         "epsilon": (privacy.epsilon, plan.target_epsilon),
@@ -139,6 +143,10 @@ def _settings(evidence: Evidence) -> str:
     each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
     count = plan.budget // each
     demand(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
+    bands = plan.bands if plan.noise == CORRELATED else 1
+    error = predicted_error(plan.noise_multiplier, plan.num_steps, bands)
+    same = math.isclose(plan.predicted_error, error, rel_tol=PREDICTION_TOLERANCE)
+    demand(same, f"predicted_error={plan.predicted_error}: expected {error}")
     noise = f"noise multiplier {at_most(plan.noise_multiplier, '.6g')}"
     return f"{plan.algorithm}, {plan.num_steps} steps, {noise}"
 
@@ -323,7 +331,8 @@ def _data(evidence: Evidence) -> str:
 def _draws(evidence: Evidence) -> str:
     """The units that took part are those that the key draws."""
     plan, key = evidence.plan, directory.drawing_key(evidence.key, evidence.stored)
-    privacy = dataclasses.replace(evidence.privacy, delta=plan.delta, group_size=plan.group_size)
+    found = {"delta": plan.delta, "group_size": plan.group_size, "bands": plan.bands_given}
+    privacy = dataclasses.replace(evidence.privacy, **found)
     method = method_for(plan.algorithm, privacy, evidence.users, key)
     units = method.sampler.num_units
     demand(units == plan.num_units, f"num_units={plan.num_units}: not {units}")

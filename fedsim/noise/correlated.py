@@ -1,0 +1,163 @@
+"""Correlated noise: each step takes back part of the noise of the steps before (banded Toeplitz).
+
+With a strategy c = (1, c_1, ..., c_(b-1)), a sum of whole numbers x_t and Gaussian X_t, step t is
+
+    w_t = round(tau X_t - c_1 w_(t-1) - ... - c_(b-1) w_(t-b+1)),
+    released: round((x_t + w_t) / 2^j).
+
+Given all x_s + w_s of the steps before, x_t + w_t is a Gaussian with mean x_t - sum_i c_i w_(t-i),
+rounded. Where a user adds v to x_s and nothing to the b - 1 sums after it, the same x_s + w_s mean
+a w_s that is v less, so the means of steps s, ..., s + b - 1 are moved by v, c_1 v, ...,
+c_(b-1) v: together by |c| |v|, and no other step's is. With tau at least |c| times the noise that
+hides |v|, that is the Gaussian mechanism, once for every b steps. The w_t follow from the key
+alone: a row is never stored, and a resumed run draws the rows again. The c_i are multiples of a
+power of two, such that their sum is exact in float64. docs/noise.md has the proof.
+"""
+
+import dataclasses
+import functools
+import math
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedsim.keys import SecretKey
+from fedsim.noise.independent import (
+    BLOCK,
+    FARTHEST,
+    TAIL,
+    add_gaussian,
+    gaussian,
+    in_blocks,
+    release_shift,
+)
+from fedsim.noise.toeplitz import coefficients, inverse
+
+WIDE = np.longdouble  # 64 bits of precision or more, but 53 on some processors
+PIECE = 2**15
+FINEST = 24  # bits after the point of the coefficients, or fewer where there is much noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """The coefficients as they are used for noise of a standard deviation; all public."""
+
+    coefficients: np.ndarray
+    """1, c_1, ..., c_(b-1): multiples of 2^-FINEST or coarser, float64 [bands]."""
+    stddev: float
+    """tau: of the fresh noise of a step, in units of the sums."""
+    largest: float
+    """What no |w_t| exceeds while the fresh noise stays within FARTHEST standard deviations."""
+
+    @property
+    def dtype(self) -> type[np.signedinteger]:
+        """Of a row."""
+        return np.int32 if self.largest < 2.0**30 else np.int64
+
+    @property
+    def bytes_per_number(self) -> int:
+        """What the rows of earlier steps take, for each number of a gradient."""
+        return (len(self.coefficients) - 1) * np.dtype(self.dtype).itemsize
+
+    @property
+    def cell_error(self) -> float:
+        """eta: the probability that x_t + w_t is some whole number is that of ideal noise up to a
+        factor of e^(+-eta), as in `independent.CELL_ERROR`.
+
+        The ziggurat's grid has a point more or less in each layer; the ends of a cell move by the
+        rounding of tau X, and of the difference.
+        """
+        grid = self.stddev * TAIL * 2.0**-52
+        rounding = float(np.finfo(WIDE).eps) / 2
+        moved = (FARTHEST * self.stddev + self.largest + 1) * rounding
+        return 1.01 * (grid + 2 * moved)
+
+
+@functools.lru_cache(maxsize=8)
+def strategy(num_steps: int, bands: int, stddev: float) -> Strategy:
+    """The best strategy for so many steps, which hides what noise of `stddev` does.
+
+    Guarantees: tau is at least stddev |c|, and sums of c_i w_(t-i) are exact in float64.
+    """
+    found = coefficients(num_steps, bands)
+    exact, bits = found / found[0], FINEST
+    while True:
+        c = np.rint(exact * 2.0**bits) * 2.0**-bits
+        length = math.sqrt(math.fsum(c**2)) * (1 + 2.0**-50) if bands > 1 else 1.0
+        tau = length * stddev
+        largest = float(np.abs(inverse(c, num_steps)).sum()) * (FARTHEST * tau + 1)
+        needed = 1 + float(np.abs(c[1:]).sum()) * largest
+        if needed * 2.0**bits < 2.0**53 or bands == 1:
+            return Strategy(c, tau, largest)
+        bits -= 1
+
+
+class Correlated:
+    """Adds the noise of one step after another, and keeps the rows of the last bands - 1.
+
+    Guarantees: the noise is a function of (key, step, place), as that of `add_gaussian`; with one
+      band it is that, bit by bit. A step that is not the next one draws the steps before it again.
+    """
+
+    def __init__(self, num_steps: int, bands: int):
+        self.num_steps, self.bands = num_steps, bands
+        self._rows: deque[list[np.ndarray]] = deque(maxlen=bands - 1)
+        """w of the steps before, the newest first."""
+        self._next: tuple[object, ...] = ()
+        """What the rows are of: the step that they are for, key and noise."""
+
+    def __call__(
+        self, sums: Sequence[np.ndarray], *, stddev: float, key: SecretKey, step: int
+    ) -> list[np.ndarray]:
+        """round((sum + w_step) / 2^release_shift(stddev)) for every array; see `add_gaussian`."""
+        if not stddev or self.bands == 1:
+            return add_gaussian(sums, stddev=stddev, key=key, step=step)
+        sizes = tuple(leaf.size for leaf in sums)
+        of = (key, stddev, sizes)
+        if self._next != (step, *of):
+            self._rows.clear()
+            for before in range(step):
+                self._advance(sizes, stddev, key, before)
+        self._next = ()  # a step that is cut off leaves nothing to go on from
+        row = self._advance(sizes, stddev, key, step)
+        self._next = (step + 1, *of)
+        shift = release_shift(stddev)
+        released = [np.empty(leaf.shape, np.int64) for leaf in sums]
+
+        def fill(leaf: int, _: int, part: slice) -> None:
+            noisy = np.add(sums[leaf][part], row[leaf][part], dtype=np.float64)
+            noisy *= 2.0**-shift
+            released[leaf][part] = np.rint(noisy, out=noisy)
+
+        in_blocks(fill, released)
+        return released
+
+    def _advance(
+        self, sizes: Sequence[int], stddev: float, key: SecretKey, step: int
+    ) -> list[np.ndarray]:
+        """w of `step`, which becomes the newest row."""
+        plan = strategy(self.num_steps, self.bands, stddev)
+        row = [np.empty(size, plan.dtype) for size in sizes]
+        own = threading.local()
+
+        def fill(leaf: int, number: int, part: slice) -> None:
+            if not hasattr(own, "room"):
+                own.room = np.empty(BLOCK), np.empty(PIECE), np.empty(PIECE), np.empty(PIECE, WIDE)
+            fresh, *room = own.room
+            out, rows = row[leaf][part], [each[leaf][part] for each in self._rows]
+            gaussian(key.generator("noise", step, leaf, number), fresh[: len(out)])
+            for start in range(0, len(out), PIECE):  # what fits into the processor's cache
+                piece = slice(start, min(start + PIECE, len(out)))
+                back, term, noisy = (each[: piece.stop - start] for each in room)
+                back[:] = 0
+                for c, before in zip(plan.coefficients[1:], rows, strict=False):
+                    back += np.multiply(before[piece], c, out=term)
+                np.multiply(fresh[piece], plan.stddev, out=noisy, dtype=WIDE)
+                noisy -= back
+                out[piece] = np.rint(noisy, out=noisy)
+
+        in_blocks(fill, row)
+        self._rows.appendleft(row)
+        return row

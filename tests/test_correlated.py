@@ -1,0 +1,304 @@
+"""Correlated noise: what the accountant relies on, and what it does to sums of steps."""
+
+import dataclasses
+import json
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from jax_privacy.matrix_factorization import toeplitz as reference
+from problems import users_of_sizes
+from test_verify import command as train_command
+from test_verify import texts, verify  # noqa: F401 (a fixture)
+
+from fedsim import accounting
+from fedsim.cli.main import main
+from fedsim.clipping import Clip
+from fedsim.config import Algorithm, PrivacyConfig
+from fedsim.errors import ConfigError
+from fedsim.keys import SecretKey
+from fedsim.mechanism import noisy_mean
+from fedsim.noise import Correlated, add_gaussian, gaussian, release_shift
+from fedsim.noise.bands import best, predictions
+from fedsim.noise.correlated import strategy
+from fedsim.noise.toeplitz import coefficients, inverse, prefix_error
+from fedsim.plan import bands_predicted, complete, make_plan, method_for
+from fedsim.run import checkpoint
+
+STEPS, BANDS, STDDEV = 12, 4, 1.3 * 2**20
+
+
+def released(add_noise, sums, key, steps=range(STEPS), stddev=STDDEV):
+    return [add_noise([sums], stddev=stddev, key=key, step=step)[0] for step in steps]
+
+
+def rows_of(key, width, steps, bands=BANDS, stddev=STDDEV):
+    """w of every step, from the object's own memory."""
+    noise, found = Correlated(steps, bands), []
+    for step in range(steps):
+        noise([np.zeros(width, np.int64)], stddev=stddev, key=key, step=step)
+        found.append(noise._rows[0][0].astype(object))
+    return found
+
+
+@pytest.mark.parametrize("steps, bands", [(100, 2), (100, 8), (500, 16), (2000, 3), (2000, 32)])
+def test_strategies_are_as_good_as_those_of_jax_privacy(steps, bands):
+    """Golden: optimize_banded_toeplitz, sensitivity_squared, per_query_error of version 2.0."""
+    golden = {
+        (100, 2): 5.181516045299959,
+        (100, 8): 3.125326020593608,
+        (500, 16): 4.701735267731326,
+        (2000, 3): 18.420159553826686,
+        (2000, 32): 6.482642560682406,
+    }
+    c = coefficients(steps, bands)
+    assert np.linalg.norm(c) == pytest.approx(1) and (c > 0).all()
+    assert prefix_error(c, steps) == pytest.approx(golden[steps, bands], rel=1e-9)
+
+
+def test_the_error_of_a_strategy_is_that_of_jax_privacy():
+    c = coefficients(50, 5)
+    errors = np.asarray(reference.per_query_error(strategy_coef=c, n=50), np.float64)
+    assert prefix_error(c, 50) == pytest.approx(np.sqrt(errors.mean()), rel=1e-5)
+    squared = reference.sensitivity_squared(c, 50)
+    assert float(squared) == pytest.approx(1, rel=1e-5)
+    s = np.array([[c[i - j] if 0 <= i - j < 5 else 0 for j in range(50)] for i in range(50)])
+    np.testing.assert_allclose(np.linalg.inv(s)[:, 0], inverse(c, 50), atol=1e-12)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("bands", [2, 8, 64])
+@pytest.mark.parametrize("sigma", [0.3, 1.3, 50.0, 1e4])
+def test_the_fresh_noise_is_at_least_what_the_columns_need_in_exact_arithmetic(bands, sigma):
+    found = strategy(500, bands, sigma * 2**20)
+    square = sum(Fraction(c) ** 2 for c in found.coefficients.tolist())
+    assert Fraction(found.stddev) ** 2 >= square * Fraction(sigma * 2**20) ** 2
+    assert found.stddev == pytest.approx(math.sqrt(square) * sigma * 2**20, rel=1e-12)
+    bits = found.coefficients * 2.0**24
+    assert (bits == np.rint(bits)).all() and found.coefficients[0] == 1
+    # Whatever the rows are, their sum is exact: a whole number of the last bit, below 2^53 of it.
+    last = max(math.ldexp(1, -k) for k in range(25) if not (found.coefficients * 2.0**k % 1).any())
+    assert np.abs(found.coefficients[1:]).sum() * found.largest < 2.0**53 * last
+    exact = coefficients(500, bands)
+    error = prefix_error(found.coefficients / math.sqrt(square), 500)
+    assert error == pytest.approx(prefix_error(exact, 500), rel=1e-3)
+
+
+@pytest.mark.privacy
+def test_a_row_is_the_fresh_noise_less_multiples_of_the_rows_before_in_exact_arithmetic():
+    """What the guarantee rests on: no rounding but that to a whole number, whatever came before."""
+    key, plan = SecretKey.create(seed=3), strategy(STEPS, BANDS, STDDEV)
+    rows = rows_of(key, 50, STEPS)
+    for step, row in enumerate(rows):
+        fresh = gaussian(key.generator("noise", step, 0, 0), np.empty(50)) * plan.stddev
+        for place in range(50):
+            back = sum(
+                Fraction(plan.coefficients[i]) * int(rows[step - i][place])
+                for i in range(1, min(BANDS, step + 1))
+            )
+            assert abs(int(row[place]) + back - Fraction(fresh[place])) <= Fraction(1, 2) + 2**-20
+            assert abs(row[place]) <= plan.largest
+
+
+@pytest.mark.privacy
+def test_the_noise_depends_on_nothing_but_the_key_and_is_added_to_whole_numbers(rng):
+    key, shift = SecretKey.create(seed=3), release_shift(STDDEV)
+    rows, noise = rows_of(key, 50, STEPS), Correlated(STEPS, BANDS)
+    for step in range(STEPS):
+        sums = rng.integers(-(2**31), 2**31, 50)
+        found = noise([sums], stddev=STDDEV, key=key, step=step)[0]
+        exact = [Fraction(int(s) + int(w), 2**shift) for s, w in zip(sums, rows[step], strict=True)]
+        assert found.tolist() == [round(each) for each in exact]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("bands", [2, 5])
+def test_released_noise_has_the_covariance_of_the_inverse_strategy(bands):
+    """(S^-1 S^-T) sigma^2, S of columns of norm one: 40,000 coordinates are as many small runs."""
+    key, width = SecretKey.create(seed=5), 40_000
+    noise = Correlated(STEPS, bands)
+    found = np.array(released(noise, np.zeros(width, np.int64), key), np.float64)
+    found *= 2.0 ** release_shift(STDDEV) / STDDEV
+    column = inverse(coefficients(STEPS, bands), STEPS)
+    unmixed = np.array(
+        [[column[i - j] if i >= j else 0 for j in range(STEPS)] for i in range(STEPS)]
+    )
+    expected = unmixed @ unmixed.T
+    scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
+    assert np.abs((found @ found.T / width - expected) / scale).max() < 6 / np.sqrt(width)
+    sums = np.cumsum(found, axis=0)
+    error = prefix_error(coefficients(STEPS, bands), STEPS)
+    assert np.sqrt((sums**2).mean()) == pytest.approx(error, rel=0.02)
+
+
+def test_one_band_is_independent_noise_bit_by_bit(rng, key):
+    sums = rng.integers(-(2**20), 2**20, 700_000)
+    for step in (0, 3):
+        (own,) = Correlated(STEPS, 1)([sums], stddev=STDDEV, key=key, step=step)
+        (independent,) = add_gaussian([sums], stddev=STDDEV, key=key, step=step)
+        assert own.dtype == independent.dtype and (own == independent).all()
+
+
+def test_no_noise_is_none(key):
+    sums = np.arange(10)
+    assert (released(Correlated(STEPS, BANDS), sums, key, stddev=0.0) == sums).all()
+
+
+@pytest.mark.privacy
+def test_a_step_that_is_not_the_next_one_draws_the_same(key):
+    """Resumed, run again, or after another key: the rows follow from the key alone."""
+    sums, noise = np.arange(1000), Correlated(STEPS, BANDS)
+    whole = released(noise, sums, key)
+    assert (released(noise, sums, key, [7, 7, 8, 3]) == np.array(whole)[[7, 7, 8, 3]]).all()
+    other = SecretKey.create(seed=8)
+    assert not (released(noise, sums, other, [4])[0] == whole[4]).any()
+    assert (released(noise, sums, key, [5])[0] == whole[5]).all()
+
+
+def test_a_step_that_failed_leaves_nothing_to_go_on_from(key, monkeypatch):
+    sums, noise = np.arange(1000), Correlated(STEPS, BANDS)
+    whole = released(noise, sums, key, range(5))
+    noise = Correlated(STEPS, BANDS)
+    released(noise, sums, key, range(3))
+    monkeypatch.setattr("fedsim.noise.correlated.release_shift", lambda stddev: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        released(noise, sums, key, [3])
+    monkeypatch.undo()
+    assert (released(noise, sums, key, [3, 4]) == np.array(whole)[3:]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "num_users, steps, cohort, ratios",
+    [(8_876, 100, 128, (0.83, 0.64, 0.54)), (342_477, 2_000, 1_024, (0.74, 0.43, 0.34))],
+)
+def test_the_error_against_independent_noise_at_the_same_epsilon(num_users, steps, cohort, ratios):
+    for epsilon, ratio in zip((1, 4, 8), ratios, strict=True):
+        privacy = PrivacyConfig(epsilon, steps, budget=cohort, delta=num_users**-1.1, group_size=1)
+        privacy = dataclasses.replace(privacy, noise="correlated")
+        found = bands_predicted(Algorithm.ULS, privacy, users_of_sizes([1] * num_users))
+        assert best(found).error / found[0].error == pytest.approx(ratio, abs=0.01)
+
+
+def test_bands_are_tried_until_more_are_worse():
+    found = predictions(lambda bands: bands**0.4, 500, 400)
+    assert 1 < best(found).bands < found[-1].bands < 64
+    assert best(found).error == min(each.error for each in found)
+    assert [each.bands for each in predictions(lambda bands: 1.0, 10, 5)] == [1, 2, 3, 4, 5]
+
+
+def planned(key, **changes):
+    users = users_of_sizes([4] * 100)
+    data = type("Data", (), {"train": users, "metadata": {}})
+    settings = {"epsilon": 8.0, "num_steps": 40, "budget": 5, "noise": "correlated", **changes}
+    privacy, non_private = complete(Algorithm.ULS, PrivacyConfig(**settings), data, key=key)
+    method = method_for(Algorithm.ULS, privacy, users, key)
+    return make_plan(Algorithm.ULS, privacy, users, method, 1000, non_private, "abc")
+
+
+def test_the_plan_chooses_the_bands_and_says_the_slack(key):
+    plan = planned(key)
+    assert plan.sampling_run == "cyclic" and plan.bands > 1 and plan.noise == "correlated"
+    assert type(plan).from_dict(plan.as_dict()) == plan
+    independent = planned(key, noise="independent")
+    assert plan.predicted_error < independent.predicted_error
+    assert independent.slack.epsilon < plan.slack.epsilon < 1e-4
+    assert plan.slack.epsilon < dataclasses.replace(plan, num_parameters=10**6).slack.epsilon
+    spent = accounting.epsilon([(plan.event(), 40)], plan.delta)
+    assert 7.9 < spent <= 8
+
+
+def test_a_mean_of_correlated_noise_is_that_of_the_sum_over_the_count(key):
+    zero, own = np.zeros(1000, np.int32), {"clip": Clip(1.0), "noise_multiplier": 2.0, "key": key}
+    noise = [
+        noisy_mean(zero, **own, count=5, step=step, add_noise=add).values()
+        for add in (Correlated(STEPS, BANDS), add_gaussian)
+        for step in (0,)
+    ]
+    assert np.std(noise[0]) == pytest.approx(
+        np.std(noise[1]) * strategy(STEPS, BANDS, 2.0 * 2**20).stddev / 2**21, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"noise": "correlated", "sampling": "poisson"}, "sampling=poisson: expected cyclic, or"),
+        ({"bands": 2}, "bands=2: expected none with poisson sampling"),
+        ({"bands": 0, "sampling": "cyclic"}, "bands=0: expected >= 1"),
+        ({"bands": 11, "noise": "correlated"}, "bands=11: expected <= 10, the steps"),
+    ],
+)
+def test_cells_that_have_no_guarantee_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        PrivacyConfig(1.0, 10, **flags)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("cap, in_every_step", [(1, False), (3, False), (3, True)])
+def test_the_privacy_loss_of_a_planted_user_is_what_is_claimed(cap, in_every_step):
+    """Monte Carlo of the noise that runs add, released and rounded: many runs of one coordinate.
+
+    A user's examples all push it by C; how many are in a step is binomial. The best test there is
+    reaches the claimed delta, and does not exceed it. Planted mistake: it does, where the user is
+    drawn in every step instead of every second one.
+    """
+    bands, steps, prob, sigma, width = 2, 5, 0.1, 1.5, 300_000
+    stddev, rng = sigma * 2**20, np.random.default_rng(0)
+    event = accounting.cyclic_event(sigma, prob, cap, bands)
+    counts = np.zeros((steps, width), np.int64)
+    for step in range(0, steps, 1 if in_every_step else bands):
+        counts[step] = rng.binomial(cap, bands * prob, width)
+    scale, s = 2.0 ** release_shift(stddev) / 2**20, coefficients(steps, bands)
+
+    def losses(sums, seed):
+        noise, key = Correlated(steps, bands), SecretKey.create(seed=seed)
+        seen = [noise([x], stddev=stddev, key=key, step=t)[0] * scale for t, x in enumerate(sums)]
+        mixed = s[0] * np.array(seen)
+        mixed[1:] += s[1] * np.array(seen[:-1])  # S x + z
+        blocks = [(mixed[t : t + bands].T @ s[: steps - t]) for t in range(0, steps, bands)]
+        norms = [float(s[: steps - t] @ s[: steps - t]) for t in range(0, steps, bands)]
+        total = np.zeros(width)
+        for block, norm in zip(blocks, norms, strict=True):
+            ratios = [
+                math.comb(cap, k)
+                * (bands * prob) ** k
+                * (1 - bands * prob) ** (cap - k)
+                * np.exp((k * block - k**2 * norm / 2) / sigma**2)
+                for k in range(cap + 1)
+            ]
+            total += np.log(sum(ratios))
+        return total
+
+    present, absent = losses(counts * 2**20, 1), losses(np.zeros_like(counts), 2)
+    excess = []
+    for epsilon in (0.1, 0.5, 1.0, 1.5):
+        for first, second, sign in ((present, absent, 1), (absent, present, -1)):
+            one, other = (sign * first > epsilon).mean(), (sign * second > epsilon).mean()
+            error = math.sqrt((one + math.exp(2 * epsilon) * other + 1 / width) / width)
+            found = one - math.exp(epsilon) * other
+            claimed = accounting.delta([(event, steps)], epsilon)
+            excess.append((found - claimed) / error)
+            if sign == 1 and not in_every_step and epsilon < 1:
+                assert found > 0.8 * claimed - 5 * error  # and that is no slack claim
+    assert (max(excess) > 20) if in_every_step else (max(excess) < 4)
+
+
+def test_a_run_resumes_to_the_same_bits_and_its_rows_are_nowhere(texts, run_dir, capsys):  # noqa: F811
+    flags = {"noise": "correlated", "bands": 3, "optimizer": "momentum"}
+    main([*train_command(texts, run_dir, **flags), "--json"])
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["noise"] == "correlated" and whole["sampling_run"] == "cyclic"
+    for path in checkpoint.kept(run_dir)[1:]:
+        path.unlink()
+    (run_dir / "summary.json").unlink()
+    main([*train_command(texts, run_dir, **flags), "--resume", "--json"])
+    assert json.loads(capsys.readouterr().out)["params_sha256"] == whole["params_sha256"]
+    code, found = verify(capsys, run_dir, "--replay")
+    assert code == 0 and found["replay"][0] and found["settings"][0]
+    kept = checkpoint.load(checkpoint.latest(run_dir))
+    assert set(kept) == {
+        *("params", "opt_state", "average", "step", "lost_steps", "clip_norm"),
+        *("initial_eval_loss", "eval_loss", "evaluated"),
+    }
