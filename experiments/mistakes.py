@@ -322,7 +322,7 @@ SAMPLING = (
                 "els.py",
                 "return without_padding(self.pool[batch])[:, None]",
                 'key = type(self.key)(self.key._derive("pool", (step,)) * 2)\n'
-                "        own = self.users.offsets, self.group_size, key\n"
+                "        own = self.users, self.group_size, key\n"
                 '        pool = pool_of(*own, "add-or-remove")\n'
                 "        if len(self.pool) != len(pool):\n"
                 '            pool = pool_of(*own, "zero-out")\n'

@@ -26,7 +26,8 @@ class ELS:
     Guarantees: T steps satisfy (epsilon, delta) user-level DP, with the epsilon and delta of T of
       its `event`s (Theorem 1), under either adjacency: zero-out, a user without texts keeping
       their place, so that N and the probabilities depend on nobody's texts; or add-or-remove of one
-      user, as in the paper, with those taken as public.
+      user, as in the paper, with those taken as public. Where examples have several
+      owners, of the theorem in docs/shared.md.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class ELS:
         adjacency: str = ZERO_OUT,
     ):
         self.group_size = group_size  # ............................................ G_ELS
-        self.pool = pool_of(users.offsets, group_size, key, adjacency)  # .......... D_sub
+        self.pool = pool_of(users, group_size, key, adjacency)  # .................. D_sub
         most = len(self.pool)
         expect("budget", budget, budget <= most, f"<= {most}, the places of the pool")
         self.expected_batch_size = budget  # ....................................... B = p |D_sub|

@@ -5,6 +5,7 @@ paper does, it is named in `Plan.non_private`.
 """
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from fedsim.clipping import Clip
 from fedsim.clipping.adaptive import AdaptiveClip
 from fedsim.clipping.clip import lattice_bits
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig, to_json
-from fedsim.config.cells import COMPARISON_ONLY, CORRELATED, INDEPENDENT, sampling_of
+from fedsim.config.cells import COMPARISON_ONLY, CORRELATED, INDEPENDENT, POISSON, sampling_of
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.errors import expect
@@ -27,15 +28,19 @@ from fedsim.keys import SecretKey
 from fedsim.noise import CELL_ERROR, AddNoise, Correlated, Slack, add_gaussian, slack
 from fedsim.noise.bands import Prediction, best, predicted_error, predictions
 from fedsim.noise.correlated import Strategy, strategy
-from fedsim.sampling import Sampling, Users
+from fedsim.sampling import Sampling, Users, examples_per_user, graph_of
+from fedsim.shared_uls import SharedULS
 from fedsim.uls import ULS
 
-SOME = ("planted", "bands", "noise")
+SOME = ("planted", "shared", "bands", "noise")
 """Fields of a plan that are written down where they are not at their defaults."""
+SHARED = "shared"
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
 ADJACENCY = {
     ZERO_OUT: "zero out one user's texts, the number of users being public",
     ADD_OR_REMOVE: "add or remove one user",
+    SHARED: "zero out all texts that one user owns, alone or with others, who owns which being "
+    "public and fixed",
 }
 REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
 UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
@@ -88,6 +93,9 @@ class Plan:
     predicted_error: float = math.nan
     """Root mean square, over the steps, of the noise on the sum of all gradients so far, in units
     of the sensitivity; see `noise.bands`."""
+    shared: dict[str, Any] | None = None
+    """Where texts have several owners: owner sets, texts with several owners, texts that the bounds
+    kept and left out, k (max_changed), and a seal of what they kept. None: each has one."""
     planted: dict[str, int] | None = None
     """How many canaries of each kind an audit tossed coins for. The run of an audit is none to
     release. None: it is no audit."""
@@ -135,12 +143,19 @@ class Plan:
         if not self.noise_multiplier:
             return None
         cap = self.group_size if self.algorithm == Algorithm.ELS else 1
-        return cyclic_event(self.noise_multiplier, self.accounted_prob, cap, self.bands)
+        event = cyclic_event(self.noise_multiplier, self.accounted_prob, cap, self.bands)
+        changed = self.shared["max_changed"] if self.shared else 0
+        return dataclasses.replace(event, max_changed=changed)
 
     @property
     def epsilon_holds(self) -> str:
         """What epsilon holds under: the adjacency, or a label that says that it is no guarantee."""
         return holds(self.as_dict())
+
+    @property
+    def compared(self) -> str:
+        """The adjacency in words."""
+        return ADJACENCY[SHARED if self.shared else self.adjacency]
 
     @property
     def label(self) -> str:
@@ -214,8 +229,8 @@ def complete(
     Args: key: the run's; what group_size_epsilon asks for is drawn from it.
     """
     users = data.train
-    shared = getattr(users, "owners", None) is not None
-    expect("data", "of several owners", not shared, "texts with one owner each, to train on")
+    if shared := graph_of(users) is not None:
+        _expect_shared(privacy)
     population = privacy.assumed_population or users.num_users
     least = f">= {users.num_users}, the users there are"
     expect("assumed_population", population, population >= users.num_users, least)
@@ -224,6 +239,9 @@ def complete(
     found = [f"{counts} (taken as public)"]
     if privacy.adjacency == ZERO_OUT:
         found = [f"num_examples={users.num_examples} (a count without noise)"]
+    if shared:
+        graph = f"{users.num_users} users, {users.num_examples} texts and who owns which of them"
+        found = [f"{graph} (taken as public and fixed)"]
     times = ""
     if privacy.assumed_population is not None:
         found.append(f"assumed_population={population} (instead of the {users.num_users} users)")
@@ -238,10 +256,11 @@ def complete(
         expect("group_size_epsilon", share, algorithm == Algorithm.ELS, "nothing with uls")
         expect("group_size", group_size, group_size is None, "none, or no group_size_epsilon")
         assert key is not None, "a private choice needs a key"
-        group_size = private_median(np.diff(users.offsets), share, key.generator("median"))
+        group_size = private_median(examples_per_user(users), share, key.generator("median"))
     if group_size is None and algorithm == Algorithm.ELS:
-        group_size = median_group_size(np.diff(users.offsets))
-        found.append(f"group_size={group_size} (the median user's number of examples)")
+        group_size = median_group_size(examples_per_user(users))
+        if not shared:  # else it follows from what is public
+            found.append(f"group_size={group_size} (the median user's number of examples)")
     if data.metadata.get("tokenizer", {}).get("trained_on_data"):
         found.append("the tokenizer (trained on the training users' text)")
     for name in filter(None, privacy.chosen_on_data.split(",")):
@@ -283,11 +302,41 @@ def bands_predicted(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) 
     return predictions(noise_multiplier, privacy.num_steps, max(1, units // count))
 
 
+def _expect_shared(privacy: PrivacyConfig) -> None:
+    """Raises ConfigError: the settings are not for texts with several owners."""
+    where = "where texts have several owners"
+    asked = {
+        "adjacency": (privacy.adjacency, ZERO_OUT),
+        "noise": (privacy.noise, INDEPENDENT),
+        # In groups that take turns, a text would be in those of all its owners.
+        "sampling": (sampling_of(privacy.sampling, privacy.noise), POISSON),
+    }
+    for name, (value, only) in asked.items():
+        expect(name, value, value == only, f"{only} {where}")
+    share = privacy.group_size_epsilon
+    expect(
+        "group_size_epsilon", share, share is None, f"none {where}, for who owns which is public"
+    )
+
+
 def method_for(
-    algorithm: Algorithm, privacy: PrivacyConfig, users: Users, key: SecretKey
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    users: Users,
+    key: SecretKey,
+    drawing: SecretKey | None = None,
 ) -> ELS | ULS:
-    """The algorithm, ready to draw its first step."""
-    method = METHODS[algorithm](
+    """The algorithm, ready to draw its first step.
+
+    Args: drawing: what steps are drawn with, where it is not the run's own key. Where texts have
+      several owners, how many units there are depends on the draw of pool or groups, and the plan,
+      made earlier, says how many: these are drawn with the run's own.
+    """
+    shared = graph_of(users) is not None
+    kind, own = METHODS[algorithm], {}
+    if shared and algorithm == Algorithm.ULS:
+        kind, own = SharedULS, {"max_changed": privacy.max_changed}
+    method = kind(
         users,
         budget=privacy.budget,
         group_size=privacy.group_size,
@@ -296,9 +345,11 @@ def method_for(
             privacy.bands or 1,
             privacy.adjacency == ZERO_OUT,
         ),
-        key=key,
+        key=key if shared or drawing is None else drawing,
         adjacency=privacy.adjacency,
+        **own,
     )
+    method.key = drawing or key
     share = _assumed_share(privacy.assumed_population, users.num_users)
     method.sampler = dataclasses.replace(method.sampler, assumed_share=share)
     return method
@@ -374,8 +425,34 @@ def make_plan(
         predicted_error=predicted_error(sigma, privacy.num_steps, correlated),
         seeded=method.key.seed is not None,
         unproven=unproven,
+        shared=sharing(users, method, method.key),
         planted=getattr(users, "canaries", None),
     )
+
+
+def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> dict[str, Any] | None:
+    """What the plan says of texts with several owners; None where each has one.
+
+    Args: key: the run's own.
+    The seal tells whether a run that goes on has the pool or the groups that it began with.
+    """
+    if (owners := graph_of(users)) is None:
+        return None
+    if isinstance(method, ELS):
+        used, changed, kept = method.pool, 0, [method.pool]
+    else:
+        assert isinstance(method, SharedULS), "of texts with several owners"
+        groups = method.groups
+        used, changed, kept = groups.rows, groups.max_changed, [groups.rows, groups.offsets]
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(each).tobytes() for each in kept))
+    return {
+        "owner_sets": owners.num_sets,
+        "with_several_owners": int(np.diff(users.offsets)[owners.sizes > 1].sum()),
+        "kept": len(used),
+        "left_out": users.num_examples - len(used),
+        "max_changed": changed,
+        "seal": key.seal(digest.hexdigest()),
+    }
 
 
 def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, Any]:
@@ -383,7 +460,7 @@ def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, A
     before = [{"what": "group_size", **dataclasses.asdict(event)} for event, _ in plan.before]
     return {
         "plan": plan.as_dict(),
-        "adjacency": ADJACENCY[plan.adjacency],
+        "adjacency": plan.compared,
         "slack": plan.slack._asdict(),
         "key_seal": key_seal,
         "config_sha256": config_sha256,
@@ -402,7 +479,7 @@ def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
         "non_private": [*plan.non_private, realised],
         "epsilon": to_json(epsilon),
         "epsilon_holds": plan.epsilon_holds,
-        "adjacency": ADJACENCY[plan.adjacency],
+        "adjacency": plan.compared,
         "privacy_unit": "user",
         "gradient_noise_multiplier": plan.gradient_noise_multiplier,
         "slack": plan.slack._asdict(),
@@ -415,7 +492,7 @@ def holds(plan: Mapping[str, Any]) -> str:
 
     Args: plan: the fields of a plan.
     """
-    return label_of(plan) or ADJACENCY[plan["adjacency"]]
+    return label_of(plan) or ADJACENCY[SHARED if plan.get("shared") else plan["adjacency"]]
 
 
 def label_of(plan: Mapping[str, Any]) -> str:

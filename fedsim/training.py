@@ -48,6 +48,7 @@ from fedsim.plan import (
     make_plan,
     method_for,
     planned_phases,
+    sharing,
 )
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
@@ -110,6 +111,9 @@ def train(
         if opened.stored:
             plan = opened.stored.plan
             assert plan is not None, "a run of train has one"
+            same = sharing(data.train, method, key) == plan.shared
+            again = "the pool or the groups that the run began with: go on with its packages"
+            expect("data", "other texts of the same ones", same, again)
         else:
             console.note("calibrating the noise")
             size, seal = num_coordinates(params), opened.identity.data_seal
@@ -136,7 +140,7 @@ def train(
         stored = opened.begin(task, plan=plan, host=host, strategy=named)
         drawing = directory.drawing_key(key, stored)
         if drawing is not key:  # of a seed; the pool of ELS takes seconds for many users
-            method = method_for(algorithm, completed, data.train, drawing)
+            method = method_for(algorithm, completed, data.train, key, drawing)
         console.note(f"{'clipped sum':17} {strategy} ({why})")
         doubt = directory.other_bits(stored, versions(), host)
         if opened.stored and doubt:
@@ -340,7 +344,7 @@ class Trainer:
         epsilon, clip_norm = accounted.result(), state.clip_norm
         if (adaptive := self.plan.adaptive) is not None:
             values["privacy/clip_norm"] = clip_norm
-            norms = np.where(stats.dropped, math.inf, stats.norms)
+            norms = stats.counted_norms
             rng = self.method.key.generator("clip quantile", state.step)
             clip_norm = adaptive.next(clip_norm, norms, rng)
         found = self._release(ledger, state.step, noisy, clip_norm, epsilon)

@@ -25,7 +25,8 @@ class ULS:
     Guarantees: T steps satisfy (epsilon, delta) user-level DP, with the epsilon and delta of T of
       its `event`s (Theorem 2), under either adjacency: zero-out, a user without texts keeping
       their place, so that N and the probabilities depend on nobody's texts; or add-or-remove of one
-      user, as in the paper, with those taken as public.
+      user, as in the paper, with those taken as public. Where examples have several
+      owners, of the theorem in docs/shared.md.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ LEVELS = (
     "errors files",
     "config keys accounting",
     "sampling mechanism noise clipping group_size models data optimizers",
-    "els uls plan evaluate run engine budget",
+    "els uls shared_uls plan evaluate run engine budget",
     "trust tuning training pretrain personalize generate export",
     "library cli",
 )

@@ -60,8 +60,8 @@ def test_all_examples_of_a_user_are_in_one_group(key, adjacency):
 
 @pytest.mark.parametrize("adjacency", [ZERO_OUT, ADD_OR_REMOVE])
 def test_every_place_of_the_pool_has_its_owner(key, adjacency):
-    offsets = users_of_sizes(SIZES).offsets
-    pool = pool_of(offsets, 3, key, adjacency)
+    users = users_of_sizes(SIZES)
+    offsets, pool = users.offsets, pool_of(users, 3, key, adjacency)
     owners, real = owners_of(offsets, pool, 3), pool != PADDING
     assert np.bincount(owners, minlength=8).tolist() == [
         3 if adjacency == ZERO_OUT else min(size, 3) for size in SIZES

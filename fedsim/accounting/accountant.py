@@ -43,7 +43,10 @@ class StepEvent:
     """One released step: N(Binomial(max_contributions, sampling_prob), noise_multiplier^2).
 
     ELS: max_contributions = G_ELS, the cap that D_sub enforces. ULS: always 1, since a user's
-    gradient is clipped as a whole; its group size never reaches the accountant.
+    gradient is clipped as a whole; its group size never reaches the accountant. Where texts have
+    several owners, a user also has texts in the groups of others, max_changed of them at most:
+    without the user these are not gone, but other ones. N(Binomial(max_contributions +
+    max_changed, q), sigma^2) against N(-Binomial(max_changed, q), sigma^2); docs/shared.md.
 
     Raises: ConfigError: a field is out of range.
     """
@@ -57,6 +60,8 @@ class StepEvent:
     cycle: int = 1
     """A user can take part in one of so many successive steps, the same in every cycle, and what
     they add is in no more than one cycle's steps. A whole number >= 1."""
+    max_changed: int = 0
+    """How many units of others one user can change. A whole number >= 0."""
 
     def __post_init__(self) -> None:
         noise, prob = self.noise_multiplier, self.sampling_prob
@@ -64,9 +69,14 @@ class StepEvent:
         expect("sampling_prob", prob, 0 < prob <= 1, "in (0, 1]")
         expect_count("max_contributions", self.max_contributions, 1)
         expect_count("cycle", self.cycle, 1)
+        expect_count("max_changed", self.max_changed, 0)
 
     def to_dp_event(self) -> dp_accounting.DpEvent:
-        """The same step in dp_accounting's words, for any other accountant to check."""
+        """The same step in dp_accounting's words, for any other accountant to check.
+
+        Raises: ConfigError: it has no words for units that change.
+        """
+        expect("max_changed", self.max_changed, not self.max_changed, "0 for dp_accounting")
         if self.max_contributions == 1:
             gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier)
             return dp_accounting.PoissonSampledDpEvent(self.sampling_prob, gaussian)
@@ -87,15 +97,16 @@ def cyclic_event(
 ) -> StepEvent:
     """A step of cyclic Poisson sampling, in which `sampling_prob` of all users are expected: those
     of one of `bands` groups can take part, `bands` times as probably."""
-    prob = min(1.0, sampling_prob * bands)
+    prob = min(max(1.0, sampling_prob), sampling_prob * bands)  # above 1 only what was given so
     return StepEvent(noise_multiplier, prob, max_contributions, bands)
 
 
 def event_fields(event: Event) -> dict[str, Any]:
     """An event in JSON's types."""
     fields = dataclasses.asdict(event)
-    if fields.get("cycle") == 1:  # as it was written before there were cycles
-        del fields["cycle"]
+    for name, usual in (("cycle", 1), ("max_changed", 0)):  # as it was written before these were
+        if fields.get(name) == usual:
+            del fields[name]
     return fields
 
 
@@ -206,7 +217,8 @@ def calibrate_noise(
     unit = event(1.0)
     # A Gaussian mechanism with the mean contribution as its sensitivity is the right size.
     blocks = math.ceil(num_steps / unit.cycle)
-    mean = unit.max_contributions * unit.sampling_prob * math.sqrt(blocks)
+    most = unit.max_contributions + 2 * unit.max_changed
+    mean = most * unit.sampling_prob * math.sqrt(blocks)
     guess = max(0.5, mean * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
 
     def spend(sigma: float, accuracy: float) -> float:
@@ -222,7 +234,12 @@ def calibrate_noise(
 
 
 def noise_multiplier(
-    *, sampling_prob: float, max_contributions: int = 1, bands: int = 1, **target: Any
+    *,
+    sampling_prob: float,
+    max_contributions: int = 1,
+    max_changed: int = 0,
+    bands: int = 1,
+    **target: Any,
 ) -> float:
     """`calibrate_noise` of steps with this sampling: Poisson, or cyclic with several bands.
 
@@ -230,7 +247,8 @@ def noise_multiplier(
     """
 
     def event(sigma: float) -> StepEvent:
-        return cyclic_event(sigma, sampling_prob, max_contributions, bands)
+        event = cyclic_event(sigma, sampling_prob, max_contributions, bands)
+        return dataclasses.replace(event, max_changed=max_changed)
 
     return calibrate_noise(event, **target)
 
@@ -399,9 +417,10 @@ def _trials(event: SelectionEvent) -> list[PrivacyLossDistribution]:
 
 
 def _mixture(event: StepEvent) -> mixture.Mixture:
-    return mixture.binomial_mixture(
-        event.noise_multiplier, event.max_contributions, event.sampling_prob
-    )
+    noise, most, prob = event.noise_multiplier, event.max_contributions, event.sampling_prob
+    if event.max_changed:
+        return mixture.changing_mixture(noise, most, event.max_changed, prob)
+    return mixture.binomial_mixture(noise, most, prob)
 
 
 def _merge(phases: Phases) -> list[tuple[Event, int]]:

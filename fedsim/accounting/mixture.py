@@ -1,11 +1,13 @@
-"""Privacy loss of one step, N(Binomial(G, p), sigma^2) against N(0, sigma^2): Theorems 1 and 2.
+"""Privacy loss of one step, N(Binomial(G, p), sigma^2) against N(0, sigma^2): Theorems 1 and 2;
+and where units change instead of being gone, against N(-Binomial(k, p), sigma^2).
 
 The method is dp_accounting's, connect the dots, and so is the type of the result. What takes
 dp_accounting 97 % of its time, the inversion of the privacy loss, is done here by vectorised Newton
 steps on all grid points at once.
 
 Notation, with y the noisy sum: Q = N(0, sigma^2), P = sum_k p_k N(k, sigma^2) and
-L(y) = log P(y)/Q(y), which is increasing and convex. The REMOVE direction is P against Q with loss
+L(y) = log P(y)/Q(y), which is increasing and convex. With `others`, Q = sum_j q_j N(-j, sigma^2),
+and L is increasing. The REMOVE direction is P against Q with loss
 L, the ADD direction is Q against P with loss -L.
 
 Every departure from the exact distributions makes the answer larger:
@@ -34,12 +36,17 @@ _ROUNDING = 5e-14  # relative error of scipy.special.ndtr in the tails, with roo
 
 
 class Mixture(NamedTuple):
-    """sum_k probs[k] N(counts[k], stddev^2), plus `tail` probability that is told apart."""
+    """P = sum_k probs[k] N(counts[k], stddev^2), plus `tail` probability that is told apart."""
 
     stddev: float
     counts: np.ndarray
     probs: np.ndarray
     tail: float
+    others: np.ndarray | None = None
+    """Q = sum_j other_probs[j] N(-others[j], stddev^2). None: N(0, stddev^2)."""
+    other_probs: np.ndarray | None = None
+    told: float = 0.0
+    """What is added to every hockey-stick divergence for counts of P and Q that were left out."""
 
 
 def binomial_mixture(stddev: float, max_contributions: int, sampling_prob: float) -> Mixture:
@@ -58,18 +65,45 @@ def binomial_mixture(stddev: float, max_contributions: int, sampling_prob: float
     return Mixture(stddev, counts.astype(np.float64), probs, tail)
 
 
+def changing_mixture(
+    stddev: float, max_contributions: int, max_changed: int, sampling_prob: float
+) -> Mixture:
+    """N(Binomial(m + k, p), stddev^2) against N(-Binomial(k, p), stddev^2): of m units a user's
+    absence takes what they add, of k others it changes what they add to anything else.
+
+    Guarantees: what leaving out unlikely counts takes from a divergence is at most `told`. For the
+      terms are P' - e^level Q', primes standing for the counts that are kept, of masses 1 - s and
+      1 - t: what is left out adds at most s or t, and that the masses differ at most e max(s, t).
+    """
+    upper = binomial_mixture(stddev, max_contributions + max_changed, sampling_prob)
+    lower = binomial_mixture(stddev, max_changed, sampling_prob)
+    told = 4 * (upper.tail + lower.tail)
+    return Mixture(stddev, upper.counts, upper.probs, 0.0, lower.counts, lower.probs, told)
+
+
 def log_ratio(mixture: Mixture, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """L(y) = log P(y)/Q(y) and its derivative, for y of any length."""
-    variance = mixture.stddev**2
-    constants = np.log(mixture.probs) - mixture.counts**2 / (2 * variance)
+    value, slope = _log_ratio_to_noise(mixture.stddev, mixture.counts, mixture.probs, y)
+    if mixture.others is not None:
+        of_q = _log_ratio_to_noise(mixture.stddev, -mixture.others, mixture.other_probs, y)
+        value, slope = value - of_q[0], slope - of_q[1]
+    return value, slope
+
+
+def _log_ratio_to_noise(
+    stddev: float, shifts: np.ndarray, probs: np.ndarray | None, y: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The log of sum_k probs[k] N(shifts[k], stddev^2) over N(0, stddev^2), and its derivative."""
+    variance = stddev**2
+    constants = np.log(probs) - shifts**2 / (2 * variance)  # pyright: ignore
     value, slope = np.empty_like(y), np.empty_like(y)
-    for block in _blocks(y.size, mixture.counts.size):
-        terms = np.multiply.outer(mixture.counts, y[block] / variance) + constants[:, None]
+    for block in _blocks(y.size, shifts.size):
+        terms = np.multiply.outer(shifts, y[block] / variance) + constants[:, None]
         largest = terms.max(axis=0)
         terms = np.exp(np.subtract(terms, largest, out=terms), out=terms)
         total = terms.sum(axis=0)
         value[block] = largest + np.log(total)
-        slope[block] = mixture.counts @ terms / (total * variance)
+        slope[block] = shifts @ terms / (total * variance)
     return value, slope
 
 
@@ -78,10 +112,11 @@ def invert_log_ratio(mixture: Mixture, levels: np.ndarray, low: float, high: flo
 
     Levels that L does not reach within [low, high] get -inf or +inf. A table of L brackets every
     root and gives a first guess, mostly good to 1e-7 sigma; Newton steps, kept inside the bracket,
-    converge quadratically because L is convex.
+    converge quadratically, for L is convex or nearly so.
     The divergence is stationary in y, so an error of 1e-9 sigma in y is one of 1e-18 in delta.
     """
     spread = float(np.ptp(mixture.counts)) + 1.0
+    spread += 0.0 if mixture.others is None else float(np.ptp(mixture.others))
     cells = int(np.clip((high - low) * spread / mixture.stddev**2, 1024, 4096))
     table_y = np.linspace(low, high, cells + 1)
     table_level, table_slope = log_ratio(mixture, table_y)
@@ -132,7 +167,7 @@ class _Crossings(NamedTuple):
     first: int  # index of the lowest level
     levels: np.ndarray
     y: np.ndarray
-    above: np.ndarray  # Q(Y > y)
+    above: np.ndarray  # log Q(Y > y)
     below: np.ndarray  # Q(Y < y)
     gained: np.ndarray  # P(Y > y) - Q(Y > y)
     moved: np.ndarray  # what the rounding of `gained` is in proportion to
@@ -145,10 +180,18 @@ def _crossings(mixture: Mixture, discretization: float) -> _Crossings:
     check_size(last - first + 1, discretization)
     levels = np.arange(first, last + 1) * discretization
     y = invert_log_ratio(mixture, levels, low, high) / mixture.stddev
-    above, below = special.ndtr(-y), special.ndtr(y)
-    gained = _gained(mixture, y, above, below)
-    moved = gained + mixture.probs[mixture.counts > 0].sum() * np.minimum(above, below)
-    return _Crossings(mixture, discretization, first, levels, y, above, below, gained, moved)
+    above, below = special.ndtr(-y), special.ndtr(y)  # of N(0, stddev^2)
+    shifts, smaller = mixture.counts / mixture.stddev, np.minimum(above, below)
+    gained = _gained(shifts, mixture.probs, y, above, below)
+    moved = gained + mixture.probs[mixture.counts > 0].sum() * smaller
+    log_above = special.log_ndtr(-y)
+    if mixture.others is not None and mixture.other_probs is not None:
+        shifts, probs = mixture.others / mixture.stddev, mixture.other_probs
+        gained = gained - _gained(-shifts, probs, y, above, below)
+        moved = moved + gained + probs[mixture.others > 0].sum() * smaller
+        log_above = _log_mass_below(shifts, probs, -y)
+        below = np.exp(_log_mass_below(-shifts, probs, y))
+    return _Crossings(mixture, discretization, first, levels, y, log_above, below, gained, moved)
 
 
 def _remove(at: _Crossings) -> DensePLDPmf:
@@ -157,10 +200,10 @@ def _remove(at: _Crossings) -> DensePLDPmf:
     With S = P(Y > y) - Q(Y > y): a small sampling probability leaves no difference of two numbers
     near one.
     """
-    paid = _expm1_times(at.levels, special.log_ndtr(-at.y))
+    paid = _expm1_times(at.levels, at.above)
     deltas = at.gained - paid + at.mixture.tail * at.below
     deltas += _ROUNDING * (1 + np.abs(at.levels)) * (at.moved + np.abs(paid))
-    return _connect_dots(at.discretization, at.first, _monotone(deltas))
+    return _connect_dots(at.discretization, at.first, _monotone(deltas, at.mixture.told))
 
 
 def _add(at: _Crossings) -> DensePLDPmf:
@@ -175,33 +218,40 @@ def _add(at: _Crossings) -> DensePLDPmf:
     levels, y, below = at.levels[kept], at.y[kept], at.below[kept]
     far, near = levels < -1, np.maximum(levels, -1)
     deltas = np.exp(-near) * (at.gained[kept] + at.mixture.tail * below) - np.expm1(-near) * below
-    deltas[far] = below[far] - np.exp(_log_mass_below(at.mixture, y[far]) - levels[far])
+    shifts = at.mixture.counts / at.mixture.stddev
+    mass = _log_mass_below(shifts, at.mixture.probs, y[far])
+    deltas[far] = below[far] - np.exp(mass - levels[far])
     error = np.exp(-near) * at.moved[kept] + np.abs(np.expm1(-near)) * below
     deltas += _ROUNDING * (1 + np.abs(levels)) * error
     losses = -(at.first + levels.size - 1)
-    return _connect_dots(at.discretization, losses, _monotone(deltas[::-1]))
+    return _connect_dots(at.discretization, losses, _monotone(deltas[::-1], at.mixture.told))
 
 
-def _gained(mixture: Mixture, y: np.ndarray, above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """P(Y > y) - Q(Y > y) for y in units of stddev, as a sum of differences of small tails."""
+def _gained(
+    shifts: np.ndarray, probs: np.ndarray, y: np.ndarray, above: np.ndarray, below: np.ndarray
+) -> np.ndarray:
+    """sum_k probs[k] (P(Z + shifts[k] > y) - P(Z > y)), Z ~ N(0, 1), as differences of small tails.
+
+    Args: above, below: P(Z > y) and P(Z < y).
+    """
     gained = np.zeros_like(y)
     finite = np.flatnonzero(np.isfinite(y))
-    for block in _blocks(finite.size, mixture.counts.size):
+    for block in _blocks(finite.size, shifts.size):
         index = finite[block]
-        shifted = np.subtract.outer(y[index], mixture.counts / mixture.stddev)
+        shifted = np.subtract.outer(y[index], shifts)
         sign = np.where(y[index] > 0, -1.0, 1.0)
         tail = np.where(y[index] > 0, above[index], below[index])
         differences = tail[:, None] - special.ndtr(sign[:, None] * shifted)
-        gained[index] = sign * (differences @ mixture.probs)
+        gained[index] = sign * (differences @ probs)
     return gained
 
 
-def _log_mass_below(mixture: Mixture, y: np.ndarray) -> np.ndarray:
-    """log P(Y < y) for y in units of stddev; hugely negative, not -inf, at -inf."""
+def _log_mass_below(shifts: np.ndarray, probs: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """log sum_k probs[k] P(Z + shifts[k] < y), Z ~ N(0, 1); hugely negative, not -inf, at -inf."""
     log_mass = np.empty_like(y)
-    for block in _blocks(y.size, mixture.counts.size):
-        shifted = np.subtract.outer(np.maximum(y[block], -1e9), mixture.counts / mixture.stddev)
-        terms = np.log(mixture.probs) + special.log_ndtr(shifted)
+    for block in _blocks(y.size, shifts.size):
+        shifted = np.subtract.outer(np.maximum(y[block], -1e9), shifts)
+        terms = np.log(probs) + special.log_ndtr(shifted)
         largest = terms.max(axis=1)
         log_mass[block] = largest + np.log(np.exp(terms - largest[:, None]).sum(axis=1))
     return log_mass
@@ -214,22 +264,30 @@ def _expm1_times(levels: np.ndarray, log_mass: np.ndarray) -> np.ndarray:
     return np.sign(levels) * np.exp(log_magnitude + log_mass)
 
 
-def _monotone(deltas: np.ndarray) -> np.ndarray:
-    """Probabilities that do not increase, each at least what came in plus the tail of the noise."""
-    return np.minimum(np.maximum.accumulate(deltas[::-1] + TAIL_MASS)[::-1], 1.0)
+def _monotone(deltas: np.ndarray, told: float) -> np.ndarray:
+    """Probabilities that do not increase, each at least what came in plus the tail of the noise and
+    what was told."""
+    return np.minimum(np.maximum.accumulate(deltas[::-1] + (TAIL_MASS + told))[::-1], 1.0)
 
 
 def _support(mixture: Mixture) -> tuple[float, float]:
     """[low, high] outside which Q has at most TAIL_MASS below, and P above."""
-    reach = -float(special.ndtri(TAIL_MASS / 2)) * mixture.stddev
+    low = -float(special.ndtri(TAIL_MASS / 2)) * mixture.stddev
+    if mixture.others is not None and mixture.other_probs is not None:
+        low = _end(mixture.stddev, mixture.others, mixture.other_probs)
+    return -low, _end(mixture.stddev, mixture.counts, mixture.probs)
+
+
+def _end(stddev: float, counts: np.ndarray, probs: np.ndarray) -> float:
+    """Where sum_k probs[k] N(counts[k], stddev^2) has TAIL_MASS / 2 above, or a little further."""
+    reach = -float(special.ndtri(TAIL_MASS / 2)) * stddev
 
     def excess(y: float) -> float:
-        above = mixture.probs @ special.ndtr((mixture.counts - y) / mixture.stddev)
+        above = probs @ special.ndtr((counts - y) / stddev)
         return math.log(max(above, 1e-300) / TAIL_MASS) + math.log(2)
 
-    end = reach + mixture.counts[-1] + mixture.stddev
-    precision = 1e-3 * mixture.stddev
-    return -reach, optimize.root_scalar(excess, bracket=(0.0, end), xtol=precision).root + precision
+    end, precision = reach + counts[-1] + stddev, 1e-3 * stddev
+    return optimize.root_scalar(excess, bracket=(0.0, end), xtol=precision).root + precision
 
 
 def _interpolate(

@@ -124,6 +124,9 @@ class Account:
     group_size: int = 1
     """G_ELS: most examples of a user in the pool. ULS's epsilon does not depend on it. >= 1."""
 
+    max_changed: int = 0
+    """k of ULS where texts have several owners: most groups of others with a user's texts. >= 0."""
+
     sampling: SamplingName = None
     """The same flag as that of train."""
 
@@ -158,6 +161,7 @@ class Account:
         event = accounting.cyclic_event(
             self.noise_multiplier, self.sampling_prob, _max_contributions(self), _bands(self)
         )
+        event = dataclasses.replace(event, max_changed=_max_changed(self))
         phases: list[tuple[accounting.Event, int]] = [(event, self.num_steps)]
         if self.before is not None:
             phases.insert(0, (accounting.PureEvent(self.before), 1))
@@ -208,6 +212,9 @@ class Calibrate:
     group_size: int = 1
     """G_ELS: most examples of a user in the pool. ULS's noise does not depend on it. >= 1."""
 
+    max_changed: int = 0
+    """k of ULS where texts have several owners: most groups of others with a user's texts. >= 0."""
+
     sampling: SamplingName = None
     """The same flag as that of train."""
 
@@ -235,6 +242,10 @@ class Calibrate:
         )
         cap, target = _max_contributions(self), {"epsilon": self.epsilon, "delta": self.delta}
         target |= {"max_contributions": cap, "progress": _progress, **given}
+        if changed := _max_changed(self):
+            of_noise = "0 where the noise multiplier is given"
+            expect("max_changed", changed, wanted == "noise_multiplier", of_noise)
+            target["max_changed"] = changed
         if wanted == "noise_multiplier" and self.noise == CORRELATED and self.bands is None:
             return self._with_best_bands(target)
         found = getattr(accounting, wanted)(bands=_bands(self), **target)
@@ -297,6 +308,15 @@ def _max_contributions(command: Account | Calibrate) -> int:
     """G_ELS is the cap of a user's contributions; G_ULS must never reach the accountant."""
     expect("group_size", command.group_size, command.group_size >= 1, ">= 1")
     return command.group_size if command.algorithm == "els" else 1
+
+
+def _max_changed(command: Account | Calibrate) -> int:
+    """k of ULS."""
+    changed, algorithm = command.max_changed, command.algorithm
+    sampling = sampling_of(command.sampling, command.noise)
+    holds = changed == 0 or (algorithm, sampling) == ("uls", "poisson")
+    expect("max_changed", changed, holds, f"0 with {algorithm} and {sampling} sampling")
+    return changed
 
 
 def _bands(command: Account | Calibrate) -> int:

@@ -78,6 +78,10 @@ class PrivacyConfig:
     paper does for CC-News: an assumption, not a guarantee, and labelled so wherever epsilon is
     shown. Also of delta's default. Default: the users there are."""
 
+    max_changed: int = 1
+    """k: ULS where texts have several owners: most groups of others in which texts of a user are.
+    What does not fit is left out; more costs noise. >= 0."""
+
     chosen_on_data: str = ""
     """Settings chosen by looking at this data without protection (group_size,clip_norm): nothing
     accounts for that, so the report says it. `fedsim recommend` fills this in."""
@@ -99,6 +103,7 @@ class PrivacyConfig:
             expect("group_size_epsilon", share, holds, f"> 0 and below epsilon={self.epsilon}")
         if self.clip_quantile is not None:
             expect("clip_quantile", self.clip_quantile, 0 < self.clip_quantile < 1, "in (0, 1)")
+        expect("max_changed", self.max_changed, self.max_changed >= 0, ">= 0")
         if (assumed := self.assumed_population) is not None:
             expect("assumed_population", assumed, assumed >= 1, ">= 1")
         names = flags_of(PrivacyConfig) | flags_of(RunConfig)

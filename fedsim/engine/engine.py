@@ -41,6 +41,13 @@ class Stats:
     num_rows: np.ndarray
     """Examples, hence gradients, of a unit, int64 [units]."""
 
+    @property
+    def counted_norms(self) -> np.ndarray:
+        """Norms of the units that a count of norms is about, float32: infinite where a unit was
+        dropped. A unit without rows is in none: it must add nothing, like a user who is not there.
+        """
+        return np.where(self.dropped, np.float32(np.inf), self.norms)[self.num_rows > 0]
+
     @classmethod
     def zeros(cls, units: int) -> "Stats":
         """Columns to be filled in."""

@@ -17,7 +17,7 @@ from rich.console import Console as RichConsole
 from fedsim.accounting.rounding import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm
 from fedsim.noise.bands import predicted_error
-from fedsim.plan import ADJACENCY, Plan, label_of
+from fedsim.plan import Plan, label_of
 
 
 class Console:
@@ -118,7 +118,8 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
     """Names and values of the plan as a person wants to read them."""
     els = plan.algorithm == Algorithm.ELS
     unit, share = ("examples", "in all") if els else ("users", "each")
-    what = "places" if plan.adjacency == ZERO_OUT else "examples"
+    empty = plan.adjacency == ZERO_OUT and plan.shared is None
+    what = "places" if empty else "examples"
     pool = f", {plan.num_units:,} {what} in the pool" if els else ""
     label = f" ({plan.label})" if plan.label else ""
     if plan.noise_multiplier:
@@ -141,13 +142,14 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
     return [
         ("algorithm", f"DP-SGD-{plan.algorithm.upper()}, {plan.sampling_run} sampling{groups}"),
         ("data", f"{plan.num_users:,} users, {plan.num_examples:,} examples{pool}"),
+        *shared_rows(plan),
         (
             "step",
             f"{plan.expected_count:,} {unit} expected, with probability "
             f"{at_least(plan.sampling_prob, '.3g')}",
         ),
         ("group size", f"{plan.group_size:,} of a user's examples {share} at most{chosen}"),
-        ("adjacency", ADJACENCY[plan.adjacency]),
+        ("adjacency", plan.compared),
         ("clipping", f"{plan.clipping}, C = {plan.clip_norm:g}{moves}"),
         ("epsilon", epsilon),
         ("noise multiplier", at_most(plan.noise_multiplier, ".4f")),
@@ -155,6 +157,17 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
         ("compute", f"{compute}, {plan.num_parameters:,} parameters"),
         ("workers", f"{workers.num_workers} x {workers.describe()}; {workers.num_lanes} lanes"),
     ]
+
+
+def shared_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What became of texts with several owners, where there are."""
+    if (shared := plan.shared) is None:
+        return []
+    several = f"{shared['with_several_owners']:,} with several owners"
+    groups = ""
+    if plan.algorithm == Algorithm.ULS:
+        groups = f"; a user in {shared['max_changed']:,} groups of others at most"
+    return [("texts", f"{several}; {shared['left_out']:,} left out{groups}")]
 
 
 def line(values: dict[str, float]) -> str:

@@ -3,6 +3,7 @@
     poisson         Poisson sampling, and the shuffling that it is compared with
     cyclic          Poisson sampling from one of several groups of users, in turn
     contributions   the pool of ELS, a user's examples in a step of ULS
+    shared          both where examples have several owners
 
 All are pure functions of (key, purpose, step, user); see `keys`. What is accounted comes from the
 object that drew the units, so the run and its accounting cannot disagree. Does not read any text.
@@ -17,6 +18,9 @@ from fedsim.sampling.contributions import (
     PADDING,
     Users,
     draw_groups,
+    examples_per_user,
+    graph_of,
+    groups_of,
     limit_contributions,
     owners_of,
     places,
@@ -34,6 +38,9 @@ __all__ = [
     "Shuffle",
     "Users",
     "draw_groups",
+    "examples_per_user",
+    "graph_of",
+    "groups_of",
     "limit_contributions",
     "owners_of",
     "places",

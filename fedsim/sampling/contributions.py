@@ -9,7 +9,9 @@ from typing import Protocol
 import numpy as np
 
 from fedsim.config import ZERO_OUT
+from fedsim.data.owners import Owners
 from fedsim.keys import SecretKey
+from fedsim.sampling.shared import Groups, bounded_pool, owners_groups
 
 PADDING = -1
 
@@ -29,7 +31,8 @@ class Users(Protocol):
 
     @property
     def offsets(self) -> np.ndarray:
-        """int64 [num_users + 1]: user u owns the examples offsets[u]:offsets[u + 1]."""
+        """int64 [num_users + 1]: user u owns the examples offsets[u]:offsets[u + 1]. Where examples
+        have several owners: those of each owner set; see `graph_of`."""
         ...
 
 
@@ -52,10 +55,32 @@ def limit_contributions(offsets: np.ndarray, group_size: int, key: SecretKey) ->
     return np.flatnonzero(keep)
 
 
-def pool_of(offsets: np.ndarray, group_size: int, key: SecretKey, adjacency: str) -> np.ndarray:
-    """D_sub: of `limit_contributions`, or with zero-out of `places`, as many for every user."""
+def pool_of(users: Users, group_size: int, key: SecretKey, adjacency: str) -> np.ndarray:
+    """D_sub: of `limit_contributions`, or with zero-out of `places`, as many for every user. Where
+    examples have several owners: of `bounded_pool`."""
+    offsets = users.offsets
+    if (owners := graph_of(users)) is not None:
+        return bounded_pool(offsets, owners, group_size, key)
     pool = limit_contributions(offsets, group_size, key)
     return places(offsets, pool, group_size) if adjacency == ZERO_OUT else pool
+
+
+def groups_of(users: Users, max_changed: int, key: SecretKey) -> Groups:
+    """D_u where examples have several owners: of `owners_groups`."""
+    owners = graph_of(users)
+    assert owners is not None, "else a user's group is all that they own"
+    return owners_groups(users.offsets, owners, max_changed, key)
+
+
+def graph_of(users: Users) -> Owners | None:
+    """Who owns the examples of each owner set; None where every example has one owner."""
+    return getattr(users, "owners", None)
+
+
+def examples_per_user(users: Users) -> np.ndarray:
+    """int64 [num_users]: examples that each user owns, alone or with others."""
+    owners, counts = graph_of(users), np.diff(users.offsets)
+    return counts if owners is None else owners.count(counts)
 
 
 def without_padding(rows: np.ndarray) -> np.ndarray:

@@ -67,7 +67,11 @@ def claim(released: Released) -> str:
     plan, delta = released.plan, at_most(released.plan.delta, ".2e")
     model = f"The model with SHA-256 fingerprint {released.fingerprint}"
     els, own = plan.algorithm == Algorithm.ELS, "each an id of its own in the data"
-    if plan.adjacency == ZERO_OUT:
+    if plan.shared is not None:
+        texts = f"{plan.shared['kept']:,} texts of {plan.num_users:,} users ({own}; a text can have"
+        trained = f"was trained on {texts} several owners)"
+        known = "taking as known who the users are and who owns which text"
+    elif plan.adjacency == ZERO_OUT:
         some = f"at most {plan.group_size:,} texts of each" if els else "texts"
         trained = f"was trained on {some} of {plan.num_users:,} users ({own})"
         known = "taking as known that they are among the users, and how many users there are"
@@ -90,12 +94,14 @@ def claim(released: Released) -> str:
             f"{model} {trained}, {why}, for which no privacy is claimed: "
             f"epsilon = {at_most(released.epsilon, '.4f')} is {released.label}."
         )
+    theirs, left = "all of their texts", "them"
+    if plan.shared is not None:
+        theirs, left = "what is in all texts that they own, alone or with others,", "it"
     return (
         f"{model} {trained} with user-level differential privacy of epsilon = "
         f"{at_most(released.epsilon, '.4f')} and delta = {delta}: for every one of these "
-        f"users, {known}, whatever their texts say and whatever else is known, putting all of "
-        "their texts into the training instead of leaving them out makes no outcome of it more "
-        "than "
+        f"users, {known}, whatever their texts say and whatever else is known, putting {theirs} "
+        f"into the training instead of leaving {left} out makes no outcome of it more than "
         f"{_factor(released.epsilon)} times as likely, nor as unlikely, give or take a "
         f"probability of {delta}."
     )

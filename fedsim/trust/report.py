@@ -126,6 +126,11 @@ def _items(released: Released) -> Table:
         if els
         else f"a Gaussian, sampled with probability {prob} (Theorem 2)"
     )
+    if plan.shared is not None and not els:
+        law = (
+            f"Gaussians sampled with probability {prob}, of which a user takes away one and "
+            f"changes {plan.shared['max_changed']} (the theorem for texts with several owners)"
+        )
     if plan.bands > 1:
         law += f", of every {plan.bands} successive steps in one at most, the same for a user"
     same = "yes" if plan.sampling_run == plan.sampling_accounted else f"no: {COMPARISON_ONLY}"
@@ -142,13 +147,14 @@ def _items(released: Released) -> Table:
     before = "nothing" if share is None else f"choosing the group size: {share:g} of epsilon"
     rows = [
         ("setting", "central: whoever trains sees the texts; others see what is released"),
-        ("unit of privacy", "a user: all texts with the same id in the data, one person's or not"),
+        ("unit of privacy", _unit(plan)),
         ("adjacency", _adjacency(plan)),
         ("released", "the parameters after every step, and the ledger"),
         ("mechanism", f"{name} of Charles et al. 2024: the Gaussian mechanism on a clipped sum"),
         ("clipping", f"{plan.clipping}, of each {unit}'s gradient, to {plan.clip_norm:g}"),
         ("noise multiplier", noise),
         ("texts of a user", _cap(plan)),
+        *_of_several(plan),
         ("divided by", f"{plan.expected_count}, the expected number, whatever was drawn"),
         ("epsilon, delta", f"{epsilon}, {at_most(plan.delta, '.3e')}{label}"),
         ("of it, for noise that is not ideal", _slack(released)),
@@ -183,7 +189,34 @@ def _others(released: Released) -> str:
     )
 
 
+def _unit(plan: Plan) -> str:
+    if plan.shared is not None:
+        return "a user: what is in all texts that an id in the data owns, alone or with others"
+    return "a user: all texts with the same id in the data, one person's or not"
+
+
+def _of_several(plan: Plan) -> list[tuple[str, str]]:
+    """What is said of texts with several owners, where there are."""
+    if (shared := plan.shared) is None:
+        return []
+    return [
+        (
+            "texts with several owners",
+            f"{shared['with_several_owners']:,} of {plan.num_examples:,}",
+        ),
+        (
+            "texts left out, to bound how often a user takes part",
+            f"{shared['left_out']:,} of {plan.num_examples:,}, drawn once, by who owns which alone",
+        ),
+    ]
+
+
 def _adjacency(plan: Plan) -> str:
+    if plan.shared is not None:
+        return (
+            "data sets that differ in what is in the texts that one user owns; users, texts and "
+            "who owns which are the same, and public"
+        )
     if plan.adjacency == ZERO_OUT:
         return "data sets that differ by all texts of one user; the users are the same, and public"
     return "data sets that differ by one user with all texts, added or removed"
@@ -197,6 +230,9 @@ def _slack(released: Released) -> str:
 def _cap(plan: Plan) -> str:
     if plan.algorithm == Algorithm.ELS:
         return f"at most {plan.group_size} in all of the training, drawn once"
+    if plan.shared is not None:
+        groups = f"in groups of others: at most {plan.shared['max_changed']} groups"
+        return f"in the user's own group: at most {plan.group_size} in a step; {groups}"
     return f"at most {plan.group_size} in a step, whose mean gradient is clipped as one"
 
 
@@ -216,12 +252,21 @@ def _outside(released: Released) -> list[Any]:
                 "hold: whoever can read that can read the texts",
                 "texts of held-out users, on which the model is evaluated without noise: their "
                 "loss is in `summary.json` and among the settings and results below",
-                "what a user shares with others: each is protected for their own copy",
+                _shared_with_others(released.plan),
                 "a person with several ids in the data: protected for each id alone",
             ]
         ),
         *_arithmetic(released),
     ]
+
+
+def _shared_with_others(plan: Plan) -> str:
+    if plan.shared is None:
+        return "what a user shares with others: each is protected for their own copy"
+    return (
+        "who owns which text: that someone wrote, how much, and to whom is not hidden, and decides "
+        "which texts are used; and what others wrote about a user in texts of their own"
+    )
 
 
 def _arithmetic(released: Released) -> list[str]:
@@ -293,11 +338,13 @@ def _fingerprints(released: Released) -> Table:
 def _commands(released: Released) -> list[Any]:
     plan, path = released.plan, shlex.quote(str(released.run_dir))
     lines = [f"fedsim verify {path}{flag}" for flag in ("", " --replay", " --whole")]
+    event = plan.event()
     if released.phases is not None:
         lines.append(
             f"fedsim account {plan.algorithm} --num-steps {released.num_steps} "
             f"--sampling-prob {plan.accounted_prob!r} --noise-multiplier {plan.noise_multiplier!r} "
             f"--group-size {plan.group_size} --delta {plan.delta!r}"
+            + (f" --max-changed {event.max_changed}" if event and event.max_changed else "")
             + (f" --sampling {plan.sampling_run} --bands {plan.bands}" if plan.bands > 1 else "")
             + "".join(f" --before {event.epsilon!r}" for event, _ in plan.before)
         )

@@ -18,18 +18,22 @@ from fedsim.accounting.rounding import at_least, at_most
 from fedsim.budget.admission import expect_receipt
 from fedsim.config import Algorithm
 from fedsim.config.cells import CORRELATED, sampling_of
+from fedsim.els import ELS
 from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
 from fedsim.noise.bands import predicted_error
-from fedsim.plan import ADJACENCY, Plan, claimed_fields, method_for
+from fedsim.plan import Plan, claimed_fields, method_for, sharing
 from fedsim.run import checkpoint, directory, ledger, metrics
 from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
 from fedsim.run.state import realised, results
+from fedsim.shared_uls import SharedULS
 from fedsim.trust.evidence import Check, Evidence, Interrupted, Unknown, Violated, demand
+from fedsim.trust.owners import most_entered, most_owned
 from fedsim.trust.replay import replay
+from fedsim.uls import ULS
 
 EPSILON_TOLERANCE = 1e-9  # relative: of other versions of the packages that add up
 PREDICTION_TOLERANCE = 1e-3  # relative: strategies are found to less, and matter little
@@ -71,7 +75,7 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
             pass  # named below
         except Unknown as error:
             raise ConfigError(f"data={data}: {error}") from None
-    looks = [*LOOKS]
+    looks = [look for look in LOOKS if evidence.plan.shared or look != ("owners", _owners)]
     if again:
         looks.append(("replay", functools.partial(replay, whole=again == "whole")))
     return [_check(promise, look, evidence) for promise, look in looks]
@@ -104,7 +108,7 @@ def _ledger(evidence: Evidence) -> str:
     demand(same, f"{evidence.run_dir / directory.CONFIG}: was changed since the run was started")
     demand(head.get("plan") == evidence.plan.as_dict(), f"{path}: the head has another plan")
     demand(
-        head.get("adjacency") == ADJACENCY[evidence.plan.adjacency],
+        head.get("adjacency") == evidence.plan.compared,
         f"{path}: the head has another adjacency",
     )
     slack = evidence.plan.slack._asdict()
@@ -328,12 +332,39 @@ def _data(evidence: Evidence) -> str:
     return f"{users.num_users} users, {users.num_examples} examples, every byte as it was"
 
 
-def _draws(evidence: Evidence) -> str:
-    """The units that took part are those that the key draws."""
-    plan, key = evidence.plan, directory.drawing_key(evidence.key, evidence.stored)
+def _owners(evidence: Evidence) -> str:
+    """Nobody is in the pool, or in others' groups, more often than is accounted for."""
+    plan, users = evidence.plan, evidence.users
+    where, owners = f"data={evidence.run.data.source}", users.owners
+    if owners is None or plan.shared is None:
+        raise Violated(f"{where}: expected texts with several owners")
+    method = _method(evidence, evidence.key)
+    found = sharing(users, method, evidence.key)
+    demand(found == plan.shared, f"{where}: {found} is what the key draws, not {plan.shared}")
+    if isinstance(method, ELS):
+        most, cap = most_owned(method.pool, users.offsets, owners), plan.group_size
+        what = "texts of the pool"
+    else:
+        assert isinstance(method, SharedULS), "of texts with several owners"
+        most, cap = most_entered(method.groups, users.offsets, owners), plan.shared["max_changed"]
+        what = "groups of others"
+    demand(most <= cap, f"{most} {what} for one user: expected at most {cap}")
+    share = plan.shared["left_out"] / plan.num_examples
+    return f"at most {most} {what} for any one user, of {cap}; {share:.1%} of the texts left out"
+
+
+def _method(evidence: Evidence, drawing: SecretKey) -> ELS | ULS:
+    """The algorithm as the run drew with it."""
+    plan = evidence.plan
     found = {"delta": plan.delta, "group_size": plan.group_size, "bands": plan.bands_given}
     privacy = dataclasses.replace(evidence.privacy, **found)
-    method = method_for(plan.algorithm, privacy, evidence.users, key)
+    return method_for(plan.algorithm, privacy, evidence.users, evidence.key, drawing)
+
+
+def _draws(evidence: Evidence) -> str:
+    """The units that took part are those that the key draws."""
+    plan = evidence.plan
+    method = _method(evidence, directory.drawing_key(evidence.key, evidence.stored))
     units = method.sampler.num_units
     demand(units == plan.num_units, f"num_units={plan.num_units}: not {units}")
     name, count = "non_private/cohort_size", 0
@@ -357,5 +388,6 @@ LOOKS: list[tuple[str, Callable[[Evidence], str]]] = [
     ("key", _key),
     ("budget", _budget),
     ("data", _data),
+    ("owners", _owners),
     ("draws", _draws),
 ]

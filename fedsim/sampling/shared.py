@@ -1,0 +1,183 @@
+"""Contribution bounding where texts have several owners: the pool of ELS and the groups of ULS.
+
+Both are functions of the key and of who owns which text, and of nothing that a text says: what is
+kept of one user's texts depends on everyone, so the graph is taken as public and fixed, and what is
+protected is what is in a user's texts (docs/shared.md). Both are found once, before the first step.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import optimize, sparse
+
+from fedsim.data.owners import Owners
+from fedsim.keys import SecretKey
+
+EXACT_SETS = 1000  # owner sets up to which the largest pool is looked for
+EXACT_NODES = 1000  # of the search tree: what decides must not be how fast a machine is
+
+
+def bounded_pool(
+    offsets: np.ndarray, owners: Owners, group_size: int, key: SecretKey
+) -> np.ndarray:
+    """D_sub: texts of which nobody owns more than `group_size`; int64 [pool], ascending.
+
+    Guarantees: a function of the graph and the key; the largest such pool where there are few owner
+      sets and it is found, else the greedy one, of texts in an order drawn from the key.
+    Args: offsets: int64 [sets + 1]; set s has the texts offsets[s]:offsets[s + 1].
+    """
+    order = key.generator("contributions").permutation(int(offsets[-1]))
+    if owners.num_sets <= EXACT_SETS:
+        most = largest_pool(np.diff(offsets), owners, group_size)
+        if most is not None:
+            return _first_of_each(order, offsets, most)
+    return greedy_pool(order, offsets, owners, group_size)
+
+
+def greedy_pool(
+    order: np.ndarray, offsets: np.ndarray, owners: Owners, group_size: int
+) -> np.ndarray:
+    """The texts that are kept if each text, in this order, is kept unless one of its owners has
+    `group_size` already; int64 [pool], ascending.
+
+    All at once: a text is kept if it is among the first of every owner's that are undecided, as
+    many as still fit, for then it fits whatever becomes of those before it. It is left out once an
+    owner has no room. Every round decides the first text at least; a random order takes few.
+    """
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    text, user = _memberships(offsets, owners)
+    sorting = np.lexsort((place[text], user))
+    text, user = text[sorting], user[sorting]
+    room = np.full(owners.num_users, group_size, np.int64)
+    kept, full, fits = (np.zeros(len(order), bool) for _ in range(3))
+    while len(text):
+        first = np.flatnonzero(np.diff(user, prepend=-1))
+        rank = np.arange(len(user)) - np.repeat(first, np.diff(first, append=len(user)))
+        fits[text] = True
+        fits[text[rank >= room[user]]] = False
+        chosen = fits[text]
+        kept[text[chosen]] = True
+        room -= np.bincount(user[chosen], minlength=len(room))
+        full[text[room[user] == 0]] = True
+        undecided = ~(kept[text] | full[text])
+        text, user = text[undecided], user[undecided]
+    return np.flatnonzero(kept)
+
+
+def largest_pool(num_texts: np.ndarray, owners: Owners, group_size: int) -> np.ndarray | None:
+    """int64 [sets]: how many texts of each owner set a largest pool has; None if the search for one
+    was given up.
+
+    Args: num_texts: int [sets], how many there are. By integer programming: texts of the same
+      owners are as good as each other.
+    """
+    shape = (owners.num_users, owners.num_sets)
+    ones, most = np.ones(len(owners.users)), np.full(owners.num_users, group_size)
+    owned = sparse.csr_array((ones, (owners.users, owners.sets)), shape=shape)
+    found: Any = optimize.milp(
+        -np.ones(owners.num_sets),
+        integrality=np.ones(owners.num_sets),
+        bounds=optimize.Bounds(0, num_texts.astype(np.float64)),  # pyright: ignore
+        constraints=optimize.LinearConstraint(owned, -np.inf, most),  # pyright: ignore
+        options={"mip_rel_gap": 0.0, "node_limit": EXACT_NODES},
+    )
+    return np.round(found.x).astype(np.int64) if found.success else None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The examples of each sampling unit of ULS; as `Users`, those who have a group.
+
+    Attributes:
+      offsets: int64 [groups + 1]; group g has the places offsets[g]:offsets[g + 1].
+      rows: int64 [places], the example at each place.
+      users: int64 [groups], whose group each is.
+      max_changed: k: in so many groups of others, at most, are texts of any one user.
+    """
+
+    offsets: np.ndarray
+    rows: np.ndarray
+    users: np.ndarray
+    max_changed: int
+
+    @property
+    def num_users(self) -> int:
+        """Users who have a group."""
+        return len(self.users)
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of all groups."""
+        return len(self.rows)
+
+    def examples(self, places: np.ndarray) -> np.ndarray:
+        """The examples at some places, in the same shape; -1, padding, stays."""
+        return np.where(places >= 0, self.rows[places], places)
+
+
+def owners_groups(offsets: np.ndarray, owners: Owners, max_changed: int, key: SecretKey) -> Groups:
+    """Each text in the group of one of its owners.
+
+    Owner sets, in an order drawn from the key, go whole to an owner: to the one for whom the fewest
+    of the others come into a group that none of their texts are in yet, and of several such ones
+    drawn from the key. A set is left out where some owner would then be in more than `max_changed`
+    groups of others. Users without a group are no sampling units.
+
+    Guarantees: a function of the graph and the key. All texts in a group have its user among their
+      owners. Nobody's texts are in more than max_changed groups of others.
+    """
+    rng = key.generator("contributions")
+    order, chances = rng.permutation(owners.num_sets), rng.random(len(owners.users))
+    home = np.where(owners.sizes == 1, owners.users[owners.starts[:-1]], -1)
+    entered: dict[int, set[int]] = {}
+    for number in order[owners.sizes[order] > 1].tolist():
+        here = slice(owners.starts[number], owners.starts[number + 1])
+        members = owners.users[here].tolist()
+        chosen, fewest = -1, len(members)
+        for place in np.argsort(chances[here]).tolist():
+            new = _entering(members, members[place], entered, max_changed)
+            if new is not None and new < fewest:
+                chosen, fewest = members[place], new
+        if chosen >= 0:
+            home[number] = chosen
+            for user in members:
+                if user != chosen:
+                    entered.setdefault(user, set()).add(chosen)
+    per_set = np.diff(offsets)
+    sets = np.flatnonzero((home >= 0) & (per_set > 0))
+    sets = sets[np.argsort(home[sets], kind="stable")]
+    users, first = np.unique(home[sets], return_index=True)
+    starts = np.concatenate([[0], np.cumsum(per_set[sets])])
+    rows = np.arange(starts[-1]) + np.repeat(offsets[sets] - starts[:-1], per_set[sets])
+    return Groups(np.append(starts[first], starts[-1]), rows, users.astype(np.int64), max_changed)
+
+
+def _entering(members: list[int], home: int, entered: dict[int, set[int]], most: int) -> int | None:
+    """How many of the members would come into the group of `home` anew; None if one may not."""
+    new = 0
+    for user in members:
+        into = entered.get(user, ())
+        if user != home and home not in into:
+            if len(into) >= most:
+                return None
+            new += 1
+    return new
+
+
+def _memberships(offsets: np.ndarray, owners: Owners) -> tuple[np.ndarray, np.ndarray]:
+    """(text, owner) of each text and each of its owners."""
+    per_set = np.diff(offsets)
+    counts = per_set[owners.sets]  # of each membership: so many texts
+    ends = np.cumsum(counts)
+    text = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return text + np.repeat(offsets[owners.sets], counts), np.repeat(owners.users, counts)
+
+
+def _first_of_each(order: np.ndarray, offsets: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Of each owner set the first `most` [sets] texts in an order; int64 [pool], ascending."""
+    sets = np.repeat(np.arange(len(most)), np.diff(offsets))
+    of_order = order[np.argsort(sets[order], kind="stable")]  # set by set, in the order
+    rank = np.arange(len(order)) - offsets[sets]
+    return np.sort(of_order[rank < most[sets]])
