@@ -33,7 +33,8 @@ def out(tmp_path_factory):
 # Eight seconds and more; Figures 4, 14 and 18 train by the same code. The parts of the table,
 # pre-training and training from what was made there, are test_pretrain.py's.
 SLOW = dict.fromkeys(
-    ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users", "sampling"),
+    ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users")
+    + ("correlated", "sampling"),
     [pytest.mark.slow],
 )
 TRAIN = ("table_mutations", "fig02_variance", "fig04_els_group_size", "fig18_personalization")

@@ -1,0 +1,348 @@
+"""Beyond the paper: correlated against independent noise at the same epsilon, for users.
+
+Three parts. `errors`: the noise of sums of gradients that each kind is predicted to have, at the
+shapes of real data, by computation. `accounting`: epsilon of cyclic sampling beside dp_accounting's
+of ceil(T / b) steps of Poisson sampling. `training`: held-out loss of both kinds of noise, and of
+none, after T steps of momentum, with rates tuned alike; how much of what privacy costs is won back.
+
+Rows of trainings are appended to correlated_training.jsonl beside the results as they come; the
+same command goes on with what is missing, for --minutes.
+
+    python -m experiments.correlated --scale small [--minutes 60]    (--minutes 0: no training)
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from experiments import common
+
+NONE, INDEPENDENT, CORRELATED = "none", "independent", "correlated"
+AIM = 0.3
+"""Of the gap between training with independent noise and without any."""
+AGREEMENT = 1e-4  # relative, to dp_accounting on the same grid
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One scale."""
+
+    shapes: tuple[tuple[int, int, int], ...] = ((8_876, 500, 128), (342_477, 2_000, 1_024))
+    """(users, steps, expected users or examples of a step)."""
+    epsilons: tuple[float, ...] = (1.0, 4.0, 8.0)
+    els_group_size: int = 4
+    noise_multipliers: tuple[float, ...] = (0.8, 1.5, 4.0)
+    shares: tuple[float, ...] = (0.002, 0.01, 0.02)
+    bands: tuple[int, ...] = (2, 8)
+    caps: tuple[int, ...] = (1, 4)
+    algorithms: tuple[str, ...] = ("uls",)
+    trained_epsilons: tuple[float, ...] = (4.0,)
+    num_steps: int = 500
+    budget: int = 64
+    max_length: int = 32
+    learning_rates: tuple[float, ...] = (0.3, 0.1, 1.0, 0.03)
+    seeds: tuple[int, ...] = (0,)
+    data: str = "scotus"
+    eval_examples: int = 1024
+
+
+SETTINGS = {
+    "smoke": Settings(
+        shapes=((8_876, 20, 128),),
+        epsilons=(4.0,),
+        noise_multipliers=(1.5,),
+        shares=(0.01,),
+        caps=(1,),
+        num_steps=2,
+        budget=8,
+        max_length=24,
+        learning_rates=(0.1,),
+        data="pydocs",
+        eval_examples=16,
+    ),
+    "small": Settings(),
+    "paper": Settings(
+        algorithms=("uls", "els"),
+        trained_epsilons=(1.0, 4.0, 8.0),
+        budget=128,
+        max_length=64,
+        seeds=(0, 1, 2, 3),
+    ),
+}
+
+
+def errors(settings: Settings) -> list[dict[str, Any]]:
+    """A row for each shape, algorithm and epsilon."""
+    from fedsim import accounting
+    from fedsim.noise.bands import best, predictions
+
+    rows = []
+    for (users, steps, count), epsilon in itertools.product(settings.shapes, settings.epsilons):
+        for algorithm, cap in (("uls", 1), ("els", settings.els_group_size)):
+            target = {"epsilon": epsilon, "delta": users**-1.1, "num_steps": steps}
+            target |= {"sampling_prob": count / (users * cap), "max_contributions": cap}
+            found = predictions(
+                lambda bands, target=target: accounting.noise_multiplier(bands=bands, **target),
+                steps,
+                users * cap // count,
+            )
+            one, chosen = found[0], best(found)
+            rows.append(
+                {
+                    **{"algorithm": algorithm, "num_users": users, **target},
+                    "independent_noise_multiplier": one.noise_multiplier,
+                    "independent_error": one.error,
+                    "bands": chosen.bands,
+                    "noise_multiplier": chosen.noise_multiplier,
+                    "error": chosen.error,
+                    "ratio": chosen.error / one.error,
+                }
+            )
+            print(algorithm, users, steps, epsilon, chosen, f"{chosen.error / one.error:.3f}")
+    return rows
+
+
+def draw(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Error of correlated noise, in units of that of independent noise, against epsilon."""
+    figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
+    lines: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault((row["algorithm"].upper(), row["num_users"]), []).append(row)
+    for (algorithm, users), own in lines.items():
+        look: dict[str, Any] = {
+            "color": common.COLOURS[algorithm],
+            "label": f"{algorithm}, {users:,} users",
+        }
+        style = "-o" if users == rows[0]["num_users"] else "--s"
+        axis.plot([row["epsilon"] for row in own], [row["ratio"] for row in own], style, **look)
+    axis.set(xlabel=r"$\varepsilon$", ylabel="error / that of independent noise", ylim=(0, 1))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
+    return figure
+
+
+def agreement(settings: Settings) -> list[dict[str, Any]]:
+    """Epsilon of cyclic sampling, and dp_accounting's of its definition, on one grid."""
+    import dp_accounting
+    from dp_accounting import pld
+
+    from fedsim import accounting
+
+    rows, steps, delta, grid = [], 100, 1e-6, 1e-3
+    axes = (settings.noise_multipliers, settings.shares, settings.bands, settings.caps)
+    for sigma, share, bands, cap in itertools.product(*axes):
+        event = accounting.cyclic_event(sigma, share, cap, bands)
+        found = accounting.epsilon([(event, steps)], delta, discretization=grid)
+        poisson = accounting.StepEvent(sigma, bands * share, cap).to_dp_event()
+        accountant = pld.PLDAccountant(value_discretization_interval=grid)
+        accountant.compose(dp_accounting.SelfComposedDpEvent(poisson, math.ceil(steps / bands)))
+        library = accountant.get_epsilon(delta)
+        rows.append(
+            {
+                **{"noise_multiplier": sigma, "sampling_prob": share, "bands": bands},
+                **{"max_contributions": cap, "num_steps": steps, "delta": delta},
+                **{"epsilon": found, "dp_accounting": library},
+                "difference": found / library - 1,
+            }
+        )
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A training."""
+
+    seed: int
+    algorithm: str
+    epsilon: float
+    noise: str
+    learning_rate: float
+
+
+def cells(settings: Settings) -> Iterator[Cell]:
+    """The grid, in the order in which it is run."""
+    groups = itertools.product(settings.seeds, settings.algorithms, settings.trained_epsilons)
+    for group in groups:
+        for rate in settings.learning_rates:
+            for noise in (INDEPENDENT, CORRELATED, NONE):
+                yield Cell(*group, noise, rate)
+
+
+def train(cell: Cell, settings: Settings) -> dict[str, Any]:
+    """What comes of a cell. Draws are the same for all of a group; so is fresh noise."""
+    from fedsim.clipping import Strategy
+    from fedsim.clipping.clip import num_coordinates
+    from fedsim.config import Algorithm, PrivacyConfig, run_config
+    from fedsim.engine.local_engine import LocalEngine
+    from fedsim.evaluate import evaluate, headline
+    from fedsim.keys import SecretKey
+    from fedsim.optimizers import is_finite, update_rule, updater
+    from fedsim.plan import complete, make_plan, method_for
+    from fedsim.run.model_source import find_model, load_data, make_task
+
+    started, pydocs = time.monotonic(), settings.data == "pydocs"
+    run = run_config(
+        data="pydocs" if pydocs else str(common.SHARED / f"{settings.data}.parquet"),
+        run_dir=Path("."),
+        model="tiny",
+        engine="local",
+        max_length=settings.max_length,
+        optimizer="momentum",
+        learning_rate=cell.learning_rate,
+    )
+    data = load_data(run.data, find_model(run.model.source), lambda text: None)
+    algorithm = Algorithm(cell.algorithm)
+    privacy = PrivacyConfig(
+        math.inf if cell.noise == NONE else cell.epsilon,
+        settings.num_steps,
+        settings.budget,
+        noise=CORRELATED if cell.noise == CORRELATED else INDEPENDENT,
+    )
+    privacy, _ = complete(algorithm, privacy, data)
+    key = SecretKey.create(cell.seed, f"{cell.algorithm} {cell.epsilon}")
+    method = method_for(algorithm, privacy, data.train, key)
+    task, params = make_task(run, None, data, key.jax_key("parameters"))
+    size = num_coordinates(params)
+    plan = make_plan(algorithm, privacy, data.train, method, size, [], "")
+    rule = update_rule(run, cell.learning_rate)
+    update, state, engine = updater(rule), rule.init(params), LocalEngine(task, num_lanes=1)
+    add_noise = plan.add_noise()
+    before = headline(evaluate(engine, params, data, settings.eval_examples))
+    for step in range(settings.num_steps):
+        noisy, _ = method.gradient(
+            params,
+            step,
+            engine,
+            clip=plan.clip_at(plan.clip_norm),
+            noise_multiplier=plan.gradient_noise_multiplier,
+            strategy=Strategy("direct", 8),
+            add_noise=add_noise,
+        )
+        params, state = update(noisy.values(), state, params)
+        if not is_finite(params):
+            break
+    return {
+        **dataclasses.asdict(cell),
+        **{"num_parameters": size, "num_users": plan.num_users, "num_steps": plan.num_steps},
+        **{"bands": plan.bands, "noise_multiplier": plan.noise_multiplier},
+        "predicted_error": plan.predicted_error,
+        "before": before,
+        "loss": headline(evaluate(engine, params, data, settings.eval_examples)),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def trained(file: Path) -> list[dict[str, Any]]:
+    """What was trained so far."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def run(settings: Settings, file: Path, minutes: float) -> None:
+    """Train what is missing, one after another, until there is no time left."""
+    fields = [field.name for field in dataclasses.fields(Cell)]
+    done = {tuple(row[name] for name in fields) for row in trained(file)}
+    ends = time.monotonic() + 60 * minutes
+    for cell in cells(settings):
+        if dataclasses.astuple(cell) in done:
+            continue
+        if time.monotonic() >= ends:
+            break
+        row = train(cell, settings)
+        with file.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        print(*dataclasses.astuple(cell), row["loss"], row["seconds"], flush=True)
+
+
+def gaps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each group of which all kinds were trained with a rate: the best loss of each kind, and
+    the share of the gap that correlated noise closes."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["seed"], row["algorithm"], row["epsilon"]), []).append(row)
+    found = []
+    for (seed, algorithm, epsilon), own in groups.items():
+        rates = {k: {r["learning_rate"] for r in own if r["noise"] == k} for k in KINDS}
+        common_rates = set.intersection(*rates.values())
+        if not common_rates:
+            continue
+        alike = [row for row in own if row["learning_rate"] in common_rates]
+        best = {
+            kind: min(
+                (row for row in alike if row["noise"] == kind),
+                key=lambda row: (row["loss"] != row["loss"], row["loss"]),
+            )
+            for kind in KINDS
+        }
+        gap = best[INDEPENDENT]["loss"] - best[NONE]["loss"]
+        closed = (best[INDEPENDENT]["loss"] - best[CORRELATED]["loss"]) / gap
+        found.append(
+            {
+                **{"seed": seed, "algorithm": algorithm, "epsilon": epsilon},
+                **{"rates": len(common_rates), "before": own[0]["before"]},
+                **{f"loss_{kind}": best[kind]["loss"] for kind in KINDS},
+                **{f"rate_{kind}": best[kind]["learning_rate"] for kind in KINDS},
+                **{f"error_{k}": best[k]["predicted_error"] for k in (INDEPENDENT, CORRELATED)},
+                **{"bands": best[CORRELATED]["bands"], "closed": closed},
+            }
+        )
+    return found
+
+
+KINDS = (INDEPENDENT, CORRELATED, NONE)
+
+
+def main() -> None:
+    """All parts, from the command line to their files."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    common.add_arguments(parser)
+    parser.add_argument("--minutes", type=float, default=60, help="begin no training after these")
+    given = parser.parse_args()
+    settings = SETTINGS[given.scale]
+    if given.dry_run:
+        print(f"{len(list(cells(settings)))} trainings of {settings.num_steps} steps")
+        print(common.last_time("correlated", given.scale))
+        return
+    out = common.out_of(given)
+    rows = errors(settings)
+    best = max(rows, key=lambda row: row["ratio"])
+    claim = "correlated noise has less error than independent noise at the same epsilon"
+    numbers = f"at most {best['ratio']:.2f} of it in {len(rows)} of {len(rows)} cells"
+    claims = [(claim, best["ratio"] < 1, numbers)]
+    common.finish(
+        "correlated",
+        given.scale,
+        out,
+        settings,
+        rows,
+        {"correlated": draw(rows)},
+        claims,
+        always=True,
+    )
+    rows = agreement(settings)
+    worst = max(abs(row["difference"]) for row in rows)
+    claim = f"epsilon of cyclic sampling is dp_accounting's within {AGREEMENT:g}"
+    claims = [(claim, worst <= AGREEMENT, f"{worst:.1e} at most in {len(rows)} settings")]
+    name = "correlated_accounting"
+    common.finish(name, given.scale, out, settings, rows, {}, claims, always=True)
+    file = out / "correlated_training.jsonl"
+    run(settings, file, given.minutes)
+    if found := gaps(trained(file)):
+        closed = [row["closed"] for row in found]
+        claim = f"correlated noise closes {AIM:.0%} of the gap between independent noise and none"
+        numbers = ", ".join(f"{share:.0%}" for share in closed)
+        claims = [(claim, min(closed) >= AIM, f"{numbers} in {len(found)} groups")]
+        common.finish("correlated_training", given.scale, out, settings, found, {}, claims)
+
+
+if __name__ == "__main__":
+    main()
