@@ -6,10 +6,9 @@ group (case, algorithm, epsilon, T, seed) share draws and noise, so that their d
 of the update. Averages of the iterates are taken on the way, in each run.
 
 Rows are appended to optimizers.jsonl beside the results as they come; the same command goes on with
-what is missing. So far `small` was run in part, with one seed: the defaults do not follow from it
-yet. There is no claim to be tested.
+what is missing. There is no claim to be tested.
 
-    python -m experiments.optimizers --scale small [--minutes 60]     (an hour; smoke: 15 s)
+    python -m experiments.optimizers --scale small [--minutes 60]     (90 minutes; smoke: 15 s)
 """
 
 import argparse
@@ -29,49 +28,101 @@ from matplotlib.figure import Figure
 
 from experiments import common
 
-AVERAGES = (0.8, 0.9, 0.95)
-GRID = (  # (optimizer, rates in ascending order)
+AVERAGES = (0.8, 0.9, 0.95, 0.98)
+Grid = tuple[tuple[str, tuple[float, ...]], ...]
+ADAM = "adam:b1=0.9,b2=0.95"
+GRID: Grid = (  # (optimizer, rates in ascending order)
     ("adafactor", (0.01, 0.03, 0.1, 0.3)),
     ("adam", (0.001, 0.003, 0.01, 0.03)),
-    ("adam:b1=0.9,b2=0.95", (0.001, 0.003, 0.01, 0.03)),
+    (ADAM, (0.001, 0.003, 0.01, 0.03)),
     ("momentum", (0.03, 0.1, 0.3, 1.0)),
     ("sgd", (0.3, 1.0, 3.0, 10.0)),
 )
-PRETRAINED = ", pre-trained"
+FALLING: Grid = (("momentum", (0.1, 0.3, 1.0)), (ADAM, (0.01, 0.03)))
+MOMENTUM: Grid = (("momentum", (0.03, 0.1, 0.3, 1.0)),)
+SMALLER: Grid = (("momentum", (0.003, 0.01, 0.03, 0.1)),)
+LIKELY: Grid = (
+    *SMALLER,
+    (ADAM, (0.0001, 0.0003, 0.001, 0.003)),
+    ("adafactor", (0.001, 0.003, 0.01, 0.03)),
+)
+CONSTANT, LINEAR = ("constant", 0.0), ("linear", 0.0)  # (schedule, warmup)
+FRESH = ("pydocs", "scotus")
+PRETRAINED, LORA = ("scotus, pre-trained",), ("scotus, LoRA",)
+EVERY = FRESH + PRETRAINED + LORA
 GROUP = ("case", "algorithm", "epsilon", "num_steps", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """The grid of one scale. A case is a data set, with the model that it starts from."""
+class Screen:
+    """Trainings that are run together: all combinations. A case is a data set, with the model that
+    it starts from."""
 
-    cases: tuple[str, ...] = ("pydocs", "scotus")
+    cases: tuple[str, ...] = FRESH
     algorithms: tuple[str, ...] = ("uls", "els")
     epsilons: tuple[float, ...] = (4.0,)
     num_steps: tuple[int, ...] = (100,)
     seeds: tuple[int, ...] = (0,)
-    grid: tuple[tuple[str, tuple[float, ...]], ...] = GRID
-    schedules: tuple[tuple[str, float], ...] = (("constant", 0.0), ("linear", 0.1))
-    """(schedule, warmup)."""
+    grid: Grid = GRID
+    schedules: tuple[tuple[str, float], ...] = (CONSTANT,)
+
+    def cells(self) -> Iterator["Cell"]:
+        """In the order in which they are run: the widest view first."""
+        axes = (self.seeds, self.num_steps, self.epsilons, self.schedules)
+        groups = itertools.product(*axes, self.cases, self.algorithms, self.grid)
+        for seed, steps, epsilon, schedule, case, algorithm, (name, rates) in groups:
+            for rate in rates:
+                yield Cell(case, algorithm, epsilon, steps, seed, name, rate, *schedule)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The screens of one scale, and what all their trainings have in common."""
+
+    screens: tuple[Screen, ...]
     budget: int = 128
     max_length: int = 64
     eval_examples: int = 1024
-    seconds: float = 17.0
-    """Of a training, on two cores, for the estimate."""
+    seconds: float = 0.17
+    """Of a step, on two cores, for the estimate."""
 
 
-ALL = ("pydocs", "scotus", "scotus" + PRETRAINED, "reddit_links" + PRETRAINED)
+ULS = ("uls",)
+SMALL = (
+    Screen(PRETRAINED + LORA, ULS, grid=SMALLER),
+    Screen(LORA, ULS, grid=(("momentum", (0.3, 1.0)),)),
+    Screen(FRESH, ULS, epsilons=(1.0, 8.0), grid=MOMENTUM[:1]),
+    Screen(PRETRAINED, ULS, num_steps=(500,), grid=SMALLER),
+    Screen(FRESH, ULS, num_steps=(500,), grid=MOMENTUM),
+    Screen(PRETRAINED + LORA, ("els",), grid=SMALLER),
+    Screen(PRETRAINED + LORA, ULS, grid=LIKELY),
+    Screen(algorithms=ULS, grid=FALLING, schedules=(LINEAR,)),
+    Screen(),
+    Screen(seeds=(1, 2), grid=MOMENTUM),
+)
 SETTINGS = {
     "smoke": Settings(
-        *(("pydocs",), ("uls",), (4.0,), (2,), (0,)),
-        grid=(("momentum", (0.1,)), ("adam", (0.01,))),
-        schedules=(("constant", 0.0),),
+        (
+            Screen(
+                ("pydocs",),
+                ULS,
+                num_steps=(2,),
+                grid=(("momentum", (0.1,)), ("adam", (0.01,))),
+            ),
+        ),
         budget=8,
         max_length=24,
         eval_examples=16,
     ),
-    "small": Settings(),
-    "paper": Settings(ALL, epsilons=(1.0, 4.0, 8.0), num_steps=(100, 500), seeds=(0, 1, 2)),
+    "small": Settings(SMALL),
+    "paper": Settings(
+        (
+            *SMALL,
+            Screen(EVERY, epsilons=(1.0, 4.0, 8.0), grid=MOMENTUM + LIKELY),
+            Screen(EVERY, num_steps=(500,), grid=MOMENTUM + LIKELY[:1]),
+            Screen(EVERY, seeds=(1, 2), grid=MOMENTUM + LIKELY[:1]),
+        )
+    ),
 }
 
 
@@ -95,23 +146,21 @@ class Cell:
         return self.case, self.algorithm, self.epsilon, self.num_steps, self.seed
 
 
-def cells(settings: Settings) -> Iterator[Cell]:
-    """The grid, in the order in which it is run: the widest view first."""
-    axes = (settings.seeds, settings.num_steps, settings.epsilons, settings.schedules)
-    groups = itertools.product(*axes, settings.cases, settings.algorithms, settings.grid)
-    for seed, steps, epsilon, schedule, case, algorithm, (name, rates) in groups:
-        for rate in rates:
-            yield Cell(case, algorithm, epsilon, steps, seed, name, rate, *schedule)
+def cells(settings: Settings) -> list[Cell]:
+    """Those of all screens, each once."""
+    return list(dict.fromkeys(cell for screen in settings.screens for cell in screen.cells()))
 
 
-def source(case: str) -> tuple[str, str]:
-    """(data, model) of a case."""
+def source(case: str) -> dict[str, Any]:
+    """Settings of a case: data, model, adapters."""
     from experiments import starting_model
 
-    name = case.removesuffix(PRETRAINED)
-    if name != case:
-        return str(starting_model.users(name)), str(starting_model.model())
-    return "pydocs" if name == "pydocs" else str(common.SHARED / f"{name}.parquet"), "tiny"
+    name, _, start = case.partition(", ")
+    if not start:
+        data = name if name == "pydocs" else str(common.SHARED / f"{name}.parquet")
+        return {"data": data, "model": "tiny"}
+    data, model = str(starting_model.users(name)), str(starting_model.model())
+    return {"data": data, "model": model, "lora_rank": 8 if start == "LoRA" else 0}
 
 
 def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
@@ -126,15 +175,14 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     from fedsim.plan import complete, make_plan, method_for
     from fedsim.run.model_source import find_model, load_data, make_task
 
-    started, (data_source, model_source) = time.monotonic(), source(cell.case)
+    started, start = time.monotonic(), source(cell.case)
     settings = dataclasses.asdict(cell)
     own = ("optimizer", "learning_rate", "schedule", "warmup", "seed")
     run = run_config(
-        data=data_source,
+        **start,
         run_dir=Path("."),
-        model=model_source,
         engine="local",
-        max_length=sizes.max_length if model_source == "tiny" else None,
+        max_length=sizes.max_length if start["model"] == "tiny" else None,
         **{name: settings[name] for name in own},
     )
     model = find_model(run.model.source)
@@ -254,9 +302,10 @@ def main() -> None:
     given = parser.parse_args()
     settings = SETTINGS[given.scale]
     if given.dry_run:
-        count = len(list(cells(settings)))
-        print(f"{count} trainings: {', '.join(settings.cases)}")
-        print(f"about {count * settings.seconds / 60:.0f} minutes on two cores")
+        todo = cells(settings)
+        print(f"{len(todo)} trainings: {', '.join(dict.fromkeys(cell.case for cell in todo))}")
+        minutes = sum(cell.num_steps for cell in todo) * settings.seconds / 60
+        print(f"about {minutes:.0f} minutes on two cores")
         return
     out = common.out_of(given)
     file = out / "optimizers.jsonl"

@@ -86,6 +86,7 @@ def model() -> Path:
             data=str(public()),
             run_dir=path,
             model=MODEL,
+            optimizer="adafactor",
             learning_rate=LEARNING_RATE,
             seed=0,
             resume=True,

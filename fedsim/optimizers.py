@@ -26,7 +26,7 @@ class Diverged(FedsimError):
 
 
 def diverged(run: RunConfig, step: int, what: str, spent: str = "") -> Diverged:
-    """Args: step: the one after which `what` was seen."""
+    """Args: run: settled. step: the one after which `what` was seen."""
     rate = f"learning_rate={run.learning_rate:g}: expected a smaller one"
     return Diverged(f"{rate}: {what} after step {step}{spent}")
 
@@ -34,10 +34,11 @@ def diverged(run: RunConfig, step: int, what: str, spent: str = "") -> Diverged:
 def update_rule(
     run: RunConfig, learning_rate: float | optax.Schedule
 ) -> optax.GradientTransformation:
-    """The optimizer of a run, with its weight decay.
+    """The optimizer of a run, with its weight decay. Args: run: settled; see `recipe`.
 
     Raises: ConfigError: no such optimizer, or not with these options.
     """
+    assert run.optimizer is not None, "settled"
     transformation = optimizer(run.optimizer, learning_rate)
     if not run.weight_decay:
         return transformation
@@ -48,6 +49,7 @@ def rate_of(run: RunConfig, num_steps: int) -> float | optax.Schedule:
     """The learning rate of every step, from 0: it rises in a line in the first `warmup` of the
     steps, and stays or falls so that it would be zero after the last."""
     peak, rising = run.learning_rate, math.ceil(run.warmup * num_steps)
+    assert peak is not None and run.schedule is not None, "settled"
     falls = {
         "constant": optax.constant_schedule(peak),
         "linear": optax.linear_schedule(peak, 0.0, num_steps - rising),

@@ -27,10 +27,11 @@ from fedsim.evaluate import evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.optimizers import diverged, is_finite, update_rule, updater
+from fedsim.recipe import settled
 from fedsim.run import checkpoint, directory
 from fedsim.run.console import Console
 from fedsim.run.metrics import Metrics, table
-from fedsim.run.setup import open_run
+from fedsim.run.setup import open_run, wait_for
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, save
 
@@ -43,6 +44,8 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
 
     Raises: ConfigError (a user's mistake), EngineError (workers).
     """
+    run = settled(run, None)
+    assert run.learning_rate is not None
     rate = schedule(settings, run.learning_rate)
     transformation = update_rule(run, rate)
     rank = run.model.lora_rank
@@ -58,8 +61,7 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
         expect("batch_size", settings.batch_size, settings.batch_size <= most, f"<= {most}")
         workers, task, params = opened.start_engine()
         console.note(WARNING)
-        console.note("starting the workers")
-        workers.ready()
+        wait_for(workers, console)
         opened.begin(task)
         applicant = Applicant.of(run, data.train, None, directory.PRETRAIN)
         entry = applicant.entry(opened.key.seal("ledger"), None, (0.0, 0.0), WARNING)

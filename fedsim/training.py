@@ -8,8 +8,9 @@ is run again after a crash is the same step: same units, same noise, same parame
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ from fedsim.plan import (
     planned_phases,
     sharing,
 )
+from fedsim.recipe import UPDATE, Noise, settled
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
 from fedsim.run.cost import cost, cost_rows
@@ -57,7 +59,7 @@ from fedsim.run.directory import StoredRun
 from fedsim.run.doubts import doubts
 from fedsim.run.ledger import Ledger, OtherBits, released_epsilon
 from fedsim.run.metrics import Metrics, table
-from fedsim.run.setup import Plant, Source, open_run
+from fedsim.run.setup import Plant, Source, open_run, wait_for
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, results, save
 from fedsim.uls import ULS
@@ -89,7 +91,7 @@ def train(
     Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
     """
     privacy = as_started(privacy, run)
-    transformation = update_rule(run, rate_of(run, privacy.num_steps))
+    update_of(settled(run, Noise(1.0, 1.0)), privacy.num_steps)  # a mistake is found now
     unproven = unproven_strategy(run.engine)
     opening = open_run(algorithm, privacy, run, console, source=source, plant=plant)
     with opening as opened:
@@ -106,7 +108,6 @@ def train(
             completed = shortened(applicant, method, completed, before_of(completed))
             steps, epsilon = completed.num_steps, completed.epsilon
             opened.settings = dataclasses.replace(privacy, num_steps=steps, epsilon=epsilon)
-            transformation = update_rule(run, rate_of(run, steps))
         workers, task, params = opened.start_engine()
         if opened.stored:
             plan = opened.stored.plan
@@ -115,24 +116,28 @@ def train(
             again = "the pool or the groups that the run began with: go on with its packages"
             expect("data", "other texts of the same ones", same, again)
         else:
-            console.note("calibrating the noise")
             size, seal = num_coordinates(params), opened.identity.data_seal
             facts = (size, non_private, seal)
-            plan = make_plan(algorithm, completed, data.train, method, *facts, unproven=unproven)
+            with console.phase("calibrating the noise"):
+                plan = make_plan(
+                    algorithm, completed, data.train, method, *facts, unproven=unproven
+                )
             for doubt in doubts(plan, data):
                 console.note(f"warning: {doubt}")
         planned = planned_phases(plan, method)
         entry = applicant.entry(key.seal("ledger"), planned, plan.slack, plan.label)
         applicant.expect_room(entry)
-        console.note("starting the workers")
-        workers.ready()
+        wait_for(workers, console)
         console.plan(plan, workers)
-        if opened.stored is None and run.engine.strategy == AUTO:
-            console.note("timing ways to compute the clipped sum, if it was not done before")
-        chosen = strategy_for(run.engine, opened.stored, workers, params, method, plan.clip)
-        strategy, why = chosen
+        opened.run = run = settled_by(plan, opened.stored, run, fresh=opened.model is None)
+        console.update(run)
+        with console.phase("compiling, and timing ways to compute the clipped sum") as phase:
+            of_run = {"num_units": plan.num_steps * plan.expected_count, "heard": phase.at}
+            facts = (workers, params, method, plan.clip)
+            strategy, why = strategy_for(run.engine, opened.stored, *facts, **of_run)
         if rehearsed is not None:
-            found = cost(workers, method.draw(0), params, plan, strategy, transformation, rehearsed)
+            update = update_of(run, plan.num_steps)
+            found = cost(workers, method.draw(0), params, plan, strategy, update, rehearsed)
             console.rows(cost_rows(found))
             return {**plan.as_dict(), **found}
         host = workers.host(params)
@@ -150,7 +155,7 @@ def train(
             method=method,
             plan=plan,
             data=data,
-            transformation=transformation,
+            transformation=update_of(run, plan.num_steps),
             engine=workers,
             strategy=strategy,
             run=run,
@@ -181,6 +186,20 @@ def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> lis
     return [*facts, timed] if run.engine.strategy == AUTO else facts
 
 
+def update_of(run: RunConfig, num_steps: int) -> optax.GradientTransformation:
+    """The optimizer of a settled run, with its schedule."""
+    return update_rule(run, rate_of(run, num_steps))
+
+
+def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:
+    """The run with nothing of its update left open: as it was started, or by the rule."""
+    if stored is not None:
+        return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in UPDATE})
+    bound = plan.clip.sensitivity
+    stddev = bound * plan.gradient_noise_multiplier / plan.expected_count
+    return settled(run, Noise(stddev, bound), fresh=fresh)
+
+
 def unproven_strategy(config: EngineConfig) -> str | None:
     """The strategy that was asked for, if its contributions are not proven to be at most C."""
     named = None if config.strategy == AUTO else Strategy.parse(config.strategy)
@@ -202,12 +221,17 @@ def strategy_for(
     params: Any,
     method: ELS | ULS,
     clip: Clip,
+    **options: Any,
 ) -> tuple[Strategy, str]:
-    """The clipping strategy, and why: a resumed run goes on with its own."""
+    """The clipping strategy, and why: a resumed run goes on with its own.
+
+    Args: options: of `choose_strategy`.
+    """
     if stored:
         return Strategy.parse(stored.strategy["name"]), "as the run was started"
     remembered = cache_dir() / "strategies"
-    return choose_strategy(workers, params, method.draw(0), clip, config.strategy, remembered)
+    asked = (clip, config.strategy, remembered)
+    return choose_strategy(workers, params, method.draw(0), *asked, **options)
 
 
 @dataclasses.dataclass
@@ -283,11 +307,14 @@ class Trainer:
         ):
             finish = self._after(state, metrics, saver)
             rows = threads.submit(self.method.draw, state.step)
+            first = state.step
             while state.step < self.plan.num_steps and not stop.is_set():
                 drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
-                values = self._step(state, ledger, threads, drawn)
+                with self._first("the first step, lane by lane", state.step == first):
+                    values = self._step(state, ledger, threads, drawn)
                 self.engine.read_ahead(rows.result())
-                finish()
+                with self._first("the first evaluation, lane by lane", state.step == 1):
+                    finish()
                 metrics.log(state.step, values)
                 self.engine.publish(state.step, values)
                 shown = {**values, "eval/loss": state.eval_loss}
@@ -300,6 +327,15 @@ class Trainer:
             saver.save(state.step, vars(state))
         if state.step < self.plan.num_steps:
             self.console.note(f"stopped after step {state.step}; --resume goes on from there")
+
+    @contextmanager
+    def _first(self, what: str, is_first: bool) -> Iterator[None]:
+        """Say how far it has come: of a first one nobody knows how long it takes."""
+        if not is_first:
+            yield
+            return
+        with self.console.phase(what) as phase, self.engine.telling(phase.at):
+            yield
 
     def _after(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> Callable[[], None]:
         """Begin what is due after a step; the function that is returned finishes it."""

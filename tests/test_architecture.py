@@ -14,7 +14,7 @@ ROOT = Path(fedsim.__file__).parent
 LEVELS = (
     "errors files",
     "config keys accounting",
-    "sampling mechanism noise clipping group_size models data optimizers",
+    "sampling mechanism noise clipping group_size models data optimizers recipe",
     "els uls shared_uls plan evaluate run engine budget",
     "trust tuning training pretrain personalize generate export",
     "library cli",

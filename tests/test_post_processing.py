@@ -12,6 +12,7 @@ from fedsim.cli.main import main
 from fedsim.config import run_config
 from fedsim.errors import ConfigError
 from fedsim.optimizers import averaged, optimizer, rate_of, update_rule
+from fedsim.recipe import settled
 from fedsim.run import checkpoint
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
@@ -20,7 +21,7 @@ FLAGS += ["--strategy", "scan:1", "--checkpoint-every", "4"]
 
 
 def run_of(**settings):
-    return run_config(data="pydocs", run_dir="runs/x", **settings)
+    return settled(run_config(data="pydocs", run_dir="runs/x", **settings), None)
 
 
 def rates(num_steps, **settings):

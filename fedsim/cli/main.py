@@ -53,6 +53,10 @@ class Train:
     """Print summary.json's object on stdout; of a dry run, the plan."""
 
     def __call__(self) -> dict[str, Any]:
+        from fedsim.run.terminal import Terminal
+
+        # The first line is there before what takes seconds to import.
+        Terminal().note(f"reading data={self.run.data.source}, model={self.run.model.source}")
         from fedsim.engine.environment import keep_memory, set_threads
 
         set_threads(self.run.engine)

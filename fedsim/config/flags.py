@@ -60,8 +60,10 @@ def typed(name: str, value: Any, kind: Any) -> Any:
     if value is None:
         expect(name, value, type(None) in kinds, "a value")
         return None
-    if typing.get_origin(kind) is Literal:
-        expect(name, value, value in kinds, f"one of {', '.join(map(str, kinds))}")
+    choices = [k for k in (kind, *kinds) if typing.get_origin(k) is Literal]
+    if choices:
+        among = typing.get_args(choices[0])
+        expect(name, value, value in among, f"one of {', '.join(map(str, among))}")
     elif float in kinds:
         try:
             number = None if is_bool else float(value)

@@ -128,26 +128,31 @@ class RunConfig:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
 
-    optimizer: str = "adafactor"
+    recipe: Literal["default", "paper"] = "default"
+    """What the four settings below are where they are left out. default: what learns most on public
+    text, the rate by a rule in the noise. paper: adafactor, 0.1, constant, no average. Pre-training
+    has the paper's."""
+
+    optimizer: str | None = None
     """momentum, or any optax optimizer by name: adafactor, adam, sgd, ..., with options of its own
     if you like: adam:b1=0.8,eps=1e-6."""
 
-    learning_rate: float = 0.1
+    learning_rate: float | None = None
     """Learning rate: its peak, if it has a schedule. > 0."""
 
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] | None = None
     """Whether the learning rate stays or falls to zero, in a line or like a cosine, by the last
     step. Pre-training has a schedule of its own."""
+
+    ema: float | None = None
+    """Evaluate and release an average of the steps' parameters, whose weights fall by this factor
+    from one step to the one before: it costs no privacy. In [0, 1); 0: the last step's."""
 
     warmup: float = 0.0
     """Share of the steps in which the learning rate rises. In [0, 1)."""
 
     weight_decay: float = 0.0
     """What a step takes from each matrix: this times the learning rate times the matrix. >= 0."""
-
-    ema: float = 0.0
-    """Evaluate and release an average of the steps' parameters, whose weights fall by this factor
-    from one step to the one before: it costs no privacy. In [0, 1); 0: the last step's."""
 
     local_steps: int = 1
     """ULS: steps of a user's own SGD over its examples of a step, a part of them each; what is
@@ -193,13 +198,13 @@ class RunConfig:
         )
         for name in ("learning_rate", "local_learning_rate"):
             rate = getattr(self, name)
-            expect(name, rate, 0 < rate < math.inf, "> 0 and finite")
+            expect(name, rate, rate is None or 0 < rate < math.inf, "> 0 and finite")
         limit = self.limit_epsilon
         holds = limit is None or 0 < limit < math.inf
         expect("limit_epsilon", limit, holds, "> 0 and finite")
         for name in ("warmup", "ema"):
             share = getattr(self, name)
-            expect(name, share, 0 <= share < 1, "in [0, 1)")
+            expect(name, share, share is None or 0 <= share < 1, "in [0, 1)")
         decay = self.weight_decay
         expect("weight_decay", decay, 0 <= decay < math.inf, ">= 0 and finite")
 

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,25 @@ import numpy as np
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import num_coordinates
 from fedsim.clipping.strategy import candidates, choose
-from fedsim.engine.engine import Engine, Trial
+from fedsim.engine.engine import Engine, Trial, ignore
 from fedsim.errors import ConfigError
 from fedsim.files import write_json
 
 AUTO = "auto"
 TRIAL_UNITS = 32
+LEAST_TRIALS_S, TRIALS_SHARE = 10.0, 0.02  # what trials may take: seconds, or of the run
 
 
 def choose_strategy(
-    engine: Engine, params: Any, rows: np.ndarray, clip: Clip, wanted: str, cache: Path
+    engine: Engine,
+    params: Any,
+    rows: np.ndarray,
+    clip: Clip,
+    wanted: str,
+    cache: Path,
+    *,
+    num_units: float = 0.0,
+    heard: Callable[[int, int], None] = ignore,
 ) -> tuple[Strategy, str]:
     """The strategy for units like `rows`, and a line that says why.
 
@@ -31,6 +42,8 @@ def choose_strategy(
       rows: [units, group], as a step draws them; those of one lane are tried, or a few.
       wanted: "auto", or a strategy.
       cache: the directory where choices are remembered.
+      num_units: of the whole run: trials end when they take a fiftieth of it, or ten seconds.
+      heard: told how many of how many strategies were tried.
     Raises: ConfigError: the strategy that is wanted cannot be used.
     """
     rows = rows[(rows >= 0).any(axis=1)]
@@ -40,7 +53,7 @@ def choose_strategy(
         strategy = Strategy.parse(wanted)
         if strategy.name == "scan" or not len(rows):
             return strategy, "as asked for"
-        trial = engine.try_strategies(params, rows, clip, [Strategy(), strategy])[-1]
+        *_, trial = engine.try_strategies(params, rows, clip, [Strategy(), strategy])
         if trial.fault is not None:
             raise ConfigError(f"strategy={wanted}: expected another one: {trial.fault}")
         return strategy, "as asked for"
@@ -55,7 +68,14 @@ def choose_strategy(
         return known, "as on this machine before"
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         pass
-    trials = engine.try_strategies(params, rows, clip, tried)
+    began, trials = time.monotonic(), []
+    for trial in engine.try_strategies(params, rows, clip, tried):
+        trials.append(trial)
+        heard(len(trials), len(tried))
+        best = min((t.seconds for t in trials if t.fault is None), default=math.inf)
+        run = best / len(rows) * num_units / engine.num_workers
+        if time.monotonic() - began > max(LEAST_TRIALS_S, TRIALS_SHARE * run):
+            break
     strategy = choose([(t.strategy, None if t.fault else t.seconds) for t in trials])
     why = "; ".join(map(_describe, trials))
     cache.mkdir(parents=True, exist_ok=True)

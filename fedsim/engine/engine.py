@@ -7,8 +7,10 @@ or on which was faster.
 """
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -77,7 +79,7 @@ class Trial:
     """Why it cannot be used."""
 
 
-def ignore(text: str) -> None:
+def ignore(*heard: Any) -> None:
     """Tells nobody."""
 
 
@@ -90,8 +92,19 @@ class Engine(ABC):
         """Args: note: told, for people, what happened to workers."""
         self.num_lanes = num_lanes
         self.note = note
+        self.heard: Callable[[int, int], None] = ignore
         self.redispatched = 0
         """Lanes computed again because a worker was lost, in the life of the engine."""
+
+    @contextmanager
+    def telling(self, heard: Callable[[int, int], None]) -> Iterator[None]:
+        """Tell someone how far the engine has come: (lanes there, lanes of a sum or an evaluation)
+        or (workers up, workers)."""
+        self.heard = heard
+        try:
+            yield
+        finally:
+            self.heard = ignore
 
     @abstractmethod
     def _lanes(
@@ -128,9 +141,17 @@ class Engine(ABC):
 
     def try_strategies(
         self, params: Any, rows: np.ndarray, clip: Clip, tried: Sequence[Strategy]
-    ) -> list[Trial]:
-        """What became of some strategies on units like `rows` [units, group], on one worker."""
-        return self._ask_one("try_strategies", params, rows, clip, tried)
+    ) -> Iterator[Trial]:
+        """What became of some strategies on units like `rows` [units, group], on one worker: one
+        after another, each held against those before it."""
+        norms, best = None, math.inf
+        for strategy in tried:
+            known = (norms, best)
+            trial, found = self._ask_one("try_strategy", params, rows, clip, strategy, *known)
+            if trial.fault is None:
+                norms = found if norms is None else norms
+                best = min(best, trial.seconds)
+            yield trial
 
     def _ask_one(self, method: str, params: Any, rows: np.ndarray, *args: Any) -> Any:
         """What one worker answers."""
@@ -154,9 +175,10 @@ class Engine(ABC):
           nothing is clipped; per-unit statistics in the order of rows).
         """
         dtype = self._dtype(params, len(rows), clip)
-        total, stats = None, []
-        for lane_sum, lane_stats in self._lanes("lane_sum", params, self.cut(rows), clip, strategy):
+        total, stats, lanes = None, [], self.cut(rows)
+        for lane_sum, lane_stats in self._lanes("lane_sum", params, lanes, clip, strategy):
             stats.append(lane_stats)
+            self.heard(len(stats), len(lanes))
             if total is None:  # may be read-only views of shared memory
                 total = jax.tree.map(lambda leaf: leaf.astype(dtype, copy=False), lane_sum)
             elif len(stats) == 2:
@@ -183,12 +205,14 @@ class Engine(ABC):
 
     def begin_mean_nats(self, params: Any, split: str, rows: np.ndarray) -> Callable[[], float]:
         """Like `mean_nats`; workers compute it when they are idle, the function waits for it."""
-        answers = self._begin("lane_nats", params, self.cut(rows), split)
+        lanes = self.cut(rows)
+        answers = self._begin("lane_nats", params, lanes, split)
 
         def wait() -> float:
             nats, predictions = 0.0, 0
-            for lane_nats, lane_predictions in answers:
+            for number, (lane_nats, lane_predictions) in enumerate(answers, 1):
                 nats, predictions = nats + lane_nats, predictions + lane_predictions
+                self.heard(number, len(lanes))
             return nats / max(predictions, 1)
 
         return wait

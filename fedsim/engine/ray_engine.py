@@ -111,6 +111,7 @@ class RayEngine(Engine):
                     f"{up} of {self.num_workers} workers started within {START_S:.0f} s; "
                     f"free in the cluster: {_free()}"
                 )
+            self.heard(up, self.num_workers)
             self._collect()
         self._started = True
 

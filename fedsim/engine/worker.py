@@ -6,14 +6,13 @@ leaves a worker is a sum over two units or more (one, if no more were drawn) and
 
 import dataclasses
 import functools
-import math
 import os
 import platform
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,33 +112,37 @@ class Worker:
         """What times of computations depend on, whoever measures them."""
         return f"{self.host(version, params, rows)}, {self.task}"
 
-    def try_strategies(
-        self, version: int, params: Any, rows: np.ndarray, clip: Clip, tried: Sequence[Strategy]
-    ) -> list[Trial]:
-        """Compile and time strategies on units of the commonest length among `rows`; norms are
-        held against the first strategy's."""
+    def try_strategy(
+        self,
+        version: int,
+        params: Any,
+        rows: np.ndarray,
+        clip: Clip,
+        strategy: Strategy,
+        norms: np.ndarray | None,
+        best: float,
+    ) -> tuple[Trial, np.ndarray]:
+        """Compile and time a strategy on units of the commonest length among `rows`.
+
+        Args:
+          norms: of these units, as another strategy finds them; None: nothing to hold against.
+          best: seconds of the fastest strategy so far.
+        Returns: (what became of it, norms).
+        """
         params = self._on_device(version, params)
         lengths = self._lengths(rows)
         rows = rows[lengths == _commonest(lengths)]
-        trials: list[Trial] = []
-        norms = None
-        for strategy in tried:
-            count = strategy.units_at_once(rows.shape[1])
-            some = np.resize(rows, (-(-len(rows) // count) * count, rows.shape[1]))
-            best = min((t.seconds for t in trials if t.fault is None), default=math.inf)
-            share = len(rows) / len(some) * padding(lengths, count)
-            try:
-                trial, found = self._try(params, some, clip, strategy, best / share)
-            except UnsupportedModel as error:
-                trials.append(Trial(strategy, fault=str(error)))
-                continue
-            found = found[: len(rows)]
-            if trial.fault is None and norms is None:
-                norms = found
-            if trial.fault is None and not _alike(found, norms):
-                trial = dataclasses.replace(trial, fault=f"other norms than {tried[0]}")
-            trials.append(dataclasses.replace(trial, seconds=trial.seconds * share))
-        return trials
+        count = strategy.units_at_once(rows.shape[1])
+        some = np.resize(rows, (-(-len(rows) // count) * count, rows.shape[1]))
+        share = len(rows) / len(some) * padding(lengths, count)
+        try:
+            trial, found = self._try(params, some, clip, strategy, best / share)
+        except UnsupportedModel as error:
+            return Trial(strategy, fault=str(error)), np.zeros(0)
+        found = found[: len(rows)]
+        if trial.fault is None and not _alike(found, norms):
+            trial = dataclasses.replace(trial, fault="other norms than simpler ones find")
+        return dataclasses.replace(trial, seconds=trial.seconds * share), found
 
     def _try(self, params, rows, clip, strategy, best):
         before = set(self.programs)

@@ -18,7 +18,14 @@ from flax import traverse_util
 
 from fedsim.errors import ConfigError, expect
 from fedsim.models import families, tensor_files
-from fedsim.models.transformer import DENSE, LORA_A, Lora, Transformer, TransformerConfig
+from fedsim.models.transformer import (
+    DENSE,
+    LORA_A,
+    Lora,
+    Transformer,
+    TransformerConfig,
+    unstacked,
+)
 
 A, B = "_lora_a", "_lora_b"
 
@@ -60,15 +67,18 @@ def adapters_of(params: Any) -> Any:
 
 
 def joined(frozen: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model is applied with."""
+    """What the model is applied with. Args: both `stacked`, or neither."""
     return {name: {**leaf, **adapters.get(name, {})} for name, leaf in frozen.items()}
 
 
 def merged(c: TransformerConfig, frozen: Any, adapters: Any) -> tuple[TransformerConfig, Any]:
-    """The ordinary model that computes the same: W + (alpha / rank) A B."""
+    """The ordinary model that computes the same: W + (alpha / rank) A B.
+
+    Args: frozen: not stacked. adapters: stacked or not.
+    """
     assert c.lora is not None
     leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(frozen))
-    for block, parts in adapters.items():
+    for block, parts in unstacked(adapters).items():
         for layer in c.lora.layers:
             a, b = (np.asarray(parts[layer + x]["kernel"], np.float64) for x in (A, B))
             path = (block, layer, "kernel")
@@ -119,7 +129,7 @@ def _tensors(c: TransformerConfig, adapters: Any) -> tuple[dict[str, np.ndarray]
     """Arrays under PEFT's names, and the rank of each layer."""
     assert c.lora is not None
     heads = {"query": c.num_heads, "key": c.kv_heads, "value": c.kv_heads}
-    tensors, ranks = {}, {}
+    tensors, ranks, adapters = {}, {}, unstacked(adapters)
     there = "transformer.h" if c.positions == "learned" else "model.layers"
     for i in range(c.num_layers):
         block = adapters[f"block_{i}"]

@@ -43,6 +43,7 @@ class Lora:
     """Which of `DENSE`, in every block."""
 
 
+BLOCKS = "blocks"
 DENSE = ("query", "key", "value", "out", "gate", "up", "down")
 LORA_A = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 """How an adapter's A starts, as in the reference implementation: uniform in +-1/sqrt(inputs)."""
@@ -250,8 +251,33 @@ def rotate(c: TransformerConfig, x_BLHK: jax.Array, start: jax.Array | None = No
     return turned.astype(x_BLHK.dtype)
 
 
+def stacked(params: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The same parameters, NumPy, with all blocks' as one tree, leaves [layers, ...]: a transformer
+    that gets them compiles a block once, and goes through the layers in a loop."""
+    names = [f"block_{i}" for i in range(num_layers)]
+    rest = {name: leaf for name, leaf in params.items() if name not in names}
+    blocks = (params[name] for name in names)
+    return {**rest, BLOCKS: jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)}
+
+
+def unstacked(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The same parameters with a tree for each block, whether they were `stacked` or not."""
+    rest = {name: leaf for name, leaf in params.items() if name != BLOCKS}
+    blocks = params.get(BLOCKS, {})
+    count = len(jax.tree.leaves(blocks)[0]) if blocks else 0
+    each = ((i, jax.tree.map(lambda leaf: leaf[i], blocks)) for i in range(count))  # noqa: B023
+    return {**rest, **{f"block_{i}": block for i, block in each}}
+
+
+def _in_turn(block: nn.Module, x_BLD: jax.Array, stacked: Any) -> jax.Array:
+    def through(x_BLD, params) -> tuple[Any, None]:
+        return block.apply({"params": params}, x_BLD), None
+
+    return jax.lax.scan(through, x_BLD, stacked)[0]
+
+
 class Transformer(nn.Module):
-    """Tokens to logits.
+    """Tokens to logits. Parameters may be `stacked`.
 
     With `start`, the tokens are those from that position on; keys and values of all before them
     are in the collection `cache`, to which their own are added.
@@ -273,8 +299,11 @@ class Transformer(nn.Module):
         else:
             x_BLD = embed(tokens_BL)
         block = remat_module(Block) if c.remat and start is None else Block
-        for i in range(c.num_layers):
-            x_BLD = block(c, name=f"block_{i}")(x_BLD, start)
+        if (stacked := self.get_variable("params", BLOCKS)) is not None:
+            x_BLD = _in_turn(block(c, parent=None), x_BLD, stacked)
+        else:
+            for i in range(c.num_layers):
+                x_BLD = block(c, name=f"block_{i}")(x_BLD, start)
         x_BLD = _norm(c, "final_norm")(x_BLD)
         if c.tied:
             return embed.attend(x_BLD)

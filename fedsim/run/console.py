@@ -12,25 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich import progress
-from rich.console import Console as RichConsole
 
 from fedsim.accounting.rounding import at_least, at_most
-from fedsim.config import ZERO_OUT, Algorithm
+from fedsim.config import ZERO_OUT, Algorithm, RunConfig
 from fedsim.noise.bands import predicted_error
 from fedsim.plan import Plan, label_of
+from fedsim.run.terminal import Terminal
 
 
-class Console:
+class Console(Terminal):
     """Writes to stderr."""
 
     def __init__(self, *, log_every: int = 10):
-        # In a notebook rich would make a display of every line.
-        self._out = RichConsole(stderr=True, highlight=False, emoji=False, force_jupyter=False)
+        super().__init__()
         self._log_every = log_every
-
-    def note(self, text: str) -> None:
-        """One line."""
-        self._out.print(text, markup=False, soft_wrap=True)
 
     def rows(self, rows: list[tuple[str, str]]) -> None:
         """Names and values."""
@@ -42,6 +37,12 @@ class Console:
         self.rows(plan_rows(plan, workers))
         for fact in plan.non_private:
             self.note(f"not covered by the guarantee: {fact}")
+
+    def update(self, run: RunConfig) -> None:
+        """What is done with a privatised gradient. Args: run: settled; see `recipe`."""
+        average = f", average of {run.ema:g}" if run.ema else ""
+        rate = f"{run.schedule} learning rate {run.learning_rate:g}"
+        self.note(f"{'update':17} {run.optimizer}, {rate}{average}")
 
     @contextmanager
     def steps(self, first: int, plan: Plan) -> Iterator[Callable[[int, dict[str, float]], None]]:
@@ -59,7 +60,13 @@ class Console:
         ]
         with progress.Progress(*columns, console=self._out) as bar:
             task = bar.add_task("", total=plan.num_steps, completed=first)
-            yield lambda step, values: bar.update(task, completed=step, description=line(values))
+            self._show = lambda text: bar.update(task, description=text)
+            try:
+                yield lambda step, values: bar.update(
+                    task, completed=step, description=line(values)
+                )
+            finally:
+                self._show = None
 
     def _lines(self, first: int, last: int) -> Callable[[int, dict[str, float]], None]:
         started = time.monotonic()

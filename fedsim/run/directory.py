@@ -34,6 +34,7 @@ from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import read_json, write_json
 from fedsim.keys import SecretKey
 from fedsim.plan import Plan
+from fedsim.recipe import UPDATE
 from fedsim.run import ledger
 
 CONFIG, SUMMARY, LOCK = "config.json", "summary.json", "lock"
@@ -248,7 +249,8 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
         (as_dict(stored.run), as_dict(now.run)),
     ):
         for name, value in after.items():
-            if name not in OPERATIONAL | {"seed"} and value != before.get(name):
+            left_out = name in UPDATE and value is None
+            if name not in OPERATIONAL | {"seed"} and value != before.get(name) and not left_out:
                 was = before.get(name)
                 raise ConfigError(
                     f"{name}={value}: expected {was}, with which {run_dir} was started"

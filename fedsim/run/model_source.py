@@ -16,9 +16,11 @@ from fedsim.errors import ConfigError, expect
 from fedsim.models import lora, pretrained
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.pretrained import Pretrained
-from fedsim.models.transformer import PRESETS, TransformerConfig, check_preset, preset
+from fedsim.models.transformer import PRESETS, TransformerConfig, check_preset, preset, stacked
 from fedsim.run import checkpoint, directory
 from fedsim.run.directory import StoredRun
+
+DEEP = 6  # layers from which on compiling each of them takes longer than the loop costs
 
 
 class FirstState(NamedTuple):
@@ -129,7 +131,10 @@ def make_task(
     if not rank:
         return FirstState(LanguageModelTask(data, config, local_steps=local), model.params)
     config = lora.adapted(config, rank, wanted.lora_alpha, wanted.lora_layers)
-    return FirstState(LanguageModelTask(data, config, model.params, local), lora.init(config, key))
+    frozen, adapters = model.params, lora.init(config, key)
+    if config.num_layers >= DEEP:
+        frozen, adapters = (stacked(tree, config.num_layers) for tree in (frozen, adapters))
+    return FirstState(LanguageModelTask(data, config, frozen, local), adapters)
 
 
 def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:

@@ -110,6 +110,12 @@ class OpenRun:
         return stored
 
 
+def wait_for(workers: Engine, console: Console) -> None:
+    """Until workers can compute. Raises: EngineError: they cannot be had."""
+    with console.phase("starting the workers") as phase, workers.telling(phase.at):
+        workers.ready()
+
+
 @contextmanager
 def open_run(
     algorithm: str,

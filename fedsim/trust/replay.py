@@ -49,13 +49,21 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
             raise Violated(f"{evidence.run_dir / ledger.FILE}: {error}") from None
         except ConfigError as error:
             raise Unknown(f"cannot be computed again: {error}") from None
-    if again["steps_done"] < total:
-        raise Interrupted(f"interrupted after step {again['steps_done']} of {total}")
-    if again["params_sha256"] == checkpoint.params_sha256(checkpoint.load_params(newest)):
+        if again["steps_done"] < total:
+            raise Interrupted(f"interrupted after step {again['steps_done']} of {total}")
+        same = _trained(checkpoint.kept(copy)[-1]) == _trained(newest)
+    if same:
         return f"{steps}, give the same bits"
     if why := directory.other_bits(evidence.stored, versions(), again["host"]):
         raise Unknown(f"cannot tell: {steps}, give other bits, and so may {why}")
     raise Violated(f"{newest}: {steps}, give other parameters")
+
+
+def _trained(path: Path) -> str:
+    """The digest of what a checkpoint holds of the model: parameters, average, optimizer state."""
+    state = checkpoint.load(path)
+    parts = {name: state.get(name) for name in ("params", "average", "opt_state")}
+    return checkpoint.params_sha256(parts)
 
 
 @contextlib.contextmanager

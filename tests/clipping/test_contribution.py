@@ -24,7 +24,7 @@ from fedsim.engine.ray_engine import RayEngine
 from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.mean import MeanTask
-from fedsim.models.transformer import TransformerConfig
+from fedsim.models.transformer import BLOCKS, TransformerConfig, stacked
 
 pytestmark = pytest.mark.privacy
 
@@ -200,9 +200,10 @@ def test_a_missing_unit_changes_the_sum_by_its_contribution_and_by_nothing_else(
 # ---- Through the engine, packing and workers ----------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["whole", "lora"])
+@pytest.fixture(scope="module", params=["whole", "lora", "stacked"])
 def task(request):
-    """Real layers on texts of all lengths; the whole model, or adapters of a frozen one."""
+    """Real layers on texts of all lengths; the whole model, or adapters of a frozen one, whose
+    layers may be gone through in a loop."""
     rng = np.random.default_rng(5)
     sizes = np.concatenate([rng.integers(1, 33, 60), rng.integers(33, 65, 60)])
     examples = {"u": [rng.integers(29, size=size) for size in sizes]}
@@ -210,20 +211,24 @@ def task(request):
     config = TransformerConfig(29, 64, width=16, num_layers=1, num_heads=2)
     if request.param == "whole":
         return LanguageModelTask(Dataset(train=store), config)
-    return adapted(FAMILIES["qwen3"], Dataset(train=store))
+    return adapted(FAMILIES["qwen3"], Dataset(train=store), request.param)
 
 
-def adapted(config, dataset):
+def adapted(config, dataset, how="lora"):
     """Rank-2 adapters of a frozen model with random parameters."""
-    config = dataclasses.replace(config, vocab_size=29, max_length=64, num_layers=1)
+    layers = 2 if how == "stacked" else 1
+    config = dataclasses.replace(config, vocab_size=29, max_length=64, num_layers=layers)
     frozen = random_like(config, np.random.default_rng(1))
+    frozen = stacked(frozen, layers) if how == "stacked" else frozen
     return LanguageModelTask(dataset, lora.adapted(config, 2, 8.0, "query,down"), frozen)
 
 
 @pytest.fixture(scope="module")
 def params(task):
     rng = np.random.default_rng(6)
-    fresh = jax.jit(task.init)(jax.random.key(0))
+    fresh = jax.tree.map(np.asarray, jax.jit(task.init)(jax.random.key(0)))
+    if task.frozen is not None and BLOCKS in task.frozen:
+        fresh = stacked(lora.adapters_of(fresh), 2)
     return jax.tree.map(
         lambda p: np.asarray(p) + rng.normal(0, 0.3, p.shape).astype(np.float32), fresh
     )

@@ -17,7 +17,7 @@ from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError
 from fedsim.models import lora, pretrained, tensor_files
 from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.transformer import Transformer
+from fedsim.models.transformer import Transformer, stacked, unstacked
 from fedsim.run.checkpoint import latest, load_params
 from fedsim.run.model_source import model_of_run
 
@@ -55,6 +55,20 @@ def test_fresh_adapters_change_nothing_and_merged_ones_are_the_ordinary_model(na
     after = logits(adapted, lora.joined(frozen, adapters), tokens)
     assert plain == config and np.abs(after - before).max() > 0.1
     np.testing.assert_allclose(logits(plain, merged, tokens), after, atol=2e-4)
+
+
+def test_layers_in_a_loop_are_the_same_layers(rng, tokens):
+    config = dataclasses.replace(FAMILIES["qwen2"], num_layers=3)
+    adapted = lora.adapted(config, 2, 8.0, "all")
+    frozen, adapters = random_like(config, rng), random_adapters(adapted, rng)
+    expected = logits(adapted, lora.joined(frozen, adapters), tokens)
+    in_loop = [stacked(tree, 3) for tree in (frozen, adapters)]
+    np.testing.assert_allclose(logits(adapted, lora.joined(*in_loop), tokens), expected, atol=1e-4)
+    back = unstacked(in_loop[1])
+    assert jax.tree.structure(back) == jax.tree.structure(adapters)
+    for merged in (adapters, in_loop[1]):
+        _, params = lora.merged(adapted, frozen, merged)
+        np.testing.assert_allclose(logits(config, params, tokens), expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("layers, rank", [("query,down", 2), ("all", 1)])

@@ -162,6 +162,15 @@ def other_params(run_dir):
     edit_json(run_dir / "summary.json", params_sha256=digest)
 
 
+def other_average(run_dir):
+    """The same, of what is released in the place of the last parameters."""
+    state = checkpoint.load(checkpoint.latest(run_dir))
+    state["average"]["embed"]["embedding"] = state["average"]["embed"]["embedding"] + 1
+    checkpoint.save(run_dir, NUM_STEPS, state)
+    digest = checkpoint.params_sha256(state["average"])
+    edit_json(run_dir / "summary.json", params_sha256=digest)
+
+
 BROKEN = {
     "ledger cut": ("summary", lambda r: rewrite_ledger(r, lambda lines: lines[:-1])),
     "ledger of more noise": ("events", lambda r: rewrite_ledger(r, more_noise)),
@@ -202,6 +211,7 @@ BROKEN = {
         lambda r: edit_json(r / "secret.json", secret="00" * 32),
     ),
     "parameters that were not trained so": ("replay", other_params),
+    "an average of other parameters": ("replay", other_average),
     "a checkpoint under another name": (
         "checkpoints",
         lambda r: checkpoint.latest(r).rename(r / "checkpoints" / "step-00000005.msgpack"),
@@ -219,7 +229,7 @@ def test_a_broken_promise_is_named(what, copy, capsys):
 
 def test_changed_settings_are_named(copy, capsys):
     path = copy / "config.json"
-    path.write_text(path.read_text().replace('"learning_rate": 0.1', '"learning_rate": 0.2'))
+    path.write_text(path.read_text().replace('"optimizer": "momentum"', '"optimizer": "sgd"'))
     code, found = verify(capsys, copy)
     says = f"{path}: was changed since the run was started"
     assert code == 1 and found == {"settings": (False, says)}

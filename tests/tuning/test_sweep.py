@@ -61,7 +61,7 @@ def test_a_run_is_known_by_what_it_computes(tmp_path):
     assert name() == name(delta=None)  # as if it was not given
     others = [name(epsilon=5), name(seed=1), name(algorithm="els"), name(data="other")]
     assert len({name(), *others}) == 5
-    assert identity("uls", {}) == identity("uls", {"learning_rate": 0.1})
+    assert identity("uls", {}) == identity("uls", {"learning_rate": None})
     assert len(jobs_of([BASE, {**BASE, "epsilon": 4.0}], tmp_path)) == 1
 
 

@@ -1,0 +1,67 @@
+"""The update of a run where its user leaves it open: by a rule in what is public.
+
+The rule comes from public text (`experiments/optimizers.py`). No text that is to be protected plays
+a part in it, so it costs no privacy.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from fedsim import optimizers
+from fedsim.config import RunConfig
+from fedsim.errors import ConfigError
+
+UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
+"""The settings of a RunConfig that are None where they are left to the recipe."""
+PAPER: dict[str, Any] = {
+    **{"optimizer": "adafactor", "learning_rate": 0.1, "schedule": "constant", "ema": 0.0}
+}
+"""Charles et al. 2024 (Section 5), who tune the rate on a grid."""
+RATES = {"adafactor": 0.1, "adam": 0.01, "adamw": 0.01}
+"""Of optimizers that divide by the size of what they see: it does not depend on the noise."""
+MOMENTUM_RATES = {  # what is trained: (rate per bound / stddev, the most), at 100 steps
+    "fresh": (1.4e-3, 0.3),
+    "pretrained": (6e-5, 0.03),
+    "adapters": (1e-3, 0.3),
+}
+EMA = 0.9
+
+
+class Noise(NamedTuple):
+    """What the rule asks of a run. All of it is public."""
+
+    stddev: float
+    """Of the noise on a coordinate of a step's mean gradient: C sigma / M, or C sigma / B."""
+    bound: float
+    """On that gradient's norm: C, or 1 with normalised clipping."""
+
+
+def settled(run: RunConfig, noise: Noise | None, *, fresh: bool = True) -> RunConfig:
+    """The run with nothing of its update left open.
+
+    Args:
+      noise: None: of pre-training, which has none and is set as in the paper.
+      fresh: whether the model that is trained is not a pretrained one.
+    Raises: ConfigError: there is no rule for the rate of its optimizer.
+    """
+    usual = PAPER
+    if noise is not None and run.recipe != "paper":
+        kind = run.optimizer or "momentum"
+        trained = "adapters" if run.model.lora_rank else "fresh" if fresh else "pretrained"
+        rate = run.learning_rate or _rate(kind, noise, *MOMENTUM_RATES[trained])
+        usual = {"optimizer": kind, "learning_rate": rate, "schedule": "constant", "ema": EMA}
+    own = {name: getattr(run, name) for name in UPDATE}
+    return dataclasses.replace(run, **{n: usual[n] if v is None else v for n, v in own.items()})
+
+
+def _rate(optimizer: str, noise: Noise, per_noise: float, most: float) -> float:
+    kind = optimizer.partition(":")[0]
+    if kind in RATES:
+        return RATES[kind]
+    if kind not in ("momentum", "sgd"):
+        optimizers.optimizer(optimizer, 1.0)  # the first mistake: there is none of that name
+        expected = f"a value: there is a rule for momentum, sgd, {', '.join(RATES)} alone"
+        raise ConfigError(f"learning_rate=None: expected {expected}, not for {kind}")
+    share = noise.bound / max(noise.stddev, 1e-12)
+    rate = min(most, per_noise * share) / noise.bound
+    return float(f"{rate / (1 if kind == 'momentum' else 1 - optimizers.MOMENTUM):.3g}")

@@ -1,0 +1,85 @@
+"""Lines on stderr: notes, and phases that say how far they have come.
+
+Imports nothing that takes time: the first line of a command is there at once.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console as RichConsole
+
+REFRESH_S = 0.5  # of a line that is written over
+LINES_S = (3.0, 10.0, 30.0)  # in a log: a line after each of these, and then every thirty seconds
+
+
+class Phase:
+    """Something that takes its time."""
+
+    def __init__(self, what: str):
+        self.what = what
+        self._done, self._of, self._began = 0, 0, time.monotonic()
+
+    def at(self, done: int, of: int) -> None:
+        """So much is done. A count that begins again counts something else: time does, too."""
+        if done < self._done or of != self._of:
+            self._began = time.monotonic()
+        self._done, self._of = done, of
+
+    def line(self) -> str:
+        """How far it has come, and how long it will take."""
+        seconds, done, of = time.monotonic() - self._began, self._done, self._of
+        if not of:
+            return f"{self.what}: {seconds:.0f} s"
+        left = f", {seconds / done * (of - done):.0f} s left" if done else ""
+        return f"{self.what}: {done} of {of}, {seconds:.0f} s{left}"
+
+
+class Terminal:
+    """Writes to stderr."""
+
+    def __init__(self):
+        # In a notebook rich would make a display of every line.
+        self._out = RichConsole(stderr=True, highlight=False, emoji=False, force_jupyter=False)
+        self._show: Callable[[str], None] | None = None
+        """What writes a phase over the line in which steps are shown, where there is one."""
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._out.print(text, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def phase(self, what: str) -> Iterator[Phase]:
+        """Say what is done, and from time to time how far it has come."""
+        phase, over = Phase(what), threading.Event()
+        if self._show is not None:
+            how, arguments = self._over_a_bar, (phase, over, self._show)
+        elif self._out.is_terminal:
+            how, arguments = self._over_a_line, (phase, over)
+        else:
+            self.note(what)
+            how, arguments = self._in_lines, (phase, over)
+        thread = threading.Thread(target=how, args=arguments, daemon=True)
+        thread.start()
+        try:
+            yield phase
+        finally:
+            over.set()
+            thread.join()
+
+    def _in_lines(self, phase: Phase, over: threading.Event) -> None:
+        waits = iter(b - a for a, b in zip((0.0, *LINES_S), LINES_S, strict=False))
+        while not over.wait(next(waits, LINES_S[-1])):
+            self.note(phase.line())
+
+    def _over_a_line(self, phase: Phase, over: threading.Event) -> None:
+        with self._out.status(phase.what) as status:
+            while not over.wait(REFRESH_S):
+                status.update(phase.line())
+        self.note(phase.line())
+
+    @staticmethod
+    def _over_a_bar(phase: Phase, over: threading.Event, show: Callable[[str], None]) -> None:
+        while not over.wait(REFRESH_S):
+            show(phase.line())
