@@ -32,7 +32,7 @@ from fedsim.sampling import Sampling, Users, examples_per_user, graph_of
 from fedsim.shared_uls import SharedULS
 from fedsim.uls import ULS
 
-SOME = ("planted", "shared", "bands", "noise")
+SOME = ("planted", "shared", "bands", "noise", "trial")
 """Fields of a plan that are written down where they are not at their defaults."""
 SHARED = "shared"
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
@@ -43,6 +43,7 @@ ADJACENCY = {
     "public and fixed",
 }
 REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
+TRIAL = "of one trial of a private selection, which costs more: not a guarantee"
 UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
 
 
@@ -96,6 +97,8 @@ class Plan:
     shared: dict[str, Any] | None = None
     """Where texts have several owners: owner sets, texts with several owners, texts that the bounds
     kept and left out, k (max_changed), and a seal of what they kept. None: each has one."""
+    trial: bool = False
+    """Whether the run is a trial of a private selection, which is what is counted and released."""
     planted: dict[str, int] | None = None
     """How many canaries of each kind an audit tossed coins for. The run of an audit is none to
     release. None: it is no audit."""
@@ -391,6 +394,7 @@ def make_plan(
     data_seal: str,
     *,
     unproven: str | None = None,
+    trial: bool = False,
 ) -> Plan:
     """Calibrate the noise and write down every constant."""
     assert privacy.delta is not None, "complete() comes first"
@@ -426,6 +430,7 @@ def make_plan(
         seeded=method.key.seed is not None,
         unproven=unproven,
         shared=sharing(users, method, method.key),
+        trial=trial,
         planted=getattr(users, "canaries", None),
     )
 
@@ -505,6 +510,7 @@ def label_of(plan: Mapping[str, Any]) -> str:
         assumed = f"as if there were {assumed_population:,} users"
         labels.append(f"{assumed}: an assumption, not a guarantee")
     labels += [UNPROVEN] if plan.get("unproven") else []
+    labels += [TRIAL] if plan.get("trial") else []
     labels += [REPRODUCTION] if plan.get("seeded") else []
     return "; ".join(labels)
 

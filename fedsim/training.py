@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ def train(
     source: Source | None = None,
     plant: Plant | None = None,
     callback: Callback | None = None,
+    trial: bool = False,
+    held_out: bool = True,
     rehearsed: EngineConfig | None = None,
 ) -> dict[str, Any]:
     """Train, or go on training; returns what `summary.json` holds.
@@ -86,6 +88,8 @@ def train(
       source: data and task, instead of those that the settings name.
       plant: of an audit.
       callback: called after every step with its number, from 1, and its metrics.
+      trial: it is one of a private selection, which is counted in the ledger of the data instead.
+      held_out: evaluate on held-out users, which is done without noise.
       rehearsed: train nothing and write nothing, but return the plan and what it would cost with
         this engine; see `run.cost`.
     Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
@@ -95,6 +99,8 @@ def train(
     unproven = unproven_strategy(run.engine)
     opening = open_run(algorithm, privacy, run, console, source=source, plant=plant)
     with opening as opened:
+        if not held_out:
+            opened.data = dataclasses.replace(opened.data, eval_users=None)
         data, key = opened.data, opened.key
         completed, non_private = complete(algorithm, privacy, data, key=key)
         if opened.stored and opened.stored.plan:  # of versions that might choose otherwise
@@ -118,15 +124,15 @@ def train(
         else:
             size, seal = num_coordinates(params), opened.identity.data_seal
             facts = (size, non_private, seal)
+            how = {"unproven": unproven, "trial": trial}
             with console.phase("calibrating the noise"):
-                plan = make_plan(
-                    algorithm, completed, data.train, method, *facts, unproven=unproven
-                )
+                plan = make_plan(algorithm, completed, data.train, method, *facts, **how)
             for doubt in doubts(plan, data):
                 console.note(f"warning: {doubt}")
         planned = planned_phases(plan, method)
         entry = applicant.entry(key.seal("ledger"), planned, plan.slack, plan.label)
-        applicant.expect_room(entry)
+        if not trial:
+            applicant.expect_room(entry)
         wait_for(workers, console)
         console.plan(plan, workers)
         opened.run = run = settled_by(plan, opened.stored, run, fresh=opened.model is None)
@@ -165,7 +171,7 @@ def train(
             watch=plant.watch if plant else None,
             callback=callback,
         )
-        with applicant.admitted(entry):
+        with nullcontext() if trial else applicant.admitted(entry):
             return trainer.fit(params, key)
 
 

@@ -54,6 +54,8 @@ def _seen(run_dir: Path, entry: Entry) -> str | tuple[Released]:
     try:
         with directory.lock(run_dir, to_read=True):
             head = run_ledger.head(run_dir)
+            if not head and not (run_dir / directory.CONFIG).exists():
+                return GONE
             if not head:
                 own = SecretKey.load(run_dir).seal("ledger") == entry.run
                 return ([],) if own and entry.planned is not None else GONE
@@ -117,6 +119,8 @@ class Applicant:
 
     def expect_room(self, entry: Entry) -> None:
         """Raises ConfigError: with this run a limit would be broken."""
+        if self.limit is None and not self.place.exists():
+            return
         with hold(self.place) as ledger:
             self._expect_room(ledger, entry)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -115,6 +116,27 @@ class Sweep:
     """One run after another, each on all workers of the cluster: for runs that would take one
     worker too long."""
 
+    select: Literal["eval/loss"] | None = None
+    """Keep the run that is best by this metric, in best/. Needs --private."""
+
+    private: bool = False
+    """Choose the best run privately: trials are drawn at random, and how many there are is drawn,
+    too, and secret. Only the best is kept, and the choice is paid for (Papernot and Steinke 2022).
+    What the metric costs is said by --eval-epsilon or --public-eval."""
+
+    trials: float | None = None
+    """Private: the expected number of trials. >= 1. Default: as many as there are settings."""
+
+    shape: float = 0.0
+    """Private: shape of the distribution of the number of trials: 1 geometric, 0 logarithmic; the
+    smaller, the more often there is one trial, and the cheaper. > -1."""
+
+    eval_epsilon: float | None = None
+    """Private: evaluate held-out users with noise, for this epsilon of theirs in all. > 0."""
+
+    public_eval: bool = False
+    """Private: the texts of held-out users are public, and evaluated without noise."""
+
     dry_run: bool = False
     """List the runs, and run nothing."""
 
@@ -140,10 +162,18 @@ class Sweep:
                 for row in rows:
                     print(*(f"{name}={value}" for name, value in row.items()))
             return {"out": str(self.out), "rows": rows}
+        chosen = self._selection()
         set_threads(dataclasses.replace(jobs[0].run.engine, kind="ray"))  # they compute elsewhere
         from fedsim.run.console import Console
 
         how = {"at_once": self.at_once, "in_turn": self.in_turn}
+        if chosen is not None:
+            from fedsim.tuning.selection import select
+
+            found = select(settings, self.out, chosen, Console())
+            if not self.json:
+                print(found["claim"], f"the best one: {found['best']}", sep="\n")
+            return found
         rows = sweep(settings, self.out, Console(), **how)
         failed = [row for row in rows if row["status"] == "failed"]
         if failed:
@@ -155,6 +185,22 @@ class Sweep:
             print(f"{len(rows)} runs: {self.out / 'results.csv'}")
             print(f"tensorboard --logdir {self.out / 'tb'}")
         return {"out": str(self.out), "rows": rows}
+
+    def _selection(self) -> Any:
+        """How a private selection is made; None: there is none to make."""
+        if not self.private:
+            expect("select", self.select, self.select is None, "--private beside it")
+            return None
+        from fedsim.tuning.selection import Selection
+
+        expect("select", self.select, self.select is not None, "eval/loss, to select by")
+        said = (self.eval_epsilon is None) == self.public_eval
+        expect("eval_epsilon", self.eval_epsilon, said, "a value, or --public-eval, and not both")
+        share, trials, shape = self.eval_epsilon, self.trials, self.shape
+        expect("eval_epsilon", share, share is None or 0 < share < math.inf, "> 0 and finite")
+        expect("trials", trials, trials is None or 1 <= trials < math.inf, ">= 1")
+        expect("shape", shape, -1 < shape < math.inf, "> -1")
+        return Selection(trials, shape, share, self.at_once, self.in_turn)
 
 
 def read_spec(file: Path | None, flags: tuple[str, ...]) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def claim(released: Released) -> str:
             "in shuffled order": plan.sampling_run != plan.sampling_accounted,
             "taken for a sample of more users": plan.assumed_population is not None,
             f"with the strategy {plan.unproven}": plan.unproven is not None,
+            "as a trial of a private selection": plan.trial,
             "with a seed, to be reproduced": plan.seeded,
         }
         why = " and ".join(reason for reason, holds in reasons.items() if holds)

@@ -67,6 +67,10 @@ class Job:
     settings: dict[str, Any]
     """What was given, in JSON's types."""
     log: Path
+    trial: bool = False
+    """Whether it is a trial of a private selection."""
+    held_out: bool = True
+    """Whether it is evaluated on held-out users without noise."""
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -148,10 +152,7 @@ def sweep(
     if not todo:
         return rows
     started = time.monotonic()
-    if here or in_turn:
-        outcomes = _in_turn(todo, "local" if here else "ray")
-    else:
-        outcomes = _side_by_side(todo, console, at_once)
+    outcomes = outcomes_of(todo, console, at_once=at_once, here=here, in_turn=in_turn)
     for count, (job, result) in enumerate(outcomes, 1):
         if isinstance(result, FedsimError):
             errors[job.name] = " ".join(str(result).split())
@@ -190,6 +191,20 @@ def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:
             seal = SecretKey.load(run_dir).seal(data.train.fingerprint)
             expect("data", run.data.source, seal == identity.data_seal, expected)
             expect("model", run.model.source, sha256 == identity.model, expected)
+
+
+def outcomes_of(
+    jobs: Sequence[Job],
+    console: Console,
+    *,
+    at_once: int | None = None,
+    here: bool = False,
+    in_turn: bool = False,
+) -> Iterator[tuple[Job, Any]]:
+    """Run the jobs as `sweep` does: (job, its summary or the FedsimError that ended it)."""
+    if here or in_turn:
+        return _in_turn(jobs, "local" if here else "ray")
+    return _side_by_side(jobs, console, at_once)
 
 
 def _side_by_side(
@@ -240,7 +255,14 @@ def train_one(job: Job) -> dict[str, Any]:
         while True:
             try:
                 console = Console(log_every=job.run.log_every)
-                return train(job.algorithm, job.privacy, job.run, console)
+                return train(
+                    job.algorithm,
+                    job.privacy,
+                    job.run,
+                    console,
+                    trial=job.trial,
+                    held_out=job.held_out,
+                )
             except directory.Busy:
                 if time.monotonic() > deadline:
                     raise

@@ -95,6 +95,8 @@ def test_a_run_that_was_killed_is_counted_and_one_that_is_gone_whole(place, tmp_
 def test_one_that_was_killed_before_its_first_step_released_nothing(place, tmp_path):
     run(place, tmp_path / "a", killed=True)
     (tmp_path / "a" / "ledger.jsonl").unlink()
+    assert states(place) == [("gone", PLANNED)]
+    (tmp_path / "a" / directory.CONFIG).write_text("{}")
     assert states(place) == [("killed", [])]
 
 

@@ -1,0 +1,305 @@
+"""`fedsim sweep --private`: settings are chosen by a metric, and the choice is paid for.
+
+Each trial draws one of the candidates and trains it; how many trials there are is drawn, too, and
+stays secret; only the best model is kept (`accounting.selection`). Where running every candidate
+once costs less, that is done instead. Both are decided before anything is run.
+"""
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fedsim import accounting
+from fedsim.accounting import Phases, SelectionEvent, StepEvent
+from fedsim.accounting.rounding import at_most
+from fedsim.accounting.selection import draw_trials
+from fedsim.budget.admission import Applicant
+from fedsim.budget.ledger import Limit, place_of
+from fedsim.config import changed_run, to_json
+from fedsim.data.dataset import Dataset
+from fedsim.errors import FedsimError, expect
+from fedsim.evaluate import last_model
+from fedsim.files import read_json, write_json
+from fedsim.keys import FILE as KEY
+from fedsim.keys import SecretKey
+from fedsim.optimizers import Diverged
+from fedsim.plan import complete, make_plan, method_for, planned_phases
+from fedsim.run import directory
+from fedsim.run.console import Console
+from fedsim.run.model_source import find_model, load_data
+from fedsim.tuning.private_loss import (
+    calibrate_evaluation,
+    largest_loss,
+    noisy_mean_loss,
+    user_losses,
+)
+from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, jobs_of, outcomes_of
+
+METRIC = "eval/loss"
+BEST, RESULT = "best", "selection.json"
+MOST_PARAMETERS = 10**9
+"""For the slack of noise, which is paid for before models are made."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """How a private selection is made."""
+
+    mean: float | None = None
+    """Expected number of trials; None: as many as there are candidates."""
+    shape: float = 0.0
+    """Of the distribution of the number of trials; see `SelectionEvent`."""
+    eval_epsilon: float | None = None
+    """What all evaluations may cost the held-out users; None: their texts are public."""
+    at_once: int | None = None
+    in_turn: bool = False
+    here: bool = False
+    """How trials are run; see `sweep`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Priced:
+    """What a selection costs, known before it is run."""
+
+    event: SelectionEvent
+    delta: float
+    epsilon: float
+    """Of the selection."""
+    epsilon_of_all: float
+    """Of every candidate, trained once and released."""
+    epsilon_of_one: float
+    """Of the dearest candidate."""
+    label: str
+    eval_noise: float | None
+    """Noise multiplier of an evaluation; None: without noise."""
+    eval_delta: float | None
+
+    @property
+    def all_once(self) -> bool:
+        """Whether every candidate is trained once, because that costs less."""
+        return self.epsilon_of_all <= self.epsilon
+
+    @property
+    def phases(self) -> Phases:
+        """What is released of the training users."""
+        if self.all_once:
+            return [phase for candidate in self.event.candidates for phase in candidate]
+        return [(self.event, 1)]
+
+    @property
+    def eval_phases(self) -> Phases:
+        """What is released of the held-out users."""
+        assert self.eval_noise is not None
+        evaluation: tuple[accounting.Event, int] = (StepEvent(self.eval_noise, 1.0), 1)
+        if self.all_once:
+            return [(evaluation[0], len(self.event.candidates))]
+        return [(SelectionEvent(((evaluation,),), self.event.mean, self.event.shape), 1)]
+
+
+def select(
+    settings: Sequence[Settings], out: Path, how: Selection, console: Console
+) -> dict[str, Any]:
+    """Run the trials, keep the best model in `out`/best, and say what that cost.
+
+    A selection that was killed goes on with the same trials. Of the others nothing is kept: whoever
+    saw them would have to be counted for all of them.
+    Raises: ConfigError: a setting has no place in a private selection, or a limit would be broken.
+    """
+    if (out / RESULT).exists():
+        return read_json(out / RESULT)
+    jobs = jobs_of(settings, out)
+    data = _data(jobs, console)
+    priced = price(jobs, data, how)
+    for line in sentences(priced, len(jobs), how):
+        console.note(line)
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    out.chmod(0o700)
+    for name in (RUNS, LOGS):
+        (out / name).mkdir(exist_ok=True)
+    if not (out / KEY).exists():
+        SecretKey.create().save(out)
+    key = SecretKey.load(out)
+    with _admitted(jobs[0], data, priced, out, key):
+        trials = _trials(jobs, priced, out, key)
+        scores = []
+        for trial, outcome in outcomes_of(
+            [each for each in trials if each.summary is None],
+            console,
+            at_once=how.at_once,
+            in_turn=how.in_turn,
+            here=how.here,
+        ):
+            if isinstance(outcome, FedsimError) and not isinstance(outcome, Diverged):
+                raise outcome  # a worker was lost, say: the same command goes on
+            console.note(f"{trial.name} ended")
+        for number, trial in enumerate(trials):
+            scores.append(_score(trial, number, data, priced, key, console))
+        best = min(range(len(trials)), key=lambda number: scores[number])
+        expect("settings", "", math.isfinite(scores[best]), "a trial that ends with a loss")
+        shutil.move(trials[best].run.run_dir, out / BEST)
+        for name in (RUNS, LOGS):
+            shutil.rmtree(out / name)
+    result = {
+        "out": str(out),
+        "best": str(out / BEST),
+        "settings": trials[best].settings,
+        METRIC: scores[best],
+        "epsilon": to_json(priced.epsilon_of_all if priced.all_once else priced.epsilon),
+        "delta": priced.delta,
+        "all_once": priced.all_once,
+        "epsilon_of_selection": to_json(priced.epsilon),
+        "epsilon_of_all": to_json(priced.epsilon_of_all),
+        "epsilon_of_one": to_json(priced.epsilon_of_one),
+        "candidates": len(jobs),
+        "expected_trials": priced.event.mean,
+        "shape": priced.event.shape,
+        "eval_epsilon": how.eval_epsilon,
+        "eval_delta": priced.eval_delta,
+        "guarantee": not priced.label,
+        "claim": "\n".join(sentences(priced, len(jobs), how)),
+    }
+    write_json(out / RESULT, result, mode=0o600)
+    return result
+
+
+def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
+    """What a selection among these candidates costs.
+
+    Raises: ConfigError: one has no place in it.
+    """
+    candidates, labels, slacks, deltas = [], set(), [], set()
+    for job in jobs:
+        privacy, run = job.privacy, job.run
+        expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
+        share = privacy.group_size_epsilon
+        expect("group_size_epsilon", share, share is None, "none in a private selection")
+        key = SecretKey.create(run.seed)
+        completed, non_private = complete(job.algorithm, privacy, data, key=key)
+        method = method_for(job.algorithm, completed, data.train, key)
+        facts = (MOST_PARAMETERS, non_private, "")
+        plan = make_plan(job.algorithm, completed, data.train, method, *facts)
+        candidates.append(tuple(planned_phases(plan, method) or ()))
+        slacks.append(plan.slack)
+        labels.add(plan.label)
+        deltas.add(plan.delta)
+    expect("delta", sorted(deltas), len(deltas) == 1, "the same one for all candidates")
+    delta, mean = deltas.pop(), float(how.mean or len(jobs))
+    slack = (max(each.epsilon for each in slacks), max(each.delta for each in slacks))
+    event = SelectionEvent(tuple(candidates), mean, how.shape, slack)
+    eval_noise = eval_delta = None
+    if how.eval_epsilon is not None:
+        held_out = data.eval_users
+        num_users = held_out.num_users if held_out is not None else 0
+        expect("eval_epsilon", how.eval_epsilon, num_users > 1, "data with held-out users")
+        eval_delta = num_users**-1.1
+        eval_noise = calibrate_evaluation(how.eval_epsilon, eval_delta, mean, how.shape)
+    together = [phase for candidate in candidates for phase in candidate]
+    return Priced(
+        event,
+        delta,
+        accounting.epsilon([(event, 1)], delta),
+        accounting.epsilon(together, delta) + len(jobs) * slack[0],
+        max(accounting.epsilon(candidate, delta) for candidate in candidates),
+        "; ".join(sorted(labels - {""})),
+        eval_noise,
+        eval_delta,
+    )
+
+
+def sentences(priced: Priced, candidates: int, how: Selection) -> list[str]:
+    """What a selection costs, in words."""
+    best = f"the best of {candidates} candidates, each trained once"
+    if not priced.all_once:
+        best = (
+            f"the best of a secret number of trials, {priced.event.mean:g} expected, of "
+            f"{candidates} candidates"
+        )
+    spent = min(priced.epsilon, priced.epsilon_of_all)
+    label = f" ({priced.label})" if priced.label else ""
+    delta = at_most(priced.delta, ".2e")
+    costs = (priced.epsilon, priced.epsilon_of_all, priced.epsilon_of_one)
+    selected, every, one = (at_most(each, ".4g") for each in costs)
+    said = [
+        f"What is released is {best}: epsilon = {at_most(spent, '.4g')} at delta = {delta}{label} "
+        "for every training user.",
+        f"By private selection it costs {selected}, with every candidate trained once and all of "
+        f"them released {every}, and one alone {one}.",
+    ]
+    if priced.eval_delta is None:
+        said.append(
+            f"The metric, {METRIC}, was computed without noise: the texts of held-out users were "
+            "said to be public."
+        )
+    else:
+        assert how.eval_epsilon is not None
+        said.append(
+            f"The metric, {METRIC}, has noise: it costs every held-out user epsilon = "
+            f"{at_most(how.eval_epsilon, '.4g')} at delta = {at_most(priced.eval_delta, '.2e')}."
+        )
+    return said
+
+
+def _data(jobs: Sequence[Job], console: Console) -> Dataset:
+    """The data that all candidates are trained on."""
+    places = {(job.run.data.source, str(job.run.data.options)) for job in jobs}
+    expect("data", sorted(places), len(places) == 1, "the same for all candidates")
+    run = jobs[0].run
+    return load_data(run.data, find_model(run.model.source), console.note)
+
+
+def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey) -> ExitStack:
+    """Count the selection in the ledger of the data, and its evaluations for held-out users."""
+    stack, run = ExitStack(), job.run
+    place, limit = place_of(run.budget_ledger), run.limit_epsilon
+    limits = None if limit is None else Limit(limit, priced.delta)
+    own = [("selection", data.train, list(priced.phases), limits)]
+    if priced.eval_noise is not None and data.eval_users is not None:
+        own.append(("evaluation", data.eval_users, list(priced.eval_phases), None))
+    for kind, users, phases, bound in own:
+        applicant = Applicant(place, users.user_ids(), kind, bound, out)
+        slack = (0.0, 0.0)  # part of the event
+        if priced.all_once and kind == "selection":
+            count = len(priced.event.candidates)
+            slack = (count * priced.event.slack[0], count * priced.event.slack[1])
+        entry = applicant.entry(key.seal(kind), phases, slack, priced.label)
+        stack.enter_context(applicant.admitted(entry))
+    return stack
+
+
+def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> list[Job]:
+    """The trials, in order: the same whenever they are drawn."""
+    rng = key.generator("trials")
+    drawn = list(range(len(jobs)))
+    if not priced.all_once:
+        drawn = rng.integers(0, len(jobs), draw_trials(priced.event, rng)).tolist()
+    found, public = [], priced.eval_noise is None
+    for number, choice in enumerate(drawn):
+        name, job = f"trial-{number}", jobs[choice]
+        run = changed_run(job.run, run_dir=(out / RUNS / name).absolute(), limit_epsilon=None)
+        log = (out / LOGS / f"{name}.txt").absolute()
+        found.append(
+            dataclasses.replace(job, name=name, run=run, log=log, trial=True, held_out=public)
+        )
+    return found
+
+
+def _score(
+    trial: Job, number: int, data: Dataset, priced: Priced, key: SecretKey, console: Console
+) -> float:
+    """A trial's loss on held-out users, with noise if they are protected; inf if it diverged."""
+    summary = trial.summary
+    if summary is None:
+        return math.inf
+    if priced.eval_noise is None:
+        return float(summary["final_eval_loss"])
+    stored = directory.load(trial.run.run_dir)
+    task, params, _, _ = last_model(stored, trial.run, console)
+    most = largest_loss(data.train.vocab_size)
+    rng = key.generator("evaluation", number)
+    losses = user_losses(task, params, "eval_users")
+    how = {"noise_multiplier": priced.eval_noise, "most": most, "rng": rng}
+    return noisy_mean_loss(losses, **how)

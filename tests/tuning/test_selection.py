@@ -1,0 +1,178 @@
+"""A private selection: what it costs is known before, counted once, and only the best is kept."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_verify import write_texts
+
+from fedsim import accounting
+from fedsim.accounting import SelectionEvent
+from fedsim.budget.ledger import hold, place_of
+from fedsim.cli.main import main
+from fedsim.errors import ConfigError
+from fedsim.keys import SecretKey
+from fedsim.plan import TRIAL
+from fedsim.run.console import Console
+from fedsim.run.model_source import load_data
+from fedsim.trust.budget_page import budget
+from fedsim.tuning.private_loss import calibrate_evaluation, noisy_mean_loss
+from fedsim.tuning.selection import Selection, price, select
+from fedsim.tuning.sweep import jobs_of
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.parquet")
+
+
+@pytest.fixture
+def settings(texts, tmp_path, monkeypatch):
+    """Three candidates on small data, counted in a ledger of their own."""
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
+    own = {"algorithm": "uls", "data": str(texts), "epsilon": 1.0, "num_steps": 3, "budget": 24}
+    own |= {"max_length": 24, "model": "micro", "strategy": "scan:2", "delta": 1e-3}
+    return [{**own, "learning_rate": rate} for rate in (0.1, 0.03, 0.01)]
+
+
+def priced(settings, out, how):
+    jobs = jobs_of(settings, out)
+    return price(jobs, load_data(jobs[0].run.data, None, print), how)
+
+
+@pytest.mark.privacy
+def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, tmp_path):
+    out = tmp_path / "out"
+    found = select(settings, out, Selection(mean=2, here=True), Console())
+    assert {path.name for path in out.iterdir()} == {
+        *("best", "selection.json", "secret.json", "budget.json")
+    }
+    assert not found["all_once"] and found["epsilon_of_one"] < found["epsilon"]
+    assert found["epsilon"] < found["epsilon_of_all"]
+    with hold(place_of(None)) as ledger:
+        (entry,) = ledger.entries.values()
+    ((event, count),) = entry.planned
+    assert isinstance(event, SelectionEvent) and count == 1 and entry.kind == "selection"
+    assert found["epsilon"] == accounting.epsilon(entry.planned, found["delta"])
+    spent = budget(place_of(None), None, delta=found["delta"])
+    assert spent["epsilon"] == found["epsilon"] and spent["runs"][0]["state"] == "released"
+    best = json.loads((out / "best" / "summary.json").read_text())
+    assert best["epsilon_holds"] == TRIAL and found["eval/loss"] == best["final_eval_loss"]
+    assert select(settings, out, Selection(here=True), Console()) == found  # and no second time
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_held_out_users_are_evaluated_with_noise_and_pay_for_it(settings, tmp_path):
+    out, how = tmp_path / "out", Selection(mean=2, here=True, eval_epsilon=3.0)
+    found = select(settings, out, how, Console())
+    with hold(place_of(None)) as ledger:
+        training, evaluation = ledger.entries.values()
+    assert evaluation.kind == "evaluation" and evaluation.users != training.users
+    spent = accounting.epsilon(evaluation.planned, found["eval_delta"])
+    assert 3.0 * (1 - 1e-3) < spent <= 3.0
+    best = json.loads((out / "best" / "summary.json").read_text())
+    assert best["final_eval_loss"] == "nan" and math.isfinite(found["eval/loss"])
+    metrics = (out / "best" / "metrics.jsonl").read_text()
+    assert '"eval/loss"' not in metrics
+
+
+def test_where_every_candidate_once_costs_less_that_is_done(settings, tmp_path):
+    many = priced(settings[:2], tmp_path, Selection(mean=50, shape=1.0))
+    assert many.all_once and many.phases == [p for c in many.event.candidates for p in c]
+    assert not priced(settings, tmp_path, Selection()).all_once
+
+
+@pytest.mark.privacy
+def test_a_limit_holds_for_selections(settings, tmp_path):
+    for each in settings:
+        each["limit_epsilon"] = 1.2
+    with pytest.raises(ConfigError, match="limit_epsilon=1.2: expected a run that fits"):
+        select(settings, tmp_path / "out", Selection(here=True), Console())
+    assert list((tmp_path / "out" / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "changed, match",
+    [
+        ({"epsilon": math.inf}, "epsilon=inf: expected a finite one"),
+        ({"delta": 1e-4}, "delta=.*expected the same one for all"),
+        ({"data": "pydocs", "max_length": None}, "data=.*expected the same for all"),
+    ],
+)
+def test_candidates_that_have_no_place_are_refused(settings, tmp_path, changed, match):
+    given = [settings[0], {**settings[1], **changed}]
+    with pytest.raises(ConfigError, match=match):
+        select(given, tmp_path / "out", Selection(here=True), Console())
+
+
+@pytest.mark.parametrize(
+    "flags, match",
+    [
+        (["--select", "eval/loss"], "select=eval/loss: expected --private"),
+        (["--private"], "select=None: expected eval/loss"),
+        (["--private", "--select", "eval/loss"], "eval_epsilon=None: expected a value, or"),
+        (
+            ["--private", "--select", "eval/loss", "--public-eval", "--trials", "0.5"],
+            "trials=0.5: expected >= 1",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(texts, tmp_path, capsys, flags, match):
+    given = {"algorithm": "uls", "data": texts, "epsilon": 1, "num_steps": 3}
+    words = [word for n, v in given.items() for word in ("--set", f"{n}={v}")]
+    with pytest.raises(SystemExit) as stop:
+        main(["sweep", *words, "--out", str(tmp_path / "out"), *flags])
+    assert stop.value.code == 2 and match in capsys.readouterr().err
+
+
+@pytest.mark.privacy
+def test_a_noisy_loss_is_a_gaussian_mechanism():
+    most, size, sigma = 5.0, 200, 3.0
+    losses = np.random.default_rng(1).uniform(1, 4, size)
+    key = SecretKey.create(seed=1)
+
+    def released(values, number):
+        how = {"noise_multiplier": sigma, "most": most}
+        return noisy_mean_loss(values, rng=key.generator("evaluation", number), **how)
+
+    found = np.array([released(losses, number) for number in range(2000)])
+    spread = sigma * most / 2 / size
+    assert abs(found.mean() - losses.mean()) < 5 * spread / math.sqrt(2000)
+    assert abs(found.std() / spread - 1) < 0.1
+    # One user moves the mean by L / 2 / N at most, where one without texts adds nothing: L / 2.
+    for extreme in (0.0, 1e9, math.nan, math.inf):
+        other = losses.copy()
+        other[0] = extreme
+        without = losses.copy()
+        without[0] = most / 2
+        moved = released(other, 0) - released(without, 0)
+        assert abs(moved) <= most / 2 / size * (1 + 1e-5) + 2.0**-8 * spread
+
+
+def test_the_noise_of_evaluations_spends_what_it_may():
+    for mean in (1.0, 8.0):
+        sigma = calibrate_evaluation(2.0, 1e-3, mean, 0.0)
+        step = ((accounting.StepEvent(sigma, 1.0), 1),)
+        spent = accounting.epsilon([(SelectionEvent((step,), mean, 0.0), 1)], 1e-3)
+        assert 2.0 * (1 - 1e-3) < spent <= 2.0
+
+
+def test_the_losses_of_users_are_theirs(rng):
+    from problems import SoftmaxTask
+
+    from fedsim.tuning.private_loss import user_losses
+
+    sizes = [3, 1, 20]
+    features = rng.normal(size=(24, 5)).astype(np.float32)
+    labels = rng.integers(4, size=24)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    theta = rng.normal(size=(5, 4)).astype(np.float32)
+    task = SoftmaxTask(features, labels, 4)
+    store = SimpleNamespace(offsets=offsets, num_examples=24)
+    vars(task)["dataset"] = SimpleNamespace(eval_users=store)
+    losses = np.asarray(task.losses(theta, task.read("eval_users", np.arange(24))))
+    expected = [losses[a:b].mean() for a, b in zip(offsets, offsets[1:], strict=False)]
+    assert user_losses(task, theta, "eval_users") == pytest.approx(expected, rel=1e-5)
