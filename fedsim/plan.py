@@ -219,6 +219,7 @@ class Plan:
         typed = {
             "algorithm": Algorithm(fields["algorithm"]),
             "target_epsilon": float(fields["target_epsilon"]),
+            "predicted_error": float(fields.get("predicted_error", math.nan)),
             "non_private": tuple(fields["non_private"]),
         }
         return cls(**{**fields, **typed})

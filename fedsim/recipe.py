@@ -5,6 +5,7 @@ a part in it, so it costs no privacy.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 from fedsim import optimizers
@@ -19,11 +20,12 @@ PAPER: dict[str, Any] = {
 """Charles et al. 2024 (Section 5), who tune the rate on a grid."""
 RATES = {"adafactor": 0.1, "adam": 0.01, "adamw": 0.01}
 """Of optimizers that divide by the size of what they see: it does not depend on the noise."""
-MOMENTUM_RATES = {  # what is trained: (rate per bound / stddev, the most), at 100 steps
-    "fresh": (1.4e-3, 0.3),
-    "pretrained": (6e-5, 0.03),
-    "adapters": (1e-3, 0.3),
+MOMENTUM_RATES = {  # what is trained: (rate per bound / stddev, the most), in STEPS steps
+    "fresh": (1.6e-3, 0.35),
+    "pretrained": (6.4e-5, 0.03),
+    "adapters": (4.7e-4, 0.35),
 }
+STEPS = 100
 EMA = 0.9
 
 
@@ -34,6 +36,7 @@ class Noise(NamedTuple):
     """Of the noise on a coordinate of a step's mean gradient: C sigma / M, or C sigma / B."""
     bound: float
     """On that gradient's norm: C, or 1 with normalised clipping."""
+    num_steps: int
 
 
 def settled(run: RunConfig, noise: Noise | None, *, fresh: bool = True) -> RunConfig:
@@ -62,6 +65,7 @@ def _rate(optimizer: str, noise: Noise, per_noise: float, most: float) -> float:
         optimizers.optimizer(optimizer, 1.0)  # the first mistake: there is none of that name
         expected = f"a value: there is a rule for momentum, sgd, {', '.join(RATES)} alone"
         raise ConfigError(f"learning_rate=None: expected {expected}, not for {kind}")
-    share = noise.bound / max(noise.stddev, 1e-12)
+    # Noise moves each parameter by rate times stddev times the root of the number of steps.
+    share = noise.bound / max(noise.stddev, 1e-12) * math.sqrt(STEPS / max(STEPS, noise.num_steps))
     rate = min(most, per_noise * share) / noise.bound
     return float(f"{rate / (1 if kind == 'momentum' else 1 - optimizers.MOMENTUM):.3g}")

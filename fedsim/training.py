@@ -95,7 +95,7 @@ def train(
     Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
     """
     privacy = as_started(privacy, run)
-    update_of(settled(run, Noise(1.0, 1.0)), privacy.num_steps)  # a mistake is found now
+    update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)  # a mistake is found now
     unproven = unproven_strategy(run.engine)
     opening = open_run(algorithm, privacy, run, console, source=source, plant=plant)
     with opening as opened:
@@ -203,7 +203,7 @@ def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: b
         return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in UPDATE})
     bound = plan.clip.sensitivity
     stddev = bound * plan.gradient_noise_multiplier / plan.expected_count
-    return settled(run, Noise(stddev, bound), fresh=fresh)
+    return settled(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)
 
 
 def unproven_strategy(config: EngineConfig) -> str | None:
