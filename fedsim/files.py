@@ -1,12 +1,17 @@
 """Files that are there whole or not at all."""
 
+import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fedsim.errors import FileDamaged
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
 
 
 def cache_dir() -> Path:
@@ -32,12 +37,23 @@ def is_own_directory(path: Path) -> bool:
     return {above.st_uid, found.st_uid} == {os.getuid()} and not found.st_mode & others
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An error of the system in here says which file it is about: that of a write does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_atomically(path: Path, *parts: bytes, mode: int = 0o644) -> None:
     """Write `path` so that a crash at any moment leaves the old file or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
+    with named(path), os.fdopen(descriptor, "wb") as file:
         file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())

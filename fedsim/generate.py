@@ -6,6 +6,7 @@ programs are compiled, whatever the lengths. Public only if the model is: see th
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from fedsim.data.text import Tokenizer
 from fedsim.errors import expect
 from fedsim.models.language_model import lengths_up_to
-from fedsim.models.pretrained import TOKENIZER, Pretrained
+from fedsim.models.pretrained import HUB, TOKENIZER, Pretrained
 from fedsim.models.transformer import Transformer, TransformerConfig
 from fedsim.run.model_source import find_model
 
@@ -30,8 +31,10 @@ def generate_text(
       top_k: only so many likeliest tokens are drawn from; 0: all.
     Raises: ConfigError: there is no such model, it has no tokenizer, or the prompt is too long.
     """
-    model = find_model(source)
-    expect("model", source, model is not None, "the directory of a run or a model")
+    there = Path(source).exists() or source.startswith(HUB)
+    kinds = "the directory of a run or of a Hugging Face model, hf:NAME, or a GGUF file"
+    model = find_model(source) if there else None
+    expect("model", source, model is not None, kinds)
     assert model is not None
     expect("model", source, model.tokenizer is not None, f"a model with a {TOKENIZER}")
     assert model.tokenizer is not None

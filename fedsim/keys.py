@@ -26,6 +26,10 @@ FILE = "secret.json"
 KEY_BYTES = 32
 
 
+class NoKey(FileDamaged, FileNotFoundError):
+    """A run without its key."""
+
+
 class SecretKey:
     """256 secret bits, the streams derived from them, and the seed they came from, if any."""
 
@@ -91,7 +95,10 @@ class SecretKey:
 
     @classmethod
     def load(cls, directory: Path) -> "SecretKey":
-        """The key that `save` wrote. Raises: FileDamaged; FileNotFoundError."""
+        """The key that `save` wrote. Raises: FileDamaged; NoKey: there is none."""
+        if not (directory / FILE).exists():
+            why = "without it no step can be drawn again, nor the data be recognised"
+            raise NoKey(f"{directory / FILE}: expected the key of the run, found none: {why}")
         record = read_json(directory / FILE)
         try:
             secret, sealing = (bytes.fromhex(record[name]) for name in ("secret", "sealing"))

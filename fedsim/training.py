@@ -215,8 +215,8 @@ def unproven_strategy(config: EngineConfig) -> str | None:
 def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
     """Raises ConfigError: more steps than a user has examples. group_size: of ULS."""
     most = group_size or 1
-    several = f"in [1, {most}], the group size"
-    expected = several if most != 1 else "1, with ELS or one example each"
+    several = f"in [1, {most}], the group size (--group-size)"
+    expected = several if group_size else "1, with ELS"
     expect("local_steps", run.local_steps, run.local_steps <= most, expected)
 
 

@@ -345,7 +345,16 @@ def _answer(
     if not merged or size == 0:
         return np.zeros(size)
     if discretization is None:
-        return _refine(phases, query, progress=progress)[0]
+        try:
+            return _refine(phases, query, progress=progress)[0]
+        except composition.GridTooLargeError:
+            least = min(
+                event.noise_multiplier for event, _ in merged if isinstance(event, StepEvent)
+            )
+            raise composition.GridTooLargeError(
+                f"noise_multiplier={least:g}: expected more noise: the privacy loss of so many "
+                "steps is too large to be added up, and protects nobody"
+            ) from None
     expect("discretization", discretization, 0 < discretization <= 1, "in (0, 1]")
     halves = composition.directions(_compose(merged, discretization))
     return np.maximum(*map(query, halves))
@@ -442,3 +451,4 @@ def _merge(phases: Phases) -> list[tuple[Event, int]]:
 def _expect_target(epsilon: float, delta: float) -> None:
     expect("epsilon", epsilon, 0 < epsilon < math.inf, "> 0 and finite")
     expect("delta", delta, 0 < delta < 1, "in (0, 1)")
+    expect("delta", delta, delta > _SMALLEST_DELTA, "above 1e-15: nothing smaller is resolved")

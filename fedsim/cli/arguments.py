@@ -1,6 +1,7 @@
 """Arguments of the command line: tyro over dataclasses, defaults from TOML, one-line errors."""
 
 import contextlib
+import difflib
 import io
 import itertools
 import re
@@ -12,6 +13,12 @@ import tyro
 
 from fedsim.config import PretrainConfig, PrivacyConfig, RunConfig, flags_of
 from fedsim.errors import ConfigError, expect
+
+# What people look for, and what there is instead.
+HINTS = {
+    "--delimiter": "; columns are separated by commas, or by tabs in a file named .tsv",
+    "--encoding": "; text is UTF-8: iconv -f latin1 -t utf-8 FILE > NEW",
+}
 
 
 def parse(command: Any, args: list[str]) -> Any:
@@ -26,7 +33,39 @@ def parse(command: Any, args: list[str]) -> Any:
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ConfigError(_first_fault(shown.getvalue())) from None
+        raise ConfigError(_unknown(command, args) or _first_fault(shown.getvalue())) from None
+
+
+def _unknown(command: Any, args: list[str]) -> str:
+    """What to say of a command or a flag that there is not; empty if all are known."""
+    before: list[str] = []
+    for word in args[:2]:  # data has commands of its own
+        names = re.search(r"^usage:[^{]*\{([\w,]+)\}", _help(command, before), re.MULTILINE)
+        if not names or word.startswith("-") or (before and before != ["data"]):
+            break
+        if word not in names[1].split(","):
+            choices = names[1].split(",")
+            return f"command={word}: expected one of {', '.join(choices)}{_meant(word, choices)}"
+        before.append(word)
+    known = set(re.findall(r"--[a-z][a-z-]*", _help(command, before)))
+    for word in args[len(before) :]:
+        flag = word.partition("=")[0].replace("_", "-")
+        if re.match("--[a-z]", flag) and flag not in known:
+            hint = HINTS.get(flag) or _meant(flag, sorted(known))
+            return f"{flag}: expected a flag of fedsim {' '.join(before)}".rstrip() + hint
+    return ""
+
+
+def _help(command: Any, words: list[str]) -> str:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        tyro.cli(command, args=[*words, "--help"], prog="fedsim", console_outputs=True)  # pyright: ignore
+    return shown.getvalue()
+
+
+def _meant(word: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(word, names, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _with_file(args: list[str]) -> list[str]:

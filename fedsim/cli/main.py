@@ -5,9 +5,13 @@ A user's mistake ends with exit code 2 and one line, `fedsim: error: ...`; never
 """
 
 import dataclasses
+import io
 import json
 import math
+import os
+import signal
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -21,6 +25,7 @@ from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, changed_run, to_json
 from fedsim.config.cells import COMPARISON_ONLY, CORRELATED, SHUFFLE, expect_cell, sampling_of
 from fedsim.errors import FedsimError, expect
+from fedsim.files import DISK_FULL, cache_dir
 from fedsim.run.signals import terminated
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
@@ -175,7 +180,8 @@ class Account:
         elif epsilon is not None:
             delta = accounting.delta(phases, epsilon, progress=_progress)
         if epsilon == math.inf:
-            _progress(f"delta={delta}: too small for an answer; at most about 1e-15 is resolved")
+            least = "nothing below about 1e-15 is resolved; try --delta 1e-14"
+            _progress(f"delta={delta}: too small for an answer: {least}")
         if not self.json:
             assert epsilon is not None and delta is not None, "one is given, the other found"
             label = f", {COMPARISON_ONLY}" if self.sampling == SHUFFLE else ""
@@ -356,16 +362,37 @@ def _progress(text: str) -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Entry point of the command `fedsim`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal has no characters for is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            _run(list(sys.argv[1:] if args is None else args))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough: end without a word, as SIGPIPE would
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _run(words: list[str]) -> None:
+    """Do what a command line says. Raises: SystemExit: unless all went well."""
+    if words == ["--version"]:
+        print("fedsim", version("fedsim"))
+        return
     command = None
     try:
-        command = parse(Command, list(sys.argv[1:] if args is None else args))
+        command = parse(Command, words)
         with terminated():
             result = command()
     except FedsimError as error:
         print(error.details, end="", file=sys.stderr)
         _fail(error, error.exit_code)
+    except BrokenPipeError:
+        raise
     except (OSError, json.JSONDecodeError) as error:  # a full disk, a file that is damaged or gone
-        _fail(error, 1)
+        _fail(_next_step(error, command), 1)
     except KeyboardInterrupt:
         if isinstance(command, Train | Pretrain):  # before the first step, or impatiently
             _fail("interrupted; the same command with --resume goes on", UNFINISHED)
@@ -378,6 +405,21 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(1)
     if result.get("interrupted"):
         sys.exit(UNFINISHED)
+
+
+def _next_step(error: Exception, command: Any) -> str:
+    """What went wrong in the system: where, and what to do about it."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    path = f"{error.filename}: " if error.filename else ""
+    if error.errno in DISK_FULL and isinstance(command, Train | Pretrain):
+        then = f"; {command.run.run_dir} is safe up to its last checkpoint"
+        then += ": free space, and go on with --resume"
+    elif error.filename and Path(error.filename).is_relative_to(cache_dir()):
+        then = "; set FEDSIM_CACHE_DIR to a directory that can be written to"
+    else:
+        then = ""
+    return f"{path}{error.strerror}{then}"
 
 
 def _fail(reason: Any, code: int) -> NoReturn:

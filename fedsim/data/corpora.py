@@ -17,7 +17,7 @@ from fedsim import files
 from fedsim.data import pydocs
 from fedsim.data.building import hub, user_ids
 from fedsim.data.building.build import build
-from fedsim.data.building.sources import find_files, is_saved
+from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.dataset import Dataset
 from fedsim.data.shards import FORMAT
 from fedsim.data.text import file_of
@@ -55,7 +55,8 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
 
 def is_built(source: str | Path) -> bool:
     """Whether a source is a directory that `build` made, to be opened as it is."""
-    return Path(source).is_dir() and not is_saved(Path(source))
+    path = Path(source)
+    return path.is_dir() and not is_saved(path) and not files_in(path)
 
 
 def _facts(path: Path) -> list[tuple[str, int, int]]:

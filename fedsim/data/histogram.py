@@ -43,4 +43,6 @@ def draw(stores: Mapping[str, UserStore], file: Path) -> None:
         axis.axvline(median, color="black", linestyle="--", linewidth=1)
         axis.set(xscale="log", xlabel="examples per user", ylabel="users")
         axis.set(title=f"{name}: {store.num_users:,} users, median {median:,}")
+    if not file.absolute().parent.is_dir():
+        raise DataError(f"histogram={file}: expected a file in a directory that exists")
     figure.savefig(file, dpi=120, metadata={"Software": None})

@@ -5,7 +5,6 @@ always BATCH_ROWS rows (at the usual 1,000 a large store has 100,000 batches, sl
 heavy in every process), buffers carry no null bitmap, and JSON keys are sorted.
 """
 
-import errno
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from fedsim.files import write_json
 BATCH_ROWS = 16_384
 SHARD_BYTES = 256 * 2**20
 FORMAT = 1
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:

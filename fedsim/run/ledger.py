@@ -26,7 +26,7 @@ from jax.tree import leaves
 from fedsim.accounting import Event, StepEvent, epsilon, event_fields, event_of
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.errors import FedsimError
-from fedsim.files import remove_cut_off_line, sync_directory
+from fedsim.files import named, remove_cut_off_line, sync_directory
 
 FILE = "ledger.jsonl"
 PIECE = 2**20  # bytes, of what is hashed at a time
@@ -109,9 +109,10 @@ class Ledger:
 
     def _append(self, line: dict[str, Any]) -> None:
         data, self.chain = sealed(line, self.chain)
-        self._file.write(data)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with named(Path(self._file.name)):
+            self._file.write(data)
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def gradient_sha256(gradient: Any) -> str:

@@ -16,7 +16,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from fedsim.config import to_json
 from fedsim.errors import FileDamaged
-from fedsim.files import whole_lines, write_atomically
+from fedsim.files import named, whole_lines, write_atomically
 
 FILE = "metrics.jsonl"
 DIRECTORY = "tb"
@@ -39,8 +39,9 @@ class Metrics:
     def log(self, step: int, values: dict[str, float]) -> None:
         """Scalars after `step` steps."""
         record = {name: to_json(value) for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **record}) + "\n")
-        self._file.flush()
+        with named(Path(self._file.name)):
+            self._file.write(json.dumps({"step": step, **record}) + "\n")
+            self._file.flush()
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=Summary(value=scalars))
 

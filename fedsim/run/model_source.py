@@ -31,6 +31,9 @@ class FirstState(NamedTuple):
     """What is trained: the whole model, or its adapters."""
 
 
+FRESH = "0: fresh models are trained whole; adapters take a pretrained --model"
+
+
 def find_model(source: str) -> Pretrained | None:
     """The model that `source` names; None for a size, whose parameters are fresh.
 
@@ -113,7 +116,7 @@ def make_task(
     Raises: ConfigError: data and model do not fit, or there is nothing to adapt.
     """
     wanted, rank = run.model, run.model.lora_rank
-    expect("lora_rank", rank, rank == 0 or model is not None, "0: fresh models")
+    expect("lora_rank", rank, rank == 0 or model is not None, FRESH)
     users, local = data.train, local_steps_of(run)
     if model is None:
         shape = (users.vocab_size, users.max_length, wanted.compute_dtype)

@@ -55,7 +55,11 @@ def restored(run_dir: Path, state: State, console: Console) -> State:
     *older, path = kept
     for each in older:
         checkpoint.check(each)
-    fields = checkpoint.restore(path, _published(vars(state)))
+    try:
+        fields = checkpoint.restore(path, _published(vars(state)))
+    except checkpoint.CheckpointError as error:
+        before = f"{older[-1].name}, the one before" if older else "the first step"
+        raise checkpoint.CheckpointError(f"{error}; remove it to go on from {before}") from None
     for name in fields.keys() - {"params", "opt_state", "average"}:
         fields[name] = fields[name].item()
     state = State(**fields, **realised(run_dir, fields["step"]))

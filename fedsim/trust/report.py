@@ -14,7 +14,7 @@ from fedsim.accounting.rounding import at_least, at_most
 from fedsim.budget.admission import together
 from fedsim.config import ZERO_OUT, Algorithm, settings_of, to_json
 from fedsim.config.cells import COMPARISON_ONLY
-from fedsim.errors import FedsimError
+from fedsim.errors import ConfigError, FedsimError
 from fedsim.files import read_json, write_atomically
 from fedsim.plan import Plan
 from fedsim.run import directory, ledger
@@ -37,7 +37,10 @@ def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
     with directory.lock(run_dir, to_read=True):
         released = read(run_dir, console)
         document = compose(released)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={out}: expected a place to write to ({error.strerror})") from None
     write_atomically(out / HTML, to_html(document).encode())
     write_atomically(out / MARKDOWN, to_markdown(document).encode())
     return {

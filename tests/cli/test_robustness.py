@@ -5,9 +5,11 @@ what its answer has to say.
 """
 
 import errno
+import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -188,6 +190,39 @@ SETTINGS = {
     "report on nothing": (["report", "built"], "run=built: expected the directory of a run"),
     "verify with no data": (["verify", "run", "--data", "none"], "data=none: "),
     "export over something": (["export", "run", "--out", "built"], "out=built: expected"),
+    "report to nowhere": (["report", "run", "--out", "/proc/none"], "^out=/proc/none: expected a"),
+    "histogram in nowhere": (
+        ["data", "stats", "built", "--histogram", "/proc/none/x.png"],
+        "^histogram=/proc/none/x.png: expected a file in a directory that exists",
+    ),
+    "generate nothing there": (
+        ["generate", "nope"],
+        "^model=nope: expected the directory of a run .*, hf:NAME, or a GGUF file",
+    ),
+    "a command misspelt": (["tran", "uls"], "^command=tran: .* did you mean train.$"),
+    "a command of data misspelt": (["data", "biuld", "x"], "^command=biuld: .* did you mean build"),
+    "a flag misspelt": ([*train(), "--user-colum", "x"], "^--user-colum: .* mean --user-column.$"),
+    "a flag of others": (
+        ["data", "build", "x.csv", "--out", "b", "--delimiter", ";"],
+        "^--delimiter: expected a flag of fedsim data build; columns are separated by commas",
+    ),
+    "an encoding": (
+        ["data", "build", "x.csv", "--out", "b", "--encoding", "latin1"],
+        "^--encoding: .* text is UTF-8: iconv",
+    ),
+    "a delta that nothing resolves": (train(delta=1e-17), "^delta=1e-17: expected above 1e-15"),
+    "noise that protects nobody": (
+        ["account", "uls", *flags(num_steps=10**5, sampling_prob=0.5, noise_multiplier=0.01)]
+        + flags(delta=1e-6),
+        "^noise_multiplier=0.01: expected more noise",
+    ),
+    "local steps": (train(local_steps=4), r"^local_steps=4: expected .* \(--group-size\)$"),
+    "local steps of els": (
+        ["train", "els", *train(local_steps=4)[2:]],
+        "^local_steps=4: expected 1, with ELS",
+    ),
+    "accelerator that is not there": (train(accelerator="gpu"), "^accelerator=gpu: expected auto"),
+    "a place for no run": (train(run_dir="/proc/none/run"), "a place to write to ./proc: "),
     "sweep of nothing": (["sweep", "none.toml", "--out", "s"], "none.toml"),
     "stats of nothing": (["data", "stats", "none.parquet"], "none.parquet"),
     "build of nothing": (["data", "build", "none.parquet", "--out", "b"], "none.parquet"),
@@ -243,6 +278,56 @@ SOURCES = {
         table("x.parquet", user_id=["a"] * 9, text=list(range(9))),
         train(data="x.parquet"),
         "^text_column=text: expected strings, or lists of token ids, got int64 .in x.parquet",
+    ),
+    "JSON that is no JSONL": (
+        make("x.json", b'[{"user_id": "a", "text": "b"}]'),
+        train(data="x.json"),
+        "^data=x.json: expected a file ending in .* jq -c '...' x.json > x.jsonl$",
+    ),
+    "a folder of other things": (
+        make("folder/thesis.doc", b"x"),
+        ["data", "build", "folder", "--out", "b"],
+        "^data=folder: expected files in it that end in .parquet",
+    ),
+    "semicolons": (
+        make("x.csv", b"user_id;text\na;x\n"),
+        train(data="x.csv"),
+        "^user_column=user_id: .* columns are separated by ';', expected commas",
+    ),
+    "latin-1": (
+        make("x.csv", b"user_id,text\na,\xe9t\xe9\n"),
+        train(data="x.csv"),
+        "^data=x.csv: .* iconv -f latin1",
+    ),
+    "latin-1 JSON": (
+        make("x.jsonl", b'{"user_id": "a", "text": "\xe9"}\n'),
+        train(data="x.jsonl"),
+        "^data=x.jsonl: .* iconv -f latin1",
+    ),
+    "a quotation without an end": (
+        make("x.csv", b'user_id,text\nu1,"hello\nu2,world\n'),
+        train(data="x.csv"),
+        "^line 2: expected every quotation to end .*in x.csv",
+    ),
+    "tabs quoted badly": (
+        make("x.tsv", b'user_id\ttext\nu1\t"hello" he said\n'),
+        train(data="x.tsv"),
+        "^line 2: expected every quotation to end .*in x.tsv",
+    ),
+    "a user that is nobody": (
+        make("x.csv", b"user_id,text\na,x\nNA,y\n"),
+        train(data="x.csv"),
+        "^user_column=user_id: 1 null or empty .*rows 2.* `fedsim data build --unowned drop`",
+    ),
+    "a user that is a fraction": (
+        make("x.csv", b"user_id,text\n1.5,x\n"),
+        train(data="x.csv"),
+        "^user_column=user_id: expected text or whole numbers, got 1.5 in row 1; ids",
+    ),
+    "two columns of one name": (
+        make("x.csv", b"user_id,user_id,text\na,b,c\n"),
+        train(data="x.csv"),
+        "^column user_id: expected one of that name",
     ),
     "nothing but one user": (
         table("x.parquet", user_id=["a"], text=["b"]),
@@ -370,7 +455,7 @@ def contents(run_dir):
 
 
 def test_there_are_many_cases():
-    assert len(SETTINGS) + len(SOURCES) + len(DAMAGED) >= 80
+    assert len(SETTINGS) + len(SOURCES) + len(DAMAGED) >= 130
 
 
 SLOW_PLACES = [
@@ -395,9 +480,54 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
         else:
             patch.setattr("fedsim.training.write_json", full)
         code, line = answer(train(seed=5, strategy="scan:1"), capfd)
-    assert code == 1 and "No space left on device" in line
+    assert code == 1 and "No space left on device; new is safe up to its last checkpoint" in line
+    assert line.endswith("free space, and go on with --resume")
     main([*train(seed=5, strategy="scan:1"), "--resume"])
     assert json.loads((here / "new" / "summary.json").read_text())["params_sha256"] == undisturbed
+
+
+def test_a_limit_of_file_sizes_names_the_file(here, capfd):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        code, line = answer(train(model="tiny", num_steps=1, checkpoint_every=1), capfd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 1 and line.startswith(f"{files.Path('new')}/"), line
+    assert "File too large; new is safe up to its last checkpoint: free space" in line
+
+
+def test_a_damaged_checkpoint_names_the_one_before(here, capfd):
+    damage(LAST, cut)()
+    code, line = answer(RESUME, capfd)
+    assert code == 1 and line.startswith(f"{LAST}: was cut or changed since it was written; remove")
+    assert line.endswith("it to go on from step-00000002.msgpack, the one before")
+    (here / LAST).unlink()
+    main(RESUME)
+    assert json.loads((here / "run" / "summary.json").read_text())["steps_done"] == 4
+
+
+def test_a_run_without_its_key_says_what_is_missing(here, capfd):
+    (here / SECRET).unlink()
+    code, line = answer(EVALUATE, capfd)
+    assert code == 1 and line.startswith(f"{SECRET}: expected the key of the run, found none")
+
+
+def test_a_terminal_without_the_characters_gets_them_escaped(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    monkeypatch.setattr("fedsim.cli.models.Generate.__call__", lambda _: print("caf\u00e9") or {})
+    main(["generate", "run"])
+    assert shown.getvalue() == b"caf\\xe9\n"
+
+
+def test_whoever_stops_reading_hears_nothing_more():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "fedsim.cli", "--version"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert done.returncode == 128 + signal.SIGPIPE and done.stderr == b""
 
 
 @pytest.fixture(scope="module")

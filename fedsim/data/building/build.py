@@ -29,7 +29,6 @@ from fedsim.data.dataset import Dataset
 from fedsim.data.framing import LONG_TEXTS
 from fedsim.data.owners import is_shared
 from fedsim.data.shards import (
-    DISK_FULL,
     FORMAT,
     close_store,
     shard_names,
@@ -39,7 +38,7 @@ from fedsim.data.shards import (
 from fedsim.data.splits import Holdout, SplitRows, divide, dropped
 from fedsim.data.text import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
-from fedsim.files import write_json
+from fedsim.files import DISK_FULL, write_json
 
 UNOWNED = ("refuse", "drop")
 VERSIONS = ("fedsim", "datasketch", "numpy", "pyarrow", "tokenizers")  # of one build

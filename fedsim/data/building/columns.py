@@ -89,6 +89,11 @@ class Columns:
             return f"owners={','.join(self.owners)}"
         return f"url_column={self.url}" if self.url else f"user_column={','.join(self.user)}"
 
+    def _expected(self, found: Sequence[str]) -> str:
+        separated = len(found) == 1 and next((s for s in ";\t|" if s in found[0]), "")
+        hint = f"; columns are separated by {separated!r}, expected commas (.csv) or tabs (.tsv)"
+        return f"no such column, expected one of {', '.join(found)}{hint if separated else ''}"
+
     def check(self, found: Sequence[str]) -> None:
         """Raises: DataError: a column is not among those `found`, or is there twice."""
         for name in self.names:
@@ -99,14 +104,10 @@ class Columns:
         for field, names in named.items():
             for name in names:
                 if name is not None and name not in found:
-                    raise MissingColumn(
-                        f"{field}_column={name}: no such column, expected one of {', '.join(found)}"
-                    )
+                    raise MissingColumn(f"{field}_column={name}: {self._expected(found)}")
         for name in self.owners:
             if name not in found:
-                raise MissingColumn(
-                    f"owners={name}: no such column, expected one of {', '.join(found)}"
-                )
+                raise MissingColumn(f"owners={name}: {self._expected(found)}")
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:

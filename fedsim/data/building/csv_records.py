@@ -12,20 +12,25 @@ from pathlib import Path
 from fedsim.errors import DataError
 
 
+def delimiter(file: Path) -> str:
+    """What stands between a file's columns, by its name."""
+    return "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
+
+
 def check(file: Path) -> None:
     """Raises: DataError: a quotation does not end where a field does, naming the line it is in."""
     opener = gzip.open if file.suffix == ".gz" else open
     before = csv.field_size_limit(sys.maxsize)
     try:
         with opener(file, "rt", encoding="utf-8-sig", errors="replace", newline="") as lines:
-            reader, line = csv.reader(lines, strict=True), 0
+            reader, line = csv.reader(lines, delimiter=delimiter(file), strict=True), 0
             try:
                 for _ in reader:
                     line = reader.line_num
             except csv.Error as error:
                 raise DataError(
-                    f"line {line + 1}: expected every quotation to end before a comma or a line's "
-                    f"end, so that it is certain whose text follows ({error})"
+                    f"line {line + 1}: expected every quotation to end where a column or a line "
+                    f"does, so that it is certain whose text follows ({error})"
                 ) from None
     finally:
         csv.field_size_limit(before)

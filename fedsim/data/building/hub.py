@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from fedsim.data.building.columns import Columns, paths
 from fedsim.data.building.processes import Pool
-from fedsim.data.shards import DISK_FULL
 from fedsim.errors import DataError
+from fedsim.files import DISK_FULL
 
 PREFIX = "hf:"
 FETCH_ROWS = 1_000

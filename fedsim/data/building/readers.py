@@ -23,7 +23,8 @@ from fedsim.errors import DataError
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
 PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
 CSV_BLOCKS = tuple(16 * 2**20 * 8**i for i in range(3))  # bytes; one row must fit
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
+SUFFIXES = (".parquet", *(f".{k}{z}" for k in ("jsonl", "csv", "tsv") for z in ("", ".gz")))
+TO_UTF8 = "; of latin-1: iconv -f latin1 -t utf-8 FILE > NEW"
 SAVED = ("state.json", "dataset_dict.json")  # what datasets.save_to_disk leaves
 
 
@@ -42,7 +43,7 @@ class Part:
 
     @property
     def kind(self) -> str:
-        """parquet, jsonl, csv, or saved."""
+        """parquet, jsonl, csv, tsv, or saved."""
         return "saved" if self.file.is_dir() else _suffix(self.file)
 
 
@@ -65,7 +66,7 @@ def cut(file: Path, columns: Columns, split: str | None = None) -> list[Part]:
             bounds = [*range(0, len(table), PART_ROWS), len(table)]
             spans = zip(bounds[:-1], bounds[1:], strict=True)
             return [Part(file, low, high, low, split) for low, high in spans]
-        if whole.kind == "csv":
+        if whole.kind in ("csv", "tsv"):
             csv_records.check(file)
         if whole.kind == "jsonl" and file.suffix != ".gz":
             return _cut_lines(file)
@@ -93,6 +94,7 @@ def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
         "parquet": _read_parquet,
         "jsonl": _read_jsonl,
         "csv": _read_csv,
+        "tsv": _read_csv,
         "saved": _read_saved,
     }
     with _complaints(part):
@@ -116,6 +118,8 @@ class _complaints:
         expected = (pa.ArrowException, OSError, EOFError, ValueError, OverflowError)
         if isinstance(error, expected):
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if "utf8" in reason.lower().replace("-", ""):
+                reason += TO_UTF8
             raise DataError(
                 f"data={self.part.file}: expected a readable {self.part.kind} file ({reason})"
             ) from error
@@ -181,7 +185,8 @@ def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBa
 
 def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     """User ids and texts are read as they are written: 007 is not 7."""
-    parse_options = pa_csv.ParseOptions(newlines_in_values=True)
+    between = csv_records.delimiter(part.file)
+    parse_options = pa_csv.ParseOptions(delimiter=between, newlines_in_values=True)
     done = 0
     for block_size in CSV_BLOCKS:  # a row longer than a block needs a larger one
         read_options = pa_csv.ReadOptions(block_size=block_size)

@@ -22,6 +22,7 @@ from fedsim.data.shards import fingerprint
 from fedsim.errors import DataError
 
 SHOWN_ROWS = 5
+JSON_HINT = "; of one list: jq -c '.[]' {0} > {0}l"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Sources:
 def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     """The files that `sources` (paths or globs) name, in the order given, a glob's sorted.
 
-    A directory that `datasets.save_to_disk` wrote counts as one file.
+    A directory stands for the files in it that can be read; one that `datasets.save_to_disk` wrote
+    counts as one file.
     Raises: DataError: nothing is there, or a file's extension is unknown.
     """
     sources = [sources] if isinstance(sources, str | Path) else sources
@@ -49,16 +51,27 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     for source in sources:
         here = Path(source)
         found = [here] if here.exists() else map(Path, sorted(glob.glob(str(source))))
+        if here.is_dir() and not is_saved(here):
+            found = files_in(here)
+            if not found:
+                kinds = ", ".join(SUFFIXES)
+                raise DataError(f"data={source}: expected files in it that end in {kinds}")
         found = [file for file in found if file.is_file() or is_saved(file)]
         if not found:
             raise DataError(f"data={source}: expected a file or glob that exists")
         files.update(dict.fromkeys(found))
     for file in files:
         if not is_saved(file) and not file.name.endswith(SUFFIXES):
-            raise DataError(f"data={file}: expected a file ending in {', '.join(SUFFIXES)}")
+            hint = JSON_HINT.format(file) if file.suffix == ".json" else ""
+            raise DataError(f"data={file}: expected a file ending in {', '.join(SUFFIXES)}{hint}")
     if not files:
         raise DataError("data=[]: expected at least one file")
     return list(files)
+
+
+def files_in(directory: Path) -> list[Path]:
+    """The files in a directory that can be read, by name."""
+    return sorted(p for p in directory.iterdir() if p.is_file() and p.name.endswith(SUFFIXES))
 
 
 def is_saved(path: Path) -> bool:
