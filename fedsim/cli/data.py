@@ -22,7 +22,8 @@ class DataBuild:
     """
 
     sources: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Parquet, JSONL or CSV files, globs, a data set saved by `datasets`, or hf:NAME[:CONFIG]."""
+    """Parquet, JSONL, CSV or TSV files, folders of them, globs, a data set saved by `datasets`, or
+    hf:NAME[:CONFIG]."""
 
     out: Path = Path()
     """Directory to make."""

@@ -22,7 +22,8 @@ class DataConfig:
     """The text that is trained on, and whose it is."""
 
     source: Annotated[str, tyro.conf.arg(name="data")]
-    """A directory made by `fedsim data build`, parquet/JSONL/CSV files, hf:NAME, or pydocs."""
+    """A directory made by `fedsim data build`, Parquet/JSONL/CSV files or a folder of them,
+    hf:NAME, or pydocs."""
 
     user_column: str | None = None
     """Where data names files: column that says whose a row is. Default: user_id."""

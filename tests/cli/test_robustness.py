@@ -360,7 +360,7 @@ SOURCES = {
     "built: shard gone": (
         lambda: next(files.Path("built/train").glob("data-*.arrow")).unlink(),
         train(),
-        "^data=.*/built/train: expected users.parquet and .*data-0.*, got .]",
+        "^data=.*/built/train: expected users.parquet and .*data-0.*, got users.parquet and .]",
     ),
     "built: users cut": (
         damage("built/train/users.parquet", cut),
