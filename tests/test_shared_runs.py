@@ -162,6 +162,24 @@ def test_a_run_says_what_it_protects_and_keeps_its_bounds(algorithm, runs, capsy
     assert "not hidden" in report
 
 
+def test_recommendations_are_for_the_pool_and_the_groups(chat, tmp_path, capsys):
+    flags = {"data": chat, "epsilon": 8, "num-steps": 3, "budget": 8, "users": 8, "max-changed": 2}
+    flags |= {"model": "micro", "engine": "local", "run-dir": tmp_path, "strategy": "scan:1"}
+    main(["recommend", *(str(x) for n, v in flags.items() for x in (f"--{n}", v)), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["els"]["sampling_prob"] > 8 / 240 and found["uls"]["sampling_prob"] > 8 / 30
+    command = found["uls"]["command"]
+    assert command[command.index("--max-changed") + 1] == "2"
+    assert not any("number of examples)" in fact for fact in found["non_private"])
+
+
+def test_an_audit_does_not_plant_users_among_texts_of_several(chat, run_dir, capsys):
+    arguments = command("els", chat, run_dir, group_size=2)
+    with pytest.raises(SystemExit) as stop:
+        main(["audit", *arguments[1:]])
+    assert stop.value.code == 2 and "texts with one owner each" in capsys.readouterr().err
+
+
 def test_a_seeded_run_has_the_pool_that_its_plan_says(chat, run_dir, capsys):
     main(command("els", chat, run_dir, group_size=2, seed=3))
     assert all(holds for holds, _ in verified(capsys, run_dir).values())

@@ -51,10 +51,10 @@ def write_source(directory: Path, shape: synthetic.Shape) -> dict:
     return {"name": "write source", "bytes": size, "seconds": time.perf_counter() - start}
 
 
-def build_store(source: Path, out: Path) -> dict:
-    """The command as a person runs it, its time and memory."""
+def build_store(source: Path, out: Path, *flags: str) -> dict:
+    """The command as a person runs it, with more flags if any, its time and memory."""
     command = [sys.executable, "-m", "fedsim.cli.main", "data", "build", str(source / "*.parquet")]
-    command += ["--out", str(out), "--eval-users", "0", "--no-eval-examples", "--json"]
+    command += ["--out", str(out), "--eval-users", "0", "--no-eval-examples", "--json", *flags]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         peak = {"RssAnon": 0, "VmRSS": 0}

@@ -55,6 +55,9 @@ class Recommend:
     bands: int | None = None
     """The same flag as that of train."""
 
+    max_changed: int = 1
+    """The same flag as that of train."""
+
     users: int = 128
     """How many users' gradients are looked at. >= 1."""
 
@@ -76,6 +79,7 @@ class Recommend:
             "sampling",
             "noise",
             "bands",
+            "max_changed",
         )
         privacy = PrivacyConfig(**{name: getattr(self, name) for name in names})
         set_threads(self.run.engine)

@@ -26,6 +26,7 @@ from fedsim.plan import ADJACENCY, REPRODUCTION
 from fedsim.run import checkpoint
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
+from fedsim.sampling import graph_of
 from fedsim.training import train
 from fedsim.trust import lower_bound
 from fedsim.trust.canaries import Planted, coins
@@ -52,6 +53,8 @@ def audit(
     """
     expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
     data = load_data(run.data, find_model(run.model.source), console.note)
+    one = graph_of(data.train) is None
+    expect("data", run.data.source, one, "texts with one owner each, for canaries to be planted")
     replaced = replacements(algorithm, settings, privacy, run, data)
     for each in replaced:
         console.note("{setting}={given} is {used} here: {why}".format(**each))

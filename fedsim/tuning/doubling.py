@@ -141,10 +141,11 @@ def max_group_size(grid: Sequence[Configuration], budget: int) -> Configuration:
 
 
 def uls_noise(
-    epsilon: float, delta: float, num_steps: int, num_users: int
+    epsilon: float, delta: float, num_steps: int, num_users: int, max_changed: int = 0
 ) -> Callable[[int], float]:
     """sigma_ULS(M) / M of Theorem 2 with q = M / N, each computed once: the standard deviation of
-    the mean gradient's noise for clip norm 1."""
+    the mean gradient's noise for clip norm 1. Args: max_changed: k, where texts have several
+    owners."""
 
     @functools.cache
     def noise(cohort_size: int) -> float:
@@ -153,6 +154,7 @@ def uls_noise(
             delta=delta,
             num_steps=num_steps,
             sampling_prob=cohort_size / num_users,
+            max_changed=max_changed,
         )
         return multiplier / cohort_size
 

@@ -40,6 +40,7 @@ class GradientNorms:
         num_users: int = NUM_USERS,
         most: int = 1,
         estimator: Estimator = np.median,
+        examples: Callable[[np.ndarray], np.ndarray] | None = None,
     ):
         """
         Args:
@@ -47,8 +48,10 @@ class GradientNorms:
           offsets: int64 [users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
           most: the largest group size that will be asked for.
           estimator: psi of Appendix F, from the norms [users] to one number; the paper's is median.
+          examples: from places among `offsets` to examples, where these are not the same.
         Raises: ConfigError: no user has an example.
         """
+        self._examples = examples or (lambda places: places)
         self._engine, self._params, self._offsets, self._key = engine, params, offsets, key
         self._estimator = estimator
         sizes = np.diff(offsets)
@@ -80,7 +83,7 @@ class GradientNorms:
         groups = draw_groups(self._offsets, self._users, group_size, self._key, group_size)
         used = max(self._width, int((groups >= 0).sum(axis=1).max()))
         rows = np.full((len(groups), used), PADDING, np.int64)
-        rows[:, : groups.shape[1]] = groups[:, :used]
+        rows[:, : groups.shape[1]] = self._examples(groups[:, :used])
         return self._estimate(rows, f"group size {group_size}")
 
     def example_norm(self, pool: np.ndarray) -> float:

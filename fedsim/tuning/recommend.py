@@ -7,6 +7,7 @@ as the paper does, and says so.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -20,15 +21,18 @@ import numpy as np
 from fedsim import accounting, engine
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import num_coordinates
-from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig, RunConfig
+from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig, RunConfig
 from fedsim.data.dataset import Dataset
+from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.plan import calibrate, complete, method_for
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data, make_task
-from fedsim.sampling import limit_contributions
+from fedsim.sampling import Users, examples_per_user, graph_of, groups_of, pool_of
+from fedsim.sampling.shared import Groups
+from fedsim.shared_uls import SharedULS
 from fedsim.training import strategy_for
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, draw
@@ -93,14 +97,22 @@ def _starting_point(run: RunConfig, console: Console) -> Iterator[tuple[Dataset,
 
 
 def _recommend(privacy, run, console, data, workers, params, key, num_users, plot):
-    offsets, budget = data.train.offsets, privacy.budget
+    budget, groups = privacy.budget, units_of(privacy, data.train, key)
     most = max(1, budget // (LEAST_COHORT if plot else doubling.START.cohort_size // 2))
-    norms = GradientNorms(workers, params, offsets, key, num_users=num_users, most=most)
-    found = Tuning(privacy, data, norms)
+    norms = GradientNorms(
+        workers,
+        params,
+        groups.offsets,
+        key,
+        num_users=num_users,
+        most=most,
+        examples=groups.examples if isinstance(groups, Groups) else None,
+    )
+    found = Tuning(privacy, data, norms, key)
     els, els_non_private = found.els()
     console.note(f"gradient norms of {min(num_users, data.train.num_users)} users")
     assert els.group_size is not None
-    clip_els = norms.example_norm(limit_contributions(offsets, els.group_size, key))
+    clip_els = norms.example_norm(pool_of(data.train, els.group_size, key, ADD_OR_REMOVE))
     uls, turns, uls_non_private = found.uls()
     assert uls.group_size is not None
     clip_uls = norms.user_norm(uls.group_size)
@@ -117,7 +129,7 @@ def _recommend(privacy, run, console, data, workers, params, key, num_users, plo
         "data": run.data.source,
         "num_users": data.train.num_users,
         "num_examples": data.train.num_examples,
-        "median_examples": int(np.median(np.diff(offsets))),
+        "median_examples": int(np.median(examples_per_user(data.train))),
         "epsilon": privacy.epsilon,
         "delta": els.delta,
         "num_steps": privacy.num_steps,
@@ -136,6 +148,15 @@ def _recommend(privacy, run, console, data, workers, params, key, num_users, plo
     return result
 
 
+def units_of(privacy: PrivacyConfig, users: Users, key: SecretKey | None) -> Users:
+    """The sampling units of ULS with their examples: the users, or, where texts have several
+    owners, those who have a group. Args: key: what groups are drawn with."""
+    if graph_of(users) is None:
+        return users
+    assert key is not None, "groups need a key"
+    return groups_of(users, privacy.max_changed, key)
+
+
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """The heuristics on one data set."""
@@ -143,11 +164,13 @@ class Tuning:
     privacy: PrivacyConfig
     data: Dataset
     norms: GradientNorms
+    key: SecretKey | None = None
+    """What groups and pools are drawn with, where texts have several owners."""
 
-    @property
+    @functools.cached_property
     def sizes(self) -> np.ndarray:
-        """Examples of each user."""
-        return np.diff(self.data.train.offsets)
+        """Examples of each sampling unit of ULS: of each user."""
+        return np.diff(units_of(self.privacy, self.data.train, self.key).offsets)
 
     def els(self) -> tuple[PrivacyConfig, list[str]]:
         """Settings of ELS by the median heuristic; what of them was read off the data."""
@@ -164,7 +187,7 @@ class Tuning:
         group size that was found.
         """
         settings, non_private = complete(Algorithm.ULS, self.privacy, self.data)
-        budget, users = settings.budget, self.data.train.num_users
+        budget, users = settings.budget, len(self.sizes)
         start = doubling.Configuration(1, min(doubling.START.cohort_size, users))
         limits = doubling.Limits(max(1, int(self.sizes.max())), users)
         chosen, turns = doubling.estimate_and_double(
@@ -180,10 +203,10 @@ class Tuning:
     def curve(self, example_norm: float) -> list[dict[str, Any]]:
         """Noise per step of both algorithms at group sizes that are powers of two."""
         rows, sizes, uls_noise = [], self.sizes, self._noise()
-        budget, users = self.privacy.budget, self.data.train.num_users
+        budget, users = self.privacy.budget, len(self.sizes)
         for group in (2**n for n in range(int(sizes.max()).bit_length())):
             if budget <= (pool := self._places(group)):
-                real = budget * filled(self.privacy, sizes, group)
+                real = budget * filled(self.privacy, self.data.train, group)
                 noise = noise_stddev(example_norm, self._els_sigma(budget / pool, group), real)
                 rows.append({"algorithm": "ELS", "group_size": group, "noise_per_step": noise})
             cohort = budget // group
@@ -194,6 +217,9 @@ class Tuning:
 
     def _places(self, group_size: int) -> int:
         """Places of the pool of ELS."""
+        if graph_of(self.data.train) is not None:
+            assert self.key is not None, "a pool needs a key"
+            return len(pool_of(self.data.train, group_size, self.key, ZERO_OUT))
         if self.privacy.adjacency == ZERO_OUT:
             return len(self.sizes) * group_size
         return int(np.minimum(self.sizes, group_size).sum())
@@ -201,8 +227,14 @@ class Tuning:
     def _noise(self):
         completed, _ = complete(Algorithm.ULS, self.privacy, self.data)
         assert completed.delta is not None
-        users = self.data.train.num_users
-        return doubling.uls_noise(completed.epsilon, completed.delta, completed.num_steps, users)
+        shared = graph_of(self.data.train) is not None
+        return doubling.uls_noise(
+            completed.epsilon,
+            completed.delta,
+            completed.num_steps,
+            len(self.sizes),
+            completed.max_changed if shared else 0,
+        )
 
     def _els_sigma(self, sampling_prob: float, group_size: int) -> float:
         completed, _ = complete(Algorithm.ELS, self.privacy, self.data)
@@ -216,11 +248,11 @@ class Tuning:
         )
 
 
-def filled(privacy: PrivacyConfig, sizes: np.ndarray, group_size: int) -> float:
+def filled(privacy: PrivacyConfig, users: Users, group_size: int) -> float:
     """The share of the places in the pool of ELS that has an example."""
-    if privacy.adjacency != ZERO_OUT:
+    if privacy.adjacency != ZERO_OUT or graph_of(users) is not None:
         return 1.0
-    return float(np.minimum(sizes, group_size).mean() / group_size)
+    return float(np.minimum(np.diff(users.offsets), group_size).mean() / group_size)
 
 
 def share_used(
@@ -245,13 +277,22 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
     method = method_for(algorithm, settings, data.train, key)
     sigma, count = calibrate(method, settings), method.sampler.expected_count
     clip = Clip(settings.clip_norm, normalised=settings.clipping == "normalised")
-    sizes, steps = np.diff(data.train.offsets), settings.num_steps
+    units, steps = (
+        method.groups if isinstance(method, SharedULS) else data.train,
+        settings.num_steps,
+    )
+    sizes = np.diff(units.offsets)
     rows_per_unit = real = 1.0  # of a unit that is drawn; of units, those that are no empty place
     if algorithm == Algorithm.ULS:
         rows_per_unit = float(np.minimum(sizes, settings.group_size).mean())
     else:
-        real = filled(settings, sizes, method.group_size)
+        real = filled(settings, data.train, method.group_size)
     prob = method.sampler.sampling_prob
+    if graph_of(data.train) is not None and isinstance(method, ELS):
+        used = len(method.pool) / data.train.num_examples * -np.expm1(steps * np.log1p(-prob))
+    else:
+        used = share_used(algorithm, sizes, method.group_size, prob, steps)
+        used *= units.num_examples / data.train.num_examples
     strategy, _ = strategy_for(run.engine, None, workers, params, method, clip)
     return Advice(
         algorithm=algorithm,
@@ -263,7 +304,7 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
         noise_multiplier=sigma,
         noise_per_step=noise_stddev(clip.norm, sigma, count * real),
         added_stddev=noise_stddev(clip.sensitivity, sigma, count),
-        data_used=share_used(algorithm, sizes, method.group_size, prob, steps),
+        data_used=float(used),
         gradients=steps * count * real * rows_per_unit,
         strategy=str(strategy),
         seconds=steps * count * real * _seconds_per_unit(workers, params, method, clip, strategy),

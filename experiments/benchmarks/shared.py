@@ -1,0 +1,114 @@
+"""Texts with several owners at size: ten million texts of conversations, built and bounded.
+
+    python -m experiments.benchmarks.shared [--quick] [--json]     (10 minutes; quick: 20 s)
+
+A made-up source with a known graph is written: conversations of one to six people, the more popular
+in more of them, with five texts each on average. It is built with the tokenizer `bytes`, checked
+against the known graph, and bounded as ELS and ULS do before their first step. Memory is what the
+processes hold themselves (RssAnon). --quick takes a hundredth of everything.
+"""
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from experiments.benchmarks.common import at_most, circumstances
+from experiments.benchmarks.data import build_store
+from fedsim.data.users import UserStore
+from fedsim.keys import SecretKey
+from fedsim.sampling.shared import bounded_pool, owners_groups
+from fedsim.trust.owners import most_entered, most_owned
+
+TEXTS, USERS, PER_CONVERSATION, MOST_PEOPLE = 10_000_000, 1_000_000, 5, 6
+GROUP_SIZE, MAX_CHANGED = 8, 2
+ROWS_AT_ONCE = 500_000
+
+
+def write_source(file: Path, num_texts: int, num_users: int, seed: int = 0) -> np.ndarray:
+    """Writes the texts; returns how many each user owns, int64 [users]."""
+    rng, owned, left = np.random.default_rng(seed), np.zeros(num_users, np.int64), num_texts
+    schema = pa.schema({"people": pa.list_(pa.string()), "text": pa.string()})
+    with pq.ParquetWriter(file, schema) as writer:
+        while left:
+            rows = min(left, ROWS_AT_ONCE)
+            conversations = -(-rows // PER_CONVERSATION)
+            sizes = np.minimum(rng.geometric(0.45, conversations), MOST_PEOPLE)
+            popular = rng.random(sizes.sum()) ** 2.0  # of people by their numbers
+            conversation = np.repeat(np.arange(conversations), sizes)
+            pairs = np.unique(conversation * num_users + (popular * num_users).astype(np.int64))
+            conversation, people = np.divmod(pairs, num_users)
+            starts = np.searchsorted(conversation, np.arange(conversations + 1))
+            of_text = rng.integers(0, conversations, rows)
+            counts = (starts[1:] - starts[:-1])[of_text]
+            ends = np.cumsum(counts)
+            places = np.arange(ends[-1]) + np.repeat(starts[of_text] - ends + counts, counts)
+            owned += np.bincount(people[places], minlength=num_users)
+            names = pa.array(people[places]).cast(pa.string())
+            offsets = pa.array(np.append(0, ends), pa.int32())
+            texts = pa.array(np.arange(num_texts - left, num_texts - left + rows)).cast(pa.string())
+            lists = pa.ListArray.from_arrays(offsets, names)
+            writer.write_table(pa.table({"people": lists, "text": texts}, schema))
+            left -= rows
+    return owned
+
+
+def bounded(store: UserStore) -> list[dict]:
+    """What ELS and ULS draw before their first step, counted by other code."""
+    owners, key, rows = store.owners, SecretKey.create(seed=0), []
+    assert owners is not None, "of several owners"
+    start = time.perf_counter()
+    pool = bounded_pool(store.offsets, owners, GROUP_SIZE, key)
+    seconds = time.perf_counter() - start
+    most = most_owned(pool, store.offsets, owners)
+    rows.append({"name": "pool of ELS", "seconds": seconds, "kept": len(pool), "most": most})
+    start = time.perf_counter()
+    groups = owners_groups(store.offsets, owners, MAX_CHANGED, key)
+    seconds = time.perf_counter() - start
+    most = most_entered(groups, store.offsets, owners)
+    kept = len(groups.rows)
+    rows.append({"name": "groups of ULS", "seconds": seconds, "kept": kept, "most": most})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a hundredth of everything")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    share = 100 if arguments.quick else 1
+    with tempfile.TemporaryDirectory() as place:
+        source, out = Path(place) / "source", Path(place) / "out"
+        source.mkdir()
+        start = time.perf_counter()
+        owned = write_source(source / "texts.parquet", TEXTS // share, USERS // share)
+        rows: list[dict] = [{"name": "write source", "seconds": time.perf_counter() - start}]
+        rows.append(build_store(source, out, "--user-column", "people"))
+        store = UserStore.open(out / "train")
+        same = sorted(store.examples_per_user.tolist()) == sorted(owned[owned > 0].tolist())
+        assert same, "every user owns as many texts as in the known graph"
+        rows[1]["num_owner_sets"] = len(store.offsets) - 1
+        rows += bounded(store)
+        # In kibibytes; of this process, which wrote the source, too.
+        rows[-1]["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    bars = [
+        at_most("texts of one user in the pool", rows[2]["most"], GROUP_SIZE),
+        at_most("groups of others with one user's texts", rows[3]["most"], MAX_CHANGED),
+        at_most("seconds of the build", rows[1]["seconds"], 900),
+    ]
+    for row in rows:
+        print(row)
+    if arguments.json:
+        print(json.dumps({**circumstances("pyarrow", "numpy"), "rows": rows, "bars": bars}))
+
+
+if __name__ == "__main__":
+    main()
