@@ -76,7 +76,9 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
             key=opened.key,
         )
         with applicant.admitted(entry):
-            return trainer.fit(params)
+            summary = trainer.fit(params)
+        console.note(f"written to {run.run_dir}; train it on with --model {run.run_dir}")
+        return summary
 
 
 def schedule(settings: PretrainConfig, peak: float) -> optax.Schedule:

@@ -20,7 +20,7 @@ import tyro
 from fedsim.cli.arguments import parse
 from fedsim.cli.data import Data
 from fedsim.cli.models import Export, Generate, Personalize, Pretrain
-from fedsim.cli.trust import Audit, Budget, Report, Verify
+from fedsim.cli.trust import Audit, Budget, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, changed_run, to_json
 from fedsim.config.cells import COMPARISON_ONLY, CORRELATED, SHUFFLE, expect_cell, sampling_of
@@ -306,6 +306,7 @@ Command = (
     | Annotated[Budget, tyro.conf.subcommand("budget")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Runs, tyro.conf.subcommand("runs")]
     | Annotated[Account, tyro.conf.subcommand("account")]
     | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
     | Annotated[Recommend, tyro.conf.subcommand("recommend")]

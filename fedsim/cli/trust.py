@@ -208,6 +208,36 @@ class Verify:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """List the runs in a directory: algorithm, data, epsilon, steps, loss, and whether they ended.
+
+    `tensorboard --logdir DIRECTORY` shows the curves of all of them beside each other.
+    """
+
+    directory: tyro.conf.Positional[Path] = Path("runs")
+    """Where the runs are, at any depth."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.config import to_json
+        from fedsim.errors import expect
+        from fedsim.run.listing import lines_of, runs_in
+
+        place = self.directory
+        expect("directory", place, place.is_dir(), "a directory with runs")
+        rows = runs_in(place)
+        if not self.json:
+            print(*lines_of(rows), sep="\n")
+            if any(row.get("guarantee") is False for row in rows):
+                print("* no guarantee: see `fedsim verify RUN`")
+            print(f"tensorboard --logdir {place}")
+        kept = [{name: to_json(value) for name, value in row.items()} for row in rows]
+        return {"directory": str(place), "rows": kept}
+
+
 def _confirmed(guarantee: bool, unseen: list[str]) -> bool | None:
     """Whether epsilon is a guarantee; None: it would be, and not all that it rests on was seen."""
     return None if guarantee and unseen else guarantee
