@@ -1,0 +1,207 @@
+"""ELS against ULS where texts have two owners: a court's hearings, at one epsilon.
+
+Beyond the paper. A sentence of a hearing belongs to whoever says it and to whom it is said to: the
+one who spoke just before. A few judges are in nearly all of them. ELS with several group sizes G
+and ULS with several numbers k of groups of others are trained from the same fresh model; so are
+both on the same sentences as if each were its speaker's alone, which protects nobody who is spoken
+to. Which of the two learns more is reported, and not claimed.
+
+    python -m experiments.hearings --scale small     (10 minutes; smoke: 20 s, made-up hearings)
+"""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from matplotlib.figure import Figure
+
+from experiments import common
+from experiments.rows import Rows
+from fedsim.config import Algorithm, PrivacyConfig, run_config
+from fedsim.data.building.build import build
+from fedsim.run.console import Console
+from fedsim.training import train
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One scale."""
+
+    every: int
+    """One in so many hearings is used; 0: made-up ones."""
+    num_steps: int
+    group_sizes: tuple[int, ...]
+    """G of ELS."""
+    max_changed: tuple[int, ...]
+    """k of ULS."""
+    model: str = "tiny"
+    epsilon: float = 4.0
+    budget: int = 128
+    learning_rate: float = 0.1
+    max_length: int = 64
+    seed: int = 0
+
+
+SETTINGS = {
+    "smoke": Settings(0, 2, (2,), (1,), model="micro", budget=8, max_length=24),
+    "small": Settings(20, 60, (16, 64, 256), (0, 2, 8)),
+    "paper": Settings(1, 500, (16, 64, 256, 1024), (0, 1, 2, 4, 8), budget=512),
+}
+
+
+def hearings(table: pa.Table, out: Path) -> Path:
+    """A Parquet file in which each sentence has its owners.
+
+    Args: table: user_id, text, doc (the hearing) and turn (its number there), in any order.
+    """
+    order = [("doc", "ascending"), ("turn", "ascending")]
+    table = table.take(pc.sort_indices(table, sort_keys=order))  # pyright: ignore
+    speakers = table["user_id"].combine_chunks().dictionary_encode()
+    code = speakers.indices.to_numpy().astype(np.int64)
+    docs = table["doc"].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
+    turn = table["turn"].to_numpy()
+    first = np.flatnonzero((np.diff(docs, prepend=-1) != 0) | (np.diff(turn, prepend=-1) != 0))
+    number = np.repeat(np.arange(len(first)), np.diff(first, append=len(code)))
+    before = np.append(-1, code[first][:-1])  # who spoke in the turn before
+    before[np.append(True, docs[first][1:] != docs[first][:-1])] = -1
+    addressed = before[number]
+    two = (addressed >= 0) & (addressed != code)
+    starts = np.concatenate([[0], np.cumsum(1 + two)])
+    owners = np.empty(starts[-1], np.int64)
+    owners[starts[:-1]], owners[starts[1:][two] - 1] = code, addressed[two]
+    lists = pa.ListArray.from_arrays(
+        pa.array(starts, pa.int32()), speakers.dictionary.take(pa.array(owners))
+    )
+    columns = {"owners": lists, "speaker": table["user_id"], "text": table["text"]}
+    pq.write_table(pa.table(columns), out)
+    return out
+
+
+def made_up() -> pa.Table:
+    """Hearings of two judges with an attorney each."""
+    rng, rows = np.random.default_rng(0), []
+    for doc in range(40):
+        for turn in range(6):
+            who = f"judge {rng.integers(2)}" if turn % 2 else f"attorney {doc}"
+            rows += [
+                {"user_id": who, "text": f"words {n}", "doc": f"d{doc:03d}", "turn": turn}
+                for n in range(3)
+            ]
+    return pa.Table.from_pylist(rows)
+
+
+def real(every: int) -> pa.Table:
+    """One in so many hearings of the court."""
+    table = pq.read_table(common.SHARED / "scotus.parquet")
+    docs = pa.array(sorted(pc.unique(table["doc"]).to_pylist())[::every])  # pyright: ignore
+    return table.filter(pc.is_in(table["doc"], docs))  # pyright: ignore
+
+
+def run(settings: Settings) -> Rows:
+    """A row for each training."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+        table = real(settings.every) if settings.every else made_up()
+        source = hearings(table, Path(place) / "hearings.parquet")
+        built = {
+            name: build(
+                source, Path(place) / name, user_column=name, max_length=settings.max_length
+            )
+            for name in ("owners", "speaker")
+        }
+        own = built["speaker"].train
+        median = max(1, int(np.median(own.examples_per_user)))
+        cases = [("owners", "els", {"group_size": size}) for size in settings.group_sizes]
+        cases += [("owners", "uls", {"max_changed": k}) for k in settings.max_changed]
+        cases += [("speaker", "els", {"group_size": median}), ("speaker", "uls", {})]
+        for number, (name, algorithm, changes) in enumerate(cases):
+            rows.append(
+                _trained(settings, built[name], Path(place) / f"run{number}", algorithm, changes)
+            )
+            rows[-1]["texts_belong_to"] = name
+    return rows
+
+
+def _trained(
+    settings: Settings, data: Any, run_dir: Path, algorithm: str, changes: dict[str, Any]
+) -> dict[str, Any]:
+    privacy = PrivacyConfig(
+        epsilon=settings.epsilon, num_steps=settings.num_steps, budget=settings.budget, **changes
+    )
+    run = run_config(
+        data=str(data.path),
+        run_dir=run_dir,
+        model=settings.model,
+        engine="local",
+        learning_rate=settings.learning_rate,
+        seed=settings.seed,
+        strategy="scan:1",
+    )
+    summary = train(Algorithm(algorithm), privacy, run, Console())
+    shared = summary.get("shared") or {"kept": data.train.num_examples, "left_out": 0}
+    return {
+        "algorithm": algorithm.upper(),
+        "texts_belong_to": "",
+        "group_size": summary["group_size"],
+        "max_changed": changes.get("max_changed", 0),
+        "users": summary["num_users"],
+        "texts": summary["num_examples"],
+        "texts_left_out": shared["left_out"],
+        "units": summary["num_units"],
+        "noise_multiplier": summary["noise_multiplier"],
+        "noise_per_step": summary["noise_multiplier"] / summary["expected_count"],
+        "loss_before": summary["initial_eval_loss"],
+        "loss": summary["final_eval_loss"],
+    }
+
+
+def check(rows: Rows) -> common.Claims:
+    """What is said of shared texts in general."""
+    shared = [row for row in rows if row["texts_belong_to"] == "owners"]
+    left_out = [row["texts_left_out"] / row["texts"] for row in shared]
+    numbers = ", ".join(f"{share:.1%}" for share in left_out)
+    uls = [row for row in shared if row["algorithm"] == "ULS"]
+    noise = [row["noise_per_step"] for row in sorted(uls, key=lambda row: row["max_changed"])]
+    best = {
+        name: min(row["loss"] for row in shared if row["algorithm"] == name)
+        for name in ("ELS", "ULS")
+    }
+    return [
+        ("both bounds leave out texts", min(left_out) > 0, numbers),
+        (
+            "every group of others costs noise",
+            noise == sorted(noise),
+            ", ".join(f"{value:.4g}" for value in noise),
+        ),
+        (
+            "the better of the two is below the loss before",
+            min(best.values()) < rows[0]["loss_before"],
+            f"before {rows[0]['loss_before']:.3f}, ELS {best['ELS']:.3f}, ULS {best['ULS']:.3f}",
+        ),
+    ]
+
+
+def plot(rows: Rows) -> Figure:
+    """Loss against the share of the texts that is used."""
+    figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
+    for row in rows:
+        used = 1 - row["texts_left_out"] / row["texts"]
+        own = row["texts_belong_to"] == "speaker"
+        label = (
+            f"G = {row['group_size']}" if row["algorithm"] == "ELS" else f"k = {row['max_changed']}"
+        )
+        marker, colour = "x" if own else "o", common.COLOURS[row["algorithm"]]
+        axis.plot(used, row["loss"], marker, color=colour)
+        axis.annotate("speaker's alone" if own else label, (used, row["loss"]), fontsize="x-small")
+    axis.set(xlabel="share of the texts that is used", ylabel="held-out nats per token")
+    return figure
+
+
+if __name__ == "__main__":
+    common.main("hearings", __doc__, SETTINGS, run, check, {"hearings": plot}, always=False)
