@@ -1,6 +1,7 @@
 """`fedsim pretrain`, `personalize`, `generate`, `export`: models before and after training."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,8 +109,15 @@ class Generate:
         options = {name: getattr(self, name) for name in names}
         found = generate_text(self.model, self.prompt, **options)
         if not self.json:
-            print(found["prompt"] + found["text"])
+            text = found["prompt"] + found["text"]
+            print(harmless(text) if sys.stdout.isatty() else text)
         return found
+
+
+def harmless(text: str) -> str:
+    """Without what would change a terminal's state instead of being shown: a model may have learnt
+    escape sequences, and makes some by chance."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 @dataclasses.dataclass(frozen=True)

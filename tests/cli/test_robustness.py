@@ -521,6 +521,17 @@ def test_a_terminal_without_the_characters_gets_them_escaped(monkeypatch):
     assert shown.getvalue() == b"caf\\xe9\n"
 
 
+def test_no_control_bytes_of_a_model_reach_a_terminal(monkeypatch):
+    for terminal, text in ((True, "a\ufffd[31mb\tc\n"), (False, "a\x1b[31mb\tc\n")):
+        shown = io.StringIO()
+        shown.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr(sys, "stdout", shown)
+        found = {"prompt": "a", "text": "\x1b[31mb\tc"}
+        monkeypatch.setattr("fedsim.generate.generate_text", lambda *_, found=found, **__: found)
+        main(["generate", "run"])
+        assert shown.getvalue() == text
+
+
 def test_whoever_stops_reading_hears_nothing_more():
     reading, writing = os.pipe()
     os.close(reading)
