@@ -9,11 +9,13 @@ much more likely the trained model finds their texts than the model before.
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from fedsim import accounting
 from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
 from fedsim.data.dataset import Dataset
 from fedsim.engine.autotune import AUTO
@@ -23,13 +25,14 @@ from fedsim.group_size import median_group_size
 from fedsim.keys import SecretKey
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.plan import ADJACENCY, REPRODUCTION
-from fedsim.run import checkpoint
+from fedsim.run import checkpoint, ledger
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
 from fedsim.sampling import graph_of
 from fedsim.training import train
 from fedsim.trust import lower_bound
 from fedsim.trust.canaries import Planted, coins
+from fedsim.trust.curve_audit import Claim, audit_curve, curve_claim
 from fedsim.trust.document import Document, Items, Quote, Section, Table, to_html, to_markdown
 from fedsim.trust.svg import Chart, Series
 
@@ -37,6 +40,7 @@ JSON, HTML, MARKDOWN = "audit.json", "audit.html", "audit.md"
 ROWS_AT_ONCE = 16
 MOST_ROWS = 8  # of an attacked user
 ALARMS = 0.01
+CURVE_POINTS = 400
 POOLS = 4  # of ELS: how many times its share of the pool a canary wrote, so that a cap shows
 
 
@@ -77,7 +81,8 @@ def audit(
     console.note("attacking")
     newest = checkpoint.latest(run.run_dir)
     assert newest is not None, "a run that ended has a checkpoint"
-    found = attack(planted, checkpoint.load_params(newest), data, settings, summary["delta"])
+    claim = _claim(run.run_dir, summary["delta"])
+    found = attack(planted, checkpoint.load_params(newest), data, settings, summary["delta"], claim)
     result = {
         "run_dir": str(run.run_dir),
         "algorithm": str(algorithm),
@@ -132,6 +137,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
       every coin is guessed right, None if there is no such number.
     """
     bounds = [result[kind]["bound"] for kind in ("gradient", "text") if result[kind]]
+    curves = [each["curve"] for k in ("gradient", "text") if (each := result[k] or {}).get("curve")]
     found = max((bound["epsilon"] for bound in bounds), default=0.0)
     largest = max((bound["largest_possible"] for bound in bounds), default=0.0)
     claimed, label = float(result["epsilon"]), result["epsilon_holds"]
@@ -144,7 +150,10 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
         holds, verdict = None, f"nothing is claimed: epsilon is {claimed:.3f} {label}"
     elif found > claimed:
         holds, verdict = False, f"at most {claimed:.3f} is claimed: THE CLAIM IS REFUTED"
-    elif largest <= claimed:
+    elif any(curve["refuted"] for curve in curves):
+        holds = False
+        verdict = f"the curve of at most {claimed:.3f} is claimed: THE CLAIM IS REFUTED"
+    elif largest <= claimed and not any(curve["could_refute"] for curve in curves):
         takes = f"at least {needed:,} canaries of one kind" if needed else "a smaller delta"
         most = f"with every coin guessed right it would be {largest:.3f}"
         verdict = f"at most {claimed:.3f} is claimed: INCONCLUSIVE, for {most}"
@@ -157,23 +166,37 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _claim(run_dir: Path, delta: float) -> Claim | None:
+    """The whole curve that a run claims; None without noise."""
+    phases = ledger.phases(ledger.read(run_dir))
+    if phases is None:
+        return None
+    epsilons = np.linspace(0, 2 * accounting.epsilon(phases, delta) + 1, CURVE_POINTS)
+    return curve_claim(epsilons, accounting.privacy_curve(phases, epsilons))
+
+
 def attack(
-    planted: Planted, params: Any, data: Dataset, settings: AuditConfig, delta: float
+    planted: Planted,
+    params: Any,
+    data: Dataset,
+    settings: AuditConfig,
+    delta: float,
+    claim: Claim | None = None,
 ) -> dict[str, Any]:
     """All attacks on one run: {"gradient", "text", "membership"}, None where there is nothing.
 
-    Args: params: of the trained model; data: without the canaries.
+    Args: params: of the trained model; data: without the canaries; claim: the whole curve.
     """
     inner = planted.task_inner
     found: dict[str, Any] = {"gradient": None, "text": None, "membership": None}
     if planted.num_gradient:
         scores, included = planted.gradient_scores(), planted.gradient_included
-        found["gradient"] = _outcome(scores, included, delta, settings.confidence)
+        found["gradient"] = _outcome(scores, included, delta, settings.confidence, claim)
     if planted.num_text:
         task = LanguageModelTask(Dataset(train=planted.texts), inner.config, inner.frozen)
         rows = np.arange(planted.num_text)
         gain = losses(task, planted.first, "train", rows) - losses(task, params, "train", rows)
-        found["text"] = _outcome(gain, planted.text_included, delta, settings.confidence)
+        found["text"] = _outcome(gain, planted.text_included, delta, settings.confidence, claim)
     if settings.attacked_users and data.eval_users is not None:
         task = LanguageModelTask(data, inner.config, inner.frozen)
         inside, outside = (
@@ -214,11 +237,18 @@ def user_scores(task: Any, first: Any, params: Any, split: str, most: int) -> np
 
 
 def _outcome(
-    scores: np.ndarray, included: np.ndarray, delta: float, confidence: float
+    scores: np.ndarray,
+    included: np.ndarray,
+    delta: float,
+    confidence: float,
+    claim: Claim | None,
 ) -> dict[str, Any]:
-    """The bound, and what a reader sees of the scores."""
+    """The bounds, each with this confidence, and what a reader sees of the scores."""
     bound = lower_bound.audit(scores, included, delta, confidence)
     found: dict[str, Any] = {"bound": dataclasses.asdict(bound)}
+    if claim is not None:
+        curve = audit_curve(scores, included, claim, delta, confidence)
+        found["curve"] = dataclasses.asdict(curve)
     if included.any() and not included.all():
         found |= _curve(scores[included], scores[~included])
     return found
@@ -241,7 +271,7 @@ def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
 def sentence(result: dict[str, Any]) -> str:
     """What was found, in one line."""
     bound = f"epsilon is at least {result['epsilon_lower_bound']:.3f}"
-    return f"{bound} (confidence {result['confidence']:g} for each attack); {result['verdict']}"
+    return f"{bound} (confidence {result['confidence']:g} for each bound); {result['verdict']}"
 
 
 def compose(result: dict[str, Any]) -> Document:

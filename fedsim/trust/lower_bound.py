@@ -73,7 +73,7 @@ def audit(scores: np.ndarray, included: np.ndarray, delta: float, confidence: fl
     """
     count = len(scores)
     order = np.argsort(-scores, kind="stable")
-    options = _options(count)
+    options = options_of(count)
     significance = (1 - confidence) / len(options)
     # The more guesses, the better if all are right: the last option has all.
     largest = lower_bound(count, count, count, delta, significance)
@@ -93,7 +93,7 @@ def canaries_needed(epsilon: float, delta: float, confidence: float) -> int | No
 
     Guarantees: `largest_possible` of an audit with so many exceeds epsilon, and with one fewer not.
     """
-    significance = (1 - confidence) / len(_options(1))
+    significance = (1 - confidence) / len(options_of(1))
 
     def enough(count: int) -> bool:
         return p_value(count, count, count, epsilon, delta) < significance
@@ -110,7 +110,7 @@ def canaries_needed(epsilon: float, delta: float, confidence: float) -> int | No
     return high
 
 
-def _options(count: int) -> list[tuple[int, int]]:
+def options_of(count: int) -> list[tuple[int, int]]:
     """Numbers of guesses, decided on before the run: (how many took part, how many did not)."""
     options = []
     for share in SHARES:
