@@ -13,13 +13,21 @@ from typing import Any
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting import Event, StepEvent, cyclic_event
+from fedsim.accounting import Event, StepEvent, allocated_event, cyclic_event
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.clipping import Clip
 from fedsim.clipping.adaptive import AdaptiveClip
 from fedsim.clipping.clip import lattice_bits
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig, to_json
-from fedsim.config.cells import COMPARISON_ONLY, CORRELATED, INDEPENDENT, POISSON, sampling_of
+from fedsim.config.cells import (
+    ALLOCATION,
+    COMPARISON_ONLY,
+    CORRELATED,
+    INDEPENDENT,
+    ONLY_USERS,
+    POISSON,
+    sampling_of,
+)
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.errors import expect
@@ -32,7 +40,7 @@ from fedsim.sampling import Sampling, Users, examples_per_user, graph_of
 from fedsim.shared_uls import SharedULS
 from fedsim.uls import ULS
 
-SOME = ("planted", "shared", "bands", "noise", "trial")
+SOME = ("planted", "shared", "bands", "noise", "participations", "trial")
 """Fields of a plan that are written down where they are not at their defaults."""
 SHARED = "shared"
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
@@ -89,6 +97,8 @@ class Plan:
     most C."""
     bands: int = 1
     """b: groups of users that steps draw from in turn, and steps that noise reaches."""
+    participations: int | None = None
+    """K of random allocation: steps that each user takes part in."""
     noise: str = INDEPENDENT
     """independent or correlated."""
     predicted_error: float = math.nan
@@ -145,6 +155,8 @@ class Plan:
         """What a step is to the accountant, by the plan alone; None without noise."""
         if not self.noise_multiplier:
             return None
+        if self.participations is not None:
+            return allocated_event(self.noise_multiplier, self.num_steps // self.participations)
         cap = self.group_size if self.algorithm == Algorithm.ELS else 1
         event = cyclic_event(self.noise_multiplier, self.accounted_prob, cap, self.bands)
         changed = self.shared["max_changed"] if self.shared else 0
@@ -272,10 +284,28 @@ def complete(
     if key is not None and key.seed is not None:
         found.append("the seed (whoever knows or guesses it can take the noise away)")
     privacy = dataclasses.replace(privacy, delta=delta, group_size=group_size or 1)
+    if privacy.sampling == ALLOCATION:
+        privacy = allocated(algorithm, privacy, users.num_users)
     if privacy.bands is None and privacy.noise == CORRELATED and math.isfinite(privacy.epsilon):
         bands = best(bands_predicted(algorithm, privacy, users)).bands
         privacy = dataclasses.replace(privacy, bands=bands)
     return privacy, found
+
+
+def allocated(algorithm: Algorithm, privacy: PrivacyConfig, num_users: int) -> PrivacyConfig:
+    """The settings of random allocation, with participations and the budget that follows.
+
+    Raises: ConfigError: it is for users alone, and those that there are.
+    """
+    expect("sampling", ALLOCATION, algorithm == Algorithm.ULS, ONLY_USERS)
+    assumed = privacy.assumed_population
+    expect("assumed_population", assumed, assumed is None, f"none with {ALLOCATION} sampling")
+    steps, each = privacy.num_steps, privacy.group_size or 1
+    wanted = max(1, privacy.budget // each) / num_users * steps
+    divisors = [count for count in range(1, steps + 1) if steps % count == 0]
+    found = privacy.participations or min(divisors, key=lambda count: abs(math.log(count / wanted)))
+    budget = each * max(1, round(num_users * found / steps))
+    return dataclasses.replace(privacy, participations=found, budget=budget)
 
 
 def bands_predicted(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> list[Prediction]:
@@ -348,6 +378,7 @@ def method_for(
             sampling_of(privacy.sampling, privacy.noise),
             privacy.bands or 1,
             privacy.adjacency == ZERO_OUT,
+            privacy.num_steps // (privacy.participations or 1),
         ),
         key=key if shared or drawing is None else drawing,
         adjacency=privacy.adjacency,
@@ -426,6 +457,7 @@ def make_plan(
         assumed_population=privacy.assumed_population,
         adjacency=privacy.adjacency,
         bands=bands,
+        participations=privacy.participations,
         noise=privacy.noise,
         predicted_error=predicted_error(sigma, privacy.num_steps, correlated),
         seeded=method.key.seed is not None,

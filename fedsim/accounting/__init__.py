@@ -7,8 +7,9 @@
     gaussian_mu    what it costs as one number that adds up however steps are chosen (`gaussian_dp`)
     to_words, of_words    events in JSON's words
 
-`mixture` has the privacy loss of one step, `composition` that of many, `grids` how fine a grid it
-takes, `pure_dp` the loss of pure DP, `group_privacy` the black-box baseline of the paper.
+`mixture` has the privacy loss of one step, `allocation` that of steps of which each user is in one,
+`composition` that of many, `grids` how fine a grid it takes, `pure_dp` the loss of pure DP,
+`group_privacy` the black-box baseline of the paper.
 """
 
 from fedsim.accounting.accountant import (
@@ -17,6 +18,7 @@ from fedsim.accounting.accountant import (
     Phases,
     RunningEpsilon,
     StepEvent,
+    allocated_event,
     calibrate_noise,
     composed_loss,
     cyclic_event,
@@ -42,6 +44,7 @@ __all__ = [
     "RunningEpsilon",
     "SelectionEvent",
     "StepEvent",
+    "allocated_event",
     "calibrate_noise",
     "composed_loss",
     "cyclic_event",

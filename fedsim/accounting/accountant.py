@@ -21,7 +21,7 @@ from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy import stats
 
-from fedsim.accounting import calibration, composition, grids, mixture
+from fedsim.accounting import allocation, calibration, composition, grids, mixture
 from fedsim.accounting.calibration import Progress, cached
 from fedsim.accounting.grids import Query
 from fedsim.accounting.pure_dp import PureEvent, pure_pld, pure_pmf
@@ -62,6 +62,9 @@ class StepEvent:
     they add is in no more than one cycle's steps. A whole number >= 1."""
     max_changed: int = 0
     """How many units of others one user can change. A whole number >= 0."""
+    allocated: bool = False
+    """Random allocation: a user takes part in exactly one step of a cycle, each as probably;
+    sampling_prob is then 1, and a user is one unit."""
 
     def __post_init__(self) -> None:
         noise, prob = self.noise_multiplier, self.sampling_prob
@@ -70,12 +73,20 @@ class StepEvent:
         expect_count("max_contributions", self.max_contributions, 1)
         expect_count("cycle", self.cycle, 1)
         expect_count("max_changed", self.max_changed, 0)
+        if self.allocated:
+            expect("sampling_prob", prob, prob == 1, "1 with random allocation")
+            expect("max_contributions", self.max_contributions, self._is_one, "1, and no others")
+
+    @property
+    def _is_one(self) -> bool:
+        return self.max_contributions == 1 and not self.max_changed
 
     def to_dp_event(self) -> dp_accounting.DpEvent:
         """The same step in dp_accounting's words, for any other accountant to check.
 
-        Raises: ConfigError: it has no words for units that change.
+        Raises: ConfigError: it has no words for units that change, nor for random allocation.
         """
+        expect("allocated", self.allocated, not self.allocated, "false for dp_accounting")
         expect("max_changed", self.max_changed, not self.max_changed, "0 for dp_accounting")
         if self.max_contributions == 1:
             gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier)
@@ -101,10 +112,16 @@ def cyclic_event(
     return StepEvent(noise_multiplier, prob, max_contributions, bands)
 
 
+def allocated_event(noise_multiplier: float, window: int) -> StepEvent:
+    """A step of random allocation, in which a user takes part once in every `window` steps."""
+    return StepEvent(noise_multiplier, 1.0, 1, window, allocated=True)
+
+
 def event_fields(event: Event) -> dict[str, Any]:
     """An event in JSON's types."""
     fields = dataclasses.asdict(event)
-    for name, usual in (("cycle", 1), ("max_changed", 0)):  # as it was written before these were
+    # As it was written before these were.
+    for name, usual in (("cycle", 1), ("max_changed", 0), ("allocated", False)):
         if fields.get(name) == usual:
             del fields[name]
     return fields
@@ -218,6 +235,7 @@ def calibrate_noise(
     # A Gaussian mechanism with the mean contribution as its sensitivity is the right size.
     blocks = math.ceil(num_steps / unit.cycle)
     most = unit.max_contributions + 2 * unit.max_changed
+    most *= 1 / math.sqrt(unit.cycle) if unit.allocated else 1.0
     mean = most * unit.sampling_prob * math.sqrt(blocks)
     guess = max(0.5, mean * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
 
@@ -398,6 +416,9 @@ def _one_direction(event: Event, discretization: float, direction: int) -> Dense
         return pure_pmf(event, discretization)
     if isinstance(event, SelectionEvent):
         return selection_pmf(event, _trials(event), discretization)
+    if event.allocated:
+        noise, steps = event.noise_multiplier, event.cycle
+        return allocation.one_window_pmf(noise, steps, discretization, direction)
     return mixture.one_step_pmf(_mixture(event), discretization, direction)
 
 
@@ -407,6 +428,8 @@ def _one_step(event: Event, discretization: float) -> PrivacyLossDistribution:
         return pure_pld(event, discretization)
     if isinstance(event, SelectionEvent):
         return PrivacyLossDistribution(*[_one_direction(event, discretization, 0)] * 2)
+    if event.allocated:
+        return PrivacyLossDistribution(*[_one_direction(event, discretization, d) for d in (0, 1)])
     return mixture.one_step_pld(_mixture(event), discretization)
 
 
@@ -415,6 +438,9 @@ def _loss_range(event: Event) -> float:
         return 2 * event.epsilon
     if isinstance(event, SelectionEvent):
         return selection_range(event, _trials(event))
+    if event.allocated:
+        lowest, highest = allocation.loss_range(event.noise_multiplier, event.cycle)
+        return highest - lowest
     lowest, highest = mixture.loss_range(_mixture(event))
     return highest - lowest
 
@@ -443,7 +469,8 @@ def _merge(phases: Phases) -> list[tuple[Event, int]]:
         expect_count("num_steps", count, 0)
         count = int(count)
         if isinstance(event, StepEvent):
-            event, count = dataclasses.replace(event, cycle=1), -(-count // event.cycle)
+            blocks = -(-count // event.cycle)
+            event, count = event if event.allocated else dataclasses.replace(event, cycle=1), blocks
         counts[event] = counts.get(event, 0) + count
     return [(event, count) for event, count in counts.items() if count > 0]
 

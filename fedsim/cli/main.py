@@ -23,13 +23,21 @@ from fedsim.cli.models import Export, Generate, Personalize, Pretrain
 from fedsim.cli.trust import Audit, Budget, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, changed_run, to_json
-from fedsim.config.cells import COMPARISON_ONLY, CORRELATED, SHUFFLE, expect_cell, sampling_of
+from fedsim.config.cells import (
+    ALLOCATION,
+    COMPARISON_ONLY,
+    CORRELATED,
+    ONLY_USERS,
+    SHUFFLE,
+    expect_cell,
+    sampling_of,
+)
 from fedsim.errors import FedsimError, expect
 from fedsim.files import DISK_FULL, cache_dir
 from fedsim.run.signals import terminated
 
 AlgorithmName = tyro.conf.Positional[Literal["els", "uls"]]
-SamplingName = Literal["poisson", "cyclic", "shuffle"] | None
+SamplingName = Literal["poisson", "cyclic", "allocation", "shuffle"] | None
 NoiseName = Literal["independent", "correlated"]
 Flat = tyro.conf.OmitArgPrefixes
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
@@ -145,6 +153,9 @@ class Account:
     bands: int | None = None
     """The same flag as that of train; asked for with correlated noise, unless it is to be found."""
 
+    participations: int | None = None
+    """The same flag as that of train. Default: what sampling_prob asks for."""
+
     before: float | None = None
     """Epsilon of an (epsilon, 0)-DP release before the first step, such as a group size that was
     chosen privately; composed with the steps. > 0."""
@@ -170,6 +181,8 @@ class Account:
         event = accounting.cyclic_event(
             self.noise_multiplier, self.sampling_prob, _max_contributions(self), _bands(self)
         )
+        if self.sampling == ALLOCATION:
+            event = accounting.allocated_event(self.noise_multiplier, _window(self))
         event = dataclasses.replace(event, max_changed=_max_changed(self))
         phases: list[tuple[accounting.Event, int]] = [(event, self.num_steps)]
         if self.before is not None:
@@ -234,6 +247,9 @@ class Calibrate:
     bands: int | None = None
     """The same flag as that of train; asked for with correlated noise, unless it is to be found."""
 
+    participations: int | None = None
+    """The same flag as that of train. Default: what sampling_prob asks for."""
+
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -258,7 +274,18 @@ class Calibrate:
             target["max_changed"] = changed
         if wanted == "noise_multiplier" and self.noise == CORRELATED and self.bands is None:
             return self._with_best_bands(target)
-        found = getattr(accounting, wanted)(bands=_bands(self), **target)
+        bands = _bands(self)
+        if self.sampling == ALLOCATION:
+            asked = "num_steps and sampling_prob with allocation, to find the noise multiplier"
+            expect(wanted, None, wanted == "noise_multiplier", asked)
+            window, whole = _window(self), {**target, "num_steps": self.num_steps}
+            for name in ("sampling_prob", "max_contributions"):
+                del whole[name]
+            found = accounting.calibrate_noise(
+                lambda sigma: accounting.allocated_event(sigma, window), **whole
+            )
+        else:
+            found = getattr(accounting, wanted)(bands=bands, **target)
         if not self.json:
             shown = found
             if wanted != "num_steps":  # by which a run would claim no more than was asked for
@@ -333,7 +360,10 @@ def _max_changed(command: Account | Calibrate) -> int:
 def _bands(command: Account | Calibrate) -> int:
     """b of cyclic sampling; one group of all users otherwise."""
     cell = sampling_of(command.sampling, command.noise), command.noise
-    expect_cell(*cell, bands=command.bands, num_steps=command.num_steps)
+    own = {"bands": command.bands, "participations": command.participations}
+    expect_cell(*cell, **own, num_steps=command.num_steps)
+    els = command.algorithm == "els" and command.sampling == ALLOCATION
+    expect("sampling", command.sampling, not els, ONLY_USERS)
     given = command.noise != CORRELATED or command.bands is not None
     expect("bands", command.bands, given, "a number of bands with correlated noise")
     bands, prob = command.bands or 1, command.sampling_prob
@@ -341,6 +371,16 @@ def _bands(command: Account | Calibrate) -> int:
     if prob is not None and prob <= 1:
         expect("sampling_prob", prob, prob * bands <= 1, most)
     return bands
+
+
+def _window(command: Account | Calibrate) -> int:
+    """W of random allocation. Raises ConfigError: no whole number of participations."""
+    steps, prob = command.num_steps or 1, command.sampling_prob or 0.0
+    count = command.participations or max(1, round(steps * prob))
+    whole = steps % count == 0 and math.isclose(count / steps, prob, rel_tol=1e-9)
+    expected = "participations / num_steps, of participations that divide num_steps"
+    expect("sampling_prob", prob, whole, expected)
+    return steps // count
 
 
 def _without_json(command: Any) -> dict[str, Any]:

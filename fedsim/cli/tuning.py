@@ -46,7 +46,7 @@ class Recommend:
     clipping: Literal["normalised", "plain"] = "normalised"
     """The same flag as that of train."""
 
-    sampling: Literal["poisson", "cyclic", "shuffle"] | None = None
+    sampling: Literal["poisson", "cyclic", "allocation", "shuffle"] | None = None
     """The same flag as that of train."""
 
     noise: Literal["independent", "correlated"] = "independent"
@@ -56,6 +56,9 @@ class Recommend:
     """The same flag as that of train."""
 
     max_changed: int = 1
+    """The same flag as that of train."""
+
+    participations: int | None = None
     """The same flag as that of train."""
 
     users: int = 128
@@ -80,6 +83,7 @@ class Recommend:
             "noise",
             "bands",
             "max_changed",
+            "participations",
         )
         privacy = PrivacyConfig(**{name: getattr(self, name) for name in names})
         set_threads(self.run.engine)

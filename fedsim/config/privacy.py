@@ -50,11 +50,16 @@ class PrivacyConfig:
     clipping: Literal["normalised", "plain"] = "normalised"
     """normalised: g min(1/C, 1/|g|), sensitivity 1 (De et al. 2022). plain: g min(1, C/|g|)."""
 
-    sampling: Literal["poisson", "cyclic", "shuffle"] | None = None
+    sampling: Literal["poisson", "cyclic", "allocation", "shuffle"] | None = None
     """Who takes part in a step. poisson: every unit by itself, with the same probability. cyclic:
-    so, but of one of several groups of users, in turn. shuffle is the paper's comparison mode:
-    epsilon as if Poisson sampled, not a guarantee. Default: poisson, or cyclic with correlated
-    noise."""
+    so, but of one of several groups of users, in turn. allocation (uls): every user in exactly
+    `participations` steps, at random, one in each num_steps / participations. shuffle is the
+    paper's comparison mode: epsilon as if Poisson sampled, not a guarantee. Default: poisson, or
+    cyclic with correlated noise."""
+
+    participations: int | None = None
+    """K of random allocation: steps that each user takes part in. Divides num_steps; budget follows
+    from it. Default: what comes closest to the budget."""
 
     noise: Literal["independent", "correlated"] = "independent"
     """correlated: each step takes back part of the noise of the bands - 1 steps before, so that
@@ -91,7 +96,8 @@ class PrivacyConfig:
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
         expect("budget", self.budget, self.budget >= 1, ">= 1")
         cell = sampling_of(self.sampling, self.noise), self.noise
-        expect_cell(*cell, bands=self.bands, num_steps=self.num_steps)
+        own = {"bands": self.bands, "participations": self.participations}
+        expect_cell(*cell, **own, num_steps=self.num_steps)
         # Far outside, float32 norms underflow or overflow, and clipping bounds nothing.
         expect("clip_norm", self.clip_norm, 1e-6 <= self.clip_norm <= 1e6, "in [1e-6, 1e6]")
         if self.delta is not None:

@@ -1,6 +1,7 @@
 """Who takes part: the draw of a step's units, contribution bounding, a user's group of examples.
 
     poisson         Poisson sampling, and the shuffling that it is compared with
+    allocation      every user equally often, at random steps
     cyclic          Poisson sampling from one of several groups of users, in turn
     contributions   the pool of ELS, a user's examples in a step of ULS
     shared          both where examples have several owners
@@ -14,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fedsim.sampling.allocation import Allocation
 from fedsim.sampling.contributions import (
     PADDING,
     Users,
@@ -32,6 +34,7 @@ from fedsim.sampling.poisson import Poisson, Shuffle
 
 __all__ = [
     "PADDING",
+    "Allocation",
     "Cyclic",
     "Poisson",
     "Sampling",
@@ -54,11 +57,14 @@ class Sampling:
     """A way to draw units, before it is known from which."""
 
     name: str = "poisson"
-    """poisson, cyclic or shuffle."""
+    """poisson, cyclic, allocation or shuffle."""
     bands: int = 1
     """b of cyclic sampling."""
     balanced: bool = True
     """Whether the groups of cyclic sampling are of equal size; see `Cyclic`."""
+
+    window: int = 1
+    """W of random allocation."""
 
     def over(
         self,
@@ -70,6 +76,8 @@ class Sampling:
         if self.name == Cyclic.name:
             groups = (self.bands, self.balanced, owners)
             return Cyclic(num_units, expected_count, 1.0, *groups)
+        if self.name == Allocation.name:
+            return Allocation(num_units, expected_count, 1.0, self.window)
         if self.name == Shuffle.name:
             return Shuffle(num_units, expected_count, 1.0, self.bands)
         return Poisson(num_units, expected_count)

@@ -134,6 +134,9 @@ def _items(released: Released) -> Table:
             f"Gaussians sampled with probability {prob}, of which a user takes away one and "
             f"changes {plan.shared['max_changed']} (the theorem for texts with several owners)"
         )
+    if plan.participations:
+        window = plan.num_steps // plan.participations
+        law = f"a Gaussian, in one of every {window:,} steps, uniformly chosen (random allocation)"
     if plan.bands > 1:
         law += f", of every {plan.bands} successive steps in one at most, the same for a user"
     same = "yes" if plan.sampling_run == plan.sampling_accounted else f"no: {COMPARISON_ONLY}"
@@ -156,6 +159,7 @@ def _items(released: Released) -> Table:
         ("mechanism", f"{name} of Charles et al. 2024: the Gaussian mechanism on a clipped sum"),
         ("clipping", f"{plan.clipping}, of each {unit}'s gradient, to {plan.clip_norm:g}"),
         ("noise multiplier", noise),
+        ("noise of different steps", _kind(plan)),
         ("texts of a user", _cap(plan)),
         *_of_several(plan),
         ("divided by", f"{plan.expected_count}, the expected number, whatever was drawn"),
@@ -212,6 +216,12 @@ def _of_several(plan: Plan) -> list[tuple[str, str]]:
             f"{shared['left_out']:,} of {plan.num_examples:,}, drawn once, by who owns which alone",
         ),
     ]
+
+
+def _kind(plan: Plan) -> str:
+    if plan.strategy is None:
+        return "independent"
+    return f"correlated: each step takes back part of that of the {plan.bands - 1} steps before"
 
 
 def _adjacency(plan: Plan) -> str:
@@ -349,6 +359,11 @@ def _commands(released: Released) -> list[Any]:
             f"--group-size {plan.group_size} --delta {plan.delta!r}"
             + (f" --max-changed {event.max_changed}" if event and event.max_changed else "")
             + (f" --sampling {plan.sampling_run} --bands {plan.bands}" if plan.bands > 1 else "")
+            + (
+                f" --sampling {plan.sampling_run} --participations {plan.participations}"
+                if plan.participations
+                else ""
+            )
             + "".join(f" --before {event.epsilon!r}" for event, _ in plan.before)
         )
     return [

@@ -125,7 +125,8 @@ def _settings(evidence: Evidence) -> str:
     plan, privacy = evidence.plan, evidence.privacy
     asked = {
         "num_steps": (privacy.num_steps, plan.num_steps),
-        "budget": (privacy.budget, plan.budget),
+        "budget": (None if plan.participations else privacy.budget, plan.budget),
+        "participations": (privacy.participations, plan.participations),
         "delta": (privacy.delta, plan.delta),
         "clip_norm": (privacy.clip_norm, plan.clip_norm),
         "adjacency": (privacy.adjacency, plan.adjacency),
@@ -143,6 +144,8 @@ def _settings(evidence: Evidence) -> str:
         same = wanted is None or wanted == planned
         demand(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
     share = plan.expected_count / plan.num_units
+    if plan.participations:  # it follows from these, and count and budget from it, rounded
+        share = 1 / (plan.num_steps // plan.participations)
     demand(plan.sampling_prob == share, f"sampling_prob={plan.sampling_prob}: expected {share}")
     each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
     count = plan.budget // each
@@ -357,6 +360,7 @@ def _method(evidence: Evidence, drawing: SecretKey) -> ELS | ULS:
     """The algorithm as the run drew with it."""
     plan = evidence.plan
     found = {"delta": plan.delta, "group_size": plan.group_size, "bands": plan.bands_given}
+    found |= {"participations": plan.participations, "budget": plan.budget}
     privacy = dataclasses.replace(evidence.privacy, **found)
     return method_for(plan.algorithm, privacy, evidence.users, evidence.key, drawing)
 

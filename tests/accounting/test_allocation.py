@@ -1,0 +1,134 @@
+"""Random allocation against closed forms, integration, Monte Carlo and a bound from below."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedsim import accounting
+from fedsim.accounting import StepEvent, allocated_event, allocation
+from fedsim.errors import ConfigError
+
+
+def window_delta(sigma, steps, epsilon, count=1):
+    return accounting.delta([(allocated_event(sigma, steps), steps * count)], epsilon)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
+def test_one_step_is_the_gaussian_mechanism(sigma):
+    for count, delta in ((1, 1e-5), (6, 1e-8)):
+        found = accounting.epsilon([(allocated_event(sigma, 1), count)], delta)
+        gaussian = accounting.epsilon([(StepEvent(sigma, 1.0), count)], delta)
+        assert gaussian * (1 - 1e-4) <= found <= gaussian * (1 + 2e-3)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("sigma, epsilon", [(0.8, 0.2), (0.8, 2.0), (2.0, 0.2), (2.0, 1.0)])
+def test_two_steps_by_integration(sigma, epsilon):
+    y = np.linspace(-9 * sigma, 9 * sigma + 1, 2001)
+    tilt = np.exp((y - 0.5) / sigma**2)
+    ratio = (tilt[:, None] + tilt[None, :]) / 2
+    mass = np.multiply.outer(*[stats.norm.pdf(y, scale=sigma) * (y[1] - y[0])] * 2)
+    exact = max(
+        (np.maximum(ratio - math.exp(epsilon), 0) * mass).sum(),
+        (np.maximum(1 - math.exp(epsilon) * ratio, 0) * mass).sum(),
+    )
+    assert exact * (1 - 1e-6) <= window_delta(sigma, 2, epsilon) <= exact * (1 + 1e-2)
+
+
+def sampled_losses(sigma, steps, count, rng, samples):
+    """Privacy losses of REMOVE and of ADD."""
+    found = []
+    for shift in (1.0, 0.0):
+        total = np.zeros(samples)
+        for _ in range(count):
+            y = rng.normal(0, sigma, (samples, steps))
+            y[:, 0] += shift
+            total += np.log(np.exp((y - 0.5) / sigma**2).mean(axis=1))
+        found.append(total if shift else -total)
+    return found
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "sigma, steps, count", [(0.6, 70, 1), (1.0, 5, 3), (0.9, 16, 2), (1.5, 3, 8)]
+)
+def test_monte_carlo_lies_at_the_bound_and_not_above(sigma, steps, count, rng):
+    losses = sampled_losses(sigma, steps, count, rng, 100_000)
+    for epsilon in (0.2, 0.5, 1.0, 2.0):
+        claimed = window_delta(sigma, steps, epsilon, count)
+        gains = [np.maximum(0, -np.expm1(epsilon - each)) for each in losses]
+        means = [each.mean() for each in gains]
+        error = max(each.std() for each in gains) / math.sqrt(100_000)
+        assert max(means) - 4 * error <= claimed <= 1.01 * max(means) + 4 * error
+
+
+def contracted(sigma, steps, cells):
+    """(values, masses) of a law of S that is less spread out: every cell at its mean."""
+    root = 1 / sigma
+    ends = np.concatenate([[-np.inf], np.linspace(-8, 8 + root, cells), [np.inf]])
+    mass = np.diff(stats.norm.cdf(ends))
+    mean = np.diff(stats.norm.cdf(ends - root))
+    keep = mass > 0
+    values, masses = (mean[keep] / mass[keep]), mass[keep]
+    terms, found = 1, (values, masses)
+    while terms < steps:
+        value = np.add.outer(found[0], found[0]).ravel()
+        both = np.multiply.outer(found[1], found[1]).ravel()
+        edges = np.exp(np.linspace(math.log(value.min()), math.log(value.max() * 1.001), 4 * cells))
+        index = np.searchsorted(edges, value, side="right")
+        own = np.bincount(index, both, edges.size + 1)
+        mean = np.bincount(index, both * value, edges.size + 1)
+        keep = own > 0
+        found, terms = (mean[keep] / own[keep], own[keep]), 2 * terms
+    return found
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("sigma, steps", [(0.7, 8), (1.2, 16)])
+def test_the_bound_is_within_a_hundredth_of_a_rigorous_one_from_below(sigma, steps):
+    """In epsilon, as it is asked for: at the delta that the law from below has."""
+    values, masses = contracted(sigma, steps, 300)
+    for epsilon in (0.3, 1.0, 2.0):
+        below = max(
+            (np.maximum(values / steps - math.exp(epsilon), 0) * masses).sum(),
+            (np.maximum(1 - math.exp(epsilon) * values / steps, 0) * masses).sum(),
+        )
+        if below > 1e-12:
+            found = accounting.epsilon([(allocated_event(sigma, steps), steps)], below)
+            assert epsilon * (1 - 1e-6) <= found <= epsilon * 1.01
+
+
+@pytest.mark.parametrize("sigma, steps", [(0.4, 100), (1.0, 7), (3.0, 1000), (10.0, 37)])
+def test_the_law_keeps_its_mean_and_its_mass(sigma, steps):
+    law = allocation._window(sigma, steps)
+    assert law.masses.sum() + law.zero == pytest.approx(1, abs=1e-11)
+    mean = law.masses @ np.exp(law.points()) + law.lost
+    assert mean / steps == pytest.approx(1, abs=1e-11)
+    assert law.zero < 1e-16 and law.lost / steps < 1e-16
+    variance = law.masses @ np.exp(2 * law.points()) / steps - steps
+    assert 1 <= variance / math.expm1(1 / sigma**2) < 1.01
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+def test_it_takes_less_noise_than_poisson_sampling_of_the_same_share(epsilon):
+    target = {"epsilon": epsilon, "delta": 4.5e-5, "num_steps": 500}
+    poisson = accounting.noise_multiplier(sampling_prob=0.02, **target)
+    found = accounting.calibrate_noise(lambda sigma: allocated_event(sigma, 50), **target)
+    assert 0.93 < found / poisson < 0.98
+    assert accounting.epsilon([(allocated_event(found, 50), 500)], 4.5e-5) <= epsilon
+
+
+@pytest.mark.privacy
+def test_a_window_that_was_begun_is_paid_for():
+    event = allocated_event(1.0, 5)
+    spent = [accounting.epsilon([(event, steps)], 1e-6) for steps in (1, 5, 6, 10)]
+    assert spent[0] == spent[1] < spent[2] == spent[3]
+
+
+def test_a_user_is_one_unit():
+    with pytest.raises(ConfigError, match="max_contributions=2: expected 1, and no others"):
+        StepEvent(1.0, 1.0, 2, 5, allocated=True)
+    with pytest.raises(ConfigError, match="sampling_prob=0.5: expected 1 with random allocation"):
+        StepEvent(1.0, 0.5, 1, 5, allocated=True)

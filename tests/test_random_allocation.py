@@ -1,0 +1,73 @@
+"""Random allocation: who takes part when, and a run with it."""
+
+import json
+
+import numpy as np
+import pytest
+from test_verify import command as train_command
+from test_verify import texts, verify  # noqa: F401 (a fixture)
+
+from fedsim.accounting import allocated_event
+from fedsim.cli.main import main
+from fedsim.config import PrivacyConfig
+from fedsim.errors import ConfigError
+from fedsim.keys import SecretKey
+from fedsim.run import ledger
+from fedsim.sampling import Allocation
+
+
+def test_everyone_takes_part_once_in_every_window_at_a_random_step():
+    key, sampler, windows = SecretKey.create(seed=1), Allocation(30, 8, 1.0, 4), 1500
+    taken = np.zeros((windows, 4, 30), bool)
+    for step in range(4 * windows):
+        taken[step // 4, step % 4, sampler.draw(key, step)] = True
+    assert (taken.sum(axis=1) == 1).all()
+    assert np.abs(taken.mean(axis=0) - 0.25).max() < 5 * np.sqrt(0.25 * 0.75 / windows)
+    first = taken[:, 0] - 0.25
+    pairs = (first.T @ first / windows / (0.25 * 0.75))[np.triu_indices(30, 1)]
+    assert np.abs(pairs).max() < 5 / np.sqrt(windows)  # of users
+    successive = (first[1:] * first[:-1]).mean(axis=0) / (0.25 * 0.75)
+    assert np.abs(successive).max() < 5 / np.sqrt(windows)  # of windows
+
+
+def test_the_event_is_of_the_window():
+    assert Allocation(30, 8, 1.0, 4).event(1.5) == allocated_event(1.5, 4)
+    assert Allocation(30, 8, 1.0, 4).sampling_prob == 0.25
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"participations": 2}, "participations=2: expected none with poisson"),
+        ({"sampling": "allocation", "participations": 3}, "participations=3: expected to divide"),
+        ({"sampling": "allocation", "noise": "correlated"}, "noise=correlated: expected independ"),
+    ],
+)
+def test_cells_without_a_guarantee_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        PrivacyConfig(1.0, 10, **flags)
+
+
+def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  # noqa: F811
+    flags = {"sampling": "allocation", "participations": 2}
+    main([*train_command(texts, run_dir, **flags), "--json"])
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["sampling_run"] == summary["sampling_accounted"] == "allocation"
+    assert summary["participations"] == 2 and summary["sampling_prob"] == 1 / 3
+    assert summary["expected_count"] == round(summary["num_users"] / 3)
+    assert all(line["event"]["allocated"] for line in ledger.read(run_dir)[1:])
+    names = ("num_steps", "sampling_prob", "noise_multiplier", "delta", "participations")
+    own = [str(x) for n in names for x in (f"--{n.replace('_', '-')}", summary[n])]
+    main(["account", "uls", *own, "--sampling", "allocation", "--json"])
+    assert json.loads(capsys.readouterr().out)["epsilon"] == summary["epsilon"] <= 4
+    code, found = verify(capsys, run_dir, "--replay")
+    assert code == 0 and found["replay"][0] and found["draws"][0] and found["settings"][0]
+    main(["report", str(run_dir)])
+    report = (run_dir / "report.md").read_text()
+    assert "--sampling allocation --participations 2" in report and "random allocation" in report
+
+
+def test_examples_are_not_allocated(texts, run_dir, capsys):  # noqa: F811
+    with pytest.raises(SystemExit) as stop:
+        main(train_command(texts, run_dir, "els", sampling="allocation"))
+    assert stop.value.code == 2 and "expected poisson or cyclic with els" in capsys.readouterr().err
