@@ -67,6 +67,10 @@ class Recommend:
     plot: Path | None = None
     """A PNG to draw: noise per step against group size, for both."""
 
+    plan_only: bool = False
+    """Compute no gradient, and answer at once: clip_norm is 1, and ULS takes an example of each
+    user."""
+
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -91,7 +95,8 @@ class Recommend:
         from fedsim.tuning.advice import report
         from fedsim.tuning.recommend import recommend
 
-        result = recommend(privacy, self.run, Console(), num_users=self.users, plot=self.plot)
+        options = {"num_users": self.users, "plot": self.plot, "plan_only": self.plan_only}
+        result = recommend(privacy, self.run, Console(), **options)
         if not self.json:
             print(report(result))
         return result

@@ -23,6 +23,8 @@ class Advice:
     """p (ELS) or q (ULS)."""
     clip_norm: float
     """C: the median gradient norm of a sample, L_ELS or L_ULS."""
+    clip_norm_interval: tuple[float, float] | None
+    """Where the median of all is, with a confidence of 95 %; None: nothing was looked at."""
     noise_multiplier: float
     """sigma."""
     noise_per_step: float
@@ -34,9 +36,9 @@ class Advice:
     """Share of the training examples that some step is expected to use."""
     gradients: float
     """Expected number, over all steps."""
-    strategy: str
-    """How training would compute its clipped sums."""
-    seconds: float
+    strategy: str | None
+    """How training would compute its clipped sums; None: nothing was computed."""
+    seconds: float | None
     """How long such a training takes on the present workers, without evaluation."""
     command: list[str]
     """The words of the command that trains so."""
@@ -62,7 +64,8 @@ def command(
     for name in ("epsilon", "delta", "num_steps", "budget", "group_size", "clip_norm"):
         if name != "delta" or given.delta is not None:
             flags[name] = getattr(settings, name)
-    flags["chosen_on_data"] = "group_size,clip_norm"
+    if settings.clip_norm != given.clip_norm:
+        flags["chosen_on_data"] = "group_size,clip_norm"
     for config, default in (
         (given, PrivacyConfig(1.0, 1)),
         (run, run_config(data=run.data.source, run_dir=run.run_dir)),
@@ -90,13 +93,17 @@ def report(result: dict[str, Any]) -> str:
         ("expected count B, M", "{expected_count:,}"),
         ("probability p, q", "{sampling_prob:.3g}"),
         ("clip norm C", "{clip_norm:.4g}"),
+        ("between (95 %)", "{between}"),
         ("noise multiplier", "{noise_multiplier:.4f}"),
         ("noise per step", "{noise_per_step:.3g}"),
         ("data used", "{data_used:.1%}"),
         ("gradients per step", "{budget:,}"),
         ("gradients", "{gradients:,.0f}"),
-        ("minutes", "{minutes:.3g}"),
+        ("minutes", "{minutes}"),
     ]
+    looked = result["looked_at"] is not None
+    unknown = () if looked else ("between (95 %)", "minutes")
+    cells = [{**each, **_of_people(each)} for each in (els, uls)]
     lines = [
         f"{result['num_users']:,} users, {result['num_examples']:,} examples, the median user has "
         f"{result['median_examples']:,}; epsilon {result['epsilon']:g} at delta "
@@ -104,10 +111,17 @@ def report(result: dict[str, Any]) -> str:
         f"{'':20} {'ELS':>14} {'ULS':>14}",
     ]
     for name, shape in rows:
-        cells = [shape.format(**each, minutes=each["seconds"] / 60) for each in (els, uls)]
-        lines.append(f"{name:20} {cells[0]:>14} {cells[1]:>14}")
+        if name not in unknown:
+            first, second = (shape.format(**each) for each in cells)
+            lines.append(f"{name:20} {first:>14} {second:>14}")
+    about = f"noise per step is C sigma / count per coordinate; minutes are for {result['workers']}"
+    if not looked:
+        about = (
+            "noise per step is C sigma / count per coordinate; no gradient was computed: ULS has "
+        )
+        about += "G = 1, where both have the same gradients, and C is the flag's"
     lines += [
-        f"noise per step is C sigma / count per coordinate; minutes are for {result['workers']}",
+        about,
         *(f"not private: {fact}" for fact in result["non_private"]),
         "privately, within epsilon: --group-size-epsilon E in the place of --group-size (els), and "
         "--clip-quantile Q beside --clip-norm",
@@ -116,6 +130,15 @@ def report(result: dict[str, Any]) -> str:
     first, second = (els, uls) if result["recommended"] == "els" else (uls, els)
     lines += [shlex.join(first["command"]), "the other: " + shlex.join(second["command"])]
     return "\n".join(lines)
+
+
+def _of_people(advice: dict[str, Any]) -> dict[str, str]:
+    """What reads otherwise than its value."""
+    interval, seconds = advice["clip_norm_interval"], advice["seconds"]
+    return {
+        "between": "" if interval is None else "{:.3g} to {:.3g}".format(*interval),
+        "minutes": "" if seconds is None else f"{seconds / 60:.3g}",
+    }
 
 
 def draw(rows: list[dict[str, Any]], file: Path, num_users: int) -> None:

@@ -4,10 +4,13 @@ L_ULS(G) is the median over a sample of users of the norm of their mean gradient
 examples; L_ELS the same over single examples. Not private: users' norms without noise.
 """
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from fedsim.clipping import Clip, Strategy
 from fedsim.engine.engine import Engine, EngineError
@@ -20,6 +23,8 @@ NUM_USERS = 128
 
 _ANY = Clip(1.0, normalised=True)  # norms are taken before clipping
 _STRATEGY = Strategy("scan", 2)  # one program for all group sizes, and little padding
+_SINGLE = Strategy("direct", 4)  # of single examples
+BATCH = 32
 
 Estimator = Callable[[np.ndarray], Any]
 
@@ -41,6 +46,7 @@ class GradientNorms:
         most: int = 1,
         estimator: Estimator = np.median,
         examples: Callable[[np.ndarray], np.ndarray] | None = None,
+        seconds: float = math.inf,
     ):
         """
         Args:
@@ -49,6 +55,7 @@ class GradientNorms:
           most: the largest group size that will be asked for.
           estimator: psi of Appendix F, from the norms [users] to one number; the paper's is median.
           examples: from places among `offsets` to examples, where these are not the same.
+          seconds: of one estimate: fewer users are looked at where all would take longer.
         Raises: ConfigError: no user has an example.
         """
         self._examples = examples or (lambda places: places)
@@ -68,6 +75,11 @@ class GradientNorms:
         # alone are skipped.
         self._width = max(1, min(most, int(sizes[self._users].max())))
         self.gradients = 0
+        self.intervals: dict[float, tuple[float, float]] = {}
+        """Of each estimate: where the median of all users is, with a confidence of 95 %."""
+        self.looked_at = len(self._users)
+        """Users, or examples, of the estimate that looked at the fewest."""
+        self._seconds = seconds
         self._user_norms: dict[int, float] = {}
 
     def user_norm(self, group_size: int) -> float:
@@ -95,9 +107,36 @@ class GradientNorms:
         return self._estimate(rows, "single examples")
 
     def _estimate(self, rows: np.ndarray, what: str) -> float:
-        _, stats = self._engine.clipped_sum(self._params, rows, _ANY, _STRATEGY)
-        self.gradients += int(stats.num_rows.sum())
-        norms = stats.norms[~stats.dropped]
+        norms = np.concatenate(list(self._batches(rows)))
+        self.looked_at = min(self.looked_at, len(norms))
+        norms = norms[np.isfinite(norms)]
         if not len(norms):
             raise EngineError(f"no gradient of {len(rows)} units ({what}) is finite")
-        return float(self._estimator(norms))
+        estimate = float(self._estimator(norms))
+        self.intervals[estimate] = median_interval(norms)
+        return estimate
+
+    def _batches(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        """Norms of rows in an order without meaning, as many as there is time for."""
+        rows = self._key.generator("norms: order").permutation(rows)
+        single = (rows[:, 1:] < 0).all()
+        strategy, rows = (_SINGLE, rows[:, :1]) if single else (_STRATEGY, rows)
+        began = None
+        for start in range(0, len(rows), BATCH):
+            some = rows[start : start + BATCH]
+            _, found = self._engine.clipped_sum(self._params, some, _ANY, strategy)
+            self.gradients += int(found.num_rows.sum())
+            yield np.where(found.dropped, np.nan, found.norms)
+            if began is not None and time.monotonic() - began > self._seconds:
+                return
+            began = began or time.monotonic()  # the first one compiled
+
+
+def median_interval(values: np.ndarray) -> tuple[float, float]:
+    """An interval that holds the median of what `values` were drawn from, with 95 % confidence, by
+    their order: each lies below it with probability 1/2, whatever the distribution."""
+    ordered, count = np.sort(values), len(values)
+    least = int(stats.binom.ppf(0.025, count, 0.5))
+    # k values or fewer below the median: probability at most 1/40 on either side.
+    least -= stats.binom.cdf(least, count, 0.5) > 0.025
+    return float(ordered[max(0, least)]), float(ordered[min(count - 1, count - 1 - least)])

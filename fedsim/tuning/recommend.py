@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from fedsim.keys import SecretKey
 from fedsim.plan import calibrate, complete, method_for
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data, make_task
+from fedsim.run.setup import wait_for
 from fedsim.sampling import Users, examples_per_user, graph_of, groups_of, pool_of
 from fedsim.sampling.shared import Groups
 from fedsim.shared_uls import SharedULS
@@ -39,7 +40,9 @@ from fedsim.tuning.advice import Advice, choose, command, draw
 from fedsim.tuning.norms import NUM_USERS, GradientNorms
 from fedsim.tuning.variance import noise_stddev
 
-TIMED_GRADIENTS = 128  # of a step, to tell how long all of them take
+TIMED_GRADIENTS = (16, 32, 128)  # of a step, to tell how long all of them take
+TELLING_S = 1.0  # what takes longer needs no repetition with more
+NORMS_S = 15.0  # of an estimate of gradient norms: fewer users are looked at where all take longer
 LEAST_COHORT = 8  # of the curve that is drawn: below, its noise is of no interest
 
 
@@ -50,6 +53,7 @@ def recommend(
     *,
     num_users: int = NUM_USERS,
     plot: Path | None = None,
+    plan_only: bool = False,
 ) -> dict[str, Any]:
     """Advice for both algorithms on a run's data at its starting model, and which to choose.
 
@@ -58,6 +62,7 @@ def recommend(
       run: data, model and workers; `run_dir` is where the runs of the commands will be.
       num_users: how many users' gradients are looked at.
       plot: a PNG to draw: noise per step against group size.
+      plan_only: compute no gradient: what follows from the sizes of the data alone.
     Raises: ConfigError (a user's mistake), EngineError (workers).
     """
     expect(
@@ -65,6 +70,11 @@ def recommend(
     )
     expect("users", num_users, num_users >= 1, ">= 1")
     expect("plot", plot, plot is None or plot.suffix == ".png", "a file ending in .png")
+    expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
+    if plan_only:
+        data, _, params = _data_and_start(run, console)
+        key = SecretKey.create(run.seed, "recommend")
+        return _recommend(privacy, run, console, data, None, params, key, num_users, plot)
     with _starting_point(run, console) as (data, workers, params, key):
         return _recommend(privacy, run, console, data, workers, params, key, num_users, plot)
 
@@ -82,48 +92,56 @@ def user_grad_norms(
 @contextmanager
 def _starting_point(run: RunConfig, console: Console) -> Iterator[tuple[Dataset, Engine, Any, Any]]:
     """A run's data, its workers, its parameters before training, and a key for samples."""
-    model = find_model(run.model.source)
-    data = load_data(run.data, model, console.note)
-    engine.remember_programs()
-    fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
-    task, params = make_task(run, model, data, fresh)
+    data, task, params = _data_and_start(run, console)
     workers = engine.create(run.engine, task, note=console.note)
     try:
-        console.note("starting the workers")
-        workers.ready()
+        wait_for(workers, console)
         yield data, workers, params, SecretKey.create(run.seed, "recommend")
     finally:
         workers.close()
 
 
+def _data_and_start(run: RunConfig, console: Console) -> tuple[Dataset, Any, Any]:
+    """A run's data, its task and its parameters before training."""
+    model = find_model(run.model.source)
+    data = load_data(run.data, model, console.note)
+    engine.remember_programs()
+    fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
+    task, params = make_task(run, model, data, fresh)
+    return data, task, params
+
+
 def _recommend(privacy, run, console, data, workers, params, key, num_users, plot):
     budget, groups = privacy.budget, units_of(privacy, data.train, key)
     most = max(1, budget // (LEAST_COHORT if plot else doubling.START.cohort_size // 2))
-    norms = GradientNorms(
-        workers,
-        params,
-        groups.offsets,
-        key,
-        num_users=num_users,
-        most=most,
-        examples=groups.examples if isinstance(groups, Groups) else None,
-    )
+    norms = None
+    if workers is not None:
+        examples = groups.examples if isinstance(groups, Groups) else None
+        limits = {"num_users": num_users, "most": most, "seconds": NORMS_S}
+        norms = GradientNorms(workers, params, groups.offsets, key, examples=examples, **limits)
     found = Tuning(privacy, data, norms, key)
     els, els_non_private = found.els()
-    console.note(f"gradient norms of {min(num_users, data.train.num_users)} users")
     assert els.group_size is not None
-    clip_els = norms.example_norm(pool_of(data.train, els.group_size, key, ADD_OR_REMOVE))
-    uls, turns, uls_non_private = found.uls()
-    assert uls.group_size is not None
-    clip_uls = norms.user_norm(uls.group_size)
+    clip_els = clip_uls = privacy.clip_norm
+    if norms is None:
+        uls, turns, uls_non_private = found.single()
+    else:
+        pool = pool_of(data.train, els.group_size, key, ADD_OR_REMOVE)
+        with _telling(console, workers, f"gradient norms of {num_users} users at most"):
+            clip_els = norms.example_norm(pool)
+            uls, turns, uls_non_private = found.uls()
+            assert uls.group_size is not None
+            clip_uls = norms.user_norm(uls.group_size)
     advice = []
     for algorithm, settings, norm in (
         (Algorithm.ELS, els, clip_els),
         (Algorithm.ULS, uls, clip_uls),
     ):
-        console.note(f"noise and time of a step of {algorithm.upper()}")
+        interval = None if norms is None else norms.intervals[norm]
         settings = dataclasses.replace(settings, clip_norm=_clip_norm(norm))
-        advice.append(_advice(algorithm, settings, privacy, run, data, workers, params, key))
+        with _telling(console, workers, f"noise and time of a step of {algorithm.upper()}"):
+            one = _advice(algorithm, settings, privacy, run, data, workers, params, key)
+        advice.append(dataclasses.replace(one, clip_norm_interval=interval))
     best, reason = choose(*advice)
     result = {
         "data": run.data.source,
@@ -136,7 +154,8 @@ def _recommend(privacy, run, console, data, workers, params, key, num_users, plo
         "budget": budget,
         "model": run.model.source,
         "num_parameters": num_coordinates(params),
-        "workers": f"{workers.num_workers} x {workers.describe()}",
+        "workers": None if workers is None else f"{workers.num_workers} x {workers.describe()}",
+        "looked_at": None if norms is None else norms.looked_at,
         **{str(each.algorithm): dataclasses.asdict(each) for each in advice},
         "turns": [dataclasses.asdict(turn) for turn in turns],
         "recommended": str(best.algorithm),
@@ -157,13 +176,22 @@ def units_of(privacy: PrivacyConfig, users: Users, key: SecretKey | None) -> Use
     return groups_of(users, privacy.max_changed, key)
 
 
+@contextmanager
+def _telling(console: Console, workers: Engine | None, what: str) -> Iterator[None]:
+    with console.phase(what) as phase, ExitStack() as stack:
+        if workers is not None:
+            stack.enter_context(workers.telling(phase.at))
+        yield
+
+
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """The heuristics on one data set."""
 
     privacy: PrivacyConfig
     data: Dataset
-    norms: GradientNorms
+    norms: GradientNorms | None
+    """None: no gradient is looked at."""
     key: SecretKey | None = None
     """What groups and pools are drawn with, where texts have several owners."""
 
@@ -178,7 +206,14 @@ class Tuning:
         assert settings.group_size is not None
         most = self._places(settings.group_size)
         settings = dataclasses.replace(settings, budget=min(settings.budget, most))
-        return settings, [*non_private, "clip_norm (median gradient norms of a sample)"]
+        looked = ["clip_norm (median gradient norms of a sample)"] if self.norms else []
+        return settings, [*non_private, *looked]
+
+    def single(self) -> tuple[PrivacyConfig, list[doubling.Doubling], list[str]]:
+        """Settings of ULS with one example of each user: nothing of gradients need be known."""
+        settings, non_private = complete(Algorithm.ULS, self.privacy, self.data)
+        budget = min(settings.budget, len(self.sizes))
+        return dataclasses.replace(settings, group_size=1, budget=budget), [], non_private
 
     def uls(self) -> tuple[PrivacyConfig, list[doubling.Doubling], list[str]]:
         """Settings of ULS by Estimate-and-Double, its turns; what of them was read off the data.
@@ -186,6 +221,7 @@ class Tuning:
         The paper's budgets are powers of two. For any other, M is what the budget allows at the
         group size that was found.
         """
+        assert self.norms is not None
         settings, non_private = complete(Algorithm.ULS, self.privacy, self.data)
         budget, users = settings.budget, len(self.sizes)
         start = doubling.Configuration(1, min(doubling.START.cohort_size, users))
@@ -202,6 +238,7 @@ class Tuning:
 
     def curve(self, example_norm: float) -> list[dict[str, Any]]:
         """Noise per step of both algorithms at group sizes that are powers of two."""
+        assert self.norms is not None
         rows, sizes, uls_noise = [], self.sizes, self._noise()
         budget, users = self.privacy.budget, len(self.sizes)
         for group in (2**n for n in range(int(sizes.max()).bit_length())):
@@ -293,7 +330,10 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
     else:
         used = share_used(algorithm, sizes, method.group_size, prob, steps)
         used *= units.num_examples / data.train.num_examples
-    strategy, _ = strategy_for(run.engine, None, workers, params, method, clip)
+    strategy = seconds = None
+    if workers is not None:
+        strategy, _ = strategy_for(run.engine, None, workers, params, method, clip)
+        seconds = steps * count * real * _seconds_per_unit(workers, params, method, clip, strategy)
     return Advice(
         algorithm=algorithm,
         group_size=method.group_size,
@@ -301,13 +341,14 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
         expected_count=count,
         sampling_prob=prob,
         clip_norm=clip.norm,
+        clip_norm_interval=None,
         noise_multiplier=sigma,
         noise_per_step=noise_stddev(clip.norm, sigma, count * real),
         added_stddev=noise_stddev(clip.sensitivity, sigma, count),
         data_used=float(used),
         gradients=steps * count * real * rows_per_unit,
-        strategy=str(strategy),
-        seconds=steps * count * real * _seconds_per_unit(workers, params, method, clip, strategy),
+        strategy=strategy and str(strategy),
+        seconds=seconds,
         command=command(algorithm, settings, privacy, run),
     )
 
@@ -315,17 +356,20 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
 def _seconds_per_unit(
     workers: Engine, params: Any, method: Any, clip: Clip, strategy: Strategy
 ) -> float:
-    """How long a unit takes: a part of a step is computed twice, and the second time counts, for
-    the first one compiles."""
+    """How long a unit takes: a part of a step is computed again and again, for the first one
+    compiles; the last time counts."""
     draws = map(method.draw, itertools.count())
     rows = next(rows for rows in draws if len(rows))
-    rows = rows[: max(2, TIMED_GRADIENTS // rows.shape[1])]
     seconds = math.nan
-    for _ in range(2):
+    for gradients in TIMED_GRADIENTS:
+        rows_now = rows[: max(2, gradients // rows.shape[1])]
         start = time.perf_counter()
-        workers.clipped_sum(params, rows, clip, strategy)
-        seconds = time.perf_counter() - start
-    return seconds / len(rows)
+        workers.clipped_sum(params, rows_now, clip, strategy)
+        elapsed = time.perf_counter() - start
+        seconds = elapsed / len(rows_now)
+        if elapsed > TELLING_S and gradients != TIMED_GRADIENTS[0]:
+            break
+    return seconds
 
 
 def _clip_norm(norm: float) -> float:

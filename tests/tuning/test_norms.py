@@ -11,7 +11,7 @@ from fedsim.engine.engine import EngineError
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.models.mean import MeanTask
 from fedsim.tuning import doubling
-from fedsim.tuning.norms import GradientNorms
+from fedsim.tuning.norms import BATCH, GradientNorms, median_interval
 
 WIDTH = 40
 
@@ -87,3 +87,20 @@ def test_data_without_examples_and_gradients_that_are_not_finite_are_refused(key
     broken = MeanTask(np.full((len(task.points), WIDTH), np.nan))
     with pytest.raises(EngineError, match="is finite"):
         norms_of(broken, offsets, key).user_norm(2)
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 40, 128])
+def test_the_interval_holds_the_median_as_often_as_it_says(count, rng):
+    held = [low <= 0 <= high for low, high in map(median_interval, rng.normal(size=(2000, count)))]
+    if count >= 6:  # of fewer, no interval does
+        assert 0.94 <= np.mean(held) <= 0.99
+
+
+def test_fewer_users_are_looked_at_where_time_is_short(key):
+    task, offsets = users_sharing(0.3, num_users=200, size=2)
+    hurried = norms_of(task, offsets, key, num_users=200, seconds=-1.0)
+    assert hurried.user_norm(1) == pytest.approx(3, rel=1e-6)
+    assert hurried.looked_at == hurried.gradients == 2 * BATCH
+    patient = norms_of(task, offsets, key, num_users=200)
+    patient.user_norm(1)
+    assert patient.looked_at == patient.gradients == 200

@@ -189,3 +189,21 @@ def test_mistakes_are_one_line(changed, message, texts, capsys):  # noqa: F811
     code, out, err = run("recommend", *(x for item in flags.items() for x in item), capsys=capsys)
     assert code == 2 and out == "" and err.count("fedsim: error:") == 1
     assert message in err
+
+
+def test_a_plan_alone_computes_no_gradient_and_is_kept_by_training(texts, capsys, monkeypatch):  # noqa: F811
+    def none(*args, **kwargs):
+        raise AssertionError("workers are started")
+
+    monkeypatch.setattr("fedsim.engine.create", none)
+    command = ["recommend", "--data", str(texts), *FLAGS, "--plan-only"]
+    found = parse(main.Command, command)()
+    text = capsys.readouterr().out
+    assert found["looked_at"] is None and "minutes" not in text.split("recommended")[0]
+    for algorithm in ("els", "uls"):
+        each = found[algorithm]
+        plan, _ = planned(each["command"])
+        for name in "group_size expected_count sampling_prob clip_norm noise_multiplier".split():
+            assert each[name] == getattr(plan, name), name
+        assert each["seconds"] is None and "--chosen-on-data" not in each["command"]
+    assert found["uls"]["group_size"] == 1
