@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -171,8 +171,7 @@ def train(
             watch=plant.watch if plant else None,
             callback=callback,
         )
-        with nullcontext() if trial else applicant.admitted(entry):
-            return trainer.fit(params, key)
+        return trainer.fit(params, key, nullcontext() if trial else applicant.admitted(entry))
 
 
 def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
@@ -273,8 +272,14 @@ class Trainer:
         self.eval_every = self.run.eval_every or max(1, self.plan.num_steps // 10)
         self.update = updater(self.transformation)
 
-    def fit(self, params: Any, key: SecretKey) -> dict[str, Any]:
-        """Run the steps that are left, then write the summary."""
+    def fit(
+        self, params: Any, key: SecretKey, counted: AbstractContextManager[None]
+    ) -> dict[str, Any]:
+        """Run the steps that are left, then write the summary.
+
+        Args: counted: entered when what is there of the run was found in order: counts it in the
+          ledger of the data.
+        """
         state = State(
             params,
             self.transformation.init(params),
@@ -285,19 +290,16 @@ class Trainer:
         settings = directory.config_sha256(self.run.run_dir)
         first = ledger_head(self.plan, config_sha256=settings, key_seal=key.seal("ledger"))
         ledger = Ledger(self.run.run_dir, first, least=state.step)
-        if state.step < self.plan.num_steps:  # a summary of fewer steps than will be released
-            (self.run.run_dir / directory.SUMMARY).unlink(missing_ok=True)
         metrics = Metrics(self.run.run_dir, last_step=state.step or -1)
-        try:
+        with closing(ledger), closing(metrics), counted:
+            if state.step < self.plan.num_steps:  # a summary of fewer steps than will be released
+                (self.run.run_dir / directory.SUMMARY).unlink(missing_ok=True)
             metrics.text("plan", table(self.plan.as_dict()))
             metrics.text("run", table({n: v for n, v in as_dict(self.run).items() if n != "seed"}))
             self._steps(state, ledger, metrics)
             summary = self._summary(state, ledger.chain)
             metrics.hparams(self._hparams(summary))
-        finally:
-            ledger.close()
-            metrics.close()
-        write_json(self.run.run_dir / directory.SUMMARY, summary, mode=0o600)
+            write_json(self.run.run_dir / directory.SUMMARY, summary, mode=0o600)
         return summary
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:
