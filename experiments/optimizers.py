@@ -13,6 +13,7 @@ what is missing. There is no claim to be tested.
 
 import argparse
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import multiprocessing
@@ -24,9 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import pyarrow as pa
+import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from experiments import common
+from fedsim import files
 
 AVERAGES = (0.8, 0.9, 0.95, 0.98)
 Grid = tuple[tuple[str, tuple[float, ...]], ...]
@@ -46,10 +50,14 @@ LIKELY: Grid = (
     (ADAM, (0.0001, 0.0003, 0.001, 0.003)),
     ("adafactor", (0.001, 0.003, 0.01, 0.03)),
 )
+RULE: Grid = (("rule", (0.0,)),)
+"""What `fedsim train` does where nothing is said of its update."""
 CONSTANT, LINEAR = ("constant", 0.0), ("linear", 0.0)  # (schedule, warmup)
 FRESH = ("pydocs", "scotus")
 PRETRAINED, LORA = ("scotus, pre-trained",), ("scotus, LoRA",)
 EVERY = FRESH + PRETRAINED + LORA
+UNSEEN = ("shakespeare", "package descriptions")
+"""Data that the rule was not made on."""
 GROUP = ("case", "algorithm", "epsilon", "num_steps", "seed")
 
 
@@ -89,6 +97,8 @@ class Settings:
 
 ULS = ("uls",)
 SMALL = (
+    Screen(FRESH + UNSEEN, grid=(*RULE, *MOMENTUM[:1], ("adafactor", (0.1,)))),
+    Screen(PRETRAINED + LORA, ULS, grid=RULE),
     Screen(PRETRAINED + LORA, ULS, grid=SMALLER),
     Screen(LORA, ULS, grid=(("momentum", (0.3, 1.0)),)),
     Screen(FRESH, ULS, epsilons=(1.0, 8.0), grid=MOMENTUM[:1]),
@@ -157,10 +167,28 @@ def source(case: str) -> dict[str, Any]:
 
     name, _, start = case.partition(", ")
     if not start:
-        data = name if name == "pydocs" else str(common.SHARED / f"{name}.parquet")
+        data = str(common.SHARED / f"{name}.parquet")
+        data = {"pydocs": name, UNSEEN[1]: str(descriptions())}.get(name, data)
         return {"data": data, "model": "tiny"}
     data, model = str(starting_model.users(name)), str(starting_model.model())
     return {"data": data, "model": model, "lora_rank": 8 if start == "LoRA" else 0}
+
+
+def descriptions() -> Path:
+    """What installed packages say of themselves, a text for each paragraph, as a Parquet file."""
+    file = files.cache_dir() / "experiments" / "descriptions.parquet"
+    if not file.exists():
+        texts = [
+            (found.name, paragraph)
+            for found in sorted(importlib.metadata.distributions(), key=lambda each: each.name)
+            for paragraph in (found.metadata["Description"] or "").split("\n\n")
+            if len(paragraph.split()) > 3
+        ]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(
+            pa.table(dict(zip(("user_id", "text"), zip(*texts, strict=True), strict=True))), file
+        )
+    return file
 
 
 def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
@@ -174,10 +202,12 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     from fedsim.optimizers import averaged, is_finite, rate_of, update_rule, updater
     from fedsim.plan import complete, make_plan, method_for
     from fedsim.run.model_source import find_model, load_data, make_task
+    from fedsim.training import settled_by
 
     started, start = time.monotonic(), source(cell.case)
     settings = dataclasses.asdict(cell)
-    own = ("optimizer", "learning_rate", "schedule", "warmup", "seed")
+    by_rule = cell.optimizer == RULE[0][0]
+    own = ("warmup", "seed") + (() if by_rule else ("optimizer", "learning_rate", "schedule"))
     run = run_config(
         **start,
         run_dir=Path("."),
@@ -195,9 +225,10 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     task, params = make_task(run, model, data, key.jax_key("parameters"))
     size = num_coordinates(params)
     plan = make_plan(algorithm, privacy, data.train, method, size, [], "")
+    run = settled_by(plan, None, run, fresh=model is None)
     rule = update_rule(run, rate_of(run, cell.num_steps))
     update, state, engine = updater(rule), rule.init(params), LocalEngine(task, num_lanes=1)
-    averages = dict.fromkeys(AVERAGES, params)
+    averages = dict.fromkeys({*AVERAGES, run.ema or 0.0}, params)
     before = headline(evaluate(engine, params, data, sizes.eval_examples))
     for step in range(cell.num_steps):
         noisy, _ = method.gradient(
@@ -223,6 +254,7 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
         "noise_multiplier": plan.noise_multiplier,
         "before": before,
         "losses": losses,
+        **({"rate": run.learning_rate, "released": losses[f"ema {run.ema}"]} if by_rule else {}),
         "seconds": round(time.monotonic() - started, 1),
     }
 

@@ -26,7 +26,7 @@ MOMENTUM_RATES = {  # what is trained: (rate per bound / stddev, the most), in S
     "adapters": (4.7e-4, 0.35),
 }
 STEPS = 100
-EMA = 0.9
+AVERAGED = 10  # steps that the average looks back, about: a tenth of a run of STEPS
 
 
 class Noise(NamedTuple):
@@ -51,8 +51,9 @@ def settled(run: RunConfig, noise: Noise | None, *, fresh: bool = True) -> RunCo
     if noise is not None and run.recipe != "paper":
         kind = run.optimizer or "momentum"
         trained = "adapters" if run.model.lora_rank else "fresh" if fresh else "pretrained"
+        ema = round(max(0.0, 1 - AVERAGED / noise.num_steps), 3)
         rate = run.learning_rate or _rate(kind, noise, *MOMENTUM_RATES[trained])
-        usual = {"optimizer": kind, "learning_rate": rate, "schedule": "constant", "ema": EMA}
+        usual = {"optimizer": kind, "learning_rate": rate, "schedule": "constant", "ema": ema}
     own = {name: getattr(run, name) for name in UPDATE}
     return dataclasses.replace(run, **{n: usual[n] if v is None else v for n, v in own.items()})
 
