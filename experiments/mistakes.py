@@ -169,8 +169,8 @@ CLIPPING = (
         (
             (
                 "engine/engine.py",
-                "self.cut(rows), clip, strategy",
-                "self.cut(rows), Clip(1e30, in_float32=True), strategy",
+                "params, lanes, clip, strategy",
+                "params, lanes, Clip(1e30, in_float32=True), strategy",
             ),
             (
                 "engine/engine.py",
@@ -414,7 +414,7 @@ CLAIMS = (
         "other settings accepted on resume",
         "run/test_directory.py::test_a_changed_setting_is_refused_by_name",
         "run/directory.py",
-        'if name not in OPERATIONAL | {"seed"} and value != before.get(name):',
+        'if name not in OPERATIONAL | {"seed"} and value != before.get(name) and not left_out:',
         "if False:",
     ),
     one(

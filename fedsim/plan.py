@@ -231,7 +231,7 @@ class Plan:
         typed = {
             "algorithm": Algorithm(fields["algorithm"]),
             "target_epsilon": float(fields["target_epsilon"]),
-            "predicted_error": float(fields.get("predicted_error", math.nan)),
+            "predicted_error": _number(fields.get("predicted_error")),
             "non_private": tuple(fields["non_private"]),
         }
         return cls(**{**fields, **typed})
@@ -554,3 +554,9 @@ def _assumed_share(assumed_population: int | None, num_users: int) -> float:
 
 def _before(group_size_epsilon: float | None) -> list[tuple[PureEvent, int]]:
     return [] if group_size_epsilon is None else [(PureEvent(group_size_epsilon), 1)]
+
+
+def _number(value: Any) -> float:
+    """A number that `as_dict` wrote; nan, which is itself alone, where there is none."""
+    number = math.nan if value is None else float(value)
+    return math.nan if math.isnan(number) else number

@@ -73,7 +73,7 @@ def test_mistakes_are_one_line(directory, capsys, tmp_path):
     bare = tmp_path / "bare"
     pretrained.save(bare, CONFIG, random_like(CONFIG, np.random.default_rng(0)))
     for args, message in (
-        (("tiny",), "model=tiny: expected the directory of a run or a model"),
+        (("tiny",), "model=tiny: expected the directory of a run or of a Hugging Face model"),
         ((directory, "--prompt", "x" * 64), "prompt=65 tokens: expected fewer than 64 tokens"),
         ((directory, "--temperature", "-1"), "temperature=-1.0: expected >= 0"),
         ((bare,), "expected a model with a tokenizer.json"),

@@ -155,7 +155,6 @@ def test_the_slack_is_small_where_it_should_be_and_grows_with_the_run():
 def test_the_theorem_holds_for_noise_that_is_as_wrong_as_it_may_be(eta, count, monkeypatch):
     """Coins whose probabilities are off by e^eta: the exact privacy loss of many of them is within
     the bound that `slack` gives for that eta."""
-    monkeypatch.setattr(independent, "CELL_ERROR", eta)
     monkeypatch.setattr(independent, "BEYOND", 0.0)
     ideal = 0.5
     real = ideal * math.exp(eta)
@@ -163,7 +162,7 @@ def test_the_theorem_holds_for_noise_that_is_as_wrong_as_it_may_be(eta, count, m
     heads = np.arange(count + 1)
     ps, qs = stats.binom.pmf(heads, count, real), stats.binom.pmf(heads, count, ideal)
     for delta in (1e-3, 1e-6):
-        found = slack(count, 0.0, delta)
+        found = slack(count, 0.0, delta, eta)
         error, missed = found.epsilon / 2, delta * 1e-3
         for p, q in ((ps, qs), (qs, ps)):
             assert np.maximum(p - math.exp(error) * q, 0).sum() <= missed

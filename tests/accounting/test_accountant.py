@@ -314,7 +314,7 @@ def test_calls_refuse(call, message):
 
 
 def test_too_little_noise_for_the_memory_is_said():
-    with pytest.raises(ValueError, match="grid points, got .*: raise noise_multiplier"):
+    with pytest.raises(ValueError, match="^noise_multiplier=0.3: expected more noise"):
         accounting.epsilon([(StepEvent(0.3, 0.5, 4096), 10)], 1e-6)
 
 

@@ -137,9 +137,10 @@ def test_builds_at_the_same_time_agree(source, tmp_path):
 
 def test_a_built_directory_is_opened(source, tmp_path):
     built = build([source], tmp_path / "out")
+    (tmp_path / "empty").mkdir()
     assert load(tmp_path / "out").train.fingerprint == built.train.fingerprint
     with pytest.raises(DataError, match="expected a directory built by fedsim"):
-        load(tmp_path)
+        load(tmp_path / "empty")
 
 
 def test_a_failed_build_leaves_no_entry(source, tmp_path):

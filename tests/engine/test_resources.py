@@ -61,7 +61,10 @@ def test_the_user_may_say_how_many_workers(node):
     "plan, room",
     [
         (Placement(3, 2), "at most 2 (a worker needs 2 CPU; nodes have 4 CPU)"),
-        (Placement(1, 1, "GPU", 2), "at most 0 (a worker needs 1 CPU, 2 GPU; nodes have 4 CPU"),
+        (
+            Placement(1, 1, "GPU", 2),
+            "accelerator=gpu: expected nodes with 2 GPU(s) for each worker, found none",
+        ),
     ],
 )
 def test_more_workers_than_there_is_room_for_are_refused(plan, room):

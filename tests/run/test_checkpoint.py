@@ -1,5 +1,6 @@
 """A checkpoint is there whole or not at all, and gives back every bit."""
 
+import errno
 import hashlib
 import os
 import pickle
@@ -64,7 +65,7 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path, monkeypatch
     checkpoint.save(tmp_path, 1, state(1))
 
     def fail(*_):
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):

@@ -1,3 +1,4 @@
+import errno
 import os
 
 import pytest
@@ -17,7 +18,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     write_json(path, {"x": 1})
 
     def fail(*_):
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):

@@ -17,6 +17,7 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.plan import ADJACENCY, COMPARISON_ONLY
+from fedsim.sampling import Sampling
 from fedsim.trust import audit, lower_bound
 from fedsim.trust.canaries import CanaryTask, Planted, coins
 from fedsim.uls import ULS
@@ -36,7 +37,11 @@ def audited(epsilon, trial, *, noise=1.0, algorithm=ULS):
     owners = np.full(users.num_examples, -1, np.int32)
     owners[OTHERS * rows :] = np.repeat(np.flatnonzero(included), rows)
     task = CanaryTask(inner, owners, plant.directions, plant.clip_norm)
-    options = {"group_size": group_size, "sampling": "poisson", "key": SecretKey.create(trial)}
+    options = {
+        "group_size": group_size,
+        "sampling": Sampling("poisson"),
+        "key": SecretKey.create(trial),
+    }
     budget = round(0.9 * users.num_users) * group_size
     method = algorithm(users, budget=budget, **options)
     event = method.event(1.0)
