@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
@@ -33,6 +34,7 @@ from experiments import common
 from fedsim import files
 
 AVERAGES = (0.8, 0.9, 0.95, 0.98)
+WAYS = ("last", *(f"ema {ema}" for ema in AVERAGES))
 Grid = tuple[tuple[str, tuple[float, ...]], ...]
 ADAM = "adam:b1=0.9,b2=0.95"
 GRID: Grid = (  # (optimizer, rates in ascending order)
@@ -302,20 +304,26 @@ def best(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         cell = dict(zip((*GROUP, "optimizer", "schedule"), key, strict=True))
         cell |= {"learning_rate": row["learning_rate"], "num_users": row["num_users"]}
         cell |= {"inside_grid": grid[0] < row["learning_rate"] < grid[-1]}
-        table.append({**cell, "before": row["before"], **row["losses"]})
+        losses = {name: row["losses"].get(name) for name in WAYS}  # the first rows have fewer
+        table.append({**cell, "before": row["before"], **losses})
     return table
 
 
 def draw(table: Sequence[dict[str, Any]]) -> Figure:
     """A panel for each group: the loss of each optimizer's best rate, last and averaged."""
     groups = list(dict.fromkeys(tuple(row[name] for name in GROUP) for row in table))
-    size = (4.5 * len(groups), 3.5)
-    figure, axes = plt.subplots(1, len(groups), figsize=size, squeeze=False, layout="constrained")
-    for axis, group in zip(axes[0], groups, strict=True):
+    columns = min(4, len(groups))
+    lines = -(-len(groups) // columns)
+    size = (4.5 * columns, 3.5 * lines)
+    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[len(groups) :]:
+        axis.remove()
+    for axis, group in zip(axes.flat, groups, strict=False):
         own = [row for row in table if tuple(row[name] for name in GROUP) == group]
         names = [f"{row['optimizer']}, {row['schedule']}" for row in own]
-        for way, marker in (("last", "o"), ("ema 0.8", "<"), ("ema 0.9", "x"), ("ema 0.95", ">")):
-            axis.plot([row[way] for row in own], names, marker, label=way, alpha=0.7)
+        for way, marker in zip(WAYS, "o<x>s", strict=True):
+            losses = [np.nan if row[way] is None else row[way] for row in own]
+            axis.plot(losses, names, marker, label=way, alpha=0.7)
         case, algorithm, epsilon, steps, seed = group
         axis.set_title(
             f"{case}, {algorithm.upper()}, ε = {epsilon:g}, T = {steps}", fontsize="small"
