@@ -93,6 +93,8 @@ def test_a_run_keeps_what_was_found_and_goes_on_with_it(run_dir, capsys):
         assert f"{name}={value}: expected {was}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("num_steps, ema", [(1, 0), (10, 0), (20, 0.5), (100, 0.9), (1000, 0.99)])
+@pytest.mark.parametrize(
+    "num_steps, ema", [(1, 0), (10, 0), (20, 0.5), (100, 0.9), (1000, 0.99), (10**6, 1 - 1e-5)]
+)
 def test_the_average_looks_back_ten_steps(num_steps, ema):
     assert update(Noise(0.01, 1.0, num_steps))["ema"] == ema
