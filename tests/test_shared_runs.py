@@ -167,7 +167,8 @@ def test_recommendations_are_for_the_pool_and_the_groups(chat, tmp_path, capsys)
     flags |= {"model": "micro", "engine": "local", "run-dir": tmp_path, "strategy": "scan:1"}
     main(["recommend", *(str(x) for n, v in flags.items() for x in (f"--{n}", v)), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found["els"]["sampling_prob"] > 8 / 240 and found["uls"]["sampling_prob"] > 8 / 30
+    assert found["els"]["sampling_prob"] > 8 / 240
+    assert found["uls"]["sampling_prob"] >= 8 / 30  # not everyone has a group in every draw
     command = found["uls"]["command"]
     assert command[command.index("--max-changed") + 1] == "2"
     assert not any("number of examples)" in fact for fact in found["non_private"])

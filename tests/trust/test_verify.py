@@ -51,7 +51,7 @@ def trained(texts, tmp_path_factory):
     """Directories of finished runs, by algorithm; not to be changed."""
     directory = tmp_path_factory.mktemp("trained")
     for algorithm in ("els", "uls"):
-        main(command(texts, directory / algorithm, algorithm))
+        main(command(texts, directory / algorithm, algorithm, ema=0.5))
     return {algorithm: directory / algorithm for algorithm in ("els", "uls")}
 
 
