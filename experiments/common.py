@@ -6,7 +6,7 @@ import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -55,6 +55,29 @@ STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "allsides_news": ("cc-news", "allsides_news.parquet", {"url_column": "url"}),
 }
+
+
+def iterates(plan: Any, method: Any, engine: Any, params: Any, rule: Any) -> Iterator[Any]:
+    """The parameters after each step of a plan, without a run around it; they end where they are
+    no numbers any more. Args: rule: the optimizer."""
+    from fedsim.clipping import Strategy
+    from fedsim.optimizers import is_finite, updater
+
+    update, state, add_noise = updater(rule), rule.init(params), plan.add_noise()
+    for step in range(plan.num_steps):
+        noisy, _ = method.gradient(
+            params,
+            step,
+            engine,
+            clip=plan.clip_at(plan.clip_norm),
+            noise_multiplier=plan.gradient_noise_multiplier,
+            strategy=Strategy("direct", 8),
+            add_noise=add_noise,
+        )
+        params, state = update(noisy.values(), state, params)
+        yield params
+        if not is_finite(params):
+            return
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from experiments import common
+from experiments.rows import kept, missing
 
 NONE, INDEPENDENT, CORRELATED = "none", "independent", "correlated"
 AIM = 0.3
@@ -179,13 +180,12 @@ def cells(settings: Settings) -> Iterator[Cell]:
 
 def train(cell: Cell, settings: Settings) -> dict[str, Any]:
     """What comes of a cell. Draws are the same for all of a group; so is fresh noise."""
-    from fedsim.clipping import Strategy
     from fedsim.clipping.clip import num_coordinates
     from fedsim.config import Algorithm, PrivacyConfig, run_config
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.keys import SecretKey
-    from fedsim.optimizers import is_finite, update_rule, updater
+    from fedsim.optimizers import update_rule
     from fedsim.plan import complete, make_plan, method_for
     from fedsim.run.model_source import find_model, load_data, make_task
 
@@ -213,23 +213,9 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
     task, params = make_task(run, None, data, key.jax_key("parameters"))
     size = num_coordinates(params)
     plan = make_plan(algorithm, privacy, data.train, method, size, [], "")
-    rule = update_rule(run, cell.learning_rate)
-    update, state, engine = updater(rule), rule.init(params), LocalEngine(task, num_lanes=1)
-    add_noise = plan.add_noise()
+    rule, engine = update_rule(run, cell.learning_rate), LocalEngine(task, num_lanes=1)
     before = headline(evaluate(engine, params, data, settings.eval_examples))
-    for step in range(settings.num_steps):
-        noisy, _ = method.gradient(
-            params,
-            step,
-            engine,
-            clip=plan.clip_at(plan.clip_norm),
-            noise_multiplier=plan.gradient_noise_multiplier,
-            strategy=Strategy("direct", 8),
-            add_noise=add_noise,
-        )
-        params, state = update(noisy.values(), state, params)
-        if not is_finite(params):
-            break
+    *_, params = common.iterates(plan, method, engine, params, rule)
     return {
         **dataclasses.asdict(cell),
         **{"num_parameters": size, "num_users": plan.num_users, "num_steps": plan.num_steps},
@@ -241,19 +227,10 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
     }
 
 
-def trained(file: Path) -> list[dict[str, Any]]:
-    """What was trained so far."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 def run(settings: Settings, file: Path, minutes: float) -> None:
     """Train what is missing, one after another, until there is no time left."""
-    fields = [field.name for field in dataclasses.fields(Cell)]
-    done = {tuple(row[name] for name in fields) for row in trained(file)}
     ends = time.monotonic() + 60 * minutes
-    for cell in cells(settings):
-        if dataclasses.astuple(cell) in done:
-            continue
+    for cell in missing(cells(settings), file):
         if time.monotonic() >= ends:
             break
         row = train(cell, settings)
@@ -336,7 +313,7 @@ def main() -> None:
     common.finish(name, given.scale, out, settings, rows, {}, claims, always=True)
     file = out / "correlated_training.jsonl"
     run(settings, file, given.minutes)
-    if found := gaps(trained(file)):
+    if found := gaps(kept(file)):
         closed = [row["closed"] for row in found]
         claim = f"correlated noise closes {AIM:.0%} of the gap between independent noise and none"
         numbers = ", ".join(f"{share:.0%}" for share in closed)

@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from experiments import common
+from experiments.rows import kept, missing
 from fedsim import files
 
 AVERAGES = (0.8, 0.9, 0.95, 0.98)
@@ -195,13 +196,12 @@ def descriptions() -> Path:
 
 def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     """What comes of a cell: held-out losses of the last iterate and of the averages."""
-    from fedsim.clipping import Strategy
     from fedsim.clipping.clip import num_coordinates
     from fedsim.config import Algorithm, PrivacyConfig, run_config
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.keys import SecretKey
-    from fedsim.optimizers import averaged, is_finite, rate_of, update_rule, updater
+    from fedsim.optimizers import averaged, is_finite, rate_of, update_rule
     from fedsim.plan import complete, make_plan, method_for
     from fedsim.run.model_source import find_model, load_data, make_task
     from fedsim.training import settled_by
@@ -229,22 +229,12 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     plan = make_plan(algorithm, privacy, data.train, method, size, [], "")
     run = settled_by(plan, None, run, fresh=model is None)
     rule = update_rule(run, rate_of(run, cell.num_steps))
-    update, state, engine = updater(rule), rule.init(params), LocalEngine(task, num_lanes=1)
+    engine = LocalEngine(task, num_lanes=1)
     averages = dict.fromkeys({*AVERAGES, run.ema or 0.0}, params)
     before = headline(evaluate(engine, params, data, sizes.eval_examples))
-    for step in range(cell.num_steps):
-        noisy, _ = method.gradient(
-            params,
-            step,
-            engine,
-            clip=plan.clip_at(plan.clip_norm),
-            noise_multiplier=plan.gradient_noise_multiplier,
-            strategy=Strategy("direct", 8),
-        )
-        params, state = update(noisy.values(), state, params)
-        if not is_finite(params):
-            break
-        averages = {ema: averaged(old, params, ema, step + 1) for ema, old in averages.items()}
+    for step, params in enumerate(common.iterates(plan, method, engine, params, rule), 1):  # noqa: B020
+        if is_finite(params):
+            averages = {ema: averaged(old, params, ema, step) for ema, old in averages.items()}
     found = {"last": params, **{f"ema {ema}": average for ema, average in averages.items()}}
     losses = {
         name: headline(evaluate(engine, p, data, sizes.eval_examples)) for name, p in found.items()
@@ -261,16 +251,10 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     }
 
 
-def rows(file: Path) -> list[dict[str, Any]]:
-    """What was found so far."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 def run(settings: Settings, file: Path, minutes: float) -> None:
     """Train what is missing, on as many cores as there are, until there is no time left."""
     fields = [field.name for field in dataclasses.fields(Cell)]
-    done = {tuple(row[name] for name in fields) for row in rows(file)}
-    todo = iter([cell for cell in cells(settings) if dataclasses.astuple(cell) not in done])
+    todo = iter(missing(cells(settings), file))
     os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}
     ends, cores = time.monotonic() + 60 * minutes, os.cpu_count() or 1
     spawn = multiprocessing.get_context("spawn")
@@ -350,7 +334,7 @@ def main() -> None:
     out = common.out_of(given)
     file = out / "optimizers.jsonl"
     run(settings, file, given.minutes)
-    table = best(rows(file))
+    table = best(kept(file))
     common.finish("optimizers", given.scale, out, settings, table, {"optimizers": draw(table)}, [])
 
 

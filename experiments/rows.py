@@ -1,7 +1,10 @@
 """What experiments do with rows of losses: group them, pair algorithms, know the seeds' noise."""
 
+import dataclasses
+import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -11,6 +14,24 @@ CAME = ("loss", "loss_std", "loss_before", "validation_loss", "seeds", "inside_g
 """Of a row, what came of its cell."""
 ERRORS = 3.0
 """Standard errors beyond which a difference counts: figures ask about dozens of them."""
+
+
+Cell = TypeVar("Cell")
+
+
+def kept(file: Path) -> Rows:
+    """The rows that were kept so far, a JSON object in each line."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def missing(cells: Iterable[Cell], file: Path) -> list[Cell]:
+    """The cells, dataclasses, of which no row is kept."""
+    rows = kept(file)
+    return [
+        cell
+        for cell in cells
+        if not any(dataclasses.asdict(cell).items() <= row.items() for row in rows)  # pyright: ignore
+    ]
 
 
 def by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, Rows]:

@@ -114,14 +114,12 @@ def report(result: dict[str, Any]) -> str:
         if name not in unknown:
             first, second = (shape.format(**each) for each in cells)
             lines.append(f"{name:20} {first:>14} {second:>14}")
-    about = f"noise per step is C sigma / count per coordinate; minutes are for {result['workers']}"
+    rest = f"minutes are for {result['workers']}"
     if not looked:
-        about = (
-            "noise per step is C sigma / count per coordinate; no gradient was computed: ULS has "
-        )
-        about += "G = 1, where both have the same gradients, and C is the flag's"
+        rest = "no gradient was computed: ULS has G = 1, where both have the same gradients, "
+        rest += "and C is the flag's"
     lines += [
-        about,
+        f"noise per step is C sigma / count per coordinate; {rest}",
         *(f"not private: {fact}" for fact in result["non_private"]),
         "privately, within epsilon: --group-size-epsilon E in the place of --group-size (els), and "
         "--clip-quantile Q beside --clip-norm",
