@@ -123,7 +123,7 @@ NOISE_AND_SENSITIVITY = (
         "noise of add-or-remove, called replace-one",
         "test_plan.py::test_the_adjacency_is_named",
         *(
-            "plan.py",
+            "plan/labels.py",
             '"add or remove one user"',
             '"replace one user"',
         ),
@@ -354,13 +354,13 @@ SAMPLING = (
     one(
         "shuffling, reported as Poisson",
         "test_plan.py::test_the_plan_says_what_is_run_and_what_is_accounted",
-        *("plan.py", "sampling_run=method.sampler.name", 'sampling_run="poisson"'),
+        *("plan/making.py", "sampling_run=method.sampler.name", 'sampling_run="poisson"'),
         *("--sampling", "shuffle"),
     ),
     one(
         "an assumed population without its label",
         "test_plan.py::test_an_assumed_population_is_labelled_as_one",
-        "plan.py",
+        "plan/labels.py",
         '    if (assumed_population := plan.get("assumed_population")) is not None:',
         '    if (assumed_population := plan.get("assumed_population")) == "never":',
         *("--assumed-population", "400"),
@@ -378,7 +378,7 @@ CLAIMS = (
     one(
         "noise calibrated for half of the steps",
         "test_plan.py::test_the_calibrated_noise_meets_the_target_and_no_more",
-        "plan.py",
+        "plan/making.py",
         "num_steps=privacy.num_steps,\n        b",
         "num_steps=-(-privacy.num_steps // 2),\n        b",
     ),

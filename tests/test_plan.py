@@ -11,14 +11,13 @@ from problems import users_of_sizes
 
 from fedsim import accounting
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig
+from fedsim.config.cells import COMPARISON_ONLY
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.noise import slack
 from fedsim.plan import (
     ADJACENCY,
-    COMPARISON_ONLY,
     REPRODUCTION,
-    SOME,
     UNPROVEN,
     Plan,
     calibrate,
@@ -28,6 +27,7 @@ from fedsim.plan import (
     make_plan,
     method_for,
 )
+from fedsim.plan.plan import SOME
 from fedsim.training import unproven_strategy
 
 SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from fedsim.config import Algorithm
-from fedsim.plan import COMPARISON_ONLY, Plan
+from fedsim.config.cells import COMPARISON_ONLY
+from fedsim.plan import Plan
 from fedsim.run.console import Console, guarantee_line, line, plan_rows
 
 WORKERS = SimpleNamespace(num_workers=2, num_lanes=8, describe=lambda: "1 CPU thread")

@@ -11,12 +11,13 @@ from test_verify import write_texts
 from fedsim import accounting, engine
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, LocalSteps, Strategy
+from fedsim.config.cells import COMPARISON_ONLY
 from fedsim.els import ELS
 from fedsim.engine import autotune
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
-from fedsim.plan import ADJACENCY, COMPARISON_ONLY
+from fedsim.plan import ADJACENCY
 from fedsim.sampling import Sampling
 from fedsim.trust import audit, lower_bound
 from fedsim.trust.canaries import CanaryTask, Planted, coins

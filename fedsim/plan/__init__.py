@@ -1,0 +1,33 @@
+"""The public constants of a run, and what it will be able to claim.
+
+complete    fills in what the user left out, and names what that looked at
+method_for, make_plan    the algorithm and its `Plan`, noise calibrated
+ledger_head, claimed_fields    what of it ledger and summary say
+label_of, holds    what epsilon holds under, or what makes it no guarantee
+"""
+
+from fedsim.plan.completion import bands_predicted, complete
+from fedsim.plan.labels import ADJACENCY, REPRODUCTION, TRIAL, UNPROVEN, holds, label_of
+from fedsim.plan.making import before_of, calibrate, make_plan, method_for, planned_phases, sharing
+from fedsim.plan.plan import Plan
+from fedsim.plan.records import claimed_fields, ledger_head
+
+__all__ = [
+    "ADJACENCY",
+    "REPRODUCTION",
+    "TRIAL",
+    "UNPROVEN",
+    "Plan",
+    "bands_predicted",
+    "before_of",
+    "calibrate",
+    "claimed_fields",
+    "complete",
+    "holds",
+    "label_of",
+    "ledger_head",
+    "make_plan",
+    "method_for",
+    "planned_phases",
+    "sharing",
+]

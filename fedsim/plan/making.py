@@ -1,0 +1,162 @@
+"""From completed settings to the algorithm and its plan: the noise is calibrated here."""
+
+import dataclasses
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+
+from fedsim import accounting
+from fedsim.accounting import Event
+from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig
+from fedsim.config.cells import CORRELATED, sampling_of
+from fedsim.els import ELS
+from fedsim.keys import SecretKey
+from fedsim.noise.bands import predicted_error
+from fedsim.plan.plan import Plan, assumed_share, events_before
+from fedsim.sampling import Sampling, Users, graph_of
+from fedsim.shared_uls import SharedULS
+from fedsim.uls import ULS
+
+METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
+
+
+def method_for(
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    users: Users,
+    key: SecretKey,
+    drawing: SecretKey | None = None,
+) -> ELS | ULS:
+    """The algorithm, ready to draw its first step.
+
+    Args: drawing: what steps are drawn with, where it is not the run's own key. Where texts have
+      several owners, how many units there are depends on the draw of pool or groups, and the plan,
+      made earlier, says how many: these are drawn with the run's own.
+    """
+    shared = graph_of(users) is not None
+    kind, own = METHODS[algorithm], {}
+    if shared and algorithm == Algorithm.ULS:
+        kind, own = SharedULS, {"max_changed": privacy.max_changed}
+    method = kind(
+        users,
+        budget=privacy.budget,
+        group_size=privacy.group_size,
+        sampling=Sampling(
+            sampling_of(privacy.sampling, privacy.noise),
+            privacy.bands or 1,
+            privacy.adjacency == ZERO_OUT,
+            privacy.num_steps // (privacy.participations or 1),
+        ),
+        key=key if shared or drawing is None else drawing,
+        adjacency=privacy.adjacency,
+        **own,
+    )
+    method.key = drawing or key
+    share = assumed_share(privacy.assumed_population, users.num_users)
+    method.sampler = dataclasses.replace(method.sampler, assumed_share=share)
+    return method
+
+
+def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:
+    """The smallest noise multiplier for the target epsilon; 0 if that is infinite."""
+    assert privacy.delta is not None, "complete() comes first"
+    if math.isinf(privacy.epsilon):
+        return 0.0
+    return accounting.calibrate_noise(
+        method.event,
+        epsilon=privacy.epsilon,
+        delta=privacy.delta,
+        num_steps=privacy.num_steps,
+        before=before_of(privacy),
+    )
+
+
+def before_of(privacy: PrivacyConfig) -> list[tuple[Event, int]]:
+    """What a run with these settings releases before its first step, to the accountant."""
+    return [*events_before(privacy.group_size_epsilon)]
+
+
+def planned_phases(plan: Plan, method: ELS | ULS) -> list[tuple[Event, int]] | None:
+    """All that a run of this plan will release, to the accountant; None without noise."""
+    if not plan.noise_multiplier:
+        return None
+    return [*plan.before, (method.event(plan.noise_multiplier), plan.num_steps)]
+
+
+def make_plan(
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    users: Users,
+    method: ELS | ULS,
+    num_parameters: int,
+    non_private: list[str],
+    data_seal: str,
+    *,
+    unproven: str | None = None,
+    trial: bool = False,
+) -> Plan:
+    """Calibrate the noise and write down every constant."""
+    assert privacy.delta is not None, "complete() comes first"
+    sigma, bands = calibrate(method, privacy), privacy.bands or 1
+    correlated = bands if privacy.noise == CORRELATED else 1
+    return Plan(
+        algorithm=algorithm,
+        num_users=users.num_users,
+        num_examples=users.num_examples,
+        num_units=method.sampler.num_units,
+        num_steps=privacy.num_steps,
+        budget=privacy.budget,
+        group_size=method.group_size,
+        expected_count=method.sampler.expected_count,
+        sampling_prob=method.sampler.sampling_prob,
+        sampling_run=method.sampler.name,
+        sampling_accounted=method.sampler.accounted_as,
+        clip_norm=privacy.clip_norm,
+        clipping=privacy.clipping,
+        target_epsilon=privacy.epsilon,
+        delta=privacy.delta,
+        noise_multiplier=sigma,
+        num_parameters=num_parameters,
+        data_seal=data_seal,
+        non_private=tuple(non_private),
+        group_size_epsilon=privacy.group_size_epsilon,
+        clip_quantile=privacy.clip_quantile,
+        assumed_population=privacy.assumed_population,
+        adjacency=privacy.adjacency,
+        bands=bands,
+        participations=privacy.participations,
+        noise=privacy.noise,
+        predicted_error=predicted_error(sigma, privacy.num_steps, correlated),
+        seeded=method.key.seed is not None,
+        unproven=unproven,
+        shared=sharing(users, method, method.key),
+        trial=trial,
+        planted=getattr(users, "canaries", None),
+    )
+
+
+def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> dict[str, Any] | None:
+    """What the plan says of texts with several owners; None where each has one.
+
+    Args: key: the run's own.
+    The seal tells whether a run that goes on has the pool or the groups that it began with.
+    """
+    if (owners := graph_of(users)) is None:
+        return None
+    if isinstance(method, ELS):
+        used, changed, kept = method.pool, 0, [method.pool]
+    else:
+        assert isinstance(method, SharedULS), "of texts with several owners"
+        groups = method.groups
+        used, changed, kept = groups.rows, groups.max_changed, [groups.rows, groups.offsets]
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(each).tobytes() for each in kept))
+    return {
+        "owner_sets": owners.num_sets,
+        "with_several_owners": int(np.diff(users.offsets)[owners.sizes > 1].sum()),
+        "kept": len(used),
+        "left_out": users.num_examples - len(used),
+        "max_changed": changed,
+        "seal": key.seal(digest.hexdigest()),
+    }

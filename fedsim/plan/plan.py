@@ -1,0 +1,217 @@
+"""The public constants of a run: fixed before its first step, never recomputed from a draw."""
+
+import dataclasses
+import math
+from typing import Any
+
+from fedsim.accounting import StepEvent, allocated_event, cyclic_event
+from fedsim.accounting.pure_dp import PureEvent
+from fedsim.clipping import Clip
+from fedsim.clipping.adaptive import AdaptiveClip
+from fedsim.clipping.clip import lattice_bits
+from fedsim.config import ADD_OR_REMOVE, Algorithm, to_json
+from fedsim.config.cells import CORRELATED, INDEPENDENT
+from fedsim.noise import CELL_ERROR, AddNoise, Correlated, Slack, add_gaussian, slack
+from fedsim.noise.correlated import Strategy, strategy
+from fedsim.plan.labels import ADJACENCY, SHARED, holds, label_of
+
+SOME = ("planted", "shared", "bands", "noise", "participations", "trial")
+"""Fields of a plan that are written down where they are not at their defaults."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run will do, and what it will be able to claim."""
+
+    algorithm: Algorithm
+    num_users: int
+    num_examples: int
+    num_units: int
+    """Sampling units: the |D_sub| examples of the pool for ELS, the users for ULS."""
+    num_steps: int
+    budget: int
+    group_size: int
+    expected_count: int
+    """B (examples) for ELS, M (users) for ULS."""
+    sampling_prob: float
+    sampling_run: str
+    sampling_accounted: str
+    clip_norm: float
+    clipping: str
+    target_epsilon: float
+    delta: float
+    noise_multiplier: float
+    num_parameters: int
+    data_seal: str
+    """Keyed digest of the data's fingerprint: says to the key's owner whether data are the same."""
+    non_private: tuple[str, ...]
+    """What the guarantee does not cover: read off the data, or known to others."""
+    group_size_epsilon: float | None = None
+    """What choosing the group size privately cost; part of target_epsilon."""
+    clip_quantile: float | None = None
+    """What clip_norm, the first step's, is moved towards; None: it stays."""
+    assumed_population: int | None = None
+    """How many users are accounted for; None: those there are."""
+    adjacency: str = ADD_OR_REMOVE
+    """zero-out or add-or-remove."""
+    seeded: bool = False
+    """Whether the key came from a seed: such a run reproduces another one, and claims nothing."""
+    unproven: str | None = None
+    """The strategy, where it was asked for by name and its contributions are not proven to be at
+    most C."""
+    bands: int = 1
+    """b: groups of users that steps draw from in turn, and steps that noise reaches."""
+    participations: int | None = None
+    """K of random allocation: steps that each user takes part in."""
+    noise: str = INDEPENDENT
+    """independent or correlated."""
+    predicted_error: float = math.nan
+    """Root mean square, over the steps, of the noise on the sum of all gradients so far, in units
+    of the sensitivity; see `noise.bands`."""
+    shared: dict[str, Any] | None = None
+    """Where texts have several owners: owner sets, texts with several owners, texts that the bounds
+    kept and left out, k (max_changed), and a seal of what they kept. None: each has one."""
+    trial: bool = False
+    """Whether the run is a trial of a private selection, which is what is counted and released."""
+    planted: dict[str, int] | None = None
+    """How many canaries of each kind an audit tossed coins for. The run of an audit is none to
+    release. None: it is no audit."""
+
+    @property
+    def clip(self) -> Clip:
+        """The clip function of the first step, with its sensitivity."""
+        return self.clip_at(self.clip_norm)
+
+    def clip_at(self, clip_norm: float) -> Clip:
+        """The clip function with another norm."""
+        return Clip(clip_norm, self.clipping == "normalised", in_float32=not self.noise_multiplier)
+
+    @property
+    def adaptive(self) -> AdaptiveClip | None:
+        """How the clip norm moves, or None if it stays."""
+        if self.clip_quantile is None:
+            return None
+        return AdaptiveClip(self.clip_quantile, self.expected_count, self.noise_multiplier)
+
+    @property
+    def gradient_noise_multiplier(self) -> float:
+        """The multiplier of the noise on the gradient: noise_multiplier, or more where a step
+        releases the count of units within the clip norm, too."""
+        adaptive = self.adaptive
+        return adaptive.gradient_noise_multiplier if adaptive else self.noise_multiplier
+
+    @property
+    def before(self) -> list[tuple[PureEvent, int]]:
+        """What is released before the first step, to the accountant."""
+        return events_before(self.group_size_epsilon)
+
+    @property
+    def accounted_prob(self) -> float:
+        """p or q as it is accounted: below sampling_prob with an assumed population."""
+        return self.sampling_prob * assumed_share(self.assumed_population, self.num_users)
+
+    @property
+    def bands_given(self) -> int | None:
+        """The bands as a setting: None where there can be none."""
+        return self.bands if self.bands > 1 else None
+
+    def event(self) -> StepEvent | None:
+        """What a step is to the accountant, by the plan alone; None without noise."""
+        if not self.noise_multiplier:
+            return None
+        if self.participations is not None:
+            return allocated_event(self.noise_multiplier, self.num_steps // self.participations)
+        cap = self.group_size if self.algorithm == Algorithm.ELS else 1
+        event = cyclic_event(self.noise_multiplier, self.accounted_prob, cap, self.bands)
+        changed = self.shared["max_changed"] if self.shared else 0
+        return dataclasses.replace(event, max_changed=changed)
+
+    @property
+    def epsilon_holds(self) -> str:
+        """What epsilon holds under: the adjacency, or a label that says that it is no guarantee."""
+        return holds(self.as_dict())
+
+    @property
+    def compared(self) -> str:
+        """The adjacency in words."""
+        return ADJACENCY[SHARED if self.shared else self.adjacency]
+
+    @property
+    def label(self) -> str:
+        """What makes epsilon no guarantee; empty where nothing does."""
+        return label_of(self.as_dict())
+
+    @property
+    def guarantee(self) -> bool:
+        """Whether epsilon is one."""
+        return bool(self.noise_multiplier) and not self.label
+
+    @property
+    def slack(self) -> Slack:
+        """What is to be added to epsilon and delta for noise that is not ideal, after all steps."""
+        return self.slack_after(self.num_steps)
+
+    def slack_after(self, num_steps: int) -> Slack:
+        """The slack of so many steps; see `noise.slack`."""
+        if not self.noise_multiplier:
+            return Slack(0.0, 0.0)
+        each = self.num_parameters + (self.clip_quantile is not None)
+        strategy = self.strategy
+        error = strategy.cell_error if strategy else CELL_ERROR
+        return slack(max(1, num_steps) * each, self.target_epsilon, self.delta, error)
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """How steps take back noise of the steps before; None: they do not."""
+        if self.noise != CORRELATED or self.bands == 1 or not self.noise_multiplier:
+            return None
+        stddev = self.gradient_noise_multiplier * 2.0 ** lattice_bits(self.num_parameters)
+        return strategy(self.num_steps, self.bands, stddev)
+
+    def add_noise(self) -> AddNoise:
+        """What adds the noise of one step after another; a new one, with no steps behind it."""
+        return Correlated(self.num_steps, self.bands) if self.strategy else add_gaussian
+
+    @property
+    def epsilon_metric(self) -> str:
+        """The name of epsilon among the metrics."""
+        if self.sampling_run != self.sampling_accounted:
+            return "comparison_only/epsilon_as_if_poisson"
+        if self.assumed_population is not None:
+            return "comparison_only/epsilon_of_assumed_population"
+        return "privacy/epsilon"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan in JSON's types, without what only some plans have."""
+        fields = {name: to_json(value) for name, value in dataclasses.asdict(self).items()}
+        for name in SOME:
+            if fields[name] == type(self).__dataclass_fields__[name].default:
+                del fields[name]
+        return {**fields, "non_private": list(self.non_private)}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Plan":
+        """The plan that `as_dict` wrote."""
+        typed = {
+            "algorithm": Algorithm(fields["algorithm"]),
+            "target_epsilon": float(fields["target_epsilon"]),
+            "predicted_error": _number(fields.get("predicted_error")),
+            "non_private": tuple(fields["non_private"]),
+        }
+        return cls(**{**fields, **typed})
+
+
+def assumed_share(assumed_population: int | None, num_users: int) -> float:
+    """The part of the users accounted for that there are."""
+    return num_users / (assumed_population or num_users)
+
+
+def events_before(group_size_epsilon: float | None) -> list[tuple[PureEvent, int]]:
+    """What choosing the group size privately releases, to the accountant."""
+    return [] if group_size_epsilon is None else [(PureEvent(group_size_epsilon), 1)]
+
+
+def _number(value: Any) -> float:
+    """A number that `as_dict` wrote; nan, which is itself alone, where there is none."""
+    number = math.nan if value is None else float(value)
+    return math.nan if math.isnan(number) else number
