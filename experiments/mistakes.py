@@ -385,14 +385,14 @@ CLAIMS = (
     one(
         "epsilon copied from the target",
         "test_train.py::test_epsilon_comes_from_the_ledger",
-        "training.py",
+        "training/trainer.py",
         "epsilon = released_epsilon(self.run.run_dir, self.plan.delta)",
         "epsilon = self.plan.target_epsilon / 2",
     ),
     one(
         "a run stopped early that reports the epsilon of its plan",
         "test_train.py::test_a_stop_signal_ends_the_step_and_saves_it",
-        "training.py",
+        "training/trainer.py",
         "epsilon = released_epsilon(self.run.run_dir, self.plan.delta)",
         "epsilon = self.running_epsilon(self.plan.num_steps)",
     ),
@@ -406,7 +406,7 @@ CLAIMS = (
     one(
         "another gradient under the same noise after a crash",
         "trust/test_replay.py::test_what_was_released_is_replayed_where_bits_would_be_others",
-        "training.py",
+        "training/trainer.py",
         "before = released.kept(run_dir, step, noisy, str(ledger.digest(step)))",
         "before = noisy, clip_norm",
     ),

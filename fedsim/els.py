@@ -1,7 +1,7 @@
 """Algorithm 1, DP-SGD-ELS: example-level sampling, per-example clipping (Charles et al. 2024).
 
 Read it beside its twin: `els.py` and `uls.py` differ where the paper's algorithms differ. The
-comments on the right are the paper's symbols. The loop is in `training.py`.
+comments on the right are the paper's symbols. The loop is in `training/`.
 """
 
 from functools import partial
@@ -78,5 +78,5 @@ class ELS:
         grad_sum, stats = engine.clipped_sum(params, rows, clip, strategy)  # ...... g_sum^t
         own = {"count": self.expected_batch_size, "noise_multiplier": noise_multiplier}
         grad = noisy_mean(grad_sum, clip=clip, add_noise=add_noise, **own, key=self.key, step=step)
-        # training.py, Trainer._step: ledger, then theta^t+1 = update(theta^t, grad = g^t).
+        # Trainer._step: ledger, then theta^t+1 = update(theta^t, grad = g^t).
         return grad, stats

@@ -478,7 +478,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
         elif written == "metrics":
             patch.setattr("fedsim.run.metrics.Metrics.log", full)
         else:
-            patch.setattr("fedsim.training.write_json", full)
+            patch.setattr("fedsim.training.trainer.write_json", full)
         code, line = answer(train(seed=5, strategy="scan:1"), capfd)
     assert code == 1 and "No space left on device; new is safe up to its last checkpoint" in line
     assert line.endswith("free space, and go on with --resume")

@@ -25,12 +25,12 @@ from fedsim.run.console import Console
 from fedsim.trust.verify import verify
 
 PHASES = {
-    "calibration": ("fedsim.training", "make_plan"),
+    "calibration": ("fedsim.training.start", "make_plan"),
     "draw": ("fedsim.sampling.poisson", "Poisson.draw"),
     "step": ("fedsim.engine.engine", "Engine.clipped_sum"),
     "checkpoint": ("fedsim.run.checkpoint", "write_atomically"),
     "ledger": ("fedsim.run.ledger", "Ledger._append"),
-    "evaluation": ("fedsim.training", "begin_evaluate"),
+    "evaluation": ("fedsim.training.trainer", "begin_evaluate"),
 }
 RUNS, LONGEST_DELAY = 9, 0.03
 NUM_STEPS, EVERY = 12, 2

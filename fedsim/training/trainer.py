@@ -1,8 +1,7 @@
-"""The loop that both algorithms share: privatised gradient, optimizer, evaluation, ledger.
+"""The loop around a step: gradient, ledger, update, evaluation, checkpoint.
 
-An algorithm (`els`, `uls`) gives the privatised gradient of a step; this module does everything
-around it. A step is written into the ledger before anything of it becomes visible, and a step that
-is run again after a crash is the same step: same units, same noise, same parameters.
+A step is written into the ledger before anything of it becomes visible, and a step that is run
+again after a crash is the same step: same units, same noise, same parameters.
 """
 
 import dataclasses
@@ -10,233 +9,34 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 import numpy as np
 import optax
 
 from fedsim import accounting
-from fedsim.budget.admission import Applicant, shortened
-from fedsim.clipping import Clip, Strategy
-from fedsim.clipping.clip import num_coordinates
-from fedsim.config import (
-    Algorithm,
-    EngineConfig,
-    PrivacyConfig,
-    RunConfig,
-    as_dict,
-    settings_of,
-    to_json,
-)
+from fedsim.clipping import Strategy
+from fedsim.config import RunConfig, as_dict, settings_of, to_json
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine, Stats
-from fedsim.engine.autotune import AUTO, choose_strategy
-from fedsim.engine.environment import versions
-from fedsim.errors import expect
 from fedsim.evaluate import begin_evaluate, headline
-from fedsim.files import cache_dir, write_json
+from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.mechanism import NoisyMean
-from fedsim.optimizers import Diverged, averaged, diverged, is_finite, rate_of, update_rule, updater
-from fedsim.plan import (
-    Plan,
-    before_of,
-    claimed_fields,
-    complete,
-    ledger_head,
-    make_plan,
-    method_for,
-    planned_phases,
-    sharing,
-)
-from fedsim.recipe import UPDATE, Noise, settled
+from fedsim.optimizers import Diverged, averaged, diverged, is_finite, updater
+from fedsim.plan import Plan, claimed_fields, ledger_head
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
-from fedsim.run.cost import cost, cost_rows
-from fedsim.run.directory import StoredRun
-from fedsim.run.doubts import doubts
 from fedsim.run.ledger import Ledger, OtherBits, released_epsilon
 from fedsim.run.metrics import Metrics, table
-from fedsim.run.setup import Plant, Source, open_run, wait_for
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, results, save
 from fedsim.uls import ULS
 
 Callback = Callable[[int, dict[str, float]], None]
 MOST_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
-
-
-def train(
-    algorithm: Algorithm,
-    privacy: PrivacyConfig,
-    run: RunConfig,
-    console: Console,
-    *,
-    source: Source | None = None,
-    plant: Plant | None = None,
-    callback: Callback | None = None,
-    trial: bool = False,
-    held_out: bool = True,
-    rehearsed: EngineConfig | None = None,
-) -> dict[str, Any]:
-    """Train, or go on training; returns what `summary.json` holds.
-
-    Nothing is written to the run directory before everything has been found in order.
-    Args:
-      source: data and task, instead of those that the settings name.
-      plant: of an audit.
-      callback: called after every step with its number, from 1, and its metrics.
-      trial: it is one of a private selection, which is counted in the ledger of the data instead.
-      held_out: evaluate on held-out users, which is done without noise.
-      rehearsed: train nothing and write nothing, but return the plan and what it would cost with
-        this engine; see `run.cost`.
-    Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
-    """
-    privacy = as_started(privacy, run)
-    update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)  # a mistake is found now
-    unproven = unproven_strategy(run.engine)
-    opening = open_run(algorithm, privacy, run, console, source=source, plant=plant)
-    with opening as opened:
-        if not held_out:
-            opened.data = dataclasses.replace(opened.data, eval_users=None)
-        data, key = opened.data, opened.key
-        completed, non_private = complete(algorithm, privacy, data, key=key)
-        if opened.stored and opened.stored.plan:  # of versions that might choose otherwise
-            completed = dataclasses.replace(completed, bands=opened.stored.plan.bands_given)
-        expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
-        non_private += outside(run, fresh_model=opened.model is None, own_task=source is not None)
-        method = method_for(algorithm, completed, data.train, key)
-        kind = "train" if plant is None else "audit"
-        applicant = Applicant.of(run, data.train, completed.delta, kind)
-        if run.spend_rest and not opened.stored:
-            completed = shortened(applicant, method, completed, before_of(completed))
-            steps, epsilon = completed.num_steps, completed.epsilon
-            opened.settings = dataclasses.replace(privacy, num_steps=steps, epsilon=epsilon)
-        workers, task, params = opened.start_engine()
-        if opened.stored:
-            plan = opened.stored.plan
-            assert plan is not None, "a run of train has one"
-            same = sharing(data.train, method, key) == plan.shared
-            again = "the pool or the groups that the run began with: go on with its packages"
-            expect("data", "other texts of the same ones", same, again)
-        else:
-            size, seal = num_coordinates(params), opened.identity.data_seal
-            facts = (size, non_private, seal)
-            how = {"unproven": unproven, "trial": trial}
-            with console.phase("calibrating the noise"):
-                plan = make_plan(algorithm, completed, data.train, method, *facts, **how)
-            for doubt in doubts(plan, data):
-                console.note(f"warning: {doubt}")
-        planned = planned_phases(plan, method)
-        entry = applicant.entry(key.seal("ledger"), planned, plan.slack, plan.label)
-        if not trial:
-            applicant.expect_room(entry)
-        wait_for(workers, console)
-        console.plan(plan, workers)
-        opened.run = run = settled_by(plan, opened.stored, run, fresh=opened.model is None)
-        console.update(run)
-        with console.phase("compiling, and timing ways to compute the clipped sum") as phase:
-            of_run = {"num_units": plan.num_steps * plan.expected_count, "heard": phase.at}
-            facts = (workers, params, method, plan.clip)
-            strategy, why = strategy_for(run.engine, opened.stored, *facts, **of_run)
-        if rehearsed is not None:
-            update = update_of(run, plan.num_steps)
-            found = cost(workers, method.draw(0), params, plan, strategy, update, rehearsed)
-            console.rows(cost_rows(found))
-            return {**plan.as_dict(), **found}
-        host = workers.host(params)
-        named = {"name": str(strategy), "why": why}
-        stored = opened.begin(task, plan=plan, host=host, strategy=named)
-        drawing = directory.drawing_key(key, stored)
-        if drawing is not key:  # of a seed; the pool of ELS takes seconds for many users
-            method = method_for(algorithm, completed, data.train, key, drawing)
-        console.note(f"{'clipped sum':17} {strategy} ({why})")
-        doubt = directory.other_bits(stored, versions(), host)
-        if opened.stored and doubt:
-            kept = "what it released is taken as it was kept, or left out"
-            console.note(f"a step that is run again may have other bits: {doubt}: then {kept}")
-        trainer = Trainer(
-            method=method,
-            plan=plan,
-            data=data,
-            transformation=update_of(run, plan.num_steps),
-            engine=workers,
-            strategy=strategy,
-            run=run,
-            console=console,
-            host=host,
-            other_bits=doubt,
-            watch=plant.watch if plant else None,
-            callback=callback,
-        )
-        return trainer.fit(params, key, nullcontext() if trial else applicant.admitted(entry))
-
-
-def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
-    """The settings, with the steps that fitted when the run was started, if it goes on."""
-    if not (run.spend_rest and run.resume and (run.run_dir / directory.CONFIG).exists()):
-        return privacy
-    stored = directory.load(run.run_dir).privacy
-    return dataclasses.replace(privacy, num_steps=stored.num_steps, epsilon=stored.epsilon)
-
-
-def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
-    """What the guarantee does not cover, by the settings that cannot change it."""
-    facts = [] if fresh_model else [f"what model={run.model.source} was trained on"]
-    if own_task:
-        facts.append("the task's own code: its first parameters, and how it makes rows of texts")
-    timed = "the strategy of the clipped sum (timed on units of a draw)"
-    return [*facts, timed] if run.engine.strategy == AUTO else facts
-
-
-def update_of(run: RunConfig, num_steps: int) -> optax.GradientTransformation:
-    """The optimizer of a settled run, with its schedule."""
-    return update_rule(run, rate_of(run, num_steps))
-
-
-def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:
-    """The run with nothing of its update left open: as it was started, or by the rule."""
-    if stored is not None:
-        return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in UPDATE})
-    bound = plan.clip.sensitivity
-    stddev = bound * plan.gradient_noise_multiplier / plan.expected_count
-    return settled(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)
-
-
-def unproven_strategy(config: EngineConfig) -> str | None:
-    """The strategy that was asked for, if its contributions are not proven to be at most C."""
-    named = None if config.strategy == AUTO else Strategy.parse(config.strategy)
-    return None if named is None or named.proven else str(named)
-
-
-def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
-    """Raises ConfigError: more steps than a user has examples. group_size: of ULS."""
-    most = group_size or 1
-    several = f"in [1, {most}], the group size (--group-size)"
-    expected = several if group_size else "1, with ELS"
-    expect("local_steps", run.local_steps, run.local_steps <= most, expected)
-
-
-def strategy_for(
-    config: EngineConfig,
-    stored: StoredRun | None,
-    workers: Engine,
-    params: Any,
-    method: ELS | ULS,
-    clip: Clip,
-    **options: Any,
-) -> tuple[Strategy, str]:
-    """The clipping strategy, and why: a resumed run goes on with its own.
-
-    Args: options: of `choose_strategy`.
-    """
-    if stored:
-        return Strategy.parse(stored.strategy["name"]), "as the run was started"
-    remembered = cache_dir() / "strategies"
-    asked = (clip, config.strategy, remembered)
-    return choose_strategy(workers, params, method.draw(0), *asked, **options)
 
 
 @dataclasses.dataclass

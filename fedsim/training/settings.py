@@ -1,0 +1,85 @@
+"""What of a run's settings follows from its plan, or from how it was started."""
+
+import dataclasses
+from typing import Any
+
+import optax
+
+from fedsim.clipping import Clip, Strategy
+from fedsim.config import EngineConfig, PrivacyConfig, RunConfig
+from fedsim.els import ELS
+from fedsim.engine import Engine
+from fedsim.engine.autotune import AUTO, choose_strategy
+from fedsim.errors import expect
+from fedsim.files import cache_dir
+from fedsim.optimizers import rate_of, update_rule
+from fedsim.plan import Plan
+from fedsim.recipe import UPDATE, Noise, settled
+from fedsim.run import directory
+from fedsim.run.directory import StoredRun
+from fedsim.uls import ULS
+
+
+def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
+    """The settings, with the steps that fitted when the run was started, if it goes on."""
+    if not (run.spend_rest and run.resume and (run.run_dir / directory.CONFIG).exists()):
+        return privacy
+    stored = directory.load(run.run_dir).privacy
+    return dataclasses.replace(privacy, num_steps=stored.num_steps, epsilon=stored.epsilon)
+
+
+def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
+    """What the guarantee does not cover, by the settings that cannot change it."""
+    facts = [] if fresh_model else [f"what model={run.model.source} was trained on"]
+    if own_task:
+        facts.append("the task's own code: its first parameters, and how it makes rows of texts")
+    timed = "the strategy of the clipped sum (timed on units of a draw)"
+    return [*facts, timed] if run.engine.strategy == AUTO else facts
+
+
+def update_of(run: RunConfig, num_steps: int) -> optax.GradientTransformation:
+    """The optimizer of a settled run, with its schedule."""
+    return update_rule(run, rate_of(run, num_steps))
+
+
+def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:
+    """The run with nothing of its update left open: as it was started, or by the rule."""
+    if stored is not None:
+        return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in UPDATE})
+    bound = plan.clip.sensitivity
+    stddev = bound * plan.gradient_noise_multiplier / plan.expected_count
+    return settled(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)
+
+
+def unproven_strategy(config: EngineConfig) -> str | None:
+    """The strategy that was asked for, if its contributions are not proven to be at most C."""
+    named = None if config.strategy == AUTO else Strategy.parse(config.strategy)
+    return None if named is None or named.proven else str(named)
+
+
+def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
+    """Raises ConfigError: more steps than a user has examples. group_size: of ULS."""
+    most = group_size or 1
+    several = f"in [1, {most}], the group size (--group-size)"
+    expected = several if group_size else "1, with ELS"
+    expect("local_steps", run.local_steps, run.local_steps <= most, expected)
+
+
+def strategy_for(
+    config: EngineConfig,
+    stored: StoredRun | None,
+    workers: Engine,
+    params: Any,
+    method: ELS | ULS,
+    clip: Clip,
+    **options: Any,
+) -> tuple[Strategy, str]:
+    """The clipping strategy, and why: a resumed run goes on with its own.
+
+    Args: options: of `choose_strategy`.
+    """
+    if stored:
+        return Strategy.parse(stored.strategy["name"]), "as the run was started"
+    remembered = cache_dir() / "strategies"
+    asked = (clip, config.strategy, remembered)
+    return choose_strategy(workers, params, method.draw(0), *asked, **options)

@@ -1,0 +1,166 @@
+"""A run, from its settings to its first step: what is asked is checked, planned and counted."""
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Any
+
+from fedsim.budget.admission import Applicant, shortened
+from fedsim.clipping import Strategy
+from fedsim.clipping.clip import num_coordinates
+from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
+from fedsim.els import ELS
+from fedsim.engine import Engine
+from fedsim.engine.environment import versions
+from fedsim.errors import expect
+from fedsim.plan import Plan, before_of, complete, make_plan, method_for, planned_phases, sharing
+from fedsim.recipe import Noise, settled
+from fedsim.run import directory
+from fedsim.run.console import Console
+from fedsim.run.cost import cost, cost_rows
+from fedsim.run.directory import StoredRun
+from fedsim.run.doubts import doubts
+from fedsim.run.setup import OpenRun, Plant, Source, open_run, wait_for
+from fedsim.training.settings import (
+    as_started,
+    expect_local_steps,
+    outside,
+    settled_by,
+    strategy_for,
+    unproven_strategy,
+    update_of,
+)
+from fedsim.training.trainer import Callback, Trainer
+from fedsim.uls import ULS
+
+
+def train(
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    console: Console,
+    *,
+    source: Source | None = None,
+    plant: Plant | None = None,
+    callback: Callback | None = None,
+    trial: bool = False,
+    held_out: bool = True,
+    rehearsed: EngineConfig | None = None,
+) -> dict[str, Any]:
+    """Train, or go on training; returns what `summary.json` holds.
+
+    Nothing is written to the run directory before everything has been found in order.
+    Args:
+      source: data and task, instead of those that the settings name.
+      plant: of an audit.
+      callback: called after every step with its number, from 1, and its metrics.
+      trial: it is one of a private selection, which is counted in the ledger of the data instead.
+      held_out: evaluate on held-out users, which is done without noise.
+      rehearsed: train nothing and write nothing, but return the plan and what it would cost with
+        this engine; see `run.cost`.
+    Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
+    """
+    privacy = as_started(privacy, run)
+    update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)  # a mistake is found now
+    unproven = unproven_strategy(run.engine)
+    with open_run(algorithm, privacy, run, console, source=source, plant=plant) as opened:
+        if not held_out:
+            opened.data = dataclasses.replace(opened.data, eval_users=None)
+        completed, non_private = _completed(opened, algorithm, privacy)
+        method = method_for(algorithm, completed, opened.data.train, opened.key)
+        kind = "train" if plant is None else "audit"
+        applicant = Applicant.of(run, opened.data.train, completed.delta, kind)
+        if run.spend_rest and not opened.stored:
+            completed = shortened(applicant, method, completed, before_of(completed))
+            fitting = {"num_steps": completed.num_steps, "epsilon": completed.epsilon}
+            opened.settings = dataclasses.replace(privacy, **fitting)
+        workers, task, params = opened.start_engine()
+        if opened.stored:
+            plan = _plan_again(opened.stored, opened, method)
+        else:
+            facts = (num_coordinates(params), non_private, opened.identity.data_seal)
+            how = {"unproven": unproven, "trial": trial}
+            with console.phase("calibrating the noise"):
+                plan = make_plan(algorithm, completed, opened.data.train, method, *facts, **how)
+            for doubt in doubts(plan, opened.data):
+                console.note(f"warning: {doubt}")
+        planned = planned_phases(plan, method)
+        entry = applicant.entry(opened.key.seal("ledger"), planned, plan.slack, plan.label)
+        if not trial:
+            applicant.expect_room(entry)
+        wait_for(workers, console)
+        console.plan(plan, workers)
+        run = settled_by(plan, opened.stored, run, fresh=opened.model is None)
+        opened.run = run
+        console.update(run)
+        update = update_of(run, plan.num_steps)
+        strategy, why = _strategy(opened, workers, params, method, plan)
+        if rehearsed is not None:
+            found = cost(workers, method.draw(0), params, plan, strategy, update, rehearsed)
+            console.rows(cost_rows(found))
+            return {**plan.as_dict(), **found}
+        host = workers.host(params)
+        named = {"name": str(strategy), "why": why}
+        stored = opened.begin(task, plan=plan, host=host, strategy=named)
+        drawing = directory.drawing_key(opened.key, stored)
+        if drawing is not opened.key:  # of a seed; the pool of ELS takes seconds for many users
+            method = method_for(algorithm, completed, opened.data.train, opened.key, drawing)
+        console.note(f"{'clipped sum':17} {strategy} ({why})")
+        trainer = Trainer(
+            method=method,
+            plan=plan,
+            data=opened.data,
+            transformation=update,
+            engine=workers,
+            strategy=strategy,
+            run=run,
+            console=console,
+            host=host,
+            other_bits=_other_bits(opened, stored, host),
+            watch=plant.watch if plant else None,
+            callback=callback,
+        )
+        counted = nullcontext() if trial else applicant.admitted(entry)
+        return trainer.fit(params, opened.key, counted)
+
+
+def _completed(
+    opened: OpenRun, algorithm: Algorithm, privacy: PrivacyConfig
+) -> tuple[PrivacyConfig, list[str]]:
+    """The settings with nothing left out, and all that the guarantee does not cover."""
+    run, own_task = opened.run, opened.source is not None
+    completed, non_private = complete(algorithm, privacy, opened.data, key=opened.key)
+    if opened.stored and opened.stored.plan:  # of versions that might choose otherwise
+        completed = dataclasses.replace(completed, bands=opened.stored.plan.bands_given)
+    expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
+    not_covered = outside(run, fresh_model=opened.model is None, own_task=own_task)
+    return completed, non_private + not_covered
+
+
+def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
+    """The plan of a run that goes on. Raises: ConfigError: it would draw from other texts."""
+    assert stored.plan is not None, "a run of train has one"
+    same = sharing(opened.data.train, method, opened.key) == stored.plan.shared
+    again = "the pool or the groups that the run began with: go on with its packages"
+    expect("data", "other texts of the same ones", same, again)
+    return stored.plan
+
+
+def _strategy(
+    opened: OpenRun, workers: Engine, params: Any, method: ELS | ULS, plan: Plan
+) -> tuple[Strategy, str]:
+    """How clipped sums are computed, and why; what takes long is told."""
+    units = plan.num_steps * plan.expected_count
+    what = "compiling, and timing ways to compute the clipped sum"
+    with opened.console.phase(what) as phase:
+        asked = (opened.run.engine, opened.stored, workers, params, method, plan.clip)
+        return strategy_for(*asked, num_units=units, heard=phase.at)
+
+
+def _other_bits(opened: OpenRun, stored: StoredRun, host: str) -> str:
+    """Why a step that is run again may have other bits, which a run that goes on is told."""
+    doubt = directory.other_bits(stored, versions(), host)
+    if opened.stored and doubt:
+        kept = "what it released is taken as it was kept, or left out"
+        again = f"a step that is run again may have other bits: {doubt}: then {kept}"
+        opened.console.note(again)
+    return doubt
