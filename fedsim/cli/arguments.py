@@ -11,9 +11,12 @@ from typing import Any
 
 import tyro
 
+from fedsim.cli.flags import commands, flags, named
+from fedsim.cli.help import page
 from fedsim.config import PretrainConfig, PrivacyConfig, RunConfig, flags_of
 from fedsim.errors import ConfigError, expect
 
+HELP = {"-h", "--help", "--help-all"}
 # What people look for, and what there is instead.
 HINTS = {
     "--delimiter": "; columns are separated by commas, or by tabs in a file named .tsv",
@@ -26,41 +29,37 @@ def parse(command: Any, args: list[str]) -> Any:
 
     Raises: ConfigError: they describe none. SystemExit: after printing help.
     """
+    path, kind = named(command, args)
+    name, rest = " ".join(["fedsim", *path]), args[len(path) :]
+    if HELP.intersection(rest):
+        if fault := _unknown(name, kind, rest):
+            raise ConfigError(fault)
+        print(page(name, kind, whole="--help-all" in rest), end="")
+        raise SystemExit(0)
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
-            return tyro.cli(command, args=_with_file(args), prog="fedsim")  # pyright: ignore
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ConfigError(_unknown(command, args) or _first_fault(shown.getvalue())) from None
+            how = {"prog": "fedsim", "config": (tyro.conf.DisallowNone,)}
+            return tyro.cli(command, args=_with_file(args), **how)
+    except SystemExit:
+        fault = _unknown(name, kind, rest) or _first_fault(shown.getvalue(), name, kind)
+    raise ConfigError(fault)
 
 
-def _unknown(command: Any, args: list[str]) -> str:
+def _unknown(name: str, kind: Any, rest: list[str]) -> str:
     """What to say of a command or a flag that there is not; empty if all are known."""
-    before: list[str] = []
-    for word in args[:2]:  # data has commands of its own
-        names = re.search(r"^usage:[^{]*\{([\w,]+)\}", _help(command, before), re.MULTILINE)
-        if not names or word.startswith("-") or (before and before != ["data"]):
-            break
-        if word not in names[1].split(","):
-            choices = names[1].split(",")
-            return f"command={word}: expected one of {', '.join(choices)}{_meant(word, choices)}"
-        before.append(word)
-    known = set(re.findall(r"--[a-z][a-z-]*", _help(command, before)))
-    for word in args[len(before) :]:
+    if choices := list(commands(kind)):
+        word = rest[0] if rest else ""
+        if word in HELP:
+            return ""
+        return f"command={word}: expected one of {', '.join(choices)}{_meant(word, choices)}"
+    known = {each for flag in flags(kind) for each in flag.names} | HELP
+    for word in rest:
         flag = word.partition("=")[0].replace("_", "-")
-        if re.match("--[a-z]", flag) and flag not in known:
+        if re.match("--[a-z]", flag) and not {flag, flag.replace("--no-", "--")} & known:
             hint = HINTS.get(flag) or _meant(flag, sorted(known))
-            return f"{flag}: expected a flag of fedsim {' '.join(before)}".rstrip() + hint
+            return f"{flag}: expected a flag of {name}{hint}"
     return ""
-
-
-def _help(command: Any, words: list[str]) -> str:
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        tyro.cli(command, args=[*words, "--help"], prog="fedsim", console_outputs=True)  # pyright: ignore
-    return shown.getvalue()
 
 
 def _meant(word: str, names: list[str]) -> str:
@@ -93,27 +92,28 @@ def _with_file(args: list[str]) -> list[str]:
     return args[:1] + flags + args[1:]
 
 
-def _first_fault(box: str) -> str:
-    """What tyro says in a box (title, fault, hints, with rules between them), as one line."""
-    lines = [line.strip("│|╭╰╮╯+ ") for line in box.splitlines()]
-    title, *rest = [line if line.strip("─-") else "" for line in lines]
-    title = title.strip("─- ")
-    fault = " ".join(itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, rest)))
-    if title == "Required options":
-        names = re.findall(r"(?:^| )(--[a-z][a-z-]*|\{[\w,]+\})", fault)
-        return "missing " + ", ".join(dict.fromkeys(names))
-    number = re.match(
-        r"Error parsing --([\w-]+): (invalid literal for int|could not).* '(.*)'", fault
-    )
-    if number:
-        kind = "a whole number" if "int" in number[2] else "a number"
-        return f"{number[1].replace('-', '_')}={number[3]}: expected {kind}"
-    choice = re.match(r"invalid choice '(.*)' for argument '--([\w-]+)'\. .*\((.*)\)", fault)
-    if choice:
-        return f"{choice[2].replace('-', '_')}={choice[1]}: expected one of {choice[3]}".replace(
-            "'", ""
-        )
-    optional = re.match(r"Error parsing --([\w-]+): .*\bINT could be .* \['(.*)'\]", fault)
-    if optional:
-        return f"{optional[1].replace('-', '_')}={optional[2]}: expected a whole number"
-    return re.sub(r"^Error parsing [^:]*: ", "", fault)
+def _first_fault(box: str, name: str, kind: Any) -> str:
+    """What tyro says in a box (title, fault, help, with rules between them), as one line."""
+    fault = " ".join(" ".join(line.strip("│|╭╰╮╯─ ") for line in box.splitlines()).split())
+    known = {each: flag.metavar for flag in flags(kind) for each in flag.names or ("",)}
+    if found := re.search(r"Missing value for argument '(--[\w-]+)'", fault):
+        return f"{found[1]}: expected {_expected(known.get(found[1], ''))} after it"
+    value = re.search(r"Error parsing --([\w-]+): .*?'(.*?)'\]?[. ]", fault)
+    choice = re.search(r"invalid choice '(.*)' for argument '(?:--)?([\w-]+)'", fault)
+    if value or choice:
+        flag, given = (value[1], value[2]) if value else (choice[2], choice[1]) if choice else ""
+        metavar = known.get(f"--{flag}", known.get("", ""))
+        return f"{flag.replace('-', '_')}={given}: expected {_expected(metavar)}"
+    if found := re.search("Unrecognized options: (.*?) For full", fault):
+        return f"{found[1]}: expected no more arguments of {name}"
+    missing = re.findall(r"^\W {5}(\S+)", box.partition("For full")[0], re.MULTILINE)
+    if missing:  # an argument that is known by its place is shown by its type
+        return "missing " + ", ".join(m if m in known else known[""] for m in missing)
+    return fault
+
+
+def _expected(metavar: str) -> str:
+    """What a value is to be, in words."""
+    if metavar.startswith("{"):
+        return f"one of {', '.join(metavar.strip('{}').split(','))}"
+    return {"INT": "a whole number", "FLOAT": "a number"}.get(metavar, "a value")

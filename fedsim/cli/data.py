@@ -21,12 +21,12 @@ class DataBuild:
     A build that was interrupted or killed goes on where it was with the same command.
     """
 
+    out: Path
+    """Directory to make."""
+
     sources: tyro.conf.Positional[tuple[str, ...]] = ()
     """Parquet, JSONL, CSV or TSV files, folders of them, globs, a data set saved by `datasets`, or
     hf:NAME[:CONFIG]."""
-
-    out: Path = Path()
-    """Directory to make."""
 
     recipe: RecipeName | None = None
     """The paper's preparation of a data set: defaults for the flags below, and for the source."""
@@ -101,7 +101,6 @@ class DataBuild:
         from fedsim.data.building.build import build
         from fedsim.run.console import Console
 
-        expect("out", self.out, self.out != Path(), "a directory to make, as in --out posts")
         given = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)

@@ -15,7 +15,7 @@ from fedsim.errors import ConfigError, FedsimError, expect
 
 @dataclasses.dataclass(frozen=True)
 class AdvisedRun(RunConfig):
-    """The flags of train that the commands which are printed take over."""
+    """The flags of train, which the commands that are printed take over."""
 
     run_dir: Path = Path("runs")
     """Where the commands that are printed put their runs."""
@@ -112,12 +112,12 @@ class Sweep:
     has seed, settings and data has the key of a run. Runs without a seed show none.
     """
 
+    out: Path
+    """Directory for the runs, results.csv, results.json, logs and TensorBoard's table."""
+
     file: tyro.conf.Positional[Path | None] = None
     """A TOML or JSON file: settings of train for all runs; in [grid] lists of values, every
     combination of which is run; in [[runs]] settings that go together."""
-
-    out: Path = Path()
-    """Directory for the runs, results.csv, results.json, logs and TensorBoard's table."""
 
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE or NAME=VALUE,VALUE,...: a setting of all runs, or of the grid; again for more."""
@@ -160,7 +160,6 @@ class Sweep:
         from fedsim.engine.environment import set_threads
         from fedsim.tuning.sweep import expand, jobs_of, sweep
 
-        expect("out", self.out, self.out != Path(), "a directory, as in --out sweeps/first")
         expect("at_once", self.at_once, self.at_once is None or self.at_once >= 1, ">= 1")
         alone = not self.in_turn or self.at_once is None
         expect("at_once", self.at_once, alone, "nothing: --in-turn runs one at a time")

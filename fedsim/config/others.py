@@ -33,7 +33,7 @@ class AuditConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PretrainConfig:
-    """The settings of a pre-training beside its `RunConfig`. It has no privacy, hence none of its
+    """How a pre-training is done, beside its `RunConfig`. It has no privacy, hence none of its
     constants."""
 
     num_steps: int
