@@ -7,6 +7,7 @@ from typing import Any, Literal
 import tyro
 
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, changed_run
+from fedsim.errors import expect
 
 Flat = tyro.conf.OmitArgPrefixes
 
@@ -59,13 +60,39 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
-    """Loss of a run's last checkpoint on all held-out examples."""
+    """Loss of a run's last checkpoint on all held-out examples; with --epsilon, with noise.
+
+    Without --epsilon it is computed from texts of held-out users, and of training users, as they
+    are: not to be published. With it, the mean of users' losses on one split is released privately
+    and counted in the ledger of the data; each time it is typed is another release.
+    """
 
     run_dir: tyro.conf.Positional[Path]
     """The run's directory."""
 
+    epsilon: float | None = None
+    """Private: what the evaluation costs every user of the split. > 0."""
+
+    delta: float | None = None
+    """Private: in (0, 1). Default: N^-1.1 for the split's N users."""
+
+    split: Literal["eval_users", "eval_examples", "test"] = "eval_users"
+    """Private: users held out of training, held-back examples of those trained on, or later
+    examples."""
+
+    loss_bound: float | None = None
+    """Private: a user's loss above counts as it, in nats per token; the noise is proportional to
+    it. Do not choose it by looking at the split. > 0. Default: that of guessing uniformly."""
+
+    limit_epsilon: float | None = None
+    """Private: refuse the evaluation if all releases from these users' texts, this one included,
+    could cost one of them more. > 0. Default: the limits in the ledger of the data."""
+
+    budget_ledger: Path | None = None
+    """Private: directory of the ledger of the data. Default: that of the run."""
+
     engine: Literal["ray", "local", "spmd"] = "local"
-    """Where to compute; see train."""
+    """Where to compute; see train. With --epsilon: in this process."""
 
     num_workers: int | None = None
     """Worker processes of engine ray; see train."""
@@ -77,13 +104,37 @@ class Evaluate:
         from fedsim.engine.environment import set_threads
         from fedsim.run import directory
 
+        self._expect_epsilon()
         stored = directory.load(self.run_dir)
-        run = changed_run(stored.run, engine=self.engine, num_workers=self.num_workers)
+        run = changed_run(
+            stored.run,
+            engine=self.engine,
+            num_workers=self.num_workers,
+            limit_epsilon=self.limit_epsilon,
+            budget_ledger=self.budget_ledger or stored.run.budget_ledger,
+        )
         set_threads(run.engine)
-        from fedsim.evaluate import evaluate_run
         from fedsim.run.console import Console
 
-        result = evaluate_run(stored, run, Console())
+        if self.epsilon is None:
+            from fedsim.evaluate import evaluate_run
+
+            result = evaluate_run(stored, run, Console())
+        else:
+            from fedsim.budget.evaluation import PrivateEvaluation, evaluate_privately
+
+            how = PrivateEvaluation(self.epsilon, self.delta, self.split, self.loss_bound)
+            result = evaluate_privately(stored, run, how, Console())
         if not self.json:
             print(*(f"{name} {value}" for name, value in result.items()), sep="\n")
         return result
+
+    def _expect_epsilon(self) -> None:
+        """Raises ConfigError: something is said of a private evaluation, and it is none."""
+        if self.epsilon is None:
+            for name in ("delta", "loss_bound", "limit_epsilon", "budget_ledger"):
+                value = getattr(self, name)
+                expect(name, value, value is None, "--epsilon beside it")
+            expect("split", self.split, self.split == "eval_users", "--epsilon beside it")
+        else:
+            expect("engine", self.engine, self.engine == "local", "local, with --epsilon")

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import accounting
-from fedsim.accounting import Phases, SelectionEvent, StepEvent
+from fedsim.accounting import Phases, SelectionEvent, StepEvent, calibration
 from fedsim.accounting.rounding import at_most
 from fedsim.accounting.selection import draw_trials
 from fedsim.budget.admission import Applicant
+from fedsim.budget.evaluation import largest_loss, noisy_mean_loss, user_losses
 from fedsim.budget.ledger import Limit, place_of
 from fedsim.config import changed_run, to_json
 from fedsim.data.dataset import Dataset
@@ -26,21 +27,16 @@ from fedsim.evaluate import last_model
 from fedsim.files import read_json, write_json
 from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
+from fedsim.noise import slack
 from fedsim.optimizers import Diverged
 from fedsim.plan import complete, make_plan, method_for, planned_phases
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
-from fedsim.tuning.private_loss import (
-    calibrate_evaluation,
-    largest_loss,
-    noisy_mean_loss,
-    user_losses,
-)
 from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, jobs_of, outcomes_of
 
 METRIC = "eval/loss"
-BEST, RESULT = "best", "selection.json"
+BEST, RESULT, EVALUATIONS = "best", "selection.json", "evaluations"
 MOST_PARAMETERS = 10**9
 """For the slack of noise, which is paid for before models are made."""
 
@@ -74,9 +70,8 @@ class Priced:
     epsilon_of_one: float
     """Of the dearest candidate."""
     label: str
-    eval_noise: float | None
-    """Noise multiplier of an evaluation; None: without noise."""
-    eval_delta: float | None
+    evaluations: "Evaluations | None" = None
+    """Of the held-out users; None: without noise."""
 
     @property
     def all_once(self) -> bool:
@@ -90,14 +85,17 @@ class Priced:
             return [phase for candidate in self.event.candidates for phase in candidate]
         return [(self.event, 1)]
 
-    @property
-    def eval_phases(self) -> Phases:
-        """What is released of the held-out users."""
-        assert self.eval_noise is not None
-        evaluation: tuple[accounting.Event, int] = (StepEvent(self.eval_noise, 1.0), 1)
-        if self.all_once:
-            return [(evaluation[0], len(self.event.candidates))]
-        return [(SelectionEvent(((evaluation,),), self.event.mean, self.event.shape), 1)]
+
+@dataclasses.dataclass(frozen=True)
+class Evaluations:
+    """What all evaluations of a selection release of the held-out users."""
+
+    noise_multiplier: float
+    """Of each of them."""
+    delta: float
+    phases: Phases
+    slack: tuple[float, float]
+    """That is not part of the phases."""
 
 
 def select(
@@ -158,7 +156,7 @@ def select(
         "expected_trials": priced.event.mean,
         "shape": priced.event.shape,
         "eval_epsilon": how.eval_epsilon,
-        "eval_delta": priced.eval_delta,
+        "eval_delta": priced.evaluations and priced.evaluations.delta,
         "guarantee": not priced.label,
         "claim": "\n".join(sentences(priced, len(jobs), how)),
     }
@@ -188,26 +186,52 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         deltas.add(plan.delta)
     expect("delta", sorted(deltas), len(deltas) == 1, "the same one for all candidates")
     delta, mean = deltas.pop(), float(how.mean or len(jobs))
-    slack = (max(each.epsilon for each in slacks), max(each.delta for each in slacks))
-    event = SelectionEvent(tuple(candidates), mean, how.shape, slack)
-    eval_noise = eval_delta = None
-    if how.eval_epsilon is not None:
-        held_out = data.eval_users
-        num_users = held_out.num_users if held_out is not None else 0
-        expect("eval_epsilon", how.eval_epsilon, num_users > 1, "data with held-out users")
-        eval_delta = num_users**-1.1
-        eval_noise = calibrate_evaluation(how.eval_epsilon, eval_delta, mean, how.shape)
+    of_trial = (max(each.epsilon for each in slacks), max(each.delta for each in slacks))
+    event = SelectionEvent(tuple(candidates), mean, how.shape, of_trial)
     together = [phase for candidate in candidates for phase in candidate]
-    return Priced(
+    priced = Priced(
         event,
         delta,
         accounting.epsilon([(event, 1)], delta),
-        accounting.epsilon(together, delta) + len(jobs) * slack[0],
+        accounting.epsilon(together, delta) + len(jobs) * of_trial[0],
         max(accounting.epsilon(candidate, delta) for candidate in candidates),
         "; ".join(sorted(labels - {""})),
-        eval_noise,
-        eval_delta,
     )
+    if how.eval_epsilon is None:
+        return priced
+    held_out = data.eval_users
+    num_users = held_out.num_users if held_out is not None else 0
+    expect("eval_epsilon", how.eval_epsilon, num_users > 1, "data with held-out users")
+    once = len(jobs) if priced.all_once else None
+    facts = (how.eval_epsilon, num_users**-1.1, mean, how.shape)
+    return dataclasses.replace(priced, evaluations=evaluations_of(*facts, once=once))
+
+
+def evaluations_of(
+    epsilon: float, delta: float, mean: float, shape: float, *, once: int | None = None
+) -> Evaluations:
+    """The evaluations that cost every held-out user epsilon, all together.
+
+    Args: mean, shape: of the number of trials; once: that number, where it is no secret.
+    """
+    part = slack(once or 1, epsilon, delta)
+    if once is not None:
+        sigma = accounting.noise_multiplier(
+            epsilon=epsilon - part.epsilon,
+            delta=delta - part.delta,
+            num_steps=once,
+            sampling_prob=1.0,
+        )
+        return Evaluations(sigma, delta, [(StepEvent(sigma, 1.0), once)], part)
+
+    def event(sigma: float) -> SelectionEvent:
+        return SelectionEvent((((StepEvent(sigma, 1.0), 1),),), mean, shape, part)
+
+    def spend(sigma: float, accuracy: float) -> float:
+        return accounting.epsilon([(event(sigma), 1)], delta)
+
+    sigma = calibration.calibrate("noise_multiplier", spend, epsilon, 5.0, (1e5, 0.1), None)
+    return Evaluations(sigma, delta, [(event(sigma), 1)], (0.0, 0.0))
 
 
 def sentences(priced: Priced, candidates: int, how: Selection) -> list[str]:
@@ -229,16 +253,17 @@ def sentences(priced: Priced, candidates: int, how: Selection) -> list[str]:
         f"By private selection it costs {selected}, with every candidate trained once and all of "
         f"them released {every}, and one alone {one}.",
     ]
-    if priced.eval_delta is None:
+    if priced.evaluations is None:
         said.append(
             f"The metric, {METRIC}, was computed without noise: the texts of held-out users were "
             "said to be public."
         )
     else:
         assert how.eval_epsilon is not None
+        at = at_most(priced.evaluations.delta, ".2e")
         said.append(
             f"The metric, {METRIC}, has noise: it costs every held-out user epsilon = "
-            f"{at_most(how.eval_epsilon, '.4g')} at delta = {at_most(priced.eval_delta, '.2e')}."
+            f"{at_most(how.eval_epsilon, '.4g')} at delta = {at}."
         )
     return said
 
@@ -256,16 +281,16 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
     stack, run = ExitStack(), job.run
     place, limit = place_of(run.budget_ledger), run.limit_epsilon
     limits = None if limit is None else Limit(limit, priced.delta)
-    own = [("selection", data.train, list(priced.phases), limits)]
-    if priced.eval_noise is not None and data.eval_users is not None:
-        own.append(("evaluation", data.eval_users, list(priced.eval_phases), None))
-    for kind, users, phases, bound in own:
-        applicant = Applicant(place, users.user_ids(), kind, bound, out)
-        slack = (0.0, 0.0)  # part of the event
-        if priced.all_once and kind == "selection":
-            count = len(priced.event.candidates)
-            slack = (count * priced.event.slack[0], count * priced.event.slack[1])
-        entry = applicant.entry(key.seal(kind), phases, slack, priced.label)
+    each = len(priced.event.candidates) if priced.all_once else 0  # else part of the event
+    part = (each * priced.event.slack[0], each * priced.event.slack[1])
+    own = [("selection", data.train, limits, priced.phases, part, priced.label, out)]
+    if (found := priced.evaluations) is not None and data.eval_users is not None:
+        (out / EVALUATIONS).mkdir(exist_ok=True)
+        facts = (found.phases, found.slack, "", out / EVALUATIONS)
+        own.append(("evaluation", data.eval_users, None, *facts))
+    for kind, users, bound, phases, part, label, directory_of in own:
+        applicant = Applicant(place, users.user_ids(), kind, bound, directory_of)
+        entry = applicant.entry(key.seal(kind), list(phases), part, label)
         stack.enter_context(applicant.admitted(entry))
     return stack
 
@@ -276,7 +301,7 @@ def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> l
     drawn = list(range(len(jobs)))
     if not priced.all_once:
         drawn = rng.integers(0, len(jobs), draw_trials(priced.event, rng)).tolist()
-    found, public = [], priced.eval_noise is None
+    found, public = [], priced.evaluations is None
     for number, choice in enumerate(drawn):
         name, job = f"trial-{number}", jobs[choice]
         run = changed_run(job.run, run_dir=(out / RUNS / name).absolute(), limit_epsilon=None)
@@ -294,12 +319,17 @@ def _score(
     summary = trial.summary
     if summary is None:
         return math.inf
-    if priced.eval_noise is None:
+    if priced.evaluations is None or data.eval_users is None:
         return float(summary["final_eval_loss"])
     stored = directory.load(trial.run.run_dir)
     task, params, _, _ = last_model(stored, trial.run, console)
     most = largest_loss(data.train.vocab_size)
     rng = key.generator("evaluation", number)
     losses = user_losses(task, params, "eval_users")
-    how = {"noise_multiplier": priced.eval_noise, "most": most, "rng": rng}
-    return noisy_mean_loss(losses, **how)
+    return noisy_mean_loss(
+        losses,
+        num_users=data.eval_users.num_users,
+        noise_multiplier=priced.evaluations.noise_multiplier,
+        most=most,
+        rng=rng,
+    )

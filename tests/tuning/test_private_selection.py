@@ -2,9 +2,7 @@
 
 import json
 import math
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from test_verify import write_texts
 
@@ -13,13 +11,11 @@ from fedsim.accounting import SelectionEvent
 from fedsim.budget.ledger import hold, place_of
 from fedsim.cli.main import main
 from fedsim.errors import ConfigError
-from fedsim.keys import SecretKey
 from fedsim.plan import TRIAL
 from fedsim.run.console import Console
 from fedsim.run.model_source import load_data
 from fedsim.trust.budget_page import budget
-from fedsim.tuning.private_loss import calibrate_evaluation, noisy_mean_loss
-from fedsim.tuning.selection import Selection, price, select
+from fedsim.tuning.selection import Selection, evaluations_of, price, select
 from fedsim.tuning.sweep import jobs_of
 
 
@@ -129,50 +125,8 @@ def test_flags_that_do_not_go_together_are_refused(texts, tmp_path, capsys, flag
 
 
 @pytest.mark.privacy
-def test_a_noisy_loss_is_a_gaussian_mechanism():
-    most, size, sigma = 5.0, 200, 3.0
-    losses = np.random.default_rng(1).uniform(1, 4, size)
-    key = SecretKey.create(seed=1)
-
-    def released(values, number):
-        how = {"noise_multiplier": sigma, "most": most}
-        return noisy_mean_loss(values, rng=key.generator("evaluation", number), **how)
-
-    found = np.array([released(losses, number) for number in range(2000)])
-    spread = sigma * most / 2 / size
-    assert abs(found.mean() - losses.mean()) < 5 * spread / math.sqrt(2000)
-    assert abs(found.std() / spread - 1) < 0.1
-    # One user moves the mean by L / 2 / N at most, where one without texts adds nothing: L / 2.
-    for extreme in (0.0, 1e9, math.nan, math.inf):
-        other = losses.copy()
-        other[0] = extreme
-        without = losses.copy()
-        without[0] = most / 2
-        moved = released(other, 0) - released(without, 0)
-        assert abs(moved) <= most / 2 / size * (1 + 1e-5) + 2.0**-8 * spread
-
-
-def test_the_noise_of_evaluations_spends_what_it_may():
-    for mean in (1.0, 8.0):
-        sigma = calibrate_evaluation(2.0, 1e-3, mean, 0.0)
-        step = ((accounting.StepEvent(sigma, 1.0), 1),)
-        spent = accounting.epsilon([(SelectionEvent((step,), mean, 0.0), 1)], 1e-3)
-        assert 2.0 * (1 - 1e-3) < spent <= 2.0
-
-
-def test_the_losses_of_users_are_theirs(rng):
-    from problems import SoftmaxTask
-
-    from fedsim.tuning.private_loss import user_losses
-
-    sizes = [3, 1, 20]
-    features = rng.normal(size=(24, 5)).astype(np.float32)
-    labels = rng.integers(4, size=24)
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    theta = rng.normal(size=(5, 4)).astype(np.float32)
-    task = SoftmaxTask(features, labels, 4)
-    store = SimpleNamespace(offsets=offsets, num_examples=24)
-    vars(task)["dataset"] = SimpleNamespace(eval_users=store)
-    losses = np.asarray(task.losses(theta, task.read("eval_users", np.arange(24))))
-    expected = [losses[a:b].mean() for a, b in zip(offsets, offsets[1:], strict=False)]
-    assert user_losses(task, theta, "eval_users") == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("mean, once", [(1.0, None), (8.0, None), (50.0, 3)])
+def test_the_noise_of_evaluations_spends_what_it_may(mean, once):
+    found = evaluations_of(2.0, 1e-3, mean, 0.0, once=once)
+    spent = accounting.epsilon(found.phases, 1e-3)
+    assert 2.0 * (1 - 1e-3) < spent <= 2.0

@@ -1,0 +1,169 @@
+"""Evaluation with noise: a Gaussian mechanism, counted for those whose texts they are."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from problems import SoftmaxTask
+from test_verify import write_texts
+
+from fedsim import accounting
+from fedsim.budget.evaluation import MOST_ROWS, noisy_mean_loss, user_losses
+from fedsim.budget.ledger import hold, place_of
+from fedsim.cli.main import main
+from fedsim.data.building.build import build
+from fedsim.data.dataset import Dataset
+from fedsim.keys import SecretKey
+
+
+@pytest.mark.privacy
+def test_a_noisy_loss_is_a_gaussian_mechanism():
+    most, size, sigma = 5.0, 200, 3.0
+    losses = np.random.default_rng(1).uniform(0.2, 1.5, size)  # far from L / 2
+    key = SecretKey.create(seed=1)
+
+    def released(values, number):
+        how = {"num_users": size, "noise_multiplier": sigma, "most": most}
+        return noisy_mean_loss(values, rng=key.generator("evaluation", number), **how)
+
+    found = np.array([released(losses, number) for number in range(2000)])
+    spread = sigma * most / 2 / size
+    assert abs(found.mean() - losses.mean()) < 5 * spread / math.sqrt(2000)
+    assert abs(found.std() / spread - 1) < 0.1
+    # One user moves the mean by L / 2 / N at most, where one without texts adds nothing: L / 2.
+    for extreme in (0.0, 1e9, math.nan, math.inf):
+        other = losses.copy()
+        other[0] = extreme
+        moved = released(other, 0) - released(losses[1:], 0)  # who has no text is no loss
+        assert abs(moved) <= most / 2 / size * (1 + 1e-5) + 2.0**-8 * spread
+
+
+@pytest.mark.privacy
+def test_a_users_loss_is_their_own(rng):
+    """Against a loop; and to the last bit the same whoever is beside them, or has no texts."""
+    sizes = [3, 0, 1, 3 * MOST_ROWS, 2]
+    features = rng.normal(size=(sum(sizes), 5)).astype(np.float32)
+    labels = rng.integers(4, size=sum(sizes))
+    theta = rng.normal(size=(5, 4)).astype(np.float32)
+
+    def found(users):
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        kept = np.concatenate([np.arange(ends[u], ends[u + 1]) for u in users])
+        task = SoftmaxTask(features[kept], labels[kept], 4)
+        offsets = np.concatenate([[0], np.cumsum([sizes[u] for u in users])])
+        vars(task)["dataset"] = SimpleNamespace(eval_users=SimpleNamespace(offsets=offsets))
+        return task, offsets, user_losses(task, theta, "eval_users")
+
+    task, offsets, everybody = found(range(5))
+    assert len(everybody) == 4
+    losses = np.asarray(task.losses(theta, task.read("eval_users", np.arange(sum(sizes)))))
+    few = np.linspace(4, 4 + 3 * MOST_ROWS - 1, MOST_ROWS).astype(int)
+    expected = [losses[:3].mean(), losses[3], losses[few].mean(), losses[-2:].mean()]
+    assert everybody == pytest.approx(expected, rel=1e-5)
+    assert found([0, 2, 3, 4])[2].tolist() == everybody.tolist()
+    assert found([3, 4])[2].tolist() == everybody[2:].tolist()
+    assert found([2, 0])[2].tolist() == everybody[[1, 0]].tolist()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(run, data) of a training that held out a third of 60 users."""
+    place = tmp_path_factory.mktemp("private-evaluation")
+    data = place / "data"
+    build(write_texts(place / "texts.parquet", num_users=60), data, max_length=24, eval_users=0.3)
+    flags = {"data": data, "epsilon": 1, "num-steps": 2, "budget": 12, "model": "micro"}
+    flags |= {"strategy": "scan:2", "engine": "local", "run-dir": place / "run", "delta": 1e-3}
+    main(["train", "uls", *(str(x) for name, v in flags.items() for x in (f"--{name}", v))])
+    return place / "run", data
+
+
+def evaluated(run, capsys, *flags):
+    """(exit code, the JSON object or what was said)."""
+    capsys.readouterr()
+    try:
+        main(["evaluate", str(run), *map(str, flags), "--json"])
+    except SystemExit as stop:
+        return stop.code, capsys.readouterr().err
+    return 0, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.privacy
+def test_an_evaluation_is_counted_for_those_whose_texts_it_is_of(
+    trained, tmp_path, monkeypatch, capsys
+):
+    run, data = trained
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
+    code, first = evaluated(run, capsys, "--epsilon", 2)
+    assert code == 0 and 0 < first["loss"] < 2 * first["loss_bound"]
+    size = Dataset.open(data).eval_users.num_users
+    assert first["delta"] == pytest.approx(size**-1.1)
+    assert first["stddev"] == first["noise_multiplier"] * first["loss_bound"] / 2 / size
+    spent = accounting.epsilon(
+        [(accounting.StepEvent(first["noise_multiplier"], 1.0), 1)], first["delta"]
+    )
+    assert 2 * (1 - 1e-3) < spent <= 2
+    _, second = evaluated(run, capsys, "--epsilon", 2)  # not the same noise once more
+    assert second["loss"] != first["loss"]
+    _, other = evaluated(run, capsys, "--epsilon", 1, "--split", "eval_examples")
+    with hold(place_of(None)) as ledger:
+        entries = list(ledger.entries.values())
+        held_out, of_training = (
+            set(ledger.users(getattr(Dataset.open(data), split).user_ids()).tolist())
+            for split in ("eval_users", "eval_examples")
+        )
+        seen = [set(ledger.users_of(each.users).tolist()) for each in entries]
+    assert [each.kind for each in entries] == ["evaluation"] * 3
+    assert {each.outcome for each in entries} == {"released"}
+    assert seen == [held_out, held_out, of_training] and not held_out & of_training
+    assert not (run / "budget.json").read_text().count(str(tmp_path))  # the training's receipt
+    assert json.loads(open(first["written_to"]).read())["loss"] == first["loss"]
+
+
+@pytest.mark.privacy
+def test_an_evaluation_over_the_limit_is_refused_before_it_is_made(
+    trained, tmp_path, monkeypatch, capsys
+):
+    run, data = trained
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
+    main(["budget", str(data), "--limit-epsilon", "3", "--delta", "0.01"])
+    assert evaluated(run, capsys, "--epsilon", 2)[0] == 0
+    kept = sorted((run / "evaluations").iterdir())
+    code, said = evaluated(run, capsys, "--epsilon", 2)
+    assert code == 2 and "limit_epsilon=3: expected a run that fits" in said
+    code, said = evaluated(run, capsys, "--epsilon", 0.1, "--limit-epsilon", 0.5)
+    assert code == 2 and "limit_epsilon=0.5: expected a run that fits" in said
+    assert sorted((run / "evaluations").iterdir()) == kept
+    assert evaluated(run, capsys, "--epsilon", 0.1)[0] == 0
+
+
+@pytest.mark.privacy
+def test_one_that_was_killed_counts_whole(trained, tmp_path, monkeypatch, capsys):
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    run, data = trained
+    place = tmp_path / "ledger"
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(place))
+    monkeypatch.setattr("fedsim.budget.evaluation.user_losses", killed)
+    assert evaluated(run, capsys, "--epsilon", 2)[0] == 130
+    with hold(place) as ledger:
+        (entry,) = ledger.entries.values()
+    assert len(entry.planned) == 1 and entry.released == entry.planned
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--split", "test"), "split=test: expected --epsilon"),
+        (("--delta", 0.1), "delta=0.1: expected --epsilon"),
+        (("--epsilon", 0), "epsilon=0.0: expected > 0"),
+        (("--epsilon", 1, "--loss-bound", -1), "loss_bound=-1.0: expected > 0"),
+        (("--epsilon", 1, "--split", "test"), "split=test: expected a split that the data have"),
+        (("--epsilon", 1, "--engine", "ray"), "engine=ray: expected local"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(trained, capsys, flags, said):
+    code, found = evaluated(trained[0], capsys, *flags)
+    assert code == 2 and said in found
