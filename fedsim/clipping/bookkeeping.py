@@ -17,7 +17,7 @@ from flax.core import tracers
 from jax.extend.core import Var
 
 from fedsim.clipping import scan
-from fedsim.clipping.clip import Clip
+from fedsim.clipping.clip import Clip, matmul
 from fedsim.clipping.layers import CALL, LAYERS, METHODS
 from fedsim.clipping.remat import recorded
 from fedsim.errors import FedsimError
@@ -155,7 +155,7 @@ class _Model:
         """sum over units of weight times gradient, a tree like the parameters."""
         leaves, (*calls, vectors) = {}, seen
         for path, layer, own in self._layers(*calls):
-            small = {name: weights @ leaf for name, leaf in vectors[path].items()}
+            small = {name: matmul(weights, leaf) for name, leaf in vectors[path].items()}
             for name, leaf in (layer.weighted_sum(own, weights) | small).items():
                 if leaf.shape != (shape := own[name].shape):
                     name = "/".join((*path, name))

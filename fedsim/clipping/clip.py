@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 TINY = jnp.finfo(jnp.float32).tiny
 LEAST_BITS = 20
+HIGHEST = jax.lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Clip:
         if self.normalised:
             factor = factor / jnp.float32(self.norm)
         return jnp.where(jnp.isfinite(norms), factor, jnp.float32(0))
+
+
+def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of matrices of which a norm or a sum is made, float32. By default accelerators
+    round float32 factors to 11 bits (TF32) or 8 (bfloat16) first."""
+    return jnp.matmul(a, b, precision=HIGHEST, preferred_element_type=jnp.float32)
 
 
 def num_coordinates(tree: Any) -> int:

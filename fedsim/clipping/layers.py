@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from fedsim.clipping.clip import matmul
+
 CALL, ATTEND = METHODS = ("__call__", "attend")
 EPS = float(jnp.finfo(jnp.float32).eps)
 # Rounding where gradients are formed to take their norm, EPS^2 by itself: more, for the clipped sum
@@ -127,17 +129,14 @@ LAYERS: dict[type[nn.Module], type[Layer]] = {
 def product_norms(x_UTI: jax.Array, g_UTO: jax.Array) -> Norms:
     """|X^T G|^2 per unit, by the cheaper of forming X^T G and <X X^T, G G^T>."""
     if _gram_is_cheaper(x_UTI, g_UTO):
-        x_UTS, g_UTS = (
-            jnp.matmul(a, jnp.swapaxes(a, 1, 2), preferred_element_type=jnp.float32)
-            for a in (x_UTI, g_UTO)
-        )
+        x_UTS, g_UTS = (matmul(a, jnp.swapaxes(a, 1, 2)) for a in (x_UTI, g_UTO))
         x_U, g_U = (jnp.trace(a, axis1=1, axis2=2) for a in (x_UTS, g_UTS))
         rounding = jnp.where(jnp.maximum(x_U, g_U) < LARGEST, EPS * x_U * g_U, jnp.inf)
         return jnp.sum(x_UTS * g_UTS, axis=(1, 2)), rounding
 
     def one(unit):
         x_TI, g_TO = unit
-        return jnp.sum(jnp.square(_dot(x_TI.T, g_TO)))
+        return jnp.sum(jnp.square(matmul(x_TI.T, g_TO)))
 
     rounding = FORMED * square_sum(x_UTI) * square_sum(g_UTO)
     return jax.lax.map(one, (x_UTI, g_UTO)), rounding
@@ -168,7 +167,7 @@ def tied_norms(x_UTD: jax.Array, g_UTV: jax.Array, ids_US: jax.Array, h_USD: jax
 
     def one(unit):
         x_TD, g_TV, ids_S, h_SD = unit
-        return jnp.sum(jnp.square(_dot(g_TV.T, x_TD).at[ids_S].add(h_SD)))
+        return jnp.sum(jnp.square(matmul(g_TV.T, x_TD).at[ids_S].add(h_SD)))
 
     squared = jax.lax.map(one, (x_UTD, g_UTV, ids_US, h_USD.astype(jnp.float32)))
     return squared, FORMED * _tied_bound(x_UTD, g_UTV, h_USD)
@@ -177,7 +176,7 @@ def tied_norms(x_UTD: jax.Array, g_UTV: jax.Array, ids_US: jax.Array, h_USD: jax
 def _cross(x_UTD, g_UTV, ids_US, h_USD) -> Norms:
     """2 <G^T X, onehot(ids)^T H> per unit = 2 sum over s, t of G[t, id_s] (x_t . h_s)."""
     picked_UTS = jnp.take_along_axis(g_UTV, ids_US[:, None, :], axis=2).astype(jnp.float32)
-    dots_UTS = _dot(x_UTD, jnp.swapaxes(h_USD, 1, 2).astype(x_UTD.dtype))
+    dots_UTS = matmul(x_UTD, jnp.swapaxes(h_USD, 1, 2).astype(x_UTD.dtype))
     squared = 2 * jnp.sum(picked_UTS * dots_UTS, axis=(1, 2))
     return squared, EPS * _tied_bound(x_UTD, g_UTV, h_USD)
 
@@ -193,7 +192,7 @@ def product(x_UTI: jax.Array, g_UTO: jax.Array, weights_U: jax.Array) -> jax.Arr
     else:
         g_UTO = weighted(g_UTO, weights_U)
     x, g = (leaf.reshape(-1, leaf.shape[-1]).astype(jnp.float32) for leaf in (x_UTI, g_UTO))
-    return x.T @ g
+    return matmul(x.T, g)
 
 
 def weighted(g_UTO: jax.Array, weights_U: jax.Array) -> jax.Array:
@@ -210,10 +209,6 @@ def token_sum(g_UTO: jax.Array) -> jax.Array:
 def _gram_is_cheaper(x_UTI, g_UTO) -> bool:
     tokens, inputs, outputs = x_UTI.shape[1], x_UTI.shape[2], g_UTO.shape[2]
     return tokens * (inputs + outputs) < inputs * outputs
-
-
-def _dot(a, b):
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 def square_sum(x_UTI):

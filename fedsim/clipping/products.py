@@ -40,8 +40,8 @@ def _intercept(next_fun, args, kwargs, context):
         if (module.precision, module.dot_general, module.dot_general_cls) == (None, None, None):
             return _dense(module, *args)
     if ordinary and type(module) is nn.Embed and method == "attend":
-        x, embedding = module.promote_dtype(*args, module.embedding, dtype=module.dtype)
-        return product(x, embedding, OUTPUTS)
+        x, _ = module.promote_dtype(*args, module.embedding, dtype=module.dtype)
+        return product(x, module.embedding, OUTPUTS)
     if ordinary and type(module) in (nn.LayerNorm, nn.RMSNorm) and _is_of_last_axis(module):
         return next_fun(args[0].reshape(-1, args[0].shape[-1])).reshape(args[0].shape)
     return next_fun(*args, **kwargs)
@@ -57,15 +57,23 @@ def _dense(module, x):
     kernel, bias = module.param("kernel", module.kernel_init, shape, dtype), None
     if module.use_bias:
         bias = module.param("bias", module.bias_init, shape[1:], dtype)
-    x, kernel, bias = module.promote_dtype(x, kernel, bias, dtype=module.dtype)
+    x, _, bias = module.promote_dtype(x, kernel, bias, dtype=module.dtype)
     y: Any = product(x, kernel, INPUTS)
     return y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def product(x: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
-    """Sum over the last axis of x and `axis` of weight: [..., I], [I, O] or [O, I] -> [..., O]."""
-    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (axis,)), ((), ())))
+    """Sum over the last axis of x and `axis` of weight: [..., I], [I, O] or [O, I] -> [..., O], in
+    the type of x. Terms are added in float32, also where x is bfloat16, and so the weight's
+    gradient comes out."""
+    dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
+    return _dot(x, weight.astype(x.dtype), dimensions).astype(x.dtype)
+
+
+def _dot(a, b, dimensions) -> Any:
+    at_least_float32 = jnp.promote_types(a.dtype, jnp.float32)
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=at_least_float32)
 
 
 def _forward(x, weight, axis):
@@ -77,8 +85,8 @@ def _backward(axis, residuals, g):
     flat_x, flat_g = (leaf.reshape(-1, leaf.shape[-1]) for leaf in (x, g))
     pair = (flat_x, flat_g) if axis == INPUTS else (flat_g, flat_x)
     over_rows = (((0,), (0,)), ((), ()))
+    of_weight = _dot(*pair, over_rows)
     of_x: Any = product(g, weight, 1 - axis)
-    of_weight = jax.lax.dot_general(*pair, over_rows)
     return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
 
 

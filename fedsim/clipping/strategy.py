@@ -17,6 +17,9 @@ FORMED = ("scan", "direct")  # every unit's gradient is
 UNITS_PER_CALL = 32
 FEW_PARAMETERS = 20_000
 NEAR_TIE = 1.02
+MODEL = "model"
+"""Scope of the operations of the model. All others make norms and sums, to which a guarantee may be
+tied."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,7 @@ def clipped_sum(
     Raises: UnsupportedModel: the strategy cannot do it.
     """
     units, group = mask.shape
+    loss_fn = jax.named_scope(MODEL)(loss_fn)
     at_once = min(units, strategy.units_at_once(group))
     if strategy.name in FORMED:
         options = {"rows_per_pass": strategy.rows, "buckets": buckets, "local": local}

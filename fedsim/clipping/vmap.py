@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim.clipping import scan
-from fedsim.clipping.clip import Clip, global_norm
+from fedsim.clipping.clip import HIGHEST, Clip, global_norm
 
 
 def clipped_sum(
@@ -33,6 +33,6 @@ def clipped_sum(
     def weigh(g):
         # Selected, not multiplied by zero: 0 * nan is nan.
         g = jnp.where(used.reshape(-1, *[1] * (g.ndim - 1)), g, 0)
-        return jnp.tensordot(weights, g, axes=1)
+        return jnp.tensordot(weights, g, axes=1, precision=HIGHEST)
 
     return jax.tree.map(weigh, grads), norms, losses, ~finite

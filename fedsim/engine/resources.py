@@ -113,6 +113,13 @@ def driver_environment(threads: int) -> dict[str, str]:
     return {"NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
 
 
+def compiler_options(platform: str) -> dict[str, str | bool] | None:
+    """What XLA is told of each program whose bits matter, whoever started the process."""
+    # A unit's contribution must be a function of its rows: no atomics in any order, and no choice
+    # of kernels by their times, which would differ between workers.
+    return {"xla_gpu_deterministic_ops": True} if platform == "gpu" else None
+
+
 def worker_environment(placement: Placement) -> dict[str, str]:
     """Variables that a worker's process starts with: JAX and the C library read them then."""
     # NPROC sizes XLA's thread pool; OMP_NUM_THREADS and XLA flags do not.
@@ -123,7 +130,7 @@ def worker_environment(placement: Placement) -> dict[str, str]:
     if placement.accelerator == "GPU":
         # A worker has its GPU to itself; the default leaves a quarter of the memory unused.
         variables["XLA_CLIENT_MEM_FRACTION"] = "0.9"
-        # A unit's contribution must be a function of its rows: no atomics in any order.
+        # Of every program, not of those alone that get `compiler_options`.
         variables["XLA_FLAGS"] = "--xla_gpu_deterministic_ops=true"
     if placement.accelerator is None:
         variables["JAX_NUM_CPU_DEVICES"] = str(placement.devices)

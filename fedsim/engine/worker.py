@@ -25,9 +25,11 @@ from fedsim.clipping.bookkeeping import UnsupportedModel
 from fedsim.clipping.clip import lattice_capacity, num_coordinates
 from fedsim.clipping.packing import Chunk, chunks, padding
 from fedsim.clipping.scan import zeros_like
+from fedsim.engine.arithmetic import check_arithmetic
 from fedsim.engine.engine import Stats, Trial
 from fedsim.engine.environment import versions
 from fedsim.engine.prefetch import ahead, touch
+from fedsim.engine.resources import compiler_options
 from fedsim.engine.task import Task
 from fedsim.files import is_own_directory
 
@@ -66,9 +68,11 @@ class Worker:
         self._version, self._params = None, None
 
     def facts(self) -> dict[str, Any]:
-        """Where this worker computes, and with what."""
+        """Where this worker computes, and with what. Raises: UnfitDevice."""
+        if (device := jax.local_devices()[0]).platform != "cpu":
+            check_arithmetic(device)
         return {
-            "device": str(jax.local_devices()[0]),
+            "device": str(device),
             "host": socket.gethostname(),
             "process": os.getpid(),
             "versions": versions(),
@@ -258,7 +262,8 @@ class Worker:
     def _program(self, key, function, *args, **options):
         """`function`, compiled for arguments like these; `key` says what else it depends on."""
         if key not in self.programs:
-            self.programs[key] = jax.jit(function, **options).lower(*args).compile()
+            lowered = jax.jit(function, **options).lower(*args)
+            self.programs[key] = lowered.compile(compiler_options(jax.default_backend()))
         return self.programs[key]
 
     def frozen(self) -> tuple[Any, ...]:
