@@ -7,33 +7,33 @@
     gaussian_mu    what it costs as one number that adds up however steps are chosen (`gaussian_dp`)
     to_words, of_words    events in JSON's words
 
-`mixture` has the privacy loss of one step, `allocation` that of steps of which each user is in one,
-`composition` that of many, `grids` how fine a grid it takes, `pure_dp` the loss of pure DP,
-`group_privacy` the black-box baseline of the paper.
+`events` are what was released, `accountant` answers, `unknowns` searches with it for noise,
+probability or steps. `mixture` has the privacy loss of one step, `allocation` that of steps of
+which each user is in one, `composition` that of many, `grids` how fine a grid it takes, `pure_dp`
+the loss of pure DP, `group_privacy` the black-box baseline of the paper.
 """
 
 from fedsim.accounting.accountant import (
     RELATIVE_ACCURACY,
-    Event,
-    Phases,
     RunningEpsilon,
-    StepEvent,
-    allocated_event,
-    calibrate_noise,
     composed_loss,
-    cyclic_event,
     delta,
     epsilon,
+    privacy_curve,
+)
+from fedsim.accounting.events import (
+    Event,
+    Phases,
+    StepEvent,
+    allocated_event,
+    cyclic_event,
     event_fields,
     event_of,
-    noise_multiplier,
-    num_steps,
-    privacy_curve,
-    sampling_prob,
 )
 from fedsim.accounting.gaussian_dp import gaussian_delta, gaussian_epsilon, gaussian_mu
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.accounting.selection import SelectionEvent
+from fedsim.accounting.unknowns import calibrate_noise, noise_multiplier, num_steps, sampling_prob
 from fedsim.accounting.words import of_words, to_words
 
 __all__ = [

@@ -16,8 +16,9 @@ from dp_accounting.pld.pld_pmf import DensePLDPmf
 from scipy import optimize, special
 
 from fedsim.accounting import composition
-from fedsim.accounting.accountant import Phases, composed_loss
+from fedsim.accounting.accountant import composed_loss
 from fedsim.accounting.calibration import cached
+from fedsim.accounting.events import Phases
 from fedsim.errors import expect
 
 POINTS = 20_000  # of the curve that is compared

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import optimize
 
 from fedsim.accounting import accountant, composition
-from fedsim.accounting.accountant import StepEvent
+from fedsim.accounting.events import StepEvent
 from fedsim.errors import expect, expect_count
 
 

@@ -6,7 +6,7 @@ Whatever belongs to `Event` can be written and read; nothing here knows what kin
 import dataclasses
 from typing import Any, get_args
 
-from fedsim.accounting.accountant import Event, Phases
+from fedsim.accounting.events import Event, Phases
 
 KIND = "kind"
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}

@@ -1,0 +1,124 @@
+"""What is released, to the accountant: events, each with a number of successive steps."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dp_accounting
+from scipy import stats
+
+from fedsim.accounting.pure_dp import PureEvent
+from fedsim.accounting.selection import SelectionEvent
+from fedsim.errors import expect, expect_count
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEvent:
+    """One released step: N(Binomial(max_contributions, sampling_prob), noise_multiplier^2).
+
+    ELS: max_contributions = G_ELS, the cap that D_sub enforces. ULS: always 1, since a user's
+    gradient is clipped as a whole; its group size never reaches the accountant. Where texts have
+    several owners, a user also has texts in the groups of others, max_changed of them at most:
+    without the user these are not gone, but other ones. N(Binomial(max_contributions +
+    max_changed, q), sigma^2) against N(-Binomial(max_changed, q), sigma^2); docs/shared.md.
+
+    Raises: ConfigError: a field is out of range.
+    """
+
+    noise_multiplier: float
+    """sigma: standard deviation of the noise on the sum, in units of the sensitivity. > 0."""
+    sampling_prob: float
+    """p or q: probability that a sampling unit takes part in a step. In (0, 1]."""
+    max_contributions: int = 1
+    """How many sampling units one user can have in a step. A whole number >= 1."""
+    cycle: int = 1
+    """A user can take part in one of so many successive steps, the same in every cycle, and what
+    they add is in no more than one cycle's steps. A whole number >= 1."""
+    max_changed: int = 0
+    """How many units of others one user can change. A whole number >= 0."""
+    allocated: bool = False
+    """Random allocation: a user takes part in exactly one step of a cycle, each as probably;
+    sampling_prob is then 1, and a user is one unit."""
+
+    def __post_init__(self) -> None:
+        noise, prob = self.noise_multiplier, self.sampling_prob
+        expect("noise_multiplier", noise, 0 < noise < math.inf, "> 0 and finite")
+        expect("sampling_prob", prob, 0 < prob <= 1, "in (0, 1]")
+        expect_count("max_contributions", self.max_contributions, 1)
+        expect_count("cycle", self.cycle, 1)
+        expect_count("max_changed", self.max_changed, 0)
+        if self.allocated:
+            expect("sampling_prob", prob, prob == 1, "1 with random allocation")
+            expect("max_contributions", self.max_contributions, self._is_one, "1, and no others")
+
+    @property
+    def _is_one(self) -> bool:
+        return self.max_contributions == 1 and not self.max_changed
+
+    def to_dp_event(self) -> dp_accounting.DpEvent:
+        """The same step in dp_accounting's words, for any other accountant to check.
+
+        Raises: ConfigError: it has no words for units that change, nor for random allocation.
+        """
+        expect("allocated", self.allocated, not self.allocated, "false for dp_accounting")
+        expect("max_changed", self.max_changed, not self.max_changed, "0 for dp_accounting")
+        if self.max_contributions == 1:
+            gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier)
+            return dp_accounting.PoissonSampledDpEvent(self.sampling_prob, gaussian)
+        counts = range(self.max_contributions + 1)
+        probs = stats.binom.pmf(counts, self.max_contributions, self.sampling_prob)
+        return dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
+            self.noise_multiplier, tuple(counts), tuple(probs.tolist())
+        )
+
+
+Event = StepEvent | PureEvent | SelectionEvent
+Phases = Sequence[tuple[Event, int]]
+"""What was released: events, each with its number of successive steps, composed."""
+
+
+def cyclic_event(
+    noise_multiplier: float, sampling_prob: float, max_contributions: int, bands: int
+) -> StepEvent:
+    """A step of cyclic Poisson sampling, in which `sampling_prob` of all users are expected: those
+    of one of `bands` groups can take part, `bands` times as probably."""
+    prob = min(max(1.0, sampling_prob), sampling_prob * bands)  # above 1 only what was given so
+    return StepEvent(noise_multiplier, prob, max_contributions, bands)
+
+
+def allocated_event(noise_multiplier: float, window: int) -> StepEvent:
+    """A step of random allocation, in which a user takes part once in every `window` steps."""
+    return StepEvent(noise_multiplier, 1.0, 1, window, allocated=True)
+
+
+def event_fields(event: Event) -> dict[str, Any]:
+    """An event in JSON's types."""
+    fields = dataclasses.asdict(event)
+    # As it was written before these were.
+    for name, usual in (("cycle", 1), ("max_changed", 0), ("allocated", False)):
+        if fields.get(name) == usual:
+            del fields[name]
+    return fields
+
+
+def event_of(fields: Mapping[str, Any]) -> StepEvent:
+    """The event of a step that `event_fields` wrote. Raises: ConfigError, TypeError: it did not."""
+    return StepEvent(**fields)
+
+
+def merge(phases: Phases) -> list[tuple[Event, int]]:
+    """Equal events added up, phases without a step left out.
+
+    Of a cycle, the steps after a user's own release nothing more of them, whichever these are: what
+    is composed is one event for every cycle that was begun.
+    """
+    counts: dict[Event, int] = {}
+    for event, count in phases:
+        expect_count("num_steps", count, 0)
+        count = int(count)
+        if isinstance(event, StepEvent):
+            blocks = -(-count // event.cycle)
+            event, count = event if event.allocated else dataclasses.replace(event, cycle=1), blocks
+        counts[event] = counts.get(event, 0) + count
+    return [(event, count) for event, count in counts.items() if count > 0]

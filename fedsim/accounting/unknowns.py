@@ -1,0 +1,151 @@
+"""The best value of one number of a run, given the others: noise, sampling probability or steps.
+
+Each is searched for with the accountant's own epsilon, which for the result is at most the
+target's.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from fedsim.accounting import calibration
+from fedsim.accounting.accountant import RELATIVE_ACCURACY, spent
+from fedsim.accounting.calibration import Progress, cached
+from fedsim.accounting.composition import COMPOSED_TAIL_MASS
+from fedsim.accounting.events import Phases, StepEvent, cyclic_event
+from fedsim.errors import expect, expect_count
+
+_MOST_STEPS = 10**7  # that are looked for
+
+
+def calibrate_noise(
+    event: Callable[[float], StepEvent],
+    *,
+    epsilon: float,
+    delta: float,
+    num_steps: int,
+    before: Phases = (),
+    progress: Progress = None,
+) -> float:
+    """The smallest sigma that keeps num_steps steps, and `before`, within (epsilon, delta).
+
+    Guarantees: the module's epsilon() of the result is at most `epsilon`. Kept on disk.
+    Args: event: sigma -> what one step with it is; a sampler's or an algorithm's `event`.
+    Raises: ConfigError: an argument is out of range, or no sigma up to 1e6 is enough.
+    """
+    _expect_target(epsilon, delta)
+    expect_count("num_steps", num_steps, 1)
+    unit = event(1.0)
+    # A Gaussian mechanism with the mean contribution as its sensitivity is the right size.
+    blocks = math.ceil(num_steps / unit.cycle)
+    most = unit.max_contributions + 2 * unit.max_changed
+    most *= 1 / math.sqrt(unit.cycle) if unit.allocated else 1.0
+    mean = most * unit.sampling_prob * math.sqrt(blocks)
+    guess = max(0.5, mean * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
+
+    def spend(sigma: float, accuracy: float) -> float:
+        return spent([*before, (event(sigma), num_steps)], delta, accuracy)
+
+    def solve() -> float:
+        return calibration.calibrate(
+            "noise_multiplier", spend, epsilon, guess, (1e6, 1e-2), progress
+        )
+
+    key = (epsilon, delta, num_steps, unit, *before)
+    return cached("noise_multiplier", key, solve)
+
+
+def noise_multiplier(
+    *,
+    sampling_prob: float,
+    max_contributions: int = 1,
+    max_changed: int = 0,
+    bands: int = 1,
+    **target: Any,
+) -> float:
+    """`calibrate_noise` of steps with this sampling: Poisson, or cyclic with several bands.
+
+    Args: target: epsilon, delta and num_steps; before and progress, as there.
+    """
+
+    def event(sigma: float) -> StepEvent:
+        event = cyclic_event(sigma, sampling_prob, max_contributions, bands)
+        return dataclasses.replace(event, max_changed=max_changed)
+
+    return calibrate_noise(event, **target)
+
+
+def sampling_prob(
+    *,
+    epsilon: float,
+    delta: float,
+    num_steps: int,
+    noise_multiplier: float,
+    max_contributions: int = 1,
+    bands: int = 1,
+    progress: Progress = None,
+) -> float:
+    """The largest sampling probability that keeps num_steps steps within (epsilon, delta).
+
+    With several bands, that of cyclic sampling: at most 1 / bands.
+    Raises: ConfigError: an argument is out of range, or even 1e-12 is too much.
+    """
+    _expect_target(epsilon, delta)
+    expect_count("num_steps", num_steps, 1)
+    event = StepEvent(noise_multiplier, 1.0, max_contributions, bands)
+    limits = (1e-12, 1.0 / bands)
+
+    def spend(prob: float, accuracy: float) -> float:
+        step = cyclic_event(noise_multiplier, prob, max_contributions, bands)
+        return spent([(step, num_steps)], delta, accuracy)
+
+    def solve() -> float:
+        return calibration.calibrate("sampling_prob", spend, epsilon, 1e-2, limits, progress)
+
+    return cached("sampling_prob", (epsilon, delta, num_steps, event), solve)
+
+
+def num_steps(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    sampling_prob: float,
+    max_contributions: int = 1,
+    bands: int = 1,
+    progress: Progress = None,
+) -> int:
+    """The largest number of steps, up to 1e7, that stays within (epsilon, delta).
+
+    Raises: ConfigError: an argument is out of range, or even one step is too much.
+    """
+    _expect_target(epsilon, delta)
+    event = cyclic_event(noise_multiplier, sampling_prob, max_contributions, bands)
+
+    report = calibration.throttled(progress)
+
+    def spent_by(steps: int) -> float:
+        value = spent([(event, steps)], delta, RELATIVE_ACCURACY)
+        report(f"num_steps {steps}: epsilon {value:.6g}")
+        return value
+
+    def solve() -> float:
+        least = spent_by(1)
+        expect("epsilon", epsilon, least <= epsilon, f"at least {least:.4g}, spent by one step")
+        low, high = 1, 2
+        while high <= _MOST_STEPS and spent_by(high) <= epsilon:
+            low, high = high, 4 * high
+        high = min(high, _MOST_STEPS + 1)
+        while high - low > 1:
+            middle = max(low + 1, min(high - 1, round(math.sqrt(low * high))))
+            low, high = (middle, high) if spent_by(middle) <= epsilon else (low, middle)
+        return low
+
+    return int(cached("num_steps", (epsilon, delta, event), solve))
+
+
+def _expect_target(epsilon: float, delta: float) -> None:
+    expect("epsilon", epsilon, 0 < epsilon < math.inf, "> 0 and finite")
+    expect("delta", delta, 0 < delta < 1, "in (0, 1)")
+    expect("delta", delta, delta > COMPOSED_TAIL_MASS, "above 1e-15: nothing smaller is resolved")
