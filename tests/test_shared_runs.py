@@ -174,13 +174,6 @@ def test_recommendations_are_for_the_pool_and_the_groups(chat, tmp_path, capsys)
     assert not any("number of examples)" in fact for fact in found["non_private"])
 
 
-def test_an_audit_does_not_plant_users_among_texts_of_several(chat, run_dir, capsys):
-    arguments = command("els", chat, run_dir, group_size=2)
-    with pytest.raises(SystemExit) as stop:
-        main(["audit", *arguments[1:]])
-    assert stop.value.code == 2 and "texts with one owner each" in capsys.readouterr().err
-
-
 def test_a_seeded_run_has_the_pool_that_its_plan_says(chat, run_dir, capsys):
     main(command("els", chat, run_dir, group_size=2, seed=3))
     assert all(holds for holds, _ in verified(capsys, run_dir).values())

@@ -66,6 +66,13 @@ class Owners:
         return int(np.count_nonzero(counts)), int(counts.max(initial=0))
 
 
+def joined(one: Owners, other: Owners) -> Owners:
+    """The graph of two stores, one after the other: no user of the one is in the other."""
+    starts = np.concatenate([one.starts, one.starts[-1] + other.starts[1:]])
+    users = np.concatenate([one.users, one.num_users + other.users])
+    return Owners(one.num_users + other.num_users, starts, users.astype(np.int32))
+
+
 def together(rows: np.ndarray, ids: pa.Array, num_rows: int) -> tuple[pa.Array, np.ndarray]:
     """The owner sets of rows, each as one string, and how many owners each has, int64 [num_rows].
 

@@ -28,12 +28,13 @@ from fedsim.plan import ADJACENCY, REPRODUCTION
 from fedsim.run import checkpoint, ledger
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
-from fedsim.sampling import graph_of
+from fedsim.sampling import examples_per_user, graph_of
 from fedsim.training import train
 from fedsim.trust import lower_bound
-from fedsim.trust.canaries import Planted, coins
+from fedsim.trust.canaries import POOLS, Planted, coins
 from fedsim.trust.curve_audit import Claim, audit_curve, curve_claim
 from fedsim.trust.document import Document, Items, Quote, Section, Table, to_html, to_markdown
+from fedsim.trust.shared_canaries import PlantedAmongOthers, partners_of, rows_of_users
 from fedsim.trust.svg import Chart, Series
 
 JSON, HTML, MARKDOWN = "audit.json", "audit.html", "audit.md"
@@ -41,7 +42,10 @@ ROWS_AT_ONCE = 16
 MOST_ROWS = 8  # of an attacked user
 ALARMS = 0.01
 CURVE_POINTS = 400
-POOLS = 4  # of ELS: how many times its share of the pool a canary wrote, so that a cap shows
+AMONG_OTHERS = (
+    "A canary shares most of its texts with made-up partners who are always there. What the coin "
+    "decides is whether its texts say anything: who owns which is the same either way."
+)
 
 
 def audit(
@@ -57,8 +61,6 @@ def audit(
     """
     expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
     data = load_data(run.data, find_model(run.model.source), console.note)
-    one = graph_of(data.train) is None
-    expect("data", run.data.source, one, "texts with one owner each, for canaries to be planted")
     replaced = replacements(algorithm, settings, privacy, run, data)
     for each in replaced:
         console.note("{setting}={given} is {used} here: {why}".format(**each))
@@ -67,16 +69,21 @@ def audit(
         name: changes.pop(name) for name in ("group_size", "group_size_epsilon") & changes.keys()
     }
     privacy, run = dataclasses.replace(privacy, **own), changed_run(run, **changes)
-    rows = (privacy.group_size or 1) * (POOLS if algorithm == Algorithm.ELS else 1)
+    shared, group_size = graph_of(data.train) is not None, privacy.group_size or 1
+    pools = POOLS if algorithm == Algorithm.ELS and not shared else 1
     rng = SecretKey.create(run.seed, "audit").generator("canaries")
-    planted = Planted(
-        num_gradient=settings.gradient_canaries,
-        num_text=settings.text_canaries,
-        rows=rows,
-        clip_norm=privacy.clip_norm,
-        included=coins(settings.gradient_canaries + settings.text_canaries, rng),
-        rng=rng,
-    )
+    of_all = {
+        "num_gradient": settings.gradient_canaries,
+        "num_text": settings.text_canaries,
+        "rows": group_size * pools,
+        "clip_norm": privacy.clip_norm,
+        "included": coins(settings.gradient_canaries + settings.text_canaries, rng),
+        "rng": rng,
+    }
+    planted = Planted(**of_all)
+    if shared:
+        partners, opposed = partners_of(algorithm, privacy.max_changed), algorithm == Algorithm.ULS
+        planted = PlantedAmongOthers(**of_all, partners=partners, opposed=opposed)
     summary = train(algorithm, privacy, run, console, plant=planted)
     console.note("attacking")
     newest = checkpoint.latest(run.run_dir)
@@ -89,6 +96,7 @@ def audit(
         **{name: summary[name] for name in ("epsilon", "epsilon_holds", "delta")},
         **{name: summary[name] for name in ("noise_multiplier", "sampling_run", "sampling_prob")},
         **{name: summary[name] for name in ("num_steps", "planted")},
+        "shared": shared,
         "replaced": replaced,
         "confidence": settings.confidence,
         **found,
@@ -117,7 +125,7 @@ def replacements(
 
     group_size = privacy.group_size
     if group_size is None and algorithm == Algorithm.ELS:
-        group_size = median_group_size(np.diff(data.train.offsets))
+        group_size = median_group_size(examples_per_user(data.train))
         replace("group_size", None, group_size, "the median of the users without the canaries")
         why = "what choosing the group size costs is not attacked"
         replace("group_size_epsilon", privacy.group_size_epsilon, None, why)
@@ -226,9 +234,12 @@ def user_scores(task: Any, first: Any, params: Any, split: str, most: int) -> np
     Source: Kandpal et al. 2023, Section 4 (the likelihood ratio to a model before fine-tuning). The
     texts are the very ones trained on, where theirs are others of the same users: no weaker.
     """
-    offsets = getattr(task.dataset, split).offsets
-    users = np.linspace(0, len(offsets) - 2, min(most, len(offsets) - 1)).astype(np.int64)
-    rows = [np.arange(offsets[u], min(offsets[u + 1], offsets[u] + MOST_ROWS)) for u in users]
+    if getattr(task.dataset, split).owners is not None:
+        rows = rows_of_users(task.dataset, split, most, MOST_ROWS)
+    else:
+        offsets = getattr(task.dataset, split).offsets
+        users = np.linspace(0, len(offsets) - 2, min(most, len(offsets) - 1)).astype(np.int64)
+        rows = [np.arange(offsets[u], min(offsets[u + 1], offsets[u] + MOST_ROWS)) for u in users]
     rows = [each for each in rows if len(each)]
     flat = np.concatenate([np.zeros(0, np.int64), *rows])
     gain = losses(task, first, split, flat) - losses(task, params, split, flat)
@@ -310,6 +321,7 @@ def compose(result: dict[str, Any]) -> Document:
             [
                 "A gradient canary pulls the model in a direction that nobody else pulls in.",
                 "A text canary wrote a line of random tokens.",
+                *([AMONG_OTHERS] if result.get("shared") else []),
                 "The attack on real users asks how much more likely the trained model finds their "
                 "texts than the model before. 0.5 under the curve is no better than guessing. Who "
                 "was held out was not decided by our coins, so that no bound follows.",

@@ -18,12 +18,16 @@ import numpy as np
 from fedsim.clipping import Buckets
 from fedsim.clipping.clip import num_coordinates
 from fedsim.data.dataset import Dataset
+from fedsim.data.owners import Owners, joined
 from fedsim.data.users import UserStore
 from fedsim.engine.task import Task, WrappedTask
 from fedsim.errors import expect
 
 LENGTH = 1e3
 """Of a gradient canary's gradient, in clip norms: clipping has something to do."""
+
+POOLS = 4
+"""Of ELS: how many times its share of the pool a canary wrote, so that a cap shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +80,20 @@ class CanaryTask(WrappedTask):
     Args:
       canaries: int32 [examples] of the training split: whose canary a row is, -1 if nobody's.
       clip_norm: C.
+      pulls: float32 [examples]: how far a canary's row pulls its way, in LENGTHs; None: one.
     """
 
-    def __init__(self, inner: Task, canaries: np.ndarray, directions: Directions, clip_norm: float):
+    def __init__(
+        self,
+        inner: Task,
+        canaries: np.ndarray,
+        directions: Directions,
+        clip_norm: float,
+        pulls: np.ndarray | None = None,
+    ):
         super().__init__(inner)
         self.canaries, self.directions, self.clip_norm = canaries, directions, clip_norm
+        self.pulls = np.ones(len(canaries), np.float32) if pulls is None else pulls
 
     def __repr__(self) -> str:
         return f"CanaryTask({self.inner}, {self.directions})"
@@ -99,10 +112,11 @@ class CanaryTask(WrappedTask):
 
     def read(self, split: str, rows: np.ndarray) -> dict[str, Any]:
         """The inner task's rows, and whose canary each is."""
-        own = np.full(len(rows), -1, np.int32)
+        own, pull = np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.float32)
         if split == "train":
             own = np.where(rows >= 0, self.canaries[rows], np.int32(-1))
-        return {"inner": self.inner.read(split, rows), "canary": own}
+            pull = np.where(rows >= 0, self.pulls[rows], np.float32(0))
+        return {"inner": self.inner.read(split, rows), "canary": own, "pull": pull}
 
     def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
         """The inner task's losses and predictions."""
@@ -112,7 +126,7 @@ class CanaryTask(WrappedTask):
         """The inner task's losses, but for canaries, whose loss is linear in the parameters."""
         own = batch["canary"]
         linear = jax.vmap(lambda canary: self.directions.along(params, canary))(own)
-        scaled = LENGTH * self.clip_norm * linear
+        scaled = LENGTH * self.clip_norm * batch["pull"] * linear
         return jnp.where(own >= 0, scaled, self.inner.losses(params, batch["inner"], *frozen))
 
 
@@ -131,6 +145,12 @@ class PlantedStore:
         both = f"{store.fingerprint} {planted.fingerprint}"
         self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
         self.metadata, self.path = store.metadata, None
+
+    @functools.cached_property
+    def owners(self) -> Owners | None:
+        """As a store's: who owns what in the one, and in the other."""
+        graphs = self.store.owners, self.planted.owners
+        return None if graphs[0] is None or graphs[1] is None else joined(*graphs)
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
@@ -167,7 +187,8 @@ class Planted:
     num_gradient: int
     num_text: int
     rows: int
-    """Examples of a canary: as many as a user may have in a step, or more."""
+    """Examples of a canary: as many as a user may have in a step, or more. Where texts have several
+    owners: of each of its sets of owners."""
     clip_norm: float
     included: np.ndarray
     """bool [gradient canaries, then text canaries]: the coins."""
