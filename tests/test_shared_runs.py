@@ -14,6 +14,7 @@ from fedsim.clipping import Clip, Strategy
 from fedsim.data.users import UserStore
 from fedsim.els import ELS
 from fedsim.engine.local_engine import LocalEngine
+from fedsim.keys import SecretKey
 from fedsim.models.mean import MeanTask
 from fedsim.run import ledger
 from fedsim.sampling import Sampling, contributions, draw_groups, groups_of
@@ -179,12 +180,27 @@ def test_a_seeded_run_has_the_pool_that_its_plan_says(chat, run_dir, capsys):
     assert all(holds for holds, _ in verified(capsys, run_dir).values())
 
 
-def test_a_run_does_not_go_on_with_another_pool(chat, run_dir, capsys, monkeypatch):
-    main(command("els", chat, run_dir, group_size=2))
-    monkeypatch.setattr(contributions, "bounded_pool", lambda *_: np.arange(9))
-    with pytest.raises(SystemExit):
-        main([*command("els", chat, run_dir, group_size=2), "--resume"])
+@pytest.mark.privacy
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_a_run_goes_on_with_its_pool_or_groups_or_not_at_all(
+    algorithm, chat, run_dir, capsys, monkeypatch
+):
+    flags = {"group_size": 2, "max_changed": 2}
+    arguments = command(algorithm, chat, run_dir, **flags)
+    main(arguments)
+    main([*arguments, "--resume"])  # those that it began with
+    bounded = {"els": "bounded_pool", "uls": "owners_groups"}[algorithm]
+    own = getattr(contributions, bounded)
+    monkeypatch.setattr(contributions, bounded, lambda *a: own(*a[:-1], SecretKey.create(seed=9)))
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, "--resume"])
+    assert stop.value.code == 2
     assert "the pool or the groups that the run began with" in capsys.readouterr().err
+    monkeypatch.undo()
+    if algorithm == "uls":
+        with pytest.raises(SystemExit) as stop:
+            main([*command("uls", chat, run_dir, **{**flags, "max_changed": 3}), "--resume"])
+        assert stop.value.code == 2 and "max_changed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

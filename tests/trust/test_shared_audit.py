@@ -1,4 +1,4 @@
-"""Audits where texts have several owners: below the claim, and above it where a bound is not kept."""
+"""Audits of texts with several owners: below the claim, and above it where a bound is not kept."""
 
 import dataclasses
 import json
@@ -62,7 +62,9 @@ def audited(algorithm, epsilon, *, max_changed=1, trial=0):
         noisy, _ = method.gradient(jnp.zeros(CANARIES), step, engine, **settings)
         plant.watch(noisy.values())
     epsilons = np.linspace(0, 2 * epsilon + 1, 100)
-    claim = curve_claim(epsilons, accounting.privacy_curve([(method.event(sigma), STEPS)], epsilons))
+    claim = curve_claim(
+        epsilons, accounting.privacy_curve([(method.event(sigma), STEPS)], epsilons)
+    )
     return audit_curve(plant.gradient_scores(), plant.included, claim, DELTA, 0.95)
 
 
