@@ -79,12 +79,16 @@ Phases = Sequence[tuple[Event, int]]
 
 
 def cyclic_event(
-    noise_multiplier: float, sampling_prob: float, max_contributions: int, bands: int
+    noise_multiplier: float,
+    sampling_prob: float,
+    max_contributions: int,
+    bands: int,
+    max_changed: int = 0,
 ) -> StepEvent:
     """A step of cyclic Poisson sampling, in which `sampling_prob` of all users are expected: those
     of one of `bands` groups can take part, `bands` times as probably."""
     prob = min(max(1.0, sampling_prob), sampling_prob * bands)  # above 1 only what was given so
-    return StepEvent(noise_multiplier, prob, max_contributions, bands)
+    return StepEvent(noise_multiplier, prob, max_contributions, bands, max_changed)
 
 
 def allocated_event(noise_multiplier: float, window: int) -> StepEvent:

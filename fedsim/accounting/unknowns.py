@@ -4,7 +4,6 @@ Each is searched for with the accountant's own epsilon, which for the result is 
 target's.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -68,12 +67,8 @@ def noise_multiplier(
 
     Args: target: epsilon, delta and num_steps; before and progress, as there.
     """
-
-    def event(sigma: float) -> StepEvent:
-        event = cyclic_event(sigma, sampling_prob, max_contributions, bands)
-        return dataclasses.replace(event, max_changed=max_changed)
-
-    return calibrate_noise(event, **target)
+    unit = sampling_prob, max_contributions, bands, max_changed
+    return calibrate_noise(lambda sigma: cyclic_event(sigma, *unit), **target)
 
 
 def sampling_prob(
@@ -83,6 +78,7 @@ def sampling_prob(
     num_steps: int,
     noise_multiplier: float,
     max_contributions: int = 1,
+    max_changed: int = 0,
     bands: int = 1,
     progress: Progress = None,
 ) -> float:
@@ -93,11 +89,11 @@ def sampling_prob(
     """
     _expect_target(epsilon, delta)
     expect_count("num_steps", num_steps, 1)
-    event = StepEvent(noise_multiplier, 1.0, max_contributions, bands)
+    event = StepEvent(noise_multiplier, 1.0, max_contributions, bands, max_changed)
     limits = (1e-12, 1.0 / bands)
 
     def spend(prob: float, accuracy: float) -> float:
-        step = cyclic_event(noise_multiplier, prob, max_contributions, bands)
+        step = cyclic_event(noise_multiplier, prob, max_contributions, bands, max_changed)
         return spent([(step, num_steps)], delta, accuracy)
 
     def solve() -> float:
@@ -113,6 +109,7 @@ def num_steps(
     noise_multiplier: float,
     sampling_prob: float,
     max_contributions: int = 1,
+    max_changed: int = 0,
     bands: int = 1,
     progress: Progress = None,
 ) -> int:
@@ -121,8 +118,7 @@ def num_steps(
     Raises: ConfigError: an argument is out of range, or even one step is too much.
     """
     _expect_target(epsilon, delta)
-    event = cyclic_event(noise_multiplier, sampling_prob, max_contributions, bands)
-
+    event = cyclic_event(noise_multiplier, sampling_prob, max_contributions, bands, max_changed)
     report = calibration.throttled(progress)
 
     def spent_by(steps: int) -> float:

@@ -172,8 +172,6 @@ class Calibrate:
         cap, target = _max_contributions(self), {"epsilon": self.epsilon, "delta": self.delta}
         target |= {"max_contributions": cap, "progress": _progress, **given}
         if changed := _max_changed(self):
-            of_noise = "0 where the noise multiplier is given"
-            expect("max_changed", changed, wanted == "noise_multiplier", of_noise)
             target["max_changed"] = changed
         if wanted == "noise_multiplier" and self.noise == CORRELATED and self.bands is None:
             return self._with_best_bands(target)

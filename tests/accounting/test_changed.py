@@ -1,6 +1,7 @@
 """Units that change instead of being gone: N(Bin(m + k, q)) and N(-Bin(k, q)), held against
 integrals, dp_accounting, draws, and vectors that a search finds."""
 
+import json
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from scipy import stats
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent, composition, mixture
+from fedsim.cli.main import main
 from fedsim.errors import ConfigError
 
 SETTINGS = [
@@ -161,6 +163,27 @@ def test_calibration_spends_what_was_asked_for():
     sigma = accounting.noise_multiplier(sampling_prob=0.02, max_changed=2, **target)
     spent = accounting.epsilon([(StepEvent(sigma, 0.02, 1, 1, 2), 100)], 1e-5)
     assert 2.0 * (1 - 1e-3) <= spent <= 2.0
+
+
+def test_every_unknown_is_found_for_groups_that_change():
+    """Each is the most that the target allows: what it is given back for is what it was found from,
+    within the accuracy of a calibration."""
+    target, unit = {"epsilon": 2.0, "delta": 1e-5}, {"max_changed": 2}
+    sigma = accounting.noise_multiplier(sampling_prob=0.02, num_steps=100, **target, **unit)
+    prob = accounting.sampling_prob(noise_multiplier=sigma, num_steps=100, **target, **unit)
+    steps = accounting.num_steps(noise_multiplier=sigma, sampling_prob=0.02, **target, **unit)
+    assert prob == pytest.approx(0.02, rel=1e-3) and steps in (100, 101)
+    spent = accounting.epsilon([(StepEvent(sigma, prob, 1, 1, 2), 100)], 1e-5)
+    more = accounting.epsilon([(StepEvent(sigma, 0.02, 1, 1, 2), steps + 1)], 1e-5)
+    assert spent <= 2.0 < more
+
+
+def test_the_command_finds_the_sampling_probability_of_groups_that_change(capsys):
+    given = "--num-steps 50 --noise-multiplier 3 --max-changed 1"
+    main(f"calibrate uls --epsilon 2 --delta 1e-5 {given} --json".split())
+    found = json.loads(capsys.readouterr().out)["sampling_prob"]
+    spent = accounting.epsilon([(StepEvent(3.0, found, 1, 1, 1), 50)], 1e-5)
+    assert 1.99 < spent <= 2.0
 
 
 def test_dp_accounting_has_no_words_for_it():
