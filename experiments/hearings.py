@@ -1,7 +1,8 @@
 """ELS against ULS where texts have two owners: a court's hearings, at one epsilon.
 
 Beyond the paper. A sentence of a hearing belongs to whoever says it and to whom it is said to: the
-one who spoke just before. A few judges are in nearly all of them. ELS with several group sizes G
+last other one who spoke (`fedsim data build --conversation-column`). A few judges are in nearly all
+of them. ELS with several group sizes G
 and ULS with several numbers k of groups of others are trained from the same fresh model; so are
 both on the same sentences as if each were its speaker's alone, which protects nobody who is spoken
 to. Which of the two learns more is reported, and not claimed.
@@ -55,34 +56,6 @@ SETTINGS = {
 }
 
 
-def hearings(table: pa.Table, out: Path) -> Path:
-    """A Parquet file in which each sentence has its owners.
-
-    Args: table: user_id, text, doc (the hearing) and turn (its number there), in any order.
-    """
-    order = [("doc", "ascending"), ("turn", "ascending")]
-    table = table.take(pc.sort_indices(table, sort_keys=order))  # pyright: ignore
-    speakers = table["user_id"].combine_chunks().dictionary_encode()
-    code = speakers.indices.to_numpy().astype(np.int64)
-    docs = table["doc"].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
-    turn = table["turn"].to_numpy()
-    first = np.flatnonzero((np.diff(docs, prepend=-1) != 0) | (np.diff(turn, prepend=-1) != 0))
-    number = np.repeat(np.arange(len(first)), np.diff(first, append=len(code)))
-    before = np.append(-1, code[first][:-1])  # who spoke in the turn before
-    before[np.append(True, docs[first][1:] != docs[first][:-1])] = -1
-    addressed = before[number]
-    two = (addressed >= 0) & (addressed != code)
-    starts = np.concatenate([[0], np.cumsum(1 + two)])
-    owners = np.empty(starts[-1], np.int64)
-    owners[starts[:-1]], owners[starts[1:][two] - 1] = code, addressed[two]
-    lists = pa.ListArray.from_arrays(
-        pa.array(starts, pa.int32()), speakers.dictionary.take(pa.array(owners))
-    )
-    columns = {"owners": lists, "speaker": table["user_id"], "text": table["text"]}
-    pq.write_table(pa.table(columns), out)
-    return out
-
-
 def made_up() -> pa.Table:
     """Hearings of two judges with an attorney each."""
     rng, rows = np.random.default_rng(0), []
@@ -108,12 +81,12 @@ def run(settings: Settings) -> Rows:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         table = real(settings.every) if settings.every else made_up()
-        source = hearings(table, Path(place) / "hearings.parquet")
+        source = Path(place) / "hearings.parquet"
+        pq.write_table(table, source)
+        columns = {"conversation_column": "doc", "turn_column": "turn"}
         built = {
-            name: build(
-                source, Path(place) / name, user_column=name, max_length=settings.max_length
-            )
-            for name in ("owners", "speaker")
+            name: build(source, Path(place) / name, max_length=settings.max_length, **each)
+            for name, each in (("owners", columns), ("speaker", {}))
         }
         own = built["speaker"].train
         median = max(1, int(np.median(own.examples_per_user)))

@@ -39,6 +39,13 @@ class DataBuild:
     """Columns, with commas between them, for texts with several owners: a text belongs to everyone
     who is in one of them, as in --owners from,to,cc. Instead of --user-column."""
 
+    conversation_column: str | None = None
+    """Column that says which conversation a row is part of: its text belongs to its user, who says
+    it, and to whoever it is said to, which is the last other user who spoke there before."""
+
+    turn_column: str | None = None
+    """Column that says where in its conversation a row is."""
+
     url_column: str | None = None
     """Column with a URL whose registrable domain (by the public suffix list) is the user."""
 

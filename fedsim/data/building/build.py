@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fedsim.data.building import domains, hub, user_ids
+from fedsim.data.building import conversations, domains, hub, user_ids
 from fedsim.data.building.columns import Columns
 from fedsim.data.building.merge import Merge, Shard, collect_owners, index_run, write_shard
 from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import Part
+from fedsim.data.building.readers import Part, cut
 from fedsim.data.building.screen import Screen, collect, screen_parts
 from fedsim.data.building.sorted_runs import Encoding, training_texts, write_runs
 from fedsim.data.building.sources import Sources, examine, find_files, identify, survey
@@ -83,6 +83,8 @@ def build(
     *,
     user_column: str | Sequence[str] = "user_id",
     owners: str | Sequence[str] = (),
+    conversation_column: str | None = None,
+    turn_column: str | None = None,
     text_column: str | Sequence[str] = "text",
     url_column: str | None = None,
     order_column: str | None = None,
@@ -111,6 +113,8 @@ def build(
       user_column, text_column: one column or several; several text columns are joined by newlines.
         One user column of lists gives each text to all users of its list.
       owners: columns, instead of user_column, in any of which a user who owns the text may be.
+      conversation_column, turn_column: which conversation a text is part of, and where in it: it
+        belongs to its user and to the last other one who spoke before. Takes memory for all texts.
       url_column: makes the user the registrable domain of this column's URL.
       order_column: sorts a user's examples; ties, and all without it, stay as in the sources.
       tokenizer: "bytes", "wordpiece:SIZE" or "bpe:SIZE" (trained on the texts of the users not held
@@ -131,7 +135,8 @@ def build(
       Nothing is left behind.
     """
     out = Path(out).absolute()
-    columns = Columns.of(user_column, text_column, order_column, url_column, owners)
+    talk = (conversation_column, turn_column)
+    columns = Columns.of(user_column, text_column, order_column, url_column, owners, *talk)
     holdout = Holdout(eval_users, eval_examples, min_examples, test_from)
     options = _Options(
         columns, holdout, file_of(tokenizer), max_length, long_texts, screen or Screen(), unowned
@@ -168,11 +173,12 @@ class _Build:
         self.pool.grow(sources.num_bytes)
         parts, screened = self._screened(sources)
         num_rows, put_right = survey(parts, options.columns, self.pool, options.unowned == "drop")
-        tokenizer = self._tokenizer(parts, num_rows)
+        parts, columns = self._conversations(parts)
+        tokenizer = self._tokenizer(parts, columns, num_rows)
         encoding = Encoding(
             self.runs,
             self.directory / "tokenizer.json",
-            options.columns,
+            columns,
             options.holdout,
             options.max_length,
             options.long_texts,
@@ -271,7 +277,18 @@ class _Build:
         )
         return examine(files, columns, self.pool, None).parts, counts
 
-    def _tokenizer(self, parts: Sequence[Part], num_rows: int) -> Tokenizer:
+    def _conversations(self, parts: Sequence[Part]) -> tuple[Sequence[Part], Columns]:
+        """What says whose all texts are, and its columns: the sources, if they do."""
+        columns, file = self.options.columns, self.directory / "conversations.parquet"
+        if columns.conversation is None:
+            return parts, columns
+        if self.say:
+            self.say("finding whom texts are said to")
+        conversations.write(parts, columns, file)
+        columns = conversations.owned(columns)
+        return cut(file, columns), columns
+
+    def _tokenizer(self, parts: Sequence[Part], columns: Columns, num_rows: int) -> Tokenizer:
         """The tokenizer, trained if need be; saved, too, for workers and a later resumption."""
         file, spec = self.directory / "tokenizer.json", self.options.tokenizer
         trained = spec.startswith(("wordpiece:", "bpe:"))
@@ -282,7 +299,7 @@ class _Build:
         if trained and self.say:
             self.say(f"training {spec}")
         every = -(-num_rows // LEARNT_TEXTS)
-        columns, holdout = self.options.columns, self.options.holdout
+        holdout = self.options.holdout
         found = Tokenizer.from_spec(spec, lambda: training_texts(parts, columns, holdout, every))
         found.save(file)
         return found
@@ -350,8 +367,9 @@ class _Build:
         options = self.options
         rules = {"max_length": options.max_length, "long_texts": options.long_texts}
         columns = asdict(options.columns)
-        if not options.columns.owners:
-            del columns["owners"]
+        for name in ("owners", "conversation", "turn"):
+            if not columns[name]:
+                del columns[name]
         metadata = {
             "kind": "dataset",
             "format": FORMAT,

@@ -40,6 +40,10 @@ class Columns:
     """Others that are read, and not used here."""
     owners: tuple[str, ...] = ()
     """If given, a text belongs to the users in any of these columns, not to `user`."""
+    conversation: str | None = None
+    """If given, a text belongs to whom it is said to, too; see `conversations`."""
+    turn: str | None = None
+    """Where in its conversation a row is."""
 
     @classmethod
     def of(
@@ -49,9 +53,18 @@ class Columns:
         order: str | None = None,
         url: str | None = None,
         owners: str | Sequence[str] = (),
+        conversation: str | None = None,
+        turn: str | None = None,
     ) -> "Columns":
         """Columns from one name or several. Raises: DataError: none, or a column has two roles."""
-        found = cls(_names(user), _names(text), order, url, owners=_names(owners))
+        talk = {"conversation": conversation, "turn": turn}
+        found = cls(_names(user), _names(text), order, url, owners=_names(owners), **talk)
+        if (conversation is None) != (turn is None):
+            raise DataError(f"turn_column={turn}: expected it beside conversation_column, or none")
+        if conversation is not None and (found.owners or url is not None):
+            raise DataError(
+                f"conversation_column={conversation}: expected the speaker's user_column"
+            )
         for field, names in (("user_column", found.user), ("text_column", found.text)):
             if not names or len(set(names)) < len(names):
                 raise DataError(f"{field}={names}: expected at least one column, none twice")
@@ -74,8 +87,8 @@ class Columns:
     @property
     def names(self) -> list[str]:
         """The columns to read, each once."""
-        order = () if self.order is None else (self.order,)
-        return list(dict.fromkeys((*self.owner, *self.text, *order, *self.extra)))
+        single = filter(None, (self.order, self.conversation, self.turn))
+        return list(dict.fromkeys((*self.owner, *self.text, *single, *self.extra)))
 
     def outer(self, found: Sequence[str]) -> list[str]:
         """The columns among those `found` that hold them."""
@@ -101,6 +114,7 @@ class Columns:
                 raise DataError(f"column {name}: expected one of that name, got several")
         named = {"user": () if self.url or self.owners else self.user, "text": self.text}
         named |= {"order": (self.order,), "url": (self.url,), "screen_url": self.extra}
+        named |= {"conversation": (self.conversation,), "turn": (self.turn,)}
         for field, names in named.items():
             for name in names:
                 if name is not None and name not in found:

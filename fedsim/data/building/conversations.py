@@ -1,0 +1,112 @@
+"""Conversations: a text belongs to whoever says it, and to whoever it is said to.
+
+Transcripts, chats and forums name the speaker of a text, and not whom it is said to. That is taken
+to be who spoke before: the last other speaker in the same conversation. The first one speaks to
+nobody whom the data know.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fedsim.data.building.columns import Columns, is_list, is_string, normalise, plain
+from fedsim.data.building.readers import Part, raw
+from fedsim.errors import DataError
+
+ROWS_AT_ONCE = 65_536
+# No column of a source is called so.
+SPEAKER, SPOKEN_TO, WHERE, TURN, ROW = (
+    f"\x1f{name}" for name in ("speaker", "spoken to", "conversation", "turn", "row")
+)
+
+
+def owned(columns: Columns) -> Columns:
+    """The columns of what `write` wrote."""
+    return replace(columns, owners=(SPEAKER, SPOKEN_TO), conversation=None, turn=None)
+
+
+def write(parts: Sequence[Part], columns: Columns, file: Path) -> None:
+    """Writes the rows of all parts as Parquet, by conversation and turn, with both owners of each.
+
+    All rows are in memory meanwhile. Rows of one turn stay in the order of the sources.
+    Args: columns: of the parts; their user column has the speaker.
+    Raises: DataError: a row has no turn, or turns are of several kinds.
+    """
+    assert columns.conversation is not None and columns.turn is not None, "of conversations"
+    tables = []
+    for part in parts:
+        for first_row, batch in raw(part, columns):
+            if len(columns.user) == 1 and is_list(batch[columns.user[0]].type):
+                raise DataError(f"{columns.blamed}: expected one speaker, got a list")
+            speaking = replace(columns, text=(), order=None)
+            found: dict[str, Any] = {
+                SPEAKER: normalise(batch, speaking, first_row)["user_id"],
+                WHERE: plain(batch[columns.conversation]).cast(pa.string()),
+                TURN: _turns(plain(batch[columns.turn]), columns.turn, first_row),
+            }
+            kept = (*columns.text, *([columns.order] if columns.order else []))
+            tables.append(pa.table(found | {name: plain(batch[name]) for name in kept}))
+    try:
+        table = pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException:
+        raise DataError(f"turn_column={columns.turn}: expected one type in all files") from None
+    table = table.set_column(2, TURN, _sortable(table[TURN]))
+    table = table.append_column(ROW, pa.array(np.arange(len(table))))
+    keys = [(name, "ascending") for name in (WHERE, TURN, ROW)]
+    table = table.take(pc.sort_indices(table, sort_keys=keys))  # pyright: ignore
+    speakers = table[SPEAKER].combine_chunks().dictionary_encode()
+    found = last_other_speaker(_codes(table[WHERE]), _codes(table[SPEAKER]))
+    spoken_to = speakers.dictionary.take(pa.array(found, mask=found < 0))
+    table = table.drop_columns([WHERE, TURN, ROW]).append_column(SPOKEN_TO, spoken_to)
+    pq.write_table(table, file, row_group_size=ROWS_AT_ONCE)
+
+
+def last_other_speaker(where: np.ndarray, speaker: np.ndarray) -> np.ndarray:
+    """Who spoke before, in the same conversation, and is not the speaker; -1: nobody.
+
+    Args: where, speaker: int [rows], in the order in which it was said; -1 is none.
+    """
+    fresh = np.diff(where, prepend=-2) != 0
+    begins = fresh | (np.diff(speaker, prepend=-2) != 0)  # of a stretch of one speaker
+    first = np.flatnonzero(begins)
+    before = np.append(-1, speaker[first][:-1])
+    before[fresh[first]] = -1
+    found = before[np.cumsum(begins) - 1]
+    return np.where((speaker >= 0) & (where >= 0), found, -1)
+
+
+def _codes(column: pa.ChunkedArray) -> np.ndarray:
+    """A number for each different value, -1 for none."""
+    indices = column.combine_chunks().dictionary_encode().indices
+    return indices.fill_null(-1).to_numpy().astype(np.int64)
+
+
+def _turns(turn: pa.Array, name: str, first_row: int) -> pa.Array:
+    """Turns, of types that can be joined. Raises: DataError: one is missing, or has no order."""
+    if turn.null_count:
+        row = first_row + pc.index(turn.is_null(), True).as_py() + 1  # pyright: ignore
+        raise DataError(f"turn_column={name}: expected a turn in every row, got none in row {row}")
+    kind = turn.type
+    if is_string(kind):
+        return turn.cast(pa.string())
+    if pa.types.is_integer(kind):
+        return turn.cast(pa.int64())
+    if pa.types.is_floating(kind) or pa.types.is_temporal(kind):
+        return turn
+    raise DataError(f"turn_column={name}: expected numbers, times or texts, got {kind}")
+
+
+def _sortable(turns: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Numbers that were written as texts as numbers: 10 comes after 9."""
+    if is_string(turns.type):
+        try:
+            return turns.cast(pa.float64())
+        except pa.ArrowInvalid:
+            pass  # times, perhaps, which sort as texts
+    return turns

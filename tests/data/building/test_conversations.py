@@ -1,0 +1,124 @@
+"""Whom texts are said to: the last other speaker of the conversation, against a loop."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_owners import texts
+
+from fedsim.cli.main import main
+from fedsim.data.building.build import build
+from fedsim.data.building.conversations import last_other_speaker
+from fedsim.data.dataset import Dataset
+from fedsim.errors import DataError
+
+HEARING = [  # conversation, turn, speaker, text: not in order
+    ("b", 1, "eve", "b1"),
+    ("a", 10, "amy", "a10"),
+    ("a", 9, "bob", "a9"),
+    ("a", 1, "amy", "a1"),
+    ("a", 2, "amy", "a2"),
+    ("a", 11, "amy", "a11"),
+    ("b", 2, "amy", "b2"),
+    ("a", 12, "cat", "a12"),
+]
+OWNERS = {"a1": "amy", "a2": "amy", "a9": "amy bob", "a10": "amy bob", "a11": "amy bob"}
+OWNERS |= {"a12": "amy cat", "b1": "eve", "b2": "amy eve"}
+COLUMNS = {"user_column": "who", "conversation_column": "case", "turn_column": "turn"}
+
+
+def source(tmp_path, rows=HEARING, kind="jsonl", turn=int):
+    named = [
+        {"case": where, "turn": None if at is None else turn(at), "who": who, "text": text}
+        for where, at, who, text in rows
+    ]
+    path = tmp_path / f"source.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(named), path, row_group_size=3)
+    elif kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, named)))
+    else:
+        lines = [",".join(map(str, row.values())) for row in named]
+        path.write_text("\n".join(["case,turn,who,text", *lines]))
+    return path
+
+
+def built(tmp_path, file, **options):
+    options = {"eval_users": 0.0, "eval_examples": False, "num_workers": 1, **COLUMNS, **options}
+    return build(file, tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize(
+    "kind, turn", [("jsonl", int), ("parquet", int), ("csv", int), ("jsonl", str), ("jsonl", float)]
+)
+def test_a_text_belongs_to_its_speaker_and_to_whoever_spoke_before(tmp_path, kind, turn):
+    data = built(tmp_path, source(tmp_path, kind=kind, turn=turn))
+    found = {  # of two special tokens one is at the end
+        bytes(each + 1 for each in text[:-1]).decode(): " ".join(names)
+        for names, several in texts(data.train).items()
+        for text in several
+    }
+    assert found == OWNERS
+    assert data.metadata["columns"]["conversation"] == "case"
+    assert data.metadata["sources"][0]["name"] == f"source.{kind}"
+
+
+def test_the_last_other_speaker_is_that_of_a_loop():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rows = int(rng.integers(0, 40))
+        where, speaker = np.sort(rng.integers(-1, 3, rows)), rng.integers(-1, 4, rows)
+        expected = []
+        for i in range(rows):
+            before = -1
+            if speaker[i] >= 0 and where[i] >= 0:
+                j = i
+                while j >= 0 and where[j] == where[i] and speaker[j] == speaker[i]:
+                    j -= 1
+                before = speaker[j] if j >= 0 and where[j] == where[i] else -1
+            expected.append(before)
+        assert last_other_speaker(where, speaker).tolist() == expected
+
+
+def test_texts_without_a_conversation_are_their_speakers_alone(tmp_path):
+    rows = [(None, 1, "amy", "one"), (None, 2, "bob", "two")]
+    assert built(tmp_path, source(tmp_path, rows)).train.owners is None
+
+
+def test_rows_without_a_speaker_are_refused_or_left_out(tmp_path):
+    rows = [*HEARING, ("a", 3, None, "nobody")]
+    with pytest.raises(DataError, match="user_column=who: 1 null or empty user ids"):
+        built(tmp_path, source(tmp_path, rows))
+    data = built(tmp_path, source(tmp_path, rows), unowned="drop")
+    assert data.train.num_examples == len(HEARING)
+    assert data.metadata["counts"]["rows_without_user_dropped"] == 1
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"turn_column": None}, "turn_column=None: expected it beside conversation_column"),
+        ({"turn_column": "at"}, "turn_column=at: no such column"),
+        ({"conversation_column": "room"}, "conversation_column=room: no such column"),
+        ({"owners": ["who"]}, "conversation_column=case: expected the speaker's user_column"),
+    ],
+)
+def test_columns_that_do_not_go_together(tmp_path, changes, message):
+    with pytest.raises(DataError, match=message):
+        built(tmp_path, source(tmp_path), **changes)
+
+
+def test_a_row_without_a_turn_is_named(tmp_path):
+    rows = [*HEARING, ("a", None, "amy", "when?")]
+    with pytest.raises(DataError, match="turn_column=turn: expected a turn .* none in row 9"):
+        built(tmp_path, source(tmp_path, rows))
+
+
+def test_the_command_builds_conversations(tmp_path, capsys):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in COLUMNS.items()]
+    out = tmp_path / "out"
+    main(["data", "build", str(source(tmp_path)), *flags, "--out", str(out), "--eval-users", "0"])
+    assert "owners per example" in capsys.readouterr().out.replace("_", " ")
+    assert Dataset.open(out).train.owners is not None
