@@ -83,7 +83,7 @@ def run(settings: Settings) -> Rows:
         table = real(settings.every) if settings.every else made_up()
         source = Path(place) / "hearings.parquet"
         pq.write_table(table, source)
-        columns = {"conversation_column": "doc", "turn_column": "turn"}
+        columns: dict[str, Any] = {"conversation_column": "doc", "turn_column": "turn"}
         built = {
             name: build(source, Path(place) / name, max_length=settings.max_length, **each)
             for name, each in (("owners", columns), ("speaker", {}))

@@ -149,8 +149,8 @@ class PlantedStore:
     @functools.cached_property
     def owners(self) -> Owners | None:
         """As a store's: who owns what in the one, and in the other."""
-        graphs = self.store.owners, self.planted.owners
-        return None if graphs[0] is None or graphs[1] is None else joined(*graphs)
+        real, planted = self.store.owners, self.planted.owners
+        return None if real is None or planted is None else joined(real, planted)
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:

@@ -85,8 +85,9 @@ def rows_of_users(data: Dataset, split: str, most_users: int, most_rows: int) ->
     owners = store.owners
     assert owners is not None, "of texts with several owners"
     of_user: list[list[np.ndarray]] = [[] for _ in range(owners.num_users)]
+    offsets: list[int] = store.offsets.tolist()
     for number, user in zip(owners.sets.tolist(), owners.users.tolist(), strict=True):
-        of_user[user].append(np.arange(store.offsets[number], store.offsets[number + 1]))
+        of_user[user].append(np.arange(offsets[number], offsets[number + 1]))
     trained = set() if split == "train" else set(data.train.user_ids())
     users = [u for u, name in enumerate(store.user_ids()) if name not in trained]
     chosen = np.linspace(0, len(users) - 1, min(most_users, len(users))).astype(np.int64)

@@ -57,8 +57,8 @@ class Columns:
         turn: str | None = None,
     ) -> "Columns":
         """Columns from one name or several. Raises: DataError: none, or a column has two roles."""
-        talk = {"conversation": conversation, "turn": turn}
-        found = cls(_names(user), _names(text), order, url, owners=_names(owners), **talk)
+        names = (_names(user), _names(text), order, url, (), _names(owners))
+        found = cls(*names, conversation, turn)
         if (conversation is None) != (turn is None):
             raise DataError(f"turn_column={turn}: expected it beside conversation_column, or none")
         if conversation is not None and (found.owners or url is not None):

@@ -61,8 +61,8 @@ def write(parts: Sequence[Part], columns: Columns, file: Path) -> None:
     keys = [(name, "ascending") for name in (WHERE, TURN, ROW)]
     table = table.take(pc.sort_indices(table, sort_keys=keys))  # pyright: ignore
     speakers = table[SPEAKER].combine_chunks().dictionary_encode()
-    found = last_other_speaker(_codes(table[WHERE]), _codes(table[SPEAKER]))
-    spoken_to = speakers.dictionary.take(pa.array(found, mask=found < 0))
+    number = last_other_speaker(_codes(table[WHERE]), _codes(table[SPEAKER]))
+    spoken_to = speakers.dictionary.take(pa.array(number, mask=number < 0))
     table = table.drop_columns([WHERE, TURN, ROW]).append_column(SPOKEN_TO, spoken_to)
     pq.write_table(table, file, row_group_size=ROWS_AT_ONCE)
 
