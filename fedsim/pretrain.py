@@ -153,7 +153,11 @@ class Pretrainer:
         rows = (self.settings.batch_size, self.settings.rows_per_pass)
         batches = Batches(train.lengths, *rows, self.key)
         write = functools.partial(save, self.run.run_dir)
-        with stop_signals() as stop, checkpoint.Saver(write, state.step) as saver:
+        with (
+            stop_signals() as stop,
+            checkpoint.Saver(write, state.step) as saver,
+            self.console.steps(state.step, last) as show,
+        ):
             if not state.step:
                 self._evaluate(state, metrics)
                 state.initial_eval_loss = state.eval_loss
@@ -166,8 +170,7 @@ class Pretrainer:
                 if saver.due(state.step, self.run.checkpoint_every):
                     saver.save(state.step, vars(state))
                     metrics.flush()
-                if state.step % self.run.log_every == 0 or state.step == last:
-                    self._tell(state, values)
+                show(state.step, {**values, "eval/loss": state.eval_loss})
             saver.save(state.step, vars(state))
         if state.step < last:
             self.console.note(f"stopped after step {state.step}; --resume goes on from there")
@@ -199,13 +202,6 @@ class Pretrainer:
         losses = evaluate(self.engine, state.params, self.data, self.run.eval_examples)
         metrics.log(state.step, losses)
         state.eval_loss, state.evaluated = headline(losses), state.step
-
-    def _tell(self, state: State, values: dict[str, float]) -> None:
-        self.console.note(
-            f"step {state.step} of {self.settings.num_steps}  loss {values['non_private/loss']:.4g}"
-            f"  eval loss {state.eval_loss:.4g}"
-            f"  tokens/s {values['performance/tokens_per_second']:,.0f}"
-        )
 
     def _summary(self, state: State) -> dict[str, Any]:
         return {

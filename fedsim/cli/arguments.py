@@ -94,7 +94,8 @@ def _with_file(args: list[str]) -> list[str]:
 
 def _first_fault(box: str, name: str, kind: Any) -> str:
     """What tyro says in a box (title, fault, help, with rules between them), as one line."""
-    fault = " ".join(" ".join(line.strip("│|╭╰╮╯─ ") for line in box.splitlines()).split())
+    lines = [line.strip("│|╭╰╮╯─ ") for line in box.splitlines()]
+    fault = " ".join(" ".join(line for line in lines if re.search(r"\w", line)).split())
     known = {each: flag.metavar for flag in flags(kind) for each in flag.names or ("",)}
     if found := re.search(r"Missing value for argument '(--[\w-]+)'", fault):
         return f"{found[1]}: expected {_expected(known.get(found[1], ''))} after it"
@@ -109,7 +110,7 @@ def _first_fault(box: str, name: str, kind: Any) -> str:
     missing = re.findall(r"^\W {5}(\S+)", box.partition("For full")[0], re.MULTILINE)
     if missing:  # an argument that is known by its place is shown by its type
         return "missing " + ", ".join(m if m in known else known[""] for m in missing)
-    return fault
+    return re.sub("^.*?Error parsing .*?: | For full helptext.*", "", fault)  # a config's own words
 
 
 def _expected(metavar: str) -> str:

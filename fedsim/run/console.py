@@ -1,22 +1,15 @@
-"""What a person sees of a run: the plan, progress, the outcome. Everything goes to stderr.
-
-A progress bar on a terminal and in a notebook, one plain line per reporting interval otherwise (job
-logs).
-"""
+"""What a person sees of a run: the plan, progress, the outcome. Everything goes to stderr."""
 
 import math
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from rich import progress
 
 from fedsim.accounting.rounding import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm, RunConfig
 from fedsim.noise.bands import predicted_error
 from fedsim.plan import Plan, label_of
+from fedsim.run import progress
 from fedsim.run.terminal import Terminal
 
 
@@ -30,7 +23,7 @@ class Console(Terminal):
     def rows(self, rows: list[tuple[str, str]]) -> None:
         """Names and values."""
         for name, value in rows:
-            self.note(f"{name:17} {value}")
+            self.note(f"{name:17} {value}", indent=18)
 
     def plan(self, plan: Plan, workers: Any) -> None:
         """The plan, before the first step."""
@@ -42,41 +35,22 @@ class Console(Terminal):
         """What is done with a privatised gradient. Args: run: settled; see `recipe`."""
         average = f", average of {run.ema:g}" if run.ema else ""
         rate = f"{run.schedule} learning rate {run.learning_rate:g}"
-        self.note(f"{'update':17} {run.optimizer}, {rate}{average}")
+        self.rows([("update", f"{run.optimizer}, {rate}{average}")])
 
     @contextmanager
-    def steps(self, first: int, plan: Plan) -> Iterator[Callable[[int, dict[str, float]], None]]:
+    def steps(self, first: int, last: int) -> Iterator[progress.Show]:
         """Progress over the steps; call what it yields after each with its metrics."""
         if not self._out.is_terminal:
-            show = _notebook_bar if in_notebook() else self._lines
-            yield show(first, plan.num_steps)
+            if progress.in_notebook():
+                yield progress.notebook_bar(first, last)
+            else:
+                yield progress.in_lines(self.note, first, last, self._log_every)
             return
-        columns = [
-            "step",
-            progress.MofNCompleteColumn(),
-            progress.BarColumn(bar_width=10),
-            progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-            "{task.description}",
-        ]
-        with progress.Progress(*columns, console=self._out) as bar:
-            task = bar.add_task("", total=plan.num_steps, completed=first)
-            self._show = lambda text: bar.update(task, description=text)
+        with progress.on_terminal(self._out, first, last) as (show, self._show):
             try:
-                yield lambda step, values: bar.update(
-                    task, completed=step, description=line(values)
-                )
+                yield show
             finally:
                 self._show = None
-
-    def _lines(self, first: int, last: int) -> Callable[[int, dict[str, float]], None]:
-        started = time.monotonic()
-
-        def show(step: int, values: dict[str, float]) -> None:
-            if step % self._log_every == 0 or step in (first + 3, last):
-                left = (time.monotonic() - started) / (step - first) * (last - step)
-                self.note(f"step {step}/{last}  {line(values)}  left {left:.0f} s")
-
-        return show
 
     def summary(self, summary: dict[str, Any], run_dir) -> None:
         """What came out."""
@@ -89,25 +63,6 @@ class Console(Terminal):
         )
         self.note(guarantee_line(summary))
         self.note(f"written to {run_dir}; look at it with: tensorboard --logdir {run_dir}/tb")
-
-
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
-    return "ipykernel" in sys.modules and hasattr(sys.stderr, "pub_thread")
-
-
-def _notebook_bar(first: int, last: int) -> Callable[[int, dict[str, float]], None]:
-    """One line of the cell's output that is written over after every step."""
-    started = time.monotonic()
-
-    def show(step: int, values: dict[str, float]) -> None:
-        done = round(20 * step / last)
-        left = (time.monotonic() - started) / (step - first) * (last - step)
-        bar = f"{'█' * done}{'░' * (20 - done)} {step}/{last}  {line(values)}  left {left:.0f} s"
-        end = "\n" if step == last else ""
-        print(f"\r{bar:120}", end=end, file=sys.stderr, flush=True)
-
-    return show
 
 
 def guarantee_line(summary: dict[str, Any]) -> str:
@@ -175,23 +130,3 @@ def shared_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.algorithm == Algorithm.ULS:
         groups = f"; a user in {shared['max_changed']:,} groups of others at most"
     return [("texts", f"{several}; {shared['left_out']:,} left out{groups}")]
-
-
-def line(values: dict[str, float]) -> str:
-    """Metrics of a step in one line."""
-    shown = {
-        "loss (non-private)": values.get("non_private/loss"),
-        "eval loss": values["eval/loss"],
-        "epsilon": values.get("privacy/epsilon"),
-        "epsilon as if Poisson sampled": values.get("comparison_only/epsilon_as_if_poisson"),
-        "epsilon of an assumed population": values.get(
-            "comparison_only/epsilon_of_assumed_population"
-        ),
-        "gradients/s": values["non_private/gradients_per_second"],
-    }
-    known = {name: value for name, value in shown.items() if value is not None and value == value}
-    return "  ".join(f"{name} {_number(value)}" for name, value in known.items())
-
-
-def _number(value: float | str | None) -> str:
-    return f"{value:.4g}" if isinstance(value, float | int) else str(value or "-")

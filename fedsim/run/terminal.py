@@ -3,6 +3,7 @@
 Imports nothing that takes time: the first line of a command is there at once.
 """
 
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,8 +46,17 @@ class Terminal:
         self._show: Callable[[str], None] | None = None
         """What writes a phase over the line in which steps are shown, where there is one."""
 
-    def note(self, text: str) -> None:
-        """One line."""
+    def note(self, text: str, *, indent: int = 0) -> None:
+        """One line; on a terminal as many as it takes, the others `indent` columns from the left.
+        What has no spaces stays whole."""
+        if self._out.is_terminal:
+            text = textwrap.fill(
+                text,
+                self._out.width,
+                subsequent_indent=" " * indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         self._out.print(text, markup=False, soft_wrap=True)
 
     @contextmanager

@@ -111,7 +111,7 @@ class Trainer:
             stop_signals() as stop,
             ThreadPoolExecutor(2) as threads,
             checkpoint.Saver(self._write, state.step) as saver,
-            self.console.steps(state.step, self.plan) as show,
+            self.console.steps(state.step, self.plan.num_steps) as show,
         ):
             finish = self._after(state, metrics, saver)
             rows = threads.submit(self.method.draw, state.step)

@@ -1,14 +1,18 @@
 """What a person reads, and that no epsilon is shown for more than it is."""
 
+import io
+import math
 import re
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console as RichConsole
 
 from fedsim.config import Algorithm
 from fedsim.config.cells import COMPARISON_ONLY
 from fedsim.plan import Plan
-from fedsim.run.console import Console, guarantee_line, line, plan_rows
+from fedsim.run.console import Console, guarantee_line, plan_rows
+from fedsim.run.progress import line
 
 WORKERS = SimpleNamespace(num_workers=2, num_lanes=8, describe=lambda: "1 CPU thread")
 PLAN = Plan(
@@ -47,20 +51,20 @@ def shown(capsys):
 
 
 def test_without_a_terminal_progress_is_one_plain_line_per_interval(capsys):
-    with Console(log_every=10).steps(0, PLAN) as show:
+    with Console(log_every=10).steps(0, PLAN.num_steps) as show:
         for step in range(1, 21):
             show(step, VALUES)
     lines = shown(capsys)
-    assert [int(re.match(r"step (\d+)/20  ", text)[1]) for text in lines] == [3, 10, 20]
+    assert [text.partition("/20  ")[0] for text in lines] == ["step 3", "step 10", "step 20"]
     assert all(
-        "loss (non-private) 5.25  eval loss 5.5  epsilon 0.5  gradients/s 100" in text
+        "epsilon 0.5  eval loss 5.5  loss (non-private) 5.25  gradients/s 100" in text
         for text in lines
     )
     assert lines[-1].endswith("left 0 s")
 
 
 def test_a_resumed_run_shows_progress_from_where_it_is(capsys):
-    with Console(log_every=10).steps(14, PLAN) as show:
+    with Console(log_every=10).steps(14, PLAN.num_steps) as show:
         for step in range(15, 21):
             show(step, VALUES)
     assert [int(text.split("/")[0].split()[1]) for text in shown(capsys)] == [17, 20]
@@ -151,4 +155,36 @@ def test_the_outcome_is_loss_claim_and_place(capsys, tmp_path):
 def test_a_step_without_a_loss_has_none_in_its_line():
     empty = {name: value for name, value in VALUES.items() if name != "non_private/loss"}
     assert line(empty) == line(VALUES).replace("loss (non-private) 5.25  ", "")
-    assert line({**VALUES, "non_private/loss": 0.0}).startswith("loss (non-private) 0  ")
+    assert "  loss (non-private) 0  " in line({**VALUES, "non_private/loss": 0.0})
+    assert line({**VALUES, "eval/loss": math.nan}) == line(VALUES).replace("eval loss 5.5  ", "")
+
+
+def on_terminal(columns, act):
+    """What a terminal of so many columns has been shown."""
+    shown, console = io.StringIO(), Console()
+    console._out = RichConsole(file=shown, force_terminal=True, width=columns)
+    act(console)
+    return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown.getvalue())
+
+
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_a_terminal_keeps_step_and_epsilon_however_narrow(columns):
+    def steps(console):
+        with console.steps(0, 2000) as show:
+            show(1234, {**VALUES, "privacy/epsilon": 7.9876})
+
+    shown = on_terminal(columns, steps)
+    last = [text for text in re.split(r"[\r\n]", shown) if "epsilon" in text][-1]
+    assert re.match(r"step 1234/2000 ", last) and "epsilon 7.988" in last and len(last) <= columns
+    assert "…" not in last and ("gradients/s 100" in last) == (columns == 200)
+    assert columns == 50 or "eval loss 5.5" in last
+
+
+def test_a_narrow_terminal_gets_lines_between_words_and_values_under_each_other():
+    shown = on_terminal(50, lambda console: console.plan(PLAN, WORKERS))
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 50
+    at = lines.index("step              64 examples expected, with")
+    assert lines[at + 1] == " " * 18 + "probability 0.00711"
+    path = "/" + "long" * 20  # can still be copied
+    assert f"\n{path}\n" in on_terminal(50, lambda console: console.note(f"written to {path}"))
