@@ -17,17 +17,39 @@ from fedsim.engine import autotune
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
+from fedsim.noise import Correlated
 from fedsim.plan import ADJACENCY
-from fedsim.sampling import Sampling
+from fedsim.sampling import Poisson, Sampling
 from fedsim.trust import audit, lower_bound
 from fedsim.trust.canaries import CanaryTask, Planted, coins
 from fedsim.uls import ULS
 
 CANARIES, OTHERS, STEPS, DELTA = 1500, 60, 4, 1e-5
+POISSON = Sampling("poisson")
+BANDS = 8
+CYCLIC, ALLOCATION = Sampling("cyclic", BANDS), Sampling("allocation", window=BANDS)
 
 
-def audited(epsilon, trial, *, noise=1.0, algorithm=ULS):
-    """The lower bound on the epsilon of mean estimation, with `noise` times the noise it takes."""
+def audited(
+    epsilon,
+    trial,
+    *,
+    noise=1.0,
+    algorithm=ULS,
+    sampling=POISSON,
+    share=0.9,
+    correlated=False,
+    steps=STEPS,
+    redrawn=False,
+):
+    """The lower bound on the epsilon of mean estimation, with `noise` times the noise it takes.
+
+    Args:
+      share: of all units that is expected in a step.
+      correlated: whether the noise is, over the bands of the sampling.
+      redrawn: the mistake that every unit is drawn in every step with the probability of those of
+        the group whose turn it is, or of the step that was allocated.
+    """
     rng = np.random.default_rng(trial)
     included = coins(CANARIES, rng)
     group_size, rows = (4, 4) if algorithm is ULS else (2, 2 * audit.POOLS)
@@ -40,22 +62,20 @@ def audited(epsilon, trial, *, noise=1.0, algorithm=ULS):
     task = CanaryTask(inner, owners, plant.directions, plant.clip_norm)
     options = {
         "group_size": group_size,
-        "sampling": Sampling("poisson"),
+        "sampling": sampling,
         "key": SecretKey.create(trial),
     }
-    budget = round(0.9 * users.num_users) * group_size
+    budget = round(share * users.num_users) * group_size
     method = algorithm(users, budget=budget, **options)
-    event = method.event(1.0)
-    sigma = accounting.noise_multiplier(
-        epsilon=epsilon,
-        delta=DELTA,
-        num_steps=STEPS,
-        sampling_prob=event.sampling_prob,
-        max_contributions=event.max_contributions,
-    )
+    sigma = accounting.calibrate_noise(method.event, epsilon=epsilon, delta=DELTA, num_steps=steps)
+    if redrawn:
+        often = round(method.sampler.num_units * method.event(1.0).sampling_prob)
+        method.sampler = Poisson(method.sampler.num_units, often)
     local = LocalEngine(task, num_lanes=1)
     settings = {"clip": Clip(1.0), "noise_multiplier": noise * sigma}
-    for step in range(STEPS):  # without a training around them, at fixed parameters
+    if correlated:
+        settings["add_noise"] = Correlated(steps, sampling.bands)
+    for step in range(steps):  # without a training around them, at fixed parameters
         noisy, _ = method.gradient(jnp.zeros(CANARIES), step, local, **settings)
         plant.watch(noisy.values())
     return lower_bound.audit(plant.gradient_scores(), included, DELTA, 0.95)
@@ -73,6 +93,27 @@ def test_the_bound_is_below_the_claim(epsilon):
 def test_a_tenth_of_the_noise_is_refuted(algorithm, epsilon):
     found = audited(epsilon, 0, noise=0.1, algorithm=algorithm)
     assert found.epsilon > epsilon
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "algorithm, sampling, correlated",
+    [
+        (ULS, CYCLIC, False),
+        (ELS, CYCLIC, False),
+        (ULS, CYCLIC, True),
+        (ELS, CYCLIC, True),
+        (ULS, ALLOCATION, False),
+    ],
+)
+def test_users_whose_turns_are_kept_are_not_refuted_and_users_redrawn_in_every_step_are(
+    algorithm, sampling, correlated
+):
+    own = {"algorithm": algorithm, "sampling": sampling, "correlated": correlated}
+    own |= {"share": 0.12, "steps": 2 * BANDS}
+    assert audited(1.0, 0, **own).epsilon <= 1
+    assert audited(1.0, 0, **own, redrawn=True).epsilon > 1
 
 
 @pytest.mark.slow
