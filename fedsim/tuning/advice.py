@@ -7,6 +7,10 @@ from typing import Any
 
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, run_config, settings_of
 from fedsim.errors import ConfigError
+from fedsim.tuning.cells import Cell, table
+
+CELL = ("sampling", "noise", "bands", "participations")
+"""The settings of who takes part when, and of noise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,16 @@ class Advice:
     added_stddev: float
     """What training adds to each coordinate of a step's (clipped) mean gradient: the same, but for
     normalised clipping, which divides gradients by C, sigma / B or sigma / M."""
+    sampling: str
+    noise: str
+    bands: int | None
+    participations: int | None
+    noise_on_sums: float
+    """Standard deviation per coordinate of the noise on the sum of all mean gradients so far, in
+    the gradient's unit: root mean square over the steps."""
+    cells: list[Cell]
+    """Ways of sampling with kinds of noise, of which that with the least noise on sums was chosen;
+    empty: they were given."""
     data_used: float
     """Share of the training examples that some step is expected to use."""
     gradients: float
@@ -45,13 +59,16 @@ class Advice:
 
 
 def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
-    """The one with less noise per step (Equation 7), and the reason in a sentence."""
-    best, other = (els, uls) if els.noise_per_step <= uls.noise_per_step else (uls, els)
-    ratio = best.noise_per_step / other.noise_per_step
+    """The one with less noise on sums of gradients, and the reason in a sentence.
+
+    With independent noise that is the one with less noise per step (Equation 7).
+    """
+    best, other = (els, uls) if els.noise_on_sums <= uls.noise_on_sums else (uls, els)
+    ratio = best.noise_on_sums / other.noise_on_sums
     reason = (
         f"for {best.budget:,} gradients a step, {best.algorithm.upper()} adds {ratio:.2f} times "
-        f"the noise of {other.algorithm.upper()} to the mean gradient (C sigma / count is "
-        f"{best.noise_per_step:.3g} against {other.noise_per_step:.3g})"
+        f"the noise of {other.algorithm.upper()} to sums of mean gradients "
+        f"({best.noise_on_sums:.3g} against {other.noise_on_sums:.3g})"
     )
     return best, reason
 
@@ -64,16 +81,14 @@ def command(
     for name in ("epsilon", "delta", "num_steps", "budget", "group_size", "clip_norm"):
         if name != "delta" or given.delta is not None:
             flags[name] = getattr(settings, name)
+    usual = settings_of(PrivacyConfig(1.0, 1))
+    flags |= {n: v for n in CELL if (v := getattr(settings, n)) != usual[n]}
     if settings.clip_norm != given.clip_norm:
         flags["chosen_on_data"] = "group_size,clip_norm"
-    for config, default in (
-        (given, PrivacyConfig(1.0, 1)),
-        (run, run_config(data=run.data.source, run_dir=run.run_dir)),
-    ):
-        values = settings_of(config)
-        for name, usual in settings_of(default).items():
-            if name not in {*flags, "resume"} and values[name] != usual:
-                flags[name] = values[name]
+    usual |= settings_of(run_config(data=run.data.source, run_dir=run.run_dir))
+    for name, value in {**settings_of(given), **settings_of(run)}.items():
+        if name not in {*flags, "resume"} and value != usual[name]:
+            flags[name] = value
     flags["run_dir"] = run.run_dir / algorithm
     words = ["fedsim", "train", str(algorithm)]
     for name, value in flags.items():
@@ -95,7 +110,10 @@ def report(result: dict[str, Any]) -> str:
         ("clip norm C", "{clip_norm:.4g}"),
         ("between (95 %)", "{between}"),
         ("noise multiplier", "{noise_multiplier:.4f}"),
+        ("sampling", "{sampling}"),
+        ("noise", "{noise}"),
         ("noise per step", "{noise_per_step:.3g}"),
+        ("noise on sums", "{noise_on_sums:.3g}"),
         ("data used", "{data_used:.1%}"),
         ("gradients per step", "{budget:,}"),
         ("gradients", "{gradients:,.0f}"),
@@ -114,12 +132,18 @@ def report(result: dict[str, Any]) -> str:
         if name not in unknown:
             first, second = (shape.format(**each) for each in cells)
             lines.append(f"{name:20} {first:>14} {second:>14}")
+    for each in cells:
+        if each["cells"]:
+            name = each["algorithm"].upper()
+            lines.append(f"{name}: noise on sums of mean gradients, in units of the first line's")
+            lines += [f"  {line}" for line in table([Cell(**cell) for cell in each["cells"]])]
     rest = f"minutes are for {result['workers']}"
     if not looked:
         rest = "no gradient was computed: ULS has G = 1, where both have the same gradients, "
         rest += "and C is the flag's"
     lines += [
-        f"noise per step is C sigma / count per coordinate; {rest}",
+        f"noise per step is C sigma / count per coordinate, noise on sums the root mean square of "
+        f"that on the sum of all steps so far; {rest}",
         *(f"not private: {fact}" for fact in result["non_private"]),
         "privately, within epsilon: --group-size-epsilon E in the place of --group-size (els), and "
         "--clip-quantile Q beside --clip-norm",

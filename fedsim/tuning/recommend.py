@@ -2,8 +2,9 @@
 
 Group sizes come from the heuristics of Section 6 (the median user for ELS, Estimate-and-Double for
 ULS), clip norms from gradient norms at the starting model, noise from the accountant, and the
-recommendation from the noise per step (Section 3). All of it looks at the data without protection,
-as the paper does, and says so.
+recommendation from the noise per step (Section 3). Beyond the paper, users are sampled, and noise
+is correlated, such that sums of steps get the least noise (`cells`). All of it looks at the data
+without protection, as the paper does, and says so.
 """
 
 import dataclasses
@@ -22,11 +23,13 @@ from fedsim import accounting, engine
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig, RunConfig
+from fedsim.config.cells import CORRELATED
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
+from fedsim.noise.bands import predicted_error
 from fedsim.plan import calibrate, complete, method_for
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data, make_task
@@ -37,6 +40,7 @@ from fedsim.shared_uls import SharedULS
 from fedsim.training import strategy_for
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, draw
+from fedsim.tuning.cells import compare, least
 from fedsim.tuning.norms import NUM_USERS, GradientNorms
 from fedsim.tuning.variance import noise_stddev
 
@@ -138,10 +142,12 @@ def _recommend(privacy, run, console, data, workers, params, key, num_users, plo
         (Algorithm.ULS, uls, clip_uls),
     ):
         interval = None if norms is None else norms.intervals[norm]
-        settings = dataclasses.replace(settings, clip_norm=_clip_norm(norm))
+        cells = compare(algorithm, settings, run, data.train, num_coordinates(params))
+        cell = least(cells).changes if cells else {}
+        settings = dataclasses.replace(settings, clip_norm=_clip_norm(norm), **cell)
         with _telling(console, workers, f"noise and time of a step of {algorithm.upper()}"):
             one = _advice(algorithm, settings, privacy, run, data, workers, params, key)
-        advice.append(dataclasses.replace(one, clip_norm_interval=interval))
+        advice.append(dataclasses.replace(one, clip_norm_interval=interval, cells=cells))
     best, reason = choose(*advice)
     result = {
         "data": run.data.source,
@@ -330,6 +336,8 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
     else:
         used = share_used(algorithm, sizes, method.group_size, prob, steps)
         used *= units.num_examples / data.train.num_examples
+    bands = (settings.bands or 1) if settings.noise == CORRELATED else 1
+    error = predicted_error(sigma, steps, bands)
     strategy = seconds = None
     if workers is not None:
         strategy, _ = strategy_for(run.engine, None, workers, params, method, clip)
@@ -345,6 +353,12 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
         noise_multiplier=sigma,
         noise_per_step=noise_stddev(clip.norm, sigma, count * real),
         added_stddev=noise_stddev(clip.sensitivity, sigma, count),
+        sampling=method.sampler.name,
+        noise=settings.noise,
+        bands=settings.bands,
+        participations=settings.participations,
+        noise_on_sums=noise_stddev(clip.norm, error, count * real),
+        cells=[],
         data_used=float(used),
         gradients=steps * count * real * rows_per_unit,
         strategy=strategy and str(strategy),

@@ -65,12 +65,12 @@ def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     real = each["gradients"] / (7 * each["budget"]) if algorithm == "els" else 1
     assert each["noise_per_step"] == pytest.approx(each["added_stddev"] * plan.clip_norm / real)
     assert (train.run.learning_rate, train.run.engine.kind) == (0.3, "local")  # flags are passed on
-    event = accounting.StepEvent(
-        each["noise_multiplier"],
-        each["sampling_prob"],
-        plan.group_size if algorithm == "els" else 1,
-    )
-    assert 3.99 < accounting.epsilon([(event, 7)], plan.delta) <= 4
+    assert 3.99 < accounting.epsilon([(plan.event(), 7)], plan.delta) <= 4
+    assert (each["sampling"], each["noise"]) == (plan.sampling_run, plan.noise)
+    error = plan.predicted_error * plan.clip_norm / plan.expected_count / real
+    assert each["noise_on_sums"] == pytest.approx(error)
+    chosen = min(each["cells"], key=lambda cell: cell["ratio"])
+    assert (chosen["sampling"], chosen["bands"]) == (each["sampling"], each["bands"])
 
 
 def test_the_group_sizes_are_those_of_the_heuristics(advised):
@@ -115,13 +115,13 @@ def test_what_is_timed_is_what_training_would_do(advised):
 
 
 @pytest.mark.parametrize("els_noise, best", [(0.5, "els"), (2.0, "uls"), (1.0, "els")])
-def test_the_choice_is_less_noise_per_step(els_noise, best, advised):
+def test_the_choice_is_less_noise_on_sums(els_noise, best, advised):
     from fedsim.tuning.advice import Advice
 
     els, uls = (
         Advice(**{**advised[0][name], "algorithm": Algorithm(name)}) for name in ("els", "uls")
     )
-    els, uls = (dataclasses.replace(a, noise_per_step=n) for a, n in ((els, els_noise), (uls, 1.0)))
+    els, uls = (dataclasses.replace(a, noise_on_sums=n) for a, n in ((els, els_noise), (uls, 1.0)))
     chosen, reason = choose(els, uls)
     assert chosen.algorithm == best
     assert f"{min(els_noise, 1 / els_noise):.2f} times" in reason
