@@ -37,7 +37,8 @@ def choose_strategy(
     """The strategy for units like `rows`, and a line that says why.
 
     The choice is part of a result's bits and a timer makes it, so it is remembered: runs alike on
-    the same machine make the same one.
+    the same machine make the same one. One that ended before all were tried is that of runs of this
+    length alone.
     Args:
       rows: [units, group], as a step draws them; those of one lane are tried, or a few.
       wanted: "auto", or a strategy.
@@ -62,12 +63,11 @@ def choose_strategy(
     count = num_coordinates(params)
     machine = engine.machine(params)
     tried = candidates(group, count, on_cpu=", cpu," in machine)
-    file = cache / f"{_digest(machine, params, rows.shape, tried)}.json"
-    try:
-        known = Strategy.parse(str(json.loads(file.read_text())["strategy"]))
+    digest = _digest(machine, params, rows.shape, tried)
+    of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{num_units:.0f}.json"
+    known = _remembered(of_all) or _remembered(of_some)
+    if known is not None:
         return known, "as on this machine before"
-    except (OSError, ValueError, KeyError, TypeError, ConfigError):
-        pass
     began, trials = time.monotonic(), []
     for trial in engine.try_strategies(params, rows, clip, tried):
         trials.append(trial)
@@ -79,8 +79,17 @@ def choose_strategy(
     strategy = choose([(t.strategy, None if t.fault else t.seconds) for t in trials])
     why = "; ".join(map(_describe, trials))
     cache.mkdir(parents=True, exist_ok=True)
+    file = of_all if len(trials) == len(tried) else of_some
     write_json(file, {"strategy": str(strategy), "trials": why})
     return strategy, why
+
+
+def _remembered(file: Path) -> Strategy | None:
+    """The choice that was written there, or None."""
+    try:
+        return Strategy.parse(str(json.loads(file.read_text())["strategy"]))
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        return None
 
 
 def _describe(trial: Trial) -> str:

@@ -123,6 +123,29 @@ def test_the_fastest_that_can_be_used_is_taken(seconds, fault, expected, tmp_pat
     assert choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)[0] == expected
 
 
+def test_a_choice_that_ended_early_is_not_that_of_a_longer_run(tmp_path, no_trial, monkeypatch):
+    trials = [Trial(SCAN, 2.0), Trial(BOOK, 1.0)]
+    monkeypatch.setattr(Engine, "try_strategies", lambda *_: trials)
+    monkeypatch.setattr(autotune, "LEAST_TRIALS_S", 0.0)
+
+    def choose(num_units):
+        asked = (*local(), ROWS, CLIP, "auto", tmp_path)
+        return choose_strategy(*asked, num_units=num_units)[0]
+
+    assert choose(0) == SCAN and choose(1e6) == BOOK  # a second more is nothing to the long run
+    no_trial()
+    assert choose(0) == BOOK
+
+
+def test_runs_of_a_length_keep_a_choice_that_ended_early(tmp_path, no_trial, monkeypatch):
+    monkeypatch.setattr(Engine, "try_strategies", lambda *_: [Trial(SCAN, 2.0), Trial(BOOK, 1.0)])
+    monkeypatch.setattr(autotune, "LEAST_TRIALS_S", 0.0)
+    first = choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)
+    no_trial()
+    again = choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)
+    assert first[0] == SCAN and again == (SCAN, "as on this machine before")
+
+
 def test_a_model_that_is_not_known_is_left_to_scan(tmp_path):
     strategy, why = choose_strategy(*local(Unknown()), ROWS, CLIP, "auto", tmp_path)
     assert strategy == SCAN and "bookkeeping:4 parameter gain: expected one of a layer" in why
