@@ -5,8 +5,10 @@ from typing import Any
 
 from fedsim.errors import expect
 from fedsim.models import lora, pretrained
-from fedsim.run import directory
+from fedsim.run import directory, ledger
+from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, parts_of_run
+from fedsim.trust.model_card import FILE, model_card
 
 
 def export(source: str, out: Path, *, adapter: bool = False) -> dict[str, Any]:
@@ -18,10 +20,28 @@ def export(source: str, out: Path, *, adapter: bool = False) -> dict[str, Any]:
     if adapter:
         config, params, base = parts_of_run(Path(source))
         expect("adapter", True, base is not None, f"a run with LoRA, and {source} is none")
-        lora.save(out, config, params, directory.load(Path(source)).run.model.source)
+        named = directory.load(Path(source)).run.model.source
+        card = _card(source, base=named)
+        lora.save(out, config, params, named)
+        _write(card, out)
         return {"out": str(out), "format": "PEFT adapters"}
     model = find_model(source)
     expect("model", source, model is not None, "the directory of a run or a model")
     assert model is not None
+    card = _card(source)
     pretrained.save(out, model.config, model.params, model.tokenizer)
+    _write(card, out)
     return {"out": str(out), "format": "Hugging Face"}
+
+
+def _card(source: str, base: str | None = None) -> str:
+    """What the run of a model claims; nothing for a model that is of no private training."""
+    if not (Path(source) / ledger.FILE).exists():
+        return ""
+    hub = base.removeprefix("hf:") if base is not None and base.startswith("hf:") else None
+    return model_card(Path(source), Console(), base=hub)
+
+
+def _write(card: str, out: Path) -> None:
+    if card:
+        (out / FILE).write_text(card, encoding="utf-8")

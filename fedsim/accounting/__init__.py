@@ -30,7 +30,7 @@ from fedsim.accounting.events import (
     event_fields,
     event_of,
 )
-from fedsim.accounting.gaussian_dp import gaussian_delta, gaussian_epsilon, gaussian_mu
+from fedsim.accounting.gaussian_dp import gaussian_delta, gaussian_epsilon, gaussian_mu, zcdp_delta
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.accounting.selection import SelectionEvent
 from fedsim.accounting.unknowns import calibrate_noise, noise_multiplier, num_steps, sampling_prob
@@ -61,4 +61,5 @@ __all__ = [
     "privacy_curve",
     "sampling_prob",
     "to_words",
+    "zcdp_delta",
 ]

@@ -9,6 +9,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import Event, RunningEpsilon, StepEvent
+from fedsim.accounting.gaussian_dp import zcdp_delta
 from fedsim.accounting.rounding import at_most
 from fedsim.config import ZERO_OUT, Algorithm
 from fedsim.errors import FedsimError
@@ -19,6 +20,7 @@ from fedsim.trust.document import Table
 from fedsim.trust.evidence import Check
 
 CURVE_POINTS = 25
+SET_ASIDE = 0.1  # of delta, for what is not Gaussian in the tails
 STEP_POINTS = 16
 FALSE_ALARMS = (0.001, 0.01, 0.05)
 WEAK_EPSILON, WEAK_DELTA = 10, 0.01  # of delta times the number of users
@@ -167,6 +169,33 @@ def curve(released: Released) -> tuple[np.ndarray, np.ndarray]:
     epsilons = np.linspace(0, 1.3 * released.epsilon, CURVE_POINTS)
     deltas = accounting.privacy_curve(released.phases, epsilons)
     return epsilons + slack.epsilon, np.minimum(1, deltas + slack.delta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaussian:
+    """All that was released, as one Gaussian mechanism that is no more private."""
+
+    mu: float
+    set_aside: float
+    """The probability with which it need not be that private."""
+
+    @property
+    def rho(self) -> float:
+        """mu^2 / 2, of zero-concentrated differential privacy, with the same probability."""
+        return self.mu**2 / 2
+
+    def deltas(self, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Upper bounds on delta at each epsilon: by mu, and by rho alone."""
+        bounds = accounting.gaussian_delta(epsilons, self.mu), zcdp_delta(epsilons, self.rho)
+        by_mu, by_rho = ((1 - self.set_aside) * each + self.set_aside for each in bounds)
+        return by_mu, by_rho
+
+
+def gaussian(released: Released) -> Gaussian:
+    """mu, with a tenth of delta set aside. inf where no Gaussian mechanism is close."""
+    assert released.phases is not None
+    set_aside = SET_ASIDE * released.plan.delta
+    return Gaussian(accounting.gaussian_mu(released.phases, set_aside), set_aside)
 
 
 def over_steps(released: Released) -> tuple[list[int], list[float]]:

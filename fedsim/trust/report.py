@@ -10,18 +10,20 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from fedsim.accounting.rounding import at_least, at_most
-from fedsim.budget.admission import together
-from fedsim.config import ZERO_OUT, Algorithm, settings_of, to_json
-from fedsim.config.cells import COMPARISON_ONLY
-from fedsim.errors import ConfigError, FedsimError
+from fedsim.accounting.rounding import at_most
+from fedsim.config import Algorithm, settings_of, to_json
+from fedsim.errors import ConfigError
 from fedsim.files import read_json, write_atomically
 from fedsim.plan import Plan
 from fedsim.run import directory, ledger
 from fedsim.run.console import Console
-from fedsim.trust.claim import Released, ReportError, claim, curve, in_words, over_steps
+from fedsim.trust import registry
+from fedsim.trust.claim import Released, ReportError, claim, curve, gaussian, in_words, over_steps
 from fedsim.trust.document import Code, Document, Items, Quote, Section, Table, to_html, to_markdown
 from fedsim.trust.evidence import Check
+from fedsim.trust.glossary import WORDS
+from fedsim.trust.items import items, slack
+from fedsim.trust.questions import answers
 from fedsim.trust.svg import Chart, Series
 from fedsim.trust.verify import verify
 
@@ -29,24 +31,27 @@ HTML, MARKDOWN = "report.html", "report.md"
 
 
 def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
-    """Write report.html and report.md of a run into `out`.
+    """Write report.html and report.md of a run into `out`, and registry.yaml if it claims anything.
 
     Raises: ConfigError: there is no run, or another process is working on it. ReportError: a
       promise is violated, there is no model to report of, or it is an audit's.
     """
     with directory.lock(run_dir, to_read=True):
         released = read(run_dir, console)
-        document = compose(released)
+        document, entry = compose(released), registry.entry(released)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={out}: expected a place to write to ({error.strerror})") from None
     write_atomically(out / HTML, to_html(document).encode())
     write_atomically(out / MARKDOWN, to_markdown(document).encode())
+    if entry is not None:
+        write_atomically(out / registry.FILE, registry.as_yaml(entry).encode())
     return {
         "run_dir": str(run_dir),
         "html": str(out / HTML),
         "markdown": str(out / MARKDOWN),
+        "registry": None if entry is None else str(out / registry.FILE),
         "epsilon": to_json(released.epsilon),
         "delta": released.plan.delta,
         "epsilon_holds": released.plan.epsilon_holds,
@@ -75,7 +80,7 @@ def compose(released: Released) -> Document:
     """The report's sections."""
     sections = [
         Section("The claim", [Quote(claim(released)), *in_words(released)]),
-        Section("What was done, item by item", [_items(released)]),
+        Section("What was done, item by item", [items(released)]),
     ]
     if released.phases is not None and released.num_steps:
         sections.append(Section("The whole trade-off", _charts(released)))
@@ -83,6 +88,7 @@ def compose(released: Released) -> Document:
         Section("What the guarantee does not cover", _outside(released)),
         Section("Was it checked?", _checked(released.checks)),
         Section("Settings and results", [_settings(released)]),
+        Section("The questions of NIST SP 800-226", answers(released)),
         Section("Fingerprints and versions", [_fingerprints(released)]),
         Section("How to verify this yourself", _commands(released)),
         Section("Words", [WORDS]),
@@ -102,9 +108,10 @@ def _charts(released: Released) -> list[Any]:
             f"Delta at each epsilon, after {released.num_steps} steps{label}",
             "epsilon",
             "delta (logarithmic)",
-            [Series("delta", epsilons.tolist(), deltas.tolist())],
+            [Series("delta", epsilons.tolist(), deltas.tolist()), *_bounds(released, epsilons)],
             log_y=True,
         ),
+        *_as_gaussian(released),
     ]
     if len(steps) > 1:
         goal = Series("asked for", [steps[0], steps[-1]], [target, target], dashed=True)
@@ -115,138 +122,26 @@ def _charts(released: Released) -> list[Any]:
     return blocks
 
 
-def _items(released: Released) -> Table:
-    """The reporting list of Ponomareva et al. 2023, Section 5.3.3."""
-    plan = released.plan
-    els = plan.algorithm == Algorithm.ELS
-    unit = "text" if els else "user"
-    name = "DP-SGD-ELS (Algorithm 1)" if els else "DP-SGD-ULS (Algorithm 2)"
-    if plan.adaptive:
-        name += ", with a clip norm that follows a quantile of the norms privately"
-    prob = at_least(plan.accounted_prob * plan.bands, ".4g")
-    law = (
-        f"a mixture of Gaussians, Binomial({plan.group_size}, {prob}) (Theorem 1)"
-        if els
-        else f"a Gaussian, sampled with probability {prob} (Theorem 2)"
-    )
-    if plan.shared is not None and not els:
-        law = (
-            f"Gaussians sampled with probability {prob}, of which a user takes away one and "
-            f"changes {plan.shared['max_changed']} (the theorem for texts with several owners)"
-        )
-    if plan.participations:
-        window = plan.num_steps // plan.participations
-        law = f"a Gaussian, in one of every {window:,} steps, uniformly chosen (random allocation)"
-    if plan.bands > 1:
-        law += f", of every {plan.bands} successive steps in one at most, the same for a user"
-    same = "yes" if plan.sampling_run == plan.sampling_accounted else f"no: {COMPARISON_ONLY}"
-    if plan.assumed_population is not None:
-        assumed = f"that these users are a Poisson sample of {plan.assumed_population:,}"
-        same += f"; but it is assumed, and not guaranteed, {assumed}"
-    noise = "none" if released.phases is None else at_most(plan.noise_multiplier, ".6g")
-    epsilon = "infinite: no noise"
-    if released.phases is not None:
-        epsilon = at_most(released.epsilon, ".4f")
-    label = f" ({released.label})" if released.label else ""
-    tuning = [fact for fact in plan.non_private if "chosen by looking" in fact]
-    share = plan.group_size_epsilon
-    before = "nothing" if share is None else f"choosing the group size: {share:g} of epsilon"
-    rows = [
-        ("setting", "central: whoever trains sees the texts; others see what is released"),
-        ("unit of privacy", _unit(plan)),
-        ("adjacency", _adjacency(plan)),
-        ("released", "the parameters after every step, and the ledger"),
-        ("mechanism", f"{name} of Charles et al. 2024: the Gaussian mechanism on a clipped sum"),
-        ("clipping", f"{plan.clipping}, of each {unit}'s gradient, to {plan.clip_norm:g}"),
-        ("noise multiplier", noise),
-        ("noise of different steps", _kind(plan)),
-        ("texts of a user", _cap(plan)),
-        *_of_several(plan),
-        ("divided by", f"{plan.expected_count}, the expected number, whatever was drawn"),
-        ("epsilon, delta", f"{epsilon}, {at_most(plan.delta, '.3e')}{label}"),
-        ("of it, for noise that is not ideal", _slack(released)),
-        ("steps accounted", f"{released.num_steps} of {plan.num_steps} planned"),
-        ("accountant", f"privacy loss distribution, upper bound; each step {law}"),
-        ("sampling that was run", plan.sampling_run),
-        ("sampling that was accounted", plan.sampling_accounted),
-        ("are the two the same", same),
-        ("accounted before training", before),
-        ("tuning of settings", "; ".join(tuning) or "none reported; none is accounted"),
-        ("all runs on these users", _others(released)),
-    ]
-    return Table(("item", "this run"), rows)
-
-
-def _others(released: Released) -> str:
-    """What the ledger of the data says of all runs on the users of this one."""
-    try:
-        found = together(released.run_dir, released.plan.delta)
-    except FedsimError as error:
-        return f"not known, for the ledger of the data is not what it was: {error}"
-    if found is None:
-        return "not known: their epsilons add up with this one's, and their deltas, too"
-    total, delta = found.total, at_most(released.plan.delta, ".2e")
-    if math.isinf(total.fixed):
-        return f"{found.num_runs}, not all of which promise anything: together no epsilon holds"
-    return (
-        f"{found.num_runs}, which together cost nobody more than epsilon = "
-        f"{at_most(total.fixed, '.4f')} at delta = {delta}; "
-        f"{at_most(total.adaptive, '.4f')} if runs were chosen by looking at earlier ones, for a "
-        "limit that was fixed before the first (`fedsim budget`)"
-    )
-
-
-def _unit(plan: Plan) -> str:
-    if plan.shared is not None:
-        return "a user: what is in all texts that an id in the data owns, alone or with others"
-    return "a user: all texts with the same id in the data, one person's or not"
-
-
-def _of_several(plan: Plan) -> list[tuple[str, str]]:
-    """What is said of texts with several owners, where there are."""
-    if (shared := plan.shared) is None:
+def _bounds(released: Released, epsilons: Any) -> list[Series]:
+    """The curves of Gaussian and zero-concentrated differential privacy, which lie above."""
+    found = gaussian(released)
+    if math.isinf(found.mu):
         return []
+    names = (f"mu-GDP, mu = {at_most(found.mu, '.3g')}", f"zCDP, rho = {at_most(found.rho, '.3g')}")
+    pairs = zip(names, found.deltas(epsilons), strict=True)
+    return [Series(name, epsilons.tolist(), deltas.tolist(), dashed=True) for name, deltas in pairs]
+
+
+def _as_gaussian(released: Released) -> list[str]:
+    found = gaussian(released)
+    if math.isinf(found.mu):
+        return ["No Gaussian mechanism is close to this one, so no mu and no rho are given."]
     return [
-        (
-            "texts with several owners",
-            f"{shared['with_several_owners']:,} of {plan.num_examples:,}",
-        ),
-        (
-            "texts left out, to bound how often a user takes part",
-            f"{shared['left_out']:,} of {plan.num_examples:,}, drawn once, by who owns which alone",
-        ),
+        f"As one number: all steps together are mu-GDP with mu = {at_most(found.mu, '.4g')}, hence "
+        f"rho-zCDP with rho = mu^2 / 2 = {at_most(found.rho, '.4g')}, each but for a probability "
+        f"of {at_most(found.set_aside, '.2e')}. The mu^2 of several releases add up, as do their "
+        "probabilities. The dashed lines are what follows from them; the curve says more."
     ]
-
-
-def _kind(plan: Plan) -> str:
-    if plan.strategy is None:
-        return "independent"
-    return f"correlated: each step takes back part of that of the {plan.bands - 1} steps before"
-
-
-def _adjacency(plan: Plan) -> str:
-    if plan.shared is not None:
-        return (
-            "data sets that differ in what is in the texts that one user owns; users, texts and "
-            "who owns which are the same, and public"
-        )
-    if plan.adjacency == ZERO_OUT:
-        return "data sets that differ by all texts of one user; the users are the same, and public"
-    return "data sets that differ by one user with all texts, added or removed"
-
-
-def _slack(released: Released) -> str:
-    slack = released.plan.slack_after(released.num_steps)
-    return f"{at_most(slack.epsilon, '.1e')} of epsilon, {at_most(slack.delta, '.1e')} of delta"
-
-
-def _cap(plan: Plan) -> str:
-    if plan.algorithm == Algorithm.ELS:
-        return f"at most {plan.group_size} in all of the training, drawn once"
-    if plan.shared is not None:
-        groups = f"in groups of others: at most {plan.shared['max_changed']} groups"
-        return f"in the user's own group: at most {plan.group_size} in a step; {groups}"
-    return f"at most {plan.group_size} in a step, whose mean gradient is clipped as one"
 
 
 def _outside(released: Released) -> list[Any]:
@@ -299,7 +194,7 @@ def _arithmetic(released: Released) -> list[str]:
         "The noise is rounded to a lattice that is the same whatever the data are. Noise and draws "
         "come from AES-128 in counter mode, keyed by HKDF from 256 secret bits: the claim is about "
         "whoever cannot break AES. How far the noise is from the ideal of the mathematics is "
-        f"computed, and part of the claim: {_slack(released)}.",
+        f"computed, and part of the claim: {slack(released)}.",
         "Not part of any proof: that processor, compiler and libraries compute as they should, and "
         "what times, power or memory of the machine gave away.",
     ]
@@ -373,29 +268,3 @@ def _commands(released: Released) -> list[Any]:
         "alone. What an attacker really achieves is measured by `fedsim audit`.",
         Code("\n".join(lines)),
     ]
-
-
-WORDS = Table(
-    ("word", "meaning"),
-    [
-        (
-            "epsilon",
-            "How much one user can change the odds of anything: by a factor of e^epsilon. "
-            "Smaller is more private: 0 is perfect, and beyond 10 or so it says little.",
-        ),
-        (
-            "delta",
-            "The small probability that is set aside. It should be well below one in the number "
-            "of users.",
-        ),
-        (
-            "user",
-            "Whatever has an id of its own in the data: an author, an account, a site, a file.",
-        ),
-        ("gradient", "The direction in which a text, or a user's texts, pull the model."),
-        ("clipping", "Shortening every pull to a fixed length, so that nobody pulls harder."),
-        ("noise", "A random change added to the sum of all pulls, large enough to hide any one."),
-        ("sampling", "Only some take part in each step, by lot, which hides who did."),
-        ("ledger", "The list of everything that was released, from which epsilon is computed."),
-    ],
-)

@@ -7,7 +7,14 @@ import pytest
 from scipy import stats
 
 from fedsim import accounting
-from fedsim.accounting import PureEvent, StepEvent, gaussian_delta, gaussian_epsilon, gaussian_mu
+from fedsim.accounting import (
+    PureEvent,
+    StepEvent,
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_mu,
+    zcdp_delta,
+)
 from fedsim.errors import ConfigError
 
 TAIL = 1e-9
@@ -94,3 +101,15 @@ def _hockey_stick(phases, grid):
         for x in grid[grid < 0]
     ]
     return np.concatenate([below, above])
+
+
+@pytest.mark.parametrize("mu", [0.3, 1.0, 3.0])
+def test_zcdp_is_what_dp_accounting_says_and_above_the_gaussian_it_is_of(mu):
+    from dp_accounting.rdp import rdp_privacy_accountant as rdp
+
+    epsilons = np.linspace(0, 8, 30)
+    found = zcdp_delta(epsilons, mu**2 / 2)
+    assert np.all(found >= gaussian_delta(epsilons, mu))
+    orders = 1 + np.geomspace(1e-3, 1e3, 4000)
+    expected = [rdp.compute_delta(orders, mu**2 / 2 * orders, each)[0] for each in epsilons]
+    assert found == pytest.approx(expected, rel=1e-2)

@@ -232,6 +232,7 @@ def test_a_run_resumes_with_its_model_alone(trained, place, tmp_path, capsys):
 def test_a_run_is_exported_merged_or_as_adapters(trained, tmp_path, capsys):
     run_dir, _ = trained
     main(["export", str(run_dir), "--out", str(tmp_path / "merged")])
+    assert "## Privacy" in (tmp_path / "merged" / "README.md").read_text()
     merged, run = pretrained.load(str(tmp_path / "merged")), model_of_run(run_dir)
     jax.tree.map(np.testing.assert_array_equal, merged.params, run.params)
     assert merged.config.max_length == 64  # not the data's 32

@@ -7,6 +7,7 @@ import shlex
 import shutil
 
 import pytest
+import yaml
 from test_verify import (
     another_cohort,
     command,
@@ -19,6 +20,8 @@ from test_verify import (
 from fedsim.cli.main import main
 from fedsim.data.users import UserStore
 from fedsim.errors import DataError
+from fedsim.run.console import Console
+from fedsim.trust.model_card import model_card
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +223,91 @@ def _noisier(line):
     if "event" in line:
         line["event"]["noise_multiplier"] += 1
     return line
+
+
+NAMES = ("delta", "mu-GDP, mu = ", "zCDP, rho = ")
+
+
+def test_the_lines_of_one_gaussian_lie_above_the_curve(trained, tmp_path, capsys):
+    _, text, page = read(capsys, trained / "private", tmp_path)
+    assert "mu-GDP, mu = " in page and "zCDP, rho = " in page
+    lines = [re.findall(rf"^\| {name}[^|]*\| (\S+) \| (\S+) \|$", text, re.M) for name in NAMES]
+    assert len(lines[0]) == len(lines[1]) == len(lines[2]) > 5
+    for (_, delta), (_, by_mu), (_, by_rho) in zip(*lines, strict=True):
+        assert float(delta) <= 1.001 * float(by_mu) <= 1.002 * float(by_rho)
+    (mu,) = re.findall(r"mu-GDP with mu = ([\d.]+)", text)
+    (rho,) = re.findall(r"mu\^2 / 2 = ([\d.]+)", text)
+    assert float(rho) == pytest.approx(float(mu) ** 2 / 2, rel=1e-3)
+
+
+REGISTRY = {  # the sections of the registry's schema and their fields; see trust/registry.py
+    "basic": "name data_curators intended_use data_product_type data_product_region description "
+    "publication_date data_product_sector",
+    "dp_variant": "variant_name data_domain unprotected_quantities",
+    "privacy_loss": "privacy_unit privacy_unit_details privacy_parameters "
+    "privacy_parameters_details",
+    "deployment_model": "model_name model_name_details actors release_type release_type_details "
+    "data_source_type data_source_type_details access_type access_type_details",
+    "accounting": "post_processing composition",
+    "implementation": "preprocessing_and_hyperparameter_tuning mechanisms justification",
+    "administrative": "sources notes registry_authors",
+}
+
+
+def test_a_claim_can_be_registered_and_what_claims_nothing_cannot(trained, tmp_path, capsys):
+    found, *_ = read(capsys, trained / "els", tmp_path)
+    entry = yaml.safe_load((tmp_path / "registry.yaml").read_text())
+    assert found["registry"] == str(tmp_path / "registry.yaml")
+    assert set(entry) == {"url_slug", "status", "tier", "deployment"}
+    assert (entry["status"], entry["tier"]) == ("Draft", 3)
+    deployment = entry["deployment"]
+    assert set(deployment) == set(REGISTRY)
+    for section, fields in deployment.items():
+        assert set(fields) <= set(REGISTRY[section].split())
+        for name, value in fields.items():
+            kind = {"data_curators": list, "registry_authors": list, "privacy_parameters": dict}
+            assert isinstance(value, kind.get(name, str)) and value
+    told = deployment["privacy_loss"]["privacy_parameters"]
+    assert found["epsilon"] <= told["epsilon"] < found["epsilon"] + 1e-3
+    assert found["delta"] <= told["delta"] < found["delta"] * 1.01
+    assert deployment["basic"]["description"] == found["claim"]
+    found, *_ = read(capsys, trained / "shuffled", tmp_path / "other")
+    assert found["registry"] is None and not (tmp_path / "other" / "registry.yaml").exists()
+
+
+def test_the_questions_of_the_standard_are_answered(trained, tmp_path, capsys):
+    _, text, _ = read(capsys, trained / "private", tmp_path)
+    section = text.split("## The questions of NIST SP 800-226")[1].split("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.count("|") == 4][2:]
+    assert len(rows) >= 12 and all(each.strip() for row in rows for each in row.split("|")[1:-1])
+    for word in (
+        "unit of privacy",
+        "neighbours",
+        "floating",
+        "side channels",
+        "trust",
+        "collected",
+    ):
+        assert word in section
+
+
+def test_a_model_card_claims_what_the_report_does(trained, tmp_path, capsys):
+    found, *_ = read(capsys, trained / "private", tmp_path)
+    card = model_card(trained / "private", Console(), base="someone/model")
+    _, head, body = card.split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "base_model": "someone/model",
+        "pipeline_tag": "text-generation",
+        "tags": ["text-generation", "differential-privacy"],
+    }
+    assert found["claim"] in body and "| adjacency |" in body
+
+
+@pytest.mark.parametrize("name", ["shuffled", "open", "damaged"])
+def test_the_card_of_a_model_that_claims_nothing_says_so(name, trained, run_dir):
+    shutil.copytree(trained / ("private" if name == "damaged" else name), run_dir)
+    if name == "damaged":
+        edit_json(run_dir / "summary.json", epsilon=0.1)
+    card = model_card(run_dir, Console())
+    assert "no privacy is claimed" in card.lower() and "differential-privacy" not in card
+    assert ("summary violated" in card) == (name == "damaged")
