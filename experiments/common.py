@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.benchmarks.common import circumstances
+from experiments.records import as_claims, as_written, came_from, seeds_of, short
 from experiments.rows import Rows
 from fedsim.data import synthetic
 from fedsim.data.building.build import build
@@ -105,23 +106,28 @@ def main(
     figures: Mapping[str, Callable[[Rows], Figure]] = NO_FIGURES,
     *,
     always: bool = True,
+    data: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> None:
     """An experiment, from its command line to its files; those that fine-tune language models have
-    their own (finetuning.py). Args: always: see finish."""
+    their own (finetuning.py). Args: always: see finish; data: what it was run on, of the settings.
+    """
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
     add_arguments(parser)
     arguments = parser.parse_args()
+    if arguments.scale not in settings:
+        print("the paper's data are not at hand: this is the scale small, on stand-ins")
+        arguments.scale = "small"
     own = settings[arguments.scale]
     if arguments.dry_run:
         for setting, value in dataclasses.asdict(own).items():
             print(f"{setting:18} {value}")
         print(last_time(name, arguments.scale))
         return
-    rows = run(own)
+    rows = as_written(run(own))
     drawn = {file: draw(rows) for file, draw in figures.items()}
-    out = out_of(arguments)
-    finish(name, arguments.scale, out, own, rows, drawn, check(rows), always=always)
+    out, on = out_of(arguments), data(own) if data else {}
+    finish(name, arguments.scale, out, own, rows, drawn, check(rows), always=always, data=on)
 
 
 def last_time(name: str, scale: str) -> str:
@@ -144,7 +150,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            writer.writerow({key: _short(value) for key, value in row.items()})
+            writer.writerow({key: short(value) for key, value in row.items()})
     print(f"wrote {path}")
 
 
@@ -182,14 +188,18 @@ def finish(
     *,
     always: bool = False,
     run_minutes: float | None = None,
+    data: Mapping[str, Any] = NO_FIGURES,
+    model: Mapping[str, Any] | None = None,
 ) -> None:
     """Write rows (NAME.csv) and figures, say whether the claims held, and write that down with the
-    settings (seeds are among them) and what it was run on (NAME.json). `minutes` are this
+    settings, the commit, the date, and what it was run on (NAME.json). `minutes` are this
     process's, for which runs that were kept cost nothing; `run_minutes` are those of all its runs,
     of one worker each.
 
-    Args: always: the claims hold at every scale: AssertionError, after everything was written.
-      Those about training that gets somewhere are not judged at the smallest scale.
+    Args:
+      always: the claims hold at every scale: AssertionError, after everything was written. Those
+        about training that gets somewhere are not judged at the smallest scale.
+      data: fingerprints by the data sets' names; model: what was started from, and its size.
     """
     judged = scale != "smoke" or always
     write_csv(out / f"{name}.csv", rows)
@@ -199,10 +209,9 @@ def finish(
     record["minutes"] = round((time.time() - STARTED) / 60, 1)
     if run_minutes is not None:
         record["run_minutes"] = run_minutes
-    record["claims"] = [
-        {"claim": what, "held": bool(held) if judged else None, "numbers": numbers}
-        for what, held, numbers in claims
-    ]
+    record["claims"] = as_claims(claims, judged)
+    record |= {**came_from(), "data": dict(data), "model": model and dict(model)}
+    record["seeds"] = seeds_of(record["settings"])
     record |= circumstances("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "dp-accounting")
     (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     for what, held, numbers in claims:
@@ -222,7 +231,3 @@ def synthetic_stack_overflow(share: float, directory: Path) -> Dataset:
     shape = synthetic.STACK_OVERFLOW.scaled(share)
     files = synthetic.write(directory / "source", shape)
     return build(files, directory / "built", eval_users=0.0, eval_examples=False)
-
-
-def _short(value: Any) -> Any:
-    return f"{value:.6g}" if isinstance(value, float) else value

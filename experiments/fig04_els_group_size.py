@@ -2,12 +2,12 @@
 
 Claim: a range of group sizes works well across compute budgets and epsilon, and the median user's
 number of examples lies in it: of what the best group size gains over the model that was started
-from, it loses a tenth at most. Figure 4 is epsilon = 4, Figure 11 Stack Overflow and Figure 12
-CC-News at every epsilon; losses are of validation data. At `small` real text stands in for both,
-and the paper's budgets are not in its text: they are our choice at every scale. `small` has four
-group sizes, a factor of eight apart, and the median; two budgets, 30 steps, two seeds; the learning
-rate is tuned for the median at each epsilon and budget; epsilon = 64, where noise hardly depends on
-the group size, is left out.
+from, it loses a tenth at most, or no more than the seeds explain. Figure 4 is epsilon = 4, Figure
+11 Stack Overflow and Figure 12 CC-News at every epsilon; losses are of validation data. At `small`
+real text stands in for both, and the paper's budgets are not in its text: they are our choice at
+every scale. `small` has four group sizes, a factor of eight apart, and the median; two budgets, 30
+steps, two seeds; the learning rate is tuned for the median at each epsilon and budget; epsilon =
+64, where noise hardly depends on the group size, is left out.
 
     python -m experiments.fig04_els_group_size --scale small      (--dry-run: its cost)
 """
@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from experiments import common, finetuning
 from experiments.finetuning import PAPER_TRAINING, SMALL_TRAINING, SMOKE_TRAINING, Training
-from experiments.rows import by, margin
+from experiments.rows import by, margin, rates_inside
 from fedsim.group_size import median_group_size
 
 
@@ -114,14 +114,14 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
             best = min(row["loss"] for row in series)
             (median,) = (row for row in series if row["group_size"] == row["median_examples"])
             gain = median["loss_before"] - best
-            lost.append((median["loss"] - best, SHARE * gain + noise))
+            lost.append((median["loss"] - best, max(SHARE * gain, noise)))
         good = sum(excess <= most for excess, most in lost)
         worse = sum(excess > noise for excess, _ in lost)
         numbers = f"in {good} of {len(lost)} settings; it is not the best beyond the seeds' noise "
         numbers += f"in {worse}, by {max(lost)[0]:.4f} nats at most"
         what = f"{name}: with the median user's group size at most {SHARE:.0%} of the gain is lost"
         claims.append((what, good == len(lost), f"{numbers}, seeds explain {noise:.4f}"))
-    return claims
+    return [*claims, *rates_inside(rows)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from matplotlib.patches import Rectangle
 
 from experiments import common, finetuning
 from experiments.finetuning import STACK_OVERFLOW, ULS_GRIDS
-from experiments.rows import by, margin
+from experiments.rows import by, margin, rates_inside
 
 SETTINGS = ULS_GRIDS
 SHOWN = 4.0  # the epsilon whose diagonals are drawn
@@ -128,7 +128,7 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     if gains:  # at the paper's scale
         what = "G = 64 and M = 4096 are better than G = 256 and M = 1024"
         claims.append((what, min(gains) > noise, f"by {min(gains):.4f} at least"))
-    return claims
+    return [*claims, *rates_inside(rows)]
 
 
 def good_ones(series: Sequence[dict[str, Any]], noise: float) -> list[dict[str, Any]]:

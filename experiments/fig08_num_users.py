@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from experiments import common, finetuning, heuristics
 from experiments.finetuning import CC_NEWS, STACK_OVERFLOW, Comparison
-from experiments.rows import by, margin
+from experiments.rows import by, margin, rates_inside
 from experiments.testing import with_test_losses
 
 EPSILON = 4.0
@@ -115,7 +115,7 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
         numbers += f"{sum(each > 0 for each in ahead)} of {len(ends)} settings"
         nowhere_less = all(each > -noise for each in ahead)
         claims.append((what, nowhere_less and np.mean(ahead) > error, numbers))
-    return claims
+    return [*claims, *rates_inside(rows)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,10 +1,10 @@
 """Figure 10 (Appendix D): histograms of examples per user in the training splits.
 
 Claim: users' sizes spread over orders of magnitude, in both data sets. Stack Overflow is drawn from
-a law fitted to Table 1 (its data are not at hand); at `paper` the stand-ins in shared/data are
+a law fitted to Table 1 (its data are not at hand); at `small` the stand-ins in shared/data are
 drawn, too, prepared as table1_datasets does.
 
-    python -m experiments.fig10_dataset_sizes --scale paper      (half a minute; smoke: 5 seconds)
+    python -m experiments.fig10_dataset_sizes --scale small      (half a minute; smoke: 5 seconds)
 """
 
 import dataclasses
@@ -29,8 +29,7 @@ class Settings:
 
 SETTINGS = {
     "smoke": Settings(0.002),
-    "small": Settings(0.02),
-    "paper": Settings(1.0, ("scotus", "reddit_links, 8 or more")),
+    "small": Settings(1.0, ("scotus", "reddit_links, 8 or more")),
 }
 
 

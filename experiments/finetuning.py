@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from experiments import common, starting_model
+from experiments.records import as_written
 from experiments.rows import CAME, Row, Rows, over_seeds
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, RunConfig, run_config
@@ -33,6 +34,12 @@ from fedsim.tuning.sweep import jobs_of, sweep
 
 STACK_OVERFLOW, CC_NEWS = "Stack Overflow", "CC-News"
 SMALL: dict[str, str] = dict(zip((STACK_OVERFLOW, CC_NEWS), starting_model.USERS, strict=True))
+SHOWN = {
+    "smoke": {STACK_OVERFLOW: "made-up text"},
+    "small": {STACK_OVERFLOW: "scotus", CC_NEWS: "reddit_links"},
+    "paper": {},
+}
+"""What rows, figures and records call the data that were used, by what these stand for."""
 PAPER = {STACK_OVERFLOW: "stack-overflow", CC_NEWS: "cc-news"}  # built by these recipes
 PAPER_STEPS = {STACK_OVERFLOW: 10_000, CC_NEWS: 2_000}
 PAPER_MODEL = "models/c4"  # made by fedsim pretrain --model paper
@@ -203,17 +210,53 @@ def main(
     if arguments.dry_run:
         print("in all " + cost(arguments.tally.planned, arguments.scale))
     else:
-        drawn = {file: draw(rows) for file, draw in figures.items()}
-        if arguments.scale == "small":
-            shown = [data for data in SMALL if data in {row.get("dataset", data) for row in rows}]
-            what = "; ".join(f"{SMALL[data]} in the place of {data}" for data in shown)
-            for figure in drawn.values():
-                figure.suptitle(f"small: {what}", fontsize="small", color="dimgray")
+        rows = as_written(named(rows, arguments.scale))
+        drawn = {file: titled(draw(rows), rows) for file, draw in figures.items()}
         own, minutes = settings[arguments.scale], arguments.tally.run_minutes
+        data, model = origins(rows, arguments)
         common.finish(
             *(name, arguments.scale, arguments.out, own, rows, drawn, check(rows)),
-            run_minutes=minutes,
+            **{"run_minutes": minutes, "data": data, "model": model},
         )
+
+
+def named(rows: Rows, scale: str) -> Rows:
+    """The rows with the names of the data that were used."""
+    shown = SHOWN[scale]
+    return [
+        {**row, "dataset": shown.get(row["dataset"], row["dataset"])} if "dataset" in row else row
+        for row in rows
+    ]
+
+
+def stands_for(name: str) -> str:
+    """Which of the paper's data sets a data set of rows is, or is in the place of."""
+    found = (paper for shown in SHOWN.values() for paper, own in shown.items() if own == name)
+    return next(found, name)
+
+
+def titled(figure: Figure, rows: Rows) -> Figure:
+    """The figure with what stands for what as its title."""
+    names = dict.fromkeys(str(row["dataset"]) for row in rows if "dataset" in row)
+    shown = [name for name in names if name in SHOWN["small"].values()]
+    what = [f"{name} in the place of {stands_for(name)}" for name in shown]
+    if what:
+        figure.suptitle("small: " + "; ".join(what), fontsize="small", color="dimgray")
+    return figure
+
+
+def origins(rows: Rows, arguments: Arguments) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The data sets of rows with their fingerprints, and the model that the runs started from."""
+    data, stored = {}, [directory.load(run_dir) for run_dir in sorted(arguments.tally.runs)[:1]]
+    for name in dict.fromkeys(row["dataset"] for row in rows if "dataset" in row):
+        where = data_of(stands_for(name), arguments)
+        if corpora.is_built(where):
+            data[name] = {"fingerprint": Dataset.open(where).train.fingerprint}
+    model: dict[str, Any] = {"name": arguments.given_model or f"of the scale {arguments.scale}"}
+    for each in stored:
+        model |= {"sha256": each.identity.model}
+        model |= {"num_parameters": each.plan.num_parameters if each.plan else None}
+    return data, model
 
 
 def data_of(name: str, arguments: Arguments) -> str:

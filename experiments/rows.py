@@ -71,6 +71,14 @@ def seed_error(rows: Sequence[Row]) -> float:
     return float(np.sqrt(variance / min(row["seeds"] for row in rows)))
 
 
+def rates_inside(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
+    """As a claim: the learning rates that were chosen are inside the grids that they are from; none
+    of rows that do not say."""
+    found = [row["inside_grid"] for row in rows if row.get("inside_grid") is not None]
+    what = "ours: no learning rate is at the edge of those that were tried"
+    return [(what, all(found), f"{found.count(False)} of {len(found)} are")] if found else []
+
+
 def margin(rows: Sequence[Row], cells: int = 2) -> float:
     """What the seeds explain of a sum or difference of the losses of so many cells among `rows`."""
     return ERRORS * np.sqrt(cells) * seed_error(rows)

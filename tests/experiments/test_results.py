@@ -1,6 +1,5 @@
 """Committed results are what their commands give, to the last digit that is written."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from experiments import common, finetuning
 from experiments.benchmarks.common import circumstances
+from experiments.records import read_rows
 from experiments.rows import CAME
 
 NAME = "fig06_privacy_loss"
@@ -21,16 +21,6 @@ class Elsewhere(finetuning.Arguments):
         return self.out / "runs"
 
 
-def value(text: str):
-    """As it was before it was written."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text or None
-
-
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(3600)
@@ -40,8 +30,9 @@ def test_a_loss_in_the_committed_table_is_what_its_settings_give(tmp_path):
     record = json.loads((common.RESULTS / "small" / f"{NAME}.json").read_text())
     if record["machine"]["cpu"] != circumstances()["machine"]["cpu"]:
         pytest.skip("bits are those of one kind of CPU")
-    with (common.RESULTS / "small" / f"{NAME}.csv").open() as file:
-        rows = [{name: value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+    papers = finetuning.stands_for
+    rows = read_rows(common.RESULTS / "small" / f"{NAME}.csv")
+    rows = [{**row, "dataset": papers(row["dataset"])} for row in rows]
     cheapest = {}
     for row in sorted(rows, key=lambda row: -row["budget"]):
         cheapest[row["dataset"], row["algorithm"], row["local_steps"]] = row

@@ -1,0 +1,152 @@
+"""Committed records: what is written beside the rows of an experiment, and held against them.
+
+Rows are as they are in the CSV file: verdicts and figures come from what is written there. So they
+can be had again without running anything. Pages of figures (`figures/`) have the verdicts of the
+record, between two marks.
+
+    python -m experiments.records      (figures and pages again, from the committed CSV files)
+"""
+
+import csv
+import datetime
+import functools
+import importlib
+import json
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS, PAGES = HERE / "results", HERE / "figures"
+PROVENANCE = ("commit", "date", "data", "model", "seeds")
+MARKS = "<!-- verdicts -->", "<!-- end of verdicts -->"
+
+
+def short(value: Any) -> Any:
+    """A value as it is in a CSV file: floats with six significant digits."""
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def read_value(text: str) -> Any:
+    """What `short` wrote: a truth value, a number, a text, or nothing."""
+    if text in ("True", "False"):
+        return text == "True"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text or None
+
+
+def as_written(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows as whoever reads the CSV file has them."""
+    return [
+        {n: read_value("" if v is None else str(short(v))) for n, v in row.items()} for row in rows
+    ]
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV file."""
+    with file.open(newline="") as opened:
+        rows = csv.DictReader(opened)
+        return [{name: read_value(text) for name, text in row.items()} for row in rows]
+
+
+def as_claims(found: Iterable[tuple[str, bool, str]], judged: bool = True) -> list[dict[str, Any]]:
+    """Claims as a record has them."""
+    return [
+        {"claim": what, "held": bool(held) if judged else None, "numbers": numbers}
+        for what, held, numbers in found
+    ]
+
+
+def came_from() -> dict[str, Any]:
+    """The commit that was checked out, whether anything was changed since, and the date."""
+    return {"commit": _git("describe", "--always", "--dirty", "--abbrev=12"), "date": _today()}
+
+
+def seeds_of(settings: Any) -> list[int]:
+    """The seeds among settings, in JSON's types; none: nothing in them is drawn by a seed."""
+    if isinstance(settings, dict):
+        own = settings.get("seeds", [settings["seed"]] if "seed" in settings else [])
+        inner = [seeds_of(value) for name, value in settings.items() if name != "seeds"]
+        return sorted({*own, *(seed for each in inner for seed in each)})
+    return []
+
+
+def verdict_table(record: dict[str, Any]) -> str:
+    """The verdicts of a record, for a page."""
+    head = ["| claim | held? | numbers |", "|---|---|---|"]
+    words = {True: "yes", False: "**no**", None: "not judged"}
+    rows = [f"| {c['claim']} | {words[c['held']]} | {c['numbers']} |" for c in record["claims"]]
+    model = record.get("model") or {}
+    count = model.get("num_parameters")
+    size = f", a model of {count:,} parameters" if count else ""
+    scale = f"Scale `{record['scale']}`{size}, {record['date']}, commit {record['commit']}."
+    return "\n".join([*head, *rows, "", scale])
+
+
+def with_verdicts(page: str, record: dict[str, Any]) -> str:
+    """The page with the record's verdicts between the marks."""
+    first, last = MARKS
+    before, _, rest = page.partition(first)
+    return f"{before}{first}\n{verdict_table(record)}\n{last}{rest.partition(last)[2]}"
+
+
+def committed() -> list[Path]:
+    """The records of experiments; those of benchmarks have another form."""
+    files = sorted(RESULTS.glob("*.json")) + sorted((RESULTS / "small").glob("*.json"))
+    return [file for file in files if not file.stem.startswith("benchmark_")]
+
+
+def module_of(record: Path) -> Any:
+    """The experiment that made it; None if it is part of another one's."""
+    if not (HERE / f"{record.stem}.py").exists():
+        return None
+    return importlib.import_module(f"experiments.{record.stem}")
+
+
+@functools.cache
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=HERE, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def main(names: Sequence[str] = ()) -> None:
+    """Writes verdicts, figures and pages of all records again."""
+    from experiments import common, finetuning  # which import this
+
+    for file in committed():
+        module = module_of(file)
+        if module is None or not hasattr(module, "check"):
+            continue
+        record, rows = json.loads(file.read_text()), read_rows(file.with_suffix(".csv"))
+        record["claims"] = as_claims(module.check(rows))
+        file.write_text(json.dumps(record, indent=1) + "\n")
+        plot = getattr(module, "plot", None)
+        for name, draw in getattr(module, "FIGURES", {file.stem: plot} if plot else {}).items():
+            figure = draw(rows)
+            if hasattr(module, "finetuning"):
+                figure = finetuning.titled(figure, rows)
+            common.save_figure(figure, file.with_name(f"{name}.png"))
+        page = PAGES / f"{file.stem}.md"
+        if page.exists():
+            text = page.read_text()
+            assert all(mark in text for mark in MARKS), page
+            page.write_text(with_verdicts(re.sub(r"\n{3,}", "\n\n", text), record))
+
+
+if __name__ == "__main__":
+    main()

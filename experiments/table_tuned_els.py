@@ -1,0 +1,72 @@
+"""ELS with one example of each user, and with its best group size, against ULS.
+
+Beyond the paper, which compares ULS with ELS at the median user's number of examples (Figure 6). No
+training: the rows are those of Figures 4 and 5 in results/small, at the budget and the epsilons
+that both have, where ULS takes one example of each user. Which is better is reported, not claimed:
+a lead counts beyond what the seeds explain.
+
+    python -m experiments.table_tuned_els --scale small      (a second, at every scale)
+"""
+
+import dataclasses
+
+from experiments import common
+from experiments.records import RESULTS, read_rows
+from experiments.rows import Rows, margin
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Which cells of both figures."""
+
+    dataset: str = "scotus"
+    budget: int = 64
+
+
+SETTINGS = {scale: Settings() for scale in ("smoke", "small")}
+
+
+def run(settings: Settings) -> Rows:
+    """A row for each epsilon."""
+    small = RESULTS / "small"
+    els, uls = (
+        [row for row in read_rows(small / f"{name}.csv") if row["dataset"] == settings.dataset]
+        for name in ("fig04_els_group_size", "fig05_uls_heatmap")
+    )
+    noise, rows = max(margin(els), margin(uls)), []
+    for epsilon in sorted({row["epsilon"] for row in els} & {row["epsilon"] for row in uls}):
+        at = {"epsilon": epsilon, "budget": settings.budget}
+        own = {row["group_size"]: row for row in els if at.items() <= row.items()}
+        (other,) = (row for row in uls if {**at, "group_size": 1}.items() <= row.items())
+        best = min(own, key=lambda group: own[group]["loss"])
+        median = own[1]["median_examples"]
+        rows.append(
+            {
+                **{"dataset": settings.dataset, **at, "uls_loss": other["loss"]},
+                "els_loss_of_median": own[median]["loss"],
+                "els_loss_of_one": own[1]["loss"],
+                **{"els_best_group_size": best, "els_best_loss": own[best]["loss"]},
+                "noise": noise,
+            }
+        )
+    return rows
+
+
+def check(rows: Rows) -> common.Claims:
+    """ULS's lead over ELS with three group sizes."""
+    claims = []
+    for what, name in (
+        ("the median user's number of examples", "els_loss_of_median"),
+        ("one example of each user", "els_loss_of_one"),
+        ("its best group size", "els_best_loss"),
+    ):
+        leads = [row[name] - row["uls_loss"] for row in rows]
+        ahead = sum(lead > row["noise"] for lead, row in zip(leads, rows, strict=True))
+        numbers = f"in {ahead} of {len(leads)}; ahead by {min(leads):.4f} to {max(leads):.4f}, "
+        numbers += f"seeds explain {rows[0]['noise']:.4f}"
+        claims.append((f"ULS is ahead of ELS with {what}", ahead == len(leads), numbers))
+    return claims
+
+
+if __name__ == "__main__":
+    common.main("table_tuned_els", __doc__, SETTINGS, run, check, always=False)

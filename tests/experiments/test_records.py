@@ -1,0 +1,98 @@
+"""Committed records follow from their rows, and pages say what records say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import common, records
+
+ROOT = Path(__file__).parents[2]
+EARLIER = ("correlated", "correlated_accounting", "optimizers")  # without all of their provenance
+RECORDS = {file.stem: file for file in records.committed()}
+JUDGED = [n for n, f in RECORDS.items() if hasattr(records.module_of(f), "check")]
+PAGES = sorted(records.PAGES.glob("*.md"))
+LONGEST = 600  # characters of a row of the index
+EXACT = r"(?<![\w.,/-])\d+\.\d{3,}(?![\w.]*\d)"
+"""Numbers with three digits after the point: they were measured."""
+
+
+def test_there_are_records_of_all_that_is_claimed():
+    assert len(JUDGED) > 15
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_verdicts_and_numbers_follow_from_the_rows(name):
+    file = RECORDS[name]
+    rows = records.read_rows(file.with_suffix(".csv"))
+    found = records.as_claims(records.module_of(file).check(rows))
+    assert found == json.loads(file.read_text())["claims"]
+
+
+@pytest.mark.parametrize("name", sorted(set(RECORDS) - set(EARLIER)))
+def test_a_record_says_where_it_came_from(name):
+    file = RECORDS[name]
+    record = json.loads(file.read_text())
+    assert set(records.PROVENANCE) <= set(record)
+    assert re.fullmatch(r"[0-9a-f]{7,12}(-dirty)?", record["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
+    assert record["seeds"] == records.seeds_of(record["settings"])
+    assert record["scale"] == ("small" if file.parent.name == "small" else "paper")
+    stand_ins = re.findall(r"scotus|reddit_links|allsides_news", json.dumps(record["data"]))
+    assert not (stand_ins and record["scale"] == "paper")
+    assert "Stack Overflow" not in record["data"] and "CC-News" not in record["data"]
+
+
+def test_rows_that_are_written_are_those_that_are_judged(tmp_path):
+    rows = [{"loss": 1 / 3, "group": 2, "inside": True, "rate": None, "name": "a"}]
+    common.write_csv(tmp_path / "rows.csv", rows)
+    assert records.read_rows(tmp_path / "rows.csv") == records.as_written(rows)
+    assert records.as_written(rows)[0]["loss"] == 0.333333
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_has_the_verdicts_of_its_record(page):
+    record = json.loads(RECORDS[page.stem].read_text())
+    assert records.verdict_table(record) in page.read_text()
+    assert f"](figures/{page.name})" in (ROOT / "experiments" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_numbers_of_a_page_are_in_its_record(page):
+    _, _, after = page.read_text().partition(records.MARKS[1])
+    measured = numbers_of(page.stem)
+    assert [number for number in re.findall(EXACT, after) if not found(number, measured)] == []
+
+
+def test_numbers_of_the_index_are_in_a_record():
+    every = [value for name in RECORDS for value in numbers_of(name)]
+    files = [*RECORDS.values(), *sorted(records.RESULTS.glob("benchmark_*.json"))]
+    texts = " ".join(file.read_text() for file in files)
+    index = (ROOT / "experiments" / "README.md").read_text()
+    missing = [n for n in re.findall(EXACT, index) if n not in texts and not found(n, every)]
+    assert missing == []
+
+
+def test_the_index_can_be_read():
+    index = (ROOT / "experiments" / "README.md").read_text()
+    own = [line for line in index.splitlines() if not re.search(r"`(optimizers|correlated)`", line)]
+    assert max(map(len, own)) <= LONGEST
+    model = json.loads(RECORDS["fig06_privacy_loss"].read_text())["model"]
+    assert f"{model['num_parameters']:,} parameters" in " ".join(index.splitlines()[:6])
+
+
+def numbers_of(name: str) -> list[float]:
+    """All numbers of a record and of its rows."""
+    file = RECORDS[name]
+    text = json.dumps(json.loads(file.read_text())["claims"])
+    values = [float(number) for number in re.findall(r"\d+\.?\d*", text)]
+    for row in records.read_rows(file.with_suffix(".csv")):
+        values += [float(value) for value in row.values() if isinstance(value, int | float)]
+    return values
+
+
+def found(number: str, values: list[float]) -> bool:
+    """Whether one of the values is this number, as far as it is written."""
+    digits = len(number.partition(".")[2])
+    return any(f"{value:.{digits}f}" == number for value in values)
