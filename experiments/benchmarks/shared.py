@@ -6,6 +6,9 @@ A made-up source with a known graph is written: conversations of one to six peop
 in more of them, with five texts each on average. It is built with the tokenizer `bytes`, checked
 against the known graph, and bounded as ELS and ULS do before their first step. Memory is what the
 processes hold themselves (RssAnon). --quick takes a hundredth of everything.
+
+Beside it, at both scales: how many texts the greedy pool keeps of as many as any pool could, on two
+smaller graphs of the same law. The most that any could keep is bounded by linear programming.
 """
 
 import argparse
@@ -18,17 +21,21 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from scipy import optimize, sparse
 
 from experiments.benchmarks.common import at_most, circumstances
 from experiments.benchmarks.data import build_store
+from fedsim.data.owners import Owners
 from fedsim.data.users import UserStore
 from fedsim.keys import SecretKey
-from fedsim.sampling.shared import bounded_pool, owners_groups
+from fedsim.sampling.shared import bounded_pool, greedy_pool, owners_groups
 from fedsim.trust.owners import most_entered, most_owned
 
 TEXTS, USERS, PER_CONVERSATION, MOST_PEOPLE = 10_000_000, 1_000_000, 5, 6
 GROUP_SIZE, MAX_CHANGED = 8, 2
 ROWS_AT_ONCE = 500_000
+GRAPHS = ((600, 300, 3_000), (20_000, 10_000, 100_000))  # conversations, users, texts
+GROUP_SIZES = (1, 4, 16, 64)
 
 
 def write_source(file: Path, num_texts: int, num_users: int, seed: int = 0) -> np.ndarray:
@@ -77,6 +84,46 @@ def bounded(store: UserStore) -> list[dict]:
     return rows
 
 
+def graph(
+    conversations: int, users: int, texts: int, rng: np.random.Generator
+) -> tuple[np.ndarray, Owners]:
+    """Offsets and owners of a graph by the law of `write_source`."""
+    sizes = np.minimum(rng.geometric(0.45, conversations), MOST_PEOPLE)
+    people = (rng.random(sizes.sum()) ** 2.0 * users).astype(np.int64)
+    pairs = np.unique(np.repeat(np.arange(conversations), sizes) * users + people)
+    conversation, people = np.divmod(pairs, users)
+    starts = np.searchsorted(conversation, np.arange(conversations + 1))
+    counts = np.bincount(rng.integers(0, conversations, texts), minlength=conversations)
+    return np.append(0, np.cumsum(counts)), Owners(users, starts, people.astype(np.int32))
+
+
+def most_kept(offsets: np.ndarray, owners: Owners, group_size: int) -> float:
+    """More texts than this no pool can have: as many as one of fractions of texts."""
+    shape = (owners.num_users, owners.num_sets)
+    owned = sparse.csr_array((np.ones(len(owners.users)), (owners.users, owners.sets)), shape=shape)
+    per_set = np.diff(offsets)
+    found = optimize.linprog(
+        -np.ones(owners.num_sets),
+        A_ub=owned,
+        b_ub=np.full(owners.num_users, group_size),
+        bounds=np.stack([np.zeros(owners.num_sets), per_set], axis=1),
+    )
+    return -float(found.fun)
+
+
+def greedy_against_most() -> list[dict]:
+    """What the greedy pool keeps, of all texts and of the most that could be kept."""
+    rng, rows = np.random.default_rng(0), []
+    for conversations, users, texts in GRAPHS:
+        offsets, owners = graph(conversations, users, texts, rng)
+        for group_size in GROUP_SIZES:
+            kept = len(greedy_pool(rng.permutation(texts), offsets, owners, group_size))
+            most = most_kept(offsets, owners, group_size)
+            shares = {"of_texts": kept / texts, "of_the_most": kept / most}
+            rows.append({"name": f"greedy, {texts} texts, G = {group_size}", **shares})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -99,6 +146,7 @@ def main() -> None:
         rows += bounded(store)
         # In kibibytes; of this process, which wrote the source, too.
         rows[-1]["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    rows += greedy_against_most()
     bars = [
         at_most("texts of one user in the pool", rows[2]["most"], GROUP_SIZE),
         at_most("groups of others with one user's texts", rows[3]["most"], MAX_CHANGED),
