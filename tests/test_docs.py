@@ -38,7 +38,7 @@ BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.M | re.S)
 LANGUAGES = {"python", "sh", "toml", "text", "console", "{eval-rst}", "{toctree}"}
 NOT_RUN = {"pip", "pytest", "tensorboard", "sphinx-build", "python", "docker", "kubectl"}
 QUICK = ("account", "calibrate")
-OTHERS_FLAGS = set("--help --dist --scale --dry-run --quick --shm-size".split())
+OTHERS_FLAGS = set("--help --help-all --dist --scale --dry-run --quick --shm-size".split())
 
 
 def name_of(page: Path) -> str:

@@ -19,8 +19,8 @@ from fedsim.errors import ConfigError, expect
 HELP = {"-h", "--help", "--help-all"}
 # What people look for, and what there is instead.
 HINTS = {
-    "--delimiter": "; columns are separated by commas, or by tabs in a file named .tsv",
-    "--encoding": "; text is UTF-8: iconv -f latin1 -t utf-8 FILE > NEW",
+    "--delimiter": "; `fedsim data build` has it, and what it builds is read by all commands",
+    "--encoding": "; `fedsim data build` has it, and what it builds is read by all commands",
 }
 
 

@@ -25,8 +25,8 @@ class DataBuild:
     """Directory to make."""
 
     sources: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Parquet, JSONL, CSV or TSV files, folders of them, globs, a data set saved by `datasets`, or
-    hf:NAME[:CONFIG]."""
+    """Parquet, JSON, JSONL, CSV or TSV files, folders of them, globs, a data set saved by
+    `datasets`, or hf:NAME[:CONFIG]."""
 
     recipe: RecipeName | None = None
     """The paper's preparation of a data set: defaults for the flags below, and for the source."""
@@ -90,6 +90,12 @@ class DataBuild:
 
     without_domain: Each = ()
     """Leave out rows whose URL is of this domain; again for several."""
+
+    delimiter: str | None = None
+    """What stands between columns of CSV. Default: a comma, or a tab in files named .tsv."""
+
+    encoding: str | None = None
+    """Encoding of CSV and JSON files, such as latin1. Default: utf-8."""
 
     split: str | None = None
     """Which split of an hf: or a saved data set is read. Default: train."""

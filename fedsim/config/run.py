@@ -22,7 +22,7 @@ class DataConfig:
     """The text that is trained on, and whose it is."""
 
     source: Annotated[str, tyro.conf.arg(name="data")]
-    """A directory made by `fedsim data build`, Parquet/JSONL/CSV files or a folder of them,
+    """A directory made by `fedsim data build`, Parquet/JSON/CSV files or a folder of them,
     hf:NAME, or pydocs."""
 
     user_column: str | None = None

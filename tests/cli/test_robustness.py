@@ -203,12 +203,12 @@ SETTINGS = {
     "a command of data misspelt": (["data", "biuld", "x"], "^command=biuld: .* did you mean build"),
     "a flag misspelt": ([*train(), "--user-colum", "x"], "^--user-colum: .* mean --user-column.$"),
     "a flag of others": (
-        ["data", "build", "x.csv", "--out", "b", "--delimiter", ";"],
-        "^--delimiter: expected a flag of fedsim data build; columns are separated by commas",
+        [*train(), "--delimiter", ";"],
+        "^--delimiter: expected a flag of fedsim train; `fedsim data build` has it",
     ),
     "an encoding": (
-        ["data", "build", "x.csv", "--out", "b", "--encoding", "latin1"],
-        "^--encoding: .* text is UTF-8: iconv",
+        [*train(), "--encoding", "latin1"],
+        "^--encoding: expected a flag of fedsim train; `fedsim data build` has it",
     ),
     "a delta that nothing resolves": (train(delta=1e-17), "^delta=1e-17: expected above 1e-15"),
     "noise that protects nobody": (
@@ -279,10 +279,30 @@ SOURCES = {
         train(data="x.parquet"),
         "^text_column=text: expected strings, or lists of token ids, got int64 .in x.parquet",
     ),
-    "JSON that is no JSONL": (
-        make("x.json", b'[{"user_id": "a", "text": "b"}]'),
+    "JSON of other things": (
+        make("x.json", b'[{"user_id": "a", "text": "b"}, 7]'),
         train(data="x.json"),
-        "^data=x.json: expected a file ending in .* jq -c '...' x.json > x.jsonl$",
+        "^data=x.json: expected a readable json file .entry 2: expected an object, got int.$",
+    ),
+    "half a list of JSON": (
+        make("x.json", b'[{"user_id": "a", "text": "b"}, {"user_id": "b"'),
+        train(data="x.json"),
+        "^data=x.json: expected a readable json file .entry 2: Expecting ',' delimiter",
+    ),
+    "an encoding that nobody knows": (
+        make("x.csv", b"user_id,text\na,x\n"),
+        ["data", "build", "x.csv", "--out", "b", "--encoding", "latin-47"],
+        "^encoding=latin-47: expected an encoding that Python knows, such as latin1$",
+    ),
+    "another encoding than it is": (
+        make("x.csv", b"user_id,text\na,\xe9t\xe9\n"),
+        ["data", "build", "x.csv", "--out", "b", "--encoding", "ascii"],
+        "^data=x.csv: expected a readable csv file .'ascii' codec can't decode byte 0xe9",
+    ),
+    "a delimiter of two characters": (
+        make("x.csv", b"user_id,text\na,x\n"),
+        ["data", "build", "x.csv", "--out", "b", "--delimiter", "||"],
+        "^delimiter=..: expected one character, such as ; or .$",
     ),
     "a folder of other things": (
         make("folder/thesis.doc", b"x"),
@@ -292,17 +312,17 @@ SOURCES = {
     "semicolons": (
         make("x.csv", b"user_id;text\na;x\n"),
         train(data="x.csv"),
-        "^user_column=user_id: .* columns are separated by ';', expected commas",
+        "^user_column=user_id: .* separated by ';': `fedsim data build --delimiter`",
     ),
     "latin-1": (
         make("x.csv", b"user_id,text\na,\xe9t\xe9\n"),
         train(data="x.csv"),
-        "^data=x.csv: .* iconv -f latin1",
+        "^data=x.csv: .* `fedsim data build --encoding latin1`",
     ),
     "latin-1 JSON": (
         make("x.jsonl", b'{"user_id": "a", "text": "\xe9"}\n'),
         train(data="x.jsonl"),
-        "^data=x.jsonl: .* iconv -f latin1",
+        "^data=x.jsonl: .* `fedsim data build --encoding latin1`",
     ),
     "a quotation without an end": (
         make("x.csv", b'user_id,text\nu1,"hello\nu2,world\n'),
@@ -320,8 +340,8 @@ SOURCES = {
         "^user_column=user_id: 1 null or empty .*rows 2.* `fedsim data build --unowned drop`",
     ),
     "a user that is a fraction": (
-        make("x.csv", b"user_id,text\n1.5,x\n"),
-        train(data="x.csv"),
+        make("x.jsonl", b'{"user_id": 1.5, "text": "x"}\n'),
+        train(data="x.jsonl"),
         "^user_column=user_id: expected text or whole numbers, got 1.5 in row 1; ids",
     ),
     "two columns of one name": (

@@ -114,8 +114,8 @@ RECORDED = "eb595353498c597f15312db224ec94782d6b2d74d9872187c2828468c704bfc8"
 @pytest.mark.parametrize(
     "who, message",
     [
-        ([], "1 null or empty user ids in .* .rows 7.; expected a user"),
-        (None, "1 null or empty user ids in .* .rows 7.; expected a user"),
+        ([], "1 null or empty user id in .* .rows 7.; expected a user"),
+        (None, "1 null or empty user id in .* .rows 7.; expected a user"),
         (["a", None], "expected owners with ids, got a null or empty one in row 7"),
         (["a", " "], "expected owners with ids, got a null or empty one in row 7"),
         (["a", "a"], "expected each owner of a text once, got one twice in row 7"),

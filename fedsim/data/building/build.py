@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from fedsim.data.building import conversations, domains, hub, user_ids
 from fedsim.data.building.columns import Columns
+from fedsim.data.building.form import Form
 from fedsim.data.building.merge import Merge, Shard, collect_owners, index_run, write_shard
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, cut
@@ -58,6 +59,7 @@ class _Options:
     long_texts: str
     screen: Screen
     unowned: str
+    form: Form
 
     def __post_init__(self):
         def check(field: str, value: Any, holds: bool, expected: str) -> None:
@@ -97,6 +99,8 @@ def build(
     test_from: str | None = None,
     unowned: str = "refuse",
     screen: Screen | None = None,
+    delimiter: str | None = None,
+    encoding: str = "utf-8",
     split: str | None = None,
     revision: str | None = None,
     num_workers: int | None = None,
@@ -126,6 +130,7 @@ def build(
       test_from: rows whose order column is at least this become the split "test".
       unowned: "refuse" rows without a user, or "drop" and count them.
       screen: rows to leave out first: near duplicates of other sources, URLs.
+      delimiter, encoding: how CSV and JSON files are written; see `Form`.
       split, revision: of hf: and saved data sets. Default: train, the newest.
       num_workers: processes; default: one per CPU. Does not change the result.
       progress: is told in a line, every few seconds and at the end of a stage, how far it is.
@@ -139,7 +144,14 @@ def build(
     columns = Columns.of(user_column, text_column, order_column, url_column, owners, *talk)
     holdout = Holdout(eval_users, eval_examples, min_examples, test_from)
     options = _Options(
-        columns, holdout, file_of(tokenizer), max_length, long_texts, screen or Screen(), unowned
+        columns,
+        holdout,
+        file_of(tokenizer),
+        max_length,
+        long_texts,
+        screen or Screen(),
+        unowned,
+        Form(delimiter, encoding),
     )
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     try:
@@ -216,8 +228,7 @@ class _Build:
     def _told(self, put_right: Counter[str], ids: pa.Array) -> dict[str, int]:
         """Counts of what was put right of user ids, and of those that may be of one person; told to
         who looks on, for either may be a mistake."""
-        counts = {name: put_right[name] for name in user_ids.SAID if put_right[name]}
-        told = [f"{number:,} {user_ids.SAID[name]}" for name, number in counts.items()]
+        counts, told = user_ids.counted(put_right), user_ids.told(put_right)
         if self.options.columns.url is None:
             number, examples = user_ids.look_alikes(ids)
             if number:
@@ -240,7 +251,8 @@ class _Build:
             raise DataError(f"data={named}: expected files, or one hf: data set")
         if not of_hub:
             files = find_files(others)
-            sources = examine(files, self.options.columns, self.pool, split)
+            form = self.options.form
+            sources = examine(files, self.options.columns, self.pool, split, form)
             self._resume([sources.files, split])
             return sources, []
         source = hub.HubSource.parse(of_hub[0], split, revision).pinned()

@@ -104,7 +104,7 @@ class Columns:
 
     def _expected(self, found: Sequence[str]) -> str:
         separated = len(found) == 1 and next((s for s in ";\t|" if s in found[0]), "")
-        hint = f"; columns are separated by {separated!r}, expected commas (.csv) or tabs (.tsv)"
+        hint = f"; columns are separated by {separated!r}: `fedsim data build --delimiter`"
         return f"no such column, expected one of {', '.join(found)}{hint if separated else ''}"
 
     def check(self, found: Sequence[str]) -> None:

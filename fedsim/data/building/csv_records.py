@@ -5,25 +5,19 @@ the middle of a field as if it went on. Python's, in its strict mode, takes neit
 """
 
 import csv
-import gzip
 import sys
 from pathlib import Path
 
+from fedsim.data.building.form import Form
 from fedsim.errors import DataError
 
 
-def delimiter(file: Path) -> str:
-    """What stands between a file's columns, by its name."""
-    return "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
-
-
-def check(file: Path) -> None:
+def check(file: Path, form: Form) -> None:
     """Raises: DataError: a quotation does not end where a field does, naming the line it is in."""
-    opener = gzip.open if file.suffix == ".gz" else open
     before = csv.field_size_limit(sys.maxsize)
     try:
-        with opener(file, "rt", encoding="utf-8-sig", errors="replace", newline="") as lines:
-            reader, line = csv.reader(lines, delimiter=delimiter(file), strict=True), 0
+        with form.opened(file, errors="replace") as lines:
+            reader, line = csv.reader(lines, delimiter=form.between(file), strict=True), 0
             try:
                 for _ in reader:
                     line = reader.line_num

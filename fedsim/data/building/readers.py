@@ -1,11 +1,10 @@
-"""Reading users' text: Parquet, JSONL (.gz), CSV (.gz), and saved `datasets` directories.
+"""Reading users' text: Parquet, JSON, JSONL, CSV (.gz), and saved `datasets` directories.
 
 A file is cut into parts where its format allows it, so that several processes can read it. Rows
 come in the order of the file as checked batches; complaints name the file, the row and the reason.
 """
 
 import gzip
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,15 +15,17 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from fedsim.data.building import csv_records
+from fedsim.data.building import csv_records, json_records
 from fedsim.data.building.columns import Columns, normalise, paths, pick
+from fedsim.data.building.form import Form
 from fedsim.errors import DataError
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
 PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
 CSV_BLOCKS = tuple(16 * 2**20 * 8**i for i in range(3))  # bytes; one row must fit
-SUFFIXES = (".parquet", *(f".{k}{z}" for k in ("jsonl", "csv", "tsv") for z in ("", ".gz")))
-TO_UTF8 = "; of latin-1: iconv -f latin1 -t utf-8 FILE > NEW"
+SUFFIXES = (".parquet", *(f".{k}{z}" for k in ("json", "jsonl", "csv", "tsv") for z in ("", ".gz")))
+OTHER = "; where it is of another encoding: `fedsim data build --encoding latin1`"
+UTF8 = Form()
 SAVED = ("state.json", "dataset_dict.json")  # what datasets.save_to_disk leaves
 
 
@@ -40,10 +41,11 @@ class Part:
     """Rows (lines of JSONL) of the file before it."""
     split: str | None = None
     """Which data set of a saved dictionary it is."""
+    form: Form = UTF8
 
     @property
     def kind(self) -> str:
-        """parquet, jsonl, csv, tsv, or saved."""
+        """parquet, json, jsonl, csv, tsv, or saved."""
         return "saved" if self.file.is_dir() else _suffix(self.file)
 
 
@@ -51,12 +53,12 @@ def _suffix(file: Path) -> str:
     return file.name.removesuffix(".gz").rpartition(".")[2]
 
 
-def cut(file: Path, columns: Columns, split: str | None = None) -> list[Part]:
+def cut(file: Path, columns: Columns, split: str | None = None, form: Form = UTF8) -> list[Part]:
     """The parts of a file, in order: the same for the same file and columns.
 
     Raises: DataError: it cannot be read, or lacks a column.
     """
-    whole = Part(file, split=split)
+    whole = Part(file, split=split, form=form)
     with _complaints(whole):
         if whole.kind == "parquet":
             return _cut_parquet(file, columns)
@@ -67,9 +69,9 @@ def cut(file: Path, columns: Columns, split: str | None = None) -> list[Part]:
             spans = zip(bounds[:-1], bounds[1:], strict=True)
             return [Part(file, low, high, low, split) for low, high in spans]
         if whole.kind in ("csv", "tsv"):
-            csv_records.check(file)
+            csv_records.check(file, form)
         if whole.kind == "jsonl" and file.suffix != ".gz":
-            return _cut_lines(file)
+            return _cut_lines(file, form)
     return [whole]
 
 
@@ -92,6 +94,7 @@ def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The same with the columns as they are in the file."""
     readers = {
         "parquet": _read_parquet,
+        "json": _read_json,
         "jsonl": _read_jsonl,
         "csv": _read_csv,
         "tsv": _read_csv,
@@ -119,7 +122,7 @@ class _complaints:
         if isinstance(error, expected):
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if "utf8" in reason.lower().replace("-", ""):
-                reason += TO_UTF8
+                reason += OTHER
             raise DataError(
                 f"data={self.part.file}: expected a readable {self.part.kind} file ({reason})"
             ) from error
@@ -185,11 +188,11 @@ def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBa
 
 def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     """User ids and texts are read as they are written: 007 is not 7."""
-    between = csv_records.delimiter(part.file)
+    between = part.form.between(part.file)
     parse_options = pa_csv.ParseOptions(delimiter=between, newlines_in_values=True)
     done = 0
     for block_size in CSV_BLOCKS:  # a row longer than a block needs a larger one
-        read_options = pa_csv.ReadOptions(block_size=block_size)
+        read_options = pa_csv.ReadOptions(block_size=block_size, encoding=part.form.encoding)
         try:
             with pa_csv.open_csv(_open_stream(part.file), read_options, parse_options) as guess:
                 columns.check(guess.schema.names)
@@ -214,7 +217,7 @@ def _open_stream(file: Path) -> pa.NativeFile:
     return pa.input_stream(str(file), compression="gzip" if file.suffix == ".gz" else None)
 
 
-def _cut_lines(file: Path) -> list[Part]:
+def _cut_lines(file: Path, form: Form) -> list[Part]:
     """Parts that end at line ends, and how many lines come before each."""
     parts, start, lines, size = [], 0, 0, file.stat().st_size
     with file.open("rb") as stream:
@@ -222,11 +225,11 @@ def _cut_lines(file: Path) -> list[Part]:
             stream.seek(min(start + PART_BYTES, size))
             stream.readline()
             end = stream.tell() if stream.tell() < size else size
-            parts.append(Part(file, start, end, lines))
+            parts.append(Part(file, start, end, lines, form=form))
             stream.seek(start)
             lines += sum(block.count(b"\n") for block in _blocks(stream, end - start))
             start = end
-    return parts or [Part(file)]
+    return parts or [Part(file, form=form)]
 
 
 def _blocks(stream: BinaryIO, size: int) -> Iterator[bytes]:
@@ -236,26 +239,44 @@ def _blocks(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _read_jsonl(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """One object a line, through json itself: Arrow's reader would take some texts for dates."""
+    """One object a line."""
+    if not part.form.has_lines:
+        raise DataError(f"encoding={part.form.encoding}: expected one that has ASCII in it")
     opener = gzip.open if part.file.suffix == ".gz" else open
     with opener(part.file, "rb") as stream:
         stream.seek(part.start)
-        row, checked = part.first_row, part.start > 0
-        records = _json_objects(_lines(stream, part), row)
-        while rows := _some(records):
-            if not checked:
-                columns.check(list(dict.fromkeys(key for record in rows for key in _keys(record))))
-                checked = True
-            yield (
-                row,
-                pa.RecordBatch.from_pydict(
-                    {
-                        name: _json_column([_value(each, name) for each in rows], name, row)
-                        for name in columns.names
-                    }
-                ),
-            )
-            row += len(rows)
+        lines = _lines(stream, part)
+        records = json_records.of_lines(lines, part.first_row, part.form.decoder)
+        yield from _batches(records, columns, part.first_row, checked=part.start > 0)
+
+
+def _read_json(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """One list of objects, or one object a line."""
+    with part.form.opened(part.file) as stream:
+        first = next((c for c in iter(lambda: stream.read(1), "") if not c.isspace()), "")
+        if first == "[":
+            stream.seek(0)
+            yield from _batches(json_records.of_list(stream), columns, 0)
+            return
+    yield from _read_jsonl(part, columns)
+
+
+def _batches(
+    records: json_records.Objects, columns: Columns, row: int, *, checked: bool = False
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    while rows := _some(records):
+        if not checked:
+            found = dict.fromkeys(name for record in rows for name in json_records.names(record))
+            columns.check(list(found))
+            checked = True
+        values = {name: [json_records.value(each, name) for each in rows] for name in columns.names}
+        yield (
+            row,
+            pa.RecordBatch.from_pydict(
+                {name: json_records.column(each, name, row) for name, each in values.items()}
+            ),
+        )
+        row += len(rows)
 
 
 def _some(records: Iterator[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -274,52 +295,3 @@ def _lines(stream: Any, part: Part) -> Iterator[bytes]:
     while left and (line := stream.readline()):
         left -= len(line) if left > 0 else 0
         yield line
-
-
-def _json_objects(lines: Iterator[bytes], before: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(bytes of the line, object) of each line that is not blank."""
-    for number, line in enumerate(lines, before + 1):
-        if line.isspace():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8-sig"))
-        except ValueError as error:
-            raise ValueError(f"line {number}: {error}") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"line {number}: expected an object, got {type(row).__name__}")
-        yield len(line), row
-
-
-def _keys(record: dict[str, Any]) -> Iterator[str]:
-    """The names of a record's fields, those inside others with a dot."""
-    for key, value in record.items():
-        yield key
-        if isinstance(value, dict):
-            yield from (f"{key}.{inner}" for inner in _keys(value))
-
-
-def _value(record: dict[str, Any], name: str) -> Any:
-    """The field of that name, or inside others of that path; None if there is none."""
-    if name in record or "." not in name:
-        return record.get(name)
-    outer, _, inner = name.partition(".")
-    return _value(record[outer], inner) if isinstance(record.get(outer), dict) else None
-
-
-def _json_column(values: list[Any], name: str, first_row: int) -> pa.Array:
-    """Numbers and strings mixed in one column become strings; beside lists, others
-    become lists of one."""
-    kinds = {type(value) for value in values} - {type(None)}
-    if list in kinds and kinds <= {int, str, list}:
-        values = [[v] if isinstance(v, int | str) else v for v in values]
-        kinds = {list}
-    if str in kinds and kinds <= {int, float, str}:
-        values = [None if value is None else str(value) for value in values]
-    try:
-        return pa.array(values)
-    except (pa.ArrowException, UnicodeEncodeError, OverflowError) as error:
-        rare = min(kinds, key=lambda kind: sum(type(value) is kind for value in values))
-        row = next(i for i, value in enumerate(values) if type(value) is rare)
-        raise ValueError(
-            f"line {first_row + row + 1}, {name}: {' '.join(str(error).split())}"
-        ) from None

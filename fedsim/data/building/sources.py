@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from fedsim.data.building.columns import Columns, is_blank
+from fedsim.data.building.form import Form
 from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import SAVED, SUFFIXES, Part, cut, read
+from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, cut, read
 from fedsim.data.shards import fingerprint
 from fedsim.errors import DataError
 
 SHOWN_ROWS = 5
-JSON_HINT = "; of one list: jq -c '.[]' {0} > {0}l"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
         if here.is_dir() and not is_saved(here):
             found = files_in(here)
             if not found:
-                kinds = ", ".join(SUFFIXES)
+                kinds = f"{', '.join(SUFFIXES)} (JSON: '{source}/*.json')"
                 raise DataError(f"data={source}: expected files in it that end in {kinds}")
         found = [file for file in found if file.is_file() or is_saved(file)]
         if not found:
@@ -62,16 +62,17 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
         files.update(dict.fromkeys(found))
     for file in files:
         if not is_saved(file) and not file.name.endswith(SUFFIXES):
-            hint = JSON_HINT.format(file) if file.suffix == ".json" else ""
-            raise DataError(f"data={file}: expected a file ending in {', '.join(SUFFIXES)}{hint}")
+            raise DataError(f"data={file}: expected a file ending in {', '.join(SUFFIXES)}")
     if not files:
         raise DataError("data=[]: expected at least one file")
     return list(files)
 
 
 def files_in(directory: Path) -> list[Path]:
-    """The files in a directory that can be read, by name."""
-    return sorted(p for p in directory.iterdir() if p.is_file() and p.name.endswith(SUFFIXES))
+    """The files in a directory that can be read, by name; none in JSON, in which also settings are
+    kept, those of a built data set among them."""
+    kinds = tuple(kind for kind in SUFFIXES if not kind.startswith(".json.") and kind != ".json")
+    return sorted(p for p in directory.iterdir() if p.is_file() and p.name.endswith(kinds))
 
 
 def is_saved(path: Path) -> bool:
@@ -79,20 +80,27 @@ def is_saved(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in SAVED)
 
 
-def examine(files: Sequence[Path], columns: Columns, pool: Pool, split: str | None) -> Sources:
+def examine(
+    files: Sequence[Path], columns: Columns, pool: Pool, split: str | None, form: Form = UTF8
+) -> Sources:
     """Identifies the files and cuts them into parts.
 
     Raises: DataError: a file cannot be read, or lacks a column.
     """
-    found = pool.map(partial(_examine, columns=columns, split=split), list(files))
+    found = pool.map(partial(_examine, columns=columns, split=split, form=form), list(files))
     parts = tuple(part for parts, _ in found for part in parts)
     return Sources(parts, tuple(about for _, about in found))
 
 
 def _examine(
-    file: Path, *, columns: Columns, split: str | None, report: Callable[[int], None]
+    file: Path,
+    *,
+    columns: Columns,
+    split: str | None,
+    form: Form,
+    report: Callable[[int], None],
 ) -> tuple[list[Part], dict[str, Any]]:
-    return cut(file, columns, split), identify(file)
+    return cut(file, columns, split, form), identify(file)
 
 
 def identify(file: Path) -> dict[str, Any]:
@@ -118,9 +126,10 @@ def survey(
             bad.setdefault(part.file, []).extend(rows)
     for file, rows in bad.items():
         shown = ", ".join(map(str, rows[:SHOWN_ROWS]))
+        ids = "id" if counts[file] == 1 else "ids"
         shown += ", ..." if counts[file] > SHOWN_ROWS else ""
         raise DataError(
-            f"{columns.blamed}: {counts[file]} null or empty user ids in {file} "
+            f"{columns.blamed}: {counts[file]} null or empty user {ids} in {file} "
             f"(rows {shown}); expected a user for every row, or "
             "`fedsim data build --unowned drop`, which leaves such rows out"
         )

@@ -2,8 +2,8 @@
 
 What is certain is put right: white space around an id is no part of it, the words that stand for a
 missing value are nobody, and 7.0 is 7, which pandas writes for whole numbers in a column with gaps.
-What is not is refused, as 0.5 is, or stays as it is and is counted: 007 and 7, Ann and ann are two
-users each.
+What is not is refused, as the float 0.5 is, or stays as it is and is counted: 007 and 7, Ann and
+ann, the texts 3.1 and 3.10 are two users each.
 """
 
 from collections import Counter
@@ -20,21 +20,24 @@ from fedsim.errors import DataError
 # What pandas.read_csv takes for a missing value, and NaT, which pandas writes.
 NOBODY = ["", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"]
 NOBODY += ["1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "NaT", "None", "n/a", "nan", "null"]
-RULE = 1  # another number where another rule gives other users
+RULE = 2  # another number where another rule gives other users
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # by a float's bits: whole numbers below are themselves
 DIGITS = 15  # so many are always below 2^53
 WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
 ROUNDED = r"^[+-]?[0-9](\.[0-9]+)?[eE]\+[0-9]+$"  # as programs write large floats
-# What two ids may differ in that looks alike: what one does not see, and zeros in front.
+# What two ids may differ in that looks alike: what one does not see, zeros in front or at the end.
 UNSEEN, ZEROS = r"[\s\x{200b}-\x{200f}\x{2060}\x{feff}]+", r"^0+([0-9])"
+ZEROS_AFTER = r"^([0-9]+\.[0-9]*?)0+$"
 
 TRIMMED, SHORTENED, WORDS = "user_ids_trimmed", "user_ids_without_fraction", "words_for_nobody"
-SAID = {
-    TRIMMED: "user ids had white space around them, which is no part of them",
-    SHORTENED: "user ids were written like 7.0, which is 7",
-    WORDS: "rows have a word such as NA or None for a user, which is nobody",
+FRACTIONS = "user_ids_like_fractions"
+_SAID = {
+    TRIMMED: "white space around the user id, which is no part of it",
+    SHORTENED: "a user id like 7.0, which is 7",
+    WORDS: "a word such as NA or None for a user, which is nobody",
+    FRACTIONS: "a user id like 3.10, which stays a text: 3.1 is somebody else",
 }
-"""What is counted of rows, and what a person is told of it."""
+"""What is counted of rows, and what a person is told that they have."""
 
 Rows = Sequence[int] | np.ndarray
 
@@ -64,16 +67,32 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
     text = _call("if_else", nobody, pa.scalar(None, pa.string()), text)
     whole = _call("match_substring_regex", text, pattern=WHOLE)
     short = _call("replace_substring_regex", text, pattern=r"\.0*$", replacement="")
-    rounded = _call("match_substring_regex", text, pattern=f"{FRACTION}|{ROUNDED}")
     long = _call("greater", _call("utf8_length", short), pa.scalar(DIGITS))
-    _refuse(_call("if_else", whole, long, rounded), text, field, rows)
+    fraction = _call("match_substring_regex", text, pattern=FRACTION)
+    rounded = _call("match_substring_regex", text, pattern=ROUNDED)
+    number = _call("or", whole, fraction)
+    _refuse(_call("or", rounded, _call("and", number, long)), text, field, rows)
     tally[SHORTENED] += _count(whole)
+    tally[FRACTIONS] += _count(_call("and", fraction, _call("invert", whole)))
     return _call("if_else", whole, short, text)
+
+
+def told(tally: Counter[str]) -> list[str]:
+    """What a person is told of rows that were counted."""
+    rows = {
+        name: "1 row has" if tally[name] == 1 else f"{tally[name]:,} rows have" for name in _SAID
+    }
+    return [f"{rows[name]} {what}" for name, what in _SAID.items() if tally[name]]
+
+
+def counted(tally: Counter[str]) -> dict[str, int]:
+    """What was counted, of what there is any."""
+    return {name: tally[name] for name in _SAID if tally[name]}
 
 
 def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
     """How many users have an id that differs from another's only in case, width, zeros in front or
-    what one does not see; and two of them that do.
+    after a point, or what one does not see; and two of them that do.
 
     Args: ids: each user once, or each set of owners (see data/owners.py).
     """
@@ -81,6 +100,7 @@ def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
     key = _call("utf8_lower", _call("utf8_normalize", people, form="NFKC"))
     key = _call("replace_substring_regex", key, pattern=UNSEEN, replacement="")
     key = _call("replace_substring_regex", key, pattern=ZEROS, replacement=r"\1")
+    key = _call("replace_substring_regex", key, pattern=ZEROS_AFTER, replacement=r"\1")
     counts = key.value_counts()
     several = counts.filter(pc.greater(counts.field("counts"), 1))  # pyright: ignore
     if not len(several):

@@ -89,7 +89,7 @@ def test_texts_without_a_conversation_are_their_speakers_alone(tmp_path):
 
 def test_rows_without_a_speaker_are_refused_or_left_out(tmp_path):
     rows = [*HEARING, ("a", 3, None, "nobody")]
-    with pytest.raises(DataError, match="user_column=who: 1 null or empty user ids"):
+    with pytest.raises(DataError, match="user_column=who: 1 null or empty user id"):
         built(tmp_path, source(tmp_path, rows))
     data = built(tmp_path, source(tmp_path, rows), unowned="drop")
     assert data.train.num_examples == len(HEARING)

@@ -10,6 +10,7 @@ import pytest
 
 from fedsim.data.building import csv_records, user_ids
 from fedsim.data.building.build import build
+from fedsim.data.building.form import Form
 from fedsim.errors import DataError
 
 pytestmark = pytest.mark.privacy
@@ -44,7 +45,7 @@ def test_one_user_is_one_user_however_the_id_is_written(kind, tmp_path):
     assert data.train.user_ids() == ["1", "ann", "b/c"]
     counts = data.metadata["counts"]
     assert (counts["user_ids_trimmed"], counts["user_ids_without_fraction"]) == (3, 1)
-    assert any("3 user ids had white space around them" in line for line in told)
+    assert any("3 rows have white space around the user id" in line for line in told)
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
@@ -65,10 +66,25 @@ def test_whole_numbers_that_pandas_wrote_with_gaps_are_whole_numbers(kind, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-@pytest.mark.parametrize("number", [0.5, float(2**53 + 2), 1e300])
+@pytest.mark.parametrize("number", [0.1 + 0.2, float(2**53 + 2), 1e300])
 def test_numbers_that_may_have_been_others_are_refused(kind, number, tmp_path):
     with pytest.raises(DataError, match="expected text or whole numbers, got .* in row 2"):
         built(tmp_path, kind, [1.0, number])
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_texts_like_versions_are_texts_and_each_spelling_is_a_user(kind, tmp_path):
+    data, told = built(tmp_path, kind, ["3.1", "3.10", "3.10", "3.10.2", "7.0"])
+    assert data.train.user_ids() == ["3.1", "3.10", "3.10.2", "7"]
+    assert data.metadata["counts"]["user_ids_like_fractions"] == 3
+    assert "1 row has a user id like 7.0, which is 7" in told
+    assert any(line.startswith("3 rows have a user id like 3.10, which stays") for line in told)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_floats_with_a_fraction_are_nobodys_ids(kind, tmp_path):
+    with pytest.raises(DataError, match="expected text or whole numbers, got 0.5 in row 2"):
+        built(tmp_path, kind, [1.0, 0.5])
 
 
 def test_single_precision_is_exact_up_to_where_it_is():
@@ -82,7 +98,9 @@ def test_single_precision_is_exact_up_to_where_it_is():
         user_ids.as_ids(pa.array([2.0**24 + 2], pa.float32()), "user_column=who", [0], tally)
 
 
-@pytest.mark.parametrize("ids", [["007", "7"], ["Ann", "ann"], ["a b", "ab"], ["x", "x\u200b"]])
+@pytest.mark.parametrize(
+    "ids", [["007", "7"], ["Ann", "ann"], ["a b", "ab"], ["x", "x\u200b"], ["3.1", "3.10"]]
+)
 def test_ids_that_look_alike_stay_apart_and_are_said(ids, tmp_path):
     data, told = built(tmp_path, "jsonl", [*ids, "other"])
     assert data.train.num_users == 3
@@ -130,4 +148,4 @@ FINE = [
 def test_quotations_that_end_where_fields_do_are_fine(text, tmp_path):
     file = tmp_path / "x.csv"
     file.write_text(text, newline="")
-    csv_records.check(file)
+    csv_records.check(file, Form())

@@ -1,0 +1,50 @@
+"""How text files are written: what stands between the columns of CSV, and in which encoding."""
+
+import codecs
+import gzip
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from fedsim.errors import DataError
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a file's name does not say of it."""
+
+    delimiter: str | None = None
+    """What stands between columns. None: a comma, or a tab in a file named .tsv."""
+    encoding: str = "utf-8"
+
+    def __post_init__(self):
+        one = self.delimiter is None or len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
+        if not one:
+            raise DataError(f"delimiter={self.delimiter}: expected one character, such as ; or |")
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError:
+            raise DataError(
+                f"encoding={self.encoding}: expected an encoding that Python knows, such as latin1"
+            ) from None
+
+    def between(self, file: Path) -> str:
+        """What stands between this file's columns."""
+        if self.delimiter is not None:
+            return self.delimiter
+        return "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
+
+    @property
+    def decoder(self) -> str:
+        """The encoding, in which a file may begin with a mark of its byte order."""
+        return "utf-8-sig" if codecs.lookup(self.encoding).name == "utf-8" else self.encoding
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether the bytes of a line end mean one everywhere, so that a file can be cut there."""
+        return "\n{}".encode(self.encoding) == b"\n{}"
+
+    def opened(self, file: Path, *, errors: str = "strict") -> TextIO:
+        """The characters of a file, line ends as they are."""
+        opener = gzip.open if file.suffix == ".gz" else open
+        return opener(file, "rt", encoding=self.decoder, errors=errors, newline="")

@@ -1,0 +1,93 @@
+"""Files as people have them: other delimiters and encodings, JSON lists, folders of all of it."""
+
+import gzip
+import io
+import json
+
+import pytest
+from test_build import texts_of
+
+from fedsim.data.building import json_records
+from fedsim.data.building.build import build
+from fedsim.errors import DataError
+
+ROWS = [("ann", "caf\u00e9; or tea"), ("bob", 'say "\u00e7a"'), ("ann", "two\nlines")]
+
+
+def built(source, tmp_path, **options):
+    """(user, text) of what is built of it."""
+    options = {"eval_users": 0, "eval_examples": False, **options}
+    data = build(source, tmp_path / "out", **options)
+    found = texts_of(data.train).items()
+    return sorted((user, text) for user, texts in found for text in texts)
+
+
+def separated(between, encoding):
+    lines = [f'"{user}"{between}"{text.replace(chr(34), chr(34) * 2)}"' for user, text in ROWS]
+    return "\n".join([f"user_id{between}text", *lines, ""]).encode(encoding)
+
+
+@pytest.mark.parametrize(
+    "name, between, encoding",
+    [
+        ("x.csv", ";", "utf-8"),
+        ("x.csv", "|", "latin1"),
+        ("x.csv", ",", "utf-16"),
+        ("x.tsv", "\t", "cp1252"),
+        ("x.csv.gz", ";", "latin1"),
+    ],
+)
+def test_csv_of_any_delimiter_and_encoding_says_the_same(name, between, encoding, tmp_path):
+    opener = gzip.open if name.endswith(".gz") else open
+    with opener(tmp_path / name, "wb") as file:
+        file.write(separated(between, encoding))
+    how = {"encoding": encoding} | ({} if name == "x.tsv" else {"delimiter": between})
+    assert built(tmp_path / name, tmp_path, **how) == sorted(ROWS)
+
+
+def test_a_quotation_without_an_end_is_found_in_any_encoding(tmp_path):
+    (tmp_path / "x.csv").write_bytes('user_id;text\nann;"caf\u00e9\nbob;tea\n'.encode("latin1"))
+    with pytest.raises(DataError, match="line 2: expected every quotation to end"):
+        built(tmp_path / "x.csv", tmp_path, delimiter=";", encoding="latin1")
+
+
+def of_list(text):
+    return [record for _, record in json_records.of_list(io.StringIO(text))]
+
+
+@pytest.mark.parametrize("characters", [1, 7, 2**20])
+def test_a_list_is_read_in_pieces_of_any_size(characters, monkeypatch):
+    monkeypatch.setattr(json_records, "READ_CHARACTERS", characters)
+    rows = [{"user_id": user, "text": text, "n": [1, {"a": "]"}]} for user, text in ROWS]
+    for indent in (None, 2):
+        assert of_list(json.dumps(rows, indent=indent) + "\n ") == rows
+    assert of_list(" [ ] ") == []
+    for broken in ('[{"a": 1} {"a": 2}]', '[{"a": 1},', '[{"a": 1}', '[{"a": 1}] x', "[1]", "[{]"):
+        with pytest.raises(ValueError, match="entry|after the list"):
+            of_list(broken)
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+@pytest.mark.parametrize("encoding", ["utf-8", "latin1"])
+def test_json_is_one_list_or_a_line_each(as_list, encoding, tmp_path):
+    rows = [{"user_id": user, "text": text} for user, text in ROWS]
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = json.dumps(rows, ensure_ascii=False, indent=1) if as_list else "".join(lines)
+    (tmp_path / "x.json").write_bytes(text.encode(encoding))
+    assert built(tmp_path / "x.json", tmp_path, encoding=encoding) == sorted(ROWS)
+
+
+def test_lines_in_an_encoding_whose_line_ends_differ_are_refused(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes('{"user_id": "a", "text": "b"}\n'.encode("utf-16"))
+    with pytest.raises(DataError, match="encoding=utf-16: expected one that has ASCII in it"):
+        built(tmp_path / "x.jsonl", tmp_path, encoding="utf-16")
+
+
+def test_a_folder_is_all_files_in_it_that_can_be_read(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(json.dumps({"user_id": "ann", "text": "one"}))
+    (folder / "settings.json").write_text("{}")
+    (folder / "b.tsv").write_text("user_id\ttext\nbob\ttwo\n")
+    (folder / "notes.md").write_text("not data")
+    assert built(folder, tmp_path) == [("ann", "one"), ("bob", "two")]
