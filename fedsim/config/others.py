@@ -14,7 +14,7 @@ class AuditConfig:
     probability 1/2. At delta 1e-6, 400 can refute epsilons below 4.38, and 17,000 below 8."""
 
     text_canaries: int = 100
-    """Made-up users who wrote a line of random tokens. >= 0; each is included with probability
+    """Made-up users who wrote a line of made-up words. >= 0; each is included with probability
     1/2."""
 
     confidence: float = 0.95

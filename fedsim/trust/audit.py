@@ -296,10 +296,17 @@ def compose(result: dict[str, Any]) -> Document:
         bound = found.get("bound")
         right = f"{bound['correct']} of {bound['guesses']}" if bound else "-"
         lower = f"{bound['epsilon']:.3f}" if bound else "none follows"
+        curve, whole = found.get("curve"), "-"
+        if curve:
+            bounded = {
+                True: "refuted",
+                False: "not refuted" if curve["could_refute"] else "too few",
+            }
+            whole = f"{bounded[curve['refuted']]}; as a Gaussian {curve['epsilon']:.3f}"
         most = f"{bound['largest_possible']:.3f}" if bound else "-"
         size = bound["canaries"] if bound else found["users_in"] + found["users_out"]
         area = f"{found['auc']:.3f}" if "auc" in found else "-"
-        rows.append((title, f"{size}", right, area, lower, most))
+        rows.append((title, f"{size}", right, area, lower, most, whole))
         if "roc" in found:
             curves.append(
                 Chart(
@@ -313,20 +320,24 @@ def compose(result: dict[str, Any]) -> Document:
                 )
             )
     head = ("attack", "users", "coins guessed", "area under the curve", "epsilon at least")
-    head += ("with every coin guessed",)
+    head += ("with every coin guessed", "the whole curve that is claimed")
     means = [
         "Each canary, a made-up user, was included or left out by a toss of a coin. From what the "
         "training released, the attack guesses the coins. Too many right guesses refute the claim.",
         Items(
             [
                 "A gradient canary pulls the model in a direction that nobody else pulls in.",
-                "A text canary wrote a line of random tokens.",
+                "A text canary wrote a line of made-up words and numbers.",
                 *([AMONG_OTHERS] if result.get("shared") else []),
                 "The attack on real users asks how much more likely the trained model finds their "
                 "texts than the model before. 0.5 under the curve is no better than guessing. Who "
                 "was held out was not decided by our coins, so that no bound follows.",
-                "The last column is what the bound would be with every coin guessed right: a claim "
-                "above it cannot be refuted by so few canaries, and the attack says nothing of it.",
+                "The last but one column is what the bound would be with every coin guessed right: "
+                "a claim above it cannot be refuted by so few canaries by this bound.",
+                "The last column holds the guesses against all pairs of epsilon and delta that are "
+                "claimed, which takes fewer canaries, and says what epsilon would be at least if "
+                "the training were a Gaussian mechanism. Too few: all guesses right would not "
+                "refute it.",
                 "A bound below the claim is what is hoped for, and no proof: a better attack may "
                 "exist. Nothing about the real users is in this page but the last row and curve, "
                 "which were computed from their texts without protection.",

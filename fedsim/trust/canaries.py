@@ -2,7 +2,7 @@
 
 A *gradient canary* is a user whose loss is linear, so that its gradient points the same way in
 every step, far longer than the clip norm; the ways of different canaries have no coordinate in
-common. A *text canary* is a user who wrote one line of random tokens. Both are users like any other
+common. A *text canary* is a user who wrote one line of made-up words. Both are users like any other
 to sampling, clipping and noise: their losses go through the engine, the strategy and the mechanism.
 """
 
@@ -22,6 +22,7 @@ from fedsim.data.owners import Owners, joined
 from fedsim.data.users import UserStore
 from fedsim.engine.task import Task, WrappedTask
 from fedsim.errors import expect
+from fedsim.trust.canary_texts import canary_tokens
 
 LENGTH = 1e3
 """Of a gradient canary's gradient, in clip norms: clipping has something to do."""
@@ -216,16 +217,13 @@ class Planted:
     def data(self, data: Dataset) -> Dataset:
         """The data with the canaries that were included, as users at the end."""
         store = data.train
-        length = min(store.max_length, 32)
-        tokens = self.rng.integers(0, store.vocab_size, (len(self.included), length))
+        tokens = canary_tokens(data, len(self.included), self.rng)
         self.texts = UserStore.from_examples(
-            {f"{i:08d}": [row.tolist()] for i, row in enumerate(tokens[self.num_gradient :])},
+            {f"{i:08d}": [row] for i, row in enumerate(tokens[self.num_gradient :])},
             store.max_length,
             store.vocab_size,
         )
-        examples = {
-            f"{i:08d}": [tokens[i].tolist()] * self.rows for i in np.flatnonzero(self.included)
-        }
+        examples = {f"{i:08d}": [tokens[i]] * self.rows for i in np.flatnonzero(self.included)}
         planted = UserStore.from_examples(examples, store.max_length, store.vocab_size)
         self.owners = np.full(store.num_examples + planted.num_examples, -1, np.int32)
         own = np.flatnonzero(self.gradient_included)

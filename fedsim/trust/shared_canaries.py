@@ -16,6 +16,7 @@ from fedsim.data.dataset import Dataset
 from fedsim.data.owners import of_ids
 from fedsim.data.users import UserStore
 from fedsim.trust.canaries import POOLS, CanaryTask, Planted, PlantedStore
+from fedsim.trust.canary_texts import canary_tokens
 
 OPPOSED = -0.5
 """How far a partner's own text pulls the canary's way: less than one text of the canary's."""
@@ -37,23 +38,24 @@ class PlantedAmongOthers(Planted):
     def data(self, data: Dataset) -> Dataset:
         """The data with all canaries and partners at the end."""
         store = data.train
-        size = (len(self.included), 1 + self.partners, min(store.max_length, 32))
-        tokens = self.rng.integers(0, store.vocab_size, size)  # a canary's, then its partners'
+        each = 1 + self.partners  # a canary's, then its partners'
+        drawn = canary_tokens(data, len(self.included) * each, self.rng)
+        tokens = [drawn[low : low + each] for low in range(0, len(drawn), each)]
         self.texts = UserStore.from_examples(
-            {f"{i:08d}": [row[0].tolist()] for i, row in enumerate(tokens[self.num_gradient :])},
+            {f"{i:08d}": [row[0]] for i, row in enumerate(tokens[self.num_gradient :])},
             store.max_length,
             store.vocab_size,
         )
         sets: list[tuple[Any, list[list[int]], int, float]] = []  # owners, texts, canary, pull
         for i, there in enumerate(self.included):
             pulled = i if i < self.num_gradient else -1
-            own = [tokens[i, 0].tolist() if there else []] * self.rows
+            own = [tokens[i][0] if there else []] * self.rows
             partners = [f"{i:08d}-{j}" for j in range(self.partners)]
             for owners in [f"{i:08d}", *((f"{i:08d}", each) for each in partners)]:
                 sets.append((owners, own, pulled if there else -1, 1.0))
             if self.opposed:
-                for each, text in zip(partners, tokens[i, 1:], strict=True):
-                    sets.append((each, [text.tolist()], pulled, OPPOSED))
+                for name, text in zip(partners, tokens[i][1:], strict=True):
+                    sets.append((name, [text], pulled, OPPOSED))
         sets.sort(key=lambda each: of_ids(each[0]))  # as a store has them
         planted = UserStore.from_examples(
             {owners: texts for owners, texts, _, _ in sets}, store.max_length, store.vocab_size

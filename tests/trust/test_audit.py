@@ -5,6 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pretrained_models import make_model
 from problems import mean_problem, users_of_sizes
 from test_verify import write_texts
 
@@ -200,6 +201,18 @@ def test_training_without_noise_is_seen_through(texts, run_dir, capsys):
     code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
     assert code == 0 and found["gradient"]["bound"]["epsilon"] > 2
     assert found["gradient"]["auc"] > 0.95
+
+
+@pytest.mark.slow
+def test_text_canaries_are_recognised_in_a_pretrained_model_with_adapters(
+    texts, tmp_path, run_dir, capsys
+):
+    """Of a model and a tokenizer that come from elsewhere; without noise nearly all are found."""
+    flags = {"model": make_model(tmp_path), "lora-rank": 8, "epsilon": "inf", "num-steps": 240}
+    flags |= {"optimizer": "adam", "learning-rate": 0.01, "strategy": "scan:1"}
+    flags |= {"gradient-canaries": 0, "text-canaries": 60}
+    _, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
+    assert found["gradient"] is None and found["text"]["auc"] > 0.9
 
 
 def test_a_refuted_claim_is_an_exit_code(texts, run_dir, capsys, monkeypatch):

@@ -3,18 +3,23 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import reference
 from problems import mean_problem
 
 from fedsim.clipping import Clip, LocalSteps
+from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
+from fedsim.data.text import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task, WrappedTask
 from fedsim.errors import ConfigError
 from fedsim.trust import canaries
 from fedsim.trust.canaries import CanaryTask, Directions, Planted, PlantedStore
+from fedsim.trust.canary_texts import canary_tokens
 
 PARAMS = {"a": jnp.zeros((3, 5)), "b": jnp.zeros(8)}
 
@@ -112,3 +117,22 @@ def test_those_whose_coin_fell_are_in_the_data_and_no_others():
     own, _ = data.train.gather(np.array([10, 11]), 4)
     np.testing.assert_array_equal(own, [texts[1], texts[1]])  # the second text canary
     assert plant.text_included.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("spec", ["bytes", "wordpiece:400", "bpe:400"])
+def test_a_text_canary_is_a_text_of_any_tokenizer(spec, tmp_path):
+    """Nobody's words, no special token but the first, and again the same tokens."""
+    said = "The 95 quick brown foxes, 13 of 2,468,070, jump over a lazy dog's vexing work. "
+    texts = pa.table({"user_id": [f"u{i}" for i in range(30)], "text": [said * 3] * 30})
+    pq.write_table(texts, tmp_path / "texts.parquet")
+    data = build(
+        tmp_path / "texts.parquet", tmp_path / "data", tokenizer=spec, max_length=40, eval_users=0.0
+    )
+    found = canary_tokens(data, 30, np.random.default_rng(0))
+    tokenizer = Tokenizer.load(tmp_path / "data" / "tokenizer.json")
+    assert len({tuple(ids) for ids in found}) == 30 and {len(ids) for ids in found} == {32}
+    for ids in found:
+        assert ids[0] == tokenizer.begin_id and tokenizer.end_id not in ids[1:]
+        text = tokenizer.decode(ids[1:])
+        assert tokenizer.encode_batch([text])[0][:20] == ids[1:21]
+        assert not set(text.split()) & set(said.lower().split()) and "[UNK]" not in text

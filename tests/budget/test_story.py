@@ -1,0 +1,88 @@
+"""The story of docs/budget.md is true: its commands run, the last one is refused, and it pays."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fedsim.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+SCOTUS = ROOT.parent / "shared" / "data" / "scotus.parquet"
+SPEAKERS, SENTENCES = 1000, 200
+BUILD = ("--max-length", "32", "--eval-users", "0.2")
+
+
+def section() -> str:
+    return (ROOT / "docs" / "budget.md").read_text().split("## A story")[1].split("\n## ")[0]
+
+
+def story(source: str) -> list[list[str]]:
+    """The commands of the story, with other texts."""
+    block = re.search(r"```sh\n(.*?)```", section(), re.S)
+    assert block
+    lines = block[1].replace("\\\n", " ").replace("pydocs", source).splitlines()
+    return [shlex.split(line)[1:] for line in lines]
+
+
+def told(source: str, capsys) -> dict:
+    """The budget in the end, after the last command was refused."""
+    *accepted, refused = story(source)
+    for words in accepted:
+        main([*words, *(["--engine", "local"] if words[0] == "train" else [])])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(refused)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "limit_epsilon=8: expected a run that fits: 4 runs" in said
+    assert not Path("runs/fourth").exists()
+    main(["budget", source, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def expect_paid(found: dict) -> None:
+    assert [each["kind"] for each in found["runs"]] == ["train"] * 3 + ["selection"]
+    assert {each["state"] for each in found["runs"]} == {"released"}
+    assert found["epsilon"] < found["epsilon_adaptive"] < 8 < found["sum_of_epsilons"]
+    page = Path("page/budget.html").read_text()
+    assert "composed by losses" in page and "<svg" in page
+
+
+def expect_told(name: str, found: dict) -> None:
+    """What the page has of these texts; pydocs depends on packages' versions a little."""
+    (row,) = [line for line in section().splitlines() if line.startswith(f"| `{name}`")]
+    paid = [found[each] for each in ("sum_of_epsilons", "epsilon", "epsilon_adaptive")]
+    shown = re.findall(r"\| (\d\.\d\d)", row)
+    assert [float(each) for each in shown] == pytest.approx(paid, rel=0.02)
+    assert f"({1 - paid[1] / paid[0]:.0%} less)".replace("%", " %") in row
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.ray
+@pytest.mark.timeout(1200)
+def test_the_story_is_true(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
+    found = told("pydocs", capsys)
+    expect_paid(found)
+    expect_told("pydocs", found)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not SCOTUS.exists(), reason="needs scotus.parquet")
+def test_the_story_is_true_of_a_courts_speakers(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
+    texts = pd.read_parquet(SCOTUS, columns=["user_id", "text"])
+    some = texts[texts.user_id.isin(sorted(texts.user_id.unique())[:SPEAKERS])]
+    some.groupby("user_id").head(SENTENCES).to_parquet("scotus.parquet")
+    main(["data", "build", "scotus.parquet", *BUILD, "--out", "scotus"])
+    found = told("scotus", capsys)
+    expect_paid(found)
+    expect_told("scotus", found)
