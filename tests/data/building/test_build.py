@@ -248,7 +248,11 @@ BAD_INPUT = [
     ("x.csv", b"user_id,text\na,x\n,y\n", "1 null or empty user id"),
     ("x.parquet", {"user_id": [1.5], "text": ["x"]}, f"{FLOATS} 1.5 in row 1"),
     ("x.jsonl", b'{"user_id": 1.5, "text": "x"}\n', f"{FLOATS} 1.5 in row 1"),
-    ("x.csv", b"user_id,text\n1.0,x\n0.30000000000000004,y\n", f"{FLOATS} 0.30000000000000004 in row 2"),
+    (
+        "x.csv",
+        b"user_id,text\n1.0,x\n0.30000000000000004,y\n",
+        f"{FLOATS} 0.30000000000000004 in row 2",
+    ),
     ("x.csv", b"user_id,text\n1e+16,x\n", f"{FLOATS} 1e+16 in row 1"),
     ("x.csv", b"user_id,text\na,x\nNA,y\n", "(rows 2); expected a user for every row"),
     ("x.csv", b"user_id,text,text\na,x,y\n", "column text: expected one of that name"),
