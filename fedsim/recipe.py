@@ -33,7 +33,8 @@ class Noise(NamedTuple):
     """What the rule asks of a run. All of it is public."""
 
     stddev: float
-    """Of the noise on a coordinate of a step's mean gradient: C sigma / M, or C sigma / B."""
+    """Of the noise on a coordinate of a step's mean gradient: C sigma / M, or C sigma / B. Where
+    noise is correlated, of the independent noise that adds as much to sums of steps."""
     bound: float
     """On that gradient's norm: C, or 1 with normalised clipping."""
     num_steps: int

@@ -35,8 +35,8 @@ from fedsim.noise.independent import (
 )
 from fedsim.noise.toeplitz import coefficients, inverse
 
-WIDE = np.longdouble  # 64 bits of precision or more, but 53 on some processors
-PIECE = 2**15
+PIECE = 2**13  # numbers that fit into the processor's cache, with all that is made of them
+HALF = np.int64(-(2**27))  # mask: the first 26 bits of what float64 holds
 FINEST = 24  # bits after the point of the coefficients, or fewer where there is much noise
 
 
@@ -67,12 +67,10 @@ class Strategy:
         factor of e^(+-eta), as in `independent.CELL_ERROR`.
 
         The ziggurat's grid has a point more or less in each layer; the ends of a cell move by the
-        rounding of tau X, and of the difference.
+        rounding of tau X less the rows.
         """
         grid = self.stddev * TAIL * 2.0**-52
-        rounding = float(np.finfo(WIDE).eps) / 2
-        moved = (FARTHEST * self.stddev + self.largest + 1) * rounding
-        return 1.01 * (grid + 2 * moved)
+        return 1.01 * (grid + 2 * rounding(FARTHEST * self.stddev))
 
 
 @functools.lru_cache(maxsize=8)
@@ -92,6 +90,50 @@ def strategy(num_steps: int, bands: int, stddev: float) -> Strategy:
         if needed * 2.0**bits < 2.0**53 or bands == 1:
             return Strategy(c, tau, largest)
         bits -= 1
+
+
+def difference(
+    fresh: np.ndarray, stddev: float, back: np.ndarray, room: Sequence[np.ndarray]
+) -> np.ndarray:
+    """round(stddev fresh - back), float64 [n]: `rounding` says how exactly.
+
+    stddev fresh has 106 bits. The product of the first halves of both is exact, and what is left of
+    it and of `back` without their whole numbers is small.
+    Args:
+      fresh: float64 [n], within FARTHEST.
+      back: whole multiples of a power of two, below 2^53 of it; overwritten.
+      room: three float64 [n], overwritten; the result is in one of them.
+    """
+    high, whole, rest = room
+    first = _first_half(stddev)
+    np.bitwise_and(fresh.view(np.int64), HALF, out=high.view(np.int64))
+    np.subtract(fresh, high, out=rest)
+    rest *= stddev
+    np.multiply(high, first, out=whole)
+    high *= stddev - first
+    rest += high
+    np.rint(whole, out=high)
+    whole -= high
+    rest += whole
+    np.rint(back, out=whole)
+    back -= whole
+    rest -= back
+    high -= whole
+    high += np.rint(rest, out=rest)
+    return high
+
+
+def rounding(largest: float) -> float:
+    """What `difference` errs by before it rounds, for products of at most `largest`.
+
+    Two products of a first and a second half, of at most 2^-25 largest each, and two numbers of at
+    most 1/2 are rounded or added up, in five operations.
+    """
+    return 5 * 2.0**-53 * (2 * 2.0**-25 * largest + 1)
+
+
+def _first_half(number: float) -> float:
+    return float((np.array([number]).view(np.int64) & HALF).view(np.float64)[0])
 
 
 class Correlated:
@@ -144,19 +186,17 @@ class Correlated:
 
         def fill(leaf: int, number: int, part: slice) -> None:
             if not hasattr(own, "room"):
-                own.room = np.empty(BLOCK), np.empty(PIECE), np.empty(PIECE), np.empty(PIECE, WIDE)
+                own.room = np.empty(BLOCK), *np.empty((5, PIECE))
             fresh, *room = own.room
             out, rows = row[leaf][part], [each[leaf][part] for each in self._rows]
             gaussian(key.generator("noise", step, leaf, number), fresh[: len(out)])
-            for start in range(0, len(out), PIECE):  # what fits into the processor's cache
+            for start in range(0, len(out), PIECE):
                 piece = slice(start, min(start + PIECE, len(out)))
-                back, term, noisy = (each[: piece.stop - start] for each in room)
+                back, term, *free = (each[: piece.stop - start] for each in room)
                 back[:] = 0
                 for c, before in zip(plan.coefficients[1:], rows, strict=False):
                     back += np.multiply(before[piece], c, out=term)
-                np.multiply(fresh[piece], plan.stddev, out=noisy, dtype=WIDE)
-                noisy -= back
-                out[piece] = np.rint(noisy, out=noisy)
+                out[piece] = difference(fresh[piece], plan.stddev, back, free)
 
         in_blocks(fill, row)
         self._rows.appendleft(row)

@@ -1,6 +1,8 @@
 """Random allocation against closed forms, integration, Monte Carlo and a bound from below."""
 
+import csv
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,11 @@ from scipy import stats
 from fedsim import accounting
 from fedsim.accounting import StepEvent, allocated_event, allocation
 from fedsim.errors import ConfigError
+
+# Bounds on epsilon from below and above by PLD-accounting 2.0, and our epsilon; the bounds are of
+# `gaussian_allocation_epsilon_configurable` with a loss_discretization of 0.005 to 0.02.
+with (Path(__file__).parent / "recorded_allocations.csv").open(newline="") as file:
+    RECORDED = list(csv.DictReader(file))
 
 
 def window_delta(sigma, steps, epsilon, count=1):
@@ -21,6 +28,21 @@ def test_one_step_is_the_gaussian_mechanism(sigma):
         found = accounting.epsilon([(allocated_event(sigma, 1), count)], delta)
         gaussian = accounting.epsilon([(StepEvent(sigma, 1.0), count)], delta)
         assert gaussian * (1 - 1e-4) <= found <= gaussian * (1 + 2e-3)
+
+
+@pytest.mark.privacy
+def test_it_lies_between_the_bounds_of_pld_accounting():
+    """A table of settings with windows of 1 to 64 steps. For its grid, an answer may be above the
+    other upper bound by 5e-4 of it."""
+    assert len(RECORDED) >= 30
+    for row in RECORDED:
+        window, sigma = int(row["window"]), float(row["noise_multiplier"])
+        phase = allocated_event(sigma, window), window * int(row["participations"])
+        found = accounting.epsilon([phase], float(row["delta"]))
+        assert float(row["lower"]) <= found <= float(row["upper"]) * (1 + 5e-4), row
+        assert found == pytest.approx(float(row["epsilon"]), rel=1e-6)
+        if float(row["upper"]) < 1.01 * float(row["lower"]):
+            assert found <= 1.01 * float(row["lower"])
 
 
 @pytest.mark.privacy

@@ -1,0 +1,109 @@
+"""Correlated noise: how much of a whole step it costs, beside independent noise.
+
+    python -m experiments.benchmarks.correlated [--quick] [--json]   (three minutes; quick: 40 s)
+
+Steps of ULS with a transformer of 5 M parameters and 8 bands: clipped gradients of the users drawn,
+noise, the mean, momentum's update. Each step is run with both kinds of noise, from the same draws
+and parameters, in turn; ratios are of these pairs, medians over steps. All is in one process, and
+times are processor seconds, of all cores together. `noise_s` is of a step's noise alone.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.benchmarks.common import at_most, circumstances
+from fedsim.clipping import Clip, Strategy
+from fedsim.clipping.clip import lattice_bits, num_coordinates
+from fedsim.config import Algorithm, PrivacyConfig, run_config
+from fedsim.engine.environment import keep_memory
+from fedsim.engine.local_engine import LocalEngine
+from fedsim.keys import SecretKey
+from fedsim.noise import AddNoise, Correlated, add_gaussian
+from fedsim.optimizers import update_rule, updater
+from fedsim.plan import method_for
+from fedsim.run.model_source import find_model, load_data, make_task
+
+BANDS, STEPS, SIGMA, BUDGET = 8, 500, 1.0, 64
+BOUND = 1.05
+
+
+def whole_steps(repeats: int) -> dict[str, Any]:
+    """A row: processor seconds of steps with each kind of noise, and the ratio of pairs."""
+    run = run_config(
+        data="pydocs",
+        run_dir=Path("."),
+        model="medium",
+        max_length=64,
+        engine="local",
+        optimizer="momentum",
+    )
+    data = load_data(run.data, find_model(run.model.source), lambda text: None)
+    privacy = PrivacyConfig(4.0, STEPS, BUDGET, group_size=1, noise="correlated", bands=BANDS)
+    key = SecretKey.create(0)
+    method = method_for(Algorithm.ULS, privacy, data.train, key)
+    task, params = make_task(run, None, data, key.jax_key("parameters"))
+    rule, engine = update_rule(run, 0.1), LocalEngine(task, num_lanes=1)
+    update, state = updater(rule), rule.init(params)
+    kinds: dict[str, AddNoise] = {
+        "independent": add_gaussian,
+        "correlated": Correlated(STEPS, BANDS),
+    }
+    settings = {"clip": Clip(1.0, normalised=True), "strategy": Strategy("direct", 8)}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for step in range(BANDS + repeats):  # once all rows are there, and programs compiled
+        for kind in sorted(kinds, reverse=step % 2 == 1):
+            started = time.process_time()
+            own = {"noise_multiplier": SIGMA, "add_noise": kinds[kind]}
+            noisy, _ = method.gradient(params, step, engine, **settings, **own)
+            jax.block_until_ready(update(noisy.values(), state, params))
+            seconds[kind].append(time.process_time() - started)
+    size = num_coordinates(params)
+    found: dict[str, Any] = {"numbers": size, "bands": BANDS, "budget": BUDGET}
+    for kind, times in seconds.items():
+        found[f"{kind}_s"] = statistics.median(times[BANDS:])
+    pairs = zip(seconds["correlated"][BANDS:], seconds["independent"][BANDS:], strict=True)
+    found["ratio"] = statistics.median(one / other for one, other in pairs)
+    found["noise_s"] = noise_alone(kinds, size, key, repeats)
+    return found
+
+
+def noise_alone(
+    kinds: dict[str, AddNoise], size: int, key: SecretKey, repeats: int
+) -> dict[str, float]:
+    """Median processor seconds to add a step's noise."""
+    sums, stddev = [np.zeros(size, np.int32)], SIGMA * 2.0 ** lattice_bits(size)
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for step in range(BANDS + repeats):
+        for kind, add in kinds.items():
+            started = time.process_time()
+            add(sums, stddev=stddev, key=key, step=step)
+            seconds[kind].append(time.process_time() - started)
+    return {kind: statistics.median(times[BANDS:]) for kind, times in seconds.items()}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    keep_memory()
+    row = whole_steps(3 if arguments.quick else 25)
+    bars = [
+        at_most("a step with correlated noise beside one with independent", row["ratio"], BOUND)
+    ]
+    if not arguments.json:
+        for name, value in row.items():
+            print(f"{name:14} {value}")
+    print(json.dumps({**circumstances("numpy", "jax", "randomgen"), "rows": [row], "bars": bars}))
+
+
+if __name__ == "__main__":
+    main()
