@@ -14,7 +14,9 @@ from experiments.mistakes import MISTAKES
 from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[2]
-HELPERS = "__init__ common finetuning heuristics mistakes records rows stand_ins starting_model testing"
+HELPERS = (
+    "__init__ common finetuning heuristics mistakes records rows stand_ins starting_model testing"
+)
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 
 
