@@ -148,8 +148,8 @@ NOISE_AND_SENSITIVITY = (
         "a clip norm that follows the count without noise",
         "clipping/test_adaptive.py::test_the_count_is_released_with_its_noise",
         "clipping/adaptive.py",
-        "round(float(gaussian(rng, np.empty(1))[0]) * stddev)",
-        "0",
+        "noisy_number(within, stddev, rng)",
+        "within",
         *("--clip-quantile", "0.5"),
     ),
 )
@@ -413,8 +413,8 @@ CLAIMS = (
         "another gradient under the same noise after a crash",
         "trust/test_replay.py::test_what_was_released_is_replayed_where_bits_would_be_others",
         "training/trainer.py",
-        "before = released.kept(run_dir, step, noisy, str(ledger.digest(step)))",
-        "before = noisy, clip_norm",
+        "before = released.kept(run_dir, step, what.noisy, str(ledger.digest(step)))",
+        "before = what",
     ),
     one(
         "other settings accepted on resume",

@@ -24,7 +24,7 @@ from fedsim.errors import ConfigError, expect
 from fedsim.evaluate import last_model
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
-from fedsim.noise import gaussian, release_shift, slack
+from fedsim.noise import noisy_number, slack
 from fedsim.plan import ADJACENCY
 from fedsim.run.console import Console
 from fedsim.run.directory import StoredRun
@@ -145,10 +145,7 @@ def noisy_mean_loss(
     """
     cut = np.clip(np.nan_to_num(losses, nan=most, posinf=most, neginf=0.0), 0.0, most)
     total = int(np.rint((2 * cut / most - 1) * PER_UNIT).astype(np.int64).sum())
-    stddev = noise_multiplier * PER_UNIT
-    cell = 2 ** release_shift(stddev)
-    noisy = total + round(float(gaussian(rng, np.empty(1))[0]) * stddev)
-    released = round(noisy / cell) * cell / PER_UNIT
+    released = noisy_number(total, noise_multiplier * PER_UNIT, rng) / PER_UNIT
     return most / 2 * (1 + released / num_users)
 
 

@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from fedsim.noise import gaussian, release_shift
+from fedsim.noise import noisy_number
 
 RATE = 0.2
 """How far C moves, on a logarithmic scale; the value of Andrew et al. 2021."""
@@ -61,9 +61,7 @@ class AdaptiveClip:
         # In whole numbers, as the sum of gradients is; see noise/independent.py.
         within = int(np.sum(np.where(norms <= clip_norm, 1, -1))) * PER_HALF
         stddev = 2 * self.count_stddev * PER_HALF
-        cell = 2 ** release_shift(stddev)
-        noisy = within + round(float(gaussian(rng, np.empty(1))[0]) * stddev)
-        released = round(noisy / cell) * cell / (2 * PER_HALF)
+        released = noisy_number(within, stddev, rng) / (2 * PER_HALF)
         share = released / self.count + 0.5
         moved = clip_norm * math.exp(-RATE * (share - self.quantile))
         return min(max(moved, SMALLEST), LARGEST)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 from typing import Literal
 
 from fedsim.config.cells import expect_cell, sampling_of
@@ -78,6 +79,11 @@ class PrivacyConfig:
     """Move the clip norm, from clip_norm on, to this quantile of the norms of users' (ULS) or
     examples' (ELS) gradients, privately and within epsilon (Andrew et al. 2021). In (0, 1)."""
 
+    loss_bound: float | None = None
+    """Release the mean training loss of each step, too, privately and within epsilon: the metric
+    privacy/loss. A user's (ULS) or example's (ELS) loss above this counts as it, in nats per token.
+    > 0. Default: the loss is among the metrics that are not private alone."""
+
     assumed_population: int | None = None
     """Account as if the users had been drawn from so many, at least as many as there are, as the
     paper does for CC-News: an assumption, not a guarantee, and labelled so wherever epsilon is
@@ -109,6 +115,8 @@ class PrivacyConfig:
             expect("group_size_epsilon", share, holds, f"> 0 and below epsilon={self.epsilon}")
         if self.clip_quantile is not None:
             expect("clip_quantile", self.clip_quantile, 0 < self.clip_quantile < 1, "in (0, 1)")
+        if (bound := self.loss_bound) is not None:
+            expect("loss_bound", bound, 0 < bound < math.inf, "> 0 and finite")
         expect("max_changed", self.max_changed, self.max_changed >= 0, ">= 0")
         if (assumed := self.assumed_population) is not None:
             expect("assumed_population", assumed, assumed >= 1, ">= 1")

@@ -50,6 +50,11 @@ class Stats:
         """
         return np.where(self.dropped, np.float32(np.inf), self.norms)[self.num_rows > 0]
 
+    @property
+    def counted_losses(self) -> np.ndarray:
+        """Losses of the same units, float32."""
+        return self.losses[self.num_rows > 0]
+
     @classmethod
     def zeros(cls, units: int) -> "Stats":
         """Columns to be filled in."""

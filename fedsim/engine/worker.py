@@ -299,7 +299,8 @@ def _check_side_by_side(program, no_sum, arguments, chunk, strategy):
 
     Units side by side share matrix products, of which each computes its own rows. In what order a
     row's terms are added is a matter of shapes, not of values. So one look at any values tells:
-    the whole numbers of all are those of every other one, and of the rest, in other places.
+    the whole numbers of all are those of every other one, and of the rest, in other places; so
+    are their losses.
     """
     at_once = strategy.units_at_once(chunk.mask.shape[1])
     if at_once == 1:
@@ -312,13 +313,16 @@ def _check_side_by_side(program, no_sum, arguments, chunk, strategy):
         of_place[places] = units
         real = np.isin(np.arange(len(mask)), places)[:, None] & mask[of_place]
         moved = jax.tree.map(lambda leaf: leaf[of_place], batch)
-        return jax.tree.map(np.asarray, program(no_sum(), params, moved, real, *others)[0])
+        added, _, losses, _ = program(no_sum(), params, moved, real, *others)
+        return jax.tree.map(np.asarray, added), np.asarray(losses)[places]
 
     places = np.arange(at_once)
-    together = total(some, places)
+    together, losses = total(some, places)
     apart = [total(some[half::2], (places[half::2] + 1) % at_once) for half in (0, 1)]
-    added = jax.tree.map(lambda *leaves: sum(leaves), *apart)
-    if not all(map(np.array_equal, jax.tree.leaves(together), jax.tree.leaves(added))):
+    added = jax.tree.map(lambda *leaves: sum(leaves), *(each for each, _ in apart))
+    alike = map(np.array_equal, jax.tree.leaves(together), jax.tree.leaves(added))
+    same = (np.array_equal(losses[half::2], apart[half][1]) for half in (0, 1))
+    if not (all(alike) and all(same)):  # losses are released, too, if that is asked for
         raise UnsupportedModel("side by side, units change what the others contribute")
 
 

@@ -18,6 +18,7 @@ from fedsim.noise.independent import (
     add_gaussian,
     gaussian,
     in_blocks,
+    noisy_number,
     release_shift,
     slack,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "add_gaussian",
     "gaussian",
     "in_blocks",
+    "noisy_number",
     "release_shift",
     "slack",
 ]

@@ -76,6 +76,16 @@ def add_gaussian(
     return released
 
 
+def noisy_number(total: int, stddev: float, rng: np.random.Generator) -> int:
+    """`total` with Gaussian noise, rounded to a multiple of 2^release_shift(stddev).
+
+    Guarantees: as `add_gaussian`, of one number. Every call needs a generator of its own.
+    """
+    cell = 2 ** release_shift(stddev)
+    noisy = total + round(float(gaussian(rng, np.empty(1))[0]) * stddev)
+    return round(noisy / cell) * cell
+
+
 def in_blocks(run: Callable[[int, int, slice], None], leaves: Sequence[np.ndarray]) -> None:
     """Call run(leaf, number, part) for every block of every array [n], on all cores."""
     sizes = [(leaf, array.size) for leaf, array in enumerate(leaves)]

@@ -137,6 +137,8 @@ def _expect_shared(privacy: PrivacyConfig) -> None:
     }
     for name, (value, only) in asked.items():
         expect(name, value, value == only, f"{only} {where}")
+    bound = privacy.loss_bound  # a text without content has a loss, where nobody would have none
+    expect("loss_bound", bound, bound is None, f"none {where}")
     share = privacy.group_size_epsilon
     expect(
         "group_size_epsilon", share, share is None, f"none {where}, for who owns which is public"

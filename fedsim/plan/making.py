@@ -123,6 +123,7 @@ def make_plan(
         non_private=tuple(non_private),
         group_size_epsilon=privacy.group_size_epsilon,
         clip_quantile=privacy.clip_quantile,
+        loss_bound=privacy.loss_bound,
         assumed_population=privacy.assumed_population,
         adjacency=privacy.adjacency,
         bands=bands,

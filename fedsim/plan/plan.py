@@ -9,13 +9,14 @@ from fedsim.accounting.pure_dp import PureEvent
 from fedsim.clipping import Clip
 from fedsim.clipping.adaptive import AdaptiveClip
 from fedsim.clipping.clip import lattice_bits
+from fedsim.clipping.noisy_loss import NoisyLoss
 from fedsim.config import ADD_OR_REMOVE, Algorithm, to_json
 from fedsim.config.cells import CORRELATED, INDEPENDENT
 from fedsim.noise import CELL_ERROR, AddNoise, Correlated, Slack, add_gaussian, slack
 from fedsim.noise.correlated import Strategy, strategy
 from fedsim.plan.labels import ADJACENCY, SHARED, holds, label_of
 
-SOME = ("planted", "shared", "bands", "noise", "participations", "trial")
+SOME = ("planted", "shared", "bands", "noise", "participations", "trial", "loss_bound")
 """Fields of a plan that are written down where they are not at their defaults."""
 
 
@@ -50,6 +51,8 @@ class Plan:
     """What choosing the group size privately cost; part of target_epsilon."""
     clip_quantile: float | None = None
     """What clip_norm, the first step's, is moved towards; None: it stays."""
+    loss_bound: float | None = None
+    """Up to which the training loss of each step is released, with noise; None: it is not."""
     assumed_population: int | None = None
     """How many users are accounted for; None: those there are."""
     adjacency: str = ADD_OR_REMOVE
@@ -96,9 +99,17 @@ class Plan:
     @property
     def gradient_noise_multiplier(self) -> float:
         """The multiplier of the noise on the gradient: noise_multiplier, or more where a step
-        releases the count of units within the clip norm, too."""
-        adaptive = self.adaptive
-        return adaptive.gradient_noise_multiplier if adaptive else self.noise_multiplier
+        releases the count of units within the clip norm, or their loss, too."""
+        adaptive, loss = self.adaptive, self.noisy_loss
+        found = adaptive.gradient_noise_multiplier if adaptive else self.noise_multiplier
+        return (found**-2 - loss.stddev**-2) ** -0.5 if loss and found else found
+
+    @property
+    def noisy_loss(self) -> NoisyLoss | None:
+        """How the training loss is released, or None if it is not."""
+        if self.loss_bound is None or not self.noise_multiplier:
+            return None
+        return NoisyLoss(self.loss_bound, self.expected_count, self.noise_multiplier)
 
     @property
     def before(self) -> list[tuple[PureEvent, int]]:
@@ -156,6 +167,7 @@ class Plan:
         if not self.noise_multiplier:
             return Slack(0.0, 0.0)
         each = self.num_parameters + (self.clip_quantile is not None)
+        each += self.loss_bound is not None
         strategy = self.strategy
         error = strategy.cell_error if strategy else CELL_ERROR
         return slack(max(1, num_steps) * each, self.target_epsilon, self.delta, error)

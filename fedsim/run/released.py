@@ -7,7 +7,7 @@ taken from here if its bits would be others. A file goes when a checkpoint makes
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,25 +23,39 @@ MOST_BYTES = 2**28
 """Of a step's numbers: larger ones are not kept, for writing them would take as long as a step."""
 
 
-def digest(noisy: NoisyMean, clip_norm: float) -> str:
-    """What the ledger has of a step's release: of its numbers, and of the next step's C."""
-    return gradient_sha256((noisy.numbers, np.float64(clip_norm)))
+class Step(NamedTuple):
+    """What a step releases."""
+
+    noisy: NoisyMean
+    clip_norm: float
+    """C of the next step."""
+    loss: float | None = None
+    """Its training loss, with noise; None: it is not released."""
 
 
-def keep(run_dir: Path, step: int, noisy: NoisyMean, clip_norm: float) -> bool:
+def digest(step: Step) -> str:
+    """What the ledger has of a step's release."""
+    noisy, clip_norm, loss = step
+    beside = (np.float64(clip_norm), *(() if loss is None else (np.float64(loss),)))
+    return gradient_sha256((noisy.numbers, *beside))
+
+
+def keep(run_dir: Path, step: int, what: Step) -> bool:
     """Write what `step` releases; durable when this returns. Returns: False: it is too large."""
+    noisy = what.noisy
     arrays = [_narrow(leaf) for leaf in jax.tree.leaves(noisy.numbers)]
     if sum(array.nbytes for array in arrays) > MOST_BYTES:
         return False
     record = {"arrays": dict(zip(map(str, range(len(arrays))), arrays, strict=True))}
-    record |= {"unit": noisy.unit, "clip_norm": clip_norm}
+    record |= {"unit": noisy.unit, "clip_norm": what.clip_norm}
+    record |= {} if what.loss is None else {"loss": what.loss}
     (run_dir / DIRECTORY).mkdir(mode=0o700, exist_ok=True)
     write_atomically(_path(run_dir, step), serialization.msgpack_serialize(record))
     return True
 
 
-def kept(run_dir: Path, step: int, like: NoisyMean, sha256: str) -> tuple[NoisyMean, float] | None:
-    """What `step` released and the next step's C, if it is there and of this digest.
+def kept(run_dir: Path, step: int, like: NoisyMean, sha256: str) -> Step | None:
+    """What `step` released, if it is there and of this digest.
 
     Args: like: of the same shapes and types.
     """
@@ -51,8 +65,9 @@ def kept(run_dir: Path, step: int, like: NoisyMean, sha256: str) -> tuple[NoisyM
         arrays = [record["arrays"][str(i)].astype(leaf.dtype) for i, leaf in enumerate(leaves)]
     except Exception:  # there is none, or something else: MessagePack's errors have no type
         return None
-    found = NoisyMean(jax.tree.unflatten(treedef, arrays), record["unit"])
-    return (found, record["clip_norm"]) if digest(found, record["clip_norm"]) == sha256 else None
+    noisy = NoisyMean(jax.tree.unflatten(treedef, arrays), record["unit"])
+    found = Step(noisy, record["clip_norm"], record.get("loss"))
+    return found if digest(found) == sha256 else None
 
 
 def drop(run_dir: Path, before: int) -> None:

@@ -24,7 +24,6 @@ from fedsim.engine import Engine, Stats
 from fedsim.evaluate import begin_evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
-from fedsim.mechanism import NoisyMean
 from fedsim.optimizers import Diverged, averaged, diverged, is_finite, updater
 from fedsim.plan import Plan, claimed_fields, ledger_head
 from fedsim.run import checkpoint, directory, released
@@ -191,9 +190,14 @@ class Trainer:
             norms = stats.counted_norms
             rng = self.method.key.generator("clip quantile", state.step)
             clip_norm = adaptive.next(clip_norm, norms, rng)
-        found = self._release(ledger, state.step, noisy, clip_norm, epsilon)
+        loss = None
+        if (noisy_loss := self.plan.noisy_loss) is not None:
+            rng = self.method.key.generator("loss", state.step)
+            loss = noisy_loss.release(stats.counted_losses, rng)
+        found = self._release(ledger, state.step, released.Step(noisy, clip_norm, loss), epsilon)
         if found is not None:
-            noisy, state.clip_norm = found
+            noisy, state.clip_norm, loss = found
+            values |= {} if loss is None else {"privacy/loss": loss}
             grad = noisy.values()
             if self.watch is not None:
                 self.watch(grad)
@@ -229,19 +233,18 @@ class Trainer:
         self,
         ledger: Ledger,
         step: int,
-        noisy: NoisyMean,
-        clip_norm: float,
+        what: released.Step,
         epsilon: float | None,
-    ) -> tuple[NoisyMean, float] | None:
-        """What `step` releases, and the next step's C, both durable.
+    ) -> released.Step | None:
+        """What `step` releases, durable.
 
         Guarantees: a step releases once. One that is run again releases what it did before: the
           same bits, or what was kept of them, or nothing (None), though it was paid for.
         Raises: OtherBits: where the same bits could be had.
         """
-        run_dir, sha256 = self.run.run_dir, released.digest(noisy, clip_norm)
+        run_dir, sha256 = self.run.run_dir, released.digest(what)
         if step == ledger.num_steps and self.plan.noise_multiplier:
-            released.keep(run_dir, step, noisy, clip_norm)
+            released.keep(run_dir, step, what)
         try:
             ledger.record(
                 step,
@@ -251,11 +254,11 @@ class Trainer:
                 epsilon=to_json(epsilon),
                 gradient_sha256=sha256,
             )
-            return noisy, clip_norm
+            return what
         except OtherBits:
             if not self.other_bits:
                 raise
-        before = released.kept(run_dir, step, noisy, str(ledger.digest(step)))
+        before = released.kept(run_dir, step, what.noisy, str(ledger.digest(step)))
         outcome = "what it released is taken, as it was kept" if before else "is left out"
         why = f"was released before with other bits ({self.other_bits})"
         self.console.note(f"step {step} {why}: {outcome}")

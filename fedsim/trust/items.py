@@ -80,6 +80,8 @@ def mechanism(plan: Plan) -> str:
     name = "DP-SGD-ELS (Algorithm 1)" if els else "DP-SGD-ULS (Algorithm 2)"
     if plan.adaptive:
         name += ", with a clip norm that follows a quantile of the norms privately"
+    if plan.noisy_loss:
+        name += ", with each step's training loss, noise on it"
     return f"{name} of Charles et al. 2024: the Gaussian mechanism on a clipped sum"
 
 

@@ -138,6 +138,7 @@ def _settings(evidence: Evidence) -> str:
         "epsilon": (privacy.epsilon, plan.target_epsilon),
         "group_size_epsilon": (privacy.group_size_epsilon, plan.group_size_epsilon),
         "clip_quantile": (privacy.clip_quantile, plan.clip_quantile),
+        "loss_bound": (privacy.loss_bound, plan.loss_bound),
         "assumed_population": (privacy.assumed_population, plan.assumed_population),
     }
     for name, (wanted, planned) in asked.items():

@@ -159,9 +159,12 @@ def test_what_is_too_large_is_not_kept(texts, run_dir, monkeypatch):
 def test_what_is_kept_comes_back_in_its_type_or_not_at_all(tmp_path, rng):
     numbers = {"a": rng.integers(-200, 300, (4, 5)).astype(np.int32), "b": np.int32([70_000])}
     noisy = NoisyMean(numbers, 0.25)
-    assert released.keep(tmp_path, 3, noisy, 0.5)
-    sha256 = released.digest(noisy, 0.5)
-    found, clip_norm = released.kept(tmp_path, 3, noisy, sha256)
+    step = released.Step(noisy, 0.5, 2.25)
+    assert released.keep(tmp_path, 3, step)
+    sha256 = released.digest(step)
+    assert sha256 != released.digest(released.Step(noisy, 0.5))
+    found, clip_norm, loss = released.kept(tmp_path, 3, noisy, sha256)
+    assert loss == 2.25
     assert (found.unit, clip_norm) == (0.25, 0.5)
     jax.tree.map(np.testing.assert_array_equal, found.numbers, numbers)
     assert {leaf.dtype for leaf in jax.tree.leaves(found.numbers)} == {np.dtype(np.int32)}

@@ -8,7 +8,9 @@ from test_cli import run, texts, train_args  # noqa: F401
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.accounting.pure_dp import PureEvent
+from fedsim.cli.main import main
 from fedsim.clipping.adaptive import AdaptiveClip
+from fedsim.clipping.noisy_loss import NoisyLoss
 from fedsim.group_size import GRID
 from fedsim.run import ledger, metrics
 
@@ -56,6 +58,30 @@ def test_a_clip_norm_that_moves_costs_nothing_more(algorithm, clipping, texts, r
     assert summary["final_clip_norm"] not in norms  # of the step after the last
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize("quantile", [None, 0.5])
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_a_loss_that_is_released_costs_nothing_more(algorithm, quantile, texts, run_dir, capsys):  # noqa: F811
+    """Against the accountant of all that a step releases: the events compose to that of a step."""
+    flags = {"loss_bound": 6.0, "num_steps": 3, "clip_quantile": quantile, "group_size": 2}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    summary, _ = trained(algorithm, texts, run_dir, capsys, **flags)
+    z, gradient = summary["noise_multiplier"], summary["gradient_noise_multiplier"]
+    step = StepEvent(z, summary["sampling_prob"], 2 if algorithm == "els" else 1)
+    assert summary["epsilon"] == accounting.epsilon([(step, 3)], summary["delta"])
+    parts = [gradient, NoisyLoss(6.0, summary["expected_count"], z).stddev]
+    if quantile:
+        parts.append(2 * AdaptiveClip(0.5, summary["expected_count"], z).count_stddev)
+    assert sum(part**-2 for part in parts) == pytest.approx(z**-2, rel=1e-12)
+    assert z < gradient < 1.03 * z
+    lines = metrics.read(run_dir)
+    found = [line["privacy/loss"] for line in lines if "privacy/loss" in line]
+    clear = [line["non_private/loss"] for line in lines if "non_private/loss" in line]
+    assert len(found) == len(clear) == 3 and not set(found) & set(clear)
+    main(["verify", str(run_dir), "--replay"])
+    assert "VIOLATED" not in capsys.readouterr().out
+
+
 def test_a_run_that_moves_its_clip_norm_resumes_to_the_same_bits(texts, run_dir, capsys):  # noqa: F811
     flags = {"clip_quantile": 0.5, "num_steps": 6, "checkpoint_every": 2, "group_size": 2}
     whole, _ = trained("uls", texts, run_dir, capsys, **flags)
@@ -73,6 +99,7 @@ def test_a_run_that_moves_its_clip_norm_resumes_to_the_same_bits(texts, run_dir,
         ("els", {"group_size_epsilon": 9}, "group_size_epsilon=9.0: expected > 0 and below"),
         ("els", {"group_size_epsilon": 0.5, "group_size": 3}, "group_size=3: expected none"),
         ("uls", {"clip_quantile": 1.5}, r"clip_quantile=1.5: expected in (0, 1)"),
+        ("uls", {"loss_bound": 0.0}, "loss_bound=0.0: expected > 0"),
         ("uls", {"chosen_on_data": "sigma"}, "chosen_on_data=sigma: expected names of settings"),
     ],
 )

@@ -1,0 +1,48 @@
+"""The training loss of a step with noise, released beside its gradient and from the same draw.
+
+As with the clip norm that moves (adaptive.py), both releases together are one Gaussian mechanism,
+so the accountant sees the step that it would see without, and the gradient gets a little more
+noise in exchange. A sampling unit moves the pair (clipped sum, sum of losses), each divided by the
+noise on it, by at most 1/z in norm, z being the noise multiplier of the step; a user with k
+examples in a step of ELS by at most k/z.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from fedsim.noise import noisy_number
+
+SHARE = 7.2
+"""The noise on the loss, in units of z: so much leaves the gradient's multiplier within 1 % of z,
+as that on the count of adaptive.py does."""
+PER_UNIT = 2**20  # parts that L / 2, the sensitivity of the sum, is made of
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisyLoss:
+    """What a step releases of its loss; all public."""
+
+    bound: float
+    """L: a unit's mean loss above counts as L. Nats per token."""
+    count: float
+    """B or M."""
+    noise_multiplier: float
+    """z, of the whole step: what is accounted. 0: no noise anywhere."""
+
+    @property
+    def stddev(self) -> float:
+        """Of the noise on the sum of losses, in units of L / 2."""
+        return SHARE * self.noise_multiplier
+
+    def release(self, losses: np.ndarray, rng: np.random.Generator) -> float:
+        """The mean loss of the units [units] of a draw that have rows, with noise.
+
+        Guarantees: one unit changes the sum by at most L / 2, around which its loss counts,
+          whatever it is; what is not finite counts as L, and a unit without rows adds nothing.
+        """
+        loss = np.nan_to_num(losses.astype(np.float64), nan=self.bound, posinf=self.bound)
+        cut = 2 * np.clip(loss, 0.0, self.bound) / self.bound - 1
+        total = int(np.rint(cut * PER_UNIT).astype(np.int64).sum())
+        released = noisy_number(total, self.stddev * PER_UNIT, rng) / PER_UNIT
+        return self.bound / 2 * (1 + released / self.count)
