@@ -167,6 +167,7 @@ SOURCES = {
         r"oyez/cases/.*-t\d+\.json",
         speakers,
         most_of_each,
+        "f32ebe0c22dde15dbf140836b54ba5c6b2b6f2f703db4462129e38fb79924b15",
     ),
     "reddit_links": Source(
         "CC-News: titles of linked pages, by domain",
