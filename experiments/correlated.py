@@ -1,9 +1,10 @@
-"""Beyond the paper: correlated against independent noise at the same epsilon, for users.
+"""Beyond the paper: correlated noise, and random allocation, at the epsilon of independent noise.
 
 Three parts. `errors`: the noise of sums of gradients that each kind is predicted to have, at the
-shapes of real data, by computation. `accounting`: epsilon of cyclic sampling beside dp_accounting's
-of ceil(T / b) steps of Poisson sampling. `training`: held-out loss of both kinds of noise, and of
-none, after T steps of momentum, with rates tuned alike; how much of what privacy costs is won back.
+shapes of real data, and the noise of random allocation, by computation. `accounting`: epsilon of
+cyclic sampling beside dp_accounting's of ceil(T / b) steps of Poisson sampling. `training`: the
+held-out loss with each, and without noise, after T steps of momentum, with rates tuned alike; how
+much of what privacy costs is won back.
 
 Rows of trainings are appended to correlated_training.jsonl beside the results as they come; the
 same command goes on with what is missing, for --minutes.
@@ -26,8 +27,9 @@ from matplotlib.figure import Figure
 
 from experiments import common
 from experiments.rows import kept, missing
+from fedsim.data import corpora
 
-NONE, INDEPENDENT, CORRELATED = "none", "independent", "correlated"
+NONE, INDEPENDENT, CORRELATED, ALLOCATION = "none", "independent", "correlated", "allocation"
 AIM = 0.3
 """Of the gap between training with independent noise and without any."""
 AGREEMENT = 1e-4  # relative, to dp_accounting on the same grid
@@ -45,13 +47,13 @@ class Settings:
     shares: tuple[float, ...] = (0.002, 0.01, 0.02)
     bands: tuple[int, ...] = (2, 8)
     caps: tuple[int, ...] = (1, 4)
-    algorithms: tuple[str, ...] = ("uls",)
-    trained_epsilons: tuple[float, ...] = (4.0,)
+    algorithms: tuple[str, ...] = ("uls", "els")
+    trained_epsilons: tuple[float, ...] = (4.0, 1.0, 8.0)
     num_steps: int = 500
     budget: int = 64
     max_length: int = 32
     learning_rates: tuple[float, ...] = (0.3, 0.1, 1.0, 0.03)
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] = (0, 1, 2, 3)
     data: str = "scotus"
     eval_examples: int = 1024
 
@@ -67,16 +69,16 @@ SETTINGS = {
         budget=8,
         max_length=24,
         learning_rates=(0.1,),
+        algorithms=("uls",),
+        trained_epsilons=(4.0,),
+        seeds=(0,),
         data="pydocs",
         eval_examples=16,
     ),
     "small": Settings(),
     "paper": Settings(
-        algorithms=("uls", "els"),
-        trained_epsilons=(1.0, 4.0, 8.0),
         budget=128,
         max_length=64,
-        seeds=(0, 1, 2, 3),
     ),
 }
 
@@ -106,10 +108,34 @@ def errors(settings: Settings) -> list[dict[str, Any]]:
                     "noise_multiplier": chosen.noise_multiplier,
                     "error": chosen.error,
                     "ratio": chosen.error / one.error,
+                    **allocation(algorithm, users, count, epsilon, steps),
                 }
             )
             print(algorithm, users, steps, epsilon, chosen, f"{chosen.error / one.error:.3f}")
     return rows
+
+
+def allocation(
+    algorithm: str, users: int, count: int, epsilon: float, steps: int
+) -> dict[str, Any]:
+    """Random allocation's noise, and how much it is of Poisson sampling's of as many users a step:
+    K divides the steps, so they are not quite `count`. Nothing of ELS, where it is refused."""
+    from fedsim import accounting
+    from fedsim.config import Algorithm, PrivacyConfig
+    from fedsim.plan.completion import allocated
+
+    names = ("participations", "allocation_noise_multiplier", "allocation_ratio")
+    if algorithm == "els":
+        return dict.fromkeys(names)
+    privacy = PrivacyConfig(epsilon, steps, count, sampling=ALLOCATION)
+    participations = allocated(Algorithm.ULS, privacy, users).participations
+    assert participations is not None
+    window, target = steps // participations, {"epsilon": epsilon, "delta": users**-1.1}
+    sigma = accounting.calibrate_noise(
+        lambda sigma: accounting.allocated_event(sigma, window), num_steps=steps, **target
+    )
+    poisson = accounting.noise_multiplier(sampling_prob=1 / window, num_steps=steps, **target)
+    return dict(zip(names, (participations, sigma, sigma / poisson), strict=True))
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> Figure:
@@ -171,11 +197,23 @@ class Cell:
 
 def cells(settings: Settings) -> Iterator[Cell]:
     """The grid, in the order in which it is run."""
-    groups = itertools.product(settings.seeds, settings.algorithms, settings.trained_epsilons)
-    for group in groups:
+    groups = itertools.product(settings.trained_epsilons, settings.seeds, settings.algorithms)
+    for epsilon, seed, algorithm in groups:
         for rate in settings.learning_rates:
-            for noise in (INDEPENDENT, CORRELATED, NONE):
-                yield Cell(*group, noise, rate)
+            for noise in kinds(algorithm):
+                yield Cell(seed, algorithm, epsilon, noise, rate)
+
+
+def kinds(algorithm: str) -> tuple[str, ...]:
+    """What is compared: random allocation, with independent noise, is for users alone."""
+    allocation = (ALLOCATION,) if algorithm == "uls" else ()
+    return (INDEPENDENT, CORRELATED, NONE, *allocation)
+
+
+def source(settings: Settings) -> str:
+    """Where the data are."""
+    pydocs = settings.data == "pydocs"
+    return "pydocs" if pydocs else str(common.SHARED / f"{settings.data}.parquet")
 
 
 def train(cell: Cell, settings: Settings) -> dict[str, Any]:
@@ -189,9 +227,9 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
     from fedsim.plan import complete, make_plan, method_for
     from fedsim.run.model_source import find_model, load_data, make_task
 
-    started, pydocs = time.monotonic(), settings.data == "pydocs"
+    started = time.monotonic()
     run = run_config(
-        data="pydocs" if pydocs else str(common.SHARED / f"{settings.data}.parquet"),
+        data=source(settings),
         run_dir=Path("."),
         model="tiny",
         engine="local",
@@ -206,6 +244,7 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
         settings.num_steps,
         settings.budget,
         noise=CORRELATED if cell.noise == CORRELATED else INDEPENDENT,
+        sampling=ALLOCATION if cell.noise == ALLOCATION else None,
     )
     privacy, _ = complete(algorithm, privacy, data)
     key = SecretKey.create(cell.seed, f"{cell.algorithm} {cell.epsilon}")
@@ -219,6 +258,7 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
     return {
         **dataclasses.asdict(cell),
         **{"num_parameters": size, "num_users": plan.num_users, "num_steps": plan.num_steps},
+        **{"expected_count": plan.expected_count, "group_size": plan.group_size},
         **{"bands": plan.bands, "noise_multiplier": plan.noise_multiplier},
         "predicted_error": plan.predicted_error,
         "before": before,
@@ -247,34 +287,59 @@ def gaps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault((row["seed"], row["algorithm"], row["epsilon"]), []).append(row)
     found = []
     for (seed, algorithm, epsilon), own in groups.items():
-        rates = {k: {r["learning_rate"] for r in own if r["noise"] == k} for k in KINDS}
+        rates = {k: {r["learning_rate"] for r in own if r["noise"] == k} for k in kinds(algorithm)}
         common_rates = set.intersection(*rates.values())
         if not common_rates:
             continue
-        alike = [row for row in own if row["learning_rate"] in common_rates]
-        best = {
+        best: dict[str, dict[str, Any]] = {
             kind: min(
-                (row for row in alike if row["noise"] == kind),
+                (r for r in own if r["noise"] == kind and r["learning_rate"] in common_rates),
                 key=lambda row: (row["loss"] != row["loss"], row["loss"]),
             )
-            for kind in KINDS
+            for kind in rates
         }
         gap = best[INDEPENDENT]["loss"] - best[NONE]["loss"]
-        closed = (best[INDEPENDENT]["loss"] - best[CORRELATED]["loss"]) / gap
+        nothing = dict.fromkeys(best[NONE])
+        private = {k: best.get(k, nothing) for k in (INDEPENDENT, CORRELATED, ALLOCATION)}
+        won = {k: best[INDEPENDENT]["loss"] - row["loss"] for k, row in best.items()}
         found.append(
             {
                 **{"seed": seed, "algorithm": algorithm, "epsilon": epsilon},
                 **{"rates": len(common_rates), "before": own[0]["before"]},
-                **{f"loss_{kind}": best[kind]["loss"] for kind in KINDS},
-                **{f"rate_{kind}": best[kind]["learning_rate"] for kind in KINDS},
-                **{f"error_{k}": best[k]["predicted_error"] for k in (INDEPENDENT, CORRELATED)},
-                **{"bands": best[CORRELATED]["bands"], "closed": closed},
+                **{f"loss_{k}": row["loss"] for k, row in {**private, NONE: best[NONE]}.items()},
+                **{f"rate_{k}": private[k]["learning_rate"] for k in private},
+                **{f"sigma_{k}": private[k]["noise_multiplier"] for k in private},
+                **{f"error_{k}": private[k]["predicted_error"] for k in private},
+                "users_allocated": private[ALLOCATION].get("expected_count"),
+                "bands": best[CORRELATED]["bands"],
+                "closed": won[CORRELATED] / gap,
+                "closed_allocation": won[ALLOCATION] / gap if ALLOCATION in won else None,
             }
         )
     return found
 
 
-KINDS = (INDEPENDENT, CORRELATED, NONE)
+def draw_losses(found: Sequence[dict[str, Any]]) -> Figure:
+    """The best loss of each kind, a line for each group."""
+    figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
+    order, labelled = (INDEPENDENT, ALLOCATION, CORRELATED, NONE), set()
+    for row in found:
+        shown = [kind for kind in order if row[f"loss_{kind}"] is not None]
+        name = f"{row['algorithm'].upper()}, $\\varepsilon$ = {row['epsilon']:g}"
+        axis.plot(
+            [order.index(kind) for kind in shown],
+            [row[f"loss_{kind}"] for kind in shown],
+            "-o",
+            color=common.COLOURS[row["algorithm"].upper()],
+            alpha=0.4 + 0.6 * (row["epsilon"] == found[0]["epsilon"]),
+            label=None if name in labelled else name,
+        )
+        labelled.add(name)
+    axis.set_xticks(range(len(order)), order)
+    axis.set(ylabel="held-out loss, the best of the rates")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
+    return figure
 
 
 def main() -> None:
@@ -313,12 +378,28 @@ def main() -> None:
     common.finish(name, given.scale, out, settings, rows, {}, claims, always=True)
     file = out / "correlated_training.jsonl"
     run(settings, file, given.minutes)
-    if found := gaps(kept(file)):
-        closed = [row["closed"] for row in found]
+    trained = kept(file)
+    if found := gaps(trained):
+        closed, left = [row["closed"] for row in found], missing(cells(settings), file)
         claim = f"correlated noise closes {AIM:.0%} of the gap between independent noise and none"
-        numbers = ", ".join(f"{share:.0%}" for share in closed)
-        claims = [(claim, min(closed) >= AIM, f"{numbers} in {len(found)} groups")]
-        common.finish("correlated_training", given.scale, out, settings, found, {}, claims)
+        numbers = ", ".join(f"{share:.0%}" for share in closed) + f" in {len(found)} groups"
+        numbers += f"; {len(left)} of {len(list(cells(settings)))} trainings were not run"
+        common.finish(
+            "correlated_training",
+            given.scale,
+            out,
+            settings,
+            found,
+            {"correlated_training": draw_losses(found)},
+            [(claim, min(closed) >= AIM, numbers)],
+            run_minutes=round(sum(row["seconds"] for row in trained) / 60, 1),
+            data={settings.data: _fingerprint(settings)},
+            model={"source": "tiny", "num_parameters": trained[0]["num_parameters"]},
+        )
+
+
+def _fingerprint(settings: Settings) -> str:
+    return corpora.load(source(settings), max_length=settings.max_length).train.fingerprint
 
 
 if __name__ == "__main__":
