@@ -3,9 +3,9 @@
 Both are set by the paper's heuristics (the median user, Estimate-and-Double) at three compute
 budgets; the untouched pre-trained model is a line. Claims: on Stack Overflow (Figure 6) ULS is at
 least as good as ELS everywhere; on CC-News (7) it is better in many settings; on both it is ahead
-the most where epsilon is small and with a large budget, and gains more from a larger budget at
-every epsilon (16, 17: the same numbers against the budget); and fine-tuning improves on the
-pre-trained model everywhere. As in the paper CC-News is accounted for
+the most where epsilon is small, and gains more from a larger budget at every epsilon (16, 17: the
+same numbers against the budget); and fine-tuning improves on the pre-trained model everywhere. A
+line in every panel of 6 and 7 is training without noise. As in the paper CC-News is accounted for
 as if it had ten times the users. Losses are test losses (Stack Overflow's later examples, CC-News's
 reserved ones); the learning rate is tuned in every cell by the first seed, on held-out users where
 there are any. At `small`, 30 steps and two seeds.
@@ -20,6 +20,7 @@ same epsilon. The rate of the local steps is tuned, at the middle epsilon and bu
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,9 +42,16 @@ def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> lis
     """A row for each data set, epsilon, budget and algorithm."""
     found = heuristics.cells_of(settings.budgets, settings.training, arguments)
     cells = [{**cell, "local_steps": 1, "local_learning_rate": None} for cell in found]
+    cells += without_noise(cells)
     cells += with_local_steps(found, settings, arguments)
     rows = finetuning.tuned_losses(cells, settings.training, arguments)
     return with_test_losses(rows, settings.training, arguments)
+
+
+def without_noise(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cells of the largest epsilon at an infinite one, with the groups that they have there."""
+    most = max(cell["epsilon"] for cell in cells)
+    return [{**cell, "epsilon": math.inf} for cell in cells if cell["epsilon"] == most]
 
 
 def with_local_steps(
@@ -69,6 +77,8 @@ def with_local_steps(
 
 def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "budget") -> Figure:
     """Rows of panels: data sets; columns: budgets (or epsilons); bars: deviations over seeds."""
+    bounds = [row for row in rows if math.isinf(row["epsilon"])]
+    rows = [row for row in rows if not math.isinf(row["epsilon"])]
     names = list(dict.fromkeys(row["dataset"] for row in rows))
     columns = sorted({row[across] for row in rows})
     shape = (len(names), len(columns))
@@ -85,6 +95,10 @@ def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "
             look = {"color": COLOURS[algorithm], "label": algorithm}
             axis.errorbar(*values, fmt="-o", capsize=2, **look)
         axis.axhline(own[0]["loss_before"], color="black", linestyle=":", label="pre-trained")
+        for row in bounds if along == "epsilon" else ():
+            if (row["dataset"], row["budget"]) == (name, column):
+                label_of = f"{_curve(row)} without noise"
+                axis.axhline(row["loss"], color=COLOURS[_curve(row)], ls="--", label=label_of)
         common.log2_axis(axis, [row[along] for row in own])
         axis.set_title(f"{name}, {label[across]} = {column:g}", fontsize="medium")
         axis.set(xlabel=label[along])
@@ -102,6 +116,7 @@ def _curve(row):
 def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     """The paper's claims, by data set; a difference counts beyond what the seeds explain."""
     assert all(np.isfinite(row["loss"]) for row in rows)
+    rows = [row for row in rows if not math.isinf(row["epsilon"])]
     claims = []
     plain = [row for row in rows if row["local_steps"] == 1]
     for name, own in by(plain, lambda row: row["dataset"]).items():

@@ -4,10 +4,11 @@ import importlib
 import itertools
 from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from experiments import fig18_personalization, sampling
+from experiments import fig06_privacy_loss, fig18_personalization, sampling
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 
@@ -116,6 +117,22 @@ def test_figure_6_compares_beyond_what_seeds_explain():
     assert verdicts("fig06_privacy_loss", rows) == [True] + [False] * 4
     other_way = trade_off(lambda b, e: 4.5, lambda b, e: 4.4 - (e - 2) * b / 1000)
     assert verdicts("fig06_privacy_loss", other_way)[2] is False  # more on average, not at each
+
+
+def test_figure_6_draws_training_without_noise_and_does_not_judge_it():
+    rows = trade_off(lambda b, e: 4.5, lambda b, e: 4.4 - b / 1000 - 0.05 / e, local=3.8)
+    bounds = [{**row, "epsilon": np.inf, "loss": 1.0} for row in rows if row["epsilon"] == 4.0]
+    assert verdicts("fig06_privacy_loss", rows + bounds) == verdicts("fig06_privacy_loss", rows)
+    plain = [row for row in rows if row["epsilon"] == 4.0]
+    assert [row["epsilon"] for row in fig06_privacy_loss.without_noise(rows)] == [np.inf] * len(
+        plain
+    )
+    for along, drawn in (("epsilon", 3), ("budget", 0)):
+        across = {"epsilon": "budget", "budget": "epsilon"}[along]
+        figure = fig06_privacy_loss.plot(rows + bounds, along, across)
+        labels = [axis.get_legend_handles_labels()[1] for axis in figure.axes]
+        assert all(sum("without noise" in label for label in own) == drawn for own in labels)
+        plt.close(figure)
 
 
 def test_figure_8_compares_gains():
