@@ -9,7 +9,7 @@ import pytest
 from experiments import common, records
 
 ROOT = Path(__file__).parents[2]
-EARLIER = ("correlated", "correlated_accounting", "optimizers")  # without all of their provenance
+EARLIER = ("optimizers",)  # without all of their provenance
 RECORDS = {file.stem: file for file in records.committed()}
 JUDGED = [n for n, f in RECORDS.items() if hasattr(records.module_of(f), "check")]
 PAGES = sorted(records.PAGES.glob("*.md"))
