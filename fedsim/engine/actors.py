@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 import ray
-from ray import cloudpickle
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
@@ -24,7 +23,6 @@ from fedsim.engine.resources import Placement, actor_options, expect_room, place
 from fedsim.engine.task import Task
 
 MAX_LOSSES = 4  # of one lane, in one call
-INLINE_BYTES = 100_000
 START_S = 300.0  # for all workers to answer for the first time; imports are slow on busy hosts
 
 
@@ -50,9 +48,9 @@ class Actors:
                 num_workers, threads, nodes, devices, accelerator
             )
             expect_room(self.placement, self._nodes_in_time(wait_s))
-            # Ray keeps a small argument with the actor's specification, for restarts.
-            small = len(cloudpickle.dumps(task)) < INLINE_BYTES  # pyright: ignore
-            self._task = task if small else ray.put(task)
+            # An argument of methods: one of actors' constructors would have to be there when Ray
+            # starts them again.
+            self.task = ray.put(task)
         except BaseException:
             self._cluster.close()
             raise
@@ -61,9 +59,9 @@ class Actors:
         self.fixed = num_workers is not None
 
     def create(self, worker_class: type, **options) -> Any:
-        """A new actor, on its way up."""
+        """A new actor, on its way up; it has no task yet."""
         chosen = {**actor_options(self.placement), **options}
-        return ray.remote(worker_class).options(**chosen).remote(self._task, self._cache_dir)
+        return ray.remote(worker_class).options(**chosen).remote(cache_dir=self._cache_dir)
 
     def wanted(self) -> int:
         """How many workers there should be now: what was asked for, or what there is room for."""
@@ -91,14 +89,14 @@ class Actors:
     def stranger(self, facts: dict[str, Any]) -> str:
         """Why a worker with these facts must not compute: its bits might differ. Empty if it may.
 
-        Args: facts: what `Worker.facts` answered.
+        Args: facts: what `Worker.begin` answered.
         """
         found = difference(self._versions, facts["versions"])
         return found and f"the worker on {facts['host']} has {found}"
 
     def close(self) -> None:
         """Let go of the cluster, and end it if it is a private one."""
-        self._task = None
+        self.task = None
         self._cluster.close()
 
 

@@ -35,8 +35,6 @@ class Cluster:
     """A connection to Ray. One that was there before is used and left as it is."""
 
     def __init__(self, num_cpus: int):
-        # What Ray's core warns of, it would write to the terminal in its own format.
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
         self._owned = not ray.is_initialized()
         self._directory: Path | None = None
         self._processes: set[int] = set()

@@ -23,9 +23,8 @@ AXIS = "devices"
 class MeshWorker(Worker):
     """Computes lanes on all devices of its mesh."""
 
-    def __init__(self, task: Task, cache_dir: Path | None = None):
+    def __init__(self, task: Task | None = None, cache_dir: Path | None = None):
         super().__init__(task, cache_dir)
-        self._make = lambda: Worker(task, cache_dir)
         self._workers: list[Worker] = []  # of this process's devices
 
     def lane_sum(self, version: int, params: Any, rows: np.ndarray, *args):
@@ -45,7 +44,7 @@ class MeshWorker(Worker):
     def _run(self, method, version, params, shares, *args):
         """The answers of this process's devices, each for its share."""
         devices = jax.local_devices()
-        self._workers = self._workers or [self._make() for _ in devices]
+        self._workers = self._workers or [Worker(self.task) for _ in devices]
 
         def run(worker, device, share):
             with jax.default_device(device):

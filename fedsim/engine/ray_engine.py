@@ -31,7 +31,7 @@ from fedsim.engine.mesh import MeshWorker
 from fedsim.engine.monitor import Monitor
 from fedsim.engine.resources import store_bytes
 from fedsim.engine.task import Task
-from fedsim.engine.worker import Worker
+from fedsim.engine.worker import NoTask, Worker
 
 PAUSE_S = 0.2  # between two questions to a worker that cannot be reached
 PULL_S = 60.0  # for a sum to come from another node
@@ -229,7 +229,8 @@ class RayEngine(Engine):
         except (ActorUnavailableError, ObjectLostError, GetTimeoutError):
             self._lost(flight)
         except RayTaskError as error:
-            if isinstance(error.cause, RayError):  # its arguments did not reach it
+            # Its arguments did not reach it, or it was started again while nobody looked.
+            if isinstance(error.cause, RayError | NoTask):
                 self._lost(flight)
             else:
                 raise failure(self._name(flight), error) from error
@@ -276,10 +277,12 @@ class RayEngine(Engine):
         self._probe_at[worker] = 0.0
 
     def _probe(self, now: float) -> None:
-        """Ask those who are out for a sign of life; until they answer they get no lane."""
+        """Ask those who are out for a sign of life, and give those who have started (again) their
+        task; until they answer they get no lane."""
         for worker in [i for i, when in self._probe_at.items() if when <= now]:
             del self._probe_at[worker]
-            self._flights[self._workers[worker].facts.remote()] = _Flight(worker)
+            answer = self._workers[worker].begin.remote(self._actors.task)
+            self._flights[answer] = _Flight(worker)
 
     def _recruit(self, now: float) -> None:
         """Workers in the place of those given up, and on nodes that have joined."""

@@ -36,7 +36,7 @@ class SpmdWorker(MeshWorker):
             unused.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{unused.getsockname()[1]}"
 
-    def join(self, coordinator: str, num_processes: int, rank: int) -> dict[str, Any]:
+    def join(self, coordinator: str, num_processes: int, rank: int, task: Task) -> dict[str, Any]:
         """Become a process of the mesh; once in its life. Returns its `facts`."""
         jax.distributed.initialize(
             coordinator,
@@ -45,7 +45,7 @@ class SpmdWorker(MeshWorker):
             heartbeat_timeout_seconds=HEARTBEAT_S,
             initialization_timeout=int(START_S),
         )
-        return self.facts()
+        return self.begin(task)
 
 
 class _GroupLost(Exception):
@@ -178,7 +178,7 @@ class SpmdEngine(Engine):
         try:
             coordinator = ray.get(self._group[0].address.remote(), timeout=timeout)
             joined = [
-                worker.join.remote(coordinator, self.num_workers, rank)
+                worker.join.remote(coordinator, self.num_workers, rank, self._actors.task)
                 for rank, worker in enumerate(self._group)
             ]
             found = ray.get(joined, timeout=max(1.0, deadline - time.monotonic()))

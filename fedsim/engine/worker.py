@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.clipping import Clip, Strategy, clipped_sum
+from fedsim.clipping import Buckets, Clip, Strategy, clipped_sum
 from fedsim.clipping.bookkeeping import UnsupportedModel
 from fedsim.clipping.clip import lattice_capacity, num_coordinates
 from fedsim.clipping.packing import Chunk, chunks, padding
@@ -50,22 +50,45 @@ def no_sum(params: Any, clip: Clip) -> Any:
     return _zeros(params, jnp.float32 if clip.in_float32 else jnp.int32)
 
 
+class NoTask(RuntimeError):
+    """This worker is not told yet what it computes: its process has been started again."""
+
+
 class Worker:
     """Computes lanes of a task. Cohorts vary in size, shapes do not: units are cut into chunks of
     few shapes, and the loop runs over as many chunks as were drawn, so nothing is compiled twice.
     """
 
-    def __init__(self, task: Task, cache_dir: Path | None = None):
-        """Args: cache_dir: where compiled programs are kept for other processes and runs."""
+    def __init__(self, task: Task | None = None, cache_dir: Path | None = None):
+        """Args:
+        task: what is computed; None: `begin` brings it.
+        cache_dir: where compiled programs are kept for other processes and runs.
+        """
         if cache_dir is not None:
             keep_compiled(cache_dir)
-        self.task = task
-        self.buckets = task.buckets
+        self._task = task
         self._frozen: tuple[Any, ...] | None = None
         self.programs: dict[tuple, Any] = {}
         """Compiled programs by what they depend on."""
         self._checked: set[int] = set()
         self._version, self._params = None, None
+
+    def begin(self, task: Task) -> dict[str, Any]:
+        """Take a task, unless there is one; the `facts`."""
+        self._task = self._task or task
+        return self.facts()
+
+    @property
+    def task(self) -> Task:
+        """What is computed. Raises: NoTask."""
+        if self._task is None:
+            raise NoTask("no task yet")
+        return self._task
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """The lengths to which texts of the task are padded, if they are."""
+        return self.task.buckets
 
     def facts(self) -> dict[str, Any]:
         """Where this worker computes, and with what. Raises: UnfitDevice."""
@@ -80,7 +103,8 @@ class Worker:
 
     def read_ahead(self, split: str, rows: np.ndarray) -> None:
         """Bring rows that will be needed soon into memory, in the background."""
-        touch(lambda: self.task.read(split, rows.ravel()))
+        if self._task is not None:
+            touch(lambda: self.task.read(split, rows.ravel()))
 
     def lane_sum(self, version: int, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy):
         """The clipped sum of a lane: (NumPy tree, Stats). Whole numbers in units of `clip.unit`,

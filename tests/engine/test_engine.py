@@ -151,6 +151,39 @@ def test_a_killed_worker_changes_nothing(pool, rng, task, params):
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.ci
+def test_a_worker_that_ray_starts_again_gets_its_task_again(
+    ray_cluster, rng, task, params, capfd, monkeypatch
+):
+    large = np.zeros(10**6)  # a task that Ray keeps in the object store
+    monkeypatch.setattr(task, "ballast", large, raising=False)
+    rows = groups(rng, 60, 2)
+    expected, _ = LocalEngine(task, num_lanes=4).clipped_sum(params, rows, CLIP)
+    pool = ray_pool(task, num_workers=1)
+    assert same(pool.clipped_sum(params, rows, CLIP)[0], expected)
+    pid = process_of(pool)
+    os.kill(pid, signal.SIGKILL)  # while it has nothing to do
+    while (again := process_again(pool)) in (None, pid):
+        pass
+    before = pool.redispatched
+    assert same(pool.clipped_sum(params, rows, CLIP)[0], expected)
+    assert pool.redispatched == before + 1 and process_of(pool) == again
+    pool.close()
+    assert "object store" not in capfd.readouterr().err  # constructor arguments, that is
+
+
+def process_again(pool):
+    """The worker's process, if it can be reached."""
+    from ray.exceptions import ActorUnavailableError
+
+    try:
+        return process_of(pool)
+    except ActorUnavailableError:
+        return None
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_frozen_worker_is_replaced(ray_cluster, task, rng, params):
     rows = groups(rng, 200, 2)
     # Who waited for as long as for a first lane would meet the time limit of tests.

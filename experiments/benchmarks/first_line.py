@@ -1,0 +1,114 @@
+"""How long every command takes from Enter to its first line, on standard output or standard error.
+
+    python -m experiments.benchmarks.first_line [--quick] [--json]     (5 minutes; quick: 45 s)
+
+Each command is a process of its own on a small made-up data set and a run of four steps; it is killed
+once its first bytes are there. A second figure is its ratio to `fedsim --version`, which only parses,
+measured in turn with it: on a busy machine that is the one to read. --quick measures each once instead
+of five times.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from experiments.benchmarks.common import at_most, circumstances
+
+SHORT = "--epsilon 8 --num-steps 4 --budget 8 --max-length 24 --model micro --engine local".split()
+ACCOUNT = "--num-steps 100 --sampling-prob 0.01 --delta 1e-6".split()
+COMMANDS = {
+    "train": ["train", "uls", "--data", "texts.parquet", "--run-dir", "new", *SHORT],
+    "pretrain": "pretrain --data texts.parquet --num-steps 4 --run-dir new --engine local".split(),
+    "evaluate": ["evaluate", "run"],
+    "personalize": ["personalize", "run"],
+    "generate": ["generate", "run"],
+    "export": "export run --out exported".split(),
+    "audit": ["audit", "uls", "--data", "texts.parquet", "--run-dir", "new", *SHORT],
+    "budget": ["budget", "built"],
+    "report": ["report", "run"],
+    "verify": ["verify", "run"],
+    "runs": ["runs", "."],
+    "account": ["account", "uls", *ACCOUNT, "--noise-multiplier", "1"],
+    "calibrate": ["calibrate", "uls", *ACCOUNT, "--epsilon", "4"],
+    "recommend": "recommend --data built --epsilon 4 --num-steps 9 --engine local".split(),
+    "sweep": "sweep --out s --dry-run --set data=built --set epsilon=4 --set num_steps=2".split(),
+    "data build": "data build texts.parquet --out other".split(),
+    "data stats": ["data", "stats", "built"],
+    "a mistake": ["tran", "uls"],
+    "train --help": ["train", "--help"],
+}
+BOUND_S = 2.0
+
+
+def prepared(place: Path) -> None:
+    """Texts of forty users, a data set built of them, and a run."""
+    users = [f"user {i % 40}" for i in range(400)]
+    texts = [f"the text number {i} of somebody who wrote it" for i in range(400)]
+    pq.write_table(pa.table({"user_id": users, "text": texts}), place / "texts.parquet")
+    call = {"cwd": place, "check": True, "capture_output": True}
+    train = ["train", "uls", "--data", "texts.parquet", "--run-dir", "run", *SHORT]
+    for words in (["data", "build", "texts.parquet", "--out", "built"], train):
+        subprocess.run([sys.executable, "-m", "fedsim.cli", *words], **call)
+
+
+def first_line(words: list[str], place: Path) -> tuple[float, str]:
+    """Seconds until a command's first bytes, and the line that they begin."""
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedsim.cli", *words],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None, "a pipe"
+    line = process.stdout.readline()
+    seconds = time.perf_counter() - start
+    process.kill()
+    process.communicate()
+    return seconds, line.decode(errors="replace").strip()
+
+
+def measured(repeats: int) -> list[dict]:
+    """Medians of each command, and of its ratios to the least that a command does."""
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        prepared(place)
+        for name, words in COMMANDS.items():
+            seconds, ratios, line = [], [], ""
+            for _ in range(repeats):
+                least, _ = first_line(["--version"], place)
+                took, line = first_line(words, place)
+                seconds.append(took)
+                ratios.append(took / least)
+            row = {"command": name, "seconds": statistics.median(seconds)}
+            rows.append({**row, "ratio": statistics.median(ratios), "line": line})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="each command once")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    args = parser.parse_args()
+    rows = measured(1 if args.quick else 5)
+    slowest = max(rows, key=lambda row: row["seconds"])
+    bars = [at_most("seconds to the first line of any command", slowest["seconds"], BOUND_S)]
+    if args.json:
+        print(json.dumps({**circumstances("fedsim", "tyro", "rich"), "rows": rows, "bars": bars}))
+        return
+    for row in rows:
+        print(f"{row['command']:13} {row['seconds']:5.2f} s {row['ratio']:6.2f} x  {row['line']}")
+    print(f"slowest: {slowest['command']}, {slowest['seconds']:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
