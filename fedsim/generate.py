@@ -29,6 +29,8 @@ def generate_text(
     Args:
       temperature: logits are divided by it; 0 takes the likeliest token.
       top_k: only so many likeliest tokens are drawn from; 0: all.
+    Returns: what --json shows; `stopped` is end (the model ended the text), num_tokens, or length:
+      it can read no more than max_length tokens, the prompt's among them.
     Raises: ConfigError: there is no such model, it has no tokenizer, or the prompt is too long.
     """
     there = Path(source).exists() or source.startswith(HUB)
@@ -44,14 +46,17 @@ def generate_text(
     expect("prompt", f"{len(ids)} tokens", len(ids) < longest, f"fewer than {longest} tokens")
     count = min(num_tokens, longest - len(ids))
     found: list[int] = []
+    stopped = "num_tokens" if count == num_tokens else "length"
     for token in tokens_after(
         model, ids, count, temperature=temperature, top_k=top_k, key=jax.random.key(seed)
     ):
         if token == tokenizer.end_id:
+            stopped = "end"
             break
         found.append(token)
     text = tokenizer.decode(found)
-    return {"prompt": prompt, "text": text, "tokens": len(found), "seed": seed}
+    about = {"stopped": stopped, "max_length": longest, "seed": seed}
+    return {"prompt": prompt, "text": text, "tokens": len(found), **about}
 
 
 def tokens_after(

@@ -109,10 +109,14 @@ class DataBuild:
     json: bool = False
     """Print one JSON object on stdout."""
 
+    @property
+    def doing(self) -> str:
+        return f"reading {' '.join(self.sources) or self.recipe or 'no sources'}"
+
     def __call__(self) -> dict[str, Any]:
         from fedsim.data.building import recipes
         from fedsim.data.building.build import build
-        from fedsim.run.console import Console
+        from fedsim.run.terminal import Terminal
 
         given = {
             field.name: getattr(self, field.name)
@@ -129,7 +133,7 @@ class DataBuild:
         if not sources and self.recipe is not None:
             sources = [recipes.RECIPES[self.recipe].source]
         expect("sources", "", bool(sources), "files, hf:NAME, or a --recipe with its own source")
-        dataset = build(sources, self.out, progress=Console().note, **options)
+        dataset = build(sources, self.out, progress=Terminal().note, **options)
         return _show_stats(dataset, self.json)
 
     def _screen(self) -> dict[str, Any]:
@@ -162,12 +166,16 @@ class DataStats:
     json: bool = False
     """Print one JSON object on stdout."""
 
+    @property
+    def doing(self) -> str:
+        return f"reading data={self.directory}"
+
     def __call__(self) -> dict[str, Any]:
         from fedsim.data import corpora
         from fedsim.data.histogram import draw
-        from fedsim.run.console import Console
+        from fedsim.run.terminal import Terminal
 
-        dataset = corpora.load(self.directory, progress=Console().note)
+        dataset = corpora.load(self.directory, progress=Terminal().note)
         if self.histogram is not None:
             draw(dataset.splits(), self.histogram)
         return _show_stats(dataset, self.json)
@@ -185,6 +193,10 @@ class Data:
     @property
     def json(self) -> bool:
         return self.command.json
+
+    @property
+    def doing(self) -> str:
+        return self.command.doing
 
     def __call__(self) -> dict[str, Any]:
         return self.command()

@@ -25,6 +25,7 @@ from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.errors import FedsimError
 from fedsim.files import DISK_FULL, cache_dir
 from fedsim.run.signals import terminated
+from fedsim.run.terminal import Terminal
 
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
 
@@ -72,6 +73,8 @@ def _run(words: list[str]) -> None:
     command = None
     try:
         command = parse(Command, words)
+        if doing := getattr(command, "doing", ""):  # said before what takes seconds to import
+            Terminal().note(doing)
         with terminated():
             result = command()
     except FedsimError as error:

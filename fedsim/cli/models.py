@@ -30,6 +30,10 @@ class Pretrain:
     json: bool = False
     """Print summary.json's object on stdout."""
 
+    @property
+    def doing(self) -> str:
+        return f"reading data={self.run.data.source}, model={self.run.model.source}"
+
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads
 
@@ -55,6 +59,10 @@ class Personalize:
 
     json: bool = False
     """Print one JSON object on stdout."""
+
+    @property
+    def doing(self) -> str:
+        return f"reading run={self.run_dir}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads
@@ -99,6 +107,10 @@ class Generate:
     json: bool = False
     """Print one JSON object on stdout."""
 
+    @property
+    def doing(self) -> str:
+        return f"reading model={self.model}"
+
     def __call__(self) -> dict[str, Any]:
         expect("num_tokens", self.num_tokens, self.num_tokens >= 1, ">= 1")
         expect("temperature", self.temperature, self.temperature >= 0, ">= 0")
@@ -111,6 +123,8 @@ class Generate:
         if not self.json:
             text = found["prompt"] + found["text"]
             print(harmless(text) if sys.stdout.isatty() else text)
+            if found["stopped"] == "length":
+                print(f"(the model's length is {found['max_length']} tokens)", file=sys.stderr)
         return found
 
 
@@ -136,6 +150,10 @@ class Export:
 
     json: bool = False
     """Print one JSON object on stdout."""
+
+    @property
+    def doing(self) -> str:
+        return f"reading model={self.model}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.export import export

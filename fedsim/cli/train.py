@@ -34,11 +34,11 @@ class Train:
     json: bool = False
     """Print summary.json's object on stdout; of a dry run, the plan."""
 
-    def __call__(self) -> dict[str, Any]:
-        from fedsim.run.terminal import Terminal
+    @property
+    def doing(self) -> str:
+        return f"reading data={self.run.data.source}, model={self.run.model.source}"
 
-        # The first line is there before what takes seconds to import.
-        Terminal().note(f"reading data={self.run.data.source}, model={self.run.model.source}")
+    def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import keep_memory, set_threads
 
         set_threads(self.run.engine)
@@ -99,6 +99,10 @@ class Evaluate:
 
     json: bool = False
     """Print one JSON object on stdout."""
+
+    @property
+    def doing(self) -> str:
+        return f"reading run={self.run_dir}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads

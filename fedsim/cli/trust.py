@@ -41,6 +41,10 @@ class Audit:
     json: bool = False
     """Print one JSON object on stdout."""
 
+    @property
+    def doing(self) -> str:
+        return f"reading data={self.run.data.source}, model={self.run.model.source}"
+
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads
 
@@ -90,6 +94,10 @@ class Budget:
     json: bool = False
     """Print one JSON object on stdout."""
 
+    @property
+    def doing(self) -> str:
+        return "reading the ledger of the data"
+
     def __call__(self) -> dict[str, Any]:
         from fedsim.budget.ledger import place_of
         from fedsim.data import corpora
@@ -130,6 +138,10 @@ class Report:
     json: bool = False
     """Print one JSON object on stdout."""
 
+    @property
+    def doing(self) -> str:
+        return f"reading run={self.run_dir}"
+
     def __call__(self) -> dict[str, Any]:
         from fedsim.run.console import Console
         from fedsim.trust.report import report
@@ -166,6 +178,10 @@ class Verify:
 
     json: bool = False
     """Print one JSON object on stdout."""
+
+    @property
+    def doing(self) -> str:
+        return f"reading run={self.run_dir}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads
@@ -220,6 +236,10 @@ class Runs:
 
     json: bool = False
     """Print one JSON object on stdout."""
+
+    @property
+    def doing(self) -> str:
+        return f"reading the runs in {self.directory}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.config import to_json

@@ -74,6 +74,10 @@ class Recommend:
     json: bool = False
     """Print one JSON object on stdout."""
 
+    @property
+    def doing(self) -> str:
+        return f"reading data={self.run.data.source}, model={self.run.model.source}"
+
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads
 
@@ -155,6 +159,10 @@ class Sweep:
 
     json: bool = False
     """Print one JSON object on stdout."""
+
+    @property
+    def doing(self) -> str:
+        return f"preparing the runs of {self.out}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads
