@@ -1,8 +1,8 @@
 """Committed records: what is written beside the rows of an experiment, and held against them.
 
 Rows are as they are in the CSV file: verdicts and figures come from what is written there. So they
-can be had again without running anything. Pages of figures (`figures/`) have the verdicts of the
-record, between two marks.
+can be had again without running anything. Pages of figures (`docs/figures/`) have the verdicts of
+the record, between two marks.
 
     python -m experiments.records      (figures and pages again, from the committed CSV files)
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-RESULTS, PAGES = HERE / "results", HERE / "figures"
+RESULTS, PAGES = HERE / "results", HERE.parent / "docs" / "figures"
 PROVENANCE = ("commit", "date", "data", "model", "seeds")
 MARKS = "<!-- verdicts -->", "<!-- end of verdicts -->"
 

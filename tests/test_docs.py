@@ -31,7 +31,6 @@ ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *(page for page in DOCS if "_build" not in page.parts)]
 LINKED = [*PAGES, *map(ROOT.joinpath, ("SECURITY.md", "CHANGELOG.md"))]
-LINKED += sorted((ROOT / "experiments" / "figures").glob("*.md"))
 LINKED += [ROOT / folder / "README.md" for folder in ("cluster", "experiments")]
 
 BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.M | re.S)

@@ -59,7 +59,7 @@ def test_rows_that_are_written_are_those_that_are_judged(tmp_path):
 def test_a_page_has_the_verdicts_of_its_record(page):
     record = json.loads(RECORDS[page.stem].read_text())
     assert records.verdict_table(record) in page.read_text()
-    assert f"](figures/{page.name})" in (ROOT / "experiments" / "README.md").read_text()
+    assert f"](../docs/figures/{page.name})" in (ROOT / "experiments" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
