@@ -3,7 +3,7 @@
 The backward pass stops at the outputs of the layers that have weights. Their inputs X and output
 cotangents G give every unit's gradient norm, layer by layer, and then the clipped sum X^T (w G), w
 being the units' scales: no unit's gradient is ever formed whole. Here units are users with several
-rows as well as examples. The model stays a plain `flax.linen` model: its calls are intercepted.
+rows as well as examples.
 """
 
 import dataclasses
@@ -11,26 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from flax import traverse_util
-from flax.core import tracers
-from jax.extend.core import Var
 
 from fedsim.clipping import scan
 from fedsim.clipping.clip import Clip, matmul
-from fedsim.clipping.layers import CALL, LAYERS, METHODS
-from fedsim.clipping.remat import recorded
-from fedsim.errors import FedsimError
+from fedsim.clipping.observed import Observed, Path, expect_shape
 
 # A unit's squared norm must be so many times its rounding: then the norm is right to 0.1 %.
 TRUSTED = 500.0
-
-Path = tuple[str, ...]
-Call = tuple[Path, str, int]  # module, method, number of its calls before
-
-
-class UnsupportedModel(FedsimError):
-    """A part of the model whose per-unit norms are not known here; the message names it."""
 
 
 def clipped_sum(
@@ -43,8 +31,10 @@ def clipped_sum(
     norm, is left to `scan`: the guarantee is the same, and the other units' sum is, too.
     Raises: UnsupportedModel: a parameter is not in a layer of `LAYERS`.
     """
-    model = _Model(loss_fn, params)
-    *seen, squared, rounding, losses = model.run(batch, mask)
+    model = Observed(loss_fn, params)
+    inputs, cotangents, losses = model.run(batch, mask)
+    vectors, squared, rounding = _norms(model, inputs, cotangents)
+    seen = inputs, cotangents, vectors
     trusted = jnp.isfinite(squared) & (squared >= TRUSTED * rounding)
 
     def trusted_only(leaf):
@@ -56,7 +46,7 @@ def clipped_sum(
         0, 1 - trusted.all(), lambda _, seen: jax.tree.map(trusted_only, seen), seen
     )
     scale = trusted_only(clip.scale(jnp.sqrt(squared + rounding)))  # of the largest it may be
-    total = model.weighted_sum(seen, scale)
+    total = _weighted_sum(model, seen, scale)
     own = mask & ~trusted[:, None]
     total, *apart = scan.clipped_sum(
         loss_fn, params, batch, own, dataclasses.replace(clip, in_float32=True), total=total
@@ -68,149 +58,24 @@ def clipped_sum(
     return total, norms, losses, dropped
 
 
-class _Model:
-    """A loss as layers: what goes into and comes out of those that have parameters."""
+def _norms(model: Observed, inputs: Any, cotangents: Any) -> tuple[Any, jax.Array, jax.Array]:
+    """Gradients of vectors by path, squared norms [units], rounding [units]."""
+    vectors: dict[Path, dict[str, jax.Array]] = {}
+    squared = rounding = jnp.zeros(())
+    for path, layer, own in model.layers(inputs, cotangents):
+        vectors[path] = layer.vectors(own)
+        of_matrix, its_rounding = layer.squared_norms(own)
+        squared, rounding = squared + of_matrix, rounding + its_rounding
+        squared += sum(jnp.sum(jnp.square(leaf), axis=1) for leaf in vectors[path].values())
+    return vectors, squared, rounding
 
-    def __init__(self, loss_fn, params):
-        self.loss_fn, self.params = loss_fn, params
-        self.trained = {path[:-1] for path in traverse_util.flatten_dict(params)}
-        self.modules: dict[Path, nn.Module] = {}
-        self.inputs: dict[Call, int] = {}  # which of the distinct inputs a call saw
 
-    def run(self, batch, mask):
-        """(inputs, cotangents, gradients of vectors by path, squared norms [units], rounding
-        [units], losses [units])."""
-        units, group = mask.shape
-        count = jnp.maximum(mask.sum(axis=1, keepdims=True), 1).astype(jnp.float32)
-        rows = jax.tree.map(lambda leaf: leaf.reshape(units * group, *leaf.shape[2:]), batch)
-
-        def run(taps):
-            losses, inputs, outputs = self._observe(rows, taps)
-            losses = jnp.where(mask, losses.reshape(units, group), 0) / count
-            return losses.sum(), (losses.sum(axis=1), inputs, outputs)
-
-        self._check_rows(rows)
-        self._check_parameters(rows)
-        # Zeros, added to a layer's output: the gradient there is the output's cotangent.
-        outputs = jax.eval_shape(lambda: run({})[1][2])
-        taps = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), outputs)
-        cotangents, (losses, inputs, _) = jax.grad(run, has_aux=True)(taps)
-
-        def by_unit(leaf):
-            return leaf.reshape(units, -1, leaf.shape[-1])
-
-        for call, number in self.inputs.items():
-            if self._is_lookup(call):  # ids have no axis of features
-                inputs[number] = inputs[number][..., None]
-        inputs, cotangents = jax.tree.map(by_unit, (inputs, cotangents))
-        vectors: dict[Path, dict[str, jax.Array]] = {}
-        squared = rounding = jnp.zeros(units)
-        for path, layer, own in self._layers(inputs, cotangents):
-            vectors[path] = layer.vectors(own)
-            of_matrix, its_rounding = layer.squared_norms(own)
-            squared, rounding = squared + of_matrix, rounding + its_rounding
-            squared += sum(jnp.sum(jnp.square(leaf), axis=1) for leaf in vectors[path].values())
-        return inputs, cotangents, vectors, squared, rounding, losses
-
-    def _check_rows(self, rows):
-        """Raises UnsupportedModel: an input's first axis is not that of the rows: it would be cut
-        into units all the same where it is as long as that by chance."""
-
-        def seen_with(count):
-            some = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), rows
-            )
-            return jax.eval_shape(lambda rows: self._observe(rows, {})[1], some)
-
-        some, more = seen_with(2), seen_with(3)
-        for (path, *_), number in self.inputs.items():
-            shape = some[number].shape
-            if (*shape[:1], *more[number].shape[:1]) != (2, 3):
-                name = "/".join(path)
-                raise UnsupportedModel(f"{name}: called on {shape}, without the axis of the rows")
-
-    def _check_parameters(self, rows):
-        """Raises UnsupportedModel: the loss depends on a parameter beside its layer's calls."""
-        self._own_parameters()
-
-        def losses(leaves):
-            params = traverse_util.unflatten_dict(leaves)
-            return self._observe(rows, None, params)[0]
-
-        leaves = traverse_util.flatten_dict(self.params)
-        jaxpr = jax.make_jaxpr(losses)(leaves).jaxpr
-        # By variable: the parameters that it depends on.
-        of = {var: {path} for var, path in zip(jaxpr.invars, sorted(leaves), strict=True)}
-        for equation in jaxpr.eqns:
-            used = set().union(*(of.get(v, ()) for v in equation.invars if isinstance(v, Var)))
-            of |= dict.fromkeys(equation.outvars, used)
-        for path in set().union(*(of.get(v, ()) for v in jaxpr.outvars if isinstance(v, Var))):
-            name = "/".join(path)
-            raise UnsupportedModel(f"parameter {name}: used beside the calls of its layer")
-
-    def _is_lookup(self, call: Call) -> bool:
-        return type(self.modules[call[0]]) is nn.Embed and call[1] == CALL
-
-    def weighted_sum(self, seen, weights):
-        """sum over units of weight times gradient, a tree like the parameters."""
-        leaves, (*calls, vectors) = {}, seen
-        for path, layer, own in self._layers(*calls):
-            small = {name: matmul(weights, leaf) for name, leaf in vectors[path].items()}
-            for name, leaf in (layer.weighted_sum(own, weights) | small).items():
-                if leaf.shape != (shape := own[name].shape):
-                    name = "/".join((*path, name))
-                    expected = f"expected {leaf.shape}, one axis of features"
-                    raise UnsupportedModel(f"parameter {name} of shape {shape}: {expected}")
-                leaves[*path, name] = leaf
-        return traverse_util.unflatten_dict(leaves)
-
-    def _observe(self, rows, taps, params=None):
-        """Run the model; taps are added to its layers' outputs, which are zeros where taps is None.
-        Returns losses, the distinct inputs of layers, outputs by call."""
-        inputs, outputs = [], {}
-        here = tracers.current_trace()
-
-        def interceptor(next_fun, args, kwargs, context):
-            module, method = context.module, context.method_name
-            y = next_fun(*args, **kwargs)
-            if type(module) not in LAYERS or method not in METHODS:
-                return y
-            if module.path not in self.trained:  # none of its parameters has a gradient
-                return y
-            given, name = [*args, *kwargs.values()], "/".join(module.path)
-            if len(given) != 1:
-                raise UnsupportedModel(f"{name}: called with {len(given)} arguments, expected one")
-            if tracers.current_trace() != here:  # what it saw could not be handed out
-                raise UnsupportedModel(f"{name}: called inside of remat, scan or the like")
-            call = (module.path, method, sum(c[:2] == (module.path, method) for c in outputs))
-            self.modules[module.path] = module.clone(parent=None)  # its fields, no tracer
-            same = [number for number, x in enumerate(inputs) if x is given[0]]
-            self.inputs[call] = same[0] if same else len(inputs)
-            inputs.extend(() if same else given)
-            outputs[call] = y
-            if taps is None:
-                return jnp.zeros_like(y)
-            return y + taps[call] if call in taps else y
-
-        with recorded(), nn.intercept_methods(interceptor):
-            losses = self.loss_fn(self.params if params is None else params, rows)
-        return losses, inputs, outputs
-
-    def _layers(self, inputs, cotangents):
-        """(path, layer with its calls, its parameters) of every layer."""
-        calls: dict[Path, dict[str, list]] = {path: {} for path in self.modules}
-        for call, number in self.inputs.items():
-            path, method, _ = call
-            calls[path].setdefault(method, []).append((inputs[number], cotangents[call]))
-        own = self._own_parameters()
-        for path, module in self.modules.items():
-            yield path, LAYERS[type(module)](module, calls[path]), own[path]
-
-    def _own_parameters(self) -> dict[Path, dict[str, jax.Array]]:
-        own: dict[Path, dict[str, jax.Array]] = {path: {} for path in self.modules}
-        for path, leaf in traverse_util.flatten_dict(self.params).items():
-            if path[:-1] not in own:
-                known, name = ", ".join(kind.__name__ for kind in LAYERS), "/".join(path)
-                raise UnsupportedModel(f"parameter {name}: expected one of a layer of type {known}")
-            own[path[:-1]][path[-1]] = jnp.asarray(leaf)
-        return own
+def _weighted_sum(model: Observed, seen: Any, weights: jax.Array) -> Any:
+    """sum over units of weight times gradient, a tree like the parameters."""
+    leaves, (*calls, vectors) = {}, seen
+    for path, layer, own in model.layers(*calls):
+        small = {name: matmul(weights, leaf) for name, leaf in vectors[path].items()}
+        for name, leaf in (layer.weighted_sum(own, weights) | small).items():
+            expect_shape((*path, name), own[name], leaf)
+            leaves[*path, name] = leaf
+    return traverse_util.unflatten_dict(leaves)

@@ -43,18 +43,25 @@ def contribution(grad: Any, real: jax.Array, clip: Clip) -> tuple[Any, jax.Array
       not finite, bool).
     """
     norm, bound = norm_and_bound(grad)
-    dimensions = num_coordinates(grad)
+    scale, dropped = factor(bound, real, clip, num_coordinates(grad))
+    z = jax.tree.map(lambda leaf: whole(leaf, scale), grad)
+    return z, jnp.where(real, norm, 0), dropped
+
+
+def factor(
+    bound: jax.Array, real: jax.Array, clip: Clip, dimensions: int
+) -> tuple[jax.Array, jax.Array]:
+    """(s, whether the unit is dropped) of gradients whose norm is at most `bound`."""
     longest = 2.0 ** lattice_bits(dimensions) - math.sqrt(dimensions) / 2
     finite = jnp.isfinite(bound) | ~real
     # The division comes last: XLA does not do it again for every coordinate, as it would a choice.
     most = jnp.where(finite, jnp.maximum(jnp.float32(clip.norm), bound), 1)
-    scale = jnp.where(finite & real, jnp.float32(longest * (1 - SLACK)), 0) / most
+    return jnp.where(finite & real, jnp.float32(longest * (1 - SLACK)), 0) / most, ~finite
 
-    def whole(leaf):
-        # Selected, not multiplied by zero: 0 * nan is nan.
-        return jnp.round(jnp.where(scale > 0, leaf * scale, 0)).astype(jnp.int32)
 
-    return jax.tree.map(whole, grad), jnp.where(real, norm, 0), ~finite
+def whole(leaf: jax.Array, scale: jax.Array) -> jax.Array:
+    """Coordinates times s, rounded; int32. Selected, not multiplied by zero: 0 * nan is nan."""
+    return jnp.round(jnp.where(scale > 0, leaf * scale, 0)).astype(jnp.int32)
 
 
 def norm_and_bound(tree: Any) -> tuple[jax.Array, jax.Array]:

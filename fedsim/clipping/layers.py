@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fedsim.clipping.clip import matmul
+from fedsim.clipping.factors import Factors
 
 CALL, ATTEND = METHODS = ("__call__", "attend")
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -45,6 +46,10 @@ class Layer(ABC):
     def squared_norms(self, params: Any) -> Norms:
         """The squared norm of each unit's gradient of the matrix; zeros where there is none."""
 
+    def factors(self) -> dict[str, Factors]:
+        """Each unit's gradient of the matrix, by its name, as a product; empty without one."""
+        return {}
+
     @abstractmethod
     def weighted_sum(self, params: Any, weights_U: jax.Array) -> dict[str, jax.Array]:
         """sum over units of weight times gradient of the matrix, float32, by its name."""
@@ -65,6 +70,9 @@ class Dense(Layer):
     def squared_norms(self, params):
         return product_norms(*self.joined())
 
+    def factors(self):
+        return {"kernel": Factors(*self.joined())}
+
     def weighted_sum(self, params, weights_U):
         return {"kernel": product(*self.joined(), weights_U)}
 
@@ -78,6 +86,11 @@ class Embed(Layer):
         if CALL not in self.calls:
             return product_norms(*self.joined(ATTEND))
         return tied_norms(*self.joined(ATTEND), *self.looked_up())
+
+    def factors(self):
+        x_UTD, g_UTV = self.joined(ATTEND) if ATTEND in self.calls else (None, None)
+        found = self.looked_up() if CALL in self.calls else ()
+        return {"embedding": Factors(g_UTV, x_UTD, *found)}
 
     def weighted_sum(self, params, weights_U):
         total = jnp.zeros(params["embedding"].shape, jnp.float32)

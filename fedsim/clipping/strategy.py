@@ -7,15 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedsim.clipping import bookkeeping, scan, vmap
+from fedsim.clipping import bookkeeping, ghost, observed, scan, vmap
 from fedsim.clipping.clip import Clip
 from fedsim.clipping.contribution import on_lattice
 from fedsim.errors import expect
 
-NAMES = ("scan", "direct", "bookkeeping", "vmap")  # the simpler ones first
-FORMED = ("scan", "direct")  # every unit's gradient is
+NAMES = ("scan", "direct", "ghost", "bookkeeping", "vmap")  # the simpler ones first
+FORMED = ("scan", "direct")  # every unit's gradient is, whole
+PROVEN = (*FORMED, "ghost")
 UNITS_PER_CALL = 32
 FEW_PARAMETERS = 20_000
+MANY_PARAMETERS = 10_000_000  # whose gradient is far from fitting into a processor's cache
 NEAR_TIE = 1.02
 MODEL = "model"
 """Scope of the operations of the model. All others make norms and sums, to which a guarantee may be
@@ -29,13 +31,13 @@ class Strategy:
     name: str = "scan"
     rows: int = 8
     """Rows of one forward and backward pass. `scan` takes one unit at a time, `direct` several
-    whole ones where they fit, `bookkeeping` and `vmap` whole ones."""
+    whole ones where they fit, the others whole ones."""
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
         """The strategy that NAME or NAME:ROWS names. Raises ConfigError: there is none."""
         name, _, rows = text.partition(":")
-        expected = "auto, or scan, direct, bookkeeping or vmap, with :ROWS (>= 1) if you like"
+        expected = f"auto, or {', '.join(NAMES[:-1])} or {NAMES[-1]}, with :ROWS (>= 1) if you like"
         expect("strategy", text, name in NAMES, expected)
         expect("strategy", text, not rows or (rows.isdecimal() and int(rows) > 0), expected)
         return cls(name, int(rows)) if rows else cls(name)
@@ -47,7 +49,7 @@ class Strategy:
     def proven(self) -> bool:
         """Whether a unit's contribution is a function of its own rows, of a proven norm. Where
         units share a sum of floating-point numbers, its rounding depends on the others."""
-        return self.name in FORMED
+        return self.name in PROVEN
 
     def units_at_once(self, group: int) -> int:
         """Units of one forward and backward pass, for groups of so many rows."""
@@ -91,16 +93,19 @@ def clipped_sum(
         options["side_by_side"] = 1 if local else at_once  # own steps are loops of various lengths
         return scan.clipped_sum(loss_fn, params, batch, mask, clip, total=total, **options)
     if local is not None:
-        raise bookkeeping.UnsupportedModel("only scan and direct take users' own steps")
-    module = {"bookkeeping": bookkeeping, "vmap": vmap}[strategy.name]
+        raise observed.UnsupportedModel("only scan and direct take users' own steps")
+    module = {"bookkeeping": bookkeeping, "ghost": ghost, "vmap": vmap}[strategy.name]
     chunks = jax.tree.map(lambda leaf: scan.in_parts(leaf, at_once), (batch, mask))
 
     def add_chunk(i, carry):
         total, *values = carry
         batch, mask = jax.tree.map(lambda leaf: leaf[i], chunks)
-        chunk_sum, *found = module.clipped_sum(loss_fn, params, batch, mask, clip)
-        chunk_sum = chunk_sum if clip.in_float32 else on_lattice(chunk_sum, clip)
-        total = jax.tree.map(jnp.add, total, chunk_sum)
+        if module is ghost:
+            total, *found = ghost.clipped_sum(loss_fn, params, batch, mask, clip, total)
+        else:
+            chunk_sum, *found = module.clipped_sum(loss_fn, params, batch, mask, clip)
+            chunk_sum = chunk_sum if clip.in_float32 else on_lattice(chunk_sum, clip)
+            total = jax.tree.map(jnp.add, total, chunk_sum)
         return total, *(old.at[i].set(new) for old, new in zip(values, found, strict=True))
 
     values = (jnp.stack([value] * len(chunks[1])) for value in scan.no_values(at_once))
@@ -121,7 +126,9 @@ def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[
     parts = {min(group, rows) for rows in passes}  # of one unit
     several = {rows for rows in side_by_side if rows >= 2 * group}
     one_by_one = [Strategy("scan", rows) for rows in sorted(parts)]
-    return one_by_one + [Strategy("direct", rows) for rows in sorted(parts | several)]
+    direct = [Strategy("direct", rows) for rows in sorted(parts | several)]
+    in_tiles = on_cpu and group == 1 and num_parameters >= MANY_PARAMETERS
+    return one_by_one + direct + [Strategy("ghost", 4)] * in_tiles
 
 
 def choose(found: Sequence[tuple[Strategy, float | None]]) -> Strategy:

@@ -102,7 +102,7 @@ class EngineConfig:
     Default: 1, or all chips of a TPU host."""
 
     strategy: str = "auto"
-    """How clipped sums are computed: scan, direct, bookkeeping or vmap, each with :ROWS at a
+    """How clipped sums are computed: scan, direct, ghost, bookkeeping or vmap, each with :ROWS at a
     time if you like, or auto: the fastest of a few, timed at the start. Part of the result's
     bits."""
 

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.clipping import Buckets, Clip, Strategy, clipped_sum
-from fedsim.clipping.bookkeeping import UnsupportedModel
 from fedsim.clipping.clip import lattice_capacity, num_coordinates
+from fedsim.clipping.observed import UnsupportedModel
 from fedsim.clipping.packing import Chunk, chunks, padding
 from fedsim.clipping.scan import zeros_like
 from fedsim.engine.arithmetic import check_arithmetic

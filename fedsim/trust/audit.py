@@ -131,7 +131,7 @@ def replacements(
         replace("group_size_epsilon", privacy.group_size_epsilon, None, why)
     if run.engine.strategy == AUTO and settings.gradient_canaries:
         scan = f"scan:{min(group_size or 1, 8)}"
-        why = "bookkeeping, which auto may choose, does not know gradient canaries"
+        why = "ghost, which auto may choose, does not know gradient canaries"
         replace("strategy", AUTO, scan, why)
     return found
 

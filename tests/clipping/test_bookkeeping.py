@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from zoo import LENGTH, VOCAB, Tied, Untied, losses_of, random_batch, random_params
 
 from fedsim.clipping import Buckets, Clip, Strategy, bookkeeping, clipped_sum, layers
-from fedsim.clipping.bookkeeping import UnsupportedModel
+from fedsim.clipping.observed import UnsupportedModel
 
 UNITS, GROUP = 4, 2
 BUCKETS = Buckets(
@@ -20,6 +20,7 @@ BUCKETS = Buckets(
 )
 OTHERS = {
     "bookkeeping": (Strategy("bookkeeping"), None),
+    "ghost": (Strategy("ghost"), None),
     "vmap": (Strategy("vmap"), None),
     "direct, row by row": (Strategy("direct", 1), None),
     "direct": (Strategy("direct"), None),

@@ -10,7 +10,13 @@ from zoo import ByHand
 
 from fedsim.clipping import Clip, Strategy, bookkeeping, clipped_sum
 from fedsim.clipping.clip import lattice_bits
-from fedsim.clipping.strategy import FEW_PARAMETERS, NAMES, candidates, choose
+from fedsim.clipping.strategy import (
+    FEW_PARAMETERS,
+    MANY_PARAMETERS,
+    NAMES,
+    candidates,
+    choose,
+)
 from fedsim.errors import ConfigError
 
 EXTREME = [0.0, -0.0, 1.0, 1e-45, -1e-38, 1e-20, 1e20, -3e38, np.inf, -np.inf, np.nan]
@@ -118,7 +124,7 @@ def test_a_strategy_is_written_as_it_is_read(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ghost", "auto:3", "scan:0", "scan:-1", "scan:x", "scan:1.5", ":8", "Scan"]
+    "text", ["", "other", "auto:3", "scan:0", "scan:-1", "scan:x", "scan:1.5", ":8", "Scan"]
 )
 def test_what_is_no_strategy_is_refused_in_one_line(text):
     with pytest.raises(ConfigError, match=f"^strategy={text}: expected auto, or scan, .*$"):
@@ -139,7 +145,7 @@ def test_where_nothing_fits_it_is_what_needs_least():
 
 
 @pytest.mark.parametrize("group", [1, 3, 16, 64, 128])
-@pytest.mark.parametrize("num_parameters", [100, FEW_PARAMETERS + 1])
+@pytest.mark.parametrize("num_parameters", [100, FEW_PARAMETERS + 1, MANY_PARAMETERS])
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_few_candidates_are_tried_the_simplest_first(group, num_parameters, on_cpu):
     tried = candidates(group, num_parameters, on_cpu=on_cpu)
@@ -150,6 +156,8 @@ def test_few_candidates_are_tried_the_simplest_first(group, num_parameters, on_c
     for strategy in tried:
         assert strategy.units_at_once(group) >= 1
         assert strategy.units_per_call(group) % strategy.units_at_once(group) == 0
+    many = num_parameters == MANY_PARAMETERS
+    assert (Strategy("ghost", 4) in tried) == (many and on_cpu and group == 1)
     if num_parameters > FEW_PARAMETERS:
         whole = group <= 16 if on_cpu else True
         assert (Strategy("direct", group) in tried) == whole  # a user in one pass

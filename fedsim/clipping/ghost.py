@@ -1,0 +1,81 @@
+"""The strategy `ghost`: norms of gradients that are not formed, then gradients a tile at a time.
+
+`direct` writes every unit's gradient and reads it twice, for its norm and for the sum. Of a large
+model that is what it costs. Here one forward and one backward pass stop at the layers, as in
+`bookkeeping`. Inputs and cotangents give a proven bound on each unit's norm, see factors.py (ghost
+norms: Goodfellow 2015; Li et al. 2022). Then each unit's gradient is formed, scaled, rounded and
+added tile by tile, in the processor's cache. So every unit has whole numbers of its own, as in
+`scan`: other units change nothing of them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from fedsim.clipping import scan
+from fedsim.clipping.clip import Clip, num_coordinates
+from fedsim.clipping.contribution import factor, norm_and_bound, whole
+from fedsim.clipping.factors import Factors
+from fedsim.clipping.observed import Observed, expect_shape
+
+
+def clipped_sum(
+    loss_fn: scan.LossFn, params: Any, batch: Any, mask: jax.Array, clip: Clip, total: Any
+) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+    """The sum of `scan.clipped_sum`, of units side by side. It takes the memory of all rows'
+    activations, of small layers' gradients, and of one tile.
+
+    Guarantees: those of `scan.clipped_sum`. Norms are bounded from above a little less tightly: a
+      clipped unit may be shorter than C by a few thousandths.
+    Raises: UnsupportedModel: a parameter is not in a layer of `LAYERS`.
+    """
+    model = Observed(loss_fn, params)
+    # Seen once: what a norm is taken of is what is added.
+    inputs, cotangents, losses = jax.lax.optimization_barrier(model.run(batch, mask))
+    formed: dict[tuple[str, ...], jax.Array] = {}
+    factors: dict[tuple[str, ...], Factors] = {}
+    for path, layer, own in model.layers(inputs, cotangents):
+        formed |= {(*path, name): leaf for name, leaf in layer.vectors(own).items()}
+        for name, product in layer.factors().items():
+            shape = own[name].shape
+            if product.is_cheaper(shape):
+                factors[*path, name] = product
+            else:
+                each = [product.formed(u, 0, shape[0], shape) for u in range(len(mask))]
+                formed[*path, name] = jnp.stack(each)
+    formed = jax.lax.optimization_barrier(formed)
+    squares = bound_squares = jnp.zeros(len(mask))
+    if formed:
+        squares, bound_squares = map(jnp.square, jax.vmap(norm_and_bound)(formed))
+    for product in factors.values():
+        squared, bound = product.squared_and_bound()
+        squares, bound_squares = squares + squared, bound_squares + jnp.square(bound)
+    # Three roundings of each part.
+    bounds = jnp.sqrt(bound_squares) * jnp.float32(1 + (len(factors) + 6) * 2.0**-23)
+    real, norms = mask.any(axis=1), jnp.sqrt(squares)
+    if clip.in_float32:
+        scales = jnp.where(real, clip.scale(norms), 0)
+    else:
+        scales, _ = factor(bounds, real, clip, num_coordinates(params))
+
+    def added(grad, unit):
+        if clip.in_float32:
+            return jnp.where(scales[unit] > 0, grad * scales[unit], 0)
+        return whole(grad, scales[unit])
+
+    leaves, parameters = {}, traverse_util.flatten_dict(params)
+    for name, sums in traverse_util.flatten_dict(total).items():
+        if name in factors:
+            leaves[name] = factors[name].add_to(sums, added)
+            continue
+        expect_shape(name, parameters[name], formed[name][0])
+        leaves[name] = sum((added(grad, u) for u, grad in enumerate(formed[name])), start=sums)
+    dropped = real & ~jnp.isfinite(bounds)
+    return (
+        traverse_util.unflatten_dict(leaves),
+        jnp.where(real, norms, 0),
+        losses,
+        dropped,
+    )

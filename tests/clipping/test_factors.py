@@ -1,0 +1,77 @@
+"""Norms of gradients that are not formed: never below that of what is formed, and not far above."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedsim.clipping.factors import WIDE, Factors
+
+pytestmark = pytest.mark.privacy
+UNITS, TOKENS, LOOKUPS = 2, 6, 5
+SHAPES = [(3, 2), (40, 17), (WIDE + 30, 20)]
+KINDS = ["product", "lookups", "both"]
+
+
+@functools.cache
+def compiled(kind, shape):
+    """(left, right, ids, looked up) -> bounds [units], the gradients that are formed."""
+
+    def run(*given):
+        factors = Factors(*(given[:2] if kind == "product" else given))
+        if kind == "lookups":
+            factors = Factors(None, None, *given[2:])
+        formed = [factors.formed(unit, 0, shape[0], shape) for unit in range(UNITS)]
+        return *factors.squared_and_bound(), jnp.stack(formed)
+
+    return jax.jit(run)
+
+
+def draw(rng, shape, cancelling):
+    """Factors of all sizes; where they cancel, pairs of tokens all but take each other away."""
+    scales = 10.0 ** rng.uniform(-12, 5, 3)
+    left = rng.normal(size=(UNITS, TOKENS, shape[0])) * scales[0]
+    right = rng.normal(size=(UNITS, TOKENS, shape[1])) * scales[1]
+    ids = rng.integers(0, shape[0], (UNITS, LOOKUPS))
+    rows = rng.normal(size=(UNITS, LOOKUPS, shape[1])) * scales[2]
+    if cancelling:
+        left[:, 1::2] = left[:, ::2]
+        right[:, 1::2] = -right[:, ::2] * (1 - 10.0 ** rng.uniform(-8, -2))
+        ids[:, 1], rows[:, 1] = ids[:, 0], -rows[:, 0] * (1 + 1e-6)
+    return *(x.astype(np.float32) for x in (left, right)), ids, rows.astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bound_is_above_the_norm_of_what_is_formed(kind, shape, rng):
+    run = compiled(kind, shape)
+    for trial in range(60):
+        cancelling = bool(trial % 2)
+        squared, bounds, formed = run(*draw(rng, shape, cancelling))
+        true = np.sqrt((np.asarray(formed, np.longdouble) ** 2).sum(axis=(1, 2)))
+        assert (true <= np.asarray(bounds, np.longdouble)).all()
+        if not cancelling and kind != "both" and true.min() > 1e-6:
+            assert np.allclose(np.asarray(bounds, float), true.astype(float), rtol=0.01)
+            assert np.allclose(np.sqrt(np.asarray(squared, float)), true.astype(float), rtol=1e-3)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan, 1e9])
+def test_nothing_is_claimed_of_numbers_that_are_too_large(value, rng):
+    left, right, *lookups = draw(rng, SHAPES[0], False)
+    left[1, 2, 0] = value
+    _, bounds, _ = compiled("both", SHAPES[0])(left, right, *lookups)
+    assert np.isfinite(bounds[0]) and not np.isfinite(bounds[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sum_in_tiles_is_that_of_whole_gradients(kind, rng, monkeypatch):
+    shape, given = (24, 7), draw(rng, (24, 7), False)
+    monkeypatch.setattr("fedsim.clipping.factors.TILE", 50)  # six rows of seven
+    factors = Factors(*(given[:2] if kind == "product" else given))
+    if kind == "lookups":
+        factors = Factors(None, None, *given[2:])
+    total = factors.add_to(jnp.ones(shape), lambda grad, unit: grad * (unit + 1))
+    formed = [factors.formed(unit, 0, 24, shape) for unit in range(UNITS)]
+    assert np.allclose(total, 1 + formed[0] + 2 * formed[1], rtol=1e-5)
