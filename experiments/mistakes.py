@@ -194,6 +194,14 @@ CLIPPING = (
         "self.group_size, self.key, step).reshape(-1, 1)",
     ),
     one(
+        "norms from products, taken for exact",
+        "clipping/test_factors.py::test_the_bound_is_above_the_norm_of_what_is_formed",
+        "clipping/factors.py",
+        "error = jnp.float32(_error(roundings)) * jnp.square(largest)",
+        "error = jnp.float32(0)",
+        *("--strategy", "ghost:4"),
+    ),
+    one(
         "clipping parts of a user, before their sum",
         "clipping/test_clipping.py::test_a_users_gradient_is_complete_before_it_is_clipped",
         *("clipping/scan.py", PART, PART.replace("g.as", f"{CLIP_PART} * g.as")),
@@ -220,7 +228,7 @@ CLIPPING = (
         *(
             "clipping/contribution.py",
             "finite = jnp.isfinite(bound) | ~real",
-            "finite = norm == norm",
+            "finite = bound == bound",
         ),
     ),
     Mistake(
