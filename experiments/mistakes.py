@@ -265,7 +265,7 @@ CLIPPING = (
         "units that share a product, by default",
         "clipping/test_strategy.py::test_few_candidates_are_tried_the_simplest_first",
         "clipping/strategy.py",
-        'one_by_one + [Strategy("direct", rows) for rows in sorted(parts | several)]',
+        'one_by_one + direct + [Strategy("ghost", 4)] * in_tiles',
         'one_by_one + [Strategy("bookkeeping", max(group, 4))]',
     ),
     one(
