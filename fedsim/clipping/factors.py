@@ -83,7 +83,7 @@ class Factors:
             rights.append(self.right_UTD)
         if self.ids_US is not None:
             same = (self.ids_US[:, :, None] == self.ids_US[:, None, :]).astype(jnp.float32)
-            if left is not None:
+            if left is not None and self.left_UTN is not None:
                 ids_U1S = self.ids_US[:, None, :]
                 picked = jnp.take_along_axis(self.left_UTN, ids_U1S, axis=2).astype(jnp.float32)
                 above = jnp.concatenate([left, picked], axis=2)
@@ -98,10 +98,10 @@ class Factors:
     def formed(self, unit: int, first: int | jax.Array, rows: int, shape: tuple[int, int]):
         """Rows of one unit's gradient, float32 [rows, D]."""
         grad = jnp.zeros((rows, shape[1]), jnp.float32)
-        if self.left_UTN is not None:
+        if self.left_UTN is not None and self.right_UTD is not None:
             left = jax.lax.dynamic_slice_in_dim(self.left_UTN[unit], first, rows, axis=1)
             grad = matmul(left.T, self.right_UTD[unit])
-        if self.ids_US is not None:
+        if self.ids_US is not None and self.looked_up_USD is not None:
             there = self.ids_US[unit] - first
             there = jnp.where((there >= 0) & (there < rows), there, rows)
             rows_of = self.looked_up_USD[unit].astype(jnp.float32)

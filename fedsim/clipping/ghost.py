@@ -39,7 +39,7 @@ def clipped_sum(
     for path, layer, own in model.layers(inputs, cotangents):
         formed |= {(*path, name): leaf for name, leaf in layer.vectors(own).items()}
         for name, product in layer.factors().items():
-            shape = own[name].shape
+            shape: Any = own[name].shape
             if product.is_cheaper(shape):
                 factors[*path, name] = product
             else:
@@ -65,8 +65,10 @@ def clipped_sum(
             return jnp.where(scales[unit] > 0, grad * scales[unit], 0)
         return whole(grad, scales[unit])
 
-    leaves, parameters = {}, traverse_util.flatten_dict(params)
-    for name, sums in traverse_util.flatten_dict(total).items():
+    leaves: dict[Any, Any] = {}
+    before: dict[Any, Any] = traverse_util.flatten_dict(total)
+    parameters: dict[Any, Any] = traverse_util.flatten_dict(params)
+    for name, sums in before.items():
         if name in factors:
             leaves[name] = factors[name].add_to(sums, added)
             continue
