@@ -11,7 +11,8 @@ class AuditConfig:
 
     gradient_canaries: int = 400
     """Made-up users whose gradient always points their own way. >= 0; each is included with
-    probability 1/2. At delta 1e-6, 400 can refute epsilons below 4.38, and 17,000 below 8."""
+    probability 1/2. At delta 1e-6, 400 can refute epsilons below 4.38, and 17,000 below 8; held
+    against the whole curve of a training that is nearly Gaussian, 250 can refute 8."""
 
     text_canaries: int = 100
     """Made-up users who wrote a line of made-up words. >= 0; each is included with probability
