@@ -1,12 +1,14 @@
 """`fedsim data`: build data sets, and look at them."""
 
 import dataclasses
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from fedsim.cli.screen import columns
 from fedsim.errors import expect
 
 Each = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -210,14 +212,27 @@ def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
     counts = dataset.metadata.get("counts", {})
     if not as_json:
         tables = {split: dict(_flat(values)) for split, values in splits.items()}
-        names = list(max(tables.values(), key=len))
-        width = max(map(len, names))
-        print(" " * width, *(f"{split:>14}" for split in tables))
-        for name in names:
-            cells = (_short(table[name]) if name in table else "-" for table in tables.values())
-            print(f"{name:{width}}", *(f"{cell:>14}" for cell in cells))
-        print(*(f"{name} {value:,}" for name, value in counts.items()), sep=", ")
+        room = columns()
+        lines = _table(tables)
+        if max(map(len, lines)) > room:  # a table for each split, one under the other
+            lines = [line for name in tables for line in _table({name: tables[name]})]
+        told = ", ".join(f"{name}\0{value:,}" for name, value in counts.items())
+        lines += [line.replace("\0", " ") for line in textwrap.wrap(told, min(room, 100))]
+        print(*lines, sep="\n")
     return {"path": str(dataset.path), "splits": splits, "counts": counts}
+
+
+def _table(tables: dict[str, dict[str, float]]) -> list[str]:
+    """Lines of a table with a column for each of the tables that are given."""
+    names = list(max(tables.values(), key=len))
+    cells_of = {
+        split: [split, *(_short(table[name]) if name in table else "-" for name in names)]
+        for split, table in tables.items()
+    }
+    width = max(map(len, names))
+    rows = zip(["", *names], *cells_of.values(), strict=True)
+    widths = [max(map(len, cells)) for cells in cells_of.values()]
+    return ["  ".join([f"{name:{width}}", *map(str.rjust, cells, widths)]) for name, *cells in rows]
 
 
 def _short(value: float) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import tyro
 
+from fedsim.cli.screen import wrapped
 from fedsim.config import (
     Algorithm,
     AuditConfig,
@@ -55,7 +56,7 @@ class Audit:
         console = Console(log_every=self.run.log_every)
         found = audit(Algorithm(self.algorithm), self.audit, self.privacy, self.run, console)
         if not self.json:
-            print(sentence(found), f"written to {found['html']}", sep="\n")
+            print(wrapped(sentence(found)), f"written to {found['html']}", sep="\n")
         return found
 
 
@@ -116,7 +117,7 @@ class Budget:
         place = place_of(self.budget_ledger)
         found = budget(place, ids, delta=delta, limit_epsilon=limit, out=self.out)
         if not self.json:
-            print(as_text(table(found)), *sentences(found), sep="\n")
+            print(as_text(table(found)), wrapped("\n".join(sentences(found))), sep="\n")
             if self.out is not None:
                 print(f"written to {found['html']}")
         return found

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import tyro
 
+from fedsim.cli.screen import wrapped
 from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
 
@@ -102,7 +103,7 @@ class Recommend:
         options = {"num_users": self.users, "plot": self.plot, "plan_only": self.plan_only}
         result = recommend(privacy, self.run, Console(), **options)
         if not self.json:
-            print(report(result))
+            print(wrapped(report(result)))
         return result
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from fedsim.cli.flags import commands
 from fedsim.cli.main import Command, main
+from fedsim.cli.screen import wrapped
 
 LEAVES = {n: k for n, k in commands(Command).items() if n != "data"} | commands(
     commands(Command)["data"]
@@ -52,3 +53,13 @@ main.main(["generate", "nope"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "reading model=nope\n"
     assert not {"jax", "ray", "flax", "scipy", "pyarrow", "pandas"} & set(done.stdout.split())
+
+
+def test_sentences_fit_a_terminal_and_commands_can_be_copied(monkeypatch):
+    answer = "a sentence of several words\n name   0.5   1.25\n\nfedsim train uls --data somewhere"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert wrapped(answer) == answer
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "12")
+    sentence = "a sentence\nof several\nwords\n"
+    assert wrapped(answer) == sentence + answer.partition("\n")[2]

@@ -445,18 +445,20 @@ DAMAGED = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_mistake_is_answered_by_name(name, here, capfd):
     args, says = SETTINGS[name]
+    before = sorted(here.rglob("*"))
     code, line = answer(args, capfd)
     assert code == 2 and re.search(says, line), line
-    assert not (here / "new").exists()
+    assert sorted(here.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_data_that_cannot_be_read_are_answered_by_name(name, here, capfd):
     fault, args, says = SOURCES[name]
     fault()
+    before = sorted(here.rglob("*"))
     code, line = answer(args, capfd)
     assert code == 2 and re.search(says, line), line
-    assert not (here / "new").exists()
+    assert sorted(here.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", DAMAGED)

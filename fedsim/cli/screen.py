@@ -1,0 +1,19 @@
+"""Answers on standard output that fit the terminal; a file or a pipe gets lines as they are."""
+
+import shutil
+import sys
+import textwrap
+
+
+def columns() -> int:
+    """How many a line of an answer may have."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+
+
+def wrapped(text: str) -> str:
+    """Sentences with line ends between words; lines of tables, and commands to be copied, stay."""
+    fitted = textwrap.TextWrapper(columns(), break_on_hyphens=False)
+    return "\n".join(
+        line if "  " in line or "fedsim " in line else fitted.fill(line)
+        for line in text.splitlines()
+    )
