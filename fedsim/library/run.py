@@ -7,7 +7,7 @@ from typing import Any
 
 from fedsim.config import changed_run
 from fedsim.engine.environment import set_threads
-from fedsim.errors import ConfigError
+from fedsim.errors import ConfigError, expect
 from fedsim.files import read_json
 from fedsim.run import checkpoint, directory
 from fedsim.run.console import Console, guarantee_line
@@ -74,13 +74,24 @@ class Run:
             raise ConfigError(f"run={self.run_dir}: expected a run with a checkpoint")
         return checkpoint.load_params(newest)
 
-    def evaluate(self) -> dict[str, Any]:
-        """Losses on all examples of all splits that were not trained on, by metric name."""
+    def evaluate(self, *, epsilon: float | None = None, **how: Any) -> dict[str, Any]:
+        """Losses on all examples of all splits that were not trained on, by metric name.
+
+        Args:
+          epsilon: release the mean loss of one split's users with noise instead, for this epsilon
+            of theirs, which the ledger of the data counts.
+          how: delta, split and loss_bound; see `PrivateEvaluation`.
+        """
         run = changed_run(self.stored.run, engine="local")
         set_threads(run.engine)
-        from fedsim.evaluate import evaluate_run
+        if epsilon is None:
+            expect("epsilon", epsilon, not how, f"a value, beside {', '.join(how)}")
+            from fedsim.evaluate import evaluate_run
 
-        return evaluate_run(self.stored, run, Console())
+            return evaluate_run(self.stored, run, Console())
+        from fedsim.budget.evaluation import PrivateEvaluation, evaluate_privately
+
+        return evaluate_privately(self.stored, run, PrivateEvaluation(epsilon, **how), Console())
 
     def verify(
         self, *, replay: bool = False, whole: bool = False, data: str | Path | None = None

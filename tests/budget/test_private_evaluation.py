@@ -9,6 +9,7 @@ import pytest
 from problems import SoftmaxTask
 from test_verify import write_texts
 
+import fedsim
 from fedsim import accounting
 from fedsim.budget.evaluation import MOST_ROWS, noisy_mean_loss, user_losses
 from fedsim.budget.ledger import hold, place_of
@@ -106,7 +107,8 @@ def test_an_evaluation_is_counted_for_those_whose_texts_it_is_of(
     assert 2 * (1 - 1e-3) < spent <= 2
     _, second = evaluated(run, capsys, "--epsilon", 2)  # not the same noise once more
     assert second["loss"] != first["loss"]
-    _, other = evaluated(run, capsys, "--epsilon", 1, "--split", "eval_examples")
+    other = fedsim.load(run).evaluate(epsilon=1, split="eval_examples")
+    assert other["split"] == "eval_examples" and other["epsilon"] == 1
     with hold(place_of(None)) as ledger:
         entries = list(ledger.entries.values())
         held_out, of_training = (
