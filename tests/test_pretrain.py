@@ -1,6 +1,7 @@
 """Pre-training: the mean gradient of a batch, every example once in a pass, killed and resumed."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -101,6 +102,18 @@ def args_of(texts, run_dir, *more):
     flags = {**FLAGS, "data": texts, "run_dir": run_dir, "num_steps": 12, "max_length": 32}
     shown = (str(x) for k, v in flags.items() for x in (f"--{k.replace('_', '-')}", v))
     return ["pretrain", *shown, "--engine", "local", "--seed", "1", *more]
+
+
+def test_a_terminal_shows_how_far_it_is_and_where_it_wrote(texts, run_dir, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "50")
+    main(args_of(texts, run_dir, "--model", "micro"))
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", capsys.readouterr().err)
+    lines = [line.strip() for line in re.split(r"[\r\n]+", shown)]
+    assert max(len(line) for line in lines if line.startswith("step")) <= 50
+    assert any(re.match(r"step 12/12 .*eval loss [\d.]+", line) for line in lines)
+    assert lines[0].startswith("reading data=")
+    assert f"written to {run_dir}; train it on with --model {run_dir}" in " ".join(lines)
 
 
 @pytest.mark.timeout(300)

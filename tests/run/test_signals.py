@@ -123,6 +123,7 @@ def begun(args, *before, **options):
     words = [*before, sys.executable, "-m", "fedsim.cli", *args]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
     for line in process.stderr:
+        assert not line.startswith("[2"), line  # as Ray's core writes: [2026-11-22 ...
         if line.startswith("step 3/"):
             return process
     raise AssertionError(f"ended with {process.wait()}")
