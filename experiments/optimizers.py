@@ -13,13 +13,15 @@ what is missing. There is no claim to be tested.
 
 import argparse
 import dataclasses
+import hashlib
 import importlib.metadata
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,10 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from experiments import common
-from experiments.rows import kept, missing
+from experiments.records import as_written
+from experiments.rows import Rows, by, kept, missing
 from fedsim import files
+from fedsim.recipe import PAPER
 
 AVERAGES = (0.8, 0.9, 0.95, 0.98)
 WAYS = ("last", *(f"ema {ema}" for ema in AVERAGES))
@@ -53,6 +57,8 @@ LIKELY: Grid = (
     (ADAM, (0.0001, 0.0003, 0.001, 0.003)),
     ("adafactor", (0.001, 0.003, 0.01, 0.03)),
 )
+NEAR = 0.02
+RELEASED = "ema 0.9"  # what a run of 100 steps releases by the rule
 RULE: Grid = (("rule", (0.0,)),)
 """What `fedsim train` does where nothing is said of its update."""
 CONSTANT, LINEAR = ("constant", 0.0), ("linear", 0.0)  # (schedule, warmup)
@@ -177,6 +183,22 @@ def source(case: str) -> dict[str, Any]:
     return {"data": data, "model": model, "lora_rank": 8 if start == "LoRA" else 0}
 
 
+def checksums(cases: Iterable[str]) -> dict[str, Any]:
+    """Of the files of the data of cases; nothing where the data are no file."""
+    found = {}
+    for case in cases:
+        name, _, start = case.partition(", ")
+        file = None if start else Path(source(name)["data"])
+        if file is None or not file.is_file():
+            found.setdefault(name, None)
+        else:
+            found[name] = {
+                "file": file.name,
+                "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            }
+    return found
+
+
 def descriptions() -> Path:
     """What installed packages say of themselves, a text for each paragraph, as a Parquet file."""
     file = files.cache_dir() / "experiments" / "descriptions.parquet"
@@ -289,11 +311,44 @@ def best(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         cell |= {"learning_rate": row["learning_rate"], "num_users": row["num_users"]}
         cell |= {"inside_grid": grid[0] < row["learning_rate"] < grid[-1]}
         losses = {name: row["losses"].get(name) for name in WAYS}  # the first rows have fewer
-        table.append({**cell, "before": row["before"], **losses})
+        of_all = (loss for each in tried for loss in each["losses"].values())
+        least = {"least": min(filter(math.isfinite, of_all), default=None)}  # of any rate and way
+        parameters = {"num_parameters": row["num_parameters"]}
+        table.append({**cell, **parameters, "before": row["before"], **losses, **least})
     return table
 
 
-def draw(table: Sequence[dict[str, Any]]) -> Figure:
+def check(rows: Rows) -> common.Claims:
+    """What comes of the rule, and of the paper's settings, beside the best of a grid."""
+    to_grid, to_paper = {}, {}
+    for group, own in by(rows, lambda row: tuple(row[name] for name in GROUP)).items():
+        ways = {row["optimizer"]: row for row in own if row["schedule"] == "constant"}
+        if (rule := ways.pop("rule", None)) is None:
+            continue
+        name, loss = f"{group[0]} {group[1].upper()}", rule[RELEASED]
+        to_grid[name] = loss - min(row["least"] for row in ways.values())
+        paper = ways.get("adafactor")
+        if paper is not None and paper["learning_rate"] == PAPER["learning_rate"]:
+            to_paper[name] = loss - paper["last"]
+
+    def listed(found):
+        return "; ".join(f"{name} {value:+.3f}" for name, value in found.items())
+
+    return [
+        (
+            f"untuned, the rule is within {NEAR} nats of the best of the grid",
+            bool(to_grid) and max(to_grid.values()) <= NEAR,
+            listed(to_grid),
+        ),
+        (
+            "untuned, a fresh model learns more by the rule than by the paper's settings",
+            bool(to_paper) and max(to_paper.values()) < 0,
+            listed(to_paper),
+        ),
+    ]
+
+
+def plot(table: Sequence[dict[str, Any]]) -> Figure:
     """A panel for each group: the loss of each optimizer's best rate, last and averaged."""
     groups = list(dict.fromkeys(tuple(row[name] for name in GROUP) for row in table))
     columns = min(4, len(groups))
@@ -335,7 +390,19 @@ def main() -> None:
     file = out / "optimizers.jsonl"
     run(settings, file, given.minutes)
     table = best(kept(file))
-    common.finish("optimizers", given.scale, out, settings, table, {"optimizers": draw(table)}, [])
+    figures, claims = {"optimizers": plot(table)}, check(as_written(table))
+    common.finish(
+        "optimizers",
+        given.scale,
+        out,
+        settings,
+        table,
+        figures,
+        claims,
+        run_minutes=round(sum(row["seconds"] for row in kept(file)) / 60, 1),
+        data=checksums(row["case"] for row in table),
+        model={"source": "tiny; pre-trained and LoRA: the public starting model of experiments"},
+    )
 
 
 if __name__ == "__main__":
