@@ -14,6 +14,7 @@ from fedsim.clipping.clip import lattice_bits
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import AddNoise, add_gaussian, in_blocks, release_shift
+from fedsim.placement import any_cut, beside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +25,14 @@ class NoisyMean:
     """Tree of NumPy int32 or int64, in the shapes of the parameters; float32 without noise."""
     unit: float
 
-    def values(self) -> Any:
-        """The privatised gradient: a tree of NumPy float32."""
+    def values(self, like: Any = None) -> Any:
+        """The privatised gradient: a tree of NumPy float32, or of arrays cut like those of `like`.
+
+        Args: like: the parameters.
+        """
+        if any_cut(like):
+            one_by_one = jax.tree.map(lambda leaf: NoisyMean([leaf], self.unit), self.numbers)
+            return jax.tree.map(lambda p, one: beside(one.values()[0], p), like, one_by_one)
         leaves, treedef = jax.tree.flatten(self.numbers)
         flat, unit = [np.ravel(leaf) for leaf in leaves], np.float32(self.unit)
         found = [np.empty(leaf.shape, np.float32) for leaf in flat]
@@ -71,7 +78,19 @@ def noisy_mean(
     leaves, treedef = jax.tree.flatten(grad_sum)
     dimensions = sum(np.size(leaf) for leaf in leaves)
     stddev = noise_multiplier * 2.0 ** lattice_bits(dimensions)  # in units of clip.unit
-    noisy = add_noise([np.ravel(leaf) for leaf in leaves], stddev=stddev, key=key, step=step)
+    own = {"stddev": stddev, "key": key, "step": step}
+    if add_noise is add_gaussian and any_cut(grad_sum):  # of which no two have to be here at once
+        noisy = [_taken(leaf, number, own) for number, leaf in enumerate(leaves)]
+    else:
+        noisy = add_noise([np.ravel(leaf) for leaf in leaves], **own)
     shaped = [leaf.reshape(np.shape(like)) for leaf, like in zip(noisy, leaves, strict=True)]
     unit = clip.unit(dimensions) * 2.0 ** release_shift(stddev) / count
     return NoisyMean(jax.tree.unflatten(treedef, shaped), unit)
+
+
+def _taken(leaf: Any, number: int, own: dict[str, Any]) -> np.ndarray:
+    """An array of the sum with its noise. The sum itself is let go of: nobody needs it any more."""
+    noisy = add_gaussian([np.ravel(leaf)], first=number, **own)[0]
+    if isinstance(leaf, jax.Array):
+        leaf.delete()
+    return noisy

@@ -15,8 +15,10 @@ import optax
 
 from fedsim.config import RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
+from fedsim.placement import adds_up, any_cut
 
 MOMENTUM = 0.9
+BY_COORDINATE = ("momentum", "sgd", "adam", "adamw")
 
 
 class Diverged(FedsimError):
@@ -88,7 +90,25 @@ def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any,
         updates, opt_state = transformation.update(grad, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    return jax.jit(update)
+    # Where a gradient takes memory of several devices, the parameters get its place.
+    compiled, cut = jax.jit(update), jax.jit(update, donate_argnums=0)
+
+    def run(grad, opt_state, params):
+        return (cut if any_cut(params) else compiled)(grad, opt_state, params)
+
+    return run
+
+
+def expect_by_coordinate(
+    transformation: optax.GradientTransformation, params: Any, name: str | None
+) -> None:
+    """Raises ConfigError: parameters are cut, and the optimizer adds up over an array: in another
+    order than if it were whole."""
+    if any_cut(params):
+        state = jax.eval_shape(transformation.init, params)
+        adds = adds_up(transformation.update, params, state, params)
+        known = f"one that takes each coordinate by itself ({', '.join(BY_COORDINATE)})"
+        expect("optimizer", name, not adds, f"{known}, with a mesh")
 
 
 @jax.jit

@@ -13,7 +13,7 @@ import fedsim
 ROOT = Path(fedsim.__file__).parent
 LEVELS = (
     "errors files",
-    "config keys accounting",
+    "config keys accounting placement",
     "sampling mechanism noise clipping group_size models data optimizers recipe",
     "els uls shared_uls plan evaluate run engine budget",
     "trust tuning training pretrain personalize generate export",
@@ -21,7 +21,7 @@ LEVELS = (
 )
 FOUNDATION = {"fedsim.errors", "fedsim.files"}  # the accountant's, too
 FREE_OF_RAY = "engine worker task autotune local_engine resources health environment prefetch mesh"
-FREE_OF_RAY += " arithmetic"
+FREE_OF_RAY += " arithmetic sharded"
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 
 

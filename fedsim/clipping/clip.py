@@ -9,6 +9,9 @@ import jax.numpy as jnp
 
 TINY = jnp.finfo(jnp.float32).tiny
 LEAST_BITS = 20
+MODEL = "model"
+"""Scope of the model's operations in a program. All others make norms and sums, on which the
+guarantee rests."""
 HIGHEST = jax.lax.Precision.HIGHEST
 
 

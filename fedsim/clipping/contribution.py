@@ -67,10 +67,28 @@ def whole(leaf: jax.Array, scale: jax.Array) -> jax.Array:
 def norm_and_bound(tree: Any) -> tuple[jax.Array, jax.Array]:
     """The L2 norm over all leaves as computed, and what it is at most; float32. Not finite where a
     coordinate is not."""
-    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
-    norm = jnp.sqrt(sum(map(_sum_of_squares, leaves), start=jnp.float32(0)))
-    error = (max(map(_additions, leaves), default=0) + len(leaves) + 2) * ROUNDING
+    leaves = jax.tree.leaves(tree)
+    return root_and_bound(sum_of_squares(tree), additions(tree) + len(leaves))
+
+
+def root_and_bound(squares: jax.Array, additions: int) -> tuple[jax.Array, jax.Array]:
+    """The root of a sum of squares, and what the norm is at most.
+
+    Args: additions: how many, at most, a square went through.
+    """
+    norm, error = jnp.sqrt(squares), (additions + 2) * ROUNDING
     return norm, norm * jnp.float32(1 + error) + jnp.float32(UNDERFLOW)
+
+
+def sum_of_squares(tree: Any) -> jax.Array:
+    """The sum over all leaves, one after another."""
+    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
+    return sum(map(_sum_of_squares, leaves), start=jnp.float32(0))
+
+
+def additions(tree: Any) -> int:
+    """How many additions, at most, a square goes through until its leaf's are added up."""
+    return max(map(_additions, jax.tree.leaves(tree)), default=0)
 
 
 def _sum_of_squares(leaf: jax.Array) -> jax.Array:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from fedsim.clipping import bookkeeping, ghost, observed, scan, vmap
-from fedsim.clipping.clip import Clip
+from fedsim.clipping.clip import MODEL, Clip
 from fedsim.clipping.contribution import on_lattice
+from fedsim.config.mesh import LAYERED
 from fedsim.errors import expect
 
 NAMES = ("scan", "direct", "ghost", "bookkeeping", "vmap")  # the simpler ones first
@@ -19,9 +20,6 @@ UNITS_PER_CALL = 32
 FEW_PARAMETERS = 20_000
 MANY_PARAMETERS = 10_000_000  # whose gradient is far from fitting into a processor's cache
 NEAR_TIE = 1.02
-MODEL = "model"
-"""Scope of the operations of the model. All others make norms and sums, to which a guarantee may be
-tied."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,29 +29,36 @@ class Strategy:
     name: str = "scan"
     rows: int = 8
     """Rows of one forward and backward pass. `scan` takes one unit at a time, `direct` several
-    whole ones where they fit, the others whole ones."""
+    whole ones where they fit, the others whole ones. `layers` and `twice` take all rows of a unit.
+    """
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
         """The strategy that NAME or NAME:ROWS names. Raises ConfigError: there is none."""
         name, _, rows = text.partition(":")
-        expected = f"auto, or {', '.join(NAMES[:-1])} or {NAMES[-1]}, with :ROWS (>= 1) if you like"
-        expect("strategy", text, name in NAMES, expected)
+        several = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}, with :ROWS (>= 1) if you like"
+        expected = f"auto, or {several}, or {' or '.join(LAYERED)}"
+        expect("strategy", text, name in NAMES or text in LAYERED, expected)
         expect("strategy", text, not rows or (rows.isdecimal() and int(rows) > 0), expected)
         return cls(name, int(rows)) if rows else cls(name)
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.rows}"
+        return self.name if self.layered else f"{self.name}:{self.rows}"
 
     @property
     def proven(self) -> bool:
         """Whether a unit's contribution is a function of its own rows, of a proven norm. Where
         units share a sum of floating-point numbers, its rounding depends on the others."""
-        return self.name in PROVEN
+        return self.name in PROVEN + LAYERED
+
+    @property
+    def layered(self) -> bool:
+        """Whether the model is gone through layer by layer, parts of it on each device."""
+        return self.name in LAYERED
 
     def units_at_once(self, group: int) -> int:
         """Units of one forward and backward pass, for groups of so many rows."""
-        return 1 if self.name == "scan" else max(1, self.rows // group)
+        return 1 if self.name in ("scan", *LAYERED) else max(1, self.rows // group)
 
     def units_per_call(self, group: int) -> int:
         """A good number for one call of `clipped_sum`: it costs no memory, and units that are

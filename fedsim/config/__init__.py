@@ -16,6 +16,7 @@ from fedsim.config.flags import (
     typed,
     types_of,
 )
+from fedsim.config.mesh import MeshShape
 from fedsim.config.others import AuditConfig, Personalization, PretrainConfig
 from fedsim.config.privacy import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.config.run import OPERATIONAL, DataConfig, EngineConfig, ModelConfig, RunConfig
@@ -24,6 +25,7 @@ __all__ = [
     "Algorithm",
     "AuditConfig",
     "DataConfig",
+    "MeshShape",
     "EngineConfig",
     "ModelConfig",
     "OPERATIONAL",

@@ -5,14 +5,20 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
+from fedsim.config.mesh import LAYERED, MeshShape
 from fedsim.errors import expect
+
+try:
+    import tyro.conf
+
+    flag: Any = tyro.conf.arg  # what the command line calls a setting
+except ModuleNotFoundError:  # then there is no command line
+    flag = dict
 
 # May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
 # the data is the same is checked by its fingerprint, wherever it lies.)
 OPERATIONAL = frozenset(
-    {"data", "run_dir", "engine", "num_workers", "num_lanes", "wait_for_workers"}
+    {"data", "run_dir", "engine", "mesh", "num_workers", "num_lanes", "wait_for_workers"}
     | {"checkpoint_every", "log_every", "resume", "budget_ledger", "limit_epsilon", "spend_rest"}
 )
 
@@ -21,7 +27,7 @@ OPERATIONAL = frozenset(
 class DataConfig:
     """The text that is trained on, and whose it is."""
 
-    source: Annotated[str, tyro.conf.arg(name="data")]
+    source: Annotated[str, flag(name="data")]
     """A directory made by `fedsim data build`, Parquet/JSON/CSV files or a folder of them,
     hf:NAME, or pydocs."""
 
@@ -52,9 +58,9 @@ class DataConfig:
 class ModelConfig:
     """The model that is trained."""
 
-    source: Annotated[str, tyro.conf.arg(name="model")] = "tiny"
-    """A fresh transformer, micro (to try a command), tiny, small, medium or paper (350 M
-    parameters), or a pretrained one: a Hugging Face directory, hf:NAME, a GGUF file, or the
+    source: Annotated[str, flag(name="model")] = "tiny"
+    """A fresh transformer, micro (to try a command), tiny, small, medium, paper (350 M parameters)
+    or large (1 B), or a pretrained one: a Hugging Face directory, hf:NAME, a GGUF file, or the
     directory of a run of pretrain or train."""
 
     lora_rank: int = 0
@@ -84,7 +90,7 @@ class ModelConfig:
 class EngineConfig:
     """The processes that compute."""
 
-    kind: Annotated[Literal["ray", "local", "spmd"], tyro.conf.arg(name="engine")] = "ray"
+    kind: Annotated[Literal["ray", "local", "spmd"], flag(name="engine")] = "ray"
     """ray: processes on the cluster of RAY_ADDRESS or a private one. local: this process. spmd:
     like ray, the processes joined by jax.distributed, for large models on many nodes."""
 
@@ -101,9 +107,14 @@ class EngineConfig:
     """JAX devices of a worker process: GPUs, TPU chips, or CPU devices. Part of the result's bits.
     Default: 1, or all chips of a TPU host."""
 
+    mesh: str | None = None
+    """How the devices of this process share a model that one cannot hold: fsdp:4, or data:2,fsdp:4.
+    With engine=local and strategy layers or twice. No part of the result's bits."""
+
     strategy: str = "auto"
     """How clipped sums are computed: scan, direct, ghost, bookkeeping or vmap, each with :ROWS at a
-    time if you like, or auto: the fastest of a few, timed at the start. Part of the result's
+    time if you like; layers or twice, layer by layer, for a mesh (twice needs less memory, and 2.3
+    times the products); or auto: the fastest of a few, timed at the start. Part of the result's
     bits."""
 
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
@@ -116,6 +127,21 @@ class EngineConfig:
         _expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1, devices_per_worker=1)
         wait = self.wait_for_workers
         expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
+        shape, given = self.mesh_shape, self.devices_per_worker
+        if shape is not None:
+            known = self.kind == "local"
+            expect("engine", self.kind, known, "local, with a mesh or strategy layers or twice")
+            whole = self.strategy in LAYERED
+            expect("strategy", self.strategy, whole, f"{' or '.join(LAYERED)}, with a mesh")
+            number = given is None or given == shape.devices
+            expect("devices_per_worker", given, number, f"{shape.devices}, those of mesh={shape}")
+
+    @property
+    def mesh_shape(self) -> MeshShape | None:
+        """The mesh that is asked for, or that a strategy needs."""
+        if self.mesh is None:
+            return MeshShape() if self.strategy in LAYERED else None
+        return MeshShape.parse(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True)

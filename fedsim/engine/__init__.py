@@ -35,7 +35,7 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
         expect_accelerator(config)
         from fedsim.engine.local_engine import LocalEngine
 
-        return LocalEngine(task, num_lanes=config.num_lanes)
+        return LocalEngine(task, num_lanes=config.num_lanes, mesh=config.mesh_shape)
     if config.kind == "spmd":
         from fedsim.engine.spmd_engine import SpmdEngine as RayEngine
     else:

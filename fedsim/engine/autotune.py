@@ -52,7 +52,7 @@ def choose_strategy(
     group = rows.shape[1]
     if wanted != AUTO:
         strategy = Strategy.parse(wanted)
-        if strategy.name == "scan" or not len(rows):
+        if strategy.name == "scan" or strategy.layered or not len(rows):
             return strategy, "as asked for"
         *_, trial = engine.try_strategies(params, rows, clip, [Strategy(), strategy])
         if trial.fault is not None:

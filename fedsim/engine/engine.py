@@ -136,6 +136,10 @@ class Engine(ABC):
     def describe(self) -> str:
         """What one worker is, for people."""
 
+    def place(self, params: Any) -> Any:
+        """Parameters where the sums about them are: on this process's devices, if they share."""
+        return params
+
     def host(self, params: Any) -> str:
         """The kind of host and device that a worker computes on. Args: params: of the next sum."""
         return str(self._ask_one("host", params, np.zeros((1, 1), np.int64)))

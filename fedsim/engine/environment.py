@@ -26,9 +26,13 @@ def set_threads(config: EngineConfig) -> bool:
     variables = driver_environment(config.threads_per_worker)
     if config.kind == "local":  # this process computes, on whatever there is
         del variables["JAX_PLATFORMS"]
+        if config.mesh_shape is not None:  # where there is no accelerator
+            variables["JAX_NUM_CPU_DEVICES"] = str(config.mesh_shape.devices)
     if xla_bridge.backends_are_initialized():
         return all(os.environ.get(name) == value for name, value in variables.items())
     os.environ.update(variables)
+    if "JAX_NUM_CPU_DEVICES" in variables:
+        jax.config.update("jax_num_cpu_devices", int(variables["JAX_NUM_CPU_DEVICES"]))
     if "JAX_PLATFORMS" in variables:  # JAX has read the variable when it was imported
         jax.config.update("jax_platforms", variables["JAX_PLATFORMS"])
     return True

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.clipping import Buckets, LocalSteps
+from fedsim.clipping.layered import Layers
 from fedsim.data.dataset import Dataset
 from fedsim.models import lora
-from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
+from fedsim.models.transformer import Transformer, TransformerConfig, layers_of, next_token_nats
 
 
 class LanguageModelTask:
@@ -59,6 +60,11 @@ class LanguageModelTask:
         if frozen:
             params = lora.joined(frozen[0], params)
         return next_token_nats(Transformer(self.config), params, batch["tokens"], batch["sizes"])
+
+    @property
+    def layers(self) -> Layers:
+        """The same model layer by layer."""
+        return layers_of(self.config, lambda frozen, own: {**frozen, **own})
 
     def losses(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
         """f(theta, z) per row: mean cross entropy in nats per predicted token, float32 [rows]."""

@@ -11,14 +11,15 @@ Shape suffixes: B rows, L positions, D width, H heads, K head width, S keys, V v
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from fedsim.clipping.layered import BLOCKS, Layers
 from fedsim.clipping.remat import remat_function, remat_module
 from fedsim.errors import expect
 
@@ -43,7 +44,6 @@ class Lora:
     """Which of `DENSE`, in every block."""
 
 
-BLOCKS = "blocks"
 DENSE = ("query", "key", "value", "out", "gate", "up", "down")
 LORA_A = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 """How an adapter's A starts, as in the reference implementation: uniform in +-1/sqrt(inputs)."""
@@ -125,13 +125,14 @@ class TransformerConfig:
 
 
 # width, layers, heads. `paper` has the paper's 350 M parameters with a 30,522-piece WordPiece
-# vocabulary: 24 blocks of 12 * 1024^2 weights and a tied embedding.
+# vocabulary: 24 blocks of 12 * 1024^2 weights and a tied embedding. `large` has a billion.
 PRESETS = {
     "micro": (16, 1, 2),
     "tiny": (64, 2, 4),
     "small": (128, 4, 4),
     "medium": (256, 6, 8),
     "paper": (1024, 24, 16),
+    "large": (2048, 20, 16),
 }
 
 
@@ -251,6 +252,26 @@ def rotate(c: TransformerConfig, x_BLHK: jax.Array, start: jax.Array | None = No
     return turned.astype(x_BLHK.dtype)
 
 
+def layers_of(c: TransformerConfig, join: Callable[[Any, Any], Any]) -> Layers:
+    """The model of `next_token_nats` layer by layer, of `stacked` parameters.
+
+    Args: join: (frozen parameters, trained ones) -> those of a module.
+    """
+
+    def stem(own, fixed, rows):
+        params = {"params": join(fixed, own)}
+        return cast(Any, Stem(c, parent=None).apply(params, rows["tokens"][:, :-1]))
+
+    def block(own, fixed, x_BLD):
+        return cast(Any, Block(c, parent=None).apply({"params": join(fixed, own)}, x_BLD))
+
+    def head(own, fixed, x_BLD, rows):
+        logits_BLV: Any = Head(c, parent=None).apply({"params": join(fixed, own)}, x_BLD)
+        return nats_of(logits_BLV, rows["tokens"], rows["sizes"])
+
+    return Layers(stem, block, head)
+
+
 def stacked(params: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """The same parameters, NumPy, with all blocks' as one tree, leaves [layers, ...]: a transformer
     that gets them compiles a block once, and goes through the layers in a loop."""
@@ -288,28 +309,60 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens_BL: jax.Array, start: jax.Array | None = None) -> jax.Array:
         c = self.config
-        options = {"embedding_init": nn.initializers.normal(0.02), "dtype": c.dtype}
-        embed = nn.Embed(c.vocab_size, c.width, **options, name="embed")
-        if c.positions == "learned":
-            positions = nn.Embed(c.table, c.width, **options, name="positions")
-            positions_L = jnp.arange(tokens_BL.shape[1])
-            positions_L = positions_L if start is None else positions_L + start
-            positions_BL = jnp.broadcast_to(positions_L, tokens_BL.shape)
-            x_BLD = embed(tokens_BL) + positions(positions_BL)
-        else:
-            x_BLD = embed(tokens_BL)
+        embed = _embed(c)
+        x_BLD = _embedded(c, embed, tokens_BL, start)
         block = remat_module(Block) if c.remat and start is None else Block
         if (stacked := self.get_variable("params", BLOCKS)) is not None:
             x_BLD = _in_turn(block(c, parent=None), x_BLD, stacked)
         else:
             for i in range(c.num_layers):
                 x_BLD = block(c, name=f"block_{i}")(x_BLD, start)
-        x_BLD = _norm(c, "final_norm")(x_BLD)
-        if c.tied:
-            return embed.attend(x_BLD)
-        init = nn.initializers.normal(0.02)
-        head = nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, dtype=c.dtype, name="head")
-        return head(x_BLD)
+        return _logits(c, embed, x_BLD)
+
+
+class Stem(nn.Module):
+    """What a transformer does before its blocks, with its own parameters: tokens to x."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, tokens_BL: jax.Array) -> jax.Array:
+        return _embedded(self.config, _embed(self.config), tokens_BL)
+
+
+class Head(nn.Module):
+    """What a transformer does after its blocks: x to logits."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        return _logits(self.config, _embed(self.config), x_BLD)
+
+
+def _embed(c: TransformerConfig, name: str = "embed", rows: int | None = None) -> nn.Embed:
+    init = nn.initializers.normal(0.02)
+    return nn.Embed(rows or c.vocab_size, c.width, embedding_init=init, dtype=c.dtype, name=name)
+
+
+def _embedded(
+    c: TransformerConfig, embed: nn.Embed, tokens_BL: jax.Array, start: jax.Array | None = None
+) -> jax.Array:
+    if c.positions != "learned":
+        return embed(tokens_BL)
+    positions_L = jnp.arange(tokens_BL.shape[1])
+    positions_L = positions_L if start is None else positions_L + start
+    positions_BL = jnp.broadcast_to(positions_L, tokens_BL.shape)
+    return embed(tokens_BL) + _embed(c, "positions", c.table)(positions_BL)
+
+
+def _logits(c: TransformerConfig, embed: nn.Embed, x_BLD: jax.Array) -> jax.Array:
+    x_BLD = _norm(c, "final_norm")(x_BLD)
+    if c.tied:
+        return embed.attend(x_BLD)
+    init = nn.initializers.normal(0.02)
+    head = nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, dtype=c.dtype, name="head")
+    return head(x_BLD)
 
 
 def next_token_nats(
@@ -323,6 +376,13 @@ def next_token_nats(
     Returns: (nats, predictions): float32 [B] sums over a row's sizes - 1 predictions, and how many.
     """
     logits_BLV: Any = model.apply({"params": params}, tokens_BL[:, :-1])
+    return nats_of(logits_BLV, tokens_BL, sizes_B)
+
+
+def nats_of(
+    logits_BLV: jax.Array, tokens_BL: jax.Array, sizes_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The cross entropy of `next_token_nats`, from the logits of all tokens but the last."""
     at_least_float32 = jnp.promote_types(logits_BLV.dtype, jnp.float32)
     nats_BL = cross_entropy(logits_BLV.astype(at_least_float32), tokens_BL[:, 1:])
     real_BL = jnp.arange(1, tokens_BL.shape[1])[None] < sizes_B[:, None]

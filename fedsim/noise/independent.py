@@ -36,7 +36,7 @@ def release_shift(stddev: float) -> int:
 
 
 def add_gaussian(
-    sums: Sequence[np.ndarray], *, stddev: float, key: SecretKey, step: int
+    sums: Sequence[np.ndarray], *, stddev: float, key: SecretKey, step: int, first: int = 0
 ) -> list[np.ndarray]:
     """round((sum + N(0, stddev^2 I)) / 2^release_shift(stddev)) for every array.
 
@@ -47,6 +47,7 @@ def add_gaussian(
     Args:
       sums: whole numbers [n] each.
       stddev: in units of the sums.
+      first: the place of the first of these arrays among all of the step.
     """
     if not stddev:
         return [leaf.astype(np.int64) for leaf in sums]
@@ -57,7 +58,7 @@ def add_gaussian(
     own = threading.local()  # of each thread: fresh memory takes half as long as drawing
 
     def fill(leaf: int, number: int, part: slice) -> None:
-        rng = key.generator("noise", step, leaf, number)
+        rng = key.generator("noise", step, first + leaf, number)
         total, out = sums[leaf][part], released[leaf][part]
         if not hasattr(own, "room"):
             own.room = np.empty(BLOCK)

@@ -18,6 +18,7 @@ from flax import serialization
 
 from fedsim.errors import FedsimError
 from fedsim.files import write_atomically
+from fedsim.placement import beside
 
 DIRECTORY = "checkpoints"
 KEEP = 2
@@ -111,7 +112,7 @@ def restore(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     """
     state: Any = load(path)
     try:
-        return serialization.from_state_dict(like, state)
+        return jax.tree.map(beside, serialization.from_state_dict(like, state), like)
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: expected the state of this run ({error})") from None
 

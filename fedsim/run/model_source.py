@@ -9,6 +9,7 @@ import jax
 
 from fedsim.clipping import LocalSteps
 from fedsim.config import DataConfig, RunConfig
+from fedsim.config.mesh import LAYERED
 from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
 from fedsim.data.text import Tokenizer
@@ -16,7 +17,14 @@ from fedsim.errors import ConfigError, expect
 from fedsim.models import lora, pretrained
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.pretrained import Pretrained
-from fedsim.models.transformer import PRESETS, TransformerConfig, check_preset, preset, stacked
+from fedsim.models.transformer import (
+    PRESETS,
+    TransformerConfig,
+    check_preset,
+    preset,
+    stacked,
+    unstacked,
+)
 from fedsim.run import checkpoint, directory
 from fedsim.run.directory import StoredRun
 
@@ -57,6 +65,8 @@ def model_of_run(run_dir: Path) -> Pretrained:
     config, params, base = parts_of_run(run_dir)
     if base is not None:
         config, params = lora.merged(config, base.params, params)
+    else:
+        params = unstacked(params)
     tokenizer = run_dir / directory.TOKENIZER
     return Pretrained(config, params, tokenizer if tokenizer.is_file() else None)
 
@@ -118,11 +128,13 @@ def make_task(
     wanted, rank = run.model, run.model.lora_rank
     expect("lora_rank", rank, rank == 0 or model is not None, FRESH)
     users, local = data.train, local_steps_of(run)
+    layered = run.engine.strategy in LAYERED
     if model is None:
         shape = (users.vocab_size, users.max_length, wanted.compute_dtype)
         config = dataclasses.replace(preset(wanted.source, *shape), remat=wanted.remat)
         task = LanguageModelTask(data, config, local_steps=local)
-        return FirstState(task, task.init(key))
+        params = task.init(key)
+        return FirstState(task, stacked(params, config.num_layers) if layered else params)
     check_fit(run, model, data)
     config = dataclasses.replace(
         model.config,
@@ -132,10 +144,12 @@ def make_task(
         remat=wanted.remat,
     )
     if not rank:
-        return FirstState(LanguageModelTask(data, config, local_steps=local), model.params)
+        task = LanguageModelTask(data, config, local_steps=local)
+        params = stacked(model.params, config.num_layers) if layered else model.params
+        return FirstState(task, params)
     config = lora.adapted(config, rank, wanted.lora_alpha, wanted.lora_layers)
     frozen, adapters = model.params, lora.init(config, key)
-    if config.num_layers >= DEEP:
+    if layered or config.num_layers >= DEEP:
         frozen, adapters = (stacked(tree, config.num_layers) for tree in (frozen, adapters))
     return FirstState(LanguageModelTask(data, config, frozen, local), adapters)
 

@@ -43,7 +43,10 @@ def digest(step: Step) -> str:
 def keep(run_dir: Path, step: int, what: Step) -> bool:
     """Write what `step` releases; durable when this returns. Returns: False: it is too large."""
     noisy = what.noisy
-    arrays = [_narrow(leaf) for leaf in jax.tree.leaves(noisy.numbers)]
+    leaves = jax.tree.leaves(noisy.numbers)
+    if sum(leaf.size for leaf in leaves) > MOST_BYTES:  # a byte each at least
+        return False
+    arrays = [_narrow(leaf) for leaf in leaves]
     if sum(array.nbytes for array in arrays) > MOST_BYTES:
         return False
     record = {"arrays": dict(zip(map(str, range(len(arrays))), arrays, strict=True))}

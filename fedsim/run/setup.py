@@ -93,7 +93,7 @@ class OpenRun:
             task = self.plant.task(task, params)
         workers = engine.create(self.run.engine, task, note=self.console.note)
         self._stack.callback(workers.close)
-        return workers, task, params
+        return workers, task, workers.place(params)
 
     def begin(self, task: Task, **known: Any) -> StoredRun:
         """Write the directory of a new run, and hold it; what a run that goes on has stored.

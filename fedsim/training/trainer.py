@@ -24,7 +24,14 @@ from fedsim.engine import Engine, Stats
 from fedsim.evaluate import begin_evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
-from fedsim.optimizers import Diverged, averaged, diverged, is_finite, updater
+from fedsim.optimizers import (
+    Diverged,
+    averaged,
+    diverged,
+    expect_by_coordinate,
+    is_finite,
+    updater,
+)
 from fedsim.plan import Plan, claimed_fields, ledger_head
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
@@ -79,6 +86,7 @@ class Trainer:
         Args: counted: entered when what is there of the run was found in order: counts it in the
           ledger of the data.
         """
+        expect_by_coordinate(self.transformation, params, self.run.optimizer)
         state = State(
             params,
             self.transformation.init(params),
@@ -198,7 +206,7 @@ class Trainer:
         if found is not None:
             noisy, state.clip_norm, loss = found
             values |= {} if loss is None else {"privacy/loss": loss}
-            grad = noisy.values()
+            grad = noisy.values(like=state.params)
             if self.watch is not None:
                 self.watch(grad)
             state.params, state.opt_state = self.update(grad, state.opt_state, state.params)

@@ -100,6 +100,11 @@ class CanaryTask(WrappedTask):
         return f"CanaryTask({self.inner}, {self.directions})"
 
     @property
+    def layers(self) -> None:
+        """None: a canary's loss goes through no layers."""
+        return None
+
+    @property
     def buckets(self) -> Buckets | None:
         """The inner task's lengths, of the rows as they are here."""
         inner = self.inner.buckets

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from fedsim.clipping import Clip, Strategy, clipped_sum
-from fedsim.clipping.strategy import FORMED, MODEL, NAMES
+from fedsim.clipping.clip import MODEL
+from fedsim.clipping.strategy import FORMED, NAMES
 from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
 
 pytestmark = pytest.mark.privacy

@@ -1,0 +1,51 @@
+"""The benchmark that strangers run on their accelerators: on a CPU, without what it may lack."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WITHOUT = """
+import runpy, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("datasets", "ray", "tyro"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+module, *sys.argv[1:] = sys.argv[1:]
+runpy.run_module(module, run_name="__main__" if sys.argv[1:] else "imported")
+"""
+
+
+def run(*arguments):
+    """A benchmark, in a process that has no datasets, no Ray and no tyro."""
+    command = [sys.executable, "-c", WITHOUT, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_it_needs_neither_datasets_nor_ray_nor_tyro():
+    run("experiments.benchmarks.accelerator")
+    run("fedsim.trust.verify")
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_its_quick_form_runs_and_replays_a_private_run_bit_by_bit():
+    found = json.loads(run("experiments.benchmarks.accelerator", "--quick", "--json"))
+    assert not found["skipped"] and found["machine"]["platform"] == "cpu"
+    private, *cells = found["rows"]
+    assert private["verify"]["replay"] == "holds" and private["epsilon"] <= 8
+    assert {"ULS G=4", "ELS", "noise on the host"} <= {row["cell"] for row in cells}
+    assert {row["model"] for row in cells} == {"tiny", "tiny, LoRA"}
+
+
+@pytest.mark.slow
+def test_a_step_of_a_model_in_parts_says_what_memory_it_took():
+    found = json.loads(run("experiments.benchmarks.mesh", "--quick", "--json"))
+    (row,) = found["rows"]
+    assert row["finite"] and found["bars"][0]["holds"] and row["peak_gib"] > 0
