@@ -28,6 +28,8 @@ def run(*arguments):
     return done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_it_needs_neither_datasets_nor_ray_nor_tyro():
     run("experiments.benchmarks.accelerator")
     run("fedsim.trust.verify")
