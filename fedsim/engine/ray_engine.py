@@ -21,6 +21,7 @@ from ray.exceptions import (
     GetTimeoutError,
     ObjectLostError,
     RayError,
+    RaySystemError,
     RayTaskError,
 )
 
@@ -229,8 +230,11 @@ class RayEngine(Engine):
         except (ActorUnavailableError, ObjectLostError, GetTimeoutError):
             self._lost(flight)
         except RayTaskError as error:
+            if flight.call is None and isinstance(error.cause, RaySystemError):
+                # The task reached it, and is none there: its data are missing, or a package.
+                self._give_up(flight.worker, cause(error.cause))
             # Its arguments did not reach it, or it was started again while nobody looked.
-            if isinstance(error.cause, RayError | NoTask):
+            elif isinstance(error.cause, RayError | NoTask):
                 self._lost(flight)
             else:
                 raise failure(self._name(flight), error) from error
