@@ -45,7 +45,7 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(texts, run_dir, 
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"strategy": "ghost"}, "strategy=ghost: expected auto"),
+        ({"strategy": "other"}, "strategy=other: expected auto"),
         ({"run-dir": "/proc/none/run"}, "expected a place to write to (/proc: "),
     ],
 )

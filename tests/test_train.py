@@ -391,7 +391,7 @@ def test_a_resumed_run_keeps_its_strategy_whatever_is_remembered(
     assert "the strategy of the clipped sum" in str(summary(run_dir)["non_private"])
 
 
-@pytest.mark.parametrize("text", ["ghost", "scan:0", "auto:2"])
+@pytest.mark.parametrize("text", ["other", "scan:0", "auto:2"])
 def test_a_strategy_that_there_is_not_is_refused(text, texts, run_dir, capsys):
     message = refused(command(texts, run_dir, strategy=text), capsys)
     assert message.startswith(f"fedsim: error: strategy={text}: expected auto, or scan")

@@ -8,7 +8,7 @@ model, for what and where, is marked to be filled in.
 import time
 from typing import Any
 
-import yaml
+from huggingface_hub.utils import yaml_dump
 
 from fedsim.accounting.rounding import at_most
 from fedsim.config import Algorithm
@@ -115,17 +115,5 @@ def _implementation(released: Released) -> dict[str, Any]:
 
 
 def as_yaml(entry: dict[str, Any]) -> str:
-    """The entry as a YAML file; texts of several lines stay as they are."""
-    return yaml.dump(entry, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Lines of a text are lines of the file."""
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)
+    """The entry as a YAML file."""
+    return yaml_dump(entry, sort_keys=False, width=100)

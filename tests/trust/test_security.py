@@ -110,8 +110,7 @@ RUNS_CODE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "to
 
 def test_nothing_unpickles_but_rays_own_messages():
     users = {m for m in SOURCES if {name.split(".")[-1] for name in imported(m)} & RUNS_CODE}
-    assert users == {"fedsim.engine.actors"}
-    assert "cloudpickle.loads" not in SOURCES["fedsim.engine.actors"].read_text()
+    assert users == set()
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
