@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import tyro
 
+from fedsim.cli.reading import ReadsSources
 from fedsim.config import Personalization, PretrainConfig, RunConfig, changed_run
 from fedsim.errors import expect
 
@@ -14,7 +15,7 @@ Flat = tyro.conf.OmitArgPrefixes
 
 
 @dataclasses.dataclass(frozen=True)
-class Pretrain:
+class Pretrain(ReadsSources):
     """Train on public text WITHOUT privacy, to have a model for `train --model`.
 
     Whose text it is plays no part. The learning rate rises to --learning-rate, then falls to zero
@@ -29,10 +30,6 @@ class Pretrain:
 
     json: bool = False
     """Print summary.json's object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading data={self.run.data.source}, model={self.run.model.source}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads

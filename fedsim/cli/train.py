@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import tyro
 
+from fedsim.cli.reading import ReadsSources
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, changed_run
 from fedsim.errors import expect
 
@@ -13,7 +14,7 @@ Flat = tyro.conf.OmitArgPrefixes
 
 
 @dataclasses.dataclass(frozen=True)
-class Train:
+class Train(ReadsSources):
     """Fine-tune a model with user-level differential privacy.
 
     els samples and clips examples (DP-SGD-ELS), uls samples and clips users (DP-SGD-ULS).
@@ -33,10 +34,6 @@ class Train:
 
     json: bool = False
     """Print summary.json's object on stdout; of a dry run, the plan."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading data={self.run.data.source}, model={self.run.model.source}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import keep_memory, set_threads

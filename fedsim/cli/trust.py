@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import tyro
 
+from fedsim.cli.reading import ReadsSources
 from fedsim.cli.screen import wrapped
 from fedsim.config import (
     Algorithm,
@@ -23,7 +24,7 @@ RunDir = tyro.conf.Positional[Path]
 
 
 @dataclasses.dataclass(frozen=True)
-class Audit:
+class Audit(ReadsSources):
     """Attack a training: plant users that are easy to notice, train, and try to tell who was there.
 
     Takes the flags of train, and trains so; the run that results holds made-up users, so it is no
@@ -41,10 +42,6 @@ class Audit:
 
     json: bool = False
     """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading data={self.run.data.source}, model={self.run.model.source}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads

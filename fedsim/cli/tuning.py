@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import tyro
 
+from fedsim.cli.reading import ReadsSources
 from fedsim.cli.screen import wrapped
 from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
@@ -23,7 +24,7 @@ class AdvisedRun(RunConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recommend:
+class Recommend(ReadsSources):
     """Which of ELS and ULS to use on some data, and how to set it, for a privacy and a compute
     budget. Looks at the data without protection, and says at what.
 
@@ -74,10 +75,6 @@ class Recommend:
 
     json: bool = False
     """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading data={self.run.data.source}, model={self.run.model.source}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads

@@ -55,10 +55,9 @@ def clipped_sum(
     # Three roundings of each part.
     bounds = jnp.sqrt(bound_squares) * jnp.float32(1 + (len(factors) + 6) * 2.0**-23)
     real, norms = mask.any(axis=1), jnp.sqrt(squares)
+    scales, dropped = factor(bounds, real, clip, num_coordinates(params))
     if clip.in_float32:
         scales = jnp.where(real, clip.scale(norms), 0)
-    else:
-        scales, _ = factor(bounds, real, clip, num_coordinates(params))
 
     def added(grad, unit):
         if clip.in_float32:
@@ -74,10 +73,4 @@ def clipped_sum(
             continue
         expect_shape(name, parameters[name], formed[name][0])
         leaves[name] = sum((added(grad, u) for u, grad in enumerate(formed[name])), start=sums)
-    dropped = real & ~jnp.isfinite(bounds)
-    return (
-        traverse_util.unflatten_dict(leaves),
-        jnp.where(real, norms, 0),
-        losses,
-        dropped,
-    )
+    return traverse_util.unflatten_dict(leaves), jnp.where(real, norms, 0), losses, dropped

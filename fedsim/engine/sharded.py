@@ -184,12 +184,6 @@ class ShardedWorker(Worker):
     def _sharding(self, spec):
         return NamedSharding(self.mesh, spec)
 
-    def _on_device(self, version, params):
-        if version != self._version:
-            self._version, self._params = None, None
-            self._version, self._params = version, self.place(params)
-        return self._params
-
 
 class _Model:
     """The parameters of a sum: parts of them on each device, and all that are not in blocks."""

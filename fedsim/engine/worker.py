@@ -290,6 +290,10 @@ class Worker:
             self.programs[key] = lowered.compile(compiler_options(jax.default_backend()))
         return self.programs[key]
 
+    def place(self, params: Any) -> Any:
+        """Parameters, put on the device."""
+        return jax.device_put(params)
+
     def frozen(self) -> tuple[Any, ...]:
         """What the task's functions get beside parameters and batch, put on the device once."""
         if self._frozen is None:
@@ -301,7 +305,7 @@ class Worker:
         if version != self._version:
             # The previous parameters go first: they may pin an object of shared memory.
             self._version, self._params = None, None
-            self._version, self._params = version, jax.device_put(params)
+            self._version, self._params = version, self.place(params)
         return self._params
 
 
