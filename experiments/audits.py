@@ -13,7 +13,6 @@ audits.jsonl beside the results as they come; the same command goes on with what
     python -m experiments.audits --scale small [--minutes 60]
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -274,11 +273,7 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
 
 def main() -> None:
     """From the command line to the files."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    common.add_arguments(parser)
-    parser.add_argument("--minutes", type=float, default=60, help="begin no audit after these")
-    given = parser.parse_args()
+    given = common.resumable(__doc__, "audit")
     settings = SETTINGS[given.scale]
     if given.dry_run:
         print(f"{len(list(cells(settings)))} audits of {settings.num_steps} steps")

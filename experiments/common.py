@@ -81,6 +81,16 @@ def iterates(plan: Any, method: Any, engine: Any, params: Any, rule: Any) -> Ite
             return
 
 
+def resumable(description: str | None, what: str) -> argparse.Namespace:
+    """The arguments of an experiment that goes on with rows that were kept: those of
+    `add_arguments`, and --minutes, after which no `what` is begun."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form)
+    add_arguments(parser)
+    parser.add_argument("--minutes", type=float, default=60, help=f"begin no {what} after these")
+    return parser.parse_args()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--scale, --out and --dry-run, which all experiments have."""
     parser.add_argument("--scale", choices=SCALES, default="paper")

@@ -12,7 +12,6 @@ same command goes on with what is missing, for --minutes.
     python -m experiments.correlated --scale small [--minutes 60]    (--minutes 0: no training)
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -344,11 +343,7 @@ def draw_losses(found: Sequence[dict[str, Any]]) -> Figure:
 
 def main() -> None:
     """All parts, from the command line to their files."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    common.add_arguments(parser)
-    parser.add_argument("--minutes", type=float, default=60, help="begin no training after these")
-    given = parser.parse_args()
+    given = common.resumable(__doc__, "training")
     settings = SETTINGS[given.scale]
     if given.dry_run:
         print(f"{len(list(cells(settings)))} trainings of {settings.num_steps} steps")

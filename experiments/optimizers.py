@@ -11,7 +11,6 @@ what is missing. There is no claim to be tested.
     python -m experiments.optimizers --scale small [--minutes 60]     (90 minutes; smoke: 15 s)
 """
 
-import argparse
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -374,11 +373,7 @@ def plot(table: Sequence[dict[str, Any]]) -> Figure:
 
 def main() -> None:
     """Train what is missing, and write what was found."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    common.add_arguments(parser)
-    parser.add_argument("--minutes", type=float, default=60, help="begin no training after these")
-    given = parser.parse_args()
+    given = common.resumable(__doc__, "training")
     settings = SETTINGS[given.scale]
     if given.dry_run:
         todo = cells(settings)
