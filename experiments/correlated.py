@@ -3,8 +3,8 @@
 Three parts. `errors`: the noise of sums of gradients that each kind is predicted to have, at the
 shapes of real data, and the noise of random allocation, by computation. `accounting`: epsilon of
 cyclic sampling beside dp_accounting's of ceil(T / b) steps of Poisson sampling. `training`: the
-held-out loss with each, and without noise, after T steps of momentum, with rates tuned alike; how
-much of what privacy costs is won back.
+held-out loss with each, and without noise, after T steps of momentum, with rates tuned alike, on
+the first seed; how much of what privacy costs is won back.
 
 Rows of trainings are appended to correlated_training.jsonl beside the results as they come; the
 same command goes on with what is missing, for --minutes.
@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from experiments import common
-from experiments.rows import kept, missing
+from experiments.rows import Rows, by, kept, missing
 from fedsim.data import corpora
 
 NONE, INDEPENDENT, CORRELATED, ALLOCATION = "none", "independent", "correlated", "allocation"
@@ -51,7 +51,7 @@ class Settings:
     num_steps: int = 500
     budget: int = 64
     max_length: int = 32
-    learning_rates: tuple[float, ...] = (0.3, 0.1, 1.0, 0.03)
+    learning_rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
     seeds: tuple[int, ...] = (0, 1, 2, 3)
     data: str = "scotus"
     eval_examples: int = 1024
@@ -194,13 +194,40 @@ class Cell:
     learning_rate: float
 
 
-def cells(settings: Settings) -> Iterator[Cell]:
-    """The grid, in the order in which it is run."""
-    groups = itertools.product(settings.trained_epsilons, settings.seeds, settings.algorithms)
-    for epsilon, seed, algorithm in groups:
-        for rate in settings.learning_rates:
-            for noise in kinds(algorithm):
-                yield Cell(seed, algorithm, epsilon, noise, rate)
+def cells(settings: Settings, rows: Rows) -> Iterator[Cell]:
+    """What can be run after `rows`, in its order: on the first seed the rates that tuning asks for,
+    on the others the rate that it chose."""
+    for seed, epsilon, algorithm in itertools.product(
+        settings.seeds, settings.trained_epsilons, settings.algorithms
+    ):
+        for noise in kinds(algorithm):
+            rate, asked = tuned(algorithm, epsilon, noise, settings, rows)
+            if seed != settings.seeds[0]:
+                asked = [] if rate is None else [rate]
+            for each in asked:
+                yield Cell(seed, algorithm, epsilon, noise, each)
+
+
+def tuned(
+    algorithm: str, epsilon: float, noise: str, settings: Settings, rows: Rows
+) -> tuple[float | None, list[float]]:
+    """(The rate of the least loss on the first seed, None before both of its neighbours are there;
+    the rates that are to be run to know it). One climbs down from the middle of the rates."""
+    own = {"seed": settings.seeds[0], "algorithm": algorithm, "epsilon": epsilon, "noise": noise}
+    losses = {row["learning_rate"]: row["loss"] for row in rows if own.items() <= row.items()}
+    rates = settings.learning_rates
+    if not losses:
+        return None, [rates[len(rates) // 2]]
+    best = rates.index(min(losses, key=lambda rate: (math.isnan(losses[rate]), losses[rate])))
+    asked = [rate for rate in rates[max(best - 1, 0) : best + 2] if rate not in losses]
+    return (None if asked else rates[best]), asked
+
+
+def num_trainings(settings: Settings) -> int:
+    """Of the whole experiment, if tuning takes four rates: other seeds run one."""
+    each = sum(len(kinds(algorithm)) for algorithm in settings.algorithms)
+    runs = min(4, len(settings.learning_rates)) + len(settings.seeds) - 1
+    return each * len(settings.trained_epsilons) * runs
 
 
 def kinds(algorithm: str) -> tuple[str, ...]:
@@ -269,34 +296,28 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
 def run(settings: Settings, file: Path, minutes: float) -> None:
     """Train what is missing, one after another, until there is no time left."""
     ends = time.monotonic() + 60 * minutes
-    for cell in missing(cells(settings), file):
-        if time.monotonic() >= ends:
-            break
+    while time.monotonic() < ends and (left := missing(cells(settings, kept(file)), file)):
+        cell = left[0]
         row = train(cell, settings)
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
         print(*dataclasses.astuple(cell), row["loss"], row["seconds"], flush=True)
 
 
-def gaps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each group of which all kinds were trained with a rate: the best loss of each kind, and
+def gaps(settings: Settings, rows: Rows) -> Rows:
+    """For each group of which all kinds were trained with their rates: the loss of each kind, and
     the share of the gap that correlated noise closes."""
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["seed"], row["algorithm"], row["epsilon"]), []).append(row)
     found = []
-    for (seed, algorithm, epsilon), own in groups.items():
-        rates = {k: {r["learning_rate"] for r in own if r["noise"] == k} for k in kinds(algorithm)}
-        common_rates = set.intersection(*rates.values())
-        if not common_rates:
-            continue
+    for (seed, algorithm, epsilon), own in by(
+        rows, lambda row: (row["seed"], row["algorithm"], row["epsilon"])
+    ).items():
         best: dict[str, dict[str, Any]] = {
-            kind: min(
-                (r for r in own if r["noise"] == kind and r["learning_rate"] in common_rates),
-                key=lambda row: (row["loss"] != row["loss"], row["loss"]),
-            )
-            for kind in rates
+            row["noise"]: row
+            for row in own
+            if row["learning_rate"] == tuned(algorithm, epsilon, row["noise"], settings, rows)[0]
         }
+        if best.keys() != set(kinds(algorithm)):
+            continue
         gap = best[INDEPENDENT]["loss"] - best[NONE]["loss"]
         nothing = dict.fromkeys(best[NONE])
         private = {k: best.get(k, nothing) for k in (INDEPENDENT, CORRELATED, ALLOCATION)}
@@ -304,7 +325,7 @@ def gaps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append(
             {
                 **{"seed": seed, "algorithm": algorithm, "epsilon": epsilon},
-                **{"rates": len(common_rates), "before": own[0]["before"]},
+                "before": own[0]["before"],
                 **{f"loss_{k}": row["loss"] for k, row in {**private, NONE: best[NONE]}.items()},
                 **{f"rate_{k}": private[k]["learning_rate"] for k in private},
                 **{f"sigma_{k}": private[k]["noise_multiplier"] for k in private},
@@ -335,7 +356,7 @@ def draw_losses(found: Sequence[dict[str, Any]]) -> Figure:
         )
         labelled.add(name)
     axis.set_xticks(range(len(order)), order)
-    axis.set(ylabel="held-out loss, the best of the rates")
+    axis.set(ylabel="held-out loss, rates tuned")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
     return figure
@@ -346,7 +367,7 @@ def main() -> None:
     given = common.resumable(__doc__, "training")
     settings = SETTINGS[given.scale]
     if given.dry_run:
-        print(f"{len(list(cells(settings)))} trainings of {settings.num_steps} steps")
+        print(f"about {num_trainings(settings)} trainings of {settings.num_steps} steps")
         print(common.last_time("correlated", given.scale))
         return
     out = common.out_of(given)
@@ -374,11 +395,11 @@ def main() -> None:
     file = out / "correlated_training.jsonl"
     run(settings, file, given.minutes)
     trained = kept(file)
-    if found := gaps(trained):
-        closed, left = [row["closed"] for row in found], missing(cells(settings), file)
+    if found := gaps(settings, trained):
+        closed, left = [row["closed"] for row in found], missing(cells(settings, trained), file)
         claim = f"correlated noise closes {AIM:.0%} of the gap between independent noise and none"
         numbers = ", ".join(f"{share:.0%}" for share in closed) + f" in {len(found)} groups"
-        numbers += f"; {len(left)} of {len(list(cells(settings)))} trainings were not run"
+        numbers += "; some trainings were not run" * bool(left)
         common.finish(
             "correlated_training",
             given.scale,
