@@ -27,20 +27,23 @@ import jax.numpy as jnp
 from fedsim.clipping.clip import TINY, matmul
 from fedsim.clipping.contribution import ROUNDING
 
-WIDE = 1024
+WIDE = 512
 LARGEST = 1e15  # of a sum of squares
 MOST_ROUNDINGS = 8000
-TILE = 2**18  # numbers formed at once: they stay in a processor's cache until they are added
+TILE = 2**16  # numbers formed at once: they stay in a processor's cache until they are added
+
+
+Pair = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass
 class Factors:
-    """All units' gradients of one matrix [N, D]: left^T right, and rows `looked_up` at `ids`."""
+    """All units' gradients of one matrix [N, D], as a product, as rows at ids, or as both added."""
 
-    left_UTN: jax.Array | None
-    right_UTD: jax.Array | None
-    ids_US: jax.Array | None = None
-    looked_up_USD: jax.Array | None = None
+    product: Pair | None
+    """(left [U, T, N], right [U, T, D])."""
+    lookups: Pair | None = None
+    """(ids [U, S], rows [U, S, D])."""
 
     def is_cheaper(self, shape: tuple[int, int]) -> bool:
         """Whether the norm takes fewer products by `squared_and_bound` than of what is formed, and
@@ -51,11 +54,15 @@ class Factors:
     @property
     def num_tokens(self) -> int:
         """Pairs of l and r of a unit."""
-        parts = [part.shape[1] for part in (self.right_UTD, self.looked_up_USD) if part is not None]
-        return sum(parts)
+        return sum(part[1].shape[1] for part in (self.product, self.lookups) if part is not None)
 
-    def squared_and_bound(self) -> tuple[jax.Array, jax.Array]:
-        """(the squared norms as computed, what the norms of what `formed` forms are at most),
+    @property
+    def num_units(self) -> int:
+        """U."""
+        return len(next(part[1] for part in (self.product, self.lookups) if part is not None))
+
+    def squared_and_bound(self) -> Pair:
+        """(the squared norms as computed, what the norms of what is added or formed are at most),
         float32 [U] each."""
         left, right, widths = self._inner_products()
         tokens, roundings = self.num_tokens, self._roundings(*widths)
@@ -77,65 +84,110 @@ class Factors:
 
     def _inner_products(self) -> tuple[jax.Array, jax.Array, tuple[int, int]]:
         """<l_i, l_j> and <r_i, r_j>, [U, tokens, tokens], and how many numbers each has."""
-        left, width, rights = None, 1, []
-        if self.left_UTN is not None:
-            left, width = _grams(self.left_UTN), self.left_UTN.shape[2]
-            rights.append(self.right_UTD)
-        if self.ids_US is not None:
-            same = (self.ids_US[:, :, None] == self.ids_US[:, None, :]).astype(jnp.float32)
-            if left is not None and self.left_UTN is not None:
-                ids_U1S = self.ids_US[:, None, :]
-                picked = jnp.take_along_axis(self.left_UTN, ids_U1S, axis=2).astype(jnp.float32)
-                above = jnp.concatenate([left, picked], axis=2)
-                below = jnp.concatenate([jnp.swapaxes(picked, 1, 2), same], axis=2)
-                same = jnp.concatenate([above, below], axis=1)
-            left = same
-            rights.append(self.looked_up_USD)
-        right = jnp.concatenate([r.astype(jnp.float32) for r in rights], axis=1)
-        assert left is not None, "a matrix has calls"
-        return left, _grams(right), (width, right.shape[2])
+        if self.product is None:
+            assert self.lookups is not None, "a matrix has calls"
+            ids_US, rows_USD = self.lookups
+            return _same(ids_US), _grams(rows_USD.astype(jnp.float32)), (1, rows_USD.shape[2])
+        left_UTN, right_UTD = self.product
+        left, widths = _grams(left_UTN), (left_UTN.shape[2], right_UTD.shape[2])
+        if self.lookups is None:
+            return left, _grams(right_UTD), widths
+        ids_US, rows_USD = self.lookups
+        picked_UTS = _picked(left_UTN, ids_US).astype(jnp.float32)
+        above = jnp.concatenate([left, picked_UTS], axis=2)
+        below = jnp.concatenate([jnp.swapaxes(picked_UTS, 1, 2), _same(ids_US)], axis=2)
+        rights = [part.astype(jnp.float32) for part in (right_UTD, rows_USD)]
+        left, right = jnp.concatenate([above, below], axis=1), jnp.concatenate(rights, axis=1)
+        return left, _grams(right), widths
 
-    def formed(self, unit: int, first: int | jax.Array, rows: int, shape: tuple[int, int]):
-        """Rows of one unit's gradient, float32 [rows, D]."""
-        grad = jnp.zeros((rows, shape[1]), jnp.float32)
-        if self.left_UTN is not None and self.right_UTD is not None:
-            left = jax.lax.dynamic_slice_in_dim(self.left_UTN[unit], first, rows, axis=1)
-            grad = matmul(left.T, self.right_UTD[unit])
-        if self.ids_US is not None and self.looked_up_USD is not None:
-            there = self.ids_US[unit] - first
-            there = jnp.where((there >= 0) & (there < rows), there, rows)
-            rows_of = self.looked_up_USD[unit].astype(jnp.float32)
-            grad = grad.at[there].add(rows_of, mode="drop")
-        return grad
+    def formed(self, shape: tuple[int, int]) -> jax.Array:
+        """The gradients whole, float32 [U, N, D]."""
+        grads = jnp.zeros((self.num_units, *shape), jnp.float32)
+        if self.product is not None:
+            grads = _rows_of(self.product, 0, shape[0])
+        if self.lookups is not None:
+            ids_US, rows_USD = self.lookups
+            each = jnp.arange(len(ids_US))[:, None]
+            grads = grads.at[each, ids_US].add(rows_USD.astype(jnp.float32))
+        return grads
 
     def add_to(self, total: jax.Array, added: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
-        """A sum [N, D] and what all units add to it. Rows are formed a few at a time.
+        """A sum [N, D] and what all units add to it.
 
-        Args: added: (rows of a gradient, number of the unit) -> what goes into the sum.
+        Args: added: (rows of a gradient, number of the unit) -> what goes into the sum, zeros for
+          zeros.
         """
+        if self.product is not None:
+            total = self._add_products(self.product, total, added)
+        if self.lookups is not None:
+            total = self._add_looked_up(self.lookups, total, added)
+        return total
+
+    def _add_products(self, product: Pair, total, added):
+        """With what units add to all rows but those that they look up, a few rows at a time."""
         rows = _divisor(total.shape[0], TILE // total.shape[1])
-        units = len(next(x for x in (self.right_UTD, self.looked_up_USD) if x is not None))
+        elsewhere_UN1 = jnp.ones((self.num_units, total.shape[0], 1), bool)
+        if self.lookups is not None:
+            each = jnp.arange(self.num_units)[:, None]
+            elsewhere_UN1 = elsewhere_UN1.at[each, self.lookups[0]].set(False)
 
         def some(i, total):
             first = i * rows
             sums = jax.lax.dynamic_slice_in_dim(total, first, rows)
-            for unit in range(units):
-                sums += added(self.formed(unit, first, rows, total.shape), unit)
+            grads = _rows_of(product, first, rows)
+            counted = jax.lax.dynamic_slice_in_dim(elsewhere_UN1, first, rows, axis=1)
+            for unit in range(self.num_units):
+                own = added(grads[unit], unit)
+                sums += own if self.lookups is None else jnp.where(counted[unit], own, 0)
             return jax.lax.dynamic_update_slice_in_dim(total, sums, first, axis=0)
 
         return jax.lax.fori_loop(0, total.shape[0] // rows, some, total)
 
+    def _add_looked_up(self, lookups: Pair, total, added):
+        """With what units add to the rows that they look up: each row once, however often."""
+        ids_US, rows_USD = lookups
+        same_USS = _same(ids_US)
+        grads_USD = matmul(same_USS, rows_USD.astype(jnp.float32))
+        if self.product is not None:
+            left_UTN, right_UTD = self.product
+            picked_UST = jnp.swapaxes(_picked(left_UTN, ids_US), 1, 2)
+            grads_USD += matmul(picked_UST, right_UTD)
+        own_USD = jnp.stack([added(rows, unit) for unit, rows in enumerate(grads_USD)])
+        again = jnp.tril(same_USS, -1).any(axis=2, keepdims=True)
+        return total.at[ids_US].add(jnp.where(again, 0, own_USD))
+
+
+def _rows_of(product: Pair, first: int | jax.Array, rows: int) -> jax.Array:
+    """Rows of left^T right, float32 [U, rows, D]."""
+    left, right = product
+    left = jax.lax.dynamic_slice_in_dim(left, first, rows, axis=2)
+    return matmul(jnp.swapaxes(left, 1, 2), right)
+
+
+def _picked(left_UTN: jax.Array, ids_US: jax.Array) -> jax.Array:
+    """Each l at the ids, [U, T, S]: its inner products with theirs."""
+    return jnp.take_along_axis(left_UTN, ids_US[:, None, :], axis=2)
+
+
+def _same(ids_US: jax.Array) -> jax.Array:
+    """1 where two ids are the same, float32 [U, S, S]."""
+    return (ids_US[:, :, None] == ids_US[:, None, :]).astype(jnp.float32)
+
 
 def _grams(a_UTN: jax.Array) -> jax.Array:
     """Inner products of all tokens, float32 [U, T, T], added up in blocks of WIDE."""
-    units, tokens, width = a_UTN.shape
-    blocks = -(-width // WIDE)
-    if blocks == 1:
-        return matmul(a_UTN, jnp.swapaxes(a_UTN, 1, 2))
-    padded = jnp.pad(a_UTN, [(0, 0), (0, 0), (0, blocks * WIDE - width)])
-    cut = jnp.moveaxis(padded.reshape(units, tokens, blocks, WIDE), 2, 1)
-    products = jax.lax.optimization_barrier(matmul(cut, jnp.swapaxes(cut, 2, 3)))
-    return products.sum(axis=1)
+    blocks, left = divmod(a_UTN.shape[2], WIDE)
+
+    def products(first, width):
+        some = jax.lax.dynamic_slice_in_dim(a_UTN, first, width, axis=2)
+        return matmul(some, jnp.swapaxes(some, 1, 2))
+
+    rest = products(blocks * WIDE, left) if left else jnp.zeros(())
+    if not blocks:
+        return rest
+    # A loop: of blocks side by side XLA for processors makes a transposed copy, slower than these.
+    start = products(0, WIDE) + rest
+    return jax.lax.fori_loop(1, blocks, lambda i, sums: sums + products(i * WIDE, WIDE), start)
 
 
 def _error(roundings: int) -> float:

@@ -43,8 +43,7 @@ def clipped_sum(
             if product.is_cheaper(shape):
                 factors[*path, name] = product
             else:
-                each = [product.formed(u, 0, shape[0], shape) for u in range(len(mask))]
-                formed[*path, name] = jnp.stack(each)
+                formed[*path, name] = product.formed(shape)
     formed = jax.lax.optimization_barrier(formed)
     squares = bound_squares = jnp.zeros(len(mask))
     if formed:

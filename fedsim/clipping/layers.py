@@ -71,7 +71,7 @@ class Dense(Layer):
         return product_norms(*self.joined())
 
     def factors(self):
-        return {"kernel": Factors(*self.joined())}
+        return {"kernel": Factors(self.joined())}
 
     def weighted_sum(self, params, weights_U):
         return {"kernel": product(*self.joined(), weights_U)}
@@ -88,9 +88,11 @@ class Embed(Layer):
         return tied_norms(*self.joined(ATTEND), *self.looked_up())
 
     def factors(self):
-        x_UTD, g_UTV = self.joined(ATTEND) if ATTEND in self.calls else (None, None)
-        found = self.looked_up() if CALL in self.calls else ()
-        return {"embedding": Factors(g_UTV, x_UTD, *found)}
+        product, lookups = None, self.looked_up() if CALL in self.calls else None
+        if ATTEND in self.calls:
+            x_UTD, g_UTV = self.joined(ATTEND)
+            product = g_UTV, x_UTD
+        return {"embedding": Factors(product, lookups)}
 
     def weighted_sum(self, params, weights_U):
         total = jnp.zeros(params["embedding"].shape, jnp.float32)

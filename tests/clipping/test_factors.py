@@ -15,16 +15,26 @@ SHAPES = [(3, 2), (40, 17), (WIDE + 30, 20)]
 KINDS = ["product", "lookups", "both"]
 
 
+def factors_of(kind, given):
+    """Factors of what was drawn that a kind has."""
+    return Factors(
+        None if kind == "lookups" else given[:2], None if kind == "product" else given[2:]
+    )
+
+
 @functools.cache
 def compiled(kind, shape):
-    """(left, right, ids, looked up) -> bounds [units], the gradients that are formed."""
+    """(left, right, ids, looked up) -> squares and bounds [units], and each unit's gradient
+    [2 units, N, D], formed whole, then as it is added."""
 
     def run(*given):
-        factors = Factors(*(given[:2] if kind == "product" else given))
-        if kind == "lookups":
-            factors = Factors(None, None, *given[2:])
-        formed = [factors.formed(unit, 0, shape[0], shape) for unit in range(UNITS)]
-        return *factors.squared_and_bound(), jnp.stack(formed)
+        factors = factors_of(kind, given)
+        added = [
+            factors.add_to(jnp.zeros(shape), lambda grad, unit, u=u: jnp.where(unit == u, grad, 0))
+            for u in range(UNITS)
+        ]
+        formed = jnp.concatenate([factors.formed(shape), jnp.stack(added)])
+        return *factors.squared_and_bound(), formed
 
     return jax.jit(run)
 
@@ -51,7 +61,8 @@ def test_the_bound_is_above_the_norm_of_what_is_formed(kind, shape, rng):
         cancelling = bool(trial % 2)
         squared, bounds, formed = run(*draw(rng, shape, cancelling))
         true = np.sqrt((np.asarray(formed, np.longdouble) ** 2).sum(axis=(1, 2)))
-        assert (true <= np.asarray(bounds, np.longdouble)).all()
+        assert (true <= np.tile(np.asarray(bounds, np.longdouble), 2)).all()
+        true = true[UNITS:]
         if not cancelling and kind != "both" and true.min() > 1e-6:
             assert np.allclose(np.asarray(bounds, float), true.astype(float), rtol=0.01)
             assert np.allclose(np.sqrt(np.asarray(squared, float)), true.astype(float), rtol=1e-3)
@@ -69,9 +80,7 @@ def test_nothing_is_claimed_of_numbers_that_are_too_large(value, rng):
 def test_a_sum_in_tiles_is_that_of_whole_gradients(kind, rng, monkeypatch):
     shape, given = (24, 7), draw(rng, (24, 7), False)
     monkeypatch.setattr("fedsim.clipping.factors.TILE", 50)  # six rows of seven
-    factors = Factors(*(given[:2] if kind == "product" else given))
-    if kind == "lookups":
-        factors = Factors(None, None, *given[2:])
+    factors = factors_of(kind, given)
     total = factors.add_to(jnp.ones(shape), lambda grad, unit: grad * (unit + 1))
-    formed = [factors.formed(unit, 0, 24, shape) for unit in range(UNITS)]
+    formed = factors.formed(shape)
     assert np.allclose(total, 1 + formed[0] + 2 * formed[1], rtol=1e-5)
