@@ -4,6 +4,8 @@ Claim: the audit never refutes a training that does what it says; it refutes eac
 half of the audits at least: no noise, half of it, gradients that are not clipped, users redrawn in
 every step where a group in turn was accounted, and no bound on a user's contributions. With 1,000
 gradient canaries, by which one pair of epsilon and delta can be refuted up to about 5, and not 8.
+What refutes: right guesses, whatever canaries have to do with each other; the same guesses, if each
+canary tells of its own coin alone; and the length of what is released, of the noise in it.
 
 The steps are those of Algorithms 1 and 2, with the engine, clipping and noise of `fedsim train`,
 at fixed parameters: an audit reads nothing but the privatised gradients. The other users' gradients
@@ -37,14 +39,18 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.models.mean import MeanTask
 from fedsim.sampling import Sampling
-from fedsim.trust.audit import POOLS
-from fedsim.trust.canaries import LENGTH, CanaryTask, Planted, coins
+from fedsim.trust.audit import SHARP
+from fedsim.trust.canaries import LENGTH, POOLS, CanaryTask, Planted, coins
 from fedsim.trust.curve_audit import Claim, audit_curve, curve_claim
+from fedsim.trust.independent_audit import audit_independent
 from fedsim.trust.lower_bound import audit
+from fedsim.trust.noise_test import audit_noise
 from fedsim.uls import ULS
 
 METHODS = {"els": ELS, "uls": ULS}
 POINTS = 400  # of the claimed curve
+COUNTED = ("refuted", "by_guesses", "if_independent", "by_noise", "without_curve")
+MEDIANS = ("epsilon_found", "epsilon_if_independent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,14 +163,22 @@ def attack(cell: Cell, settings: Settings) -> dict[str, Any]:
         # noise in units of what a gradient is really clipped to
         noise = mistake.noise * sigma / clip.norm
         noisy, _ = method.gradient(params, step, local, clip=clip, noise_multiplier=noise)
-        plant.watch(noisy.values())
+        plant.watch(noisy.values(), 1 / method.sampler.expected_count)
     scores, rest = plant.gradient_scores(), (settings.delta, settings.confidence)
     curve, bound = audit_curve(scores, included, claim, *rest), audit(scores, included, *rest)
+    sharp = settings.delta, SHARP * (1 - settings.confidence)
+    alone = audit_independent(scores, included, claim, *sharp)
+    steps = accounting.cyclic_event(sigma, prob, cap, mistake.bands), settings.num_steps
+    of_noise = audit_noise(plant.noise, [steps], *sharp)
     return {
         **dataclasses.asdict(cell),
-        **{"noise_multiplier": sigma, "refuted": curve.refuted, "epsilon_found": curve.epsilon},
-        **{"could_refute": curve.could_refute, "guesses": curve.guesses, "correct": curve.correct},
-        **{"refuted_without_curve": bound.epsilon > cell.epsilon, "bound": bound.epsilon},
+        "noise_multiplier": sigma,
+        "refuted": curve.refuted or alone.refuted or of_noise.refuted,
+        **{"by_guesses": curve.refuted, "if_independent": alone.refuted},
+        **{"by_noise": of_noise.refuted, "without_curve": bound.epsilon > cell.epsilon},
+        **{"epsilon_found": curve.epsilon, "epsilon_if_independent": alone.epsilon},
+        **{"correct": alone.correct, "most_expected": alone.most_expected},
+        "noise_at_most": of_noise.noise_multiplier,
         "seconds": round(time.monotonic() - started, 1),
     }
 
@@ -225,9 +239,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 **{"mistake": mistake, "algorithm": algorithm, "epsilon": epsilon},
                 "audits": len(own),
-                "refuted": sum(row["refuted"] for row in own),
-                "refuted_without_curve": sum(row["refuted_without_curve"] for row in own),
-                "epsilon_found": float(np.median([row["epsilon_found"] for row in own])),
+                **{name: sum(row[name] for row in own) for name in COUNTED},
+                **{name: float(np.median([row[name] for row in own])) for name in MEDIANS},
             }
         )
     places = {name: i for i, name in enumerate(BY_NAME)}

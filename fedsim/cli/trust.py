@@ -48,7 +48,8 @@ class Audit(ReadsSources):
 
         set_threads(self.run.engine)
         from fedsim.run.console import Console
-        from fedsim.trust.audit import audit, sentence
+        from fedsim.trust.audit import audit
+        from fedsim.trust.audit_page import sentence
 
         console = Console(log_every=self.run.log_every)
         found = audit(Algorithm(self.algorithm), self.audit, self.privacy, self.run, console)

@@ -12,7 +12,8 @@ class AuditConfig:
     gradient_canaries: int = 400
     """Made-up users whose gradient always points their own way. >= 0; each is included with
     probability 1/2. At delta 1e-6, 400 can refute epsilons below 4.38, and 17,000 below 8; held
-    against the whole curve of a training that is nearly Gaussian, 250 can refute 8."""
+    against the whole curve of a training that is nearly Gaussian, 250 can refute 8, fewer if they
+    are taken to be independent."""
 
     text_canaries: int = 100
     """Made-up users who wrote a line of made-up words. >= 0; each is included with probability

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
+import numpy as np
+
 from fedsim import engine
 from fedsim.config import (
     OPERATIONAL,
@@ -55,8 +57,13 @@ class Plant(Protocol):
         """The task to train, from these parameters."""
         ...
 
-    def watch(self, gradient: Any) -> None:
-        """Called with every step's privatised gradient."""
+    def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:
+        """Called with every step's privatised gradient.
+
+        Args:
+          unit: what a contribution of one clip norm is in it.
+          coefficients: 1, c_1, ... of correlated noise; None: it is independent.
+        """
         ...
 
 

@@ -116,7 +116,7 @@ def train(
             console=console,
             host=host,
             other_bits=_other_bits(opened, stored, host),
-            watch=plant.watch if plant else None,
+            plant=plant,
             callback=callback,
         )
         counted = nullcontext() if trial else applicant.admitted(entry)

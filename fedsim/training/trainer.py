@@ -37,6 +37,7 @@ from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
 from fedsim.run.ledger import Ledger, OtherBits, released_epsilon
 from fedsim.run.metrics import Metrics, table
+from fedsim.run.setup import Plant
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, results, save
 from fedsim.uls import ULS
@@ -62,8 +63,8 @@ class Trainer:
     """What workers compute on."""
     other_bits: str
     """Why a step that is run again may have other bits; empty if it may not."""
-    watch: Callable[[Any], None] | None = None
-    """Called with every privatised gradient."""
+    plant: Plant | None = None
+    """Of an audit, which watches every privatised gradient."""
     callback: Callback | None = None
     """Called with every step's number and metrics."""
 
@@ -181,11 +182,12 @@ class Trainer:
         """One step: gradient, ledger, update. Returns its metrics."""
         started, step = time.monotonic(), state.step + 1
         accounted = thread.submit(self._epsilon_so_far, step)  # while workers compute
+        clip = self.plan.clip_at(state.clip_norm)
         noisy, stats = self.method.gradient(
             state.params,
             state.step,
             self.engine,
-            clip=self.plan.clip_at(state.clip_norm),
+            clip=clip,
             noise_multiplier=self.plan.gradient_noise_multiplier,
             strategy=self.strategy,
             add_noise=self.add_noise,
@@ -207,8 +209,9 @@ class Trainer:
             noisy, state.clip_norm, loss = found
             values |= {} if loss is None else {"privacy/loss": loss}
             grad = noisy.values(like=state.params)
-            if self.watch is not None:
-                self.watch(grad)
+            if self.plant is not None:
+                noise, unit = self.plan.strategy, clip.sensitivity / self.plan.expected_count
+                self.plant.watch(grad, unit, noise and noise.coefficients)
             state.params, state.opt_state = self.update(grad, state.opt_state, state.params)
             if not is_finite(state.params):
                 raise self._diverged(step, "the parameters are not finite")

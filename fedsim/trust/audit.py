@@ -9,13 +9,13 @@ much more likely the trained model finds their texts than the model before.
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from fedsim import accounting
+from fedsim.accounting import Phases
 from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
 from fedsim.data.dataset import Dataset
 from fedsim.engine.autotune import AUTO
@@ -31,21 +31,23 @@ from fedsim.run.model_source import find_model, load_data
 from fedsim.sampling import examples_per_user, graph_of
 from fedsim.training import train
 from fedsim.trust import lower_bound
+from fedsim.trust.audit_page import compose
 from fedsim.trust.canaries import POOLS, Planted, coins
 from fedsim.trust.curve_audit import Claim, audit_curve, curve_claim
-from fedsim.trust.document import Document, Items, Quote, Section, Table, to_html, to_markdown
+from fedsim.trust.document import to_html, to_markdown
+from fedsim.trust.independent_audit import audit_independent
+from fedsim.trust.noise_test import audit_noise
 from fedsim.trust.shared_canaries import PlantedAmongOthers, partners_of, rows_of_users
-from fedsim.trust.svg import Chart, Series
 
 JSON, HTML, MARKDOWN = "audit.json", "audit.html", "audit.md"
 ROWS_AT_ONCE = 16
 MOST_ROWS = 8  # of an attacked user
 ALARMS = 0.01
 CURVE_POINTS = 400
-AMONG_OTHERS = (
-    "A canary shares most of its texts with made-up partners who are always there. What the coin "
-    "decides is whether its texts say anything: who owns which is the same either way."
-)
+SHARP = 0.01
+"""Of the error probability of a bound: what each of the two tests may err with that take more for
+granted than guessing does. They need no more to see mistakes."""
+PREMISE = "if each gradient canary tells of its own coin alone"
 
 
 def audit(
@@ -88,8 +90,12 @@ def audit(
     console.note("attacking")
     newest = checkpoint.latest(run.run_dir)
     assert newest is not None, "a run that ended has a checkpoint"
-    claim = _claim(run.run_dir, summary["delta"])
-    found = attack(planted, checkpoint.load_params(newest), data, settings, summary["delta"], claim)
+    phases, delta = ledger.phases(ledger.read(run.run_dir)), summary["delta"]
+    claim = _claim(phases, delta)
+    found = attack(planted, checkpoint.load_params(newest), data, settings, delta, claim)
+    if phases is not None:
+        bound = audit_noise(planted.noise, phases, delta, SHARP * (1 - settings.confidence))
+        found["noise"] = dataclasses.asdict(bound)
     result = {
         "run_dir": str(run.run_dir),
         "algorithm": str(algorithm),
@@ -148,6 +154,8 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     curves = [each["curve"] for k in ("gradient", "text") if (each := result[k] or {}).get("curve")]
     found = max((bound["epsilon"] for bound in bounds), default=0.0)
     largest = max((bound["largest_possible"] for bound in bounds), default=0.0)
+    independent = (result["gradient"] or {}).get("independent")
+    noise = result.get("noise")
     claimed, label = float(result["epsilon"]), result["epsilon_holds"]
     needed = None
     if math.isfinite(claimed):
@@ -161,11 +169,20 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     elif any(curve["refuted"] for curve in curves):
         holds = False
         verdict = f"the curve of at most {claimed:.3f} is claimed: THE CLAIM IS REFUTED"
+    elif noise and noise["refuted"]:
+        least = f"{noise['noise_multiplier']:.4g}, where {noise['claimed']:.4g} is claimed"
+        holds, verdict = False, f"the noise multiplier is at most {least}: THE CLAIM IS REFUTED"
+    elif independent and independent["refuted"]:
+        holds = False
+        verdict = f"at most {claimed:.3f} is claimed: THE CLAIM IS REFUTED, {PREMISE}"
     elif largest <= claimed and not any(curve["could_refute"] for curve in curves):
         takes = f"at least {needed:,} canaries of one kind" if needed else "a smaller delta"
         most = f"with every coin guessed right it would be {largest:.3f}"
         verdict = f"at most {claimed:.3f} is claimed: INCONCLUSIVE, for {most}"
-        holds, verdict = None, f"{verdict}; to refute the claim takes {takes}"
+        verdict = f"{verdict}; to refute the claim takes {takes}"
+        holds = None
+        if independent and independent["could_refute"]:
+            holds, verdict = True, f"at most {claimed:.3f} is claimed: not refuted, {PREMISE}"
     else:
         holds, verdict = True, f"at most {claimed:.3f} is claimed: not refuted"
     return {
@@ -174,9 +191,8 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _claim(run_dir: Path, delta: float) -> Claim | None:
-    """The whole curve that a run claims; None without noise."""
-    phases = ledger.phases(ledger.read(run_dir))
+def _claim(phases: Phases | None, delta: float) -> Claim | None:
+    """The whole curve that a run claims which released this; None without noise."""
     if phases is None:
         return None
     epsilons = np.linspace(0, 2 * accounting.epsilon(phases, delta) + 1, CURVE_POINTS)
@@ -200,6 +216,10 @@ def attack(
     if planted.num_gradient:
         scores, included = planted.gradient_scores(), planted.gradient_included
         found["gradient"] = _outcome(scores, included, delta, settings.confidence, claim)
+        if claim is not None:
+            significance = SHARP * (1 - settings.confidence)
+            independent = audit_independent(scores, included, claim, delta, significance)
+            found["gradient"]["independent"] = dataclasses.asdict(independent)
     if planted.num_text:
         task = LanguageModelTask(Dataset(train=planted.texts), inner.config, inner.frozen)
         rows = np.arange(planted.num_text)
@@ -277,84 +297,3 @@ def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
         "true_positives_at_1_percent": float(true[false <= ALARMS].max()),
         "roc": {"false": false.tolist(), "true": true.tolist()},
     }
-
-
-def sentence(result: dict[str, Any]) -> str:
-    """What was found, in one line."""
-    bound = f"epsilon is at least {result['epsilon_lower_bound']:.3f}"
-    return f"{bound} (confidence {result['confidence']:g} for each bound); {result['verdict']}"
-
-
-def compose(result: dict[str, Any]) -> Document:
-    """The audit as a page."""
-    kinds = {"gradient": "gradient canaries", "text": "text canaries"}
-    rows, curves = [], []
-    for name, title in {**kinds, "membership": "real users, held in and out"}.items():
-        found = result[name]
-        if not found:
-            continue
-        bound = found.get("bound")
-        right = f"{bound['correct']} of {bound['guesses']}" if bound else "-"
-        lower = f"{bound['epsilon']:.3f}" if bound else "none follows"
-        curve, whole = found.get("curve"), "-"
-        if curve:
-            bounded = {
-                True: "refuted",
-                False: "not refuted" if curve["could_refute"] else "too few",
-            }
-            whole = f"{bounded[curve['refuted']]}; as a Gaussian {curve['epsilon']:.3f}"
-        most = f"{bound['largest_possible']:.3f}" if bound else "-"
-        size = bound["canaries"] if bound else found["users_in"] + found["users_out"]
-        area = f"{found['auc']:.3f}" if "auc" in found else "-"
-        rows.append((title, f"{size}", right, area, lower, most, whole))
-        if "roc" in found:
-            curves.append(
-                Chart(
-                    f"{title}: recognised against wrongly suspected",
-                    "share of those left out who are suspected",
-                    "share of those included who are",
-                    [
-                        Series("attack", found["roc"]["false"], found["roc"]["true"]),
-                        Series("guessing", [0, 1], [0, 1], dashed=True),
-                    ],
-                )
-            )
-    head = ("attack", "users", "coins guessed", "area under the curve", "epsilon at least")
-    head += ("with every coin guessed", "the whole curve that is claimed")
-    means = [
-        "Each canary, a made-up user, was included or left out by a toss of a coin. From what the "
-        "training released, the attack guesses the coins. Too many right guesses refute the claim.",
-        Items(
-            [
-                "A gradient canary pulls the model in a direction that nobody else pulls in.",
-                "A text canary wrote a line of made-up words and numbers.",
-                *([AMONG_OTHERS] if result.get("shared") else []),
-                "The attack on real users asks how much more likely the trained model finds their "
-                "texts than the model before. 0.5 under the curve is no better than guessing. Who "
-                "was held out was not decided by our coins, so that no bound follows.",
-                "The last but one column is what the bound would be with every coin guessed right: "
-                "a claim above it cannot be refuted by so few canaries by this bound.",
-                "The last column holds the guesses against all pairs of epsilon and delta that are "
-                "claimed, which takes fewer canaries, and says what epsilon would be at least if "
-                "the training were a Gaussian mechanism. Too few: all guesses right would not "
-                "refute it.",
-                "A bound below the claim is what is hoped for, and no proof: a better attack may "
-                "exist. Nothing about the real users is in this page but the last row and curve, "
-                "which were computed from their texts without protection.",
-            ]
-        ),
-    ]
-    sections = [
-        Section("What was found", [Quote(sentence(result)), Table(head, rows)]),
-        Section("What that means", means),
-        Section("How well each attack tells them apart", curves),
-    ]
-    changed = [
-        "`{setting}`: {used} instead of {given} ({why})".format(**each)
-        for each in result["replaced"]
-    ]
-    if changed:
-        sections.insert(
-            2, Section("What was done otherwise than the command says", [Items(changed)])
-        )
-    return Document("Audit of a training", [each for each in sections if each.blocks])

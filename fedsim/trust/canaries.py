@@ -23,6 +23,7 @@ from fedsim.data.users import UserStore
 from fedsim.engine.task import Task, WrappedTask
 from fedsim.errors import expect
 from fedsim.trust.canary_texts import canary_tokens
+from fedsim.trust.noise_test import ReleasedNoise
 
 LENGTH = 1e3
 """Of a gradient canary's gradient, in clip norms: clipping has something to do."""
@@ -208,6 +209,7 @@ class Planted:
         self.task_inner: Any = None
         self.total: Any = None
         """Sum of all privatised gradients."""
+        self.noise = ReleasedNoise()
 
     @property
     def gradient_included(self) -> np.ndarray:
@@ -245,8 +247,9 @@ class Planted:
             return task
         return CanaryTask(task, self.owners, self.directions, self.clip_norm)
 
-    def watch(self, gradient: Any) -> None:
-        """What everyone may see of a step: its privatised gradient."""
+    def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:
+        """What everyone may see of a step: its privatised gradient. Args: see `ReleasedNoise`."""
+        self.noise.watch(gradient, unit, coefficients)
         if self.total is None:
             self.total = gradient
         else:

@@ -22,6 +22,7 @@ from fedsim.noise import Correlated
 from fedsim.plan import ADJACENCY
 from fedsim.sampling import Poisson, Sampling
 from fedsim.trust import audit, lower_bound
+from fedsim.trust.audit_page import sentence
 from fedsim.trust.canaries import CanaryTask, Planted, coins
 from fedsim.uls import ULS
 
@@ -78,7 +79,7 @@ def audited(
         settings["add_noise"] = Correlated(steps, sampling.bands)
     for step in range(steps):  # without a training around them, at fixed parameters
         noisy, _ = method.gradient(jnp.zeros(CANARIES), step, local, **settings)
-        plant.watch(noisy.values())
+        plant.watch(noisy.values(), 1 / method.sampler.expected_count)
     return lower_bound.audit(plant.gradient_scores(), included, DELTA, 0.95)
 
 
@@ -251,11 +252,13 @@ def test_an_audit_takes_the_local_steps_that_are_asked_for(texts, run_dir, capsy
     assert isinstance(tasks[0], CanaryTask) and tasks[0].local_steps == LocalSteps(2, 0.1)
 
 
-def result(epsilon, label=ADJACENCY["zero-out"], found=5.0, largest=9.0):
-    bound = {"epsilon": found, "largest_possible": largest}
+def result(epsilon, label=ADJACENCY["zero-out"], found=5.0, largest=9.0, independent=None):
+    gradient = {"bound": {"epsilon": found, "largest_possible": largest}}
+    if independent is not None:
+        gradient["independent"] = dict(zip(("refuted", "could_refute"), independent, strict=True))
     return {
         **{"epsilon": epsilon, "epsilon_holds": label, "delta": 1e-6, "confidence": 0.95},
-        **{"gradient": {"bound": bound}, "text": None},
+        **{"gradient": gradient, "text": None},
     }
 
 
@@ -266,13 +269,15 @@ def result(epsilon, label=ADJACENCY["zero-out"], found=5.0, largest=9.0):
         (result(6.0), True, "at most 6.000 is claimed: not refuted"),
         (result(9.5), None, "at most 9.500 is claimed: INCONCLUSIVE, for with every coin"),
         (result("inf"), None, "no privacy is claimed"),
+        (result(9.5, independent=(False, True)), True, "at most 9.500 is claimed: not refuted, if"),
+        (result(9.5, independent=(True, True)), False, "at most 9.500 is claimed: THE CLAIM IS"),
         (result(4.0, COMPARISON_ONLY), None, "nothing is claimed: epsilon is 4.000 as if Poisson"),
     ],
 )  # fmt: skip
 def test_a_verdict_is_about_what_is_claimed(given, holds, verdict):
     found = audit.judge(given)
     assert found["holds"] is holds and found["verdict"].startswith(verdict)
-    assert found["verdict"] in audit.sentence({**given, **found})
+    assert found["verdict"] in sentence({**given, **found})
 
 
 def test_what_an_audit_does_otherwise_and_what_is_not_claimed_is_on_its_page(
@@ -316,6 +321,38 @@ def test_the_command_with_its_own_canaries_refutes_a_tenth_of_the_noise_alone(
     code, found = run(args, capsys)
     assert found["planted"] == {"gradient": 400, "text": 100}
     assert (code, found["holds"]) == (0 if holds else 1, holds), found["verdict"]
+
+
+@pytest.mark.parametrize(
+    "flags, noise, code",
+    [
+        ({}, 0.5, 1),
+        pytest.param({}, 0.9, 1, marks=[pytest.mark.slow, pytest.mark.privacy]),
+        pytest.param(
+            {"noise": "correlated", "bands": 3}, 1.0, 0, marks=[pytest.mark.slow]
+        ),
+        pytest.param(
+            {"clip-quantile": 0.5, "loss-bound": 5}, 1.0, 0, marks=[pytest.mark.slow]
+        ),
+    ],
+)  # fmt: skip
+def test_noise_that_is_missing_shows_in_the_length_of_what_is_released(
+    flags, noise, code, texts, run_dir, capsys, monkeypatch
+):
+    def with_less(grad_sum, *, noise_multiplier, **options):
+        return noisy_mean(grad_sum, noise_multiplier=noise * noise_multiplier, **options)
+
+    monkeypatch.setattr("fedsim.uls.noisy_mean", with_less)
+    few = {"gradient-canaries": 10, "text-canaries": 0, "attacked-users": 0, "budget": 12}
+    args = arguments(texts, run_dir, "uls", **few, **flags)
+    given, found = run(args, capsys)
+    sigma = found["noise_multiplier"]
+    assert given == code and found["noise"]["refuted"] is bool(code)
+    assert found["noise"]["claimed"] == sigma
+    assert noise * sigma < found["noise"]["noise_multiplier"] < 1.1 * noise * sigma
+    if code:
+        assert f"where {sigma:.4g} is claimed: THE CLAIM IS REFUTED" in found["verdict"]
+        assert f"{sigma:.4g} claimed" in (run_dir / "audit.md").read_text()
 
 
 def weaker(event):

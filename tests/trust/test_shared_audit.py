@@ -60,7 +60,7 @@ def audited(algorithm, epsilon, *, max_changed=1, trial=0):
     for step in range(STEPS):
         settings = {"clip": Clip(1.0), "noise_multiplier": sigma}
         noisy, _ = method.gradient(jnp.zeros(CANARIES), step, engine, **settings)
-        plant.watch(noisy.values())
+        plant.watch(noisy.values(), 1 / method.sampler.expected_count)
     epsilons = np.linspace(0, 2 * epsilon + 1, 100)
     claim = curve_claim(
         epsilons, accounting.privacy_curve([(method.event(sigma), STEPS)], epsilons)
