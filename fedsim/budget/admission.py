@@ -136,9 +136,10 @@ class Applicant:
             return known.steps_that_fit(charge, most)
 
     @contextmanager
-    def admitted(self, entry: Entry) -> Iterator[None]:
+    def admitted(self, entry: Entry, seen: Callable[[], Released] | None = None) -> Iterator[None]:
         """Count the run, and when the block ends what it released.
 
+        Args: seen: says what that is, where it is not in a run's own ledger.
         Raises: ConfigError: with this run a limit would be broken.
         """
         with hold(self.place) as ledger:
@@ -150,14 +151,15 @@ class Applicant:
         try:
             yield
         finally:
-            self._settle(entry.run)
+            self._settle(entry.run, seen)
 
-    def _settle(self, run: str) -> None:
+    def _settle(self, run: str, seen: Callable[[], Released] | None) -> None:
         """Note what the run has released, by its own ledger."""
         lines = run_ledger.read(self.run_dir)
         with hold(self.place) as ledger:
             planned = ledger.entries[run].planned
             released = run_ledger.phases(lines) if lines else planned  # pre-training has no ledger
+            released = seen() if seen else released
             ledger.end(run, released, RELEASED if released == planned else STOPPED)
 
     def _expect_room(self, ledger: BudgetLedger, entry: Entry) -> None:

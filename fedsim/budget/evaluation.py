@@ -14,7 +14,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.budget.admission import Applicant
 from fedsim.budget.ledger import Limit, place_of
@@ -24,15 +23,14 @@ from fedsim.errors import ConfigError, expect
 from fedsim.evaluate import last_model
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
-from fedsim.noise import noisy_number, slack
-from fedsim.plan import ADJACENCY
+from fedsim.noise import noisy_number
+from fedsim.plan import ADJACENCY, noise_of
+from fedsim.plan.evaluations import MOST_ROWS
 from fedsim.run.console import Console
 from fedsim.run.directory import StoredRun
 from fedsim.sampling import graph_of
 
 DIRECTORY, RESULT = "evaluations", "evaluation.json"
-MOST_ROWS = 16
-"""Texts of a user that are looked at, evenly spaced."""
 PER_UNIT = 2**20  # parts that L / 2 is made of: sums are of whole numbers
 
 
@@ -93,15 +91,6 @@ def evaluate_privately(
         }
         write_json(out / RESULT, result)
     return {**result, "written_to": str(out / RESULT)}
-
-
-def noise_of(epsilon: float, delta: float) -> tuple[float, tuple[float, float]]:
-    """(sigma, slack) of one evaluation that costs epsilon, noise that is not ideal included."""
-    part = slack(1, epsilon, delta)
-    sigma = accounting.noise_multiplier(
-        epsilon=epsilon - part.epsilon, delta=delta - part.delta, num_steps=1, sampling_prob=1.0
-    )
-    return sigma, (part.epsilon, part.delta)
 
 
 def user_losses(task: Any, params: Any, split: str) -> np.ndarray:

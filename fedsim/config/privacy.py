@@ -84,6 +84,15 @@ class PrivacyConfig:
     privacy/loss. A user's (ULS) or example's (ELS) loss above this counts as it, in nats per token.
     > 0. Default: the loss is among the metrics that are not private alone."""
 
+    eval_epsilon: float | None = None
+    """Evaluate on held-out users with noise: what all evaluations of the run together may cost each
+    of them, counted in the ledger of the data. At most eval_examples of their texts are looked at.
+    > 0. Default: eval/loss is without noise, and not to be published."""
+
+    eval_loss_bound: float | None = None
+    """With eval_epsilon: a user's mean loss above this counts as it, in nats per token. > 0.
+    Default: the loss of guessing uniformly."""
+
     assumed_population: int | None = None
     """Account as if the users had been drawn from so many, at least as many as there are, as the
     paper does for CC-News: an assumption, not a guarantee, and labelled so wherever epsilon is
@@ -117,6 +126,13 @@ class PrivacyConfig:
             expect("clip_quantile", self.clip_quantile, 0 < self.clip_quantile < 1, "in (0, 1)")
         if (bound := self.loss_bound) is not None:
             expect("loss_bound", bound, 0 < bound < math.inf, "> 0 and finite")
+        for name in ("eval_epsilon", "eval_loss_bound"):
+            value = getattr(self, name)
+            holds = value is None or 0 < value < math.inf
+            expect(name, value, holds, "> 0 and finite")
+        bound = self.eval_loss_bound
+        holds = bound is None or self.eval_epsilon is not None
+        expect("eval_loss_bound", bound, holds, "none without eval_epsilon")
         expect("max_changed", self.max_changed, self.max_changed >= 0, ">= 0")
         if (assumed := self.assumed_population) is not None:
             expect("assumed_population", assumed, assumed >= 1, ">= 1")

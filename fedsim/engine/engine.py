@@ -226,6 +226,25 @@ class Engine(ABC):
 
         return wait
 
+    def begin_group_losses(
+        self, params: Any, split: str, groups: Sequence[np.ndarray]
+    ) -> Callable[[], np.ndarray]:
+        """Mean loss per predicted token over each group of examples of a split, float64 [groups].
+
+        Guarantees: a group's is a function of params and of its own examples: it is a lane of its
+          own, in which nobody else's are computed.
+        """
+        answers = self._begin("lane_nats", params, groups, split)
+
+        def wait() -> np.ndarray:
+            found = np.zeros(len(groups))
+            for number, (nats, predictions) in enumerate(answers):
+                found[number] = nats / max(predictions, 1)
+                self.heard(number + 1, len(groups))
+            return found
+
+        return wait
+
     def read_ahead(self, rows: np.ndarray) -> None:  # noqa: B027
         """Tell workers, while they wait, which rows the next `clipped_sum` is about."""
 

@@ -2,11 +2,13 @@
 
 complete    fills in what the user left out, and names what that looked at
 method_for, make_plan    the algorithm and its `Plan`, noise calibrated
+Evaluations    what evaluating held-out users with noise costs them
 ledger_head, claimed_fields    what of it ledger and summary say
 label_of, holds    what epsilon holds under, or what makes it no guarantee
 """
 
 from fedsim.plan.completion import bands_predicted, complete
+from fedsim.plan.evaluations import Evaluations, evaluations_of, noise_of
 from fedsim.plan.labels import ADJACENCY, REPRODUCTION, TRIAL, UNPROVEN, holds, label_of
 from fedsim.plan.making import before_of, calibrate, make_plan, method_for, planned_phases, sharing
 from fedsim.plan.plan import Plan
@@ -17,17 +19,20 @@ __all__ = [
     "REPRODUCTION",
     "TRIAL",
     "UNPROVEN",
+    "Evaluations",
     "Plan",
     "bands_predicted",
     "before_of",
     "calibrate",
     "claimed_fields",
     "complete",
+    "evaluations_of",
     "holds",
     "label_of",
     "ledger_head",
     "make_plan",
     "method_for",
+    "noise_of",
     "planned_phases",
     "sharing",
 ]

@@ -14,6 +14,7 @@ from fedsim.config.cells import CORRELATED, sampling_of
 from fedsim.els import ELS
 from fedsim.keys import SecretKey
 from fedsim.noise.bands import predicted_error
+from fedsim.plan.evaluations import Evaluations
 from fedsim.plan.plan import Plan, assumed_share, events_before
 from fedsim.sampling import Sampling, Users, graph_of
 from fedsim.shared_uls import SharedULS
@@ -96,6 +97,7 @@ def make_plan(
     *,
     unproven: str | None = None,
     trial: bool = False,
+    evaluations: Evaluations | None = None,
 ) -> Plan:
     """Calibrate the noise and write down every constant."""
     assert privacy.delta is not None, "complete() comes first"
@@ -134,6 +136,7 @@ def make_plan(
         unproven=unproven,
         shared=sharing(users, method, method.key),
         trial=trial,
+        evaluations=evaluations,
         planted=getattr(users, "canaries", None),
     )
 

@@ -14,9 +14,11 @@ from fedsim.config import ADD_OR_REMOVE, Algorithm, to_json
 from fedsim.config.cells import CORRELATED, INDEPENDENT
 from fedsim.noise import CELL_ERROR, AddNoise, Correlated, Slack, add_gaussian, slack
 from fedsim.noise.correlated import Strategy, strategy
+from fedsim.plan.evaluations import Evaluations
 from fedsim.plan.labels import ADJACENCY, SHARED, holds, label_of
 
 SOME = ("planted", "shared", "bands", "noise", "participations", "trial", "loss_bound")
+SOME += ("evaluations",)
 """Fields of a plan that are written down where they are not at their defaults."""
 
 
@@ -76,6 +78,8 @@ class Plan:
     kept and left out, k (max_changed), and a seal of what they kept. None: each has one."""
     trial: bool = False
     """Whether the run is a trial of a private selection, which is what is counted and released."""
+    evaluations: Evaluations | None = None
+    """What is released of held-out users while the run trains; None: nothing with noise."""
     planted: dict[str, int] | None = None
     """How many canaries of each kind an audit tossed coins for. The run of an audit is none to
     release. None: it is no audit."""
@@ -210,6 +214,8 @@ class Plan:
             "predicted_error": _number(fields.get("predicted_error")),
             "non_private": tuple(fields["non_private"]),
         }
+        if (found := fields.get("evaluations")) is not None:
+            typed["evaluations"] = Evaluations(**found)
         return cls(**{**fields, **typed})
 
 

@@ -116,9 +116,19 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
         ("epsilon", epsilon),
         ("noise multiplier", at_most(plan.noise_multiplier, ".4f")),
         ("noise", f"{plan.noise}, {plan.predicted_error:.4g} on sums of gradients{rows}"),
+        *evaluation_rows(plan),
         ("compute", f"{compute}, {plan.num_parameters:,} parameters"),
         ("workers", f"{workers.num_workers} x {workers.describe()}; {workers.num_lanes} lanes"),
     ]
+
+
+def evaluation_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What evaluating with noise costs held-out users, where it is done."""
+    if (how := plan.evaluations) is None:
+        return []
+    cost = f"epsilon {how.epsilon:g} at delta {at_most(how.delta, '.2e')} of held-out users"
+    noise = f"noise of {at_most(how.stddev, '.2g')} nats/token on the loss of {how.num_users:,}"
+    return [("evaluation", f"{how.count:,} times, {cost}; {noise}")]
 
 
 def shared_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -12,7 +12,16 @@ from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.engine.environment import versions
 from fedsim.errors import expect
-from fedsim.plan import Plan, before_of, complete, make_plan, method_for, planned_phases, sharing
+from fedsim.plan import (
+    Plan,
+    before_of,
+    complete,
+    evaluations_of,
+    make_plan,
+    method_for,
+    planned_phases,
+    sharing,
+)
 from fedsim.recipe import Noise, settled
 from fedsim.run import directory
 from fedsim.run.console import Console
@@ -20,6 +29,7 @@ from fedsim.run.cost import cost, cost_rows
 from fedsim.run.directory import StoredRun
 from fedsim.run.doubts import doubts
 from fedsim.run.setup import OpenRun, Plant, Source, open_run, wait_for
+from fedsim.training.held_out import Counted
 from fedsim.training.settings import (
     as_started,
     expect_local_steps,
@@ -78,15 +88,17 @@ def train(
             plan = _plan_again(opened.stored, opened, method)
         else:
             facts = (num_coordinates(params), non_private, opened.identity.data_seal)
-            how = {"unproven": unproven, "trial": trial}
+            evaluations = evaluations_of(completed, run, opened.data.eval_users)
+            how = {"unproven": unproven, "trial": trial, "evaluations": evaluations}
             with console.phase("calibrating the noise"):
                 plan = make_plan(algorithm, completed, opened.data.train, method, *facts, **how)
             for doubt in doubts(plan, opened.data):
                 console.note(f"warning: {doubt}")
         planned = planned_phases(plan, method)
         entry = applicant.entry(opened.key.seal("ledger"), planned, plan.slack, plan.label)
+        counted = Counted.of(applicant, entry, plan, opened.data, opened.key)
         if not trial:
-            applicant.expect_room(entry)
+            counted.expect_room()
         wait_for(workers, console)
         console.plan(plan, workers)
         run = settled_by(plan, opened.stored, run, fresh=opened.model is None)
@@ -119,8 +131,7 @@ def train(
             plant=plant,
             callback=callback,
         )
-        counted = nullcontext() if trial else applicant.admitted(entry)
-        return trainer.fit(params, opened.key, counted)
+        return trainer.fit(params, opened.key, nullcontext() if trial else counted.admitted())
 
 
 def _completed(

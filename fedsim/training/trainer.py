@@ -40,6 +40,7 @@ from fedsim.run.metrics import Metrics, table
 from fedsim.run.setup import Plant
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, results, save
+from fedsim.training.held_out import begin_noisy_evaluate
 from fedsim.uls import ULS
 
 Callback = Callable[[int, dict[str, float]], None]
@@ -76,7 +77,9 @@ class Trainer:
                 self.event, self.plan.delta, self.plan.before
             )
         self.add_noise = self.plan.add_noise()
-        self.eval_every = self.run.eval_every or max(1, self.plan.num_steps // 10)
+        evaluations = self.plan.evaluations
+        every = evaluations.every if evaluations else self.run.eval_every
+        self.eval_every = every or max(1, self.plan.num_steps // 10)
         self.update = updater(self.transformation)
 
     def fit(
@@ -159,7 +162,11 @@ class Trainer:
         if not due or state.evaluated == step:
             self._save(state, metrics, saver)
             return lambda: None
-        losses = begin_evaluate(self.engine, state.released, self.data, self.run.eval_examples)
+        of = (self.engine, state.released, self.data)
+        if (how := self.plan.evaluations) is not None:
+            losses = begin_noisy_evaluate(*of, how, self.method.key, step, self.run.run_dir)
+        else:
+            losses = begin_evaluate(*of, self.run.eval_examples)
         then = dataclasses.replace(state)
 
         def finish() -> None:

@@ -158,14 +158,28 @@ def _outside(released: Released) -> list[Any]:
                 "published",
                 "the secret key (`secret.json`), and whatever else the driver and the workers "
                 "hold: whoever can read that can read the texts",
-                "texts of held-out users, on which the model is evaluated without noise: their "
-                "loss is in `summary.json` and among the settings and results below",
+                _held_out(released.plan),
                 _shared_with_others(released.plan),
                 "a person with several ids in the data: protected for each id alone",
             ]
         ),
         *_arithmetic(released),
     ]
+
+
+def _held_out(plan: Plan) -> str:
+    if (how := plan.evaluations) is None:
+        return (
+            "texts of held-out users, on which the model is evaluated without noise: their "
+            "loss is in `summary.json` and among the settings and results below"
+        )
+    label = "no guarantee, for the seed is known; " if plan.seeded else ""
+    return (
+        "texts of held-out users are not trained on. Their loss, in `summary.json` and among the "
+        f"settings and results below, has noise: {label}at most {how.count:,} evaluations cost "
+        f"each of these users epsilon = {at_most(how.epsilon, '.4g')} at delta = "
+        f"{at_most(how.delta, '.2e')} together (zero-out), counted in the ledger of the data"
+    )
 
 
 def _shared_with_others(plan: Plan) -> str:

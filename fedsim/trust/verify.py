@@ -31,6 +31,7 @@ from fedsim.run.ledger import LedgerError
 from fedsim.run.state import realised, results
 from fedsim.shared_uls import SharedULS
 from fedsim.trust.evidence import Check, Evidence, Interrupted, Unknown, Violated, demand
+from fedsim.trust.held_out import of_held_out
 from fedsim.trust.owners import most_entered, most_owned
 from fedsim.trust.replay import replay
 from fedsim.uls import ULS
@@ -40,6 +41,9 @@ PREDICTION_TOLERANCE = 1e-3  # relative: strategies are found to less, and matte
 RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # of grids chosen at other steps
 LOOKED_AT = 12  # of the epsilons that were shown on the way; all others lie between these
 SHOWN = ("privacy/", "comparison_only/")
+PLANNED = ("num_steps", "participations", "delta", "clip_norm", "adjacency", "clipping", "noise")
+PLANNED += ("bands", "group_size", "group_size_epsilon", "clip_quantile", "loss_bound")
+PLANNED += ("assumed_population",)
 
 
 def verify(
@@ -76,6 +80,8 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
         except Unknown as error:
             raise ConfigError(f"data={data}: {error}") from None
     looks = [look for look in LOOKS if evidence.plan.shared or look != ("owners", _owners)]
+    if evidence.plan.evaluations is not None:
+        looks.append(("evaluations", of_held_out))
     if again:
         looks.append(("replay", functools.partial(replay, whole=again == "whole")))
     return [_check(promise, look, evidence) for promise, look in looks]
@@ -123,24 +129,14 @@ def _ledger(evidence: Evidence) -> str:
 def _settings(evidence: Evidence) -> str:
     """The plan is what the settings ask for."""
     plan, privacy = evidence.plan, evidence.privacy
-    asked = {
-        "num_steps": (privacy.num_steps, plan.num_steps),
+    asked = {name: (getattr(privacy, name), getattr(plan, name)) for name in PLANNED}
+    asked |= {
         "budget": (None if plan.participations else privacy.budget, plan.budget),
-        "participations": (privacy.participations, plan.participations),
-        "delta": (privacy.delta, plan.delta),
-        "clip_norm": (privacy.clip_norm, plan.clip_norm),
-        "adjacency": (privacy.adjacency, plan.adjacency),
-        "clipping": (privacy.clipping, plan.clipping),
         "sampling": (sampling_of(privacy.sampling, privacy.noise), plan.sampling_run),
-        "noise": (privacy.noise, plan.noise),
-        "bands": (privacy.bands, plan.bands),
-        "group_size": (privacy.group_size, plan.group_size),
         "epsilon": (privacy.epsilon, plan.target_epsilon),
-        "group_size_epsilon": (privacy.group_size_epsilon, plan.group_size_epsilon),
-        "clip_quantile": (privacy.clip_quantile, plan.clip_quantile),
-        "loss_bound": (privacy.loss_bound, plan.loss_bound),
-        "assumed_population": (privacy.assumed_population, plan.assumed_population),
     }
+    if (how := plan.evaluations) is not None or privacy.eval_epsilon is not None:
+        asked["eval_epsilon"] = (privacy.eval_epsilon, how and how.epsilon)
     for name, (wanted, planned) in asked.items():
         same = wanted is None or wanted == planned
         demand(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")

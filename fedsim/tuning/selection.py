@@ -29,7 +29,7 @@ from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
 from fedsim.noise import slack
 from fedsim.optimizers import Diverged
-from fedsim.plan import complete, make_plan, method_for, planned_phases
+from fedsim.plan import complete, make_plan, method_for, noise_of, planned_phases
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
@@ -175,6 +175,8 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
         share = privacy.group_size_epsilon
         expect("group_size_epsilon", share, share is None, "none in a private selection")
+        of_trial = privacy.eval_epsilon
+        expect("eval_epsilon", of_trial, of_trial is None, "none of a trial, but of the selection")
         key = SecretKey.create(run.seed)
         completed, non_private = complete(job.algorithm, privacy, data, key=key)
         method = method_for(job.algorithm, completed, data.train, key)
@@ -186,14 +188,14 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         deltas.add(plan.delta)
     expect("delta", sorted(deltas), len(deltas) == 1, "the same one for all candidates")
     delta, mean = deltas.pop(), float(how.mean or len(jobs))
-    of_trial = (max(each.epsilon for each in slacks), max(each.delta for each in slacks))
-    event = SelectionEvent(tuple(candidates), mean, how.shape, of_trial)
+    of_each = (max(each.epsilon for each in slacks), max(each.delta for each in slacks))
+    event = SelectionEvent(tuple(candidates), mean, how.shape, of_each)
     together = [phase for candidate in candidates for phase in candidate]
     priced = Priced(
         event,
         delta,
         accounting.epsilon([(event, 1)], delta),
-        accounting.epsilon(together, delta) + len(jobs) * of_trial[0],
+        accounting.epsilon(together, delta) + len(jobs) * of_each[0],
         max(accounting.epsilon(candidate, delta) for candidate in candidates),
         "; ".join(sorted(labels - {""})),
     )
@@ -214,15 +216,10 @@ def evaluations_of(
 
     Args: mean, shape: of the number of trials; once: that number, where it is no secret.
     """
-    part = slack(once or 1, epsilon, delta)
     if once is not None:
-        sigma = accounting.noise_multiplier(
-            epsilon=epsilon - part.epsilon,
-            delta=delta - part.delta,
-            num_steps=once,
-            sampling_prob=1.0,
-        )
+        sigma, part = noise_of(epsilon, delta, once)
         return Evaluations(sigma, delta, [(StepEvent(sigma, 1.0), once)], part)
+    part = slack(1, epsilon, delta)
 
     def event(sigma: float) -> SelectionEvent:
         return SelectionEvent((((StepEvent(sigma, 1.0), 1),),), mean, shape, part)

@@ -32,7 +32,7 @@ ONE = epsilon(PLANNED, DELTA)
 class Killed(Applicant):
     """A run that is killed: nothing is written when it ends."""
 
-    def _settle(self, run):
+    def _settle(self, run, seen=None):
         pass
 
 
