@@ -44,7 +44,7 @@ from fedsim.trust.canaries import LENGTH, POOLS, CanaryTask, Planted, coins
 from fedsim.trust.curve_audit import Claim, audit_curve, curve_claim
 from fedsim.trust.independent_audit import audit_independent
 from fedsim.trust.lower_bound import audit
-from fedsim.trust.noise_test import audit_noise
+from fedsim.trust.noise_audit import audit_noise
 from fedsim.uls import ULS
 
 METHODS = {"els": ELS, "uls": ULS}

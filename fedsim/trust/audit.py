@@ -36,7 +36,7 @@ from fedsim.trust.canaries import POOLS, Planted, coins
 from fedsim.trust.curve_audit import Claim, audit_curve, curve_claim
 from fedsim.trust.document import to_html, to_markdown
 from fedsim.trust.independent_audit import audit_independent
-from fedsim.trust.noise_test import audit_noise
+from fedsim.trust.noise_audit import audit_noise
 from fedsim.trust.shared_canaries import PlantedAmongOthers, partners_of, rows_of_users
 
 JSON, HTML, MARKDOWN = "audit.json", "audit.html", "audit.md"

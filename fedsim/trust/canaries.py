@@ -23,7 +23,7 @@ from fedsim.data.users import UserStore
 from fedsim.engine.task import Task, WrappedTask
 from fedsim.errors import expect
 from fedsim.trust.canary_texts import canary_tokens
-from fedsim.trust.noise_test import ReleasedNoise
+from fedsim.trust.noise_audit import ReleasedNoise
 
 LENGTH = 1e3
 """Of a gradient canary's gradient, in clip norms: clipping has something to do."""
