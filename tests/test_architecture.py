@@ -21,7 +21,7 @@ LEVELS = (
 )
 FOUNDATION = {"fedsim.errors", "fedsim.files"}  # the accountant's, too
 FREE_OF_RAY = "engine worker task autotune local_engine resources health environment prefetch mesh"
-FREE_OF_RAY += " arithmetic sharded"
+FREE_OF_RAY += " arithmetic sharded memory"
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 
 

@@ -108,8 +108,9 @@ class EngineConfig:
     Default: 1, or all chips of a TPU host."""
 
     mesh: str | None = None
-    """How the devices of this process share a model that one cannot hold: fsdp:4, or data:2,fsdp:4.
-    With engine=local and strategy layers or twice. No part of the result's bits."""
+    """How the devices of this process share a model that one cannot hold: fsdp:4, data:2,fsdp:4, or
+    fsdp:4,tensor:2, in 4 x 2 parts. With engine=local and strategy layers or twice. No part of the
+    result's bits."""
 
     strategy: str = "auto"
     """How clipped sums are computed: scan, direct, ghost, bookkeeping or vmap, each with :ROWS at a

@@ -6,7 +6,10 @@ one device, by programs for one device (`clipping.layered`). Programs for all de
 and add whole numbers; they do no arithmetic that rounds. So the numbers are the same for any mesh.
 """
 
+import collections
 import functools
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,14 @@ from fedsim.clipping.contribution import whole
 from fedsim.clipping.layered import BLOCKS, Programs, norm_and_scale, num_layers, rest_of
 from fedsim.clipping.observed import UnsupportedModel
 from fedsim.config import MeshShape
+from fedsim.config.mesh import AXES, FSDP, TENSOR
 from fedsim.engine.engine import EngineError, Stats
 from fedsim.engine.resources import compiler_options
 from fedsim.engine.task import Task
 from fedsim.engine.worker import EVAL_ROWS_PER_CHUNK, Worker, flush, no_sum
 from fedsim.errors import expect
 
-DATA, FSDP = "data", "fsdp"
-ALL = PartitionSpec((DATA, FSDP))  # the first axis over all devices
+ALL = PartitionSpec(AXES)  # the first axis over all devices
 
 
 def make_mesh(shape: MeshShape) -> Mesh:
@@ -36,24 +39,42 @@ def make_mesh(shape: MeshShape) -> Mesh:
     found = jax.local_devices()
     have = f"at most {len(found)} devices, as JAX finds (JAX_NUM_CPU_DEVICES: of a CPU)"
     expect("mesh", shape, shape.devices <= len(found), have)
-    return Mesh(np.array(found[: shape.devices]).reshape(shape.data, shape.fsdp), (DATA, FSDP))
+    grid = [getattr(shape, axis) for axis in AXES]
+    return Mesh(np.array(found[: shape.devices]).reshape(grid), AXES)
 
 
-def specs_of(params: Any, parts: int) -> Any:
-    """How arrays are cut over FSDP, a tree like `params`: along the longest axis that so many equal
-    parts have, of stacked arrays one of each layer's; or not at all, where there is none."""
+def specs_of(params: Any, mesh: MeshShape) -> Any:
+    """How arrays are cut, a tree like `params`: over FSDP along the longest axis that so many equal
+    parts have, of stacked arrays one of each layer's, and over TENSOR along the longest of the
+    others, or of these parts; or not at all, where there is none."""
 
     def spec(leaf, first):
-        shape = np.shape(leaf)
-        fitting = [i for i in range(first, len(shape)) if shape[i] and shape[i] % parts == 0]
-        if not fitting:
-            return PartitionSpec()
-        return PartitionSpec(*[None] * max(fitting, key=lambda i: shape[i]), FSDP)
+        left = list(np.shape(leaf))
+        cut: list[tuple[str, ...]] = [() for _ in left]
+        for axis in (FSDP, TENSOR):
+            parts = getattr(mesh, axis)
+            fitting = [i for i in range(first, len(left)) if left[i] and left[i] % parts == 0]
+            if parts > 1 and fitting:
+                longest = max(fitting, key=lambda i: (not cut[i], left[i]))  # noqa: B023
+                left[longest] //= parts
+                cut[longest] = (*cut[longest], axis)
+        return PartitionSpec(*(names or None for names in cut))
 
     return {
         name: jax.tree.map(functools.partial(spec, first=int(name == BLOCKS)), leaf)
         for name, leaf in params.items()
     }
+
+
+def bytes_of_part(params: Any, mesh: MeshShape) -> int:
+    """What one device has of arrays, or of shapes, that are cut so."""
+
+    def of(leaf, spec):
+        names = ((each,) if isinstance(each, str) else each for each in spec if each)
+        parts = math.prod(getattr(mesh, axis) for each in names for axis in each)
+        return leaf.size * leaf.dtype.itemsize // parts
+
+    return sum(jax.tree.leaves(jax.tree.map(of, params, specs_of(params, mesh))))
 
 
 class ShardedWorker(Worker):
@@ -179,7 +200,7 @@ class ShardedWorker(Worker):
         return jax.jit(zeros, out_shardings=self._shardings(params))()
 
     def _shardings(self, params):
-        return jax.tree.map(self._sharding, specs_of(params, self.shape.fsdp))
+        return jax.tree.map(self._sharding, specs_of(params, self.shape))
 
     def _sharding(self, spec):
         return NamedSharding(self.mesh, spec)
@@ -200,17 +221,18 @@ class _Model:
         trees = (tree.get(BLOCKS, {}) for tree in (self.own, self.fixed))
         return [self.worker.everywhere(tree, number) for tree in trees]
 
-    def forward(self, batch: list[Any]) -> list[list[jax.Array]]:
-        """What each block saw, and what the head sees, of each device's rows."""
-        seen = [self.worker.run("stem", *self.rest, batch)]
+    def forward(self, batch: list[Any]) -> Iterator[list[jax.Array]]:
+        """What each block sees, and what the head does, of each device's rows."""
+        x = self.worker.run("stem", *self.rest, batch)
+        yield x
         for number in range(self.num_layers):
-            seen.append(self.worker.run("block", *self.layer(number), seen[-1]))
-            jax.block_until_ready(seen[-2])  # else all layers would be gathered at once
-        return seen
+            before, x = x, self.worker.run("block", *self.layer(number), x)
+            jax.block_until_ready(before)  # else all layers would be gathered at once
+            yield x
 
     def nats(self, batch: list[Any]) -> Any:
         """(nats, predictions), [devices, 2, rows]."""
-        x = self.forward(batch)[-1]
+        (x,) = collections.deque(self.forward(batch), 1)
         nats, predictions = self.worker.run("nats", *self.rest, x, batch)
         return [[np.asarray(a), np.asarray(b)] for a, b in zip(nats, predictions, strict=True)]
 

@@ -32,7 +32,7 @@ from fedsim.keys import SecretKey
 from fedsim.noise.bands import predicted_error
 from fedsim.plan import calibrate, complete, method_for
 from fedsim.run.console import Console
-from fedsim.run.model_source import find_model, load_data, make_task
+from fedsim.run.model_source import FirstState, find_model, load_data, make_task
 from fedsim.run.setup import wait_for
 from fedsim.sampling import Users, examples_per_user, graph_of, groups_of, pool_of
 from fedsim.sampling.shared import Groups
@@ -41,6 +41,7 @@ from fedsim.training import strategy_for
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, draw
 from fedsim.tuning.cells import compare, least
+from fedsim.tuning.fitting import bytes_of, fits
 from fedsim.tuning.norms import NUM_USERS, GradientNorms
 from fedsim.tuning.variance import noise_stddev
 
@@ -58,6 +59,7 @@ def recommend(
     num_users: int = NUM_USERS,
     plot: Path | None = None,
     plan_only: bool = False,
+    device_memory: str | None = None,
 ) -> dict[str, Any]:
     """Advice for both algorithms on a run's data at its starting model, and which to choose.
 
@@ -67,6 +69,7 @@ def recommend(
       num_users: how many users' gradients are looked at.
       plot: a PNG to draw: noise per step against group size.
       plan_only: compute no gradient: what follows from the sizes of the data alone.
+      device_memory: say, too, on how many devices of this memory (`80GiB`) models fit.
     Raises: ConfigError (a user's mistake), EngineError (workers).
     """
     expect(
@@ -75,47 +78,48 @@ def recommend(
     expect("users", num_users, num_users >= 1, ">= 1")
     expect("plot", plot, plot is None or plot.suffix == ".png", "a file ending in .png")
     expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
+    asked = num_users, plot, None if device_memory is None else bytes_of(device_memory)
     if plan_only:
-        data, _, params = _data_and_start(run, console)
+        task, params = _start(run, console)
         key = SecretKey.create(run.seed, "recommend")
-        return _recommend(privacy, run, console, data, None, params, key, num_users, plot)
-    with _starting_point(run, console) as (data, workers, params, key):
-        return _recommend(privacy, run, console, data, workers, params, key, num_users, plot)
+        return _recommend(privacy, run, console, task, None, params, key, *asked)
+    with _starting_point(run, console) as (task, workers, params, key):
+        return _recommend(privacy, run, console, task, workers, params, key, *asked)
 
 
 def user_grad_norms(
     run: RunConfig, group_sizes: Sequence[int], console: Console, *, num_users: int = NUM_USERS
 ) -> dict[int, float]:
     """L_ULS(G) at a run's starting model for each of the group sizes, not private."""
-    with _starting_point(run, console) as (data, workers, params, key):
-        offsets, most = data.train.offsets, max(group_sizes)
+    with _starting_point(run, console) as (task, workers, params, key):
+        offsets, most = task.dataset.train.offsets, max(group_sizes)
         norms = GradientNorms(workers, params, offsets, key, num_users=num_users, most=most)
         return {group: norms.user_norm(group) for group in group_sizes}
 
 
 @contextmanager
-def _starting_point(run: RunConfig, console: Console) -> Iterator[tuple[Dataset, Engine, Any, Any]]:
-    """A run's data, its workers, its parameters before training, and a key for samples."""
-    data, task, params = _data_and_start(run, console)
+def _starting_point(run: RunConfig, console: Console) -> Iterator[tuple[Any, Engine, Any, Any]]:
+    """A run's task, its workers, its parameters before training, and a key for samples."""
+    task, params = _start(run, console)
     workers = engine.create(run.engine, task, note=console.note)
     try:
         wait_for(workers, console)
-        yield data, workers, params, SecretKey.create(run.seed, "recommend")
+        yield task, workers, params, SecretKey.create(run.seed, "recommend")
     finally:
         workers.close()
 
 
-def _data_and_start(run: RunConfig, console: Console) -> tuple[Dataset, Any, Any]:
-    """A run's data, its task and its parameters before training."""
+def _start(run: RunConfig, console: Console) -> FirstState:
+    """A run's task, which has its data, and its parameters before training."""
     model = find_model(run.model.source)
     data = load_data(run.data, model, console.note)
     engine.remember_programs()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
-    task, params = make_task(run, model, data, fresh)
-    return data, task, params
+    return make_task(run, model, data, fresh)
 
 
-def _recommend(privacy, run, console, data, workers, params, key, num_users, plot):
+def _recommend(privacy, run, console, task, workers, params, key, num_users, plot, room):
+    data = task.dataset
     budget, groups = privacy.budget, units_of(privacy, data.train, key)
     most = max(1, budget // (LEAST_COHORT if plot else doubling.START.cohort_size // 2))
     norms = None
@@ -168,6 +172,9 @@ def _recommend(privacy, run, console, data, workers, params, key, num_users, plo
         "reason": reason,
         "non_private": list(dict.fromkeys([*els_non_private, *uls_non_private])),
     }
+    if room is not None:
+        ways = fits(run, task, best, privacy.num_steps, room)
+        result |= {"device_memory": room, "fits": [dataclasses.asdict(way) for way in ways]}
     if plot is not None:
         draw(found.curve(clip_els), plot, data.train.num_users)
     return result

@@ -5,6 +5,9 @@ import functools
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
+from memory_use import LAYER, most_of_a_device
+from pretrained_models import make_model, make_texts
 
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import lattice_bits
@@ -24,7 +27,8 @@ from fedsim.training import train
 VOCAB, LENGTH, WIDTH = 24, 40, 8  # buckets of 32 and 40 tokens
 CLIP = Clip(0.1)
 SHAPES = ["fsdp:2"]
-LARGER = ["data:2", "data:2,fsdp:2", "fsdp:4", "data:2,fsdp:4", "fsdp:8"]
+LARGER = ["data:2", "tensor:2", "data:2,fsdp:2", "fsdp:2,tensor:2", "fsdp:4", "data:2,fsdp:4"]
+LARGER += ["fsdp:4,tensor:2", "data:2,fsdp:2,tensor:2", "fsdp:8"]
 SHAPES += [pytest.param(text, marks=pytest.mark.slow) for text in LARGER]
 
 
@@ -152,15 +156,30 @@ def test_evaluation_has_the_losses_of_one_device(whole):
 
 def test_arrays_are_cut_along_their_longest_axis_that_can_be():
     params = {"blocks": {"w": np.zeros((8, 6, 4))}, "v": np.zeros(3), "e": np.zeros((12, 16))}
-    found = jax.tree.map(tuple, specs_of(params, 4), is_leaf=lambda x: not isinstance(x, dict))
-    assert found == {"blocks": {"w": (None, None, "fsdp")}, "v": (), "e": (None, "fsdp")}
+
+    def found(mesh):
+        specs = specs_of(params, MeshShape.parse(mesh))
+        return jax.tree.map(tuple, specs, is_leaf=lambda x: not isinstance(x, dict))
+
+    assert found("fsdp:4") == {
+        "blocks": {"w": (None, None, "fsdp")},
+        "v": (None,),
+        "e": (None, "fsdp"),
+    }
+    assert found("fsdp:4,tensor:2") == {
+        "blocks": {"w": (None, "tensor", "fsdp")},
+        "v": (None,),
+        "e": ("tensor", "fsdp"),
+    }
+    own = specs_of({"v": np.zeros(8)}, MeshShape(1, 4, 2))
+    assert own["v"] == PartitionSpec(("fsdp", "tensor"))
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"mesh": "fsdp:4,tensor:2"}, "mesh=fsdp:4,tensor:2: expected .*; over tensor, a contrib"),
-        ({"mesh": "fsdp"}, "mesh=fsdp: expected data:N, fsdp:N or data:N,fsdp:N"),
+        ({"mesh": "fsdp:4,model:2"}, "mesh=fsdp:4,model:2: expected data:N, fsdp:N and tensor:N"),
+        ({"mesh": "fsdp"}, "mesh=fsdp: expected data:N, fsdp:N and tensor:N"),
         ({"mesh": "fsdp:2", "kind": "ray"}, "engine=ray: expected local, with a mesh"),
         ({"mesh": "fsdp:2", "strategy": "auto"}, "strategy=auto: expected layers or twice"),
         ({"mesh": "fsdp:2", "devices_per_worker": 4}, "devices_per_worker=4: expected 2, those of"),
@@ -202,3 +221,30 @@ def test_an_optimizer_that_adds_up_over_an_array_is_refused_before_anything_is_r
     with pytest.raises(ConfigError, match="optimizer=adafactor: expected one that takes each"):
         train(Algorithm.ULS, privacy, config, Console())
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("files")
+    return {"model": str(make_model(directory)), "data": str(make_texts(directory))}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_runs_of_adapters_on_a_model_in_parts_are_equal(tmp_path, files, shape):
+    def run(name, **options):
+        privacy = PrivacyConfig(epsilon=8.0, num_steps=2, budget=8, group_size=2)
+        settings = {"lora_rank": 2, "seed": 3, "eval_examples": 4, "max_length": 32, **files}
+        settings |= {"engine": "local", "strategy": "layers", "optimizer": "adam", **options}
+        config = run_config(run_dir=tmp_path / name, **settings)
+        return train(Algorithm.ULS, privacy, config, Console())
+
+    one, several = run("one"), run("several", mesh=shape)
+    assert several["params_sha256"] == one["params_sha256"]
+    assert several["final_eval_loss"] == one["final_eval_loss"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name, rank", [("layers", 4), ("twice", 0)])
+def test_a_device_needs_no_more_than_was_said_and_a_layer_less_at_least(name, rank, shape):
+    measured, said = most_of_a_device(name, shape, 4, rank=rank)
+    assert measured <= 1.05 * said and said <= 1.05 * measured + 2 * LAYER
