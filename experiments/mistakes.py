@@ -263,10 +263,10 @@ CLIPPING = (
     ),
     one(
         "units that share a product, by default",
-        "clipping/test_strategy.py::test_few_candidates_are_tried_the_simplest_first",
+        "clipping/test_strategy.py::test_few_candidates_are_tried_the_simplest_before_all_others",
         "clipping/strategy.py",
-        'one_by_one + direct + [Strategy("ghost", 4)] * in_tiles',
-        'one_by_one + [Strategy("bookkeeping", max(group, 4))]',
+        "return [*one_by_one[:1], *",
+        'return [*one_by_one[:1], Strategy("bookkeeping", max(group, 4)), *',
     ),
     one(
         "a loss divided by the tokens of the batch",

@@ -53,6 +53,7 @@ SIZES = {  # width, layers, vocabulary
     "17M": (512, 4, 8192),
     "60M": (768, 6, 22528),
 }
+LONG_RUN = 1e6  # units: in a shorter run trials end earlier
 GROUPS = (1, 4, 16, 64)
 PEER_UNITS = (1, 4)
 PRODUCT_ROWS = (4, 16)
@@ -177,7 +178,9 @@ def automatic(task, params, num_rows, group):
     engine = LocalEngine(task, num_lanes=1)
     rows = np.arange(num_rows).reshape(-1, group)
     with tempfile.TemporaryDirectory() as cache:
-        strategy, why = choose_strategy(engine, params, rows, CLIP, "auto", Path(cache))
+        strategy, why = choose_strategy(
+            engine, params, rows, CLIP, "auto", Path(cache), num_units=LONG_RUN
+        )
     return lambda: engine.clipped_sum(params, rows, CLIP, strategy), str(strategy), why
 
 

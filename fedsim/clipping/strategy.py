@@ -123,7 +123,8 @@ def clipped_sum(
 
 
 def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[Strategy]:
-    """What is worth timing for units of so many rows, the simplest first: all are `proven`."""
+    """What is worth timing for units of so many rows; all are `proven`. First the simplest, which
+    others are held against, then in the order of their promise: trials end early in short runs."""
     # A processor's cache holds the activations of few rows, but each pass adds up all parameters.
     # An accelerator wants to be filled.
     passes = (4, 16) if on_cpu else (8, 32, 128)
@@ -131,9 +132,9 @@ def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[
     parts = {min(group, rows) for rows in passes}  # of one unit
     several = {rows for rows in side_by_side if rows >= 2 * group}
     one_by_one = [Strategy("scan", rows) for rows in sorted(parts)]
-    direct = [Strategy("direct", rows) for rows in sorted(parts | several)]
+    direct = [Strategy("direct", rows) for rows in (*sorted(several), *sorted(parts - several))]
     in_tiles = on_cpu and group == 1 and num_parameters >= MANY_PARAMETERS
-    return one_by_one + direct + [Strategy("ghost", 4)] * in_tiles
+    return [*one_by_one[:1], *[Strategy("ghost", 4)] * in_tiles, *direct, *one_by_one[1:]]
 
 
 def choose(found: Sequence[tuple[Strategy, float | None]]) -> Strategy:
