@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,16 @@ def named(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, *parts: bytes, mode: int = 0o644) -> None:
     """Write `path` so that a crash at any moment leaves the old file or the new one."""
+    write_pieces(path, parts, mode)
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o644) -> None:
+    """The same, of pieces that are made while it is written."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with named(path), os.fdopen(descriptor, "wb") as file:
-        file.writelines(parts)
+        file.writelines(pieces)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

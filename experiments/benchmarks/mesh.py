@@ -10,6 +10,7 @@ computed on each device, by the strategy `twice`, and the update is plain SGD.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import os
@@ -19,6 +20,7 @@ import time
 from typing import Any
 
 GIB = 2.0**30
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +128,8 @@ def main(arguments: list[str] | None = None) -> None:
     from fedsim.engine.environment import set_threads
 
     set_threads(EngineConfig("local", mesh=step.mesh, strategy="twice"))
+    # What is freed goes back at once: what the process keeps for later is no need of a device.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
     # Collectives of many devices on few cores wait for each other for long.
     seconds = ("warn_stuck", "terminate")
     flags = [f"--xla_cpu_collective_call_{name}_timeout_seconds=600" for name in seconds]

@@ -90,13 +90,13 @@ class Footprint:
         temporary, x, of_eval = self._of_programs
         layers = num_layers(self.own, self.fixed)
         seen = (layers + 1) * x
-        kept = (2 if strategy.name == "twice" else layers) * of_layer + of_rest
-        whole = 2 * max(of_layer, of_rest)  # numbers of this device, and of all of them
+        kept = of_rest + (0 if strategy.name == "twice" else layers) * of_layer
+        largest = max(of_layer, of_rest)  # and its numbers, of this device and of all of them
         moments = {  # gradients and activations
             "head": (of_rest, seen + x + temporary["head"]),
             "block": (kept + of_layer, seen + 2 * x + temporary["block_back"]),
             "stem": (kept + of_rest, seen + x + temporary["stem_back"]),
-            "adding": (kept + of_rest + whole, seen + x),
+            "adding": (kept + 3 * largest, seen + x),
         }
         gathered = dataclasses.replace(stay, weights=_bytes(rest) + 2 * _bytes(layer))
         found = {

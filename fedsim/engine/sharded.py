@@ -258,6 +258,7 @@ class _Units:
             squares.append(own)
             if not twice:
                 kept[layer] = found
+            del found  # before the next one is there
         of_unit = (list(own) for own in zip(*squares, strict=True))
         each = zip(of_unit, self.mask, strict=True)
         found = [self.scale(own, real, self.norm) for own, real in each]
@@ -266,7 +267,8 @@ class _Units:
             again = []
             for layer, found, own in self._back(seen, *of_head):
                 again.append(own)
-                total = self._add(total, layer, found, scales)
+                total = jax.block_until_ready(self._add(total, layer, found, scales))
+                del found
             if not np.array_equal(np.array(squares), np.array(again), equal_nan=True):
                 raise EngineError("a unit's gradient was another one when it was computed again")
         for layer in list(kept):
@@ -288,10 +290,8 @@ class _Units:
         other parameters, layer being None."""
         for layer in reversed(range(self.model.num_layers)):
             before = dx
-            found, squares, dx = self.worker.run(
-                "block_back", *self.model.layer(layer), seen[layer], dx
-            )
-            yield layer, found, squares
+            *found, dx = self.worker.run("block_back", *self.model.layer(layer), seen[layer], dx)
+            yield layer, found.pop(0), found.pop()
             jax.block_until_ready(before)
         arguments = (*self.model.rest, self.batch, of_head, dx)
         yield None, *self.worker.run("stem_back", *arguments)

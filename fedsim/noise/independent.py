@@ -35,6 +35,11 @@ def release_shift(stddev: float) -> int:
     return max(0, math.floor(math.log2(stddev)) - CELLS_BITS) if stddev > 0 else 0
 
 
+def released_dtype(stddev: float) -> np.dtype:
+    """The type of noisy sums, for noise of so many units: public."""
+    return np.dtype(np.int32 if release_shift(stddev) >= NARROW else np.int64)
+
+
 def add_gaussian(
     sums: Sequence[np.ndarray], *, stddev: float, key: SecretKey, step: int, first: int = 0
 ) -> list[np.ndarray]:
@@ -51,8 +56,7 @@ def add_gaussian(
     """
     if not stddev:
         return [leaf.astype(np.int64) for leaf in sums]
-    shift = release_shift(stddev)
-    dtype = np.int32 if shift >= NARROW else np.int64
+    shift, dtype = release_shift(stddev), released_dtype(stddev)
     released = [np.empty(leaf.shape, dtype) for leaf in sums]
 
     own = threading.local()  # of each thread: fresh memory takes half as long as drawing

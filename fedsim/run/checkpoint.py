@@ -1,14 +1,21 @@
 """The state between two steps, written whole or not at all.
 
 Restoring parameters, optimizer state and step is all that resuming takes, for randomness has no
-state (see `keys`). MessagePack through flax: loading runs no code. A file ends with the sha256 of
-what comes before, so that it is read as it was written or not at all.
+state (see `keys`). A file has the bytes of large arrays, then all else as MessagePack through
+flax, in which they are named by their places; loading runs no code. It ends with the size of that,
+and the sha256 of all that comes before, so that it is read as it was written or not at all.
+
+Large arrays are written in parts, and read by the parts that devices have: one that no host could
+hold need not be on one.
 """
 
 import hashlib
+import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +24,17 @@ import numpy as np
 from flax import serialization
 
 from fedsim.errors import FedsimError
-from fedsim.files import write_atomically
-from fedsim.placement import beside
+from fedsim.files import write_pieces
+from fedsim.placement import any_cut, beside, is_cut, slabs
 
 DIRECTORY = "checkpoints"
 KEEP = 2
 LONGEST_S = 60.0  # between two checkpoints: so much work may be lost
 DIGEST_SIZE = hashlib.sha256().digest_size
+SIZE_BYTES = 8
+LARGE, ALIGNED = 2**20, 64  # bytes: of an array that is not packed, and of where it begins
+SLAB = 2**26  # bytes of what is on the host of an array that devices have between them
+PLACE = "bytes at"
 
 
 class CheckpointError(FedsimError, ValueError):
@@ -39,9 +50,7 @@ def save(run_dir: Path, step: int, state: dict[str, Any]) -> Path:
     directory = run_dir / DIRECTORY
     directory.mkdir(exist_ok=True)
     path = directory / name(step)
-    arrays = jax.tree.map(np.asarray, serialization.to_state_dict(state))
-    packed = serialization.msgpack_serialize(arrays)
-    write_atomically(path, packed, hashlib.sha256(packed).digest())
+    write_pieces(path, _pieces(serialization.to_state_dict(state)))
     for old in kept(run_dir)[:-KEEP]:
         old.unlink()
     return path
@@ -96,13 +105,19 @@ def kept(run_dir: Path) -> list[Path]:
     return sorted((run_dir / DIRECTORY).glob("step-*.msgpack"))
 
 
-def check(path: Path) -> memoryview:
-    """What was packed into a checkpoint. Raises CheckpointError unless it is as it was written."""
-    data = memoryview(path.read_bytes())
-    packed = data[:-DIGEST_SIZE]
-    if hashlib.sha256(packed).digest() != data[-DIGEST_SIZE:]:
+def check(path: Path) -> None:
+    """Raises CheckpointError unless a checkpoint is as it was written."""
+    _content(path, mapped=True)
+
+
+def _content(path: Path, *, mapped: bool) -> memoryview:
+    """What is in a checkpoint, without its digest. Args: mapped: not read before it is used."""
+    with path.open("rb") as file:
+        whole = mapped and os.fstat(file.fileno()).st_size > 0
+        data = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ) if whole else file.read())
+    if hashlib.sha256(data[:-DIGEST_SIZE]).digest() != data[-DIGEST_SIZE:]:
         raise CheckpointError(f"{path}: was cut or changed since it was written")
-    return packed
+    return data[:-DIGEST_SIZE]
 
 
 def restore(path: Path, like: dict[str, Any]) -> dict[str, Any]:
@@ -110,18 +125,24 @@ def restore(path: Path, like: dict[str, Any]) -> dict[str, Any]:
 
     Raises: CheckpointError: it was changed, or is the state of something else.
     """
-    state: Any = load(path)
+    state: Any = load(path, mapped=any_cut(like))
     try:
         return jax.tree.map(beside, serialization.from_state_dict(like, state), like)
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: expected the state of this run ({error})") from None
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint as nested dicts of arrays. Raises: CheckpointError."""
-    packed = check(path)
+def load(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """The state of a checkpoint as nested dicts of arrays.
+
+    Args: mapped: large arrays are in memory as far as they are looked at.
+    Raises: CheckpointError.
+    """
+    content = _content(path, mapped=mapped)
     try:
-        state: Any = serialization.msgpack_restore(packed)  # pyright: ignore (any buffer will do)
+        size = int.from_bytes(content[-SIZE_BYTES:], "little")
+        packed = bytes(content[-size - SIZE_BYTES : -SIZE_BYTES])
+        state: Any = _with_large(serialization.msgpack_restore(packed), content)
         if "params" in state.keys():
             return state
     except Exception:  # of whatever is in it: MessagePack's errors have no type in common
@@ -154,7 +175,46 @@ def params_sha256(params: Any) -> str:
     """sha256 over names, shapes, types and bytes of all parameters."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(params):
-        leaf = np.ascontiguousarray(leaf)
+        leaf = leaf if is_cut(leaf) else np.asarray(leaf)
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        digest.update(leaf.tobytes())
+        for slab in slabs(leaf, SLAB) if leaf.ndim else [leaf]:
+            digest.update(slab.tobytes())
     return digest.hexdigest()
+
+
+def _pieces(state: dict[str, Any]) -> Iterator[bytes | memoryview]:
+    """The file of a state dict, in parts of `SLAB` bytes."""
+    large, end, digest = [], 0, hashlib.sha256()
+
+    def placed(leaf: Any) -> Any:
+        nonlocal end
+        if not np.ndim(leaf) or leaf.nbytes < LARGE:
+            return np.asarray(leaf)
+        large.append(leaf)
+        found = {PLACE: end, "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+        end += leaf.nbytes + -leaf.nbytes % ALIGNED
+        return found
+
+    def parts() -> Iterator[bytes | memoryview]:
+        packed = serialization.msgpack_serialize(jax.tree.map(placed, state))
+        for leaf in large:
+            for slab in slabs(leaf, SLAB):
+                yield slab.reshape(-1).view(np.uint8).data
+            yield bytes(-leaf.nbytes % ALIGNED)
+        yield packed
+        yield len(packed).to_bytes(SIZE_BYTES, "little")
+
+    for part in parts():
+        digest.update(part)
+        yield part
+    yield digest.digest()
+
+
+def _with_large(tree: Any, content: memoryview) -> Any:
+    """A state dict with its large arrays in their places."""
+    if not isinstance(tree, dict):
+        return tree
+    if PLACE not in tree:
+        return {name: _with_large(leaf, content) for name, leaf in tree.items()}
+    shape, dtype = tree["shape"], np.dtype(tree["dtype"])
+    return np.frombuffer(content, dtype, math.prod(shape), tree[PLACE]).reshape(shape)

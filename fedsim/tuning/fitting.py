@@ -26,6 +26,7 @@ from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.shapes import WELL_KNOWN, shapes_of
 from fedsim.models.transformer import TransformerConfig
 from fedsim.noise.correlated import strategy as correlated
+from fedsim.noise.independent import released_dtype
 from fedsim.optimizers import update_rule
 from fedsim.placement import adds_up
 from fedsim.recipe import Noise, settled
@@ -163,12 +164,12 @@ def _ways(footprint: Footprint, most: int, room: int) -> list[tuple[Strategy, Me
 
 
 def _bytes_of_noise(advice: Advice, num_steps: int, num_trained: int) -> int:
-    """Of each number that is trained: four of the release, and those of rows."""
-    if advice.noise != CORRELATED:
-        return 4
-    assert advice.bands is not None
+    """Of each number that is trained: of the release, and of rows of the noise of steps before."""
     stddev = advice.noise_multiplier * 2.0 ** lattice_bits(num_trained)
-    return 4 + correlated(num_steps, advice.bands, stddev).bytes_per_number
+    if advice.noise != CORRELATED:
+        return released_dtype(stddev).itemsize
+    assert advice.bands is not None
+    return 8 + correlated(num_steps, advice.bands, stddev).bytes_per_number
 
 
 def _shape(leaf: np.ndarray) -> jax.ShapeDtypeStruct:

@@ -496,7 +496,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
         if written == "ledger":
             patch.setattr(ledger.Ledger, "_append", full)
         elif written == "checkpoint":
-            patch.setattr(checkpoint, "write_atomically", full)
+            patch.setattr(checkpoint, "write_pieces", full)
         elif written == "metrics":
             patch.setattr("fedsim.run.metrics.Metrics.log", full)
         else:

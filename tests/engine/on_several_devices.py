@@ -1,11 +1,12 @@
 """Devices that have a model between them: the whole numbers, and the runs, of one device."""
 
 import functools
+import tracemalloc
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from memory_use import LAYER, most_of_a_device
 from pretrained_models import make_model, make_texts
 
@@ -15,12 +16,13 @@ from fedsim.config import Algorithm, EngineConfig, MeshShape, PrivacyConfig, run
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine.engine import EngineError
-from fedsim.engine.sharded import ShardedWorker, _Units, specs_of
+from fedsim.engine.sharded import ShardedWorker, _Units, make_mesh, specs_of
 from fedsim.engine.worker import Worker
 from fedsim.errors import ConfigError
 from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig, stacked
+from fedsim.run import checkpoint
 from fedsim.run.console import Console
 from fedsim.training import train
 
@@ -196,7 +198,9 @@ def test_too_few_devices_are_a_mistake(whole):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_runs_are_equal_and_go_on_on_other_meshes(tmp_path, shape):
+def test_runs_are_equal_and_go_on_on_other_meshes(tmp_path, monkeypatch, shape):
+    monkeypatch.setattr(checkpoint, "LARGE", 1)  # all arrays are
+
     def run(name, **options):
         privacy = PrivacyConfig(epsilon=8.0, num_steps=2, budget=4, group_size=2)
         settings = {"data": "pydocs", "model": "micro", "seed": 3, "eval_examples": 4}
@@ -248,3 +252,44 @@ def test_runs_of_adapters_on_a_model_in_parts_are_equal(tmp_path, files, shape):
 def test_a_device_needs_no_more_than_was_said_and_a_layer_less_at_least(name, rank, shape):
     measured, said = most_of_a_device(name, shape, 4, rank=rank)
     assert measured <= 1.05 * said and said <= 1.05 * measured + 2 * LAYER
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_checkpoint_is_that_of_whole_arrays_which_no_host_has(tmp_path, monkeypatch, shape):
+    monkeypatch.setattr(checkpoint, "SLAB", 2**18)
+    rng = np.random.default_rng(0)
+    sizes = {"blocks": {"w": (16, 256, 512)}, "e": (2048, 512), "t": (300, 1000), "v": (8,)}
+    params = jax.tree.map(lambda n: rng.random(n, np.float32), sizes, is_leaf=_is_shape)
+    mesh = MeshShape.parse(shape)
+    cut, specs = make_mesh(mesh), specs_of(params, mesh)
+
+    def placed(tree):
+        return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(cut, s)), tree, specs)
+
+    state = {"params": placed(params), "step": 1}
+    for name in ("warm", "whole"):
+        (tmp_path / name).mkdir()
+    checkpoint.save(tmp_path / "warm", 1, state)  # compiles
+    path, most = _most_of_the_host(lambda: checkpoint.save(tmp_path, 1, state))
+    whole = checkpoint.save(tmp_path / "whole", 1, {"params": params, "step": 1})
+    assert path.read_bytes() == whole.read_bytes()
+    assert most < 2**21 < params["blocks"]["w"].nbytes / 3
+    like = {"params": placed(jax.tree.map(np.zeros_like, params)), "step": 0}
+    found, most = _most_of_the_host(lambda: checkpoint.restore(path, like)["params"])
+    assert most < 2**21
+    assert checkpoint.params_sha256(found) == checkpoint.params_sha256(params)
+    for leaf, expected in zip(*map(jax.tree.leaves, (found, like["params"])), strict=True):
+        assert leaf.sharding == expected.sharding
+
+
+def _is_shape(tree):
+    return isinstance(tree, tuple)
+
+
+def _most_of_the_host(function):
+    """(what a function returns, the most bytes that Python and NumPy had for it)."""
+    tracemalloc.start()
+    try:
+        return function(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

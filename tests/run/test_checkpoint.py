@@ -22,7 +22,10 @@ def state(step=0):
     return {"params": PARAMS, "opt_state": opt_state, "step": step, "loss": float("nan")}
 
 
-def test_what_is_restored_is_what_was_saved_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("large", [checkpoint.LARGE, 1])
+def test_what_is_restored_is_what_was_saved_bit_for_bit(tmp_path, monkeypatch, large):
+    monkeypatch.setattr(checkpoint, "LARGE", large)
+    monkeypatch.setattr(checkpoint, "SLAB", 8)
     path = checkpoint.save(tmp_path, 3, state(3))
     blank = jax.tree.map(jnp.zeros_like, state())
     found = checkpoint.restore(path, blank)

@@ -46,7 +46,7 @@ def test_a_model_is_trained_the_simplest_way_for_which_there_is_room(files, caps
     assert own["trained"] < own["num_parameters"]
     count = layers["trained"]
     assert count == layers["num_parameters"] == adapters["num_parameters"]
-    of_each, of_row = 4, 4  # bytes of a number
+    of_each, of_row = 8, 4  # bytes of a number
     assert layers["noise_bytes"] == count * (of_each + (3 - 1) * of_row)
 
 
