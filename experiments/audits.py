@@ -38,6 +38,7 @@ from fedsim.els import ELS
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.models.mean import MeanTask
+from fedsim.noise import add_gaussian
 from fedsim.sampling import Sampling
 from fedsim.trust.audit import SHARP
 from fedsim.trust.canaries import LENGTH, POOLS, CanaryTask, Planted, coins
@@ -159,10 +160,12 @@ def attack(cell: Cell, settings: Settings) -> dict[str, Any]:
     cap = settings.group_size if cell.algorithm == "els" else 1
     sigma, claim = claimed(cell.epsilon, prob, cap, mistake.bands, settings)
     local, params = LocalEngine(task, num_lanes=1), jnp.zeros(settings.canaries)
+    add_noise = plant.hearing(add_gaussian)
     for step in range(settings.num_steps):
         # noise in units of what a gradient is really clipped to
         noise = mistake.noise * sigma / clip.norm
-        noisy, _ = method.gradient(params, step, local, clip=clip, noise_multiplier=noise)
+        how = {"clip": clip, "noise_multiplier": noise, "add_noise": add_noise}
+        noisy, _ = method.gradient(params, step, local, **how)
         plant.watch(noisy.values(), 1 / method.sampler.expected_count)
     scores, rest = plant.gradient_scores(), (settings.delta, settings.confidence)
     curve, bound = audit_curve(scores, included, claim, *rest), audit(scores, included, *rest)

@@ -28,6 +28,7 @@ from fedsim.engine.environment import versions
 from fedsim.engine.task import Task
 from fedsim.keys import SecretKey
 from fedsim.models.pretrained import Pretrained
+from fedsim.noise import AddNoise
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.run.directory import Identity, StoredRun
@@ -55,6 +56,10 @@ class Plant(Protocol):
 
     def task(self, task: Task, params: Any) -> Task:
         """The task to train, from these parameters."""
+        ...
+
+    def hearing(self, add_noise: AddNoise) -> AddNoise:
+        """What adds noise, such that the sums it is added to are heard."""
         ...
 
     def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:

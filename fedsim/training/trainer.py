@@ -65,7 +65,7 @@ class Trainer:
     other_bits: str
     """Why a step that is run again may have other bits; empty if it may not."""
     plant: Plant | None = None
-    """Of an audit, which watches every privatised gradient."""
+    """Of an audit, which watches every privatised gradient, and hears the sum in it."""
     callback: Callback | None = None
     """Called with every step's number and metrics."""
 
@@ -76,7 +76,8 @@ class Trainer:
             self.running_epsilon = accounting.RunningEpsilon(
                 self.event, self.plan.delta, self.plan.before
             )
-        self.add_noise = self.plan.add_noise()
+        add_noise = self.plan.add_noise()
+        self.add_noise = self.plant.hearing(add_noise) if self.plant else add_noise
         evaluations = self.plan.evaluations
         every = evaluations.every if evaluations else self.run.eval_every
         self.eval_every = every or max(1, self.plan.num_steps // 10)

@@ -22,6 +22,7 @@ from fedsim.data.owners import Owners, joined
 from fedsim.data.users import UserStore
 from fedsim.engine.task import Task, WrappedTask
 from fedsim.errors import expect
+from fedsim.noise import AddNoise
 from fedsim.trust.canary_texts import canary_tokens
 from fedsim.trust.noise_audit import ReleasedNoise
 
@@ -246,6 +247,10 @@ class Planted:
         if not self.num_gradient:
             return task
         return CanaryTask(task, self.owners, self.directions, self.clip_norm)
+
+    def hearing(self, add_noise: AddNoise) -> AddNoise:
+        """The run's own noise; see `ReleasedNoise`."""
+        return self.noise.hearing(add_noise)
 
     def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:
         """What everyone may see of a step: its privatised gradient. Args: see `ReleasedNoise`."""

@@ -1,10 +1,12 @@
 """Is there as much noise in what a training released as it claims?
 
-Whatever a step's sum is, the squared length of that sum with Gaussian noise is at least as large,
-in distribution, as that of the noise alone (Anderson 1955), which is chi-squared. So a release that
-is shorter than noise would be by itself has less noise than is claimed, and nobody has to know the
-sum. With correlated noise the rows are first put back together, which leaves the fresh noise of
-each step. Nothing is said of what else the claim rests on: who took part, and clipping.
+An audit, unlike an attacker, hears the sums that noise is added to, and takes them off what was
+released. What is left is noise, whose squared length is chi-squared. Were it something else, it
+would be longer: with Gaussian noise, whatever is added to it that it does not depend on, a square
+is at least as large, in distribution (Anderson 1955). So what is left and is shorter than noise
+would be has less noise than is claimed, whatever the sums are. With correlated noise the rows are
+first put back together, which leaves the fresh noise of each step. Nothing is said of what else the
+claim rests on: who took part, and clipping.
 """
 
 import dataclasses
@@ -17,6 +19,9 @@ from scipy import stats
 
 from fedsim import accounting
 from fedsim.accounting import Phases, StepEvent
+from fedsim.clipping.clip import lattice_bits
+from fedsim.keys import SecretKey
+from fedsim.noise import AddNoise
 from fedsim.noise.independent import CELLS_BITS
 
 LEAST = 1 / 4
@@ -39,7 +44,7 @@ class NoiseBound:
 
 
 class ReleasedNoise:
-    """Adds up the squares of what is released, step by step."""
+    """Adds up the squares of what is released less what was heard, step by step."""
 
     def __init__(self) -> None:
         self.squares = 0.0
@@ -48,8 +53,20 @@ class ReleasedNoise:
         self.rounded = 0.0
         """The most by which rounding to the public lattice shortens a release, for each number:
         in standard deviations of the noise."""
-        self._rows: list[tuple[float, list[Any]]] = []
-        """Units and gradients of the last steps, the newest first."""
+        self._heard: list[np.ndarray] | None = None
+        self._rows: list[list[np.ndarray]] = []
+        """What was left of the last steps, the newest first, in clip norms."""
+
+    def hearing(self, add_noise: AddNoise) -> AddNoise:
+        """The same, with the sums heard that it adds noise to."""
+
+        def heard(
+            sums: list[np.ndarray], *, stddev: float, key: SecretKey, step: int
+        ) -> list[np.ndarray]:
+            self._heard = sums
+            return add_noise(sums, stddev=stddev, key=key, step=step)
+
+        return heard
 
     def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:
         """Look at a step's privatised gradient.
@@ -60,14 +77,16 @@ class ReleasedNoise:
         """
         c = np.ones(1) if coefficients is None else coefficients
         length = float(np.linalg.norm(c))
-        leaves = jax.tree.leaves(gradient)
-        self._rows = [(unit, leaves), *self._rows][: len(c)]
-        for number, leaf in enumerate(leaves):
-            fresh = np.zeros(np.shape(leaf))
-            for each, (unit_then, then) in zip(c, self._rows, strict=False):
-                fresh += float(each) / unit_then * np.asarray(then[number], np.float64)
+        row = [np.asarray(leaf, np.float64).ravel() / unit for leaf in jax.tree.leaves(gradient)]
+        if self._heard is not None:
+            of_sum = 2.0 ** -lattice_bits(sum(leaf.size for leaf in row))
+            row = [a - of_sum * b for a, b in zip(row, self._heard, strict=True)]
+        self._heard = None
+        self._rows = [row, *self._rows][: len(c)]
+        for leaves in zip(*self._rows, strict=True):
+            fresh = sum(each * leaf for each, leaf in zip(c, leaves, strict=False))
             self.squares += float(np.square(fresh).sum()) / length**2
-            self.numbers += fresh.size
+            self.numbers += leaves[0].size
         # Half a cell of the lattice for each row; twice that covers float32 and whole numbers.
         self.rounded = 2.0**-CELLS_BITS * float(np.abs(c).sum()) / length
 
@@ -78,7 +97,7 @@ def audit_noise(
     """Whether what was released can have the noise that is claimed.
 
     Guarantees: a training with that noise is refuted with at most this probability, whatever its
-      sums are and however they follow from earlier releases.
+      sums are, however they follow from earlier releases, and whether or not they were heard.
     Args: phases: what is claimed; all steps have one noise multiplier.
     """
     claimed = max(e.noise_multiplier for e, _ in phases if isinstance(e, StepEvent))
