@@ -5,11 +5,11 @@ half of the audits at least: no noise, half of it, gradients that are not clippe
 every step where a group in turn was accounted, and no bound on a user's contributions. With 1,000
 gradient canaries, by which one pair of epsilon and delta can be refuted up to about 5, and not 8.
 What refutes: right guesses, whatever canaries have to do with each other; the same guesses, if each
-canary tells of its own coin alone; and the length of what is released, of the noise in it.
+canary tells of its own coin alone; and the length of what is released, less the sum in it.
 
 The steps are those of Algorithms 1 and 2, with the engine, clipping and noise of `fedsim train`,
-at fixed parameters: an audit reads nothing but the privatised gradients. The other users' gradients
-are zero, for an attacker may know them and subtract them. Rows are appended to
+at fixed parameters: guesses are made of nothing but the privatised gradients. The other users'
+gradients are zero, for an attacker may know them and subtract them. Rows are appended to
 audits.jsonl beside the results as they come; the same command goes on with what is missing.
 
     python -m experiments.audits --scale small [--minutes 60]

@@ -121,9 +121,9 @@ def more(result: dict[str, Any]) -> list[Section]:
         row = ("users drawn and gradients clipped as claimed", f"noise multiplier {least}")
         rows.append((*row, f"{noise['epsilon']:.3f}", verdict))
         said.append(
-            "What is released cannot be shorter than the noise in it would be alone, whatever the "
-            "sums are. Its length bounds the noise from above, and so epsilon from below, if the "
-            "noise is Gaussian and all else is as claimed."
+            "The audit, unlike an attacker, hears the sums that noise is added to. What is "
+            "released, less these, cannot be shorter than noise. Its length bounds the noise from "
+            "above, and so epsilon from below, if the noise is Gaussian and all else is as claimed."
         )
     if not rows:
         return []
