@@ -162,6 +162,7 @@ def test_every_number_of_a_training_has_noise_and_is_counted(texts, run_dir, cap
     assert "without noise" not in page.split("texts of held-out users")[1].split("\n")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_the_loss_as_it_is_goes_nowhere(texts, run_dir, capsys, monkeypatch):
     """Were what is released always 1.25, nobody would see another loss."""
@@ -197,6 +198,7 @@ def test_a_run_that_goes_on_shows_what_it_has_shown(texts, run_dir, capsys, monk
     assert stop.value.code == 2 and "eval_epsilon=3.0: expected 1.5" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_a_run_that_is_stopped_counts_what_it_released(texts, run_dir):
     def stop(step, _):
@@ -216,6 +218,7 @@ def test_a_run_that_is_stopped_counts_what_it_released(texts, run_dir):
     assert entry.released == [(event, len((run_dir / FILE).read_text().splitlines()))] != []
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_a_limit_of_held_out_users_is_kept(texts, run_dir, capsys):
     for flags in ({"limit_epsilon": 1.2}, {}):
@@ -240,6 +243,7 @@ def broken(run_dir, what):
         (run_dir / FILE).write_text(lines + '{"step": 2, "loss": 1.5}\n')
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_verify_sees_what_was_not_planned(texts, run_dir, capsys):
     main(arguments(texts, run_dir))

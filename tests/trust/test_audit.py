@@ -326,7 +326,7 @@ def test_the_command_with_its_own_canaries_refutes_a_tenth_of_the_noise_alone(
 @pytest.mark.parametrize(
     "flags, noise, code",
     [
-        ({}, 0.5, 1),
+        pytest.param({}, 0.5, 1, marks=[pytest.mark.slow, pytest.mark.privacy]),
         pytest.param({}, 0.9, 1, marks=[pytest.mark.slow, pytest.mark.privacy]),
         pytest.param(
             {"noise": "correlated", "bands": 3}, 1.0, 0, marks=[pytest.mark.slow]

@@ -54,7 +54,7 @@ def test_the_noise_that_is_claimed_is_never_refuted_and_nine_tenths_are(bands):
 @pytest.mark.parametrize("bands", [1, 4])
 def test_the_square_of_released_noise_is_chi_squared(bands):
     """That of all steps together, each with noise of its own, also where it is correlated."""
-    seen = [released(trial, bands=bands, pull=50.0) for trial in range(100)]
+    seen = [released(trial, bands=bands, pull=50.0) for trial in range(40)]
     levels = [stats.chi2.cdf(each.squares / SIGMA**2, each.numbers) for each in seen]
     assert stats.kstest(levels, "uniform").pvalue > 1e-3
 

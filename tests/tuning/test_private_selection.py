@@ -94,6 +94,7 @@ def test_a_limit_holds_for_selections(settings, tmp_path):
     "changed, match",
     [
         ({"epsilon": math.inf}, "epsilon=inf: expected a finite one"),
+        ({"eval_epsilon": 1.0}, "eval_epsilon=1.0: expected none of a trial"),
         ({"delta": 1e-4}, "delta=.*expected the same one for all"),
         ({"data": "pydocs", "max_length": None}, "data=.*expected the same for all"),
     ],

@@ -1,0 +1,80 @@
+"""`--spend-rest` trains as many steps as fit under the limit, and no more."""
+
+import dataclasses
+import json
+
+import pytest
+from test_verify import write_texts
+
+from fedsim import accounting
+from fedsim.budget.admission import books
+from fedsim.budget.ledger import Limit, hold, place_of
+from fedsim.cli.main import main
+from fedsim.data.building.build import build
+from fedsim.data.dataset import Dataset
+
+LIMIT, DELTA, STEPS = 2.0, 1e-2, 24
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    place = tmp_path_factory.mktemp("rest")
+    build(write_texts(place / "t.parquet", num_users=40), place / "data", max_length=24)
+    return place / "data"
+
+
+@pytest.fixture(autouse=True)
+def ledger(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
+
+
+def arguments(texts, run_dir, *more, **flags):
+    flags = {"data": texts, "run-dir": run_dir, "delta": DELTA, "num-steps": STEPS, **flags}
+    flags = {"budget": 8, "model": "micro", "engine": "local", "strategy": "scan:1", **flags}
+    return ["train", "uls", *(str(x) for n, v in flags.items() for x in (f"--{n}", v)), *more]
+
+
+def refused(args, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(args)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_as_many_steps_are_trained_as_fit_and_a_run_that_goes_on_keeps_them(
+    texts, tmp_path, capsys
+):
+    main(arguments(texts, tmp_path / "first", epsilon=1.5))
+    own = {"epsilon": 1.5, "limit-epsilon": LIMIT, "checkpoint-every": 1}
+    said = refused(arguments(texts, tmp_path / "rest", **own), capsys)
+    assert "limit_epsilon=2: expected a run that fits" in said
+    args = arguments(texts, tmp_path / "rest", "--spend-rest", "--json", **own)
+    main(args)
+    summary = json.loads(capsys.readouterr().out)
+    steps, event = (
+        summary["num_steps"],
+        accounting.StepEvent(summary["noise_multiplier"], summary["sampling_prob"]),
+    )
+    assert 0 < steps == summary["steps_done"] < STEPS
+    assert summary["epsilon"] == accounting.epsilon([(event, steps)], DELTA) < 1.5
+    whole = json.loads((tmp_path / "first" / "summary.json").read_text())["noise_multiplier"]
+    assert summary["noise_multiplier"] == pytest.approx(whole, rel=1e-3)  # that of all steps
+    users = Dataset.open(texts).train.user_ids()
+    with hold(place_of(None)) as ledger:
+        known = books(ledger, users, Limit(LIMIT, DELTA))
+        last = known.charges[-1]
+        assert known.total(DELTA).adaptive <= LIMIT
+        entry = dataclasses.replace(last.entry, planned=[(event, steps + 1)])
+        one_more = dataclasses.replace(last, entry=entry, released=entry.planned)
+        assert known.total(DELTA, more=one_more).adaptive > LIMIT
+    for path in sorted((tmp_path / "rest" / "checkpoints").glob("*"))[1:]:
+        path.unlink()  # as if it had been killed
+    main([*args, "--resume"])
+    again = json.loads(capsys.readouterr().out)
+    same = ("params_sha256", "num_steps", "epsilon")
+    assert [again[name] for name in same] == [summary[name] for name in same]
+    own["epsilon"] = 1.0
+    said = refused(arguments(texts, tmp_path / "none", "--spend-rest", **own), capsys)
+    assert "expected a run that fits" in said and not (tmp_path / "none").exists()
