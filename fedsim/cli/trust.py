@@ -28,9 +28,10 @@ class Audit(ReadsSources):
     """Attack a training: plant users that are easy to notice, train, and try to tell who was there.
 
     Takes the flags of train, and trains so; the run that results holds made-up users, so it is no
-    run to release. Gives a lower bound on epsilon beside the claim. Exit code 1 if it exceeds it;
-    0 if it does not, also where it could not have: the larger the epsilon that is claimed, the more
-    canaries it takes to refute it, and the answer says whether there were enough.
+    run to release. Gives a lower bound on epsilon beside the claim, and looks whether there is as
+    much noise as is claimed. Exit code 1 if the claim is refuted; 0 if it is not, also where it
+    could not have been: the larger the epsilon that is claimed, the more canaries it takes, and the
+    answer says whether there were enough.
     """
 
     algorithm: tyro.conf.Positional[Literal["els", "uls"]]
