@@ -63,8 +63,9 @@ NOISE_AND_SENSITIVITY = (
         "a lattice that depends on the data",
         "test_mechanism.py::test_what_is_released_is_a_rounding_of_the_sum_plus_whole_noise",
         "noise/independent.py",
-        "    shift = release_shift(stddev)\n",
-        "    shift = release_shift(stddev + max(float(np.abs(s).max(initial=0)) for s in sums))\n",
+        "    shift, dtype = release_shift(stddev), released_dtype(stddev)\n",
+        "    shift = release_shift(stddev + max(float(np.abs(s).max(initial=0)) for s in sums))\n"
+        "    dtype = released_dtype(stddev)\n",
     ),
     one(
         "a seal that tells whether a seed was guessed",
@@ -452,4 +453,30 @@ CLAIMS = (
     ),
 )
 
-MISTAKES = (*NOISE_AND_SENSITIVITY, *CLIPPING, *SAMPLING, *CLAIMS)
+HELD_OUT = "budget/test_evaluation_in_training.py::"
+EVALUATIONS = (
+    one(
+        "a held-out loss without the noise that is claimed",
+        HELD_OUT + "test_what_is_released_has_the_noise_of_the_plan_and_a_user_moves_it_by_little",
+        "budget/evaluation.py",
+        "released = noisy_number(total, noise_multiplier * PER_UNIT, rng) / PER_UNIT",
+        "released = total / PER_UNIT",
+    ),
+    one(
+        "all evaluations of a training for the price of one",
+        HELD_OUT + "test_the_plan_pays_for_every_evaluation_that_there_can_be",
+        "plan/evaluations.py",
+        "sigma, _ = noise_of(privacy.eval_epsilon, delta, count)",
+        "sigma, _ = noise_of(privacy.eval_epsilon, delta)",
+    ),
+    Mistake(
+        "another held-out loss under the same noise after a crash",
+        HELD_OUT + "test_a_step_is_released_once",
+        (
+            ("training/held_out.py", "if step in released.losses:", "if False:"),
+            ("run/evaluations.py", "if step not in self.losses:", "if True:"),
+        ),
+    ),
+)
+
+MISTAKES = (*NOISE_AND_SENSITIVITY, *CLIPPING, *SAMPLING, *CLAIMS, *EVALUATIONS)
