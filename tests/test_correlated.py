@@ -316,8 +316,14 @@ def test_the_privacy_loss_of_a_planted_user_is_what_is_claimed(cap, in_every_ste
     assert (max(excess) > 20) if in_every_step else (max(excess) < 4)
 
 
-def test_a_run_resumes_to_the_same_bits_and_its_rows_are_nowhere(texts, run_dir, capsys):  # noqa: F811
-    flags = {"noise": "correlated", "bands": 3, "optimizer": "momentum"}
+@pytest.mark.parametrize("algorithm", ["uls", pytest.param("els", marks=pytest.mark.slow)])
+def test_a_run_resumes_to_the_same_bits_and_its_rows_are_nowhere(
+    algorithm,
+    texts,  # noqa: F811
+    run_dir,
+    capsys,
+):
+    flags = {"noise": "correlated", "bands": 3, "optimizer": "momentum", "algorithm": algorithm}
     main([*train_command(texts, run_dir, **flags), "--json"])
     whole = json.loads(capsys.readouterr().out)
     assert whole["noise"] == "correlated" and whole["sampling_run"] == "cyclic"
@@ -326,8 +332,10 @@ def test_a_run_resumes_to_the_same_bits_and_its_rows_are_nowhere(texts, run_dir,
     (run_dir / "summary.json").unlink()
     main([*train_command(texts, run_dir, **flags), "--resume", "--json"])
     assert json.loads(capsys.readouterr().out)["params_sha256"] == whole["params_sha256"]
-    code, found = verify(capsys, run_dir, "--replay")
-    assert code == 0 and found["replay"][0] and found["settings"][0]
+    for flag, steps in (("--replay", "the last 2 of 6 steps"), ("--whole", "all 6 steps")):
+        code, found = verify(capsys, run_dir, flag)
+        assert code == 0 and found["replay"][0] and found["settings"][0]
+        assert found["replay"][1].startswith(steps)
     kept = checkpoint.load(checkpoint.latest(run_dir))
     assert set(kept) == {
         *("params", "opt_state", "average", "step", "lost_steps", "clip_norm"),

@@ -60,8 +60,10 @@ def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  #
     own = [str(x) for n in names for x in (f"--{n.replace('_', '-')}", summary[n])]
     main(["account", "uls", *own, "--sampling", "allocation", "--json"])
     assert json.loads(capsys.readouterr().out)["epsilon"] == summary["epsilon"] <= 4
-    code, found = verify(capsys, run_dir, "--replay")
-    assert code == 0 and found["replay"][0] and found["draws"][0] and found["settings"][0]
+    for flag, steps in (("--replay", "the last 2 of 6 steps"), ("--whole", "all 6 steps")):
+        code, found = verify(capsys, run_dir, flag)
+        assert code == 0 and found["replay"][0] and found["draws"][0] and found["settings"][0]
+        assert found["replay"][1].startswith(steps)
     main(["report", str(run_dir)])
     report = (run_dir / "report.md").read_text()
     assert "--sampling allocation --participations 2" in report and "random allocation" in report
