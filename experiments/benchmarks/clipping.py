@@ -235,11 +235,11 @@ def bars(rows: list[dict]) -> list[dict]:
     return found
 
 
-def as_a_worker() -> None:
-    """Start again with the allocator settings of a worker's process: all calls gain by them."""
+def as_a_worker(module: str) -> None:
+    """Start a module again with the allocator settings of a worker's process: all calls gain."""
     if os.environ.get("GLIBC_TUNABLES") != ALLOCATOR:
         os.environ["GLIBC_TUNABLES"] = ALLOCATOR
-        os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
 
 
 def main() -> None:
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", type=int, default=list(GROUPS))
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
-    as_a_worker()
+    as_a_worker(__spec__.name)
     if arguments.quick:
         arguments.sizes, arguments.groups, arguments.turns = ["1M"], [1, 16], 3
         arguments.no_peers = True

@@ -51,3 +51,15 @@ def test_a_step_of_a_model_in_parts_says_what_memory_it_took():
     found = json.loads(run("experiments.benchmarks.mesh", "--quick", "--json"))
     (row,) = found["rows"]
     assert row["finite"] and found["bars"][0]["holds"] and row["peak_gib"] > 0
+
+
+@pytest.mark.slow
+def test_clipping_is_compared_with_plain_gradients_of_adapters():
+    command = [sys.executable, "-m", "experiments.benchmarks.lora", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["group"] for row in rows] == [1, 4]
+    for row in rows:
+        plain = [s for name, s in row["seconds"].items() if name.startswith("plain")]
+        best = row["seconds"][row["best_clipped"]]
+        assert row["ratio"] == best / min(plain) and row["adapters"] < row["parameters"]

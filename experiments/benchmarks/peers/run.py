@@ -43,6 +43,12 @@ def clipping(peer: str, *arguments):
     return _printed(peer, [str(HERE / f"{peer}_clipping.py"), *map(str, arguments)])
 
 
+def adapters(*arguments):
+    """What the script of PEFT's gradients prints; on one thread."""
+    script = str(HERE / "peft_adapters.py")
+    return _printed("transformers", [script, *map(str, arguments)])
+
+
 def models(*arguments):
     """What the script that makes and reads models with `transformers` prints."""
     script = str(HERE / "transformers_models.py")

@@ -1,0 +1,115 @@
+"""What clipping costs with LoRA: gradients of adapters of rank 8 on SmolLM2-135M's shape.
+
+    python -m experiments.benchmarks.lora [--quick] [--json] [--no-peers]     (15 minutes)
+
+Random weights, texts of 128 tokens, float32, one thread; processor seconds. `plain` is the gradient
+of the same rows as JAX derives it, `products` with the layers' products in fedsim's order, so many
+rows at a time. `peft` is the plain gradient by PyTorch, transformers and PEFT, which are installed
+into an environment of their own.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.benchmarks.accelerator import SMOLLM2, Model, Problem
+from experiments.benchmarks.clipping import as_a_worker, in_turn, median, temporary_mib
+from experiments.benchmarks.common import at_most, circumstances
+from experiments.benchmarks.peers import run
+from fedsim.clipping.clip import num_coordinates
+from fedsim.clipping.products import in_one_product
+from fedsim.clipping.scan import zeros_like
+from fedsim.clipping.strategy import candidates
+from fedsim.models.transformer import TransformerConfig
+
+BOUND = 1.05
+QUICK = {**SMOLLM2, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 96}
+MODELS = {
+    True: Model("tiny", TransformerConfig(260, 17, 32, 2, **QUICK), 2, 4),
+    False: Model("SmolLM2-135M", TransformerConfig(49_152, 128, 576, 30, **SMOLLM2), 8, 8),
+}
+
+
+def plain(problem: Problem, rows: int, products: bool):
+    """The gradient of all rows, so many at a time."""
+
+    def gradient(frozen, params, tokens):
+        losses = functools.partial(problem.losses, frozen)
+        losses = in_one_product(losses) if products else losses
+
+        def add(total, part):
+            grad = jax.grad(lambda p: losses(p, part).sum())(params)
+            return jax.tree.map(jnp.add, total, grad), None
+
+        parts = tokens.reshape(-1, rows, tokens.shape[1])
+        return jax.lax.scan(add, zeros_like(params), parts)[0]
+
+    return gradient
+
+
+def cells(model: Model, turns: int) -> list[dict[str, Any]]:
+    """A row for examples, and one for users of four rows."""
+    problem = Problem(model)
+    arguments = problem.frozen, problem.params, problem.tokens
+    count, found = num_coordinates(problem.params), []
+    passes = [rows for rows in (1, 2, 4, 8) if rows <= model.rows]
+    plains = {f"plain:{rows}": plain(problem, rows, False) for rows in passes}
+    plains |= {f"products:{rows}": plain(problem, rows, True) for rows in passes}
+    for group in (1, 4):
+        tried = {str(each): each for each in candidates(group, count)}
+        functions = plains | {n: problem.clipped(group, each) for n, each in tried.items()}
+        programs = {n: jax.jit(each).lower(*arguments).compile() for n, each in functions.items()}
+        calls = {n: functools.partial(each, *arguments) for n, each in programs.items()}
+        times = {name: median(own) for name, own in in_turn(calls, turns).items()}
+        best = min((n for n in times if n.startswith("plain")), key=lambda name: times[name])
+        ours = min(tried, key=lambda name: times[name])
+        row = {"model": model.name, "parameters": problem.size, "adapters": count, "group": group}
+        row |= {"rows": model.rows, "best_plain": best, "best_clipped": ours, "seconds": times}
+        row |= {"ratio": times[ours] / times[best]}
+        row["memory_mib"] = {name: temporary_mib(each) for name, each in programs.items()}
+        found.append(row)
+        print(group, best, ours, f"{row['ratio']:.3f}", times, file=sys.stderr, flush=True)
+    return found
+
+
+def peft(model: Model, turns: int) -> dict[str, float]:
+    """Processor seconds of PEFT's plain gradient of as many rows, by rows of a pass."""
+    shape = dataclasses.asdict(model.config)
+    names = ("vocab_size", "max_length", "width", "num_layers", "num_heads", "num_kv_heads")
+    own = [shape[name] for name in (*names, "mlp_width")]
+    return run.adapters(*own, model.rank, model.rows, turns)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model, without peers")
+    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser.add_argument("--no-peers", action="store_true", help="leave PEFT out")
+    parser.add_argument("--turns", type=int, default=3)
+    given = parser.parse_args()
+    as_a_worker(__spec__.name)
+    model = MODELS[given.quick]
+    rows = cells(model, given.turns)
+    if not (given.quick or given.no_peers):
+        rows[0]["seconds"] |= peft(model, given.turns)
+    found = [
+        at_most(f"clipped / plain, adapters, {row['group']} rows of a user", row["ratio"], BOUND)
+        for row in rows
+    ]
+    for bar in found:
+        print(bar, file=sys.stderr)
+    if given.json:
+        facts = circumstances("fedsim", "jax", "flax", "numpy")
+        print(json.dumps({**facts, "rows": rows, "bars": found}))
+
+
+if __name__ == "__main__":
+    main()
