@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fedsim.clipping import Clip, Strategy
 from fedsim.engine.engine import Stats
 from fedsim.engine.task import Task
 from fedsim.engine.worker import Worker
@@ -78,6 +79,19 @@ class MeshWorker(Worker):
         low = added([jax.tree.map(lambda x: (x & 0xFFFF).astype(np.int32), s) for s in sums])
         high = added([jax.tree.map(lambda x: (x >> 16).astype(np.int32), s) for s in sums])
         return jax.tree.map(lambda upper, lower: (upper.astype(np.int64) << 16) + lower, high, low)
+
+
+def mesh_sum(
+    task: Task, params: Any, rows: np.ndarray, clip: Clip, strategy: Strategy
+) -> tuple[Any, Stats]:
+    """What `--engine spmd` computes, as a plain function: the clipped sum over all units.
+
+    To be called with the same arguments in every process that `jax.distributed` has joined, whoever
+    started them (Ray Train's JaxTrainer, mpirun, Slurm). Arguments are those of
+    `Engine.clipped_sum`.
+    Returns: (the sum, the same in every process; the statistics of this process's share of units).
+    """
+    return MeshWorker(task).lane_sum(0, params, rows, clip, strategy)
 
 
 @functools.cache
