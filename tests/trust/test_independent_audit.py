@@ -21,6 +21,15 @@ def test_the_advantage_is_the_total_variation_distance(mu):
     assert exact <= advantage(curve) <= exact + 1e-3
 
 
+def test_epsilon_8_can_be_refuted_with_31_canaries():
+    claim = gaussian_claim(mu_of(8.0))
+    for canaries in (30, 31):
+        coins = np.arange(canaries) < canaries / 2
+        scores = np.where(coins, 1.0, 0.0)
+        found = audit_independent(scores, coins, claim, DELTA, SIGNIFICANCE)
+        assert found.correct == canaries and found.refuted == found.could_refute == (canaries > 30)
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize("epsilon", [1.0, 4.0, 8.0])
 def test_what_is_right_is_not_refuted_and_less_noise_is(epsilon):
