@@ -42,6 +42,18 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(texts, run_dir, 
     assert {name: found[name] for name in same} == {name: plan[name] for name in same}
 
 
+def test_a_dry_run_layer_by_layer_says_what_a_device_needs(texts, run_dir, capsys):
+    # Of so few units that many steps have none.
+    args = command(texts, run_dir, engine="local", strategy="twice", budget=2)
+    main([*args, "--dry-run", "--json"])
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert not run_dir.exists() and found["seconds"] > 0
+    assert found["device_bytes"] == sum(found["device_parts"].values())
+    assert found["device_parts"]["parameters"] >= 4 * found["num_parameters"]
+    assert "a device" in next(line for line in err.splitlines() if line.startswith("memory "))
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [

@@ -3,7 +3,9 @@
 Measured on a few units in this process. Evaluations, checkpoints and noise come on top.
 """
 
+import dataclasses
 import os
+import time
 from typing import Any
 
 import jax
@@ -11,9 +13,11 @@ import numpy as np
 import optax
 
 from fedsim.clipping import Strategy
+from fedsim.clipping.clip import num_coordinates
 from fedsim.config import EngineConfig, RunConfig, changed_run
-from fedsim.engine import Engine
+from fedsim.engine import Engine, Task
 from fedsim.engine.autotune import TRIAL_UNITS
+from fedsim.engine.memory import Footprint
 from fedsim.plan import Plan
 
 
@@ -25,25 +29,44 @@ def here(run: RunConfig) -> RunConfig:
 
 def cost(
     worker: Engine,
+    task: Task,
     rows: np.ndarray,
     params: Any,
     plan: Plan,
     strategy: Strategy,
     transformation: optax.GradientTransformation,
     config: EngineConfig,
+    *,
+    averaged: bool,
 ) -> dict[str, Any]:
     """Seconds and bytes of the steps of a plan with an engine, from a trial in this process.
 
     Args:
-      worker: of this process; rows: of a step, of which a few are tried.
+      worker: of this process, with its task.
+      rows: of a step that has units, of which a few are tried.
       config: the engine that is asked about: its workers are taken to be like this process.
+      averaged: an average of the parameters is kept, too.
     """
-    rows = rows[:TRIAL_UNITS]
+    rows, state = rows[:TRIAL_UNITS], jax.eval_shape(transformation.init, params)
+    if (mesh := config.mesh_shape) is not None:
+        few = rows[: mesh.devices]
+        step_s = _seconds(worker, params, few, plan, strategy) / len(few) * plan.expected_count
+        unit = jax.tree.map(_shape, task.read("train", rows[0]))
+        own, fixed = (jax.tree.map(_shape, tree) for tree in (params, task.frozen or {}))
+        after = [state, [own] * averaged]
+        need = Footprint(task, own, fixed, unit, after).need(strategy, mesh)
+        return {
+            "num_workers": 1,
+            "step_seconds": step_s,
+            "seconds": step_s * plan.num_steps,
+            "device_bytes": need.total,
+            "device_parts": dataclasses.asdict(need),
+            "driver_bytes": 8 * num_coordinates(params),  # what a step releases
+        }
     (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
     cpus = len(os.sched_getaffinity(0)) // config.threads_per_worker
     workers = 1 if config.kind == "local" else config.num_workers or max(1, cpus)
-    step_s = trial.seconds / max(1, len(rows)) * plan.expected_count / workers
-    state = jax.eval_shape(transformation.init, params)
+    step_s = trial.seconds / len(rows) * plan.expected_count / workers
     return {
         "num_workers": workers,
         "step_seconds": step_s,
@@ -56,12 +79,37 @@ def cost(
 def cost_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values of what `cost` found as a person wants to read them."""
     step, steps = _time(found["step_seconds"]), _time(found["seconds"])
-    worker, driver = _size(found["worker_bytes"]), _size(found["driver_bytes"])
+    driver, of_device = _size(found["driver_bytes"]), found.get("device_bytes")
+    if of_device is not None:
+        return [
+            ("time", f"about {step} a step, {steps} in all, for gradients on devices like these"),
+            (
+                "memory",
+                f"about {_size(of_device)} a device, {driver} here for a step's release",
+            ),
+        ]
+    worker = _size(found["worker_bytes"])
     workers = f"{found['num_workers']} worker(s) like this process"
     return [
         ("time", f"about {step} a step, {steps} in all, for gradients on {workers}"),
         ("memory", f"about {worker} a worker, {driver} here, beside what any process takes"),
     ]
+
+
+def _seconds(
+    worker: Engine, params: Any, rows: np.ndarray, plan: Plan, strategy: Strategy
+) -> float:
+    """How long a sum takes, when it is computed for the second time: the first one compiles."""
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        jax.block_until_ready(worker.clipped_sum(params, rows, plan.clip, strategy)[0])
+        seconds = time.perf_counter() - start
+    return seconds
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
 
 
 def _time(seconds: float) -> str:

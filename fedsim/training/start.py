@@ -1,6 +1,7 @@
 """A run, from its settings to its first step: what is asked is checked, planned and counted."""
 
 import dataclasses
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -107,7 +108,9 @@ def train(
         update = update_of(run, plan.num_steps)
         strategy, why = _strategy(opened, workers, params, method, plan)
         if rehearsed is not None:
-            found = cost(workers, method.draw(0), params, plan, strategy, update, rehearsed)
+            drawn = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
+            asked = (workers, task, drawn, params, plan, strategy, update, rehearsed)
+            found = cost(*asked, averaged=bool(run.ema))
             console.rows(cost_rows(found))
             return {**plan.as_dict(), **found}
         host = workers.host(params)
