@@ -24,10 +24,9 @@ def test_a_sum_layer_by_layer_needs_what_was_said():
     assert measured <= said <= 1.05 * measured + LAYER
 
 
-SLOW = [pytest.mark.ci, pytest.mark.slow]
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 4])
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 4])
 def test_the_program_of_a_model_on_one_device_takes_what_was_said(rank):
     task, params, shapes = problem(2, 4, rank=rank)
     worker, strategy = Worker(task), Strategy("direct", 4)
