@@ -138,8 +138,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     row = measured(step)
     print(", ".join(f"{name} {value}" for name, value in row.items()), file=sys.stderr)
-    least = {"small": 2.0}.get(step.model, 20.0)
-    bars = [at_most(f"peak GiB of one step, {MeshShape.parse(step.mesh)}", row["peak_gib"], least)]
+    most = {"small": 2.0}.get(step.model, 20e9 / GIB)
+    bars = [at_most(f"peak GiB of one step, {MeshShape.parse(step.mesh)}", row["peak_gib"], most)]
     found = {**circumstances("fedsim", "jax", "jaxlib"), "rows": [row], "bars": bars}
     if given.json:
         print(json.dumps(found))
