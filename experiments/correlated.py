@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import common
@@ -339,22 +340,25 @@ def gaps(settings: Settings, rows: Rows) -> Rows:
     return found
 
 
-def draw_losses(found: Sequence[dict[str, Any]]) -> Figure:
-    """The best loss of each kind, a line for each group."""
+def draw_losses(found: Rows) -> Figure:
+    """The loss of each kind, a line for each algorithm and epsilon: mean and range of the seeds."""
     figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
-    order, labelled = (INDEPENDENT, ALLOCATION, CORRELATED, NONE), set()
-    for row in found:
-        shown = [kind for kind in order if row[f"loss_{kind}"] is not None]
-        name = f"{row['algorithm'].upper()}, $\\varepsilon$ = {row['epsilon']:g}"
-        axis.plot(
+    order = (INDEPENDENT, ALLOCATION, CORRELATED, NONE)
+    styles = ("-o", "--s", ":^")
+    groups = by(found, lambda row: (row["algorithm"], row["epsilon"]))
+    for (algorithm, epsilon), own in sorted(groups.items()):
+        shown = [kind for kind in order if own[0][f"loss_{kind}"] is not None]
+        losses = np.array([[row[f"loss_{kind}"] for kind in shown] for row in own])
+        mean = losses.mean(axis=0)
+        axis.errorbar(
             [order.index(kind) for kind in shown],
-            [row[f"loss_{kind}"] for kind in shown],
-            "-o",
-            color=common.COLOURS[row["algorithm"].upper()],
-            alpha=0.4 + 0.6 * (row["epsilon"] == found[0]["epsilon"]),
-            label=None if name in labelled else name,
+            mean,
+            np.abs(np.array([losses.min(axis=0), losses.max(axis=0)]) - mean),
+            fmt=styles[sorted({row["epsilon"] for row in found}).index(epsilon) % len(styles)],
+            color=common.COLOURS[algorithm.upper()],
+            capsize=2,
+            label=f"{algorithm.upper()}, $\\varepsilon$ = {epsilon:g}",
         )
-        labelled.add(name)
     axis.set_xticks(range(len(order)), order)
     axis.set(ylabel="held-out loss, rates tuned")
     axis.grid(alpha=0.3)
