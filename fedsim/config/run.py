@@ -104,13 +104,13 @@ class EngineConfig:
     """CPU threads of a worker. Part of the result's bits: 1 gives others than more."""
 
     devices_per_worker: int | None = None
-    """JAX devices of a worker process: GPUs, TPU chips, or CPU devices. Part of the result's bits.
-    Default: 1, or all chips of a TPU host."""
+    """JAX devices of a worker process: GPUs, TPU chips, or CPU devices. Part of the result's bits,
+    but with a mesh. Default: those of the mesh; or 1, or all chips of a TPU host."""
 
     mesh: str | None = None
-    """How the devices of this process share a model that one cannot hold: fsdp:4, data:2,fsdp:4, or
-    fsdp:4,tensor:2, in 4 x 2 parts. With engine=local and strategy layers or twice. No part of the
-    result's bits."""
+    """How the devices of each worker, or of this process, share a model that one cannot hold:
+    fsdp:4, data:2,fsdp:4, or fsdp:4,tensor:2, in 4 x 2 parts. With engine=ray or local and strategy
+    layers or twice. No part of the result's bits."""
 
     strategy: str = "auto"
     """How clipped sums are computed: scan, direct, ghost, bookkeeping or vmap, each with :ROWS at a
@@ -130,12 +130,14 @@ class EngineConfig:
         expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
         shape, given = self.mesh_shape, self.devices_per_worker
         if shape is not None:
-            known = self.kind == "local"
-            expect("engine", self.kind, known, "local, with a mesh or strategy layers or twice")
+            known = self.kind in ("ray", "local")
+            expected = "ray or local, with a mesh or strategy layers or twice"
+            expect("engine", self.kind, known, expected)
             whole = self.strategy in LAYERED
             expect("strategy", self.strategy, whole, f"{' or '.join(LAYERED)}, with a mesh")
             number = given is None or given == shape.devices
             expect("devices_per_worker", given, number, f"{shape.devices}, those of mesh={shape}")
+            object.__setattr__(self, "devices_per_worker", None)  # the mesh says it: no other run
 
     @property
     def mesh_shape(self) -> MeshShape | None:

@@ -1,5 +1,6 @@
 """Engines: where gradients are computed. Ray is imported below this package alone."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,22 +31,24 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
     Args: note: told, for people, what happened to workers.
     Raises: ConfigError: the cluster cannot be reached or has no room for the workers.
     """
-    compiled = remember_programs()
+    compiled, mesh = remember_programs(), config.mesh_shape
     if config.kind == "local":
         expect_accelerator(config)
         from fedsim.engine.local_engine import LocalEngine
 
-        return LocalEngine(task, num_lanes=config.num_lanes, mesh=config.mesh_shape)
+        return LocalEngine(task, num_lanes=config.num_lanes, mesh=mesh)
     if config.kind == "spmd":
-        from fedsim.engine.spmd_engine import SpmdEngine as RayEngine
+        from fedsim.engine.spmd_engine import SpmdEngine as create_engine
     else:
         from fedsim.engine.ray_engine import RayEngine
-    return RayEngine(
+
+        create_engine = functools.partial(RayEngine, mesh=mesh)
+    return create_engine(
         task,
         num_lanes=config.num_lanes,
         num_workers=config.num_workers,
         threads=config.threads_per_worker,
-        devices=config.devices_per_worker,
+        devices=mesh.devices if mesh else config.devices_per_worker,
         accelerator=config.accelerator,
         wait_s=config.wait_for_workers,
         cache_dir=compiled,
@@ -75,10 +78,12 @@ def reduction(config: EngineConfig, *, exact: bool) -> str:
 
     Args: exact: whether sums are of whole numbers, as with noise; then nothing matters.
     Raises: ConfigError: with spmd and floating-point sums, the number of workers is part of it and
-      has to be given.
+      has to be given; layers and twice add up whole numbers alone.
     """
     if exact:
         return "whole numbers"
+    cut, why = config.mesh_shape, "another one without noise (epsilon=inf): it adds whole numbers"
+    expect("strategy", config.strategy, cut is None, why)
     if config.kind != "spmd":
         return f"{config.num_lanes} lanes in order"
     given, why = config.num_workers is not None, "bits depend on it with engine=spmd"

@@ -58,10 +58,14 @@ class Actors:
         self._versions = versions()
         self.fixed = num_workers is not None
 
-    def create(self, worker_class: type, **options) -> Any:
-        """A new actor, on its way up; it has no task yet."""
+    def create(self, worker_class: type, *arguments: Any, **options: Any) -> Any:
+        """A new actor, on its way up; it has no task yet.
+
+        Args: arguments: of its constructor, beside the directory of compiled programs.
+        """
         chosen = {**actor_options(self.placement), **options}
-        return ray.remote(worker_class).options(**chosen).remote(cache_dir=self._cache_dir)
+        actor = ray.remote(worker_class).options(**chosen)
+        return actor.remote(*arguments, cache_dir=self._cache_dir)
 
     def wanted(self) -> int:
         """How many workers there should be now: what was asked for, or what there is room for."""

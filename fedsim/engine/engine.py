@@ -92,6 +92,8 @@ class Engine(ABC):
     """Computes sums over lanes; subclasses say where."""
 
     num_workers: int
+    least_units = 2
+    """Units of a lane, where so many were drawn. Of one alone, its sum would be the gradient."""
 
     def __init__(self, num_lanes: int, note: Callable[[str], None] = ignore):
         """Args: note: told, for people, what happened to workers."""
@@ -257,6 +259,5 @@ class Engine(ABC):
 
     def cut(self, rows: np.ndarray) -> list[np.ndarray]:
         """Rows in lanes: consecutive, sizes equal or one apart, independent of the workers."""
-        # Of one unit alone, a lane's sum would be that unit's gradient.
-        num_lanes = max(1, min(self.num_lanes, len(rows) // 2))
+        num_lanes = max(1, min(self.num_lanes, len(rows) // self.least_units))
         return [lane for lane in np.array_split(rows, num_lanes) if len(lane)]

@@ -25,12 +25,14 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from fedsim.config import MeshShape
 from fedsim.engine.actors import MAX_LOSSES, START_S, Actors, Shared, cause, failure
 from fedsim.engine.engine import Engine, EngineError, ignore
 from fedsim.engine.health import Health, Patience, State
 from fedsim.engine.mesh import MeshWorker
 from fedsim.engine.monitor import Monitor
 from fedsim.engine.resources import store_bytes
+from fedsim.engine.sharded import RemoteShardedWorker, layers_of
 from fedsim.engine.task import Task
 from fedsim.engine.worker import NoTask, Worker
 
@@ -85,10 +87,19 @@ class RayEngine(Engine):
         num_lanes: int,
         note: Callable[[str], None] = ignore,
         patience: Patience | None = None,
+        mesh: MeshShape | None = None,
         **actors: Any,
     ):
-        """Args: actors: see `Actors`."""
+        """Args:
+        mesh: how the devices of a worker have the model between them; None: each has the whole.
+        actors: see `Actors`.
+        Raises: ConfigError: also where the task has no layers for a mesh.
+        """
         super().__init__(num_lanes, note)
+        self._mesh = mesh
+        if mesh is not None:
+            layers_of(task, mesh)
+            self.least_units = max(self.least_units, mesh.devices)
         self._actors = Actors(task, **actors)
         self._monitor = Monitor()
         self.num_workers = self._actors.placement.num_workers
@@ -117,7 +128,8 @@ class RayEngine(Engine):
         self._started = True
 
     def describe(self) -> str:
-        return self._actors.placement.describe()
+        cut = "" if self._mesh is None else f" ({self._mesh})"
+        return self._actors.placement.describe() + cut
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -275,8 +287,11 @@ class RayEngine(Engine):
     def _hire(self) -> None:
         """One more worker, on its way up."""
         worker = next(self._names)
-        several = self._actors.placement.devices > 1
-        self._workers[worker] = self._actors.create(MeshWorker if several else Worker)
+        if self._mesh is not None:
+            self._workers[worker] = self._actors.create(RemoteShardedWorker, None, self._mesh)
+        else:
+            several = self._actors.placement.devices > 1
+            self._workers[worker] = self._actors.create(MeshWorker if several else Worker)
         self._health.join(worker, time.monotonic())
         self._probe_at[worker] = 0.0
 

@@ -43,6 +43,14 @@ def make_mesh(shape: MeshShape) -> Mesh:
     return Mesh(np.array(found[: shape.devices]).reshape(grid), AXES)
 
 
+def layers_of(task: Task, shape: MeshShape) -> Any:
+    """The layers that a mesh goes through. Raises ConfigError: it cannot, with this task."""
+    layers = task.layers
+    given = layers is not None and task.local_steps is None
+    expect("mesh", shape, given, "none: the task has no layers, or its users have local steps")
+    return layers
+
+
 def specs_of(params: Any, mesh: MeshShape) -> Any:
     """How arrays are cut, a tree like `params`: over FSDP along the longest axis that so many equal
     parts have, of stacked arrays one of each layer's, and over TENSOR along the longest of the
@@ -80,26 +88,27 @@ def bytes_of_part(params: Any, mesh: MeshShape) -> int:
 class ShardedWorker(Worker):
     """Computes lanes on a mesh, with the strategies `layers` and `twice`."""
 
-    def __init__(self, task: Task, shape: MeshShape, cache_dir: Path | None = None):
-        """Raises: ConfigError: there are not so many devices, or the model has no layers."""
+    def __init__(self, task: Task | None, shape: MeshShape, cache_dir: Path | None = None):
+        """Args: task: None: `begin` brings it.
+        Raises: ConfigError: there are not so many devices, or the model has no layers."""
+        if task is not None:
+            layers_of(task, shape)
         super().__init__(task, cache_dir)
         self.shape, self.mesh = shape, make_mesh(shape)
-        layers = getattr(task, "layers", None)
-        given = layers is not None and task.local_steps is None
-        expect("mesh", shape, given, "none: the task has no layers, or its users have local steps")
-        assert layers is not None
         self._devices = list(self.mesh.devices.flat)
-        own = Programs(layers)
-        options = compiler_options(self._devices[0].platform)
-        self._run = {
-            each.__name__: jax.jit(each, compiler_options=options)
-            for each in (own.stem, own.block, own.nats, own.head, own.block_back, own.stem_back)
-        }
-        self._numbers = jax.jit(_numbers, compiler_options=options)
+        self._options = compiler_options(self._devices[0].platform)
+        self._numbers = jax.jit(_numbers, compiler_options=self._options)
         self._layer = jax.jit(_layer, out_shardings=self._sharding(PartitionSpec()))
         self._whole = jax.jit(lambda tree: tree, out_shardings=self._sharding(PartitionSpec()))
         self._add_layer = jax.jit(_add_layer, donate_argnums=0)
         self._add = jax.jit(_add, donate_argnums=0)
+
+    @functools.cached_property
+    def _run(self) -> dict[str, Any]:
+        """The programs for one device, by name."""
+        own = Programs(layers_of(self.task, self.shape))
+        parts = (own.stem, own.block, own.nats, own.head, own.block_back, own.stem_back)
+        return {each.__name__: jax.jit(each, compiler_options=self._options) for each in parts}
 
     def place(self, params: Any) -> Any:
         """Parameters or the like, cut and put on the devices."""
@@ -204,6 +213,15 @@ class ShardedWorker(Worker):
 
     def _sharding(self, spec):
         return NamedSharding(self.mesh, spec)
+
+
+class RemoteShardedWorker(ShardedWorker):
+    """The same in a process of its own, which sends its sums as whole NumPy arrays."""
+
+    def lane_sum(self, *args: Any):
+        """Like `Worker.lane_sum`."""
+        total, stats = super().lane_sum(*args)
+        return jax.tree.map(np.asarray, total), stats
 
 
 class _Model:

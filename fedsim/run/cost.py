@@ -53,15 +53,20 @@ def cost(
         step_s = _seconds(worker, params, few, plan, strategy) / len(few) * plan.expected_count
         unit = jax.tree.map(_shape, task.read("train", rows[0]))
         own, fixed = (jax.tree.map(_shape, tree) for tree in (params, task.frozen or {}))
-        after = [state, [own] * averaged]
+        after, driver = [state, [own] * averaged], 8 * num_coordinates(params)  # what is released
+        workers = 1
+        if config.kind != "local":  # which alone has the update where the parameters are
+            after, workers = [], config.num_workers or 1
+            driver += 2 * _num_bytes(params) + _num_bytes(state)
         need = Footprint(task, own, fixed, unit, after).need(strategy, mesh)
+        step_s /= workers
         return {
-            "num_workers": 1,
+            "num_workers": workers,
             "step_seconds": step_s,
             "seconds": step_s * plan.num_steps,
             "device_bytes": need.total,
             "device_parts": dataclasses.asdict(need),
-            "driver_bytes": 8 * num_coordinates(params),  # what a step releases
+            "driver_bytes": driver,
         }
     (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
     cpus = len(os.sched_getaffinity(0)) // config.threads_per_worker

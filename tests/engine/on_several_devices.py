@@ -12,7 +12,7 @@ from pretrained_models import make_model, make_texts
 
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import lattice_bits
-from fedsim.config import Algorithm, EngineConfig, MeshShape, PrivacyConfig, run_config
+from fedsim.config import Algorithm, MeshShape, PrivacyConfig, run_config
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine.engine import EngineError
@@ -175,21 +175,6 @@ def test_arrays_are_cut_along_their_longest_axis_that_can_be():
     }
     own = specs_of({"v": np.zeros(8)}, MeshShape(1, 4, 2))
     assert own["v"] == PartitionSpec(("fsdp", "tensor"))
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"mesh": "fsdp:4,model:2"}, "mesh=fsdp:4,model:2: expected data:N, fsdp:N and tensor:N"),
-        ({"mesh": "fsdp"}, "mesh=fsdp: expected data:N, fsdp:N and tensor:N"),
-        ({"mesh": "fsdp:2", "kind": "ray"}, "engine=ray: expected local, with a mesh"),
-        ({"mesh": "fsdp:2", "strategy": "auto"}, "strategy=auto: expected layers or twice"),
-        ({"mesh": "fsdp:2", "devices_per_worker": 4}, "devices_per_worker=4: expected 2, those of"),
-    ],
-)
-def test_a_mistake_is_named(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(**{"kind": "local", "strategy": "twice", **settings})
 
 
 def test_too_few_devices_are_a_mistake(whole):
