@@ -28,8 +28,9 @@ def problem():
     texts = {"user": [rng.integers(24, size=15) for _ in range(12)]}
     data = Dataset(train=UserStore.from_examples(texts, max_length=16, vocab_size=24))
     task = LanguageModelTask(data, TransformerConfig(24, 16, 8, 1, 2))
-    shapes = jax.eval_shape(lambda: stacked(task.init(jax.random.key(0)), 1))
-    return task, jax.tree.map(lambda x: rng.normal(0, 0.1, x.shape).astype(np.float32), shapes)
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    params = jax.tree.map(lambda x: rng.normal(0, 0.1, x.shape).astype(np.float32), shapes)
+    return task, stacked(params, 1)
 
 
 def test_a_worker_that_gets_its_task_later_sends_the_same_sum_as_numpy(problem):
