@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.benchmarks.common import circumstances
-from experiments.records import as_claims, as_written, came_from, seeds_of, short
+from experiments.records import as_claims, as_written, came_from, seeds_of, short, verdict
 from experiments.rows import Rows
 from fedsim.data import synthetic
 from fedsim.data.building.build import build
@@ -31,8 +31,8 @@ STARTED = time.time()
 SCALES = ("smoke", "small", "paper")
 COLOURS = {"ELS": "tab:blue", "ULS": "tab:orange"}
 
-Claims = Sequence[tuple[str, bool, str]]
-"""What is claimed, whether it held, and the numbers."""
+Claims = Sequence[tuple[str, bool | None, str]]
+"""What is claimed, whether it held (None: that is not known yet), and the numbers."""
 NO_FIGURES: Mapping[str, Any] = MappingProxyType({})
 
 # Real data that stand in for the paper's: recipe, file, columns; not in the repository.
@@ -58,9 +58,11 @@ STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def iterates(plan: Any, method: Any, engine: Any, params: Any, rule: Any) -> Iterator[Any]:
+def iterates(
+    plan: Any, method: Any, engine: Any, params: Any, rule: Any, rows: int = 8
+) -> Iterator[Any]:
     """The parameters after each step of a plan, without a run around it; they end where they are
-    no numbers any more. Args: rule: the optimizer."""
+    no numbers any more. Args: rule: the optimizer; rows: of one pass."""
     from fedsim.clipping import Strategy
     from fedsim.optimizers import is_finite, updater
 
@@ -72,7 +74,7 @@ def iterates(plan: Any, method: Any, engine: Any, params: Any, rule: Any) -> Ite
             engine,
             clip=plan.clip_at(plan.clip_norm),
             noise_multiplier=plan.gradient_noise_multiplier,
-            strategy=Strategy("direct", 8),
+            strategy=Strategy("direct", rows),
             add_noise=add_noise,
         )
         params, state = update(noisy.values(), state, params)
@@ -81,13 +83,15 @@ def iterates(plan: Any, method: Any, engine: Any, params: Any, rule: Any) -> Ite
             return
 
 
-def resumable(description: str | None, what: str) -> argparse.Namespace:
+def resumable(description: str | None, what: str, *, processes: bool = False) -> argparse.Namespace:
     """The arguments of an experiment that goes on with rows that were kept: those of
-    `add_arguments`, and --minutes, after which no `what` is begun."""
+    `add_arguments`, --minutes, after which no `what` is begun, and --processes if asked for."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
     add_arguments(parser)
     parser.add_argument("--minutes", type=float, default=60, help=f"begin no {what} after these")
+    if processes:
+        parser.add_argument("--processes", type=int, help="side by side; else one for each core")
     return parser.parse_args()
 
 
@@ -225,8 +229,8 @@ def finish(
     record |= circumstances("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "dp-accounting")
     (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     for what, held, numbers in claims:
-        verdict = ("yes" if held else "no") if judged else "not judged at this scale"
-        print(f"{what}: {verdict} ({numbers})")
+        says = {True: "yes", False: "no", None: "not judged"}[verdict(held, judged)]
+        print(f"{what}: {says} ({numbers})")
     assert not always or all(held for _, held, _ in claims)
 
 

@@ -15,13 +15,9 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import itertools
-import json
 import math
-import multiprocessing
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +28,7 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from experiments import common
+from experiments.processes import compute
 from experiments.records import as_written
 from experiments.rows import Rows, by, kept, missing
 from fedsim import files
@@ -272,27 +269,6 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     }
 
 
-def run(settings: Settings, file: Path, minutes: float) -> None:
-    """Train what is missing, on as many cores as there are, until there is no time left."""
-    fields = [field.name for field in dataclasses.fields(Cell)]
-    todo = iter(missing(cells(settings), file))
-    os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}
-    ends, cores = time.monotonic() + 60 * minutes, os.cpu_count() or 1
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(cores, spawn) as pool, file.open("a") as out:
-        first = itertools.islice(todo, cores if minutes else 0)
-        under_way: set[Future] = {pool.submit(train, cell, settings) for cell in first}
-        while under_way:
-            ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-            for future in ended:
-                row = future.result()
-                out.write(json.dumps(row) + "\n")
-                out.flush()
-                print(*(row[name] for name in fields), row["losses"], row["seconds"], flush=True)
-                if time.monotonic() < ends and (cell := next(todo, None)) is not None:
-                    under_way.add(pool.submit(train, cell, settings))
-
-
 def best(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each optimizer and schedule of a group: of its best rate."""
     ways: dict[tuple, list[dict[str, Any]]] = {}
@@ -383,7 +359,7 @@ def main() -> None:
         return
     out = common.out_of(given)
     file = out / "optimizers.jsonl"
-    run(settings, file, given.minutes)
+    compute(train, missing(cells(settings), file), settings, file, given.minutes)
     table = best(kept(file))
     figures, claims = {"optimizers": plot(table)}, check(as_written(table))
     common.finish(

@@ -55,12 +55,19 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         return [{name: read_value(text) for name, text in row.items()} for row in rows]
 
 
-def as_claims(found: Iterable[tuple[str, bool, str]], judged: bool = True) -> list[dict[str, Any]]:
-    """Claims as a record has them."""
+def as_claims(
+    found: Iterable[tuple[str, bool | None, str]], judged: bool = True
+) -> list[dict[str, Any]]:
+    """Claims as a record has them. One that says None of itself is not judged yet."""
     return [
-        {"claim": what, "held": bool(held) if judged else None, "numbers": numbers}
+        {"claim": what, "held": verdict(held, judged), "numbers": numbers}
         for what, held, numbers in found
     ]
+
+
+def verdict(held: bool | None, judged: bool = True) -> bool | None:
+    """In JSON's types: whether a claim held, or None."""
+    return None if held is None or not judged else bool(held)
 
 
 def came_from() -> dict[str, Any]:

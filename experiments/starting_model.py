@@ -77,15 +77,15 @@ def users(name: str) -> Path:
     return path
 
 
-def model() -> Path:
-    """The pre-trained model: the directory of its run."""
-    path = directory() / "model"
+def model(size: str = MODEL) -> Path:
+    """The pre-trained model of a size: the directory of its run."""
+    path = directory() / ("model" if size == MODEL else f"model-{size}")
     summary = path / "summary.json"
     if not summary.exists() or json.loads(summary.read_text())["steps_done"] < STEPS.num_steps:
         run = run_config(
             data=str(public()),
             run_dir=path,
-            model=MODEL,
+            model=size,
             optimizer="adafactor",
             learning_rate=LEARNING_RATE,
             seed=0,

@@ -8,7 +8,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from experiments import fig06_privacy_loss, fig18_personalization, sampling
+from experiments import (
+    fig06_privacy_loss,
+    fig18_personalization,
+    regime_claims,
+    regime_plots,
+    sampling,
+)
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 
@@ -203,3 +209,66 @@ def test_shuffling_may_claim_what_one_gaussian_release_an_epoch_has():
     poisson = SimpleNamespace(**{**vars(shuffled("els", 10, 2)), "sampling_run": "poisson"})
     event = StepEvent(4.0, 0.1, 2)
     assert claimed(poisson) == accounting.epsilon([(event, 10)], 1e-6) < gaussian(2.0, 1)
+
+
+def regime(loss, seeds=2, users=(regime_claims.ALL, regime_claims.FEW)):
+    """Trainings of the paper's regime for loss(data, algorithm, epsilon, group, budget, times)."""
+    groups = {"els": {1, 8, 154, 308}, "uls": {1, 4, 16}}
+    main = [(1, 512, seed) for seed in range(seeds)]
+    more = [
+        (times, budget, seed) for times in (1, 100) for budget in (64, 512) for seed in range(6)
+    ]
+    return [
+        {
+            **{"data": data, "algorithm": algorithm, "epsilon": epsilon, "group_size": group},
+            **{"budget": budget, "times": times, "seed": seed, "median_examples": 154},
+            **{"heuristic_group_size": 1 if data == regime_claims.ALL else 16, "planned": 128},
+            "expected_count": budget if algorithm == "els" else budget // group,
+            "loss_before": 5.0,
+            "loss": loss(data, algorithm, epsilon, group, budget, times) + 1e-4 * seed,
+        }
+        for data in users
+        for algorithm, sizes in groups.items()
+        for epsilon in (4.0, 1.0)
+        for group in sizes
+        for times, budget, seed in (*main, *(more if data == users[0] and epsilon == 4 else ()))
+    ]
+
+
+def regime_verdicts(rows):
+    found = regime_claims.check(rows)
+    return {what: held for what, held, _ in found}
+
+
+def as_the_paper_says(data, algorithm, epsilon, group, budget, times):
+    if algorithm == "els":
+        worse = 0.1 * abs(np.log2(group / 154)) / 7
+        return 4.6 + worse + 0.2 / epsilon - times / 1000 - budget / 1e5
+    worse = 0.05 * abs(np.log2(group)) if data == regime_claims.ALL else 0.2 / group
+    return 4.5 + worse + 0.1 / epsilon - budget / 1000
+
+
+def test_the_regime_judges_each_claim_of_the_paper():
+    rows = [row for row in regime(as_the_paper_says) if row["seed"] < 6]
+    held = regime_verdicts(rows)
+    assert held.pop("ours: all trainings were run") is False
+    assert set(held.values()) == {True} and len(held) == 15
+    opposite = regime_verdicts(regime(lambda d, *at: 9.5 - as_the_paper_says(d, *at)))
+    assert not any(holds for what, holds in opposite.items())
+
+
+def test_the_regime_judges_nothing_before_all_cells_of_a_claim_have_their_seeds():
+    one_seed = [row for row in regime(as_the_paper_says) if row["seed"] < 1]
+    no_other = [row for row in regime(as_the_paper_says) if row["group_size"] != 308]
+    for rows, judged in ((one_seed, 0), (no_other, 8)):
+        held = regime_verdicts(rows)
+        assert sum(verdict is not None for what, verdict in held.items() if "ours" not in what) == (
+            judged
+        )
+
+
+def test_the_regime_is_drawn_with_whatever_there_is():
+    every = regime(as_the_paper_says)
+    for rows in (every, every[:1], [row for row in every if row["algorithm"] == "uls"]):
+        for plot in regime_plots.FIGURES.values():
+            plt.close(plot(rows))

@@ -1,0 +1,48 @@
+"""Cells computed side by side, one process and one thread for each; rows are kept as they come."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from experiments.rows import Cell, Row
+
+
+def compute(
+    train: Callable[[Cell, Any], Row],
+    cells: Iterable[Cell],
+    settings: Any,
+    file: Path,
+    minutes: float,
+    processes: int | None = None,
+) -> None:
+    """Append the row of each cell to `file`, in the order in which they end.
+
+    Args:
+      train: a function of a module, of a cell and the settings.
+      minutes: after these no cell is begun.
+      processes: None: as many as there are cores.
+    """
+    todo, ends = iter(cells), time.monotonic() + 60 * minutes
+    count = (processes or os.cpu_count() or 1) if minutes else 0
+    first = list(itertools.islice(todo, count))
+    if not first:
+        return
+    os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(first), spawn) as pool, file.open("a") as out:
+        under_way: set[Future] = {pool.submit(train, cell, settings) for cell in first}
+        while under_way:
+            ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            for future in ended:
+                row = future.result()
+                out.write(json.dumps(row) + "\n")
+                out.flush()
+                print(*row.values(), flush=True)
+                if time.monotonic() < ends and (cell := next(todo, None)) is not None:
+                    under_way.add(pool.submit(train, cell, settings))

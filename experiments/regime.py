@@ -1,0 +1,361 @@
+"""The regime that the paper is about, on one machine: Figures 4, 5, 6, 8 and 14 once more.
+
+300 steps of 512 gradients of a model of 1,055,488 parameters that was pre-trained on public text,
+on two sets of users: all speakers of scotus, of whom a step sees few; and 600 of them with 100
+texts and more, where a cohort of 512 is nearly everyone, so that only larger groups can use more
+text. Measured norms of users' gradients, L_ULS(G), are beside (regime_norms.csv). The update is
+that of `fedsim train` where nothing is said of it: untuned, its rate follows from the noise alone.
+Without noise that is the largest rate of the rule. What is claimed of the losses is in
+regime_claims.py, which was committed before any run.
+
+Rows are appended to regime.jsonl beside the results as they come, the most telling first; the same
+command goes on with what is missing.
+
+    python -m experiments.regime --scale small [--minutes 60] [--processes 1]     (--dry-run: cost)
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import common, starting_model
+from experiments.processes import compute
+from experiments.records import as_written, came_from
+from experiments.regime_claims import ALL, FEW, check
+from experiments.regime_plots import FIGURES
+from experiments.rows import Row, Rows, kept, missing
+
+NAME, NORMS = "regime", "regime_norms"
+FIRST_COHORT = 32  # of Estimate-and-Double, as in the paper
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One scale. Of all cells but those of Figure 8: `budget` gradients a step, the users there
+    are."""
+
+    data: tuple[str, ...] = (ALL, FEW)
+    epsilons: tuple[float, ...] = (4.0, 1.0)
+    seeds: tuple[int, ...] = (0, 1, 2, 3)
+    seeds_few: tuple[int, ...] = (0, 1)
+    """Of the few users."""
+    num_steps: int = 300
+    budget: int = 512
+    uls_groups: tuple[int, ...] = (1, 4, 16)
+    """Beside what Estimate-and-Double says, which they are a bound of."""
+    times: tuple[int, ...] = (1, 100)
+    """Of Figure 8: as if there were so many times the users, in the accounting."""
+    small_budget: int = 64
+    """Of Figure 8, beside the budget."""
+    seeds_times: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
+    few_users: int = 600
+    few_least: int = 100
+    """Texts, of each of the few users."""
+    source: str = "scotus"
+    model: str = "small"
+    max_length: int = 32
+    eval_examples: int = 1024
+    seconds_per_gradient: float = 0.0035
+    """Of one core, for the estimate."""
+
+
+SETTINGS = {
+    "smoke": Settings(
+        epsilons=(4.0,),
+        seeds=(0,),
+        seeds_few=(0,),
+        num_steps=2,
+        budget=16,
+        uls_groups=(1,),
+        times=(1,),
+        seeds_times=(),
+        few_users=20,
+        few_least=2,
+        source="pydocs",
+        model="micro",
+        max_length=24,
+        eval_examples=16,
+    ),
+    "small": Settings(),
+    "paper": Settings(num_steps=2_000, budget=2_048, seeds_few=(0, 1, 2, 3)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Users:
+    """One of the sets of users."""
+
+    data: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A training."""
+
+    data: str
+    seed: int
+    algorithm: str
+    epsilon: float
+    group_size: int
+    budget: int
+    times: int = 1
+
+
+def cells(settings: Settings, looks: Mapping[str, Row]) -> Iterator[Cell]:
+    """All trainings, the most telling first. Args: looks: a row of `look` for each set of users."""
+    for seed in settings.seeds:
+        for epsilon, data in itertools.product((*settings.epsilons, math.inf), settings.data):
+            if data == ALL or seed in settings.seeds_few:
+                for algorithm, group in groups(settings, looks[data], epsilon):
+                    yield Cell(data, seed, algorithm, epsilon, group, settings.budget)
+    epsilon, look = settings.epsilons[0], looks[settings.data[0]]
+    budgets = (settings.budget, settings.small_budget)
+    for seed, times, budget in itertools.product(settings.seeds_times, settings.times, budgets):
+        if times == 1 and budget == settings.budget and seed in settings.seeds:
+            continue  # as above
+        uls = heuristic(settings, look, epsilon, budget, times)
+        for algorithm, group in (("els", look["median_examples"]), ("uls", uls)):
+            yield Cell(look["data"], seed, algorithm, epsilon, group, budget, times)
+
+
+def groups(settings: Settings, look: Row, epsilon: float) -> list[tuple[str, int]]:
+    """Algorithms and group sizes that are compared, those of the heuristics first."""
+    median, uls = look["median_examples"], settings.uls_groups
+    if math.isinf(epsilon):
+        return [("els", median), ("uls", 1)]
+    chosen = heuristic(settings, look, epsilon, settings.budget)
+    both = [("els", median), ("uls", chosen)]
+    both += [("uls", group) for group in reversed(uls) if group != chosen]
+    others = (1, 8, 2 * median) if look["data"] == ALL else (1,)
+    return both + [("els", group) for group in others if group != median]
+
+
+def heuristic(settings: Settings, look: Row, epsilon: float, budget: int, times: int = 1) -> int:
+    """G_ULS by Estimate-and-Double, of the norms that were measured."""
+    from fedsim.tuning import doubling
+
+    users, norms = look["num_users"], look["norms"]
+    first = doubling.Configuration(1, min(FIRST_COHORT, budget))
+    limits = doubling.Limits(max(settings.uls_groups), users)
+    noise = doubling.uls_noise(epsilon, users**-1.1, settings.num_steps, users * times)
+    norm = {int(group): value for group, (value, *_) in norms.items()}
+    found, _ = doubling.estimate_and_double(budget, norm.__getitem__, noise, first, limits)
+    return found.group_size
+
+
+def started(data: str, settings: Settings, seed: int) -> tuple[Any, ...]:
+    """(Run settings, model, data, key, task, parameters before training); texts are cut."""
+    from fedsim import engine
+    from fedsim.keys import SecretKey
+    from fedsim.models.language_model import LanguageModelTask
+    from fedsim.run.model_source import make_task
+
+    engine.remember_programs()
+    run, model, users = opened(data, settings)
+    key = SecretKey.create(seed, "regime")
+    task, params = make_task(run, model, users, key.jax_key("parameters"))
+    length = {"max_length": settings.max_length, "num_positions": task.config.table}
+    config = dataclasses.replace(task.config, **length)
+    return run, model, users, key, LanguageModelTask(users, config), params
+
+
+@functools.lru_cache(maxsize=2)
+def opened(data: str, settings: Settings) -> tuple[Any, Any, Any]:
+    """(Run settings, model, data) of a set of users; the few are drawn among those with text, and
+    held-out users are the same."""
+    from fedsim.config import run_config
+    from fedsim.data.users import UserStore
+    from fedsim.run.model_source import find_model, load_data
+
+    made_up = settings.source == "pydocs"
+    built = settings.source if made_up else starting_model.users(settings.source)
+    start = settings.model if made_up else str(starting_model.model(settings.model))
+    run = run_config(
+        data=str(built),
+        run_dir=Path("."),
+        model=start,
+        engine="local",
+        max_length=settings.max_length if made_up else None,
+    )
+    model = find_model(start)
+    found = load_data(run.data, model, lambda text: None)
+    if data == ALL:
+        return run, model, found
+    users, ids = found.train, found.train.user_ids()
+    rich = np.flatnonzero(np.diff(users.offsets) >= settings.few_least)
+    chosen = np.random.default_rng(0).choice(rich, settings.few_users, replace=False)
+    texts = {}
+    for user in chosen:
+        rows = np.arange(users.offsets[user], users.offsets[user + 1])
+        tokens, sizes = users.gather(rows, users.max_length)
+        texts[ids[user]] = [each[:size] for each, size in zip(tokens, sizes, strict=True)]
+    few = UserStore.from_examples(texts, users.max_length, users.vocab_size)
+    return run, model, dataclasses.replace(found, train=few)
+
+
+def look(at: Users, settings: Settings) -> Row:
+    """What the heuristics look at: the median user, and L_ULS(G) at the starting model with the
+    interval that it is in with a confidence of 95 %."""
+    from fedsim.clipping.clip import num_coordinates
+    from fedsim.engine.local_engine import LocalEngine
+    from fedsim.group_size import median_group_size
+    from fedsim.run.model_source import model_sha256
+    from fedsim.tuning.norms import GradientNorms
+
+    _, model, data, key, task, params = started(at.data, settings, 0)
+    tried = [2**n for n in range(max(settings.uls_groups).bit_length())]
+    engine = LocalEngine(task, num_lanes=1)
+    norms = GradientNorms(engine, params, data.train.offsets, key, most=tried[-1])
+    found = {group: norms.user_norm(group) for group in tried}
+    return {
+        **dataclasses.asdict(at),
+        "num_users": data.train.num_users,
+        "num_examples": data.train.num_examples,
+        "median_examples": median_group_size(np.diff(data.train.offsets)),
+        "norms": {str(group): [norm, *norms.intervals[norm]] for group, norm in found.items()},
+        "fingerprint": data.train.fingerprint,
+        "model": model_sha256(model),
+        "num_parameters": num_coordinates(params),
+    }
+
+
+def train(cell: Cell, settings: Settings) -> Row:
+    """What comes of a cell. Draws and fresh noise of a seed are the same for all."""
+    from fedsim.clipping.clip import num_coordinates
+    from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
+    from fedsim.engine.local_engine import LocalEngine
+    from fedsim.evaluate import evaluate, headline
+    from fedsim.optimizers import averaged, is_finite, update_rule
+    from fedsim.plan import complete, make_plan, method_for
+    from fedsim.run.model_source import model_sha256
+    from fedsim.training import settled_by
+
+    began, used = time.monotonic(), time.process_time()
+    run, model, data, key, task, params = started(cell.data, settings, cell.seed)
+    users, algorithm = data.train, Algorithm(cell.algorithm)
+    privacy = PrivacyConfig(
+        cell.epsilon,
+        settings.num_steps,
+        cell.budget,
+        group_size=cell.group_size,
+        delta=users.num_users**-1.1,
+        adjacency=ADD_OR_REMOVE,
+        assumed_population=users.num_users * cell.times if cell.times > 1 else None,
+    )
+    privacy, _ = complete(algorithm, privacy, data)
+    method = method_for(algorithm, privacy, users, key)
+    plan = make_plan(algorithm, privacy, users, method, num_coordinates(params), [], "")
+    run = settled_by(plan, None, run, fresh=model is None)
+    assert run.learning_rate is not None
+    rule, engine = update_rule(run, run.learning_rate), LocalEngine(task, num_lanes=1)
+    before = headline(evaluate(engine, params, data, settings.eval_examples))
+    average, steps = params, common.iterates(plan, method, engine, params, rule, rows=4)
+    for step, params in enumerate(steps, 1):  # noqa: B020
+        if is_finite(params):
+            average = averaged(average, params, run.ema or 0.0, step)
+    losses = [
+        headline(evaluate(engine, each, data, settings.eval_examples)) for each in (average, params)
+    ]
+    return {
+        **dataclasses.asdict(cell),
+        "num_users": plan.num_users,
+        "median_examples": int(np.median(np.diff(users.offsets))),
+        "num_parameters": plan.num_parameters,
+        "expected_count": plan.expected_count,
+        "noise_multiplier": plan.noise_multiplier,
+        "delta": plan.delta,
+        "learning_rate": run.learning_rate,
+        "loss_before": before,
+        "loss": losses[0],
+        "loss_last": losses[1],
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(time.process_time() - used, 1),
+        "model": (model_sha256(model) or "")[:12],
+        **came_from(),
+    }
+
+
+def cost(todo: Sequence[Cell], done: int, settings: Settings) -> str:
+    """What is to be run, and how long it takes."""
+    gradients = sum(cell.budget for cell in todo) * settings.num_steps
+    hours = gradients * settings.seconds_per_gradient / 3600
+    what = f"{len(todo)} trainings, {gradients:,} gradients, {done} trainings of them done: "
+    return what + f"about {hours / 2:.1f} hours on two cores for all"
+
+
+def main() -> None:
+    """Train what is missing, and write what was found."""
+    given = common.resumable(__doc__, "training", processes=True)
+    settings = SETTINGS[given.scale]
+    out = given.out or common.RESULTS / "small" if given.dry_run else common.out_of(given)
+    file, looks_file = out / f"{NAME}.jsonl", out / f"{NORMS}.jsonl"
+    at = [Users(data) for data in settings.data]
+    if given.dry_run:
+        assumed = {"num_users": 7_014, "median_examples": 154, "norms": dict.fromkeys("124", [1.0])}
+        assumed["norms"] |= {"8": [1.0], "16": [1.0]}
+        looks = {each.data: {"data": each.data, **assumed} for each in at}
+    else:
+        compute(look, missing(at, looks_file), settings, looks_file, math.inf, given.processes)
+        looks = {}
+    looks |= {row["data"]: row for row in kept(looks_file)}
+    todo = list(dict.fromkeys(cells(settings, looks)))
+    if given.dry_run:
+        kinds = dict.fromkeys((cell.data, f"epsilon {cell.epsilon:g}") for cell in todo)
+        print("; ".join(", ".join(kind) for kind in kinds))
+        print(cost(todo, len(todo) - len(missing(todo, file)), settings))
+        return
+    compute(train, missing(todo, file), settings, file, given.minutes, given.processes)
+    write(settings, out, given.scale, looks, len(todo))
+
+
+def write(
+    settings: Settings, out: Path, scale: str, looks: Mapping[str, Row], planned: int
+) -> None:
+    """Records of the norms, and of the trainings that there are."""
+    data = {name: each["fingerprint"] for name, each in looks.items()}
+    first = next(iter(looks.values()))
+    model = {name: first[name] for name in ("model", "num_parameters")}
+    model = {"source": f"{settings.model}, pre-trained on public text", **model}
+    norms = [
+        {"data": name, "group_size": int(group), "norm": norm, "low": low, "high": high}
+        for name, each in looks.items()
+        for group, (norm, low, high) in each["norms"].items()
+    ]
+    common.finish(NORMS, scale, out, settings, norms, {}, [], data=data, model=model)
+    rows = kept(out / f"{NAME}.jsonl")
+    if not rows:
+        return
+    table: Rows = as_written(
+        [{**row, **chosen(settings, looks, row), "planned": planned} for row in rows]
+    )
+    common.finish(
+        NAME,
+        scale,
+        out,
+        settings,
+        table,
+        {name: plot(table) for name, plot in FIGURES.items()},
+        check(table),
+        run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
+        data=data,
+        model=model,
+    )
+
+
+def chosen(settings: Settings, looks: Mapping[str, Row], row: Row) -> Row:
+    """What Estimate-and-Double says where a row was trained; nothing where there is no noise."""
+    if math.isinf(row["epsilon"]):
+        return {"heuristic_group_size": None}
+    where = row["epsilon"], row["budget"], row["times"]
+    return {"heuristic_group_size": heuristic(settings, looks[row["data"]], *where)}
+
+
+if __name__ == "__main__":
+    main()

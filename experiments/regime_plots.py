@@ -1,0 +1,147 @@
+"""Figures of regime.py: what there is of its trainings, with how many of them that is."""
+
+import math
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from experiments import common
+from experiments.regime_claims import averaged, heuristic_of
+from experiments.rows import Row, by
+
+STYLES = ("-o", "--s", ":^")
+
+
+def plot_groups(rows: Sequence[Row]) -> Figure:
+    """Figures 4 and 5: loss against the group size, a panel for each set of users and algorithm."""
+    found = [row for row in averaged(rows) if row["times"] == 1 and row["budget"] == most(rows)]
+    names = list(dict.fromkeys(row["data"] for row in found))
+    size = (8.4, 3.0 * len(names) + 0.6)
+    figure, axes = plt.subplots(
+        len(names), 2, figsize=size, squeeze=False, sharey="row", layout="constrained"
+    )
+    epsilons = sorted({row["epsilon"] for row in found})
+    for line, name in zip(axes, names, strict=True):
+        for axis, algorithm in zip(line, ("els", "uls"), strict=True):
+            own = [row for row in found if (row["data"], row["algorithm"]) == (name, algorithm)]
+            for epsilon, series in sorted(by(own, lambda row: row["epsilon"]).items()):
+                series = sorted(series, key=lambda row: row["group_size"])
+                values = [
+                    [row[key] for row in series] for key in ("group_size", "loss", "loss_std")
+                ]
+                shade = plt.get_cmap("viridis")(epsilons.index(epsilon) / len(epsilons))
+                label = "without noise" if math.isinf(epsilon) else rf"$\varepsilon$ = {epsilon:g}"
+                style = STYLES[epsilons.index(epsilon) % len(STYLES)]
+                axis.errorbar(*values, fmt=style, color=shade, capsize=2, label=label)
+                if algorithm == "uls" and not math.isinf(epsilon):
+                    for row in series:
+                        if row["group_size"] == heuristic_of(row):
+                            label = "Estimate-and-Double"
+                            look = {"facecolors": "none", "edgecolors": "tab:red", "s": 110}
+                            axis.scatter(row["group_size"], row["loss"], label=label, **look)
+            if algorithm == "els" and own:
+                median = own[0]["median_examples"]
+                axis.axvline(median, color="tab:red", linestyle="--", label="median user")
+            common.log2_axis(axis, [row["group_size"] for row in own] or [1])
+            axis.set_title(f"{name}: {algorithm.upper()}", fontsize="medium")
+            axis.set(xlabel=f"$G_{{{algorithm.upper()}}}$")
+            axis.grid(alpha=0.3)
+        line[0].set(ylabel="held-out loss (nats per token)")
+    return finished(figure, rows)
+
+
+def plot_comparison(rows: Sequence[Row]) -> Figure:
+    """Figure 6: loss of both algorithms, set by the heuristics, against epsilon; ELS with its best
+    group beside; lines are the starting model and training without noise."""
+    found = [row for row in averaged(rows) if row["times"] == 1 and row["budget"] == most(rows)]
+    names = list(dict.fromkeys(row["data"] for row in found))
+    figure, axes = plt.subplots(
+        1, len(names), figsize=(4.2 * len(names), 3.4), squeeze=False, layout="constrained"
+    )
+    for axis, name in zip(axes[0], names, strict=True):
+        own = [row for row in found if row["data"] == name]
+        for algorithm, series in by(own, lambda row: row["algorithm"]).items():
+            colour, label = common.COLOURS[algorithm.upper()], algorithm.upper()
+            private = [row for row in series if not math.isinf(row["epsilon"])]
+            curve = sorted(
+                (row for row in private if row["group_size"] == heuristic_of(row)),
+                key=lambda row: row["epsilon"],
+            )
+            values = [[row[key] for row in curve] for key in ("epsilon", "loss", "loss_std")]
+            axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=label)
+            best = [min(each, key=_loss) for each in by(private, lambda r: r["epsilon"]).values()]
+            look = {"marker": "x", "color": colour, "label": f"{label}, best group"}
+            axis.scatter([row["epsilon"] for row in best], [row["loss"] for row in best], **look)
+            for row in series:
+                if math.isinf(row["epsilon"]):
+                    label = f"{algorithm.upper()} without noise"
+                    axis.axhline(row["loss"], color=colour, linestyle="--", label=label)
+        axis.axhline(own[0]["loss_before"], color="black", linestyle=":", label="pre-trained")
+        finite = [row["epsilon"] for row in own if not math.isinf(row["epsilon"])]
+        common.log2_axis(axis, finite or [1])
+        axis.set(xlabel=r"$\varepsilon$", title=name)
+        axis.grid(alpha=0.3)
+    axes[0, 0].set(ylabel="held-out loss (nats per token)")
+    return finished(figure, rows)
+
+
+def plot_users(rows: Sequence[Row]) -> Figure:
+    """Figure 8: loss against the budget, a panel for each number of users in the accounting."""
+    found = [
+        row
+        for row in averaged(rows)
+        if row["epsilon"] == max(_finite(rows), default=0)
+        and row["group_size"] == heuristic_of(row)
+    ]
+    panels = by(found, lambda row: (row["data"], row["times"]))
+    panels = {where: own for where, own in panels.items() if where[0] == rows[0]["data"]}
+    figure, axes = plt.subplots(
+        1,
+        max(1, len(panels)),
+        figsize=(3.2 * max(1, len(panels)), 3.2),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+    )
+    for axis, ((_, times), own) in zip(axes[0], panels.items(), strict=False):
+        for algorithm, series in by(own, lambda row: row["algorithm"].upper()).items():
+            series = sorted(series, key=lambda row: row["budget"])
+            values = [[row[key] for row in series] for key in ("budget", "loss", "loss_std")]
+            colour = common.COLOURS[algorithm]
+            axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=algorithm)
+        whose = f"as if {times} x the users" if times > 1 else "the users there are"
+        axis.set_title(rf"{whose}, $\varepsilon$ = {own[0]['epsilon']:g}", fontsize="medium")
+        common.log2_axis(axis, [row["budget"] for row in own])
+        axis.set(xlabel="compute budget $B$")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set(ylabel="held-out loss (nats per token)")
+    return finished(figure, rows)
+
+
+def most(rows: Sequence[Row]) -> int:
+    """The largest budget."""
+    return max(row["budget"] for row in rows)
+
+
+def finished(figure: Figure, rows: Sequence[Row]) -> Figure:
+    """With a legend, and what there is."""
+    common.legend_below(figure)
+    what = f"{len(rows)} of {rows[0]['planned']} trainings; bars: deviation over seeds"
+    figure.suptitle(what, fontsize="small", color="dimgray")
+    return figure
+
+
+def _loss(row: Row) -> float:
+    return row["loss"]
+
+
+def _finite(rows: Sequence[Row]) -> list[float]:
+    return [row["epsilon"] for row in rows if not math.isinf(row["epsilon"])]
+
+
+FIGURES = {
+    "regime": plot_groups,
+    "regime_comparison": plot_comparison,
+    "regime_users": plot_users,
+}
