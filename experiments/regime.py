@@ -8,8 +8,8 @@ that of `fedsim train` where nothing is said of it: untuned, its rate follows fr
 Without noise that is the largest rate of the rule. What is claimed of the losses is in
 regime_claims.py, which was committed before any run.
 
-Rows are appended to regime.jsonl beside the results as they come, the most telling first; the same
-command goes on with what is missing.
+Rows are appended to regime.jsonl beside the results as they come; the same command goes on with
+what is missing.
 
     python -m experiments.regime --scale small [--minutes 60] [--processes 1]     (--dry-run: cost)
 """
@@ -109,17 +109,27 @@ class Cell:
 
 
 def cells(settings: Settings, looks: Mapping[str, Row]) -> Iterator[Cell]:
-    """All trainings, the most telling first. Args: looks: a row of `look` for each set of users."""
+    """All trainings: the cheap ones of the first seed, then the most telling ones.
+
+    Args: looks: a row of `look` for each set of users.
+    """
+    yield from cells_of_users(settings, looks, settings.seeds_times[:1], settings.small_budget)
     for seed in settings.seeds:
         for epsilon, data in itertools.product((*settings.epsilons, math.inf), settings.data):
             if data == ALL or seed in settings.seeds_few:
                 for algorithm, group in groups(settings, looks[data], epsilon):
                     yield Cell(data, seed, algorithm, epsilon, group, settings.budget)
+    for budget in (settings.small_budget, settings.budget):
+        yield from cells_of_users(settings, looks, settings.seeds_times, budget)
+
+
+def cells_of_users(
+    settings: Settings, looks: Mapping[str, Row], seeds: Sequence[int], budget: int
+) -> Iterator[Cell]:
+    """Figure 8: both algorithms by their heuristics, as if there were more users. A cell
+    may be one that comes elsewhere, too."""
     epsilon, look = settings.epsilons[0], looks[settings.data[0]]
-    budgets = (settings.budget, settings.small_budget)
-    for seed, times, budget in itertools.product(settings.seeds_times, settings.times, budgets):
-        if times == 1 and budget == settings.budget and seed in settings.seeds:
-            continue  # as above
+    for seed, times in itertools.product(seeds, settings.times):
         uls = heuristic(settings, look, epsilon, budget, times)
         for algorithm, group in (("els", look["median_examples"]), ("uls", uls)):
             yield Cell(look["data"], seed, algorithm, epsilon, group, budget, times)
@@ -193,7 +203,7 @@ def opened(data: str, settings: Settings) -> tuple[Any, Any, Any]:
     chosen = np.random.default_rng(0).choice(rich, settings.few_users, replace=False)
     texts = {}
     for user in chosen:
-        rows = np.arange(users.offsets[user], users.offsets[user + 1])
+        rows = np.arange(int(users.offsets[user]), int(users.offsets[user + 1]))
         tokens, sizes = users.gather(rows, users.max_length)
         texts[ids[user]] = [each[:size] for each, size in zip(tokens, sizes, strict=True)]
     few = UserStore.from_examples(texts, users.max_length, users.vocab_size)

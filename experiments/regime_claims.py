@@ -70,11 +70,12 @@ def check(rows: Sequence[Row]) -> list[Claim]:
     for data in (ALL, FEW):
         settings = {each: compared(found, data, each) for each in EPSILONS}
         there = {each: own for each, own in settings.items() if own is not None}
-        missing = None, f"{len(there)} of {len(EPSILONS)} settings are run"
         for what, (test, asked) in TESTS.items():
             if data in asked:
-                says = test(there) if len(there) == len(EPSILONS) else missing
-                claims.append((f"{data}: {what}", *says))
+                held, numbers = None, f"{len(there)} of {len(EPSILONS)} settings are run"
+                if len(there) == len(EPSILONS):
+                    held, numbers = test(there)
+                claims.append((f"{data}: {what}", held, numbers))
     return [*claims, *of_users(found)]
 
 
