@@ -20,10 +20,10 @@ PAPER: dict[str, Any] = {
 """Charles et al. 2024 (Section 5), who tune the rate on a grid."""
 RATES = {"adafactor": 0.1, "adam": 0.01, "adamw": 0.01}
 """Of optimizers that divide by the size of what they see: it does not depend on the noise."""
-MOMENTUM_RATES = {  # what is trained: (rate per bound / stddev, the most), in STEPS steps
-    "fresh": (1.6e-3, 0.35),
-    "pretrained": (6.4e-5, 0.03),
-    "adapters": (4.7e-4, 0.35),
+MOMENTUM_RATES = {  # what is trained: (rate where bound / stddev is 100, exponent of it, the most)
+    "fresh": (0.15, 1.2, 0.3),
+    "pretrained": (6.4e-3, 1.0, 0.03),
+    "adapters": (4.7e-2, 1.0, 0.35),
 }
 STEPS = 100
 AVERAGED = 10  # steps that the average looks back, about: a tenth of a run of STEPS
@@ -59,7 +59,7 @@ def settled(run: RunConfig, noise: Noise | None, *, fresh: bool = True) -> RunCo
     return dataclasses.replace(run, **{n: usual[n] if v is None else v for n, v in own.items()})
 
 
-def _rate(optimizer: str, noise: Noise, per_noise: float, most: float) -> float:
+def _rate(optimizer: str, noise: Noise, usual: float, exponent: float, most: float) -> float:
     kind = optimizer.partition(":")[0]
     if kind in RATES:
         return RATES[kind]
@@ -69,5 +69,5 @@ def _rate(optimizer: str, noise: Noise, per_noise: float, most: float) -> float:
         raise ConfigError(f"learning_rate=None: expected {expected}, not for {kind}")
     # Noise moves each parameter by rate times stddev times the root of the number of steps.
     share = noise.bound / max(noise.stddev, 1e-12) * math.sqrt(STEPS / max(STEPS, noise.num_steps))
-    rate = min(most, per_noise * share) / noise.bound
+    rate = min(most, usual * (share / 100) ** exponent) / noise.bound
     return float(f"{rate / (1 if kind == 'momentum' else 1 - optimizers.MOMENTUM):.3g}")
