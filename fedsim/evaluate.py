@@ -102,7 +102,7 @@ def last_model(
     if path is None:
         raise ConfigError(f"run_dir={run.run_dir}: expected a checkpoint, found none")
     expect_language_model(stored)
-    model = find_model(run.model.source)
+    model = find_model(run.model.source, console)
     data = load_data(run.data, model, console.note)
     found = SecretKey.load(run.run_dir).seal(data.train.fingerprint)
     expect("data", run.data.source, found == stored.identity.data_seal, "the data of the run")

@@ -6,8 +6,9 @@ apart.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import traverse_util
@@ -28,9 +29,19 @@ HEAD_NORMS = {"query_norm": "attn_q_norm", "key_norm": "attn_k_norm"}
 CONTROL = 3  # the type of special tokens
 
 
-def load(file: Path) -> tuple[TransformerConfig, Any]:
-    """(config, parameters) of a file.
+class Found(NamedTuple):
+    """What a file has."""
 
+    config: TransformerConfig
+    params: Any
+    tokenizer: Path | None
+    """As `tokenizer_beside`."""
+
+
+def load(file: Path, heard: Callable[[int, int], None]) -> Found:
+    """The model of a file.
+
+    Args: heard: told how many of how many arrays are read.
     Raises: ConfigError: it is none, or of another architecture, or `gguf` is not installed.
     """
     reader = _reader(file)
@@ -41,17 +52,17 @@ def load(file: Path) -> tuple[TransformerConfig, Any]:
         raise UnsupportedArchitecture(f"general.architecture={kind}: expected one of {expected}")
     from gguf.quants import dequantize
 
-    tensors = {
-        tensor.name: np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(
-            tuple(int(size) for size in reversed(tensor.shape))
-        )
-        for tensor in reader.tensors
-    }
+    tensors = {}
+    for number, tensor in enumerate(reader.tensors, 1):
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        values = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+        tensors[tensor.name] = values.reshape(shape)
+        heard(number, len(reader.tensors))
     if "rope_freqs.weight" in tensors or f"{kind}.rope.scaling.type" in about:
         raise UnsupportedArchitecture(f"model={file}: expected rotary positions without scaling")
     try:
         config = _config(kind, about, tensors)
-        return config, _params(kind, config, tensors)
+        return Found(config, _params(kind, config, tensors), tokenizer_beside(file, about))
     except KeyError as error:
         raise ConfigError(f"model={file}: expected {error} in it") from None
 
@@ -110,15 +121,16 @@ def halves_apart(tensor: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def tokenizer_beside(file: Path) -> Path | None:
+def tokenizer_beside(file: Path, about: dict[str, Any]) -> Path | None:
     """tokenizer.json beside the file, or the one inside it, written to the cache.
 
     None where its kind is not known: then the file beside it is needed.
+    Args: about: the fields of the file.
     """
     beside = file.with_name("tokenizer.json")
     if beside.is_file():
         return beside
-    text = _tokenizer(_reader(file))
+    text = _tokenizer(about)
     if text is None:
         return None
     directory = cache_dir() / "tokenizers"
@@ -130,15 +142,10 @@ def tokenizer_beside(file: Path) -> Path | None:
     return out
 
 
-def _tokenizer(reader: Any) -> str | None:
+def _tokenizer(about: dict[str, Any]) -> str | None:
     """The byte-level BPE inside as a tokenizer.json, where it splits words in a way known here."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    about = {
-        name: field.contents()
-        for name, field in reader.fields.items()
-        if name.startswith("tokenizer.ggml.")
-    }
     kind, splits = about.get("tokenizer.ggml.model"), about.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or splits not in ("smollm", "gpt-2", "default"):
         return None

@@ -6,7 +6,7 @@ What is loaded is float32 whatever it was; what is saved is read by `transformer
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,18 +36,23 @@ class Pretrained(NamedTuple):
     """Its tokenizer.json."""
 
 
-def load(source: str) -> Pretrained:
+def ignore(done: int, of: int) -> None:
+    """Tells nobody."""
+
+
+def load(source: str, heard: Callable[[int, int], None] = ignore) -> Pretrained:
     """A Hugging Face directory, `hf:NAME` or `hf:NAME@REVISION` from the Hub, or a GGUF file.
 
+    Args: heard: told how many of how many arrays are read.
     Raises: ConfigError: there is none, it is of an unsupported architecture, or lacks an array.
     """
     if source.startswith(HUB):
-        return load_directory(_download(source))
+        return load_directory(_download(source), heard)
     if Path(source).suffix == gguf_files.SUFFIX:
-        config, params = gguf_files.load(Path(source))
+        config, params, tokenizer = gguf_files.load(Path(source), heard)
         check_shapes(source, config, params)
-        return Pretrained(config, params, gguf_files.tokenizer_beside(Path(source)))
-    return load_directory(Path(source))
+        return Pretrained(config, params, tokenizer)
+    return load_directory(Path(source), heard)
 
 
 def is_directory(path: Path) -> bool:
@@ -55,23 +60,28 @@ def is_directory(path: Path) -> bool:
     return (path / CONFIG).is_file() and "model_type" in _fields(path)
 
 
-def load_directory(directory: Path) -> Pretrained:
-    """A model in Hugging Face's format."""
+def load_directory(directory: Path, heard: Callable[[int, int], None] = ignore) -> Pretrained:
+    """A model in Hugging Face's format. Args: heard: as of `load`."""
     config = families.config_of(_fields(directory))
     tensors = tensor_files.read_directory(directory)
-    params = from_tensors(str(directory), config, tensors)
+    params = from_tensors(str(directory), config, tensors, heard)
     tokenizer = directory / TOKENIZER
     return Pretrained(config, params, tokenizer if tokenizer.is_file() else None)
 
 
-def from_tensors(source: str, c: TransformerConfig, tensors: Mapping[str, np.ndarray]) -> Any:
-    """Our parameters from arrays under their names.
+def from_tensors(
+    source: str,
+    c: TransformerConfig,
+    tensors: Mapping[str, np.ndarray],
+    heard: Callable[[int, int], None] = ignore,
+) -> Any:
+    """Our parameters from arrays under their names. Args: heard: as of `load`.
 
     Raises: TensorError: one is missing, or has another shape than the config says.
     """
     prefix = "" if any(name.startswith("transformer.") for name in tensors) else "transformer."
-    leaves = {}
-    for path, (name, transposed, third) in families.places(c):
+    leaves, places = {}, list(families.places(c))
+    for number, (path, (name, transposed, third)) in enumerate(places, 1):
         found = tensors.get(name)
         if found is None:  # the first GPT-2 has no prefix
             found = tensors.get(name.removeprefix(prefix))
@@ -81,6 +91,7 @@ def from_tensors(source: str, c: TransformerConfig, tensors: Mapping[str, np.nda
             found = np.split(found, 3, axis=-1)[third]
         found = np.asarray(found, np.float32)
         leaves[path] = np.ascontiguousarray(found.T) if transposed else found
+        heard(number, len(places))
     params = traverse_util.unflatten_dict(leaves)
     check_shapes(source, c, params)
     return params

@@ -27,6 +27,7 @@ from fedsim.models.transformer import (
 )
 from fedsim.run import checkpoint, directory
 from fedsim.run.directory import StoredRun
+from fedsim.run.terminal import Terminal
 
 DEEP = 6  # layers from which on compiling each of them takes longer than the loop costs
 
@@ -42,9 +43,10 @@ class FirstState(NamedTuple):
 FRESH = "0: fresh models are trained whole; adapters take a pretrained --model"
 
 
-def find_model(source: str) -> Pretrained | None:
+def find_model(source: str, console: Terminal | None = None) -> Pretrained | None:
     """The model that `source` names; None for a size, whose parameters are fresh.
 
+    Args: console: is shown how far it has come.
     Raises: ConfigError: there is none, or it cannot be used.
     """
     if source in PRESETS:
@@ -54,7 +56,10 @@ def find_model(source: str) -> Pretrained | None:
         return model_of_run(path)
     if not path.exists() and not source.startswith(pretrained.HUB):
         check_preset(source)
-    return pretrained.load(source)
+    if console is None:
+        return pretrained.load(source)
+    with console.phase(f"loading model={source}") as phase:
+        return pretrained.load(source, phase.at)
 
 
 def model_of_run(run_dir: Path) -> Pretrained:

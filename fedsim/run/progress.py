@@ -25,6 +25,7 @@ SHOWN = {
 }
 """Metrics of a step by what a person reads, in the order of their worth."""
 BAR, WITH_BAR = 10, 80  # columns: of a bar, and of a terminal that has one
+QUIET_S = 10.0  # for so long a log may say nothing of steps
 
 Show = Callable[[int, dict[str, float]], None]
 
@@ -80,13 +81,16 @@ class _Fitted(progress.ProgressColumn):
 
 
 def in_lines(note: Callable[[str], None], first: int, last: int, every: int) -> Show:
-    """One line after every so many steps."""
-    started = time.monotonic()
+    """One line after every so many steps, and after each that ends long after the last line."""
+    started = shown = time.monotonic()
 
     def show(step: int, values: dict[str, float]) -> None:
-        if step % every == 0 or step in (first + 3, last):
-            left = (time.monotonic() - started) / (step - first) * (last - step)
+        nonlocal shown
+        now = time.monotonic()
+        if step % every == 0 or step in (first + 3, last) or now - shown >= QUIET_S:
+            left = (now - started) / (step - first) * (last - step)
             note(f"step {step}/{last}  {line(values)}  left {left:.0f} s")
+            shown = now
 
     return show
 

@@ -146,7 +146,7 @@ def open_run(
     exact = isinstance(settings, PrivacyConfig) and math.isfinite(settings.epsilon)
     reduction = engine.reduction(run.engine, exact=exact)
     stored = directory.find(run.run_dir, resume=run.resume)
-    model = None if source else find_model(run.model.source)
+    model = None if source else find_model(run.model.source, console)
     with ExitStack() as stack:
         if stored:
             stack.enter_context(directory.lock(run.run_dir))

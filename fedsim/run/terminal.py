@@ -60,15 +60,19 @@ class Terminal:
         self._out.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
-    def phase(self, what: str) -> Iterator[Phase]:
-        """Say what is done, and from time to time how far it has come."""
+    def phase(self, what: str, *, late: bool = False) -> Iterator[Phase]:
+        """Say what is done, and from time to time how far it has come.
+
+        Args: late: say nothing in a log of what takes less than the first of LINES_S.
+        """
         phase, over = Phase(what), threading.Event()
         if self._show is not None:
             how, arguments = self._over_a_bar, (phase, over, self._show)
         elif self._out.is_terminal:
             how, arguments = self._over_a_line, (phase, over)
         else:
-            self.note(what)
+            if not late:
+                self.note(what)
             how, arguments = self._in_lines, (phase, over)
         thread = threading.Thread(target=how, args=arguments, daemon=True)
         thread.start()

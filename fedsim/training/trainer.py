@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -130,11 +130,10 @@ class Trainer:
             first = state.step
             while state.step < self.plan.num_steps and not stop.is_set():
                 drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
-                with self._first("the first step, lane by lane", state.step == first):
+                with self._first_of(state.step - first):
                     values = self._step(state, ledger, threads, drawn)
                 self.engine.read_ahead(rows.result())
-                with self._first("the first evaluation, lane by lane", state.step == 1):
-                    finish()
+                finish()
                 metrics.log(state.step, values)
                 self.engine.publish(state.step, values)
                 shown = {**values, "eval/loss": state.eval_loss}
@@ -148,13 +147,14 @@ class Trainer:
         if state.step < self.plan.num_steps:
             self.console.note(f"stopped after step {state.step}; --resume goes on from there")
 
+    def _first_of(self, steps_before: int) -> AbstractContextManager[None]:
+        """Say how far the first step has come: nobody knows how long it takes."""
+        return nullcontext() if steps_before else self._phase("the first step, lane by lane")
+
     @contextmanager
-    def _first(self, what: str, is_first: bool) -> Iterator[None]:
-        """Say how far it has come: of a first one nobody knows how long it takes."""
-        if not is_first:
-            yield
-            return
-        with self.console.phase(what) as phase, self.engine.telling(phase.at):
+    def _phase(self, what: str, late: bool = False) -> Iterator[None]:
+        """Say how far it has come. Args: late: only where it takes long."""
+        with self.console.phase(what, late=late) as phase, self.engine.telling(phase.at):
             yield
 
     def _after(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> Callable[[], None]:
@@ -171,7 +171,9 @@ class Trainer:
         then = dataclasses.replace(state)
 
         def finish() -> None:
-            found = losses()
+            which = "an" if step else "the first"
+            with self._phase(f"{which} evaluation, lane by lane", late=step > 0):
+                found = losses()
             metrics.log(step, found)
             most = MOST_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
             if not all(loss <= most for loss in found.values()):  # nan is not, either

@@ -62,7 +62,7 @@ def audit(
     Raises: as `train`, and ConfigError: the run is one to be resumed.
     """
     expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
-    data = load_data(run.data, find_model(run.model.source), console.note)
+    data = load_data(run.data, find_model(run.model.source, console), console.note)
     replaced = replacements(algorithm, settings, privacy, run, data)
     for each in replaced:
         console.note("{setting}={given} is {used} here: {why}".format(**each))

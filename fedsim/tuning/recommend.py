@@ -111,7 +111,7 @@ def _starting_point(run: RunConfig, console: Console) -> Iterator[tuple[Any, Eng
 
 def _start(run: RunConfig, console: Console) -> FirstState:
     """A run's task, which has its data, and its parameters before training."""
-    model = find_model(run.model.source)
+    model = find_model(run.model.source, console)
     data = load_data(run.data, model, console.note)
     engine.remember_programs()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does

@@ -231,7 +231,9 @@ def test_smollm2_gives_the_references_loss_and_survives_a_round_trip(tmp_path):
     module = reference("smollm2_numpy")
     about, weights = module.load(file)
     theirs, tokenizer = module.to_hf(about, weights), module.tokenizer(about)
-    found = pretrained.load(file)
+    counts = []
+    found = pretrained.load(file, lambda done, of: counts.append((done, of)))
+    assert counts[0] == (1, len(counts)) and counts[-1] == (len(counts), len(counts))
     own, text = Tokenizer.load(found.tokenizer), module.TEXT[0]
     ids = np.array([own.begin_id, *own.encode_batch([text])[0]])
     assert ids.tolist() == [0, *tokenizer.encode(text).ids] and own.decode(ids) == text

@@ -7,7 +7,7 @@ import time
 
 from rich.console import Console as RichConsole
 
-from fedsim.run import terminal
+from fedsim.run import progress, terminal
 from fedsim.run.terminal import Phase, Terminal
 
 
@@ -37,6 +37,25 @@ def test_a_short_phase_is_one_line(capsys):
     with Terminal().phase("looking"):
         pass
     assert capsys.readouterr().err == "looking\n"
+
+
+def test_a_phase_that_is_told_late_has_no_line_if_it_is_short(capsys, monkeypatch):
+    with Terminal().phase("looking", late=True):
+        pass
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(terminal, "LINES_S", (0.01, 0.02, 0.03))
+    with Terminal().phase("looking", late=True):
+        time.sleep(0.2)
+    assert capsys.readouterr().err.startswith("looking: 0 s\n")
+
+
+def test_a_log_says_something_of_slow_steps_each_time(monkeypatch):
+    clock, lines = iter([0.0, 1.0, 2.0, 12.5, 13.0]), []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    show = progress.in_lines(lines.append, 0, 100, every=50)
+    for step in (1, 2, 4, 5):
+        show(step, {})
+    assert [line.split()[1] for line in lines] == ["4/100"]
 
 
 def test_on_a_terminal_the_line_is_written_over(monkeypatch):
