@@ -35,9 +35,9 @@ RULE: Grid = (("rule", (0.0,)),)
 EARLIER = "earlier rule"
 """What it did before: rates in proportion to M / sigma, 1.6e-3 of it with fresh models."""
 NOISE_AWARE: Grid = (
-    (CORRECTED, (0.0003, 0.001, 0.003, 0.01)),
-    (SCALED, (0.01, 0.03, 0.1, 0.3)),
-    (SCALED_ARRAYS, (0.01, 0.03, 0.1, 0.3)),
+    (CORRECTED, (0.001, 0.003, 0.01)),
+    (SCALED, (0.03, 0.1, 0.3)),
+    (SCALED_ARRAYS, (0.03, 0.1, 0.3)),
 )
 BESIDE: Grid = (("momentum", (0.03, 0.1, 0.2, 0.3, 1.0)), (ADAM, (0.003, 0.01, 0.03)))
 PROMISING: Grid = (("momentum", (0.1, 0.3)), (ADAM, (0.01,)), ("adafactor", (0.1,)))
@@ -94,9 +94,9 @@ SMALL = (
     Screen(FRESH, grid=NOISE_AWARE),
     Screen(FRESH + FEW, grid=RULE),
     Screen(FRESH, ULS, epsilons=(1.0, 8.0), grid=RULE),
-    Screen(UNSEEN, seeds=SEEDS[1:], grid=(*RULE, *BESIDE)),
-    Screen(FRESH, seeds=SEEDS[1:], grid=(*RULE, *PROMISING)),
     Screen(FRESH, ULS, num_steps=(500,), grid=RULE),
+    Screen(UNSEEN, seeds=SEEDS[1:], grid=(*RULE, *PROMISING[:2])),
+    Screen(FRESH, seeds=SEEDS[1:], grid=(*RULE, *PROMISING)),
     Screen(PRETRAINED + LORA, ULS, grid=RULE),
     Screen(PRETRAINED + LORA, ULS, grid=SMALLER),
     Screen(LORA, ULS, grid=(("momentum", (0.3, 1.0)),)),
