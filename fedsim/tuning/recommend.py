@@ -47,7 +47,7 @@ from fedsim.tuning.variance import noise_stddev
 
 TIMED_GRADIENTS = (16, 32, 128)  # of a step, to tell how long all of them take
 TELLING_S = 1.0  # what takes longer needs no repetition with more
-NORMS_S = 15.0  # of an estimate of gradient norms: fewer users are looked at where all take longer
+NORMS_S = 8.0  # of an estimate of gradient norms: fewer users are looked at where all take longer
 LEAST_COHORT = 8  # of the curve that is drawn: below, its noise is of no interest
 
 
