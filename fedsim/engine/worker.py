@@ -35,6 +35,7 @@ from fedsim.files import is_own_directory
 
 ROWS_PER_READ = 4096
 EVAL_ROWS_PER_CHUNK = 16
+EVAL_FEW = 4
 TRIAL_REPEATS = 3
 TRIAL_FEW = 4  # units that are tried first
 TELLING_SECONDS = 0.3  # what takes less, a first call and other work may have disturbed
@@ -120,16 +121,27 @@ class Worker:
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
         """(sum of nats, number of predicted tokens) over examples `rows` [n] of a split."""
         params = self._on_device(version, params)
-        nats, predictions, size = 0.0, 0, EVAL_ROWS_PER_CHUNK
-        for chunk in self._chunks(split, rows[:, None], size, size, in_passes=False):
+        nats, predictions = 0.0, 0
+        for chunk in self._eval_chunks(split, rows):
             batch = jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch)
             arguments = (params, batch, *self.frozen())
-            program = self._program(("nats", chunk.length), self.task.nats, *arguments)
+            key = ("nats", chunk.length, len(chunk.mask))
+            program = self._program(key, self.task.nats, *arguments)
             found = map(np.asarray, program(*arguments))
             chunk_nats, chunk_predictions = (value[: len(chunk.units)] for value in found)
             nats += float(chunk_nats.sum(dtype=np.float64))
             predictions += int(chunk_predictions.sum())
         return nats, predictions
+
+    def _eval_chunks(self, split: str, rows: np.ndarray) -> Iterator[Chunk]:
+        """Chunks of many rows of one length, and what is left of each length in chunks of few: with
+        a large model, padding costs more than calls do."""
+        lengths = self._lengths(rows[:, None], split)
+        for length in np.unique(lengths):
+            own = rows[lengths == length, None]
+            full = len(own) // EVAL_ROWS_PER_CHUNK * EVAL_ROWS_PER_CHUNK
+            for some, size in ((own[:full], EVAL_ROWS_PER_CHUNK), (own[full:], EVAL_FEW)):
+                yield from self._chunks(split, some, size, 1, in_passes=False)
 
     def host(self, version: int, params: Any, rows: np.ndarray) -> str:
         """What computes here, for programs whose bits depend on it."""
@@ -199,11 +211,11 @@ class Worker:
             seconds, norms = min(times), norms[0]
         return Trial(strategy, seconds, memory), norms
 
-    def _lengths(self, rows: np.ndarray) -> np.ndarray:
+    def _lengths(self, rows: np.ndarray, split: str = "train") -> np.ndarray:
         """The bucket of each unit's longest row, int [units]; 1 where there are no buckets."""
         if self.buckets is None or not len(rows):
             return np.ones(len(rows), int)
-        sizes = self.buckets.sizes(self.task.read("train", rows.ravel())).reshape(rows.shape)
+        sizes = self.buckets.sizes(self.task.read(split, rows.ravel())).reshape(rows.shape)
         longest = np.where(rows >= 0, sizes, 0).max(axis=1)
         return np.asarray(self.buckets.lengths)[np.searchsorted(self.buckets.lengths, longest)]
 
