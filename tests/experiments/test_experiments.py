@@ -15,8 +15,8 @@ from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[2]
 HELPERS = (
-    "__init__ common finetuning heuristics mistakes processes records regime_claims regime_plots"
-    " rows screens stand_ins starting_model testing updates"
+    "__init__ common finetuning heuristics mistakes processes real_model_claims records"
+    " regime_claims regime_plots rows screens stand_ins starting_model testing updates"
 )
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 
@@ -37,7 +37,7 @@ def out(tmp_path_factory):
 # pre-training and training from what was made there, are test_pretrain.py's.
 SLOW = dict.fromkeys(
     ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users")
-    + ("correlated", "regime", "sampling"),
+    + ("correlated", "real_model", "regime", "sampling"),
     [pytest.mark.slow],
 )
 TRAIN = ("table_mutations", "fig02_variance", "fig04_els_group_size", "fig18_personalization")

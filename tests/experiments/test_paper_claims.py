@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from scipy import stats
 
 from experiments import (
     fig06_privacy_loss,
     fig18_personalization,
+    real_model_claims,
     regime_claims,
     regime_plots,
     sampling,
@@ -272,3 +274,60 @@ def test_the_regime_is_drawn_with_whatever_there_is():
     for rows in (every, every[:1], [row for row in every if row["algorithm"] == "uls"]):
         for plot in regime_plots.FIGURES.values():
             plt.close(plot(rows))
+
+
+def real_model(loss, area, seeds=2):
+    """Trainings of a real model for loss(algorithm, epsilon, group) and area(epsilon)."""
+    groups = {"els": (-1, 1), "uls": (1, 4, 16)}
+    return [
+        {
+            **{"source": source, "rank": 8, "algorithm": algorithm, "epsilon": epsilon},
+            **{"group": group, "group_size": 30 if group < 0 else group, "seed": seed},
+            **{"planned": 84, "loss_before": 5.0, "auc": area(epsilon)},
+            **{"auc_low": area(epsilon) - 0.06, "auc_high": area(epsilon) + 0.06},
+            "loss": loss(algorithm, epsilon, group) + 1e-4 * seed,
+        }
+        for source in real_model_claims.SOURCES
+        for algorithm, sizes in groups.items()
+        for epsilon in real_model_claims.EPSILONS
+        for group in sizes
+        for seed in range(seeds)
+    ]
+
+
+def test_a_real_model_is_judged_by_loss_and_attack():
+    def judged(*args, **options):
+        claims = real_model_claims.check(real_model(*args, **options))
+        return [held for what, held, _ in claims if "ours" not in what]
+
+    def good(algorithm, epsilon, group):
+        return 4.8 + 0.1 / epsilon - 0.01 * (algorithm == "uls")
+
+    def seen(epsilon):
+        return 0.7 if np.isinf(epsilon) else 0.52
+
+    assert judged(good, seen) == [True] * 12
+    assert judged(good, seen, seeds=1) == [None] * 12
+    assert judged(lambda *at: 4.95, seen) == [False, True, True, True, True, True] * 2
+    assert judged(lambda *at: 5.1, seen)[:3] == [False] * 3
+    worse = judged(lambda a, e, g: good(a, e, g) + 0.1 * (a == "uls"), seen)
+    assert worse[3] is np.False_ or worse[3] is False
+    assert judged(good, lambda epsilon: 0.52)[4:6] == [False, True]
+    assert judged(good, lambda epsilon: 0.7)[4:6] == [True, False]
+    for rows in (real_model(good, seen), real_model(good, seen)[:1]):
+        for plot in real_model_claims.FIGURES.values():
+            plt.close(plot(rows))
+
+
+def test_the_interval_of_an_attack_holds_its_area():
+    """Two normals a distance apart, whose area is known; and scores that many users share."""
+    rng, truth, times = np.random.default_rng(0), stats.norm.cdf(1 / np.sqrt(2)), 300
+    held = 0
+    for _ in range(times):
+        area, low, high = real_model_claims.interval(rng.normal(1, 1, 60), rng.normal(0, 1, 80))
+        assert low <= area <= high
+        held += low <= truth <= high
+    assert abs(held / times - 0.95) < 4 * np.sqrt(0.95 * 0.05 / times)
+    inside, outside = rng.integers(0, 4, 30).astype(float), rng.integers(0, 4, 40).astype(float)
+    area = real_model_claims.interval(inside, outside)[0]
+    assert area == pytest.approx(stats.mannwhitneyu(inside, outside).statistic / (30 * 40))
