@@ -349,15 +349,15 @@ SAMPLING = (
         "draws of a fixed size, accounted as Poisson",
         "test_sampling.py::test_the_size_of_a_draw_is_binomial",
         "sampling/poisson.py",
-        "count = rng.binomial(num_units, prob)",
+        "count = binomial(num_units, prob, rng)",
         "count = round(num_units * prob)",
     ),
     one(
         "draws cut to a largest size",
         "test_sampling.py::test_the_size_of_a_draw_is_binomial",
         "sampling/poisson.py",
-        "count = rng.binomial(num_units, prob)",
-        "count = min(round(num_units * prob), rng.binomial(num_units, prob))",
+        "count = binomial(num_units, prob, rng)",
+        "count = min(round(num_units * prob), binomial(num_units, prob, rng))",
     ),
     one(
         "users redrawn in every step, accounted as of a group in turn",

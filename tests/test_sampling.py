@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 from problems import users_of_sizes
+from scipy import stats
 
 from fedsim.accounting import StepEvent
 from fedsim.keys import SecretKey
 from fedsim.sampling import PADDING, Poisson, Shuffle, draw_groups, limit_contributions, places
+from fedsim.sampling.poisson import binomial
 
 STEPS = 4000
 
@@ -31,6 +33,17 @@ def test_the_size_of_a_draw_is_binomial(draws):
     variance = 40 * 0.25 * 0.75
     assert abs(sizes.mean() - 10) < 5 * np.sqrt(variance / STEPS)
     assert 0.85 < sizes.var() / variance < 1.15  # a fixed-size draw has none
+
+
+@pytest.mark.parametrize("num_units, prob", [(100, 0.5), (9973, 0.01), (9973, 0.7), (50, 1.0)])
+def test_the_size_of_a_draw_is_a_sum_of_quantiles(key, num_units, prob):
+    """NumPy's inversion: its rejection, which it takes for many, had other tails before 2.5."""
+    for step in range(20):
+        found = binomial(num_units, prob, key.generator("units", step))
+        parts = np.array_split(np.arange(num_units), num_units * min(prob, 1 - prob) // 29 + 1)
+        uniform, less = key.generator("units", step).random(len(parts)), min(prob, 1 - prob)
+        expected = int(stats.binom.ppf(uniform, list(map(len, parts)), less).sum())
+        assert found == (expected if prob <= 0.5 else num_units - expected)
 
 
 def test_units_and_steps_are_independent(draws):

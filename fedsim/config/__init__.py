@@ -19,7 +19,14 @@ from fedsim.config.flags import (
 from fedsim.config.mesh import MeshShape
 from fedsim.config.others import AuditConfig, Personalization, PretrainConfig
 from fedsim.config.privacy import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
-from fedsim.config.run import OPERATIONAL, DataConfig, EngineConfig, ModelConfig, RunConfig
+from fedsim.config.run import (
+    OPERATIONAL,
+    SAME_BITS,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    RunConfig,
+)
 
 __all__ = [
     "Algorithm",
@@ -35,6 +42,7 @@ __all__ = [
     "ADD_OR_REMOVE",
     "ZERO_OUT",
     "RunConfig",
+    "SAME_BITS",
     "as_dict",
     "changed",
     "changed_run",

@@ -21,6 +21,8 @@ OPERATIONAL = frozenset(
     {"data", "run_dir", "engine", "mesh", "num_workers", "num_lanes", "wait_for_workers"}
     | {"checkpoint_every", "log_every", "resume", "budget_ledger", "limit_epsilon", "spend_rest"}
 )
+SAME_BITS = OPERATIONAL | {"trust_workers_with_noise"}
+"""Settings of which a seed's key is no function."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,11 @@ class EngineConfig:
 
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     """What workers compute on. auto: the accelerators that the cluster has when the run starts."""
+
+    trust_workers_with_noise: bool = False
+    """With engine=spmd: workers keep the sum and add the noise, each its share, for which they are
+    given the keys of that step's noise. Whoever reads a worker's memory can then take the noise
+    away. No part of the result's bits."""
 
     wait_for_workers: float = 0.0
     """Seconds to wait for nodes, which an autoscaler is asked for, until num_workers find room."""

@@ -38,7 +38,9 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
 
         return LocalEngine(task, num_lanes=config.num_lanes, mesh=mesh)
     if config.kind == "spmd":
-        from fedsim.engine.spmd_engine import SpmdEngine as create_engine
+        from fedsim.engine.spmd_engine import SpmdEngine
+
+        create_engine = functools.partial(SpmdEngine, trusted=config.trust_workers_with_noise)
     else:
         from fedsim.engine.ray_engine import RayEngine
 
@@ -78,12 +80,15 @@ def reduction(config: EngineConfig, *, exact: bool) -> str:
 
     Args: exact: whether sums are of whole numbers, as with noise; then nothing matters.
     Raises: ConfigError: with spmd and floating-point sums, the number of workers is part of it and
-      has to be given; layers and twice add up whole numbers alone.
+      has to be given; layers and twice add up whole numbers alone; and there is no noise to trust
+      workers with.
     """
     if exact:
         return "whole numbers"
     cut, why = config.mesh_shape, "another one without noise (epsilon=inf): it adds whole numbers"
     expect("strategy", config.strategy, cut is None, why)
+    trust = config.trust_workers_with_noise
+    expect("trust_workers_with_noise", trust, not trust, "False where there is no noise")
     if config.kind != "spmd":
         return f"{config.num_lanes} lanes in order"
     given, why = config.num_workers is not None, "bits depend on it with engine=spmd"

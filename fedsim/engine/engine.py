@@ -66,6 +66,14 @@ class Stats:
         columns = zip(*(part.columns() for part in [cls.zeros(0), *parts]), strict=True)
         return cls(*(np.concatenate(column) for column in columns))
 
+    @classmethod
+    def of_all(cls, rows: np.ndarray, parts: Sequence["Stats"]) -> "Stats":
+        """The statistics of all units of `rows`. Raises: EngineError: some are missing."""
+        joined = cls.join(parts)
+        if len(joined.norms) != len(rows):  # the mechanism divides by a public count
+            raise EngineError(f"{len(joined.norms)} units were computed of {len(rows)} drawn")
+        return joined
+
     def columns(self) -> tuple[np.ndarray, ...]:
         """norms, losses, dropped, num_rows."""
         return self.norms, self.losses, self.dropped, self.num_rows
@@ -198,10 +206,7 @@ class Engine(ABC):
                 jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
         if total is None:
             total = jax.tree.map(lambda leaf: np.zeros(leaf.shape, dtype), params)
-        joined = Stats.join(stats)
-        if len(joined.norms) != len(rows):  # the mechanism divides by a public count
-            raise EngineError(f"{len(joined.norms)} units were computed of {len(rows)} drawn")
-        return total, joined
+        return total, Stats.of_all(rows, stats)
 
     @staticmethod
     def _dtype(params: Any, units: int, clip: Clip) -> Any:

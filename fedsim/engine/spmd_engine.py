@@ -16,12 +16,14 @@ import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from fedsim.clipping import Strategy
 from fedsim.engine.actors import MAX_LOSSES, START_S, Actors, Shared, cause, failure
 from fedsim.engine.engine import Engine, EngineError, Stats, ignore
 from fedsim.engine.health import Health, Patience
 from fedsim.engine.mesh import MeshWorker
 from fedsim.engine.monitor import Monitor
 from fedsim.engine.task import Task
+from fedsim.noise import HeldSum, Share
 
 HEARTBEAT_S = 10  # until the survivors of a lost process notice
 GROUP = 0  # the name under which `Health` knows the group
@@ -29,6 +31,8 @@ GROUP = 0  # the name under which `Health` knows the group
 
 class SpmdWorker(MeshWorker):
     """One process of the group."""
+
+    _held: Any = None  # the sum of a step, between `hold_sum` and `release`
 
     def address(self) -> str:
         """Where this process can be reached, with a port that nobody uses."""
@@ -47,6 +51,16 @@ class SpmdWorker(MeshWorker):
         )
         return self.begin(task)
 
+    def hold_sum(self, *args: Any) -> Stats:
+        """Like `lane_sum`, but the sum stays here until its noise is added."""
+        self._held, stats = self.lane_sum(*args)
+        return stats
+
+    def release(self, share: Share) -> list[np.ndarray]:
+        """The numbers of a share of that sum, with their noise. The sum is let go of."""
+        held, self._held = self._held, None
+        return share.released(jax.tree.leaves(held))
+
 
 class _GroupLost(Exception):
     """A process of the group died, cannot be reached, or is late."""
@@ -62,10 +76,15 @@ class SpmdEngine(Engine):
         num_lanes: int,
         note: Callable[[str], None] = ignore,
         patience: Patience | None = None,
+        trusted: bool = False,
         **actors: Any,
     ):
-        """Args: actors: see `Actors`."""
+        """Args:
+        trusted: whether workers keep sums, and are given the keys of the noise that they add.
+        actors: see `Actors`.
+        """
         super().__init__(num_lanes, note)
+        self._trusted = trusted
         self._actors = Actors(task, **actors)
         self._monitor = Monitor()
         self.num_workers = self._actors.placement.num_workers
@@ -92,6 +111,28 @@ class SpmdEngine(Engine):
 
     def publish(self, step, values):
         self._monitor.publish({"step": step, **values})
+
+    def clipped_sum(self, params, rows, clip, strategy=Strategy()):  # noqa: B008 (frozen)
+        if not self._trusted or clip.in_float32 or not len(rows):
+            return super().clipped_sum(params, rows, clip, strategy)
+        self._shared.put(params)
+        arguments = (self._shared.version, self._shared.ref, rows, clip, strategy)
+
+        def hold():
+            return [worker.hold_sum.remote(*arguments) for worker in self._group]
+
+        stats = Stats.of_all(rows, self._until_done("hold_sum", hold))
+        holding = self._group
+
+        def release(shares):
+            def call():  # workers that took the place of lost ones compute the sum first
+                again = [] if self._group is holding else hold()
+                pairs = zip(self._group, shares, strict=True)
+                return again + [worker.release.remote(share) for worker, share in pairs]
+
+            return self._until_done("release", call)[-len(shares) :]
+
+        return HeldSum(params, self.num_workers, release), stats
 
     def _lanes(self, method, params, lanes, *args):
         self._shared.put(params)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedsim.keys import SecretKey
+from fedsim.keys import GivenStreams, SecretKey
 
 BLOCK = 2**19  # numbers drawn from one stream: fewer would wait for Python's lock
 TAIL = 3.6541528853610088  # where NumPy's ziggurat begins to draw from the tail
@@ -41,7 +41,12 @@ def released_dtype(stddev: float) -> np.dtype:
 
 
 def add_gaussian(
-    sums: Sequence[np.ndarray], *, stddev: float, key: SecretKey, step: int, first: int = 0
+    sums: Sequence[np.ndarray],
+    *,
+    stddev: float,
+    key: SecretKey | GivenStreams,
+    step: int,
+    places: Sequence[tuple[int, int]] | None = None,
 ) -> list[np.ndarray]:
     """round((sum + N(0, stddev^2 I)) / 2^release_shift(stddev)) for every array.
 
@@ -52,7 +57,8 @@ def add_gaussian(
     Args:
       sums: whole numbers [n] each.
       stddev: in units of the sums.
-      first: the place of the first of these arrays among all of the step.
+      places: of each array, if these are not all of the step: which one it is or is a part of, and
+        with which block it begins.
     """
     if not stddev:
         return [leaf.astype(np.int64) for leaf in sums]
@@ -62,7 +68,8 @@ def add_gaussian(
     own = threading.local()  # of each thread: fresh memory takes half as long as drawing
 
     def fill(leaf: int, number: int, part: slice) -> None:
-        rng = key.generator("noise", step, first + leaf, number)
+        array, first = (leaf, 0) if places is None else places[leaf]
+        rng = key.generator("noise", step, array, first + number)
         total, out = sums[leaf][part], released[leaf][part]
         if not hasattr(own, "room"):
             own.room = np.empty(BLOCK)
@@ -93,15 +100,19 @@ def noisy_number(total: int, stddev: float, rng: np.random.Generator) -> int:
 
 def in_blocks(run: Callable[[int, int, slice], None], leaves: Sequence[np.ndarray]) -> None:
     """Call run(leaf, number, part) for every block of every array [n], on all cores."""
-    sizes = [(leaf, array.size) for leaf, array in enumerate(leaves)]
+    every = blocks([array.size for array in leaves])
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        calls = [
-            threads.submit(run, leaf, start // BLOCK, slice(start, start + BLOCK))
-            for leaf, size in sizes
-            for start in range(0, size, BLOCK)
-        ]
-        for call in calls:
+        for call in [threads.submit(run, *block) for block in every]:
             call.result()
+
+
+def blocks(sizes: Sequence[int]) -> list[tuple[int, int, slice]]:
+    """(array, number, part) of every block of arrays of these sizes."""
+    return [
+        (leaf, start // BLOCK, slice(start, start + BLOCK))
+        for leaf, size in enumerate(sizes)
+        for start in range(0, size, BLOCK)
+    ]
 
 
 def gaussian(rng: np.random.Generator, out: np.ndarray) -> np.ndarray:

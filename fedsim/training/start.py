@@ -34,6 +34,7 @@ from fedsim.training.held_out import Counted
 from fedsim.training.settings import (
     as_started,
     expect_local_steps,
+    expect_trust,
     outside,
     settled_by,
     strategy_for,
@@ -95,6 +96,8 @@ def train(
                 plan = make_plan(algorithm, completed, opened.data.train, method, *facts, **how)
             for doubt in doubts(plan, opened.data):
                 console.note(f"warning: {doubt}")
+        goes_on = opened.stored is not None
+        expect_trust(run.engine, plan, audited=plant is not None, goes_on=goes_on)
         planned = planned_phases(plan, method)
         entry = applicant.entry(opened.key.seal("ledger"), planned, plan.slack, plan.label)
         counted = Counted.of(applicant, entry, plan, opened.data, opened.key)

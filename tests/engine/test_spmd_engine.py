@@ -7,6 +7,7 @@ import threading
 import jax
 import numpy as np
 import pytest
+from messages import found, keys_of_noise, other_secrets, recorded
 from problems import softmax_problem
 
 from fedsim.clipping import Clip
@@ -16,6 +17,7 @@ from fedsim.engine.engine import EngineError
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task
 from fedsim.errors import ConfigError
+from fedsim.mechanism import noisy_mean
 
 pytestmark = pytest.mark.ray
 CLIP = Clip(0.5)
@@ -87,6 +89,48 @@ def test_it_agrees_with_the_lanes_added_one_by_one(engine, problem, rng, units):
     assert same(engine.clipped_sum(params, rows, CLIP)[0], total)
 
 
+@pytest.mark.privacy
+def test_no_worker_is_sent_what_noise_follows_from_but_where_it_is_trusted_with_that(
+    engine, problem, rng, key, monkeypatch
+):
+    params, rows = problem[1], rows_of(rng, 20)
+    own = {"clip": CLIP, "noise_multiplier": 1.0, "count": 20, "key": key, "step": 1}
+    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    noise = {step: keys_of_noise(key, sizes, step) for step in range(3)}
+
+    def released():
+        total, stats = engine.clipped_sum(params, rows, CLIP)
+        return noisy_mean(total, **own), stats
+
+    with recorded(monkeypatch) as sent:
+        expected, known = released()
+    assert len(sent) > 2
+    assert not found([*sum(noise.values(), []), *other_secrets(key, 1)], sent)
+    monkeypatch.setattr(engine, "_trusted", True)
+    with recorded(monkeypatch) as sent:
+        noisy, stats = released()
+    assert set(found(noise[1], sent)) == set(noise[1])
+    assert not found([*noise[0], *noise[2], *other_secrets(key, 1)], sent)
+    assert same(noisy.numbers, expected.numbers) and noisy.unit == expected.unit
+    np.testing.assert_array_equal(stats.norms, known.norms)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_workers_that_take_the_place_of_lost_ones_compute_the_sum_that_they_did_not_hold(
+    engine, problem, rng, key, monkeypatch
+):
+    import ray
+
+    params, rows = problem[1], rows_of(rng, 20)
+    own = {"clip": CLIP, "noise_multiplier": 1.0, "count": 20, "key": key, "step": 1}
+    expected = noisy_mean(engine.clipped_sum(params, rows, CLIP)[0], **own)
+    monkeypatch.setattr(engine, "_trusted", True)
+    held, _ = engine.clipped_sum(params, rows, CLIP)
+    ray.kill(engine._group[1])
+    assert same(noisy_mean(held, **own).numbers, expected.numbers)
+
+
 def test_evaluation_is_the_same(engine, problem, rng):
     task, params = problem
     rows = rng.integers(200, size=45)
@@ -102,14 +146,15 @@ def test_a_killed_process_restarts_the_group_and_changes_nothing(engine, problem
     _, params = problem
     rows = rows_of(rng, 200)
     expected, _ = engine.clipped_sum(params, rows, CLIP)
-    before = engine.redispatched
+    before, name = engine.redispatched, "performance/group_restarts"
+    restarts = engine.measurements()[name]
     process = ray.get(engine._group[1].facts.remote())["process"]
     os.kill(process, signal.SIGSTOP)  # it cannot finish before it is killed
     threading.Timer(0.1, os.kill, (process, signal.SIGKILL)).start()
     total, stats = engine.clipped_sum(params, rows, CLIP)
     assert same(total, expected) and len(stats.norms) == 200
     assert engine.redispatched == before + 1
-    assert engine.measurements()["performance/group_restarts"] == 1
+    assert engine.measurements()[name] == restarts + 1
 
 
 def test_an_exception_in_a_workers_code_ends_the_run_with_its_cause(ray_cluster, problem):
