@@ -26,7 +26,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedsim.engine.worker import keep_compiled
+from fedsim.engine.host import keep_compiled
 from fedsim.files import cache_dir
 from fedsim.keys import SecretKey
 

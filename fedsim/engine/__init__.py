@@ -8,8 +8,8 @@ import jax
 
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine, EngineError, Stats, ignore
+from fedsim.engine.host import keep_compiled
 from fedsim.engine.task import Task, WrappedTask
-from fedsim.engine.worker import keep_compiled
 from fedsim.errors import expect
 from fedsim.files import cache_dir
 

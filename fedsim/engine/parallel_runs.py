@@ -17,8 +17,8 @@ from ray.exceptions import RayError, RayTaskError
 from fedsim.engine.actors import cause
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
+from fedsim.engine.host import keep_compiled
 from fedsim.engine.resources import Placement, actor_options, place_workers
-from fedsim.engine.worker import keep_compiled
 from fedsim.errors import FedsimError
 
 ATTEMPTS = 3  # at a job whose process is lost again and again

@@ -7,12 +7,8 @@ leaves a worker is a sum over two units or more (one, if no more were drawn) and
 import dataclasses
 import functools
 import os
-import platform
-import re
 import socket
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +24,10 @@ from fedsim.clipping.scan import zeros_like
 from fedsim.engine.arithmetic import check_arithmetic
 from fedsim.engine.engine import Stats, Trial
 from fedsim.engine.environment import versions
+from fedsim.engine.host import free_memory, host_kind, keep_compiled, trial_clock
 from fedsim.engine.prefetch import ahead, touch
 from fedsim.engine.resources import compiler_options
 from fedsim.engine.task import Task
-from fedsim.files import is_own_directory
 
 ROWS_PER_READ = 4096
 EVAL_ROWS_PER_CHUNK = 16
@@ -371,49 +367,3 @@ def flush(wide: Any, total: Any) -> Any:
     if wide is None:
         return jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.int64), total)
     return jax.tree.map(lambda w, leaf: np.add(w, np.asarray(leaf), out=w), wide, total)
-
-
-def keep_compiled(cache_dir: Path) -> None:
-    """Keep this process's compiled programs in a directory, and use those that are there.
-
-    They are run as they are read, so a directory that others can write to is not used.
-    """
-    if not is_own_directory(cache_dir):
-        whose = "others could put programs there: remove it"
-        print(f"fedsim: cache={cache_dir}: not used, {whose}", file=sys.stderr)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir / host_kind()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def trial_clock() -> Callable[[], float]:
-    """Processor seconds where the device is one thread of the host: other work on the machine
-    disturbs them little. Elsewhere the time that passes."""
-    alone = jax.local_devices()[0].platform == "cpu" and os.environ.get("NPROC") == "1"
-    return time.process_time if alone else time.perf_counter
-
-
-def free_memory() -> int:
-    """Bytes that one worker may use beside what it holds: of its accelerator, or its share of the
-    host's."""
-    found = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in found:
-        return found["bytes_limit"] - found["bytes_in_use"]
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        available = int(re.search(r"MemAvailable:\s*(\d+) kB", meminfo)[1]) * 1024  # type: ignore[index]
-    except (OSError, TypeError):
-        pass
-    cpus = os.cpu_count() or 1
-    return available * min(cpus, int(os.environ.get("NPROC", cpus))) // cpus
-
-
-def host_kind() -> str:
-    """Names what compiled programs depend on: unlike hosts must not share them."""
-    try:
-        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        model = None
-    return re.sub(r"\W+", "-", model[1] if model else platform.machine()).strip("-")
