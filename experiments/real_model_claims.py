@@ -147,18 +147,19 @@ def plot(rows: Sequence[Row]) -> Figure:
     figure, axes = plt.subplots(2, len(names), figsize=size, squeeze=False, layout="constrained")
     for (above, below), name in zip(axes.T, names, strict=True):
         own = [row for row in found if row["source"] == name]
-        for algorithm, all_groups in by(own, lambda row: row["algorithm"].upper()).items():
-            lines = by(sorted(all_groups, key=lambda row: row["group_size"]), lambda r: r["group"])
-            for number, series in enumerate(lines.values()):
-                series = sorted(series, key=lambda row: row["epsilon"])
-                x = np.array([epsilons.index(row["epsilon"]) for row in series]) + 0.06 * number
-                look = {"color": common.COLOURS[algorithm], "capsize": 2, "alpha": 0.9}
-                look |= {"fmt": ("-o", "--s", ":^", "-.v")[number % 4]}
-                label = f"{algorithm}, G = {series[0]['group_size']}"
-                loss, std = ([row[key] for row in series] for key in ("loss", "loss_std"))
-                above.errorbar(x, loss, std, label=label, **look)
-                auc = np.array([[row[key] for key in ATTACK] for row in series]).T
-                below.errorbar(x, auc[0], np.abs(auc[1:] - auc[0]), **look)
+        lines = by(
+            sorted(own, key=lambda row: row["group_size"]), lambda r: (r["algorithm"], r["group"])
+        )
+        for number, ((algorithm, _), series) in enumerate(sorted(lines.items())):
+            series = sorted(series, key=lambda row: row["epsilon"])
+            x = np.array([epsilons.index(row["epsilon"]) for row in series]) + 0.06 * number
+            look = {"color": common.COLOURS[algorithm.upper()], "capsize": 2, "alpha": 0.9}
+            look |= {"fmt": ("-o", "--s", ":^", "-.v", "-d")[number % 5]}
+            label = f"{algorithm.upper()}, G = {series[0]['group_size']}"
+            loss, std = ([row[key] for row in series] for key in ("loss", "loss_std"))
+            above.errorbar(x, loss, std, label=label, **look)
+            auc = np.array([[row[key] for key in ATTACK] for row in series]).T
+            below.errorbar(x, auc[0], np.abs(auc[1:] - auc[0]), **look)
         above.axhline(own[0]["loss_before"], color="black", linestyle=":", label="before")
         above.set(title=name)
         below.axhline(0.5, color="black", linestyle=":")
