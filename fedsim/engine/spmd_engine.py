@@ -84,7 +84,7 @@ class SpmdEngine(Engine):
         actors: see `Actors`.
         """
         super().__init__(num_lanes, note)
-        self._trusted = trusted
+        self.trusted = trusted
         self._actors = Actors(task, **actors)
         self._monitor = Monitor()
         self.num_workers = self._actors.placement.num_workers
@@ -113,7 +113,7 @@ class SpmdEngine(Engine):
         self._monitor.publish({"step": step, **values})
 
     def clipped_sum(self, params, rows, clip, strategy=Strategy()):  # noqa: B008 (frozen)
-        if not self._trusted or clip.in_float32 or not len(rows):
+        if not self.trusted or clip.in_float32 or not len(rows):
             return super().clipped_sum(params, rows, clip, strategy)
         self._shared.put(params)
         arguments = (self._shared.version, self._shared.ref, rows, clip, strategy)

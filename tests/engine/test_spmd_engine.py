@@ -106,7 +106,7 @@ def test_no_worker_is_sent_what_noise_follows_from_but_where_it_is_trusted_with_
         expected, known = released()
     assert len(sent) > 2
     assert not found([*sum(noise.values(), []), *other_secrets(key, 1)], sent)
-    monkeypatch.setattr(engine, "_trusted", True)
+    monkeypatch.setattr(engine, "trusted", True)
     with recorded(monkeypatch) as sent:
         noisy, stats = released()
     assert set(found(noise[1], sent)) == set(noise[1])
@@ -125,7 +125,7 @@ def test_workers_that_take_the_place_of_lost_ones_compute_the_sum_that_they_did_
     params, rows = problem[1], rows_of(rng, 20)
     own = {"clip": CLIP, "noise_multiplier": 1.0, "count": 20, "key": key, "step": 1}
     expected = noisy_mean(engine.clipped_sum(params, rows, CLIP)[0], **own)
-    monkeypatch.setattr(engine, "_trusted", True)
+    monkeypatch.setattr(engine, "trusted", True)
     held, _ = engine.clipped_sum(params, rows, CLIP)
     ray.kill(engine._group[1])
     assert same(noisy_mean(held, **own).numbers, expected.numbers)
