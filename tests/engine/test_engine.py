@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from messages import found, keys_of_noise, other_secrets, recorded
 from problems import mean_problem
 
 from fedsim.clipping import Clip
@@ -16,6 +17,7 @@ from fedsim.engine.health import Patience
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task
 from fedsim.errors import ConfigError
+from fedsim.mechanism import noisy_mean
 from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
 
 CLIP = Clip(0.5)
@@ -99,6 +101,15 @@ def test_the_sum_is_that_of_all_units_whatever_the_lanes(engine, rng, task, para
     for name in ("norms", "losses", "dropped", "num_rows"):
         np.testing.assert_array_equal(getattr(stats, name), getattr(one_lane, name))
     np.testing.assert_array_equal(stats.num_rows, (rows >= 0).sum(axis=1))
+
+
+@pytest.mark.privacy
+def test_no_worker_is_sent_what_noise_follows_from(pool, rng, params, key, monkeypatch):
+    with recorded(monkeypatch) as sent:
+        total, _ = pool.clipped_sum(params, groups(rng, 9, 3), CLIP)
+        noisy_mean(total, clip=CLIP, noise_multiplier=1.0, count=9, key=key, step=1)
+    noise = keys_of_noise(key, [leaf.size for leaf in jax.tree.leaves(params)], 1)
+    assert len(sent) > 2 and not found([*noise, *other_secrets(key, 1)], sent)
 
 
 def test_no_units_give_a_sum_of_zero(engine, params):
