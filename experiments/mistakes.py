@@ -42,7 +42,8 @@ CLIP_THE_SUM = """        norm = np.sqrt(sum(float(np.sum(x**2)) for x in jax.tr
         factor /= (clip.norm if clip.normalised else 1.0) * clip.unit(
             sum(x.size for x in jax.tree.leaves(total))
         )
-        return jax.tree.map(lambda x: np.rint(factor * x).astype(np.int64), total), joined
+        total = jax.tree.map(lambda x: np.rint(factor * x).astype(np.int64), total)
+        return total, Stats.of_all(rows, stats)
 """
 NOISE = "key=self.key, step=step)"
 ADD_UNIT = "total = jax.tree.map(lambda t, z: functools.reduce(jnp.add, list(z), t), total, added)"
@@ -91,7 +92,7 @@ NOISE_AND_SENSITIVITY = (
     one(
         "the same noise for all layers",
         "test_mechanism.py::test_the_noise_of_leaves_and_steps_is_independent",
-        *("noise/independent.py", "step, first + leaf, number)", "step, 0, number)"),
+        *("noise/independent.py", "step, array, first + number)", "step, 0, first + number)"),
     ),
     both(
         "the same noise in every step",
@@ -109,8 +110,8 @@ NOISE_AND_SENSITIVITY = (
         "noise and draws from one random stream",
         "test_keys.py::test_noise_and_sampling_are_independent_streams",
         "noise/independent.py",
-        'key.generator("noise", step, first + leaf, number)',
-        'key.generator("units", step, *((leaf, number) if first + leaf or number else ()))',
+        'key.generator("noise", step, array, first + number)',
+        'key.generator("units", step, *((array, number) if array or number else ()))',
     ),
     one(
         "sensitivity C after scaling to norm 1",
@@ -184,7 +185,11 @@ CLIPPING = (
                 "dtype = self._dtype(params, len(rows), clip)",
                 "dtype = np.float32",
             ),
-            ("engine/engine.py", "        return total, joined\n", CLIP_THE_SUM),
+            (
+                "engine/engine.py",
+                "        return total, Stats.of_all(rows, stats)\n",
+                CLIP_THE_SUM,
+            ),
         ),
     ),
     one(
@@ -295,7 +300,7 @@ CLIPPING = (
     one(
         "a lane with one user's gradient",
         "trust/test_security.py::test_a_lane_has_two_units_or_more",
-        *("engine/engine.py", "len(rows) // 2)", "len(rows))"),
+        *("engine/engine.py", "len(rows) // self.least_units)", "len(rows))"),
     ),
 )
 
