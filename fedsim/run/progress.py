@@ -87,6 +87,8 @@ def in_lines(note: Callable[[str], None], first: int, last: int, every: int) -> 
     def show(step: int, values: dict[str, float]) -> None:
         nonlocal shown
         now = time.monotonic()
+        if step == first + 1:  # it compiled, and said so
+            shown = now
         if step % every == 0 or step in (first + 3, last) or now - shown >= QUIET_S:
             left = (now - started) / (step - first) * (last - step)
             note(f"step {step}/{last}  {line(values)}  left {left:.0f} s")

@@ -50,7 +50,7 @@ def test_a_phase_that_is_told_late_has_no_line_if_it_is_short(capsys, monkeypatc
 
 
 def test_a_log_says_something_of_slow_steps_each_time(monkeypatch):
-    clock, lines = iter([0.0, 1.0, 2.0, 12.5, 13.0]), []
+    clock, lines = iter([0.0, 11.0, 12.0, 22.5, 23.0]), []
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     show = progress.in_lines(lines.append, 0, 100, every=50)
     for step in (1, 2, 4, 5):
