@@ -133,14 +133,14 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     budget, eval_examples = sizes.real if real else (sizes.budget, sizes.eval_examples)
     settings = dataclasses.asdict(cell)
     by_rule, own_way = cell.optimizer == RULE[0][0], cell.optimizer in OWN
-    left_open = () if by_rule else ("learning_rate", "schedule", "optimizer")[: 3 - own_way]
-    own = ("warmup", "seed", *left_open)
+    given = () if by_rule else ("learning_rate", "schedule")
+    given += () if by_rule or own_way else ("optimizer",)
     run = run_config(
         **start,
         run_dir=Path("."),
         engine="local",
         max_length=sizes.max_length if start["model"] == "tiny" or real else None,
-        **{name: settings[name] for name in own},
+        **{name: settings[name] for name in ("warmup", "seed", *given)},
     )
     model = find_model(run.model.source)
     data = load_data(run.data, model, lambda text: None)
@@ -154,10 +154,10 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     plan = make_plan(algorithm, privacy, data.train, method, size, [], "")
     run = settled_by(plan, None, run, fresh=model is None)
     engine = LocalEngine(task, num_lanes=1)
-    learner, start, rule, read = update_of(cell, run, plan, task, params)
+    learner, first, rule, read = update_of(cell, run, plan, task, params)
     averages = dict.fromkeys({*AVERAGES, run.ema or 0.0}, params)
     before = headline(evaluate(engine, params, data, eval_examples))
-    steps = common.iterates(plan, method, LocalEngine(learner, num_lanes=1), start, rule)
+    steps = common.iterates(plan, method, LocalEngine(learner, num_lanes=1), first, rule)
     for step, params in enumerate(map(read, steps), 1):
         if is_finite(params):
             averages = {ema: averaged(old, params, ema, step) for ema, old in averages.items()}

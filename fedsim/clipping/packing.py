@@ -33,6 +33,7 @@ def chunks(
     units_per_chunk: int,
     buckets: Buckets | None,
     units_at_once: int = 1,
+    few: int | None = None,
 ) -> Iterator[Chunk]:
     """All units of a lane, each in one chunk; a pure function of its arguments.
 
@@ -40,21 +41,20 @@ def chunks(
       batch: tree of arrays [units, group, ...].
       mask: bool [units, group], true where a row is real.
       units_at_once: so many cost as much as one of them.
+      few: units of the chunks of what does not fill a chunk; None: it is one, padded.
     """
-    units = np.arange(len(mask))
+    units, sizes_of_chunks = np.arange(len(mask)), (units_per_chunk, few or units_per_chunk)
     if buckets is None:
-        return (
-            _chunk(batch, mask, part, units_per_chunk) for part in _parts(units, units_per_chunk)
-        )
+        return (_chunk(batch, mask, *part) for part in _parts(units, *sizes_of_chunks))
     sizes = np.where(mask, np.asarray(buckets.sizes(batch)), -1)
     order = np.argsort(-sizes, axis=1, kind="stable")  # the longest rows first, padding last
     rows = units[:, None]
     batch = jax.tree.map(lambda leaf: leaf[rows, order], batch)
     mask, longest = mask[rows, order], sizes.max(axis=1, initial=0)
-    return _by_length(batch, mask, longest, units_per_chunk, buckets, units_at_once)
+    return _by_length(batch, mask, longest, sizes_of_chunks, buckets, units_at_once)
 
 
-def _by_length(batch, mask, longest, units_per_chunk, buckets, units_at_once):
+def _by_length(batch, mask, longest, sizes_of_chunks, buckets, units_at_once):
     """Chunks of each length. What does not fill the last pass of a length goes to the next longer
     one where that is cheaper."""
     lengths = buckets.lengths
@@ -66,13 +66,17 @@ def _by_length(batch, mask, longest, units_per_chunk, buckets, units_at_once):
         longer = lengths[number + 1] if number + 1 < len(lengths) else math.inf
         keep = len(waiting) - (over if over * longer < units_at_once * length else 0)
         left = waiting[keep:]
-        for part in _parts(waiting[:keep], units_per_chunk):
-            chunk = _chunk(batch, mask, part, units_per_chunk)
+        for part in _parts(waiting[:keep], *sizes_of_chunks):
+            chunk = _chunk(batch, mask, *part)
             yield chunk._replace(batch=buckets.trim(chunk.batch, length), length=length)
 
 
-def _parts(units: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    return (units[start : start + size] for start in range(0, len(units), size))
+def _parts(units: np.ndarray, size: int, few: int) -> Iterator[tuple[np.ndarray, int]]:
+    """(units, size of their chunk): full chunks, and what is left in chunks of `few`."""
+    full = len(units) // size * size
+    for some, each in ((units[:full], size), (units[full:], few)):
+        for start in range(0, len(some), each):
+            yield some[start : start + each], each
 
 
 def _chunk(batch, mask, units, size) -> Chunk:

@@ -31,7 +31,7 @@ from fedsim.engine.task import Task
 
 ROWS_PER_READ = 4096
 EVAL_ROWS_PER_CHUNK = 16
-EVAL_FEW = 4
+EVAL_FEW = 4  # of what is left of a length: with a large model, padding costs more than calls
 TRIAL_REPEATS = 3
 TRIAL_FEW = 4  # units that are tried first
 TELLING_SECONDS = 0.3  # what takes less, a first call and other work may have disturbed
@@ -118,7 +118,8 @@ class Worker:
         """(sum of nats, number of predicted tokens) over examples `rows` [n] of a split."""
         params = self._on_device(version, params)
         nats, predictions = 0.0, 0
-        for chunk in self._eval_chunks(split, rows):
+        size, few = EVAL_ROWS_PER_CHUNK, EVAL_FEW
+        for chunk in self._chunks(split, rows[:, None], size, 1, few=few, in_passes=False):
             batch = jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch)
             arguments = (params, batch, *self.frozen())
             key = ("nats", chunk.length, len(chunk.mask))
@@ -128,16 +129,6 @@ class Worker:
             nats += float(chunk_nats.sum(dtype=np.float64))
             predictions += int(chunk_predictions.sum())
         return nats, predictions
-
-    def _eval_chunks(self, split: str, rows: np.ndarray) -> Iterator[Chunk]:
-        """Chunks of many rows of one length, and what is left of each length in chunks of few: with
-        a large model, padding costs more than calls do."""
-        lengths = self._lengths(rows[:, None], split)
-        for length in np.unique(lengths):
-            own = rows[lengths == length, None]
-            full = len(own) // EVAL_ROWS_PER_CHUNK * EVAL_ROWS_PER_CHUNK
-            for some, size in ((own[:full], EVAL_ROWS_PER_CHUNK), (own[full:], EVAL_FEW)):
-                yield from self._chunks(split, some, size, 1, in_passes=False)
 
     def host(self, version: int, params: Any, rows: np.ndarray) -> str:
         """What computes here, for programs whose bits depend on it."""
@@ -207,11 +198,11 @@ class Worker:
             seconds, norms = min(times), norms[0]
         return Trial(strategy, seconds, memory), norms
 
-    def _lengths(self, rows: np.ndarray, split: str = "train") -> np.ndarray:
+    def _lengths(self, rows: np.ndarray) -> np.ndarray:
         """The bucket of each unit's longest row, int [units]; 1 where there are no buckets."""
         if self.buckets is None or not len(rows):
             return np.ones(len(rows), int)
-        sizes = self.buckets.sizes(self.task.read(split, rows.ravel())).reshape(rows.shape)
+        sizes = self.buckets.sizes(self.task.read("train", rows.ravel())).reshape(rows.shape)
         longest = np.where(rows >= 0, sizes, 0).max(axis=1)
         return np.asarray(self.buckets.lengths)[np.searchsorted(self.buckets.lengths, longest)]
 
@@ -239,11 +230,20 @@ class Worker:
         return self._chunks("train", rows, units, at_once, in_passes=strategy.splits_units(group))
 
     def _chunks(
-        self, split: str, rows: np.ndarray, units_per_chunk: int, at_once: int, *, in_passes: bool
+        self,
+        split: str,
+        rows: np.ndarray,
+        units_per_chunk: int,
+        at_once: int,
+        *,
+        in_passes: bool,
+        few: int | None = None,
     ) -> Iterator[Chunk]:
         """Chunks of rows [units, group]; the next rows are read while the caller computes.
 
-        Args: in_passes: lengths are chosen pass by pass in the program, not for the chunk.
+        Args:
+          in_passes: lengths are chosen pass by pass in the program, not for the chunk.
+          few: as of `chunks`.
         """
         units = max(units_per_chunk, ROWS_PER_READ // rows.shape[1])
         starts = range(0, len(rows), units)
@@ -258,7 +258,7 @@ class Worker:
             some = rows[start : start + units]
             shape = some.shape
             batch = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)  # noqa: B023
-            for chunk in chunks(batch, some >= 0, units_per_chunk, buckets, at_once):
+            for chunk in chunks(batch, some >= 0, units_per_chunk, buckets, at_once, few):
                 yield chunk._replace(units=chunk.units + start)
 
     def _chunk_program(self, total, params, chunk, clip, strategy):

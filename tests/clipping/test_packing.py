@@ -122,3 +122,15 @@ def test_rows_of_the_longest_and_of_each_bucket_fit_exactly(rng):
     found = list(chunks(batch, np.ones((4, 1), bool), 1, BUCKETS))
     assert [chunk.length for chunk in found] == list(LENGTHS)
     assert [int((chunk.batch["tokens"] > 0).sum()) for chunk in found] == list(LENGTHS)
+
+
+def test_what_does_not_fill_a_chunk_goes_into_chunks_of_few(rng):
+    batch, mask = lane(rng, 11, 1)
+    found = list(chunks(batch, mask, 4, None, few=2))
+    assert [(len(chunk.units), len(chunk.mask)) for chunk in found] == [
+        (4, 4),
+        (4, 4),
+        (2, 2),
+        (1, 2),
+    ]
+    assert np.concatenate([chunk.units for chunk in found]).tolist() == list(range(11))
