@@ -6,16 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from messages import found, keys_of_noise, other_secrets
+from problems import two_steps
 
 from fedsim.clipping import Clip
-from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, run_config
+from fedsim.config import EngineConfig
 from fedsim.engine import reduction
 from fedsim.errors import ConfigError
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated, HeldSum
 from fedsim.noise.independent import BLOCK
-from fedsim.run.console import Console
-from fedsim.training import train
 from fedsim.training.settings import expect_trust
 
 pytestmark = pytest.mark.privacy
@@ -97,13 +96,8 @@ def test_without_noise_there_is_nothing_to_trust_workers_with():
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_run_says_whom_it_trusted_has_the_same_bits_and_goes_on_elsewhere(ray_cluster, tmp_path):
-
     def run(name, **options):
-        privacy = PrivacyConfig(epsilon=8.0, num_steps=2, budget=8, group_size=2)
-        settings = {"data": "pydocs", "model": "micro", "seed": 3, "eval_examples": 4}
-        settings |= {"strategy": "scan", "checkpoint_every": 1, **options}
-        config = run_config(run_dir=tmp_path / name, **settings)
-        return train(Algorithm.ULS, privacy, config, Console())
+        return two_steps(tmp_path / name, strategy="scan", **options)
 
     alone = run("alone", engine="local")
     trusted = run("trusted", engine="spmd", num_workers=2, **TRUST)

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from problems import softmax_problem
+from problems import softmax_problem, two_steps
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.config import Algorithm, EngineConfig, MeshShape, PrivacyConfig, run_config
+from fedsim.config import EngineConfig, MeshShape
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine import create, reduction
@@ -15,8 +15,6 @@ from fedsim.engine.worker import NoTask
 from fedsim.errors import ConfigError
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig, stacked
-from fedsim.run.console import Console
-from fedsim.training import train
 
 CLIP, ROWS = Clip(0.1), np.arange(12).reshape(4, 3)
 ON_RAY = {"kind": "ray", "mesh": "fsdp:2", "strategy": "twice"}
@@ -82,11 +80,7 @@ def test_a_task_without_layers_is_refused_before_workers_start(rng, kind):
 @pytest.mark.ci
 def test_runs_are_those_of_this_process_and_go_on_there(ray_cluster, tmp_path):
     def run(name, **options):
-        privacy = PrivacyConfig(epsilon=8.0, num_steps=2, budget=8, group_size=2)
-        settings = {"data": "pydocs", "model": "micro", "seed": 3, "eval_examples": 4}
-        settings |= {"strategy": "twice", "checkpoint_every": 1, **options}
-        config = run_config(run_dir=tmp_path / name, **settings)
-        return train(Algorithm.ULS, privacy, config, Console())
+        return two_steps(tmp_path / name, strategy="twice", **options)
 
     alone = run("alone", engine="local")
     cut = {"engine": "ray", "num_workers": 1, "devices_per_worker": 4, "mesh": "fsdp:4"}
