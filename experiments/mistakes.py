@@ -43,7 +43,7 @@ CLIP_THE_SUM = """        norm = np.sqrt(sum(float(np.sum(x**2)) for x in jax.tr
             sum(x.size for x in jax.tree.leaves(total))
         )
         total = jax.tree.map(lambda x: np.rint(factor * x).astype(np.int64), total)
-        return total, Stats.of_all(rows, stats)
+        return total, Stats.of_all(rows, stats, order)
 """
 NOISE = "key=self.key, step=step)"
 ADD_UNIT = "total = jax.tree.map(lambda t, z: functools.reduce(jnp.add, list(z), t), total, added)"
@@ -187,7 +187,7 @@ CLIPPING = (
             ),
             (
                 "engine/engine.py",
-                "        return total, Stats.of_all(rows, stats)\n",
+                "        return total, Stats.of_all(rows, stats, order)\n",
                 CLIP_THE_SUM,
             ),
         ),
@@ -300,7 +300,7 @@ CLIPPING = (
     one(
         "a lane with one user's gradient",
         "trust/test_security.py::test_a_lane_has_two_units_or_more",
-        *("engine/engine.py", "len(rows) // self.least_units)", "len(rows))"),
+        *("engine/lanes.py", "len(rows) // least)", "len(rows))"),
     ),
 )
 

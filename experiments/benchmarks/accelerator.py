@@ -40,7 +40,8 @@ from fedsim.engine.resources import compiler_options
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import lora
-from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats, stacked
+from fedsim.models.loss import next_token_nats
+from fedsim.models.transformer import Transformer, TransformerConfig, stacked
 
 CLIP = Clip(1.0, normalised=True)
 LAST_S = 420.0  # a cell may take a minute to compile

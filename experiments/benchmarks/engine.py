@@ -40,8 +40,9 @@ from fedsim.engine.task import Task
 from fedsim.engine.worker import Worker
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
+from fedsim.models.loss import next_token_nats
 from fedsim.models.mean import MeanTask
-from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
+from fedsim.models.transformer import Transformer, TransformerConfig
 from fedsim.run.checkpoint import params_sha256
 from fedsim.sampling import Poisson, draw_groups
 

@@ -2,11 +2,11 @@
 
     python -m experiments.benchmarks.short_texts [--quick] [--json]      (10 minutes)
 
-Adapters of rank 8 on SmolLM2-135M's shape, random weights, one thread, processor seconds. The 32
-texts are as long as those of court transcripts are in its tokens, half of them 25 tokens or fewer.
-A gradient counts as four products for each parameter and real token (with adapters the weights have
-no gradient), a loss as two; padding counts as nothing. The rate of products is that of square
-matrices of 1,024 float32.
+Adapters of rank 8 on SmolLM2-135M's shape, random weights, one thread, processor seconds, as many
+lanes as in a run. The 32 texts are as long as those of court transcripts are in its tokens, half of
+them 25 tokens or fewer. A gradient counts as four products for each parameter and real token (with
+adapters the weights have no gradient), a loss as two; padding counts as nothing. The rate of
+products is that of square matrices of 1,024 float32.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from experiments.benchmarks.clipping import as_a_worker, in_turn, median
 from experiments.benchmarks.common import at_least, circumstances
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import num_coordinates
+from fedsim.config import EngineConfig
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
@@ -34,6 +35,7 @@ LENGTHS = (7, 8, 9, 10, 11, 12, 12, 14, 15, 16, 17, 18, 20, 21, 22, 24)
 LENGTHS += (25, 26, 27, 29, 30, 32, 35, 37, 40, 46, 51, 56, 61, 69, 78, 89)
 """Quantiles of one text of each user of scotus, in tokens."""
 SIZE = 1024
+LANES = EngineConfig().num_lanes
 STRATEGIES = ("scan:1", "direct:4", "direct:8")
 QUICK = {**SMOLLM2, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 96}
 CONFIGS = {
@@ -45,10 +47,14 @@ CONFIGS = {
 class Texts(LanguageModelTask):
     """Random tokens, in texts of these lengths."""
 
+    def sizes(self, split: str, rows: np.ndarray) -> np.ndarray:
+        """Example i has the i-th length in an order that is drawn; padding has no tokens."""
+        lengths = np.random.default_rng(1).permutation(LENGTHS)
+        return np.where(rows < 0, 0, lengths[rows])
+
     def read(self, split: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Example i has the i-th length; padding is a text of no tokens."""
-        longest = self.config.max_length
-        sizes = np.where(rows < 0, 0, np.array(LENGTHS)[rows])
+        """Random tokens, as many as there are."""
+        longest, sizes = self.config.max_length, self.sizes(split, rows)
         rng = np.random.default_rng(0)
         every = rng.integers(1, self.config.vocab_size, (len(LENGTHS), longest), np.int32)
         there = np.arange(longest) < sizes[:, None]
@@ -63,7 +69,7 @@ def shares(config: TransformerConfig, strategies: list[str], turns: int) -> dict
     adapted = lora.adapted(config, 8, 16.0, "all")
     task = Texts(None, adapted, frozen=frozen)  # pyright: ignore
     params = stacked(jax.tree.map(np.asarray, lora.init(adapted, key)), config.num_layers)
-    engine, rows = LocalEngine(task, num_lanes=1), np.arange(len(LENGTHS))[:, None]
+    engine, rows = LocalEngine(task, num_lanes=LANES), np.arange(len(LENGTHS))[:, None]
     square = jax.random.normal(key, (SIZE, SIZE))
     product = jax.jit(lambda a: jax.lax.fori_loop(0, 20, lambda _, b: a @ b / SIZE, a))
     calls: dict[str, Any] = {"products": lambda: product(square)}

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedsim.clipping.clip import Clip
 from fedsim.clipping.contribution import contribution, scaled
@@ -33,6 +34,11 @@ class Buckets:
     """(rows of a batch) -> the length that each row needs, int [rows]."""
     trim: Callable[[Any, int], Any]
     """(batch, length) -> the batch with rows cut to `length`; loses nothing where it suffices."""
+
+    def holding(self, sizes: np.ndarray) -> np.ndarray:
+        """The least of the lengths that holds each of these sizes, int, like `sizes`."""
+        lengths = np.asarray(self.lengths)
+        return lengths[np.searchsorted(lengths, sizes)]
 
     def up_to(self, length: int) -> "Buckets":
         """Without the longer ones."""

@@ -92,6 +92,12 @@ class TokenReader:
         """int64: tokens of each of the rows start:end."""
         return self._locate(np.arange(start, self.num_rows if end is None else end))[2]
 
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """int64 [rows]: tokens of rows in any order, 0 for -1."""
+        sizes, real = np.zeros(len(rows), np.int64), rows >= 0
+        sizes[real] = self._locate(rows[real])[2]
+        return sizes
+
     def _locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Each row's shard, where its tokens begin there, and how many they are."""
         batch = np.searchsorted(self._first, rows, side="right") - 1

@@ -172,6 +172,10 @@ class UserStore:
             shards = self.metadata["shards"]
             raise DataError(f"shards={shards}: cut off or damaged ({error})") from None
 
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """int64 [rows]: the real tokens of rows in any order, 0 for -1. Reads no token."""
+        return self._reader.sizes(np.asarray(rows, np.int64))
+
     @property
     def lengths(self) -> np.ndarray:
         """int32 [num_examples]: tokens per row; made anew each time, four bytes an example."""

@@ -18,6 +18,8 @@ import numpy as np
 
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import lattice_capacity, num_coordinates
+from fedsim.engine.lanes import Lanes, cut
+from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
 
 
@@ -67,12 +69,17 @@ class Stats:
         return cls(*(np.concatenate(column) for column in columns))
 
     @classmethod
-    def of_all(cls, rows: np.ndarray, parts: Sequence["Stats"]) -> "Stats":
-        """The statistics of all units of `rows`. Raises: EngineError: some are missing."""
-        joined = cls.join(parts)
+    def of_all(cls, rows: np.ndarray, parts: Sequence["Stats"], order: np.ndarray) -> "Stats":
+        """The statistics of all units of `rows`. Raises: EngineError: some are missing.
+
+        Args: order: which unit is at which place of the parts end to end.
+        """
+        joined, found = cls.join(parts), cls.zeros(len(rows))
         if len(joined.norms) != len(rows):  # the mechanism divides by a public count
             raise EngineError(f"{len(joined.norms)} units were computed of {len(rows)} drawn")
-        return joined
+        for column, values in zip(found.columns(), joined.columns(), strict=True):
+            column[order] = values
+        return found
 
     def columns(self) -> tuple[np.ndarray, ...]:
         """norms, losses, dropped, num_rows."""
@@ -103,8 +110,9 @@ class Engine(ABC):
     least_units = 2
     """Units of a lane, where so many were drawn. Of one alone, its sum would be the gradient."""
 
-    def __init__(self, num_lanes: int, note: Callable[[str], None] = ignore):
+    def __init__(self, task: Task, num_lanes: int, note: Callable[[str], None] = ignore):
         """Args: note: told, for people, what happened to workers."""
+        self.task = task
         self.num_lanes = num_lanes
         self.note = note
         self.heard: Callable[[int, int], None] = ignore
@@ -194,7 +202,7 @@ class Engine(ABC):
           nothing is clipped; per-unit statistics in the order of rows).
         """
         dtype = self._dtype(params, len(rows), clip)
-        total, stats, lanes = None, [], self.cut(rows)
+        total, stats, (order, lanes) = None, [], self.cut(rows)
         for lane_sum, lane_stats in self._lanes("lane_sum", params, lanes, clip, strategy):
             stats.append(lane_stats)
             self.heard(len(stats), len(lanes))
@@ -206,7 +214,7 @@ class Engine(ABC):
                 jax.tree.map(lambda t, x: np.add(t, x, out=t), total, lane_sum)
         if total is None:
             total = jax.tree.map(lambda leaf: np.zeros(leaf.shape, dtype), params)
-        return total, Stats.of_all(rows, stats)
+        return total, Stats.of_all(rows, stats, order)
 
     @staticmethod
     def _dtype(params: Any, units: int, clip: Clip) -> Any:
@@ -221,7 +229,7 @@ class Engine(ABC):
 
     def begin_mean_nats(self, params: Any, split: str, rows: np.ndarray) -> Callable[[], float]:
         """Like `mean_nats`; workers compute it when they are idle, the function waits for it."""
-        lanes = self.cut(rows)
+        lanes = self._cut(split, rows).rows
         answers = self._begin("lane_nats", params, lanes, split)
 
         def wait() -> float:
@@ -262,7 +270,9 @@ class Engine(ABC):
     def publish(self, step: int, values: dict[str, float]) -> None:  # noqa: B027
         """Show the metrics of a step where the engine can, beside the run's own files."""
 
-    def cut(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Rows in lanes: consecutive, sizes equal or one apart, independent of the workers."""
-        num_lanes = max(1, min(self.num_lanes, len(rows) // self.least_units))
-        return [lane for lane in np.array_split(rows, num_lanes) if len(lane)]
+    def cut(self, rows: np.ndarray) -> Lanes:
+        """The units of a sum, cut into lanes, whatever workers there are."""
+        return self._cut("train", rows)
+
+    def _cut(self, split: str, rows: np.ndarray) -> Lanes:
+        return cut(self.task, split, rows, self.num_lanes, self.least_units)

@@ -2,6 +2,7 @@
 
 from fedsim.config import MeshShape
 from fedsim.engine.engine import Engine
+from fedsim.engine.lanes import whole
 from fedsim.engine.sharded import ShardedWorker
 from fedsim.engine.task import Task
 from fedsim.engine.worker import Worker
@@ -14,7 +15,7 @@ class LocalEngine(Engine):
 
     def __init__(self, task: Task, *, num_lanes: int, mesh: MeshShape | None = None):
         """Args: mesh: how several devices have the model between them; None: one device has it."""
-        super().__init__(num_lanes)
+        super().__init__(task, num_lanes)
         self._worker = Worker(task) if mesh is None else ShardedWorker(task, mesh)
         self._version = 0
 
@@ -30,7 +31,7 @@ class LocalEngine(Engine):
     def cut(self, rows):
         # A sum that stays on the devices is added to there. Lanes would each be fetched.
         if isinstance(self._worker, ShardedWorker):
-            return [rows] if len(rows) else []
+            return whole(rows)
         return super().cut(rows)
 
     def describe(self) -> str:

@@ -95,7 +95,7 @@ class RayEngine(Engine):
         actors: see `Actors`.
         Raises: ConfigError: also where the task has no layers for a mesh.
         """
-        super().__init__(num_lanes, note)
+        super().__init__(task, num_lanes, note)
         self._mesh = mesh
         if mesh is not None:
             layers_of(task, mesh)
@@ -140,7 +140,7 @@ class RayEngine(Engine):
 
     def read_ahead(self, rows):
         # Lanes go to idle workers in this order again: each reads what it will probably compute.
-        for worker, lane in zip(self._health.idle(), self.cut(rows), strict=False):
+        for worker, lane in zip(self._health.idle(), self.cut(rows).rows, strict=False):
             self._workers[worker].read_ahead.remote("train", lane)
 
     def publish(self, step, values):

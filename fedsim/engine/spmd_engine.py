@@ -20,6 +20,7 @@ from fedsim.clipping import Strategy
 from fedsim.engine.actors import MAX_LOSSES, START_S, Actors, Shared, cause, failure
 from fedsim.engine.engine import Engine, EngineError, Stats, ignore
 from fedsim.engine.health import Health, Patience
+from fedsim.engine.lanes import whole
 from fedsim.engine.mesh import MeshWorker
 from fedsim.engine.monitor import Monitor
 from fedsim.engine.task import Task
@@ -83,7 +84,7 @@ class SpmdEngine(Engine):
         trusted: whether workers keep sums, and are given the keys of the noise that they add.
         actors: see `Actors`.
         """
-        super().__init__(num_lanes, note)
+        super().__init__(task, num_lanes, note)
         self.trusted = trusted
         self._actors = Actors(task, **actors)
         self._monitor = Monitor()
@@ -105,6 +106,9 @@ class SpmdEngine(Engine):
         self._shared.drop()
         self._actors.close()
 
+    def cut(self, rows):
+        return whole(rows)  # all processes have a part of each pass
+
     def measurements(self) -> dict[str, float]:
         restarts = {"performance/group_restarts": self._health.restarts}
         return {**super().measurements(), **restarts}
@@ -121,7 +125,7 @@ class SpmdEngine(Engine):
         def hold():
             return [worker.hold_sum.remote(*arguments) for worker in self._group]
 
-        stats = Stats.of_all(rows, self._until_done("hold_sum", hold))
+        stats = Stats.of_all(rows, self._until_done("hold_sum", hold), self.cut(rows).order)
         holding = self._group
 
         def release(shares):
@@ -138,7 +142,7 @@ class SpmdEngine(Engine):
         self._shared.put(params)
         if method == "lane_sum":
             if lanes:
-                yield self._sum(np.concatenate(lanes), args)
+                yield self._sum(lanes[0], args)
             return
 
         def call():

@@ -42,6 +42,11 @@ class Task(Protocol):
         """
         ...
 
+    def sizes(self, split: str, rows: np.ndarray) -> np.ndarray | None:
+        """How long each of these examples is, in what `buckets` counts, int [rows], without reading
+        them whole: those about as long are computed together. None: nobody knows."""
+        return None
+
     def losses(self, params: Params, batch: Batch, *frozen: Any) -> jax.Array:
         """f(theta, z) per row, float32 [rows]; traced by JAX."""
         ...
@@ -94,6 +99,10 @@ class WrappedTask(Task):
     def read(self, split: str, rows: np.ndarray) -> Batch:
         """The inner task's rows."""
         return self.inner.read(split, rows)
+
+    def sizes(self, split: str, rows: np.ndarray) -> np.ndarray | None:
+        """The inner task's lengths of examples."""
+        return self.inner.sizes(split, rows)
 
     def losses(self, params: Params, batch: Batch, *frozen: Any) -> jax.Array:
         """The inner task's losses."""

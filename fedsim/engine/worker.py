@@ -204,7 +204,7 @@ class Worker:
             return np.ones(len(rows), int)
         sizes = self.buckets.sizes(self.task.read("train", rows.ravel())).reshape(rows.shape)
         longest = np.where(rows >= 0, sizes, 0).max(axis=1)
-        return np.asarray(self.buckets.lengths)[np.searchsorted(self.buckets.lengths, longest)]
+        return self.buckets.holding(longest)
 
     def _add_lane(self, params, rows, clip, strategy):
         stats, total, flushed = Stats.zeros(len(rows)), no_sum(params, clip), None

@@ -10,7 +10,8 @@ from fedsim.clipping import Buckets, LocalSteps
 from fedsim.clipping.layered import Layers
 from fedsim.data.dataset import Dataset
 from fedsim.models import lora
-from fedsim.models.transformer import Transformer, TransformerConfig, layers_of, next_token_nats
+from fedsim.models.loss import next_token_nats
+from fedsim.models.transformer import Transformer, TransformerConfig, layers_of
 
 
 class LanguageModelTask:
@@ -54,6 +55,11 @@ class LanguageModelTask:
         """Examples of a split by index, -1 = padding: {tokens [rows, length], sizes [rows]}."""
         tokens, sizes = getattr(self.dataset, split).gather(rows, self.config.max_length)
         return {"tokens": tokens, "sizes": sizes}
+
+    def sizes(self, split: str, rows: np.ndarray) -> np.ndarray:
+        """Tokens of examples of a split, at most the task's length; 0 where the index is -1."""
+        sizes = getattr(self.dataset, split).sizes(rows)
+        return np.minimum(sizes, self.config.max_length)
 
     def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
         """(nats, predictions) per row: what evaluation adds up."""

@@ -1,4 +1,4 @@
-"""A decoder-only transformer and its causal language-modelling loss.
+"""A decoder-only transformer; its loss is in loss.py.
 
 One plain `flax.linen` model in the shapes of the paper's 350 M parameters (pre-norm blocks, learned
 positions, GELU, tied embedding) and of the widespread open families: RMS norm, rotary positions,
@@ -22,6 +22,7 @@ from flax import linen as nn
 from fedsim.clipping.layered import BLOCKS, Layers
 from fedsim.clipping.remat import remat_function, remat_module
 from fedsim.errors import expect
+from fedsim.models.loss import nats_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,59 +364,3 @@ def _logits(c: TransformerConfig, embed: nn.Embed, x_BLD: jax.Array) -> jax.Arra
     init = nn.initializers.normal(0.02)
     head = nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, dtype=c.dtype, name="head")
     return head(x_BLD)
-
-
-def next_token_nats(
-    model: nn.Module, params: Any, tokens_BL: jax.Array, sizes_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Cross entropy of predicting tokens[i + 1] from tokens[: i + 1].
-
-    Args:
-      tokens_BL: ids, starting with the beginning-of-text token.
-      sizes_B: real tokens of each row; the rest is padding and predicts nothing.
-    Returns: (nats, predictions): float32 [B] sums over a row's sizes - 1 predictions, and how many.
-    """
-    logits_BLV: Any = model.apply({"params": params}, tokens_BL[:, :-1])
-    return nats_of(logits_BLV, tokens_BL, sizes_B)
-
-
-def nats_of(
-    logits_BLV: jax.Array, tokens_BL: jax.Array, sizes_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The cross entropy of `next_token_nats`, from the logits of all tokens but the last."""
-    at_least_float32 = jnp.promote_types(logits_BLV.dtype, jnp.float32)
-    nats_BL = cross_entropy(logits_BLV.astype(at_least_float32), tokens_BL[:, 1:])
-    real_BL = jnp.arange(1, tokens_BL.shape[1])[None] < sizes_B[:, None]
-    return jnp.sum(jnp.where(real_BL, nats_BL, 0), axis=1), real_BL.sum(axis=1)
-
-
-@jax.custom_vjp
-def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
-    """-log_softmax(logits)[targets], float32 [B, L], for targets in [0, V). In reverse mode only.
-
-    The gradient is what JAX derives, in float32 bit for bit, in a form that XLA does not compute
-    twice: a twelfth of a small model's step.
-    """
-    # Not _cross_entropy_forward's value: alone, XLA rounds that otherwise in the last bit.
-    log_probs_BLV = jax.nn.log_softmax(logits_BLV)
-    return -jnp.take_along_axis(log_probs_BLV, targets_BL[..., None], axis=-1)[..., 0]
-
-
-def _cross_entropy_forward(logits_BLV, targets_BL):
-    max_BL1 = logits_BLV.max(axis=-1, keepdims=True)
-    sum_BL1 = jnp.exp(logits_BLV - max_BL1).sum(axis=-1, keepdims=True)
-    target_BL1 = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)
-    nats_BL = -(target_BL1 - max_BL1 - jnp.log(sum_BL1))[..., 0]
-    return nats_BL, (logits_BLV, max_BL1, sum_BL1, targets_BL)
-
-
-def _cross_entropy_backward(residuals, cotangent_BL):
-    logits_BLV, max_BL1, sum_BL1, targets_BL = residuals
-    cotangent_BL1 = cotangent_BL[..., None]
-    ids_BLV = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)
-    is_target_BLV = ids_BLV == targets_BL[..., None]
-    probs_BLV = jnp.exp(logits_BLV - max_BL1) * (cotangent_BL1 / sum_BL1)
-    return jnp.where(is_target_BLV, -cotangent_BL1, 0) + probs_BLV, None
-
-
-cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

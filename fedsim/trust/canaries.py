@@ -176,16 +176,22 @@ class PlantedStore:
         """The ids of the real users: those that are made up are nobody's."""
         return self.store.user_ids()
 
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """int64 [rows]: the real tokens of rows of both stores; see `UserStore.sizes`."""
+        own, other = self._parted(rows)
+        return self.store.sizes(own) + self.planted.sizes(other)
+
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of rows of both stores; see `UserStore.gather`."""
-        rows = np.asarray(rows, np.int64)
-        first = self.store.num_examples
-        own, other = (
-            self.store.gather(np.where(rows < first, rows, -1), length),
-            self.planted.gather(np.where(rows >= first, rows - first, -1), length),
-        )
-        tokens, sizes = (a + b for a, b in zip(own, other, strict=True))  # padding is zero
+        own, other = self._parted(rows)
+        both = self.store.gather(own, length), self.planted.gather(other, length)
+        tokens, sizes = (a + b for a, b in zip(*both, strict=True))  # padding is zero
         return tokens, sizes
+
+    def _parted(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of each store, -1 for those of the other."""
+        rows, first = np.asarray(rows, np.int64), self.store.num_examples
+        return np.where(rows < first, rows, -1), np.where(rows >= first, rows - first, -1)
 
 
 @dataclasses.dataclass

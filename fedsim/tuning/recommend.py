@@ -9,9 +9,7 @@ without protection, as the paper does, and says so.
 
 import dataclasses
 import functools
-import itertools
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedsim import accounting, engine
-from fedsim.clipping import Clip, Strategy
+from fedsim.clipping import Clip
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig, RunConfig
 from fedsim.config.cells import CORRELATED
@@ -37,16 +35,14 @@ from fedsim.run.setup import wait_for
 from fedsim.sampling import Users, examples_per_user, graph_of, groups_of, pool_of
 from fedsim.sampling.shared import Groups
 from fedsim.shared_uls import SharedULS
-from fedsim.training import strategy_for
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, draw
 from fedsim.tuning.cells import compare, least
 from fedsim.tuning.fitting import bytes_of, fits
 from fedsim.tuning.norms import NUM_USERS, GradientNorms
+from fedsim.tuning.timing import UnitTimes
 from fedsim.tuning.variance import noise_stddev
 
-TIMED_GRADIENTS = (16, 32, 128)  # of a step, to tell how long all of them take
-TELLING_S = 1.0  # what takes longer needs no repetition with more
 NORMS_S = 8.0  # of an estimate of gradient norms: fewer users are looked at where all take longer
 LEAST_COHORT = 8  # of the curve that is drawn: below, its noise is of no interest
 
@@ -122,11 +118,12 @@ def _recommend(privacy, run, console, task, workers, params, key, num_users, plo
     data = task.dataset
     budget, groups = privacy.budget, units_of(privacy, data.train, key)
     most = max(1, budget // (LEAST_COHORT if plot else doubling.START.cohort_size // 2))
-    norms = None
+    norms = times = None
     if workers is not None:
         examples = groups.examples if isinstance(groups, Groups) else None
         limits = {"num_users": num_users, "most": most, "seconds": NORMS_S}
         norms = GradientNorms(workers, params, groups.offsets, key, examples=examples, **limits)
+        times = UnitTimes(run.engine, workers, params)
     found = Tuning(privacy, data, norms, key)
     els, els_non_private = found.els()
     assert els.group_size is not None
@@ -134,6 +131,10 @@ def _recommend(privacy, run, console, task, workers, params, key, num_users, plo
     if norms is None:
         uls, turns, uls_non_private = found.single()
     else:
+        assert times is not None
+        with _telling(console, workers, "time of a gradient"):
+            strategy, _ = times.of(method_for(Algorithm.ELS, els, data.train, key))
+        norms.compute_single(strategy)
         pool = pool_of(data.train, els.group_size, key, ADD_OR_REMOVE)
         with _telling(console, workers, f"gradient norms of {num_users} users at most"):
             clip_els = norms.example_norm(pool)
@@ -150,7 +151,7 @@ def _recommend(privacy, run, console, task, workers, params, key, num_users, plo
         cell = least(cells).changes if cells else {}
         settings = dataclasses.replace(settings, clip_norm=_clip_norm(norm), **cell)
         with _telling(console, workers, f"noise and time of a step of {algorithm.upper()}"):
-            one = _advice(algorithm, settings, privacy, run, data, workers, params, key)
+            one = _advice(algorithm, settings, privacy, run, data, times, key)
         advice.append(dataclasses.replace(one, clip_norm_interval=interval, cells=cells))
     best, reason = choose(*advice)
     result = {
@@ -322,8 +323,11 @@ def share_used(
     return float((sizes * seen).sum() / sizes.sum())
 
 
-def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Advice:
-    """Everything about one algorithm with these settings; noise by the code that trains."""
+def _advice(algorithm, settings, privacy, run, data, times, key) -> Advice:
+    """Everything about one algorithm with these settings; noise by the code that trains.
+
+    Args: times: what tells how long units take; None: nothing is computed.
+    """
     method = method_for(algorithm, settings, data.train, key)
     sigma, count = calibrate(method, settings), method.sampler.expected_count
     clip = Clip(settings.clip_norm, normalised=settings.clipping == "normalised")
@@ -346,9 +350,9 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
     bands = (settings.bands or 1) if settings.noise == CORRELATED else 1
     error = predicted_error(sigma, steps, bands)
     strategy = seconds = None
-    if workers is not None:
-        strategy, _ = strategy_for(run.engine, None, workers, params, method, clip)
-        seconds = steps * count * real * _seconds_per_unit(workers, params, method, clip, strategy)
+    if times is not None:
+        strategy, of_unit = times.of(method)
+        seconds = steps * count * real * of_unit
     return Advice(
         algorithm=algorithm,
         group_size=method.group_size,
@@ -372,25 +376,6 @@ def _advice(algorithm, settings, privacy, run, data, workers, params, key) -> Ad
         seconds=seconds,
         command=command(algorithm, settings, privacy, run),
     )
-
-
-def _seconds_per_unit(
-    workers: Engine, params: Any, method: Any, clip: Clip, strategy: Strategy
-) -> float:
-    """How long a unit takes: a part of a step is computed again and again, for the first one
-    compiles; the last time counts."""
-    draws = map(method.draw, itertools.count())
-    rows = next(rows for rows in draws if len(rows))
-    seconds = math.nan
-    for gradients in TIMED_GRADIENTS:
-        rows_now = rows[: max(2, gradients // rows.shape[1])]
-        start = time.perf_counter()
-        workers.clipped_sum(params, rows_now, clip, strategy)
-        elapsed = time.perf_counter() - start
-        seconds = elapsed / len(rows_now)
-        if elapsed > TELLING_S and gradients != TIMED_GRADIENTS[0]:
-            break
-    return seconds
 
 
 def _clip_norm(norm: float) -> float:

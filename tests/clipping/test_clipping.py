@@ -170,7 +170,8 @@ def test_a_running_sum_of_half_precision_gradients_does_not_drift():
 
 
 def test_gradients_equal_finite_differences_of_a_transformer():
-    from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
+    from fedsim.models.loss import next_token_nats
+    from fedsim.models.transformer import Transformer, TransformerConfig
 
     model = Transformer(TransformerConfig(11, 6, width=8, num_layers=1, num_heads=2))
     tokens = jnp.array([[0, 4, 4, 7, 1, 9], [0, 3, 2, 0, 0, 0]])

@@ -14,7 +14,8 @@ import pytest
 from fedsim.clipping import Clip, Strategy, clipped_sum
 from fedsim.clipping.clip import MODEL
 from fedsim.clipping.strategy import FORMED, NAMES
-from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
+from fedsim.models.loss import next_token_nats
+from fedsim.models.transformer import Transformer, TransformerConfig
 
 pytestmark = pytest.mark.privacy
 UNITS, GROUP, LENGTH = 2, 2, 6

@@ -9,7 +9,8 @@ import pytest
 from zoo import FAMILIES, random_like
 
 from fedsim.clipping import Clip, Strategy, clipped_sum
-from fedsim.models.transformer import Transformer, next_token_nats
+from fedsim.models.loss import next_token_nats
+from fedsim.models.transformer import Transformer
 
 UNITS, GROUP = 3, 2
 

@@ -66,6 +66,7 @@ def test_gather_pads_cuts_and_takes_rows_in_any_order():
     assert tokens.tolist() == [[1, 2], [0, 0], [5, 6], [4, 0], [1, 2]]
     assert sizes.tolist() == [2, 0, 2, 1, 2]
     assert tokens.dtype == sizes.dtype == np.int32
+    assert store.sizes(np.array([1, -1, 0, 2, 1])).tolist() == [3, 0, 2, 1, 3]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])

@@ -18,7 +18,8 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task
 from fedsim.errors import ConfigError
 from fedsim.mechanism import noisy_mean
-from fedsim.models.transformer import Transformer, TransformerConfig, next_token_nats
+from fedsim.models.loss import next_token_nats
+from fedsim.models.transformer import Transformer, TransformerConfig
 
 CLIP = Clip(0.5)
 

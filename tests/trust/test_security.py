@@ -100,9 +100,9 @@ def test_a_lane_has_two_units_or_more():
     _, task = mean_problem(np.random.default_rng(0), [1])
     engine = LocalEngine(task, num_lanes=8)
     for units in range(2, 40):
-        lanes = engine.cut(np.zeros((units, 1), int))
+        lanes = engine.cut(np.zeros((units, 1), int)).rows
         assert min(map(len, lanes)) >= 2 and sum(map(len, lanes)) == units
-    assert [len(lane) for lane in engine.cut(np.zeros((1, 1), int))] == [1]  # the whole draw
+    assert [len(lane) for lane in engine.cut(np.zeros((1, 1), int)).rows] == [1]  # the whole draw
 
 
 RUNS_CODE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "yaml"}

@@ -1,0 +1,104 @@
+"""Lanes hold every unit once, of texts about as long, and cost about the same."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedsim.clipping import Buckets, Clip, Strategy
+from fedsim.data.users import UserStore
+from fedsim.engine.lanes import AT_ONCE, costs, cut
+from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.task import Task
+from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.transformer import TransformerConfig
+
+LENGTHS = (4, 8, 16, 32)
+
+
+class Sized(Task):
+    """Examples as long as they are said to be; nothing else is known of them."""
+
+    buckets = Buckets(LENGTHS, lambda batch: batch, lambda batch, length: batch)
+
+    def __init__(self, sizes):
+        self.of_example = sizes
+
+    def sizes(self, split, rows):
+        return np.where(rows < 0, 0, self.of_example[rows])
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    units=st.integers(0, 60),
+    group=st.integers(1, 4),
+    num_lanes=st.integers(1, 12),
+    least=st.integers(2, 5),
+    density=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_every_unit_is_in_one_lane_the_longest_first(units, group, num_lanes, least, density, seed):
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(units * group).reshape(units, group)
+    rows[rng.random((units, group)) >= density] = -1
+    task = Sized(rng.integers(1, 33, units * group))
+    order, lanes = cut(task, "train", rows, num_lanes, least)
+    assert sorted(order) == list(range(units)) and len(lanes) <= num_lanes
+    np.testing.assert_array_equal(np.concatenate([rows[:0], *lanes]), rows[order])
+    if units >= least:
+        assert min(map(len, lanes)) >= least
+    found = costs(task, "train", rows)
+    if len(lanes) > 1:
+        longest = found[order].max(axis=1)
+        assert (np.diff(longest) <= 0).all()
+        # A lane begins before its share is full, and ends with a block; the last one has the rest.
+        blocks = np.sort(found.sum(axis=1))[::-1][: 2 * max(AT_ONCE, least)].sum()
+        most = max(found[order[a:b]].sum() for a, b in bounds_of(lanes))
+        assert most <= found.sum() / min(num_lanes, units // least) + blocks
+
+
+def bounds_of(lanes):
+    ends = np.cumsum([0, *map(len, lanes)])
+    return zip(ends[:-1], ends[1:], strict=True)
+
+
+def test_lanes_of_short_and_long_texts_cost_what_the_texts_cost():
+    sizes = np.where(np.arange(64) % 8 == 0, 32, 3)  # one long text in each eight
+    rows = np.arange(64)[:, None]
+    lanes = cut(Sized(sizes), "train", rows, 8, 2).rows
+    passes = [np.unique(costs(Sized(sizes), "train", lane)) for lane in lanes]
+    assert all(len(lengths) == 1 for lengths in passes)  # each lane has texts of one length
+    assert len(lanes) > 2  # and the long ones do not share one
+
+
+@pytest.mark.parametrize("task", [Sized(np.arange(9)), Task.sizes], ids=["one lane", "unknown"])
+def test_where_nothing_is_gained_units_stay_in_order(task):
+    rows, lanes = np.arange(9)[:, None], 1
+    if task is Task.sizes:
+        task, lanes = Sized(np.arange(9)), 3
+        task.sizes = lambda split, rows: None
+    order, _ = cut(task, "train", rows, lanes, 2)
+    np.testing.assert_array_equal(order, np.arange(9))
+
+
+def test_sums_and_statistics_do_not_depend_on_lanes():
+    """Statistics are in the order of the rows, whatever the order of the lanes."""
+    rng = np.random.default_rng(0)
+    texts = {f"{i:02d}": [rng.integers(1, 31, rng.integers(2, 70))] for i in range(24)}
+    store = UserStore.from_examples(texts, max_length=72, vocab_size=31)
+    config = TransformerConfig(31, 72, width=16, num_layers=1, num_heads=2)
+    task = LanguageModelTask(type("Texts", (), {"train": store}), config)
+    rows = rng.permutation(24)[:, None]
+    np.testing.assert_array_equal(task.sizes("train", rows.ravel()), store.lengths[rows.ravel()])
+    params = task.init(jax.random.key(0))
+    one, many = (LocalEngine(task, num_lanes=lanes) for lanes in (1, 6))
+    assert (many.cut(rows).order != np.arange(24)).any()
+    clip, strategy = Clip(1e-3), Strategy("direct", 4)
+    (a, of_one), (b, of_many) = (
+        engine.clipped_sum(params, rows, clip, strategy) for engine in (one, many)
+    )
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    for x, y in zip(of_one.columns(), of_many.columns(), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert len(set(of_one.norms)) == 24  # so that their order shows
