@@ -6,10 +6,10 @@ group (case, algorithm, epsilon, T, seed) share draws and noise, so that their d
 of the update. Averages of the iterates are taken on the way, in each run.
 
 Rows are appended to optimizers.jsonl beside the results as they come; the same command goes on with
-what is missing. What is claimed was written before
-the runs on the data that the rule was not made on.
+what is missing. What is claimed was written before the runs on the data that the rule was not made
+on.
 
-    python -m experiments.optimizers --scale small [--minutes 60]     (90 minutes; smoke: 15 s)
+    python -m experiments.optimizers --scale small [--minutes 60] [--processes 1]     (smoke: 15 s)
 """
 
 import dataclasses
@@ -34,13 +34,16 @@ from experiments.processes import compute
 from experiments.records import as_written
 from experiments.rows import Row, Rows, by, kept, missing
 from experiments.screens import (
+    AVERAGES,
     EARLIER,
     FEW,
     LARGER,
+    NEAR,
     RULE,
     SETTINGS,
     SMOLLM2,
     UNSEEN,
+    WAYS,
     Cell,
     Settings,
     cells,
@@ -57,12 +60,10 @@ from experiments.updates import (
 from fedsim import files, optimizers
 from fedsim.config import RunConfig
 from fedsim.engine.task import Task
+from fedsim.evaluate import VALIDATION
 from fedsim.plan import Plan
 from fedsim.recipe import AVERAGED, PAPER
 
-AVERAGES = (0.8, 0.9, 0.95, 0.98)
-WAYS = ("last", *(f"ema {ema}" for ema in AVERAGES))
-NEAR = 0.02
 GROUP = ("case", "algorithm", "epsilon", "num_steps")
 
 
@@ -122,7 +123,7 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     from fedsim.clipping.clip import num_coordinates
     from fedsim.config import Algorithm, PrivacyConfig, run_config
     from fedsim.engine.local_engine import LocalEngine
-    from fedsim.evaluate import evaluate, headline
+    from fedsim.evaluate import evaluate
     from fedsim.keys import SecretKey
     from fedsim.optimizers import averaged, is_finite
     from fedsim.plan import complete, make_plan, method_for
@@ -156,13 +157,14 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     engine = LocalEngine(task, num_lanes=1)
     learner, first, rule, read = update_of(cell, run, plan, task, params)
     averages = dict.fromkeys({*AVERAGES, run.ema or 0.0}, params)
-    before = headline(evaluate(engine, params, data, eval_examples))
-    steps = common.iterates(plan, method, LocalEngine(learner, num_lanes=1), first, rule)
+    before = held_out(evaluate(engine, params, data, eval_examples))
+    workers, rows = LocalEngine(learner, num_lanes=1), 4 if real else 8
+    steps = common.iterates(plan, method, workers, first, rule, rows)
     for step, params in enumerate(map(read, steps), 1):
         if is_finite(params):
             averages = {ema: averaged(old, params, ema, step) for ema, old in averages.items()}
     found = {"last": params, **{f"ema {ema}": average for ema, average in averages.items()}}
-    losses = {name: headline(evaluate(engine, p, data, eval_examples)) for name, p in found.items()}
+    losses = {name: held_out(evaluate(engine, p, data, eval_examples)) for name, p in found.items()}
     return {
         **settings,
         "num_parameters": size,
@@ -176,6 +178,11 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
 
 
 OWN = (CORRECTED, SCALED, SCALED_ARRAYS)
+
+
+def held_out(losses: Mapping[str, float]) -> float:
+    """The loss of users who are held out; where none are, of held-out texts."""
+    return losses.get(VALIDATION["eval_users"]) or losses[VALIDATION["eval_examples"]]
 
 
 def update_of(
@@ -287,9 +294,9 @@ def check(rows: Rows) -> common.Claims:
 
 def plot(table: Rows) -> Figure:
     """A line for each group: how far the best of each optimizer is from the best of all."""
-    groups = {group: own for group, own in most_seeds(table).items() if len(own) > 2}
+    groups = {group: own for group, own in most_seeds(table).items() if len(own) > 1}
     names = {f"{row['optimizer']}, {row['schedule']}": None for row in table}
-    figure, axis = plt.subplots(figsize=(8, 1.5 + 0.4 * len(groups)), layout="constrained")
+    figure, axis = plt.subplots(figsize=(11, 1.5 + 0.4 * len(groups)), layout="constrained")
     points: dict[str, list[tuple[float, str]]] = {name: [] for name in names}
     for group, own in groups.items():
         case, algorithm, epsilon, steps = group
@@ -299,9 +306,10 @@ def plot(table: Rows) -> Figure:
         best = min(loss for row, loss in zip(own, found.values(), strict=True) if tuned(row))
         for name, loss in found.items():
             points[name].append((max(loss - best, -NEAR), label))
+    points = {name: own for name, own in points.items() if own}
     for number, (name, own) in enumerate(points.items()):
         ours = name.startswith(RULE[0][0])
-        losses, labels = zip(*own, strict=True) if own else ((), ())
+        losses, labels = zip(*own, strict=True)
         style = {
             "marker": "*" if ours else "os^vDPX<>"[number % 9],
             "color": plt.get_cmap("tab20")(number),
@@ -309,6 +317,7 @@ def plot(table: Rows) -> Figure:
         }
         axis.scatter(losses, labels, s=130 if ours else 30, alpha=0.8, label=name, **style)
     axis.set_xscale("symlog", linthresh=NEAR)
+    axis.set_xticks([-NEAR, 0, NEAR, 0.1, 0.5], ["-0.02", "0", "0.02", "0.1", "0.5"])
     axis.axvspan(-NEAR, NEAR, color="0.9", zorder=0)
     axis.set_xlabel("held-out nats per token above the best of the grid (grey: 0.02)")
     axis.invert_yaxis()
@@ -330,7 +339,7 @@ def came_to(row: Row) -> float:
 
 def main() -> None:
     """Train what is missing, and write what was found."""
-    given = common.resumable(__doc__, "training")
+    given = common.resumable(__doc__, "training", processes=True)
     settings = SETTINGS[given.scale]
     if given.dry_run:
         todo = cells(settings)
@@ -342,7 +351,7 @@ def main() -> None:
     file = out / "optimizers.jsonl"
     absent = () if "SMOLLM2_GGUF" in os.environ else SMOLLM2
     todo = [cell for cell in missing(cells(settings), file) if cell.case not in absent]
-    compute(train, todo, settings, file, given.minutes)
+    compute(train, todo, settings, file, given.minutes, given.processes)
     table = best(kept(file))
     figures, claims = {"optimizers": plot(list(table))}, check(as_written(table))
     common.finish(

@@ -259,7 +259,7 @@ def train(cell: Cell, settings: Settings) -> Row:
     average, first = params, None
     if model is None:
         first = measured(task, params, settings)
-    steps = common.iterates(plan, method, workers, params, rule, rows=1)
+    steps = common.iterates(plan, method, workers, params, rule, rows=8)
     for step, params in enumerate(steps, 1):  # noqa: B020
         if is_finite(params):
             average = averaged(average, params, run.ema or 0.0, step)

@@ -8,14 +8,14 @@ from matplotlib.figure import Figure
 
 from experiments import common
 from experiments.regime_claims import averaged, heuristic_of
-from experiments.rows import Row, by
+from experiments.rows import Row, Rows, by
 
 STYLES = ("-o", "--s", ":^")
 
 
 def plot_groups(rows: Sequence[Row]) -> Figure:
     """Figures 4 and 5: loss against the group size, a panel for each set of users and algorithm."""
-    found = [row for row in averaged(rows) if row["times"] == 1 and row["budget"] == most(rows)]
+    found = with_budget(rows)
     names = list(dict.fromkeys(row["data"] for row in found))
     size = (8.4, 3.0 * len(names) + 0.6)
     figure, axes = plt.subplots(
@@ -54,7 +54,7 @@ def plot_groups(rows: Sequence[Row]) -> Figure:
 def plot_comparison(rows: Sequence[Row]) -> Figure:
     """Figure 6: loss of both algorithms, set by the heuristics, against epsilon; ELS with its best
     group beside; lines are the starting model and training without noise."""
-    found = [row for row in averaged(rows) if row["times"] == 1 and row["budget"] == most(rows)]
+    found = with_budget(rows)
     names = list(dict.fromkeys(row["data"] for row in found))
     figure, axes = plt.subplots(
         1, len(names), figsize=(4.2 * len(names), 3.4), squeeze=False, layout="constrained"
@@ -119,9 +119,35 @@ def plot_users(rows: Sequence[Row]) -> Figure:
     return finished(figure, rows)
 
 
-def most(rows: Sequence[Row]) -> int:
-    """The largest budget."""
-    return max(row["budget"] for row in rows)
+def plot_heuristics(rows: Sequence[Row]) -> Figure:
+    """Figure 14: by how much each group size is above the best of its algorithm; those that the
+    heuristics say are ringed."""
+    found = with_budget(rows)
+    found = [row for row in found if not math.isinf(row["epsilon"])]
+    settings = by(found, lambda row: (row["data"], row["epsilon"], row["algorithm"]))
+    size = (7.5, 1.4 + 0.45 * len(settings))
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    for (data, epsilon, algorithm), own in settings.items():
+        best, place = min(row["loss"] for row in own), rf"{data}, {algorithm.upper()}, "
+        place += rf"$\varepsilon$ = {epsilon:g}"
+        for row in own:
+            above, colour = row["loss"] - best, common.COLOURS[algorithm.upper()]
+            axis.scatter(above, place, color=colour, s=22, zorder=3)
+            at = {"textcoords": "offset points", "xytext": (0, 7), "ha": "center"}
+            axis.annotate(f"{row['group_size']}", (above, place), fontsize="x-small", **at)
+            if row["group_size"] == heuristic_of(row):
+                look = {"facecolors": "none", "edgecolors": "tab:red", "s": 110}
+                axis.scatter(above, place, label="what the heuristic says", **look)
+    axis.set(xlabel="held-out nats per token above the best group size (numbers: G)")
+    axis.margins(y=0.15)
+    axis.grid(alpha=0.3)
+    return finished(figure, rows)
+
+
+def with_budget(rows: Sequence[Row]) -> Rows:
+    """Cells with the largest budget and the users there are, over their seeds."""
+    most = max(row["budget"] for row in rows)
+    return [row for row in averaged(rows) if row["times"] == 1 and row["budget"] == most]
 
 
 def finished(figure: Figure, rows: Sequence[Row]) -> Figure:
@@ -144,4 +170,5 @@ FIGURES = {
     "regime": plot_groups,
     "regime_comparison": plot_comparison,
     "regime_users": plot_users,
+    "regime_heuristics": plot_heuristics,
 }
