@@ -87,9 +87,10 @@ def _chunk(batch, mask, units, size) -> Chunk:
     return Chunk(units, jax.tree.map(take, batch), take(mask), 0)
 
 
-def padding(lengths: np.ndarray, units_at_once: int) -> float:
-    """What passes over units of these lengths [units] cost, over what the units would cost: the
-    last pass of a length is padded."""
+def padded(lengths: np.ndarray, units_at_once: int, together: int) -> int:
+    """What passes over units of these lengths [units] cost: the last pass of a length is padded, in
+    each of the lanes that have so many units of it `together`."""
     values, counts = np.unique(lengths, return_counts=True)
-    passes = -(-counts // units_at_once)
-    return float(values @ passes * units_at_once / max(values @ counts, 1))
+    full, rest = np.divmod(counts, together)
+    passes = full * -(-together // units_at_once) + -(-rest // units_at_once)
+    return int(values @ passes * units_at_once)

@@ -9,7 +9,7 @@ and sum are then read once for all of them.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,9 @@ class Buckets:
     """(rows of a batch) -> the length that each row needs, int [rows]."""
     trim: Callable[[Any, int], Any]
     """(batch, length) -> the batch with rows cut to `length`; loses nothing where it suffices."""
+    packed: Callable[[Any], Sequence[Any]] | None = None
+    """(NumPy batch) -> batches that have several short rows in one, for a task's `nats` alone, each
+    a tree of arrays [rows, length]."""
 
     def holding(self, sizes: np.ndarray) -> np.ndarray:
         """The least of the lengths that holds each of these sizes, int, like `sizes`."""

@@ -14,12 +14,11 @@ import numpy as np
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import num_coordinates
 from fedsim.clipping.strategy import candidates, choose
-from fedsim.engine.engine import Engine, Trial, ignore
+from fedsim.engine.engine import TRIAL_UNITS, Engine, Trial, ignore
 from fedsim.errors import ConfigError
 from fedsim.files import write_json
 
 AUTO = "auto"
-TRIAL_UNITS = 32
 LEAST_TRIALS_S, TRIALS_SHARE = 10.0, 0.02  # what trials may take: seconds, or of the run
 
 
@@ -40,7 +39,7 @@ def choose_strategy(
     the same machine make the same one. One that ended before all were tried is that of runs of this
     length alone.
     Args:
-      rows: [units, group], as a step draws them; those of one lane are tried, or a few.
+      rows: [units, group], as a step draws them; some are tried.
       wanted: "auto", or a strategy.
       cache: the directory where choices are remembered.
       num_units: of the whole run: trials end when they take a fiftieth of it, or ten seconds.
@@ -48,8 +47,10 @@ def choose_strategy(
     Raises: ConfigError: the strategy that is wanted cannot be used.
     """
     rows = rows[(rows >= 0).any(axis=1)]
-    rows = rows[: min(TRIAL_UNITS, 2 ** (len(rows) // engine.num_lanes).bit_length())]
-    group = rows.shape[1]
+    # Powers of two, so that draws of about as many make the same choice.
+    together = max(1, 2 ** round(math.log2(max(1, len(rows) / engine.num_lanes))))
+    most = min(TRIAL_UNITS, 2 ** len(rows).bit_length())
+    rows, group = rows[:most], rows.shape[1]
     if wanted != AUTO:
         strategy = Strategy.parse(wanted)
         if strategy.name == "scan" or strategy.layered or not len(rows):
@@ -63,13 +64,13 @@ def choose_strategy(
     count = num_coordinates(params)
     machine = engine.machine(params)
     tried = candidates(group, count, on_cpu=", cpu," in machine)
-    digest = _digest(machine, params, rows.shape, tried)
+    digest = _digest(machine, params, (most, together, group), tried)
     of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{num_units:.0f}.json"
     known = _remembered(of_all) or _remembered(of_some)
     if known is not None:
         return known, "as on this machine before"
     began, trials = time.monotonic(), []
-    for trial in engine.try_strategies(params, rows, clip, tried):
+    for trial in engine.try_strategies(params, rows, clip, tried, together):
         trials.append(trial)
         heard(len(trials), len(tried))
         best = min((t.seconds for t in trials if t.fault is None), default=math.inf)

@@ -18,9 +18,11 @@ import numpy as np
 
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import lattice_capacity, num_coordinates
-from fedsim.engine.lanes import Lanes, cut
+from fedsim.engine.lanes import Lanes, cut, cut_examples
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
+
+TRIAL_UNITS = 32  # that strategies are tried on, at most
 
 
 class EngineError(FedsimError):
@@ -167,13 +169,21 @@ class Engine(ABC):
         return str(self._ask_one("machine", params, np.zeros((1, 1), np.int64)))
 
     def try_strategies(
-        self, params: Any, rows: np.ndarray, clip: Clip, tried: Sequence[Strategy]
+        self,
+        params: Any,
+        rows: np.ndarray,
+        clip: Clip,
+        tried: Sequence[Strategy],
+        together: int = TRIAL_UNITS,
     ) -> Iterator[Trial]:
         """What became of some strategies on units like `rows` [units, group], on one worker: one
-        after another, each held against those before it."""
+        after another, each held against those before it.
+
+        Args: together: how many of them a lane has.
+        """
         norms, best = None, math.inf
         for strategy in tried:
-            known = (norms, best)
+            known = (norms, best, together)
             trial, found = self._ask_one("try_strategy", params, rows, clip, strategy, *known)
             if trial.fault is None:
                 norms = found if norms is None else norms
@@ -229,7 +239,7 @@ class Engine(ABC):
 
     def begin_mean_nats(self, params: Any, split: str, rows: np.ndarray) -> Callable[[], float]:
         """Like `mean_nats`; workers compute it when they are idle, the function waits for it."""
-        lanes = self._cut(split, rows).rows
+        lanes = cut_examples(self.task, split, rows, self.num_lanes, self.least_units).rows
         answers = self._begin("lane_nats", params, lanes, split)
 
         def wait() -> float:
@@ -272,7 +282,4 @@ class Engine(ABC):
 
     def cut(self, rows: np.ndarray) -> Lanes:
         """The units of a sum, cut into lanes, whatever workers there are."""
-        return self._cut("train", rows)
-
-    def _cut(self, split: str, rows: np.ndarray) -> Lanes:
-        return cut(self.task, split, rows, self.num_lanes, self.least_units)
+        return cut(self.task, "train", rows, self.num_lanes, self.least_units)

@@ -18,7 +18,7 @@ from fedsim.config import MeshShape
 from fedsim.engine.resources import compiler_options
 from fedsim.engine.sharded import bytes_of_part
 from fedsim.engine.task import Task
-from fedsim.engine.worker import EVAL_ROWS_PER_CHUNK
+from fedsim.engine.worker import EVAL_ROWS_PER_CHUNK, longest_rows_of_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Footprint:
         own, state, temporary = _bytes(self.own), _bytes(self.state), self._of_sum(strategy)
         gradients = min(temporary, strategy.units_at_once(_length(self.rows)) * own)
         stay, old = Need(own, _bytes(self.fixed), state, own), {"parameters": 2 * own}
-        many = _with_length(self.rows, EVAL_ROWS_PER_CHUNK)
+        many = _with_length(self.rows, longest_rows_of_call(self.task.buckets))
         nats = _temporary(self.task.nats, self.own, many, *self._frozen)
         moments = {
             "sum": {"gradients": gradients, "activations": temporary - gradients},

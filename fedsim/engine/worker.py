@@ -19,7 +19,7 @@ import numpy as np
 from fedsim.clipping import Buckets, Clip, Strategy, clipped_sum
 from fedsim.clipping.clip import lattice_capacity, num_coordinates
 from fedsim.clipping.observed import UnsupportedModel
-from fedsim.clipping.packing import Chunk, chunks, padding
+from fedsim.clipping.packing import Chunk, chunks, padded
 from fedsim.clipping.scan import zeros_like
 from fedsim.engine.arithmetic import check_arithmetic
 from fedsim.engine.engine import Stats, Trial
@@ -31,6 +31,7 @@ from fedsim.engine.task import Task
 
 ROWS_PER_READ = 4096
 EVAL_ROWS_PER_CHUNK = 16
+EVAL_TOKENS_PER_CALL = 2048  # where short texts share rows
 EVAL_FEW = 4  # of what is left of a length: with a large model, padding costs more than calls
 TRIAL_REPEATS = 3
 TRIAL_FEW = 4  # units that are tried first
@@ -118,17 +119,30 @@ class Worker:
         """(sum of nats, number of predicted tokens) over examples `rows` [n] of a split."""
         params = self._on_device(version, params)
         nats, predictions = 0.0, 0
-        size, few = EVAL_ROWS_PER_CHUNK, EVAL_FEW
-        for chunk in self._chunks(split, rows[:, None], size, 1, few=few, in_passes=False):
-            batch = jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch)
+        for batch, real in self._evaluated(split, rows):
             arguments = (params, batch, *self.frozen())
-            key = ("nats", chunk.length, len(chunk.mask))
+            key = ("nats", *(leaf.shape for leaf in jax.tree.leaves(batch)))
             program = self._program(key, self.task.nats, *arguments)
             found = map(np.asarray, program(*arguments))
-            chunk_nats, chunk_predictions = (value[: len(chunk.units)] for value in found)
-            nats += float(chunk_nats.sum(dtype=np.float64))
-            predictions += int(chunk_predictions.sum())
+            some_nats, some_predictions = (value[:real] for value in found)
+            nats += float(some_nats.sum(dtype=np.float64))
+            predictions += int(some_predictions.sum())
         return nats, predictions
+
+    def _evaluated(self, split: str, rows: np.ndarray) -> Iterator[tuple[Any, int]]:
+        """(batch of a call of `nats`, how many of its rows are real) for all examples `rows`."""
+        if self.buckets is None or (packed := self.buckets.packed) is None:
+            size, few = EVAL_ROWS_PER_CHUNK, EVAL_FEW
+            for chunk in self._chunks(split, rows[:, None], size, 1, few=few, in_passes=False):
+                yield jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch), len(chunk.units)
+            return
+
+        def read(start):
+            return packed(self.task.read(split, rows[start : start + ROWS_PER_READ]))
+
+        for _, batches in ahead(read, range(0, len(rows), ROWS_PER_READ)):
+            for batch in batches:
+                yield from _in_calls(batch)
 
     def host(self, version: int, params: Any, rows: np.ndarray) -> str:
         """What computes here, for programs whose bits depend on it."""
@@ -148,20 +162,23 @@ class Worker:
         strategy: Strategy,
         norms: np.ndarray | None,
         best: float,
+        together: int,
     ) -> tuple[Trial, np.ndarray]:
-        """Compile and time a strategy on units of the commonest length among `rows`.
+        """Compile and time a strategy on the units among `rows` of the length that costs most.
 
         Args:
           norms: of these units, as another strategy finds them; None: nothing to hold against.
           best: seconds of the fastest strategy so far.
-        Returns: (what became of it, norms).
+          together: units of a lane, at least one.
+        Returns: (what became of it, with the seconds that all of `rows` would take; norms).
         """
         params = self._on_device(version, params)
         lengths = self._lengths(rows)
-        rows = rows[lengths == _commonest(lengths)]
+        length = _most_telling(lengths)
+        rows = rows[lengths == length]
         count = strategy.units_at_once(rows.shape[1])
         some = np.resize(rows, (-(-len(rows) // count) * count, rows.shape[1]))
-        share = len(rows) / len(some) * padding(lengths, count)
+        share = padded(lengths, count, together) / (len(some) * length)
         try:
             trial, found = self._try(params, some, clip, strategy, best / share)
         except UnsupportedModel as error:
@@ -317,16 +334,34 @@ class Worker:
         return self._params
 
 
+def longest_rows_of_call(buckets: Buckets | None) -> int:
+    """How many examples of the longest length an evaluation computes at once."""
+    if buckets is None or buckets.packed is None:
+        return EVAL_ROWS_PER_CHUNK
+    return max(1, EVAL_TOKENS_PER_CALL // buckets.lengths[-1])
+
+
+def _in_calls(batch: Any) -> Iterator[tuple[Any, int]]:
+    """(part of a batch [rows, length], its rows): as many as a call takes, then powers of two, so
+    that shapes are few."""
+    start, (count, length) = 0, jax.tree.leaves(batch)[0].shape
+    most = max(1, EVAL_TOKENS_PER_CALL // length)
+    while (left := count - start) > 0:
+        rows = min(most, 1 << (left.bit_length() - 1))
+        yield jax.tree.map(lambda leaf: leaf[start : start + rows], batch), rows  # noqa: B023
+        start += rows
+
+
 def _alike(found: np.ndarray, expected: np.ndarray | None) -> bool:
     """Whether norms are the same, as far as both are known."""
     known = 0 if expected is None else min(len(found), len(expected))
     return expected is None or np.allclose(found[:known], expected[:known], SAME_NORMS)
 
 
-def _commonest(lengths: np.ndarray) -> int:
-    """The shortest of those that are met most often."""
+def _most_telling(lengths: np.ndarray) -> int:
+    """The length of the units that make up most together, the shortest where there are several."""
     values, counts = np.unique(lengths, return_counts=True)
-    return values[counts.argmax()]
+    return values[(values * counts).argmax()]
 
 
 def _check_side_by_side(program, no_sum, arguments, chunk, strategy):

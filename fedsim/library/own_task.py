@@ -79,6 +79,12 @@ class OwnedTask(WrappedTask):
 
         return jax.tree.map(blank, batch)
 
+    def sizes(self, split: str, rows: np.ndarray) -> np.ndarray | None:
+        """The inner task's lengths of these rows, 0 for padding."""
+        real = rows >= 0
+        sizes = self.inner.sizes(split, self.orders[split][np.where(real, rows, 0)])
+        return None if sizes is None else np.where(real, sizes, 0)
+
     @property
     def local_steps(self) -> LocalSteps | None:
         """The local steps that the run's settings ask for, else the inner task's."""

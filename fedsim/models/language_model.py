@@ -10,8 +10,12 @@ from fedsim.clipping import Buckets, LocalSteps
 from fedsim.clipping.layered import Layers
 from fedsim.data.dataset import Dataset
 from fedsim.models import lora
-from fedsim.models.loss import next_token_nats
+from fedsim.models.loss import next_token_nats, packed_nats
+from fedsim.models.shared_rows import packed
 from fedsim.models.transformer import Transformer, TransformerConfig, layers_of
+
+LARGE = 10_000_000  # weights in blocks, from which on a program costs less than it saves
+ROW = 128  # tokens of a row of several texts, at least: what a processor multiplies well
 
 
 class LanguageModelTask:
@@ -43,8 +47,14 @@ class LanguageModelTask:
 
     @property
     def buckets(self) -> Buckets:
-        """Lengths that rows may be cut to: powers of two, and the longest."""
-        return Buckets(lengths_up_to(self.config.max_length), _sizes, _trim)
+        """Lengths that rows may be cut to: few of a small model, to which another program costs
+        more than padding; and how short texts share a row."""
+        c = self.config
+        lengths = lengths_up_to(c.max_length, many=12 * c.num_layers * c.width**2 > LARGE)
+        return Buckets(lengths, _sizes, _trim, self._packed)
+
+    def _packed(self, batch: Any) -> Any:
+        return packed(batch, lambda sizes: np.maximum(ROW, self.buckets.holding(sizes)))
 
     def init(self, key: jax.Array) -> Any:
         """Fresh parameters, float32."""
@@ -62,9 +72,11 @@ class LanguageModelTask:
         return np.minimum(sizes, self.config.max_length)
 
     def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
-        """(nats, predictions) per row: what evaluation adds up."""
+        """(nats, predictions) per row: what evaluation adds up. Rows may have several texts."""
         if frozen:
             params = lora.joined(frozen[0], params)
+        if "positions" in batch:
+            return packed_nats(Transformer(self.config), params, batch)
         return next_token_nats(Transformer(self.config), params, batch["tokens"], batch["sizes"])
 
     @property
@@ -78,10 +90,12 @@ class LanguageModelTask:
         return nats / jnp.maximum(predictions, 1)
 
 
-def lengths_up_to(longest: int) -> tuple[int, ...]:
-    """32, 64, 128, ... below `longest`, and `longest`."""
-    powers = [2**n for n in range(5, longest.bit_length())]
-    return (*(length for length in powers if length < longest), longest)
+def lengths_up_to(longest: int, *, many: bool = False) -> tuple[int, ...]:
+    """32, 64, 128, ... below `longest`, and `longest`; `many`: 16, 32, 64, 96, 128, 192, ..."""
+    lengths = [2**n for n in range(5, longest.bit_length())]
+    if many:
+        lengths = sorted([16, *lengths, *(length * 3 // 2 for length in lengths[1:])])
+    return (*(length for length in lengths if length < longest), longest)
 
 
 def _sizes(batch: dict[str, Any]) -> Any:

@@ -24,13 +24,26 @@ def next_token_nats(
     return nats_of(logits_BLV, tokens_BL, sizes_B)
 
 
+def packed_nats(
+    model: nn.Module, params: Any, batch: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The same of rows that have several texts, as `shared_rows.packed` makes them."""
+    tokens_BL, targets_BL = batch["tokens"], batch["targets"]
+    logits_BLV: Any = model.apply({"params": params}, tokens_BL, None, batch["positions"])
+    return _summed(logits_BLV, jnp.maximum(targets_BL, 0), targets_BL >= 0)
+
+
 def nats_of(
     logits_BLV: jax.Array, tokens_BL: jax.Array, sizes_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The cross entropy of `next_token_nats`, from the logits of all tokens but the last."""
-    at_least_float32 = jnp.promote_types(logits_BLV.dtype, jnp.float32)
-    nats_BL = cross_entropy(logits_BLV.astype(at_least_float32), tokens_BL[:, 1:])
     real_BL = jnp.arange(1, tokens_BL.shape[1])[None] < sizes_B[:, None]
+    return _summed(logits_BLV, tokens_BL[:, 1:], real_BL)
+
+
+def _summed(logits_BLV, targets_BL, real_BL) -> tuple[jax.Array, jax.Array]:
+    at_least_float32 = jnp.promote_types(logits_BLV.dtype, jnp.float32)
+    nats_BL = cross_entropy(logits_BLV.astype(at_least_float32), targets_BL)
     return jnp.sum(jnp.where(real_BL, nats_BL, 0), axis=1), real_BL.sum(axis=1)
 
 

@@ -174,7 +174,12 @@ class Block(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x_BLD: jax.Array, start: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x_BLD: jax.Array,
+        start: jax.Array | None = None,
+        positions_BL: jax.Array | None = None,
+    ) -> jax.Array:
         c = self.config
         y_BLD = _norm(c, "attention_norm")(x_BLD)
         q_BLHK, k_BLHK, v_BLHK = (
@@ -188,8 +193,12 @@ class Block(nn.Module):
             q_BLHK = nn.RMSNorm(name="query_norm", **own)(q_BLHK)
             k_BLHK = nn.RMSNorm(name="key_norm", **own)(k_BLHK)
         if c.positions == "rope":
-            q_BLHK, k_BLHK = rotate(c, q_BLHK, start), rotate(c, k_BLHK, start)
-        if start is None:
+            at = _positions(x_BLD.shape[1], start) if positions_BL is None else positions_BL
+            q_BLHK, k_BLHK = rotate(c, q_BLHK, at), rotate(c, k_BLHK, at)
+        if positions_BL is not None:
+            own = _own_text(c, positions_BL)
+            y_BLHK = jax.nn.dot_product_attention(q_BLHK, k_BLHK, v_BLHK, mask=own)
+        elif start is None:
             y_BLHK = _attention(c)(q_BLHK, k_BLHK, v_BLHK)
         else:
             k_BSHK = self._remember("key_cache", k_BLHK, start)
@@ -232,6 +241,23 @@ def _seen(c: TransformerConfig, positions_L: jax.Array) -> jax.Array:
     return seen_LS[None, None]
 
 
+def _own_text(c: TransformerConfig, positions_BL: jax.Array) -> jax.Array:
+    """Which positions of its row a position sees, those of its own text up to itself, bool
+    [B, 1, L, S]."""
+    here_L = jnp.arange(positions_BL.shape[1])
+    back_LS = here_L[:, None] - here_L[None, :]
+    farthest_BL = positions_BL
+    if c.window is not None:
+        farthest_BL = jnp.minimum(positions_BL, c.window - 1)
+    seen_BLS = (back_LS >= 0)[None] & (back_LS[None] <= farthest_BL[:, :, None])
+    return seen_BLS[:, None]
+
+
+def _positions(length: int, start: jax.Array | None) -> jax.Array:
+    """Those of `length` tokens from `start` on, or from the first, int [1, L]."""
+    return (jnp.arange(length) + (0 if start is None else start))[None]
+
+
 def rope_frequencies(c: TransformerConfig) -> np.ndarray:
     """Radians per position of each pair of a head's features, float32 [K / 2]."""
     frequencies = c.rope_base ** (-np.arange(0, c.head, 2) / c.head)
@@ -243,11 +269,13 @@ def rope_frequencies(c: TransformerConfig) -> np.ndarray:
     return frequencies.astype(np.float32)
 
 
-def rotate(c: TransformerConfig, x_BLHK: jax.Array, start: jax.Array | None = None) -> jax.Array:
-    """Rotary positions (Su et al. 2021); feature i is paired with i + K/2, as Hugging Face does."""
-    positions_L = jnp.arange(x_BLHK.shape[1]) + (0 if start is None else start)
-    angles_LK = positions_L[:, None].astype(jnp.float32) * rope_frequencies(c)[None]
-    cos, sin = jnp.cos(angles_LK)[None, :, None], jnp.sin(angles_LK)[None, :, None]
+def rotate(c: TransformerConfig, x_BLHK: jax.Array, positions_BL: jax.Array) -> jax.Array:
+    """Rotary positions (Su et al. 2021); feature i is paired with i + K/2, as Hugging Face does.
+
+    Args: positions_BL: of every row, or [1, L].
+    """
+    angles_BLK = positions_BL[:, :, None].astype(jnp.float32) * rope_frequencies(c)[None, None]
+    cos, sin = jnp.cos(angles_BLK)[:, :, None], jnp.sin(angles_BLK)[:, :, None]
     first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x_BLHK.dtype)
@@ -291,9 +319,9 @@ def unstacked(params: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, **{f"block_{i}": block for i, block in each}}
 
 
-def _in_turn(block: nn.Module, x_BLD: jax.Array, stacked: Any) -> jax.Array:
+def _in_turn(block: nn.Module, x_BLD: jax.Array, stacked: Any, *positions: Any) -> jax.Array:
     def through(x_BLD, params) -> tuple[Any, None]:
-        return block.apply({"params": params}, x_BLD), None
+        return block.apply({"params": params}, x_BLD, *positions), None
 
     return jax.lax.scan(through, x_BLD, stacked)[0]
 
@@ -302,22 +330,29 @@ class Transformer(nn.Module):
     """Tokens to logits. Parameters may be `stacked`.
 
     With `start`, the tokens are those from that position on; keys and values of all before them
-    are in the collection `cache`, to which their own are added.
+    are in the collection `cache`, to which their own are added. With `positions_BL`, a row has
+    several texts: each token's position in its text, of which alone it sees anything.
     """
 
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, tokens_BL: jax.Array, start: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        tokens_BL: jax.Array,
+        start: jax.Array | None = None,
+        positions_BL: jax.Array | None = None,
+    ) -> jax.Array:
         c = self.config
         embed = _embed(c)
-        x_BLD = _embedded(c, embed, tokens_BL, start)
+        at = _positions(tokens_BL.shape[1], start) if positions_BL is None else positions_BL
+        x_BLD = _embedded(c, embed, tokens_BL, at)
         block = remat_module(Block) if c.remat and start is None else Block
         if (stacked := self.get_variable("params", BLOCKS)) is not None:
-            x_BLD = _in_turn(block(c, parent=None), x_BLD, stacked)
+            x_BLD = _in_turn(block(c, parent=None), x_BLD, stacked, start, positions_BL)
         else:
             for i in range(c.num_layers):
-                x_BLD = block(c, name=f"block_{i}")(x_BLD, start)
+                x_BLD = block(c, name=f"block_{i}")(x_BLD, start, positions_BL)
         return _logits(c, embed, x_BLD)
 
 
@@ -328,7 +363,8 @@ class Stem(nn.Module):
 
     @nn.compact
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
-        return _embedded(self.config, _embed(self.config), tokens_BL)
+        at = _positions(tokens_BL.shape[1], None)
+        return _embedded(self.config, _embed(self.config), tokens_BL, at)
 
 
 class Head(nn.Module):
@@ -347,13 +383,11 @@ def _embed(c: TransformerConfig, name: str = "embed", rows: int | None = None) -
 
 
 def _embedded(
-    c: TransformerConfig, embed: nn.Embed, tokens_BL: jax.Array, start: jax.Array | None = None
+    c: TransformerConfig, embed: nn.Embed, tokens_BL: jax.Array, positions_BL: jax.Array
 ) -> jax.Array:
     if c.positions != "learned":
         return embed(tokens_BL)
-    positions_L = jnp.arange(tokens_BL.shape[1])
-    positions_L = positions_L if start is None else positions_L + start
-    positions_BL = jnp.broadcast_to(positions_L, tokens_BL.shape)
+    positions_BL = jnp.broadcast_to(positions_BL, tokens_BL.shape)
     return embed(tokens_BL) + _embed(c, "positions", c.table)(positions_BL)
 
 

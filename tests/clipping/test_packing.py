@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsim.clipping import Buckets
-from fedsim.clipping.packing import chunks, padding
+from fedsim.clipping.packing import chunks, padded
 
 LENGTHS = (4, 8, 16, 20)
 BUCKETS = Buckets(LENGTHS, lambda b: b["sizes"], lambda b, n: b | {"tokens": b["tokens"][..., :n]})
 
 
 def lane(rng, units, group, longest=20, density=0.7):
-    """Rows whose real tokens are all different, 0 is padding, and a mask."""
+    """Rows whose real tokens are all different, 0 is padded, and a mask."""
     mask = rng.random((units, group)) < density
     sizes = rng.integers(longest + 1, size=(units, group)) * mask
     number = 1 + np.arange(units * group).reshape(units, group, 1)
@@ -44,8 +44,8 @@ def test_every_unit_is_in_one_chunk_and_no_row_is_cut(
     found = list(chunks(batch, mask, per_chunk, buckets, at_once))
     placed = np.concatenate([chunk.units for chunk in found] or [np.zeros(0, int)])
     assert sorted(placed) == list(range(units))
-    padded = [chunk for chunk in found if len(chunk.units) < per_chunk]
-    assert len({chunk.length for chunk in padded}) == len(padded)  # at most one of each length
+    partial = [chunk for chunk in found if len(chunk.units) < per_chunk]
+    assert len({chunk.length for chunk in partial}) == len(partial)  # at most one of each length
     assert all(len(chunk.units) for chunk in found)
     for chunk in found:
         assert chunk.mask.shape == (per_chunk, group)
@@ -89,9 +89,10 @@ def test_few_units_more_join_longer_ones_where_that_costs_less(rng):
 
 def test_padding_is_what_the_last_pass_of_each_length_lacks():
     lengths = np.array([4] * 5 + [8] * 7)
-    assert padding(lengths, 1) == 1
-    assert padding(lengths, 4) == (8 * 4 + 8 * 8) / (5 * 4 + 7 * 8)
-    assert padding(np.zeros(0, int), 4) == 0
+    assert padded(lengths, 1, 32) == 5 * 4 + 7 * 8
+    assert padded(lengths, 4, 32) == 8 * 4 + 8 * 8
+    assert padded(lengths, 4, 3) == 8 * 4 + 12 * 8  # 3 and 2, 3 and 3 and 1 in a lane
+    assert padded(np.zeros(0, int), 4, 32) == 0
 
 
 def test_the_same_lane_gives_the_same_chunks(rng):

@@ -1,5 +1,7 @@
 """Lanes hold every unit once, of texts about as long, and cost about the same."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedsim.clipping import Buckets, Clip, Strategy
 from fedsim.data.users import UserStore
-from fedsim.engine.lanes import AT_ONCE, costs, cut
+from fedsim.engine.lanes import AT_ONCE, LEAST_TOKENS, costs, cut, cut_examples
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task
 from fedsim.models.language_model import LanguageModelTask
@@ -70,6 +72,32 @@ def test_lanes_of_short_and_long_texts_cost_what_the_texts_cost():
     passes = [np.unique(costs(Sized(sizes), "train", lane)) for lane in lanes]
     assert all(len(lengths) == 1 for lengths in passes)  # each lane has texts of one length
     assert len(lanes) > 2  # and the long ones do not share one
+
+
+def test_passes_over_units_of_one_length_are_full_but_for_the_last():
+    rng = np.random.default_rng(0)
+    task, rows = Sized(rng.integers(1, 33, 64)), np.arange(64)[:, None]
+    lanes = [costs(task, "train", lane).ravel() for lane in cut(task, "train", rows, 8, 2).rows]
+    assert len(lanes) > 4
+    for length in LENGTHS:
+        counts = [np.sum(lane == length) for lane in lanes if (lane == length).any()]
+        assert all(count % AT_ONCE == 0 for count in counts[:-1])
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    examples=st.integers(0, 300), num_lanes=st.integers(1, 12), longest=st.sampled_from([1, 8, 33])
+)
+def test_examples_that_share_rows_come_in_lanes_of_as_many_tokens(examples, num_lanes, longest):
+    """In their order, so that short ones and long ones meet."""
+    sizes = np.random.default_rng(examples).integers(0, longest, examples)
+    task = Sized(sizes)
+    task.buckets = dataclasses.replace(Sized.buckets, packed=lambda batch: [batch])
+    lanes = cut_examples(task, "eval_users", np.arange(examples), num_lanes, 2).rows
+    np.testing.assert_array_equal(np.concatenate([np.arange(0), *lanes]), np.arange(examples))
+    assert len(lanes) <= max(1, min(num_lanes, sizes.sum() // LEAST_TOKENS))
+    most = max((sizes[lane].sum() for lane in lanes), default=0)
+    assert most <= sizes.sum() / max(1, len(lanes)) + longest
 
 
 @pytest.mark.parametrize("task", [Sized(np.arange(9)), Task.sizes], ids=["one lane", "unknown"])

@@ -91,6 +91,9 @@ def test_rows_are_sorted_by_owner_and_found_again(task):
     read = OwnedTask(task, {"train": rows.order}, None).read("train", np.arange(4))
     np.testing.assert_array_equal(read["x"], task.x["train"][[1, 3, 0, 2]])
     rows.check()
+    task.sizes = lambda split, rows: 10 + rows
+    sizes = OwnedTask(task, {"train": rows.order}, None).sizes("train", np.array([0, -1, 2]))
+    np.testing.assert_array_equal(sizes, [11, 0, 10])
     task.x["train"][3] = 0
     with pytest.raises(FileDamaged, match="rows of train have changed"):
         rows.check()

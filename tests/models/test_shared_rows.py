@@ -1,0 +1,157 @@
+"""Texts that share a row have the losses that they have in rows of their own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zoo import FAMILIES, VOCAB, random_like
+
+from fedsim.data.users import UserStore
+from fedsim.engine.worker import EVAL_TOKENS_PER_CALL, Worker
+from fedsim.models import lora
+from fedsim.models.language_model import ROW, LanguageModelTask
+from fedsim.models.loss import next_token_nats, packed_nats
+from fedsim.models.shared_rows import packed
+from fedsim.models.transformer import Transformer, TransformerConfig, stacked
+
+LENGTH = 12
+NAMES = ("tokens", "targets", "positions")
+
+
+def batch_of(rng, sizes, vocab=VOCAB, length=LENGTH):
+    """Random texts; what is behind a text's end is as in a store, zeros."""
+    tokens = rng.integers(1, vocab, (len(sizes), length), np.int32)
+    there = np.arange(length) < np.array(sizes)[:, None]
+    return {"tokens": np.where(there, tokens, 0), "sizes": np.array(sizes, np.int32)}
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    sizes=st.lists(st.integers(0, LENGTH), max_size=30),
+    rows=st.sampled_from([(12,), (16,), (4, 12), (4, 8, 20)]),
+)
+def test_each_text_is_fed_once_and_rows_do_not_overlap(sizes, rows):
+    batch = batch_of(np.random.default_rng(0), sizes)
+    found = packed(batch, lambda sizes: np.array(rows)[np.searchsorted(rows, sizes)])
+    assert [each["tokens"].shape[1] for each in found] == sorted(
+        {each["tokens"].shape[1] for each in found}
+    )
+    texts = []
+    for each in found:
+        assert {leaf.dtype for leaf in each.values()} == {np.dtype("int32")}
+        for tokens, targets, positions in zip(*(each[name] for name in NAMES), strict=True):
+            real = targets >= 0
+            assert real[0] and (np.diff(real.astype(int)) <= 0).all()  # not empty, and no gaps
+            starts = np.flatnonzero(positions[real] == 0)
+            for own in np.split(np.flatnonzero(real), starts[1:]):
+                assert positions[own].tolist() == list(range(len(own)))
+                assert tokens[own][1:].tolist() == targets[own][:-1].tolist()
+                texts.append((*tokens[own], targets[own[-1]]))
+    expected = [row[:size] for row, size in zip(batch["tokens"], sizes, strict=True) if size > 1]
+    assert sorted(texts) == sorted(map(tuple, expected))
+
+
+def test_a_row_begins_only_where_no_other_has_room():
+    batch = batch_of(np.random.default_rng(0), [9, 7, 6, 4, 3, 3, 2])
+    (found,) = packed(batch, lambda sizes: np.full(len(sizes), LENGTH))
+    assert (found["targets"] >= 0).sum(axis=1).tolist() == [12, 11, 4]  # 8+3+1, 6+5, 2+2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("in_one_tree", [False, True])
+def test_losses_are_those_of_texts_in_rows_of_their_own(family, in_one_tree, rng):
+    """All kinds of positions and of attention, and a window that is shorter than a text."""
+    config = FAMILIES[family]
+    params = random_like(config, rng)
+    if in_one_tree:
+        params = stacked(jax.tree.map(np.asarray, params), config.num_layers)
+    sizes = [12, 11, 9, 5, 4, 3, 3, 2, 1, 0]
+    batch = batch_of(rng, sizes)
+    model = Transformer(config)
+    expected, predictions = jax.jit(
+        lambda p, b: next_token_nats(model, p, b["tokens"], b["sizes"])
+    )(params, batch)
+    (rows,) = packed(batch, lambda sizes: np.full(len(sizes), 20))
+    found, counts = jax.jit(lambda p, b: packed_nats(model, p, b))(params, rows)
+    assert len(found) == 3 and int(counts.sum()) == int(predictions.sum()) == 41
+    np.testing.assert_allclose(np.sum(found), np.sum(expected), rtol=1e-5)
+    assert counts[0] == 20  # the longest text, and what fits behind it
+    np.testing.assert_allclose(found[0], expected[0] + expected[2] + expected[7], rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mistral"])
+def test_a_text_sees_nothing_of_those_beside_it(family, rng):
+    config = FAMILIES[family]
+    params = random_like(config, rng)
+    (rows,) = packed(batch_of(rng, [9, 7, 3]), lambda sizes: np.full(len(sizes), 20))
+    model = Transformer(config)
+    logits = jax.jit(lambda tokens: model.apply({"params": params}, tokens, None, positions))
+    positions = rows["positions"]
+    before = np.asarray(logits(rows["tokens"]))
+    moved = rows["tokens"].copy()
+    moved[0, 8:14] = (moved[0, 8:14] + 3) % VOCAB  # the second text
+    after = np.asarray(logits(moved))
+    assert (before[0, 8:14] != after[0, 8:14]).any()
+    np.testing.assert_array_equal(before[0, :8], after[0, :8])
+    np.testing.assert_array_equal(before[0, 14:16], after[0, 14:16])
+
+
+def task_of(sizes, *, adapters, length=200):
+    rng = np.random.default_rng(5)
+    texts = {f"{i:03d}": [rng.integers(1, 31, size)] for i, size in enumerate(sizes)}
+    store = UserStore.from_examples(texts, max_length=length, vocab_size=31)
+    config = TransformerConfig(31, length, width=16, num_layers=1, num_heads=2)
+    frozen = None
+    if adapters:
+        frozen = jax.jit(Transformer(config).init)(jax.random.key(1), jnp.zeros((1, 2), jnp.int32))
+        config = lora.adapted(config, 2, 4.0, "all")
+        frozen = frozen["params"]
+    data = type("Texts", (), {"eval_users": store})
+    return LanguageModelTask(data, config, frozen=frozen), store
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_an_evaluation_is_that_of_texts_one_by_one(adapters, rng):
+    sizes = [*rng.integers(2, 60, 80), 190, 150, 130, 129, 128]
+    task, store = task_of(sizes, adapters=adapters)
+    start = lora.init(task.config, jax.random.key(0)) if adapters else task.init(jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf + rng.normal(0, 0.1, leaf.shape), start)
+    frozen = () if task.frozen is None else (task.frozen,)
+    worker, rows = Worker(task), np.arange(len(sizes))
+    nats, predictions = worker.lane_nats(0, params, rows, "eval_users")
+    batch = task.read("eval_users", rows)
+    expected, counts = jax.jit(task.nats)(params, batch, *frozen)
+    assert predictions == int(counts.sum()) == store.num_tokens - len(sizes)
+    assert nats == pytest.approx(float(np.asarray(expected).sum(dtype=np.float64)), rel=1e-6)
+    shapes = [shapes[0] for (name, *shapes) in worker.programs if name == "nats"]
+    assert {length for _, length in shapes} == {ROW, 200}
+    assert max(rows * length for rows, length in shapes) <= EVAL_TOKENS_PER_CALL
+    assert len(shapes) <= (EVAL_TOKENS_PER_CALL // ROW).bit_length() + 3  # of 200 there are three
+
+
+def test_an_evaluation_of_nothing_is_nothing():
+    task, _ = task_of([1, 1], adapters=False)
+    params = task.init(jax.random.key(0))
+    for rows in (np.arange(2), np.arange(0)):
+        assert Worker(task).lane_nats(0, params, rows, "eval_users") == (0.0, 0)
+
+
+def test_a_text_longer_than_a_row_gets_one_that_holds_it():
+    task, _ = task_of([2], adapters=False, length=300)
+    batch = {"tokens": np.ones((3, 300), np.int32), "sizes": np.array([300, 200, 128], np.int32)}
+    assert task.buckets.packed is not None
+    found = task.buckets.packed(batch)
+    assert [each["tokens"].shape for each in found] == [(1, ROW), (1, 256), (1, 300)]
+
+
+def test_a_large_model_has_more_lengths_than_a_small_one():
+    small = LanguageModelTask(None, TransformerConfig(31, 200, 16, 1, 2))  # pyright: ignore
+    large = LanguageModelTask(None, TransformerConfig(31, 200, 1024, 1, 2))  # pyright: ignore
+    assert small.buckets.lengths == (32, 64, 128, 200)
+    assert large.buckets.lengths == (16, 32, 64, 96, 128, 192, 200)
+    short = dataclasses.replace(large.config, max_length=12)
+    assert LanguageModelTask(None, short).buckets.lengths == (12,)  # pyright: ignore
