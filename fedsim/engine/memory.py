@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from fedsim.clipping import Clip, Strategy, clipped_sum
 from fedsim.clipping.layered import BLOCKS, Programs, num_layers, rest_of
 from fedsim.config import MeshShape
+from fedsim.engine.calls import EVAL_ROWS_PER_CHUNK, longest_rows_of_call
 from fedsim.engine.resources import compiler_options
 from fedsim.engine.sharded import bytes_of_part
 from fedsim.engine.task import Task
-from fedsim.engine.worker import EVAL_ROWS_PER_CHUNK, longest_rows_of_call
 
 
 @dataclasses.dataclass(frozen=True)

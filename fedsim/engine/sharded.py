@@ -25,10 +25,11 @@ from fedsim.clipping.layered import BLOCKS, Programs, norm_and_scale, num_layers
 from fedsim.clipping.observed import UnsupportedModel
 from fedsim.config import MeshShape
 from fedsim.config.mesh import AXES, FSDP, TENSOR
+from fedsim.engine.calls import EVAL_ROWS_PER_CHUNK
 from fedsim.engine.engine import EngineError, Stats
 from fedsim.engine.resources import compiler_options
 from fedsim.engine.task import Task
-from fedsim.engine.worker import EVAL_ROWS_PER_CHUNK, Worker, flush, no_sum
+from fedsim.engine.worker import Worker, flush, no_sum
 from fedsim.errors import expect
 
 ALL = PartitionSpec(AXES)  # the first axis over all devices

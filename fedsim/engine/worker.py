@@ -22,6 +22,7 @@ from fedsim.clipping.observed import UnsupportedModel
 from fedsim.clipping.packing import Chunk, chunks, padded
 from fedsim.clipping.scan import zeros_like
 from fedsim.engine.arithmetic import check_arithmetic
+from fedsim.engine.calls import EVAL_FEW, EVAL_ROWS_PER_CHUNK, in_calls
 from fedsim.engine.engine import Stats, Trial
 from fedsim.engine.environment import versions
 from fedsim.engine.host import free_memory, host_kind, keep_compiled, trial_clock
@@ -30,9 +31,6 @@ from fedsim.engine.resources import compiler_options
 from fedsim.engine.task import Task
 
 ROWS_PER_READ = 4096
-EVAL_ROWS_PER_CHUNK = 16
-EVAL_TOKENS_PER_CALL = 2048  # where short texts share rows
-EVAL_FEW = 4  # of what is left of a length: with a large model, padding costs more than calls
 TRIAL_REPEATS = 3
 TRIAL_FEW = 4  # units that are tried first
 TELLING_SECONDS = 0.3  # what takes less, a first call and other work may have disturbed
@@ -142,7 +140,7 @@ class Worker:
 
         for _, batches in ahead(read, range(0, len(rows), ROWS_PER_READ)):
             for batch in batches:
-                yield from _in_calls(batch)
+                yield from in_calls(batch)
 
     def host(self, version: int, params: Any, rows: np.ndarray) -> str:
         """What computes here, for programs whose bits depend on it."""
@@ -332,24 +330,6 @@ class Worker:
             self._version, self._params = None, None
             self._version, self._params = version, self.place(params)
         return self._params
-
-
-def longest_rows_of_call(buckets: Buckets | None) -> int:
-    """How many examples of the longest length an evaluation computes at once."""
-    if buckets is None or buckets.packed is None:
-        return EVAL_ROWS_PER_CHUNK
-    return max(1, EVAL_TOKENS_PER_CALL // buckets.lengths[-1])
-
-
-def _in_calls(batch: Any) -> Iterator[tuple[Any, int]]:
-    """(part of a batch [rows, length], its rows): as many as a call takes, then powers of two, so
-    that shapes are few."""
-    start, (count, length) = 0, jax.tree.leaves(batch)[0].shape
-    most = max(1, EVAL_TOKENS_PER_CALL // length)
-    while (left := count - start) > 0:
-        rows = min(most, 1 << (left.bit_length() - 1))
-        yield jax.tree.map(lambda leaf: leaf[start : start + rows], batch), rows  # noqa: B023
-        start += rows
 
 
 def _alike(found: np.ndarray, expected: np.ndarray | None) -> bool:

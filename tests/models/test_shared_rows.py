@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from zoo import FAMILIES, VOCAB, random_like
 
 from fedsim.data.users import UserStore
-from fedsim.engine.worker import EVAL_TOKENS_PER_CALL, Worker
+from fedsim.engine.calls import EVAL_TOKENS_PER_CALL
+from fedsim.engine.worker import Worker
 from fedsim.models import lora
 from fedsim.models.language_model import ROW, LanguageModelTask
 from fedsim.models.loss import next_token_nats, packed_nats
