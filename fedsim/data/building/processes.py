@@ -1,12 +1,14 @@
 """Runs a function over parts of the data, in this process or in several, and says how far it is."""
 
-import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import SpawnContext, SpawnProcess
+from types import ModuleType
 from typing import Any
 
 from fedsim.errors import DataError
@@ -29,7 +31,7 @@ class Pool:
         self.num_workers = num_workers or len(os.sched_getaffinity(0))
         self._say = say
         self._executor: ProcessPoolExecutor | None = None
-        self._total = multiprocessing.get_context("spawn").Value("q", 0)
+        self._total = _Context().Value("q", 0)
 
     def __enter__(self) -> "Pool":
         return self
@@ -45,10 +47,7 @@ class Pool:
         """Starts the processes if that much data is worth it."""
         if self.num_workers > 1 and num_bytes > SMALL_BYTES and self._executor is None:
             self._executor = ProcessPoolExecutor(
-                self.num_workers,
-                multiprocessing.get_context("spawn"),
-                _start_worker,
-                (self._total, os.getpid()),
+                self.num_workers, _Context(), _start_worker, (self._total, os.getpid())
             )
 
     def map(
@@ -87,6 +86,27 @@ class Pool:
             for future in futures:
                 future.cancel()
             raise
+
+
+class _Process(SpawnProcess):
+    """A fresh process that does not import the program's main module.
+
+    That may be a script that builds a data set where it is imported, or standard input, which
+    cannot be read again. What runs here is fedsim's.
+    """
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            return SpawnProcess._Popen(process_obj)  # pyright: ignore
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _Context(SpawnContext):
+    Process = _Process
 
 
 class _Meter:

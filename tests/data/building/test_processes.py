@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -61,3 +63,22 @@ def test_a_killed_worker_is_one_clear_line(monkeypatch):
         with Pool(2, None) as found:
             found.grow(1)
             found.map(die, [1, 2])
+
+
+SCRIPT = """
+from pathlib import Path
+from fedsim.data.building import processes
+from fedsim.data.building.build import build
+processes.SMALL_BYTES = 0
+Path("texts.csv").write_text("user_id,text\\nann,hello\\nbob,good day\\n")
+print(build(Path("texts.csv"), Path("built"), num_workers=2).train.num_users)
+"""
+
+
+@pytest.mark.parametrize("given", ["-", "script.py"])
+def test_a_script_needs_no_guard(given, tmp_path):
+    """Workers do not run the program again: it may do its work where it is imported."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, given]
+    found = subprocess.run(command, input=SCRIPT, cwd=tmp_path, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "2\n"), found.stderr
