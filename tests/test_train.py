@@ -353,11 +353,13 @@ def test_every_strategy_trains_alike(algorithm, texts, tmp_path):
 
 def test_a_run_in_half_precision_learns_the_same_and_stays_so(texts, tmp_path, capsys):
     for dtype in ("float32", "bfloat16"):
-        flags = {"compute-dtype": dtype, "num-steps": 12, "epsilon": "inf", "learning-rate": 0.05}
+        # At 0.05, this seed's draws end 0.4 apart on processors that multiply bfloat16 themselves.
+        flags = {"compute-dtype": dtype, "num-steps": 12, "epsilon": "inf", "learning-rate": 0.02}
         main(command(texts, tmp_path / dtype, **flags))
     exact, half = (summary(tmp_path / dtype) for dtype in ("float32", "bfloat16"))
     assert half["params_sha256"] != exact["params_sha256"]
-    assert half["final_eval_loss"] == pytest.approx(exact["final_eval_loss"], rel=0.1)
+    assert exact["final_eval_loss"] < exact["initial_eval_loss"] - 0.5
+    assert half["final_eval_loss"] == pytest.approx(exact["final_eval_loss"], rel=0.05)
     args = command(texts, tmp_path / "float32", **{**flags, "compute-dtype": "bfloat16"})
     message = refused([*args, "--resume"], capsys)
     assert "compute_dtype=bfloat16: expected float32" in message
