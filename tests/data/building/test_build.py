@@ -521,6 +521,7 @@ def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypat
         parquet(tmp_path / f"{number}.parquet", ROWS * 30)
     script = tmp_path / "script.py"
     script.write_text(KILLED)
+    (tmp_path / "killing.py").write_text(KILLING)
     command = [sys.executable, script, tmp_path / "*.parquet", tmp_path / "out"]
     killed = subprocess.run([*command, "kill"], check=False, timeout=300)
     assert killed.returncode == -signal.SIGKILL
@@ -535,30 +536,36 @@ def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypat
 
 
 KILLED = """
-import json, os, pathlib, signal, sys, time
-from fedsim.data.building import build, processes, sorted_runs
+import json, pathlib, sys
+from fedsim.data.building import build, processes
+import killing
 
-OUT, MODE = pathlib.Path(sys.argv[2]), sys.argv[3]
-write_json = sorted_runs.write_json
-
-def parts():
-    return sorted(OUT.parent.glob(".out.building/runs/part-*.json"))
-
-def write_and_kill(*record):  # in the workers, which import this script, too
-    write_json(*record)
-    if MODE == "kill" and len(parts()) >= 2:
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)  # but they end with their parent
+out, mode = pathlib.Path(sys.argv[2]), sys.argv[3]
 
 def say(line):
     if line.startswith("sorted"):
-        kept = {path.name: path.stat().st_mtime_ns for path in parts()}
-        OUT.with_name("kept.json").write_text(json.dumps(kept))
+        parts = out.parent.glob(".out.building/runs/part-*.json")
+        kept = {path.name: path.stat().st_mtime_ns for path in parts}
+        out.with_name("kept.json").write_text(json.dumps(kept))
 
-sorted_runs.write_json = write_and_kill
+if mode == "kill":
+    build.write_runs = killing.write_runs
 processes.SMALL_BYTES = 0
-if __name__ == "__main__":
-    build.build(sys.argv[1], OUT, num_workers=2, progress=say)
+build.build(sys.argv[1], out, num_workers=2, progress=say)
+"""
+
+KILLING = """
+import os, signal, time
+from fedsim.data.building import sorted_runs
+
+PARENT = os.getppid()
+
+def write_runs(item, *, encoding, report):  # in the workers, which do not run the script again
+    record = sorted_runs.write_runs(item, encoding=encoding, report=report)
+    if len(list(encoding.directory.glob("part-*.json"))) >= 2:
+        os.kill(PARENT, signal.SIGKILL)
+        time.sleep(60)  # but they end with their parent
+    return record
 """
 
 
