@@ -42,7 +42,8 @@ def choose_strategy(
       rows: [units, group], as a step draws them; some are tried.
       wanted: "auto", or a strategy.
       cache: the directory where choices are remembered.
-      num_units: of the whole run: trials end when they take a fiftieth of it, or ten seconds.
+      num_units: of the whole run: no trial is begun that would end, if it took as long as those
+        before it, after ten seconds or a fiftieth of the run.
       heard: told how many of how many strategies were tried.
     Raises: ConfigError: the strategy that is wanted cannot be used.
     """
@@ -75,7 +76,8 @@ def choose_strategy(
         heard(len(trials), len(tried))
         best = min((t.seconds for t in trials if t.fault is None), default=math.inf)
         run = best / len(rows) * num_units / engine.num_workers
-        if time.monotonic() - began > max(LEAST_TRIALS_S, TRIALS_SHARE * run):
+        next_ends = (time.monotonic() - began) * (len(trials) + 1) / len(trials)
+        if next_ends > max(LEAST_TRIALS_S, TRIALS_SHARE * run):
             break
     strategy = choose([(t.strategy, None if t.fault else t.seconds) for t in trials])
     why = "; ".join(map(_describe, trials))

@@ -133,9 +133,17 @@ class Engine(ABC):
 
     @abstractmethod
     def _lanes(
-        self, method: str, params: Any, lanes: Sequence[np.ndarray], *args
+        self,
+        method: str,
+        params: Any,
+        lanes: Sequence[np.ndarray],
+        *args,
+        lengths: Sequence[int] = (),
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield `Worker.<method>(version, params, lane, *args)` for every lane, in lane order."""
+        """Yield `Worker.<method>(version, params, lane, *args)` for every lane, in lane order.
+
+        Args: lengths: of each lane's longest text, as in `Lanes`, where programs depend on it.
+        """
 
     def _begin(
         self, method: str, params: Any, lanes: Sequence[np.ndarray], *args
@@ -212,8 +220,9 @@ class Engine(ABC):
           nothing is clipped; per-unit statistics in the order of rows).
         """
         dtype = self._dtype(params, len(rows), clip)
-        total, stats, (order, lanes) = None, [], self.cut(rows)
-        for lane_sum, lane_stats in self._lanes("lane_sum", params, lanes, clip, strategy):
+        total, stats, (order, lanes, lengths) = None, [], self.cut(rows)
+        call = ("lane_sum", params, lanes, clip, strategy)
+        for lane_sum, lane_stats in self._lanes(*call, lengths=lengths):
             stats.append(lane_stats)
             self.heard(len(stats), len(lanes))
             if total is None:  # may be read-only views of shared memory

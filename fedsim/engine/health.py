@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 
 class State(enum.Enum):
@@ -85,6 +85,22 @@ class Health:
         if worker in self._workers:
             raise ValueError(f"worker={worker}: expected one that has not joined before")
         self._workers[worker] = _Worker(State.UNAVAILABLE, now)
+
+    def choose(self, worker: int, kinds: Sequence[Hashable]) -> int:
+        """Which of some calls is the best for a worker: the first of a kind that it has compiled,
+        else of one that no other has nor is at, so that all have their own; else the first."""
+
+        def strange(number):
+            kind = kinds[number]
+            if kind in self._workers[worker].warm:
+                return 0
+            others = self._workers.values()
+            return 1 + any(
+                kind in other.warm or (other.state, other.kind) == (State.BUSY, kind)
+                for other in others
+            )
+
+        return min(range(len(kinds)), key=strange)
 
     def start(self, worker: int, kind: Hashable, now: float, losses: int = 0) -> float:
         """A HEALTHY worker got a call; returns its deadline.

@@ -22,11 +22,18 @@ class Lanes(NamedTuple):
     """Which unit is at which place of the lanes end to end, int [units]."""
     rows: list[np.ndarray]
     """The units of each lane, [units of the lane, ...]."""
+    lengths: list[int]
+    """To what the longest text of each lane is padded; 0 where that is not known."""
 
 
 def whole(rows: np.ndarray) -> Lanes:
     """All units as one lane; none of none."""
-    return Lanes(np.arange(len(rows)), [rows] if len(rows) else [])
+    return _in_order([rows] if len(rows) else [])
+
+
+def _in_order(parts: list[np.ndarray]) -> Lanes:
+    """Lanes of units that stay in their order."""
+    return Lanes(np.arange(sum(map(len, parts))), parts, [0] * len(parts))
 
 
 def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) -> Lanes:
@@ -40,7 +47,7 @@ def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) ->
     num_lanes = max(1, min(num_lanes, len(rows) // least))
     found = None if num_lanes == 1 else costs(task, split, rows)
     if found is None:
-        return Lanes(np.arange(len(rows)), [x for x in np.array_split(rows, num_lanes) if len(x)])
+        return _in_order([x for x in np.array_split(rows, num_lanes) if len(x)])
     longest = found.max(axis=1)
     order = np.argsort(-longest, kind="stable")
     block = max(least, min(len(rows) // num_lanes, AT_ONCE))
@@ -52,7 +59,7 @@ def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) ->
     for start in starts[1:][np.diff(share) > 0]:
         if min(start - bounds[-1], len(rows) - start) >= least:
             bounds.append(start)
-    return Lanes(order, np.split(rows[order], bounds[1:]))
+    return Lanes(order, np.split(rows[order], bounds[1:]), longest[order][bounds].tolist())
 
 
 def _starts_of_blocks(lengths: np.ndarray, size: int) -> np.ndarray:
@@ -73,7 +80,7 @@ def cut_examples(task: Task, split: str, rows: np.ndarray, num_lanes: int, least
     ends = np.cumsum(sizes)
     num_lanes = max(1, min(num_lanes, int(ends[-1]) // LEAST_TOKENS))
     lane = np.minimum((ends - sizes) * num_lanes // max(1, ends[-1]), num_lanes - 1)
-    return Lanes(np.arange(len(rows)), np.split(rows, 1 + np.flatnonzero(np.diff(lane))))
+    return _in_order(np.split(rows, 1 + np.flatnonzero(np.diff(lane))))
 
 
 def costs(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:

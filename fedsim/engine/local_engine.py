@@ -39,7 +39,7 @@ class LocalEngine(Engine):
             return f"this process ({self._worker.shape} of {self._worker.facts()['device']})"
         return f"this process ({self._worker.facts()['device']})"
 
-    def _lanes(self, method, params, lanes, *args):
+    def _lanes(self, method, params, lanes, *args, lengths=()):
         self._version += 1
         for lane in lanes:
             yield getattr(self._worker, method)(self._version, params, lane, *args)

@@ -7,11 +7,10 @@ further ahead than the driver can hold.
 """
 
 import dataclasses
-import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,8 @@ class _Call:
     shared: Any  # parameters in the object store
     lanes: Sequence[np.ndarray]
     args: tuple
-    todo: list[int]  # a heap: lost lanes go first
+    kinds: Sequence[Hashable]  # of each lane: what is compiled for it
+    todo: set[int]
     losses: Counter = dataclasses.field(default_factory=Counter)
     answers: dict[int, Any] = dataclasses.field(default_factory=dict)
     upto: int = 0  # lanes whose answers were taken
@@ -157,19 +157,27 @@ class RayEngine(Engine):
             "performance/busy_share": min(1.0, share),
         }
 
-    def _lanes(self, method, params, lanes, *args):
-        return self._answers(self._call(method, params, lanes, args))
+    def _lanes(self, method, params, lanes, *args, lengths=()):
+        return self._answers(self._call(method, params, lanes, args, lengths))
 
     def _begin(self, method, params, lanes, *args):
         call = self._call(method, params, lanes, args)
         self._dispatch()
         return self._answers(call)
 
-    def _call(self, method: str, params: Any, lanes: Sequence[np.ndarray], args: tuple) -> _Call:
+    def _call(
+        self,
+        method: str,
+        params: Any,
+        lanes: Sequence[np.ndarray],
+        args: tuple,
+        lengths: Sequence[int] = (),
+    ) -> _Call:
         if self._shared.put(params) and self._shared.version == 1:
             self._check_store(self._shared.num_bytes)
-        todo = list(range(len(lanes)))
-        call = _Call(method, self._shared.version, self._shared.ref, lanes, args, todo)
+        kinds = [(method, length) for length in lengths or [0] * len(lanes)]
+        todo = set(range(len(lanes)))
+        call = _Call(method, self._shared.version, self._shared.ref, lanes, args, kinds, todo)
         self._calls.append(call)
         return call
 
@@ -203,9 +211,12 @@ class RayEngine(Engine):
         for call in calls:
             for worker in self._health.idle():
                 window = AHEAD * max(1, self._health.alive) if call.returns_sum else np.inf
-                if not call.todo or call.todo[0] >= call.upto + window:
+                lanes = sorted(lane for lane in call.todo if lane < call.upto + window)
+                if not lanes:
                     break
-                self._send(worker, call, heapq.heappop(call.todo))
+                best = self._health.choose(worker, [call.kinds[lane] for lane in lanes])
+                call.todo.remove(lanes[best])
+                self._send(worker, call, lanes[best])
 
     def _send(self, worker: int, call: _Call, lane: int) -> None:
         method = getattr(self._workers[worker], call.method)
@@ -215,7 +226,7 @@ class RayEngine(Engine):
         else:
             large, ref = None, method.remote(*arguments)
         self._flights[ref] = _Flight(worker, call, lane, large)
-        self._health.start(worker, call.method, time.monotonic(), call.losses[lane])
+        self._health.start(worker, call.kinds[lane], time.monotonic(), call.losses[lane])
 
     def _collect(self) -> None:
         """Wait a moment for an answer; deal with what came, and with what did not."""
@@ -277,7 +288,7 @@ class RayEngine(Engine):
             raise EngineError(
                 f"{self._name(flight)} lost its worker, or took too long, {MAX_LOSSES} times"
             )
-        heapq.heappush(call.todo, flight.lane)
+        call.todo.add(flight.lane)
 
     def _land(self, worker: int) -> _Flight:
         """The flight of a worker, off the list: its answer is no longer awaited."""

@@ -138,7 +138,7 @@ class SpmdEngine(Engine):
 
         return HeldSum(params, self.num_workers, release), stats
 
-    def _lanes(self, method, params, lanes, *args):
+    def _lanes(self, method, params, lanes, *args, lengths=()):
         self._shared.put(params)
         if method == "lane_sum":
             if lanes:

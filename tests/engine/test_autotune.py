@@ -1,6 +1,7 @@
 """The strategy of a run: timed once, remembered, recorded, and named where it is wrong."""
 
 import json
+import time
 
 import jax
 import numpy as np
@@ -135,6 +136,21 @@ def test_a_choice_that_ended_early_is_not_that_of_a_longer_run(tmp_path, no_tria
     assert choose(0) == SCAN and choose(1e6) == BOOK  # a second more is nothing to the long run
     no_trial()
     assert choose(0) == BOOK
+
+
+def test_a_trial_that_would_end_too_late_is_not_begun(tmp_path, monkeypatch):
+    begun = []
+
+    def trials(*_):
+        for trial in (Trial(SCAN, 2.0), Trial(BOOK, 1.0)):
+            begun.append(trial)
+            time.sleep(0.3)
+            yield trial
+
+    monkeypatch.setattr(Engine, "try_strategies", trials)
+    monkeypatch.setattr(autotune, "LEAST_TRIALS_S", 0.5)
+    strategy, _ = choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)
+    assert strategy == SCAN and len(begun) == 1
 
 
 def test_runs_of_a_length_keep_a_choice_that_ended_early(tmp_path, no_trial, monkeypatch):

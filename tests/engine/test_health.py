@@ -35,6 +35,21 @@ def test_the_one_that_waited_longest_is_first(health):
     assert health.idle() == [1, 0]
 
 
+def test_a_worker_takes_what_it_has_compiled_then_what_no_other_has(health):
+    assert health.choose(0, "aab") == 0  # nobody has compiled anything
+    health.start(0, "a", 1)
+    assert health.choose(1, "aab") == 2  # the other is at an a
+    assert health.choose(1, "aaa") == 0  # there is nothing else: work is not left lying
+    health.start(1, "b", 1)
+    health.answer(0, 2)
+    health.answer(1, 2)
+    assert health.choose(0, "bca") == 2 and health.choose(1, "acb") == 2
+    assert health.choose(0, "bcc") == 1
+    health.lose(1, 3)  # a new process has compiled nothing
+    health.answer(1, 4)
+    assert health.choose(1, "ab") == 1
+
+
 def test_a_busy_worker_gets_no_second_lane(health):
     health.start(0, "sum", 1)
     assert health.idle() == [1]
