@@ -69,6 +69,22 @@ def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.Gradien
 
     Raises: ConfigError: no such optimizer, or not with these options.
     """
+    factory, options = _made_of(name)
+    return factory(learning_rate=learning_rate, **options)
+
+
+def momentum_of(name: str) -> float:
+    """By which factor what an optimizer has gathered fades in a step, in [0, 1); 0 if it has none.
+
+    Raises: ConfigError: as `optimizer`, or the factor is out of range.
+    """
+    found = _made_of(name)[1].get("momentum") or 0.0
+    expect("optimizer", name, 0 <= found < 1, "momentum in [0, 1)")
+    return found
+
+
+def _made_of(name: str) -> tuple[Callable, dict[str, Any]]:
+    """What makes an optimizer, and with which options."""
     kind, _, text = name.partition(":")
     factory = optax.sgd if kind == "momentum" else getattr(optax, kind, None)
     # noisy_sgd adds noise of its own; scale_by_... are parts of optimizers.
@@ -78,9 +94,8 @@ def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.Gradien
         raise ConfigError(f"optimizer={name}: expected {expected}")
     options = {"momentum": MOMENTUM} if kind == "momentum" else {}
     options |= _options(name, text, factory)
-    expected = f"options that {kind} can take"
-    expect("optimizer", name, _works(factory, options), expected)
-    return factory(learning_rate=learning_rate, **options)
+    expect("optimizer", name, _works(factory, options), f"options that {kind} can take")
+    return factory, options
 
 
 def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any, Any], Any]:

@@ -70,4 +70,6 @@ def _rate(optimizer: str, noise: Noise, usual: float, exponent: float, most: flo
     # Noise moves each parameter by rate times stddev times the root of the number of steps.
     share = noise.bound / max(noise.stddev, 1e-12) * math.sqrt(STEPS / max(STEPS, noise.num_steps))
     rate = min(most, usual * (share / 100) ** exponent) / noise.bound
-    return float(f"{rate / (1 if kind == 'momentum' else 1 - optimizers.MOMENTUM):.3g}")
+    # A gradient moves the parameters by 1 / (1 - momentum) times the rate, in all.
+    faded = (1 - optimizers.momentum_of(optimizer)) / (1 - optimizers.MOMENTUM)
+    return float(f"{rate * faded:.3g}")

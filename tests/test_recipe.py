@@ -54,6 +54,11 @@ def test_the_rate_takes_a_clip_norm_out_of_a_plain_gradient():
 
 def test_sgd_goes_as_far_as_momentum():
     assert rate(0.01, optimizer="sgd") == pytest.approx(10 * rate(0.01), rel=0.01)
+    assert rate(0.01, optimizer="sgd:momentum=0.9") == rate(0.01)
+    half = rate(0.01, optimizer="momentum:momentum=0.5")
+    assert half == pytest.approx(5 * rate(0.01), rel=0.01)
+    with pytest.raises(ConfigError, match="momentum=1: expected momentum in"):
+        rate(0.01, optimizer="sgd:momentum=1")
 
 
 def test_what_is_given_is_taken():

@@ -142,9 +142,10 @@ def _answer(
         try:
             return _refine(phases, query, progress=progress)[0]
         except composition.GridTooLargeError:
-            least = min(
-                event.noise_multiplier for event, _ in merged if isinstance(event, StepEvent)
-            )
+            steps = [event for event, _ in merged if isinstance(event, StepEvent)]
+            if not steps:
+                raise
+            least = min(event.noise_multiplier for event in steps)
             raise composition.GridTooLargeError(
                 f"noise_multiplier={least:g}: expected more noise: the privacy loss of so many "
                 "steps is too large to be added up, and protects nobody"

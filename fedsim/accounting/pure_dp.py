@@ -11,6 +11,7 @@ import math
 import numpy as np
 from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from scipy import special
 
 from fedsim.accounting.composition import check_size
 from fedsim.errors import expect
@@ -40,10 +41,10 @@ def pure_pmf(event: PureEvent, discretization: float) -> DensePLDPmf:
     check_size(2 * last + 1, discretization)
     probs = np.zeros(2 * last + 1)
     for loss in (-event.epsilon, event.epsilon):
-        mass = 1 / (1 + math.exp(-loss))
+        mass = float(special.expit(loss))
         low = math.floor(loss / discretization)
-        above, below = loss - low * discretization, (low + 1) * discretization - loss
-        raised = mass * max(0.0, math.expm1(above)) / (math.exp(above) - math.exp(-below))
+        above = max(0.0, loss - low * discretization)
+        raised = mass * math.expm1(-above) / math.expm1(-discretization)
         probs[low + last] += mass - raised
         if raised:
             probs[low + 1 + last] += raised

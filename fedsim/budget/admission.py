@@ -22,7 +22,7 @@ from fedsim.budget.people import union
 from fedsim.budget.spending import Books, Charge, Total
 from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.els import ELS
-from fedsim.errors import ConfigError, FedsimError, FileDamaged
+from fedsim.errors import ConfigError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json, write_json
 from fedsim.keys import SecretKey
 from fedsim.plan import calibrate
@@ -193,24 +193,29 @@ def shortened(
 ) -> PrivacyConfig:
     """The settings with as many steps as fit, under the noise of all of them, and their epsilon.
 
-    Raises: ConfigError: not even one fits.
+    Where users take part once in a window of steps, in whole windows.
+    Raises: ConfigError: not even one fits, or fewer than there are bands.
     """
     sigma = calibrate(method, privacy)
     if not sigma or privacy.delta is None:
         return privacy
     event = method.event(sigma * (1 - ROOM))
+    window = privacy.num_steps // privacy.participations if privacy.participations else 1
 
-    def planned(steps: int) -> list[tuple[Event, int]]:
-        return [*before, (event, steps)]
+    def planned(windows: int) -> list[tuple[Event, int]]:
+        return [*before, (event, windows * window)]
 
     entry = applicant.entry("", planned(1), (0.0, 0.0), "")
-    most = applicant.steps_that_fit(entry, planned, privacy.num_steps)
-    if most == privacy.num_steps:
+    windows = applicant.steps_that_fit(entry, planned, privacy.num_steps // window)
+    if (most := windows * window) == privacy.num_steps:
         return privacy
     if most == 0:
         applicant.expect_room(entry)
-    spent = accounting.epsilon(planned(most), privacy.delta)
-    return dataclasses.replace(privacy, num_steps=most, epsilon=spent)
+    bands = privacy.bands or 1
+    expect("bands", bands, bands <= most, f"at most {most}, the steps that fit")
+    spent = accounting.epsilon(planned(windows), privacy.delta)
+    part = windows if privacy.participations else None
+    return dataclasses.replace(privacy, num_steps=most, participations=part, epsilon=spent)
 
 
 def _own(ledger: BudgetLedger, entry: Entry) -> Entry:

@@ -88,14 +88,13 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
         tail = set_aside(delta, each.entry.number)
         squares += accounting.gaussian_mu(each.reserved or [], tail) ** 2
         tails += tail
-    if math.isinf(squares):
-        return Total(_epsilon(fixed, left) + float(slacks[0]), math.inf, delta)
-    if squares:
+    if 0 < squares < math.inf:
         adaptive.append((StepEvent(1 / math.sqrt(squares), 1.0), 1))
+    reserved = math.inf if math.isinf(squares) else _epsilon(adaptive, left - tails)
     added = sum(_epsilon(each.released or [], delta) for each in counted) if sums else 0.0
     return Total(
         _epsilon(fixed, left) + float(slacks[0]),
-        _epsilon(adaptive, left - tails) + float(slacks[0]),
+        reserved + float(slacks[0]),
         delta,
         added,
     )

@@ -216,7 +216,10 @@ class Sweep:
     def _selection(self) -> Any:
         """How a private selection is made; None: there is none to make."""
         if not self.private:
-            expect("select", self.select, self.select is None, "--private beside it")
+            others = ("select", self.select), ("trials", self.trials), ("shape", self.shape)
+            others += ("eval_epsilon", self.eval_epsilon), ("public_eval", self.public_eval)
+            for name, value in others:
+                expect(name, value, not value, "--private beside it")
             return None
         from fedsim.tuning.selection import Selection
 

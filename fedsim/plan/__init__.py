@@ -8,7 +8,7 @@ label_of, holds    what epsilon holds under, or what makes it no guarantee
 """
 
 from fedsim.plan.completion import bands_predicted, complete
-from fedsim.plan.evaluations import Evaluations, evaluations_of, noise_of
+from fedsim.plan.evaluations import TWO_HELD_OUT, Evaluations, evaluations_of, noise_of
 from fedsim.plan.labels import ADJACENCY, REPRODUCTION, TRIAL, UNPROVEN, holds, label_of
 from fedsim.plan.making import before_of, calibrate, make_plan, method_for, planned_phases, sharing
 from fedsim.plan.plan import Plan
@@ -17,6 +17,7 @@ from fedsim.plan.records import claimed_fields, ledger_head
 __all__ = [
     "ADJACENCY",
     "REPRODUCTION",
+    "TWO_HELD_OUT",
     "TRIAL",
     "UNPROVEN",
     "Evaluations",

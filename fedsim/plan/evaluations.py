@@ -17,6 +17,7 @@ from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.errors import expect
 from fedsim.noise import slack
 
+TWO_HELD_OUT = "data with two held-out users at least"
 MOST_ROWS = 16
 """Texts of a user that are looked at, evenly spaced."""
 
@@ -86,7 +87,7 @@ def evaluations_of(
     if privacy.eval_epsilon is None:
         return None
     total = held_out.num_users if held_out is not None else 0
-    expect("eval_epsilon", privacy.eval_epsilon, total > 1, "data with held-out users")
+    expect("eval_epsilon", privacy.eval_epsilon, total > 1, TWO_HELD_OUT)
     assert held_out is not None
     one_owner = getattr(held_out, "owners", None) is None
     expect("eval_epsilon", privacy.eval_epsilon, one_owner, "texts with one owner each")

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedsim.accounting.rounding import at_most
 from fedsim.config import Algorithm, settings_of, to_json
+from fedsim.config.cells import INDEPENDENT
 from fedsim.errors import ConfigError
 from fedsim.files import read_json, write_atomically
 from fedsim.plan import Plan
@@ -260,19 +261,21 @@ def _fingerprints(released: Released) -> Table:
 def _commands(released: Released) -> list[Any]:
     plan, path = released.plan, shlex.quote(str(released.run_dir))
     lines = [f"fedsim verify {path}{flag}" for flag in ("", " --replay", " --whole")]
-    event = plan.event()
+    event, cell = plan.event(), {}
+    if plan.noise != INDEPENDENT:
+        cell["noise"] = plan.noise
+    if plan.bands > 1:
+        cell["bands"] = plan.bands
+    if plan.participations:
+        cell["participations"] = plan.participations
     if released.phases is not None:
         lines.append(
             f"fedsim account {plan.algorithm} --num-steps {released.num_steps} "
             f"--sampling-prob {plan.accounted_prob!r} --noise-multiplier {plan.noise_multiplier!r} "
             f"--group-size {plan.group_size} --delta {plan.delta!r}"
             + (f" --max-changed {event.max_changed}" if event and event.max_changed else "")
-            + (f" --sampling {plan.sampling_run} --bands {plan.bands}" if plan.bands > 1 else "")
-            + (
-                f" --sampling {plan.sampling_run} --participations {plan.participations}"
-                if plan.participations
-                else ""
-            )
+            + (f" --sampling {plan.sampling_run}" if cell else "")
+            + "".join(f" --{name} {value}" for name, value in cell.items())
             + "".join(f" --before {event.epsilon!r}" for event, _ in plan.before)
         )
     return [

@@ -140,7 +140,7 @@ def report(result: dict[str, Any]) -> str:
     rest = f"minutes are for {result['workers']}"
     if not looked:
         rest = "no gradient was computed: ULS has G = 1, where both have the same gradients, "
-        rest += "and C is the flag's"
+        rest += "and C is 1"
     lines += [
         f"noise per step is C sigma / count per coordinate, noise on sums the root mean square of "
         f"that on the sum of all steps so far; {rest}",

@@ -15,6 +15,7 @@ from typing import Any
 
 from fedsim import accounting
 from fedsim.accounting import Phases, SelectionEvent, StepEvent, calibration
+from fedsim.accounting.accountant import spent
 from fedsim.accounting.rounding import at_most
 from fedsim.accounting.selection import draw_trials
 from fedsim.budget.admission import Applicant
@@ -29,7 +30,7 @@ from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
 from fedsim.noise import slack
 from fedsim.optimizers import Diverged
-from fedsim.plan import complete, make_plan, method_for, noise_of, planned_phases
+from fedsim.plan import TWO_HELD_OUT, complete, make_plan, method_for, noise_of, planned_phases
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
@@ -203,7 +204,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         return priced
     held_out = data.eval_users
     num_users = held_out.num_users if held_out is not None else 0
-    expect("eval_epsilon", how.eval_epsilon, num_users > 1, "data with held-out users")
+    expect("eval_epsilon", how.eval_epsilon, num_users > 1, TWO_HELD_OUT)
     once = len(jobs) if priced.all_once else None
     facts = (how.eval_epsilon, num_users**-1.1, mean, how.shape)
     return dataclasses.replace(priced, evaluations=evaluations_of(*facts, once=once))
@@ -225,7 +226,7 @@ def evaluations_of(
         return SelectionEvent((((StepEvent(sigma, 1.0), 1),),), mean, shape, part)
 
     def spend(sigma: float, accuracy: float) -> float:
-        return accounting.epsilon([(event(sigma), 1)], delta)
+        return spent([(event(sigma), 1)], delta, accuracy)
 
     sigma = calibration.calibrate("noise_multiplier", spend, epsilon, 5.0, (1e5, 0.1), None)
     return Evaluations(sigma, delta, [(event(sigma), 1)], (0.0, 0.0))
@@ -274,22 +275,29 @@ def _data(jobs: Sequence[Job], console: Console) -> Dataset:
 
 
 def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey) -> ExitStack:
-    """Count the selection in the ledger of the data, and its evaluations for held-out users."""
-    stack, run = ExitStack(), job.run
-    place, limit = place_of(run.budget_ledger), run.limit_epsilon
-    limits = None if limit is None else Limit(limit, priced.delta)
+    """Count the selection in the ledger of the data, and its evaluations for held-out users.
+
+    Raises: ConfigError: a limit of one of these users would be broken.
+    """
+    place, limit = place_of(job.run.budget_ledger), job.run.limit_epsilon
     each = len(priced.event.candidates) if priced.all_once else 0  # else part of the event
     part = (each * priced.event.slack[0], each * priced.event.slack[1])
-    own = [("selection", data.train, limits, priced.phases, part, priced.label, out)]
+    own = [("selection", data.train, priced.delta, priced.phases, part, priced.label, out)]
     if (found := priced.evaluations) is not None and data.eval_users is not None:
         (out / EVALUATIONS).mkdir(exist_ok=True)
-        facts = (found.phases, found.slack, "", out / EVALUATIONS)
-        own.append(("evaluation", data.eval_users, None, *facts))
-    for kind, users, bound, phases, part, label, directory_of in own:
+        facts = (found.delta, found.phases, found.slack, "", out / EVALUATIONS)
+        own.append(("evaluation", data.eval_users, *facts))
+    applicants = []
+    for kind, users, delta, phases, part, label, directory_of in own:
+        bound = None if limit is None else Limit(limit, delta)
         applicant = Applicant(place, users.user_ids(), kind, bound, directory_of)
         entry = applicant.entry(key.seal(kind), list(phases), part, label)
-        stack.enter_context(applicant.admitted(entry))
-    return stack
+        applicant.expect_room(entry)  # of all of them, before any is counted
+        applicants.append((applicant, entry))
+    with ExitStack() as stack:
+        for applicant, entry in applicants:
+            stack.enter_context(applicant.admitted(entry))
+        return stack.pop_all()
 
 
 def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> list[Job]:

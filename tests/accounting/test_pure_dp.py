@@ -11,6 +11,7 @@ from dp_accounting.pld.privacy_loss_distribution import (
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
+from fedsim.accounting.composition import GridTooLargeError
 from fedsim.accounting.pure_dp import PureEvent, pure_pmf
 
 
@@ -58,6 +59,14 @@ def test_the_discretised_loss_is_an_upper_bound_with_the_masses_of_both_sides(di
     for at in (0.0, 0.1, 0.3, 0.36, 0.5):
         exact = max(0, high - math.exp(at) * low)
         assert pmf.get_delta_for_epsilon(at) >= exact - 1e-12
+
+
+@pytest.mark.parametrize("epsilon", [800.0, 1e4])
+def test_a_release_that_protects_nobody_costs_its_epsilon(epsilon):
+    """Where exp(epsilon) is no number any more."""
+    assert accounting.epsilon([(PureEvent(epsilon), 1)], 1e-6) == pytest.approx(epsilon, rel=1e-3)
+    with pytest.raises(GridTooLargeError, match="expected a privacy loss of at most"):
+        accounting.epsilon([(PureEvent(1e12), 1)], 1e-6)
 
 
 def test_calibration_leaves_room_for_what_is_released_before():

@@ -41,6 +41,25 @@ def refused(args, capsys):
     return capsys.readouterr().err
 
 
+@pytest.mark.privacy
+def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts, tmp_path, capsys):
+    cell = {"sampling": "allocation", "participations": 6, "epsilon": 1.5, "budget": None}
+    cell = {name: value for name, value in cell.items() if value is not None}
+    flags = arguments(texts, tmp_path / "first", **cell)
+    at = flags.index("--budget")
+    del flags[at : at + 2]  # it follows from the participations
+    main(flags)
+    flags[flags.index("--run-dir") + 1] = str(tmp_path / "rest")
+    capsys.readouterr()
+    main([*flags, "--limit-epsilon", str(LIMIT), "--spend-rest", "--json"])
+    summary = json.loads(capsys.readouterr().out)
+    steps, parts = (summary[name] for name in ("num_steps", "participations"))
+    assert 0 < steps == 4 * parts < STEPS and summary["steps_done"] == steps
+    with hold(place_of(None)) as ledger:
+        known = books(ledger, Dataset.open(texts).train.user_ids(), Limit(LIMIT, DELTA))
+        assert known.total(DELTA).adaptive <= LIMIT
+
+
 @pytest.mark.slow
 @pytest.mark.privacy
 def test_as_many_steps_are_trained_as_fit_and_a_run_that_goes_on_keeps_them(

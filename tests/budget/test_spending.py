@@ -41,6 +41,14 @@ def test_runs_of_any_kind_compose_as_in_dp_accounting():
     assert found.added_up == pytest.approx(alone)
 
 
+def test_what_spends_without_a_bound_still_adds_up():
+    much = [(StepEvent(0.05, 1.0), 1)]
+    found = total(charges([RUNS[0], much]), DELTA, sums=True)
+    assert found.fixed < found.adaptive == math.inf
+    alone = sum(accounting.epsilon(run, DELTA) for run in (RUNS[0], much))
+    assert found.added_up == pytest.approx(alone)
+
+
 def test_one_run_costs_what_it_costs():
     found = total(charges(RUNS[:1]), DELTA, sums=True)
     assert found.fixed == found.adaptive == found.added_up == accounting.epsilon(RUNS[0], DELTA)

@@ -34,6 +34,7 @@ def trained(tmp_path_factory):
         **{"assumed": {"assumed-population": 400}, "els": {}},
         **{"median": {"group-size": None, "group-size-epsilon": 0.5}, "seeded": {}},
         **{"removed": {"adjacency": "add-or-remove"}},
+        **{"correlated": {"sampling": "shuffle", "noise": "correlated", "bands": 2}},
     }
     for name, changed in flags.items():
         algorithm = "els" if name in ("els", "median", "removed") else "uls"
@@ -146,7 +147,7 @@ def test_verify_says_what_is_no_guarantee(name, trained, capsys):
     assert told["epsilon_holds"] in last or name == "open"
 
 
-@pytest.mark.parametrize("name", ["private", "assumed", "els", "median"])
+@pytest.mark.parametrize("name", ["private", "assumed", "els", "median", "correlated"])
 def test_the_printed_command_gives_the_epsilon_again(name, trained, tmp_path, capsys):
     found, text, _ = read(capsys, trained / name, tmp_path)
     (line,) = re.findall(r"^fedsim (account .*)$", text, re.MULTILINE)

@@ -90,6 +90,16 @@ def test_a_limit_holds_for_selections(settings, tmp_path):
     assert list((tmp_path / "out" / "runs").iterdir()) == []
 
 
+@pytest.mark.privacy
+def test_a_limit_holds_for_held_out_users_before_anybody_is_counted(settings, tmp_path):
+    for each in settings:
+        each["limit_epsilon"] = 8.0
+    with pytest.raises(ConfigError, match="limit_epsilon=8: expected a run that fits"):
+        select(settings, tmp_path / "out", Selection(here=True, eval_epsilon=9.0), Console())
+    with hold(place_of(None)) as ledger:
+        assert not ledger.entries
+
+
 @pytest.mark.parametrize(
     "changed, match",
     [
@@ -109,6 +119,9 @@ def test_candidates_that_have_no_place_are_refused(settings, tmp_path, changed, 
     "flags, match",
     [
         (["--select", "eval/loss"], "select=eval/loss: expected --private"),
+        (["--eval-epsilon", "1"], "eval_epsilon=1.0: expected --private"),
+        (["--trials", "3"], "trials=3.0: expected --private"),
+        (["--public-eval"], "public_eval=True: expected --private"),
         (["--private"], "select=None: expected eval/loss"),
         (["--private", "--select", "eval/loss"], "eval_epsilon=None: expected a value, or"),
         (

@@ -284,9 +284,8 @@ class _Build:
             self.say("leaving out near duplicates and known URLs")
         against = collect(screen, columns, self.directory, self.pool)
         self.pool.grow(sum(path.stat().st_size for one in against for path in one.files))
-        files, counts = screen_parts(
-            sources.parts, columns, screen, against, self.directory / "screened", self.pool
-        )
+        own = (self.directory / "screened", self.pool, self.options.form)
+        files, counts = screen_parts(sources.parts, columns, screen, against, *own)
         return examine(files, columns, self.pool, None).parts, counts
 
     def _conversations(self, parts: Sequence[Part]) -> tuple[Sequence[Part], Columns]:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from fedsim.data.building import hub
 from fedsim.data.building.columns import Columns, is_blank, is_token_list, normalise, plain
 from fedsim.data.building.domains import normal_url, registrable_domain
+from fedsim.data.building.form import Form
 from fedsim.data.building.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, raw
@@ -98,15 +99,17 @@ def screen_parts(
     against: Sequence[Against],
     directory: Path,
     pool: Pool,
+    form: Form,
 ) -> tuple[list[Path], dict[str, int]]:
     """Writes the rows that stay, as a Parquet file for each part, and counts what stays.
 
+    Args: form: of CSV files, of the sources and of those that are held against them.
     Returns: the files, and the counts of the paper's Table 2: examples, deduplicated,
       deduplicated_and_url_filtered.
     Raises: DataError: a source cannot be read, or lacks a column.
     """
     directory.mkdir(exist_ok=True)
-    known = _read_known(screen, against, directory, pool)
+    known = _read_known(screen, against, directory, pool, form)
     call = partial(_screen_part, columns=columns, screen=screen, known=known, directory=directory)
     counts = np.array(pool.map(call, list(enumerate(parts)))).reshape(-1, 3).sum(axis=0).tolist()
     names = ("examples", "deduplicated", "deduplicated_and_url_filtered")
@@ -114,10 +117,12 @@ def screen_parts(
     return files, dict(zip(names, counts, strict=True))
 
 
-def _read_known(screen: Screen, against: Sequence[Against], directory: Path, pool: Pool) -> _Known:
+def _read_known(
+    screen: Screen, against: Sequence[Against], directory: Path, pool: Pool, form: Form
+) -> _Known:
     pieces, urls = [], set()
     for source in against:
-        parts = examine(source.files, source.columns, pool, None).parts
+        parts = examine(source.files, source.columns, pool, None, form).parts
         pieces += [(part, source.columns) for part in parts]
         if screen.screen_url_column is not None:
             only_url = Columns(user=(screen.screen_url_column,), text=())
