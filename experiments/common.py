@@ -18,10 +18,10 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments import synthetic
 from experiments.benchmarks.common import circumstances
 from experiments.records import as_claims, as_written, came_from, seeds_of, short, verdict
 from experiments.rows import Rows
-from fedsim.data import synthetic
 from fedsim.data.building.build import build
 from fedsim.data.building.recipes import options_of
 from fedsim.data.dataset import Dataset

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import common
-from fedsim.data import synthetic
+from experiments import common, synthetic
 from fedsim.data.histogram import bins
 
 

@@ -14,7 +14,7 @@ import importlib
 import json
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def _today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
-def main(names: Sequence[str] = ()) -> None:
+def main() -> None:
     """Writes verdicts, figures and pages of all records again."""
     from experiments import common, finetuning  # which import this
 

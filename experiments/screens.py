@@ -29,7 +29,6 @@ LIKELY: Grid = (
     ("adafactor", (0.001, 0.003, 0.01, 0.03)),
 )
 NEAR = 0.02
-RELEASED = "ema 0.9"  # what a run of 100 steps releases by the rule
 RULE: Grid = (("rule", (0.0,)),)
 """What `fedsim train` does where nothing is said of its update."""
 EARLIER = "earlier rule"

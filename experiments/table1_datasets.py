@@ -13,8 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from experiments import common
-from fedsim.data import synthetic
+from experiments import common, synthetic
 from fedsim.data.building.recipes import RECIPES
 from fedsim.data.dataset import Dataset, stats
 

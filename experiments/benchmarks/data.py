@@ -28,8 +28,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from experiments import synthetic
 from experiments.benchmarks.common import at_least, at_most, circumstances
-from fedsim.data import synthetic
 from fedsim.data.building.build import build
 from fedsim.data.users import UserStore
 from fedsim.keys import SecretKey

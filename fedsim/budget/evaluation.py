@@ -23,7 +23,7 @@ from fedsim.errors import ConfigError, expect
 from fedsim.evaluate import last_model
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
-from fedsim.noise import noisy_number
+from fedsim.noise import noisy_mean_loss
 from fedsim.plan import ADJACENCY, noise_of
 from fedsim.plan.evaluations import MOST_ROWS
 from fedsim.run.console import Console
@@ -31,7 +31,6 @@ from fedsim.run.directory import StoredRun
 from fedsim.sampling import graph_of
 
 DIRECTORY, RESULT = "evaluations", "evaluation.json"
-PER_UNIT = 2**20  # parts that L / 2 is made of: sums are of whole numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +80,8 @@ def evaluate_privately(
     with applicant.admitted(entry):
         losses = user_losses(task, params, how.split)
         rng = key.generator("evaluation")
-        found = noisy_mean_loss(
-            losses, num_users=store.num_users, noise_multiplier=sigma, most=most, rng=rng
-        )
+        known = {"bound": most, "count": store.num_users, "stddev": sigma}
+        found = noisy_mean_loss(losses, **known, rng=rng)
         result = {
             **{"run_dir": str(run.run_dir), "checkpoint": path.name, "split": how.split},
             **{"loss": found, "stddev": sigma * most / 2 / store.num_users, "loss_bound": most},
@@ -115,28 +113,6 @@ def user_losses(task: Any, params: Any, split: str) -> np.ndarray:
         mean = math.fsum(total) if np.isfinite(total).all() else math.nan
         found.append(mean / max(1, int(np.asarray(tokens)[:count].sum())))
     return np.array(found, np.float64)
-
-
-def noisy_mean_loss(
-    losses: np.ndarray,
-    *,
-    num_users: int,
-    noise_multiplier: float,
-    most: float,
-    rng: np.random.Generator,
-) -> float:
-    """The mean of users' losses, each cut to [0, most], with noise.
-
-    Guarantees: the Gaussian mechanism with this multiplier, on a lattice, whatever a user's loss
-      is; what is not finite counts as `most`.
-    Args:
-      losses: [users with texts]. Others add nothing to the sum: they count as most / 2.
-      num_users: N, public, with those who have no texts.
-    """
-    cut = np.clip(np.nan_to_num(losses, nan=most, posinf=most, neginf=0.0), 0.0, most)
-    total = int(np.rint((2 * cut / most - 1) * PER_UNIT).astype(np.int64).sum())
-    released = noisy_number(total, noise_multiplier * PER_UNIT, rng) / PER_UNIT
-    return most / 2 * (1 + released / num_users)
 
 
 def largest_loss(vocab_size: int) -> float:

@@ -243,7 +243,6 @@ class Runs:
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.config import to_json
-        from fedsim.errors import expect
         from fedsim.run.listing import lines_of, runs_in
 
         place = self.directory

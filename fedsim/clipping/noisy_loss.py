@@ -11,12 +11,11 @@ import dataclasses
 
 import numpy as np
 
-from fedsim.noise import noisy_number
+from fedsim.noise import noisy_mean_loss
 
 SHARE = 7.2
 """The noise on the loss, in units of z: so much leaves the gradient's multiplier within 1 % of z,
 as that on the count of adaptive.py does."""
-PER_UNIT = 2**20  # parts that L / 2, the sensitivity of the sum, is made of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,7 @@ class NoisyLoss:
 
     @property
     def stddev(self) -> float:
-        """Of the noise on the sum of losses, in units of L / 2."""
+        """The standard deviation of the noise on the sum of losses, in units of L / 2."""
         return SHARE * self.noise_multiplier
 
     def release(self, losses: np.ndarray, rng: np.random.Generator) -> float:
@@ -41,8 +40,5 @@ class NoisyLoss:
         Guarantees: one unit changes the sum by at most L / 2, around which its loss counts,
           whatever it is; what is not finite counts as L, and a unit without rows adds nothing.
         """
-        loss = np.nan_to_num(losses.astype(np.float64), nan=self.bound, posinf=self.bound)
-        cut = 2 * np.clip(loss, 0.0, self.bound) / self.bound - 1
-        total = int(np.rint(cut * PER_UNIT).astype(np.int64).sum())
-        released = noisy_number(total, self.stddev * PER_UNIT, rng) / PER_UNIT
-        return self.bound / 2 * (1 + released / self.count)
+        own = {"bound": self.bound, "count": self.count, "stddev": self.stddev}
+        return noisy_mean_loss(losses, **own, rng=rng)

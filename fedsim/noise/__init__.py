@@ -5,6 +5,7 @@ held           the same, added by workers that are trusted with it
 correlated     each step takes back part of the noise of the steps before
 toeplitz       how much of it, and what that does to sums of steps
 bands          of how many steps
+mean_loss      a mean of losses with noise
 """
 
 from typing import Protocol
@@ -24,6 +25,7 @@ from fedsim.noise.independent import (
     release_shift,
     slack,
 )
+from fedsim.noise.mean_loss import noisy_mean_loss
 
 __all__ = [
     "CELL_ERROR",
@@ -35,6 +37,7 @@ __all__ = [
     "add_gaussian",
     "gaussian",
     "in_blocks",
+    "noisy_mean_loss",
     "noisy_number",
     "release_shift",
     "slack",

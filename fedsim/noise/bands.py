@@ -29,8 +29,8 @@ def predicted_error(noise_multiplier: float, num_steps: int, bands: int) -> floa
 def predictions(
     noise_multiplier: Callable[[int], float], num_steps: int, most: int
 ) -> list[Prediction]:
-    """Of 1, 2, 3, 4, 6, 8, 12, ... bands, and of those that make a few whole cycles of the steps,
-    until the best was three times no better.
+    """What to expect of 1, 2, 3, 4, 6, 8, 12, ... bands, and of those that make a few whole cycles
+    of the steps, until four in a row are no better than the best.
 
     Args:
       noise_multiplier: bands -> the calibrated sigma.

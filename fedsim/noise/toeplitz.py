@@ -16,7 +16,7 @@ from scipy import optimize, signal
 def coefficients(num_steps: int, bands: int) -> np.ndarray:
     """s_0, ..., s_(b-1), float64 [bands], of norm 1: the best ones for so many steps.
 
-    Found by L-BFGS with the gradient in closed form, from the series of (1 - z)^(-1/2), which is
+    Found by BFGS with the gradient in closed form, from the series of (1 - z)^(-1/2), which is
     the best one as bands and steps grow. A better or worse optimum changes the noise's use, never
     the guarantee, which rests on the norm alone.
     Source: McKenna 2024 (arXiv 2405.15913), Section 3.

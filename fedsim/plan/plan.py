@@ -17,8 +17,10 @@ from fedsim.noise.correlated import Strategy, strategy
 from fedsim.plan.evaluations import Evaluations
 from fedsim.plan.labels import ADJACENCY, SHARED, holds, label_of
 
-SOME = ("planted", "shared", "bands", "noise", "participations", "trial", "loss_bound")
-SOME += ("evaluations",)
+LEFT_OUT_AT_DEFAULTS = (
+    *("planted", "shared", "bands", "noise", "participations", "trial", "loss_bound"),
+    "evaluations",
+)
 """Fields of a plan that are written down where they are not at their defaults."""
 
 
@@ -200,7 +202,7 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The plan in JSON's types, without what only some plans have."""
         fields = {name: to_json(value) for name, value in dataclasses.asdict(self).items()}
-        for name in SOME:
+        for name in LEFT_OUT_AT_DEFAULTS:
             if fields[name] == type(self).__dataclass_fields__[name].default:
                 del fields[name]
         return {**fields, "non_private": list(self.non_private)}

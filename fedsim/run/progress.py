@@ -5,6 +5,7 @@ reporting interval. Where a line is narrow, epsilon stays, and what follows it g
 """
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,8 @@ Show = Callable[[int, dict[str, float]], None]
 def items(values: dict[str, float]) -> list[str]:
     """The metrics of a step that have a value, in words."""
     known = {name: values.get(metric) for metric, name in SHOWN.items()}
-    return [f"{name} {value:.4g}" for name, value in known.items() if value == value is not None]
+    there = {n: v for n, v in known.items() if v is not None and not math.isnan(v)}
+    return [f"{name} {value:.4g}" for name, value in there.items()]
 
 
 def line(values: dict[str, float]) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 from fedsim.accounting import Event
 from fedsim.budget.admission import Applicant
-from fedsim.budget.evaluation import noisy_mean_loss
 from fedsim.budget.ledger import Entry, Limit
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
 from fedsim.evaluate import VALIDATION
 from fedsim.keys import SecretKey
+from fedsim.noise import noisy_mean_loss
 from fedsim.plan import REPRODUCTION, Evaluations, Plan
 from fedsim.run.evaluations import Evaluated
 
@@ -45,9 +45,9 @@ def begin_noisy_evaluate(
     def loss() -> float:
         return noisy_mean_loss(
             wait(),
-            num_users=how.num_users,
-            noise_multiplier=how.noise_multiplier,
-            most=how.loss_bound,
+            bound=how.loss_bound,
+            count=how.num_users,
+            stddev=how.noise_multiplier,
             rng=key.generator("held-out loss", step),
         )
 

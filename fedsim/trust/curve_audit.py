@@ -104,23 +104,6 @@ def audit_curve(
     return CurveBound(bool(refuting), could, guesses, correct, mu, epsilon)
 
 
-def canaries_to_refute(claim: Claim, confidence: float) -> int:
-    """How many canaries it takes to refute a claim, were every guess right; at most 2^20."""
-    high = 1
-
-    def enough(count: int) -> bool:
-        significance = (1 - confidence) / len(options_of(count))
-        return refutes(count, count, count, claim, significance)
-
-    while not enough(high) and high < 2**20:
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
-
-
 def _largest_mu(canaries: int, guesses: int, correct: int, significance: float) -> float:
     def excess(mu: float) -> float:
         return (

@@ -19,7 +19,7 @@ from fedsim.accounting.accountant import spent
 from fedsim.accounting.rounding import at_most
 from fedsim.accounting.selection import draw_trials
 from fedsim.budget.admission import Applicant
-from fedsim.budget.evaluation import largest_loss, noisy_mean_loss, user_losses
+from fedsim.budget.evaluation import largest_loss, user_losses
 from fedsim.budget.ledger import Limit, place_of
 from fedsim.config import changed_run, to_json
 from fedsim.data.dataset import Dataset
@@ -28,7 +28,7 @@ from fedsim.evaluate import last_model
 from fedsim.files import read_json, write_json
 from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
-from fedsim.noise import slack
+from fedsim.noise import noisy_mean_loss, slack
 from fedsim.optimizers import Diverged
 from fedsim.plan import TWO_HELD_OUT, complete, make_plan, method_for, noise_of, planned_phases
 from fedsim.run import directory
@@ -328,13 +328,12 @@ def _score(
         return float(summary["final_eval_loss"])
     stored = directory.load(trial.run.run_dir)
     task, params, _, _ = last_model(stored, trial.run, console)
-    most = largest_loss(data.train.vocab_size)
     rng = key.generator("evaluation", number)
     losses = user_losses(task, params, "eval_users")
     return noisy_mean_loss(
         losses,
-        num_users=data.eval_users.num_users,
-        noise_multiplier=priced.evaluations.noise_multiplier,
-        most=most,
+        bound=largest_loss(data.train.vocab_size),
+        count=data.eval_users.num_users,
+        stddev=priced.evaluations.noise_multiplier,
         rng=rng,
     )

@@ -289,7 +289,7 @@ def test_without_users_or_a_bound_there_is_nothing_to_release(texts, rng):
     run = RunConfig(data=None, run_dir=None)  # type: ignore[arg-type]
     users = SimpleNamespace(num_users=1, offsets=np.arange(2), vocab_size=256)
     for held in (None, users):
-        with pytest.raises(ValueError, match="eval_epsilon=1.0: expected data with held-out"):
+        with pytest.raises(ValueError, match="eval_epsilon=1.0: expected data with two held-out"):
             evaluations_of(private(), run, held)
     own = SimpleNamespace(num_users=9, offsets=np.arange(10))  # a task of the user's own
     with pytest.raises(ValueError, match="eval_loss_bound=None: expected a bound"):

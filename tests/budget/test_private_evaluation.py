@@ -11,12 +11,13 @@ from test_verify import write_texts
 
 import fedsim
 from fedsim import accounting
-from fedsim.budget.evaluation import MOST_ROWS, noisy_mean_loss, user_losses
+from fedsim.budget.evaluation import MOST_ROWS, user_losses
 from fedsim.budget.ledger import hold, place_of
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
 from fedsim.keys import SecretKey
+from fedsim.noise import noisy_mean_loss
 
 
 @pytest.mark.privacy
@@ -26,7 +27,7 @@ def test_a_noisy_loss_is_a_gaussian_mechanism():
     key = SecretKey.create(seed=1)
 
     def released(values, number):
-        how = {"num_users": size, "noise_multiplier": sigma, "most": most}
+        how = {"bound": most, "count": size, "stddev": sigma}
         return noisy_mean_loss(values, rng=key.generator("evaluation", number), **how)
 
     found = np.array([released(losses, number) for number in range(2000)])

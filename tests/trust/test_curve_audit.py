@@ -9,7 +9,6 @@ from fedsim.trust import lower_bound
 from fedsim.trust.curve_audit import (
     _largest_mu,
     audit_curve,
-    canaries_to_refute,
     curve_claim,
     gaussian_claim,
     refutes,
@@ -52,9 +51,10 @@ def test_a_curve_and_its_formula_are_one_claim():
 
 def test_epsilon_8_can_be_refuted_with_few_canaries():
     claim = gaussian_claim(mu_of(8.0))
-    needed = canaries_to_refute(claim, 0.95)
-    assert needed <= 250 < 10_000 < lower_bound.canaries_needed(8.0, DELTA, 0.95)
-    assert not refutes(needed - 1, needed - 1, needed - 1, claim, 0.05 / 7)
+    significance = 0.05 / len(lower_bound.options_of(250))
+    assert refutes(250, 250, 250, claim, significance)
+    assert not refutes(8, 8, 8, claim, 0.05)
+    assert lower_bound.canaries_needed(8.0, DELTA, 0.95) > 10_000
 
 
 @pytest.mark.privacy

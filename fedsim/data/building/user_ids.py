@@ -47,7 +47,7 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
 
     Args:
       rows: the row of each, counted from 0.
-      tally: counts what was put right, by the names of `SAID`.
+      tally: counts what was put right, by the names of `_SAID`.
     Raises: DataError: numbers with a fraction, or so large that a float has rounded them.
     """
     if pa.types.is_floating(column.type):

@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from fedsim.data import synthetic
-from fedsim.data.synthetic import STACK_OVERFLOW, Shape, sizes, write
+from experiments import synthetic
+from experiments.synthetic import STACK_OVERFLOW, Shape, sizes, write
 from fedsim.errors import DataError
 
 
