@@ -1,6 +1,7 @@
 """What follows the privatised gradient: schedules, decay, averages, and runs that go wrong."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,15 @@ def test_a_training_that_diverges_ends_and_says_what_it_spent(
     spent = float(line.split("epsilon ")[1].split()[0])
     steps = len((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()) - 1
     assert 0 < spent < 8 and steps < 12 and not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.privacy
+def test_texts_of_those_who_are_protected_end_no_run(run_dir, monkeypatch):
+    """Their loss has no noise, and when a run ends is public."""
+    found = {"eval/loss": 1.0, "non_private/eval_examples_loss": math.nan}
+    monkeypatch.setattr("fedsim.training.trainer.begin_evaluate", lambda *_: lambda: found)
+    main(["train", "uls", "--data", "pydocs", "--run-dir", str(run_dir), *FLAGS])
+    assert json.loads((run_dir / "summary.json").read_text())["steps_done"] == 12
 
 
 def test_pretraining_has_a_schedule_of_its_own(tmp_path, capsys):

@@ -100,6 +100,7 @@ def clipped_sum(
     def one(rows, real):
         arguments = (params, rows, real)
         grad, loss = gradient.after(local, *arguments) if local else gradient(*arguments)
+        grad = jax.lax.optimization_barrier(grad)  # what a norm is taken of is what is added
         added, norm, dropped = (scaled if clip.in_float32 else contribution)(grad, real.any(), clip)
         return added, (norm, loss, dropped)
 

@@ -56,6 +56,7 @@ class Actors:
             raise
         self._cache_dir = cache_dir
         self._versions = versions()
+        self._kind: str | None = None  # of the host of the first worker that has answered
         self.fixed = num_workers is not None
 
     def create(self, worker_class: type, *arguments: Any, **options: Any) -> Any:
@@ -96,6 +97,11 @@ class Actors:
         Args: facts: what `Worker.begin` answered.
         """
         found = difference(self._versions, facts["versions"])
+        self._kind = self._kind or facts["kind"]
+        if not found and facts["kind"] != self._kind:
+            # Other processors and devices round otherwise. Who computes a unit may depend on who
+            # else was drawn, so a unit that is missing would change more than its own part.
+            found = f"{facts['kind']} instead of {self._kind}: workers must be of one kind"
         return found and f"the worker on {facts['host']} has {found}"
 
     def close(self) -> None:

@@ -111,6 +111,7 @@ class RayEngine(Engine):
         self._shared = Shared()
         self._names = itertools.count()
         self._started, self._recruit_at = False, 0.0
+        self._strangers = 0  # room that is on hosts of another kind: nobody is hired for it again
         self._looked_at, self._busy_s = time.monotonic(), 0.0
         for _ in range(self.num_workers):
             self._hire()
@@ -271,6 +272,7 @@ class RayEngine(Engine):
         if flight.call is not None:
             flight.call.answers[flight.lane] = answer
         elif stranger := self._actors.stranger(answer):
+            self._strangers += 1
             self._give_up(flight.worker, stranger)
         self._health.answer(flight.worker, time.monotonic())
 
@@ -319,7 +321,7 @@ class RayEngine(Engine):
         if now < self._recruit_at or not self._started:
             return
         self._recruit_at = now + RECRUIT_S
-        for _ in range(self._actors.wanted() - self._health.alive):
+        for _ in range(self._actors.wanted() - self._strangers - self._health.alive):
             self._hire()
 
     def _give_up(self, worker: int, reason: str) -> None:

@@ -93,6 +93,7 @@ class Worker:
         return {
             "device": str(device),
             "host": socket.gethostname(),
+            "kind": _kind_of_host(),
             "process": os.getpid(),
             "versions": versions(),
         }
@@ -144,8 +145,7 @@ class Worker:
 
     def host(self, version: int, params: Any, rows: np.ndarray) -> str:
         """What computes here, for programs whose bits depend on it."""
-        threads = os.environ.get("NPROC", os.cpu_count())
-        return f"{host_kind()}, {jax.local_devices()[0].device_kind}, {threads} threads"
+        return _kind_of_host()
 
     def machine(self, version: int, params: Any, rows: np.ndarray) -> str:
         """What times of computations depend on, whoever measures them."""
@@ -332,6 +332,12 @@ class Worker:
         return self._params
 
 
+def _kind_of_host() -> str:
+    """What bits depend on beside packages: the processor, the device, and the number of threads."""
+    threads = os.environ.get("NPROC", os.cpu_count())
+    return f"{host_kind()}, {jax.local_devices()[0].device_kind}, {threads} threads"
+
+
 def _alike(found: np.ndarray, expected: np.ndarray | None) -> bool:
     """Whether norms are the same, as far as both are known."""
     known = 0 if expected is None else min(len(found), len(expected))
@@ -351,7 +357,7 @@ def _check_side_by_side(program, no_sum, arguments, chunk, strategy):
     Units side by side share matrix products, of which each computes its own rows. In what order a
     row's terms are added is a matter of shapes, not of values. So one look at any values tells:
     the whole numbers of all are those of every other one, and of the rest, in other places; so
-    are their losses.
+    are their norms and losses, which are released, too, if that is asked for.
     """
     at_once = strategy.units_at_once(chunk.mask.shape[1])
     if at_once == 1:
@@ -364,16 +370,16 @@ def _check_side_by_side(program, no_sum, arguments, chunk, strategy):
         of_place[places] = units
         real = np.isin(np.arange(len(mask)), places)[:, None] & mask[of_place]
         moved = jax.tree.map(lambda leaf: leaf[of_place], batch)
-        added, _, losses, _ = program(no_sum(), params, moved, real, *others)
-        return jax.tree.map(np.asarray, added), np.asarray(losses)[places]
+        added, norms, losses, _ = program(no_sum(), params, moved, real, *others)
+        return jax.tree.map(np.asarray, added), np.stack([norms, losses])[:, places]
 
     places = np.arange(at_once)
-    together, losses = total(some, places)
+    together, values = total(some, places)
     apart = [total(some[half::2], (places[half::2] + 1) % at_once) for half in (0, 1)]
     added = jax.tree.map(lambda *leaves: sum(leaves), *(each for each, _ in apart))
     alike = map(np.array_equal, jax.tree.leaves(together), jax.tree.leaves(added))
-    same = (np.array_equal(losses[half::2], apart[half][1]) for half in (0, 1))
-    if not (all(alike) and all(same)):  # losses are released, too, if that is asked for
+    same = (np.array_equal(values[:, half::2], apart[half][1]) for half in (0, 1))
+    if not (all(alike) and all(same)):
         raise UnsupportedModel("side by side, units change what the others contribute")
 
 

@@ -48,6 +48,8 @@ class Evaluations:
     """Texts of each, at most."""
     loss_bound: float
     """L: losses above count as it, in nats per token."""
+    seal: str = ""
+    """Keyed digest of the held-out users' data: all evaluations are of the same users."""
 
     @property
     def stddev(self) -> float:

@@ -14,6 +14,7 @@ from fedsim.engine import Engine
 from fedsim.engine.environment import versions
 from fedsim.errors import expect
 from fedsim.plan import (
+    Evaluations,
     Plan,
     before_of,
     complete,
@@ -90,7 +91,7 @@ def train(
             plan = _plan_again(opened.stored, opened, method)
         else:
             facts = (num_coordinates(params), non_private, opened.identity.data_seal)
-            evaluations = evaluations_of(completed, run, opened.data.eval_users)
+            evaluations = _evaluations(opened, completed)
             how = {"unproven": unproven, "trial": trial, "evaluations": evaluations}
             with console.phase("calibrating the noise"):
                 plan = make_plan(algorithm, completed, opened.data.train, method, *facts, **how)
@@ -159,7 +160,21 @@ def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
     same = sharing(opened.data.train, method, opened.key) == stored.plan.shared
     again = "the pool or the groups that the run began with: go on with its packages"
     expect("data", "other texts of the same ones", same, again)
+    if (how := stored.plan.evaluations) is not None:
+        again = "the held-out users that the run began with"
+        expect("data", opened.run.data.source, how.seal == _held_out_seal(opened), again)
     return stored.plan
+
+
+def _evaluations(opened: OpenRun, privacy: PrivacyConfig) -> Evaluations | None:
+    """What is to be released of held-out users, who are the same to the end."""
+    found = evaluations_of(privacy, opened.run, opened.data.eval_users)
+    return found and dataclasses.replace(found, seal=_held_out_seal(opened))
+
+
+def _held_out_seal(opened: OpenRun) -> str:
+    held_out = opened.data.eval_users
+    return "" if held_out is None else opened.key.seal(held_out.fingerprint)
 
 
 def _strategy(

@@ -21,7 +21,7 @@ from fedsim.config import RunConfig, as_dict, settings_of, to_json
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine, Stats
-from fedsim.evaluate import begin_evaluate, headline
+from fedsim.evaluate import VALIDATION, begin_evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.optimizers import (
@@ -176,8 +176,9 @@ class Trainer:
                 found = losses()
             metrics.log(step, found)
             most = MOST_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
-            if not all(loss <= most for loss in found.values()):  # nan is not, either
-                raise self._diverged(step, f"the loss is {max(found.values()):g}")
+            loss = found.get(VALIDATION["eval_users"], 0.0)  # no text of those who are protected
+            if not loss <= most:  # nan is not, either
+                raise self._diverged(step, f"the loss is {loss:g}")
             for each in (state, then):
                 each.eval_loss, each.evaluated = headline(found), step
                 if step == 0:
@@ -243,7 +244,8 @@ class Trainer:
         }
 
     def _diverged(self, step: int, what: str) -> Diverged:
-        """What ends a run of which nothing can come any more. All that it looks at is public."""
+        """What ends a run of which nothing can come any more. What it looks at is released, or of
+        held-out users."""
         epsilon = released_epsilon(self.run.run_dir, self.plan.delta)
         spent = (
             f"epsilon {epsilon:.4f} is spent" if math.isfinite(epsilon) else "no privacy is left"

@@ -323,6 +323,10 @@ def _data(evidence: Evidence) -> str:
         raise Unknown("an audit's run: the users it made up beside those of the data are not kept")
     same = key.seal(users.fingerprint) == evidence.plan.data_seal
     demand(same, f"data={evidence.run.data.source}: other data than the run was started with")
+    held_out, how = evidence.dataset.eval_users, evidence.plan.evaluations
+    if how is not None:
+        same = held_out is not None and key.seal(held_out.fingerprint) == how.seal
+        demand(same, f"data={evidence.run.data.source}: other held-out users than at the start")
     found = (users.num_users, users.num_examples)
     planned = (evidence.plan.num_users, evidence.plan.num_examples)
     demand(

@@ -83,8 +83,11 @@ def command(
             flags[name] = getattr(settings, name)
     usual = settings_of(PrivacyConfig(1.0, 1))
     flags |= {n: v for n in CELL if (v := getattr(settings, n)) != usual[n]}
-    if settings.clip_norm != given.clip_norm:
-        flags["chosen_on_data"] = "group_size,clip_norm"
+    looked = ["clip_norm"] if settings.clip_norm != given.clip_norm else []
+    if given.group_size is None and (algorithm == Algorithm.ELS or looked):
+        looked.insert(0, "group_size")  # the median, or by norms
+    if looked:
+        flags["chosen_on_data"] = ",".join(looked)
     usual |= settings_of(run_config(data=run.data.source, run_dir=run.run_dir))
     for name, value in {**settings_of(given), **settings_of(run)}.items():
         if name not in {*flags, "resume"} and value != usual[name]:

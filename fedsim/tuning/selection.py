@@ -34,10 +34,12 @@ from fedsim.plan import TWO_HELD_OUT, complete, make_plan, method_for, noise_of,
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
+from fedsim.sampling import graph_of
+from fedsim.training import unproven_strategy
 from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, jobs_of, outcomes_of
 
 METRIC = "eval/loss"
-BEST, RESULT, EVALUATIONS = "best", "selection.json", "evaluations"
+BEST, RESULT, EVALUATIONS, CHOSEN = "best", "selection.json", "evaluations", "chosen.json"
 MOST_PARAMETERS = 10**9
 """For the slack of noise, which is paid for before models are made."""
 
@@ -109,7 +111,9 @@ def select(
     Raises: ConfigError: a setting has no place in a private selection, or a limit would be broken.
     """
     if (out / RESULT).exists():
+        _keep_best(out)  # it may have been cut off there
         return read_json(out / RESULT)
+    expect("out", out, not (out / BEST).exists(), "a directory without a chosen model")
     jobs = jobs_of(settings, out)
     data = _data(jobs, console)
     priced = price(jobs, data, how)
@@ -139,9 +143,6 @@ def select(
             scores.append(_score(trial, number, data, priced, key, console))
         best = min(range(len(trials)), key=lambda number: scores[number])
         expect("settings", "", math.isfinite(scores[best]), "a trial that ends with a loss")
-        shutil.move(trials[best].run.run_dir, out / BEST)
-        for name in (RUNS, LOGS):
-            shutil.rmtree(out / name)
     result = {
         "out": str(out),
         "best": str(out / BEST),
@@ -161,8 +162,22 @@ def select(
         "guarantee": not priced.label,
         "claim": "\n".join(sentences(priced, len(jobs), how)),
     }
+    # The choice is made once: from here on the same command only puts things into their places.
+    write_json(out / RUNS / CHOSEN, {"name": trials[best].name}, mode=0o600)
     write_json(out / RESULT, result, mode=0o600)
+    _keep_best(out)
     return result
+
+
+def _keep_best(out: Path) -> None:
+    """Put the chosen model into its place and remove all others, as far as that is not done."""
+    if (out / RUNS / CHOSEN).exists():
+        chosen = out / RUNS / read_json(out / RUNS / CHOSEN)["name"]
+        if chosen.exists():
+            chosen.rename(out / BEST)
+    for name in (RUNS, LOGS):
+        if (out / name).exists():
+            shutil.rmtree(out / name)
 
 
 def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
@@ -171,6 +186,8 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
     Raises: ConfigError: one has no place in it.
     """
     candidates, labels, slacks, deltas = [], set(), [], set()
+    one_owner = graph_of(data.train) is None  # else groups differ with the key of each trial
+    expect("data", jobs[0].run.data.source, one_owner, "texts with one owner each")
     for job in jobs:
         privacy, run = job.privacy, job.run
         expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
@@ -182,7 +199,8 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         completed, non_private = complete(job.algorithm, privacy, data, key=key)
         method = method_for(job.algorithm, completed, data.train, key)
         facts = (MOST_PARAMETERS, non_private, "")
-        plan = make_plan(job.algorithm, completed, data.train, method, *facts)
+        doubt = {"unproven": unproven_strategy(run.engine)}
+        plan = make_plan(job.algorithm, completed, data.train, method, *facts, **doubt)
         candidates.append(tuple(planned_phases(plan, method) or ()))
         slacks.append(plan.slack)
         labels.add(plan.label)
@@ -301,14 +319,17 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
 
 
 def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> list[Job]:
-    """The trials, in order: the same whenever they are drawn."""
+    """The trials, in order: the same whenever they are drawn.
+
+    Their names say nothing of that order: settings of the chosen one are public, its number is not.
+    """
     rng = key.generator("trials")
     drawn = list(range(len(jobs)))
     if not priced.all_once:
         drawn = rng.integers(0, len(jobs), draw_trials(priced.event, rng)).tolist()
     found, public = [], priced.evaluations is None
     for number, choice in enumerate(drawn):
-        name, job = f"trial-{number}", jobs[choice]
+        name, job = key.seal(f"trial {number}")[:16], jobs[choice]
         run = changed_run(job.run, run_dir=(out / RUNS / name).absolute(), limit_epsilon=None)
         log = (out / LOGS / f"{name}.txt").absolute()
         found.append(

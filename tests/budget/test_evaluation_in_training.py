@@ -2,9 +2,12 @@
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from problems import SoftmaxTask
 from test_verify import write_texts
@@ -160,6 +163,27 @@ def test_every_number_of_a_training_has_noise_and_is_counted(texts, run_dir, cap
     page = (run_dir / "report.md").read_text()
     assert "evaluations cost each of these users epsilon = 1.5" in page
     assert "without noise" not in page.split("texts of held-out users")[1].split("\n")[0]
+
+
+@pytest.mark.privacy
+def test_a_run_goes_on_with_the_held_out_users_that_it_began_with(tmp_path, run_dir, capsys):
+    """Were one missing, another might count twice."""
+    table = pq.read_table(write_texts(tmp_path / "t.parquet", num_users=60))
+    build(tmp_path / "t.parquet", tmp_path / "data", max_length=24, eval_users=0.3)
+    before = Dataset.open(tmp_path / "data")
+    main(arguments(tmp_path / "data", run_dir))
+    gone = pc.equal(table["user_id"], before.eval_users.user_ids()[0])
+    pq.write_table(table.filter(pc.invert(gone)), tmp_path / "t.parquet")
+    shutil.rmtree(tmp_path / "data")
+    build(tmp_path / "t.parquet", tmp_path / "data", max_length=24, eval_users=0.3)
+    assert Dataset.open(tmp_path / "data").train.fingerprint == before.train.fingerprint
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*arguments(tmp_path / "data", run_dir), "--resume"])
+    assert "expected the held-out users that the run began with" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["verify", str(run_dir)])
+    assert "other held-out users than at the start" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Where a cluster is not what was asked for, there is one clear line, and soon: never a hang."""
 
+import itertools
 import json
 import os
 import signal
@@ -131,6 +132,25 @@ def test_a_worker_with_other_versions_is_refused(ray_cluster, rng, tmp_path, mon
     _, task = mean_problem(rng, [5])
     pool = ray_pool(task)
     with pytest.raises(EngineError, match=r"the worker on .* has jaxlib 9.9 instead of "):
+        pool.ready()
+    pool.close()
+
+
+@pytest.mark.privacy
+def test_workers_of_two_kinds_are_refused(ray_cluster, rng, monkeypatch):
+    """Who computes a unit may depend on who else was drawn; its bits may not."""
+    options, number = actors.actor_options, itertools.count(1)
+
+    def with_other_threads(plan):
+        found = options(plan)
+        found["runtime_env"]["env_vars"]["NPROC"] = str(next(number))
+        return found
+
+    monkeypatch.setattr(actors, "actor_options", with_other_threads)
+    _, task = mean_problem(rng, [5])
+    pool = ray_pool(task, num_workers=2)
+    kinds = r".*[12] threads instead of .*[12] threads: workers must be of one kind"
+    with pytest.raises(EngineError, match=rf"the worker on .* has {kinds}"):
         pool.ready()
     pool.close()
 

@@ -193,12 +193,17 @@ def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("moved", [0, 1])
+@pytest.mark.parametrize("moved", ["", "sum", "norms", "losses"])
 def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(moved, monkeypatch):
     def wrong(losses, params, batch, mask, *args, **options):
         total, *found = clipped_sum(losses, params, batch, mask, *args, **options)
-        change = moved * mask.any(axis=1)[:2].all().astype(jnp.int32)  # by one, the least there is
-        return jax.tree.map(lambda leaf: leaf + change, total), *found
+        both = mask.any(axis=1)[:2].all()
+        if moved == "sum":  # by one, the least there is
+            total = jax.tree.map(lambda leaf: leaf + both.astype(jnp.int32), total)
+        elif moved:
+            which = ("norms", "losses").index(moved)
+            found[which] = jnp.where(both, jnp.nextafter(found[which], jnp.inf), found[which])
+        return total, *found
 
     monkeypatch.setattr("fedsim.engine.worker.clipped_sum", wrong)
     scan, other = try_two("direct")

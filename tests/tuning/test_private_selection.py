@@ -2,6 +2,9 @@
 
 import json
 import math
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 from test_verify import write_texts
@@ -11,10 +14,12 @@ from fedsim.accounting import SelectionEvent
 from fedsim.budget.ledger import hold, place_of
 from fedsim.cli.main import main
 from fedsim.errors import ConfigError
-from fedsim.plan import TRIAL
+from fedsim.plan import TRIAL, UNPROVEN
+from fedsim.run import checkpoint
 from fedsim.run.console import Console
 from fedsim.run.model_source import load_data
 from fedsim.trust.budget_page import budget
+from fedsim.tuning import selection
 from fedsim.tuning.selection import Selection, evaluations_of, price, select
 from fedsim.tuning.sweep import jobs_of
 
@@ -31,6 +36,10 @@ def settings(texts, tmp_path, monkeypatch):
     own = {"algorithm": "uls", "data": str(texts), "epsilon": 1.0, "num_steps": 3, "budget": 24}
     own |= {"max_length": 24, "model": "micro", "strategy": "scan:2", "delta": 1e-3}
     return [{**own, "learning_rate": rate} for rate in (0.1, 0.03, 0.01)]
+
+
+def released_run_dir(best):
+    return json.loads((best / "config.json").read_text())["run"]["run_dir"]
 
 
 def priced(settings, out, how):
@@ -54,6 +63,8 @@ def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, 
     assert found["epsilon"] == accounting.epsilon(entry.planned, found["delta"])
     spent = budget(place_of(None), None, delta=found["delta"])
     assert spent["epsilon"] == found["epsilon"] and spent["runs"][0]["state"] == "released"
+    # Which of the trials it was is not released: a name is 64 bits of a keyed digest.
+    assert re.fullmatch("[0-9a-f]{16}", Path(released_run_dir(out / "best")).name)
     best = json.loads((out / "best" / "summary.json").read_text())
     assert best["epsilon_holds"] == TRIAL and found["eval/loss"] == best["final_eval_loss"]
     assert select(settings, out, Selection(here=True), Console()) == found  # and no second time
@@ -73,6 +84,38 @@ def test_held_out_users_are_evaluated_with_noise_and_pay_for_it(settings, tmp_pa
     assert best["final_eval_loss"] == "nan" and math.isfinite(found["eval/loss"])
     metrics = (out / "best" / "metrics.jsonl").read_text()
     assert '"eval/loss"' not in metrics
+
+
+@pytest.mark.privacy
+def test_a_selection_that_is_cut_off_at_its_end_is_not_made_again(settings, tmp_path, monkeypatch):
+    out, how = tmp_path / "out", Selection(mean=2, here=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(selection, "_keep_best", None)  # whose call fails
+        with pytest.raises(TypeError):
+            select(settings, out, how, Console())
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", None)
+        with pytest.raises(TypeError):
+            select(settings, out, how, Console())
+    model = checkpoint.kept(out / "best")[-1].read_bytes()
+    monkeypatch.setattr(selection, "outcomes_of", None)  # nothing is trained
+    found = select(settings, out, how, Console())
+    assert {path.name for path in out.iterdir()} == {
+        *("best", "selection.json", "secret.json", "budget.json")
+    }
+    assert checkpoint.kept(out / "best")[-1].read_bytes() == model
+    assert found["settings"]["learning_rate"] in (0.1, 0.03, 0.01)
+    (out / "selection.json").unlink()
+    with pytest.raises(ConfigError, match="expected a directory without a chosen model"):
+        select(settings, out, how, Console())
+
+
+@pytest.mark.privacy
+def test_a_strategy_without_a_proof_gives_a_selection_its_label(settings, tmp_path):
+    assert priced(settings, tmp_path, Selection()).label == ""
+    for each in settings:
+        each["strategy"] = "vmap:8"
+    assert UNPROVEN in priced(settings, tmp_path, Selection()).label
 
 
 def test_where_every_candidate_once_costs_less_that_is_done(settings, tmp_path):

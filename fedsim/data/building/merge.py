@@ -8,13 +8,14 @@ Memory holds row numbers of some owners at a time, and tokens of a few record ba
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedsim.data.building.processes import kept_for_a_build
 from fedsim.data.building.sorted_runs import join_order, read_table, sort_rows, write_table
 from fedsim.data.shards import BATCH_ROWS, write_stream
 from fedsim.data.splits import SplitRows
@@ -57,7 +58,7 @@ def index_run(run: str, *, directory: Path, report: Callable[[int], None]) -> No
     np.save(directory / f"{run}.index.npy", np.stack([np.append(index, len(everyone)), starts]))
 
 
-@lru_cache(1)
+@kept_for_a_build
 def _all_owners(directory: Path) -> pa.Table:
     return read_table(directory / OWNERS)
 
@@ -117,7 +118,7 @@ class Merge:
             return {name: SplitRows(*(found[f"{name} {f}"] for f in fields)) for name in names}
 
 
-@lru_cache(1)
+@kept_for_a_build
 def _open_runs(directory: Path, runs: tuple[str, ...], order_column: str | None) -> "_Runs":
     return _Runs(directory, runs, order_column)
 

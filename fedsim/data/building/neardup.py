@@ -10,7 +10,7 @@ shared by processes and need not fit in memory.
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from datasketch import MinHash
 from rapidfuzz.distance import Levenshtein
 
 from fedsim.data.building.columns import Columns, is_blank
-from fedsim.data.building.processes import Pool
+from fedsim.data.building.processes import Pool, kept_for_a_build
 from fedsim.data.building.readers import Part, read
 from fedsim.data.building.sorted_runs import read_table, write_table
 
@@ -129,7 +129,7 @@ class NearDuplicates:
         return _opened, (self.directory,)
 
 
-@lru_cache(1)
+@kept_for_a_build
 def _opened(directory: Path) -> NearDuplicates:
     return NearDuplicates(directory)
 

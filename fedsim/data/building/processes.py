@@ -1,5 +1,6 @@
 """Runs a function over parts of the data, in this process or in several, and says how far it is."""
 
+import functools
 import os
 import sys
 import threading
@@ -16,7 +17,21 @@ from fedsim.errors import DataError
 PROGRESS_EVERY_S = 5.0
 SMALL_BYTES = 32 * 2**20  # less is done before processes have started
 
+_kept: list[Any] = []
 _counter: Any = None  # rows done in all workers of a stage; a worker's own, set when it starts
+
+
+def kept_for_a_build(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of a path, with its last result kept until the build ends: the files of the next
+    one may have the same names."""
+    cached = functools.lru_cache(1)(function)
+    _kept.append(cached)
+    return cached
+
+
+def _forget() -> None:
+    for cached in _kept:
+        cached.cache_clear()
 
 
 class Pool:
@@ -34,9 +49,11 @@ class Pool:
         self._total = _Context().Value("q", 0)
 
     def __enter__(self) -> "Pool":
+        _forget()
         return self
 
     def __exit__(self, error, *_) -> None:
+        _forget()
         if self._executor is not None:
             if error is not None:  # nobody wants what the workers are at, which may take long
                 for process in list(self._executor._processes.values()):

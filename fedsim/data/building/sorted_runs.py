@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.building.columns import Columns, is_blank, is_token_list
+from fedsim.data.building.processes import kept_for_a_build
 from fedsim.data.building.readers import Part, read
 from fedsim.data.framing import frame
 from fedsim.data.shards import token_dtype, write_stream
@@ -247,7 +248,7 @@ def _given_tokens(column: pa.Array, vocab_size: int) -> tuple[np.ndarray, np.nda
     return lengths, ids
 
 
-@cache
+@kept_for_a_build
 def _tokenizer(file: Path) -> Tokenizer:
     return Tokenizer.load(file)
 

@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -506,6 +507,19 @@ def test_an_interrupted_build_goes_on_where_it_was(tmp_path, monkeypatch, stage)
     assert "going on with the build that was interrupted" in lines
     assert digests(out) == digests(tmp_path / "whole")
     assert {path.name for path in tmp_path.iterdir()} == {"a.parquet", "out", "whole"}
+
+
+def test_a_build_in_the_place_of_another_has_nothing_of_it(tmp_path):
+    """In one process: an erased user is gone, and so is the tokenizer of their texts."""
+    options = {"tokenizer": "wordpiece:300", "eval_users": 0, "eval_examples": False}
+    for number, rows in enumerate([ROWS * 3, [("new", "other words than before")] * 5]):
+        file = parquet(tmp_path / f"{number}.parquet", rows)
+        build(file, tmp_path / "out", num_workers=1, **options)
+        found = digests(tmp_path / "out")
+        shutil.rmtree(tmp_path / "out")
+    build(tmp_path / "0.parquet", tmp_path / "elsewhere", num_workers=1, **options)
+    build(file, tmp_path / "fresh", num_workers=1, **options)
+    assert found == digests(tmp_path / "fresh")
 
 
 def test_other_options_start_anew_after_an_interruption(tmp_path):
