@@ -199,8 +199,8 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         completed, non_private = complete(job.algorithm, privacy, data, key=key)
         method = method_for(job.algorithm, completed, data.train, key)
         facts = (MOST_PARAMETERS, non_private, "")
-        doubt = {"unproven": unproven_strategy(run.engine)}
-        plan = make_plan(job.algorithm, completed, data.train, method, *facts, **doubt)
+        doubt, users = unproven_strategy(run.engine), data.train
+        plan = make_plan(job.algorithm, completed, users, method, *facts, unproven=doubt)
         candidates.append(tuple(planned_phases(plan, method) or ()))
         slacks.append(plan.slack)
         labels.add(plan.label)
