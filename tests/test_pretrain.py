@@ -147,7 +147,10 @@ def test_two_workers_give_the_same_parameters(texts, undisturbed, tmp_path, ray_
     "flags, message",
     [
         ({"batch_size": 10_000}, "batch_size=10000: expected <="),
-        ({"rows_per_pass": 3, "batch_size": 16}, "rows_per_pass=3: expected to divide 16"),
+        (
+            {"rows_per_pass": 3, "batch_size": 16},
+            "batch_size=16: expected a multiple of rows_per_pass=3",
+        ),
         ({"warmup_steps": 2}, "warmup_steps=2: expected in [0, 2)"),
         ({"lora_rank": 2}, "lora_rank=2: expected 0: pre-training is of whole models"),
     ],

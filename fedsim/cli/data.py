@@ -130,6 +130,10 @@ class DataBuild:
             given["owners"] = tuple(self.owners.split(","))
         if self.eval_examples:
             del given["eval_examples"]
+        for name in ("owners", "url_column"):
+            value = getattr(self, name)
+            alone = value is None or not self.user_column
+            expect("user_column", ",".join(self.user_column), alone, f"none beside {name}={value}")
         options = recipes.options_of(self.recipe, given | self._screen())
         sources = list(self.sources)
         if not sources and self.recipe is not None:
@@ -177,6 +181,9 @@ class DataStats:
         from fedsim.data.histogram import draw
         from fedsim.run.terminal import Terminal
 
+        there = self.directory == "pydocs" or corpora.is_built(self.directory)
+        expected = "a directory made by `fedsim data build`, or pydocs"
+        expect("directory", self.directory, there, expected)
         dataset = corpora.load(self.directory, progress=Terminal().note)
         if self.histogram is not None:
             draw(dataset.splits(), self.histogram)

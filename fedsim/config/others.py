@@ -54,7 +54,8 @@ class PretrainConfig:
         for name in ("num_steps", "batch_size", "rows_per_pass"):
             expect(name, getattr(self, name), getattr(self, name) >= 1, ">= 1")
         rows = self.rows_per_pass
-        expect("rows_per_pass", rows, self.batch_size % rows == 0, f"to divide {self.batch_size}")
+        whole = self.batch_size % rows == 0
+        expect("batch_size", self.batch_size, whole, f"a multiple of rows_per_pass={rows}")
         warmup = self.warmup_steps
         expect("warmup_steps", warmup, 0 <= warmup < self.num_steps, f"in [0, {self.num_steps})")
 

@@ -154,7 +154,7 @@ def _fields(directory: Path) -> dict[str, Any]:
     try:
         fields = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     except OSError:
-        expected = f"a model's size, or a directory with a {CONFIG}"
+        expected = f"a directory with a {CONFIG}"
         raise ConfigError(f"model={directory}: expected {expected}") from None
     except ValueError as error:
         raise ConfigError(f"model={directory / CONFIG}: expected JSON ({error})") from None

@@ -20,7 +20,6 @@ from fedsim.models.pretrained import Pretrained
 from fedsim.models.transformer import (
     PRESETS,
     TransformerConfig,
-    check_preset,
     preset,
     stacked,
     unstacked,
@@ -55,7 +54,8 @@ def find_model(source: str, console: Terminal | None = None) -> Pretrained | Non
     if (path / directory.CONFIG).is_file() and not pretrained.is_directory(path):
         return model_of_run(path)
     if not path.exists() and not source.startswith(pretrained.HUB):
-        check_preset(source)
+        expected = f"one of {', '.join(PRESETS)}, hf:NAME, or a directory or GGUF file that exists"
+        raise ConfigError(f"model={source}: expected {expected}")
     if console is None:
         return pretrained.load(source)
     with console.phase(f"loading model={source}") as phase:

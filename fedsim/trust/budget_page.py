@@ -62,7 +62,7 @@ def budget(
 
 def _delta(num_users: int) -> float:
     """N^-1.1, as of runs."""
-    expect("delta", None, num_users > 1, "a value: one user gives none")
+    expect("delta", None, num_users > 1, f"a value: N^-1.1 takes two users, and N is {num_users}")
     return num_users**-1.1
 
 

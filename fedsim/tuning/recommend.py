@@ -9,6 +9,7 @@ without protection, as the paper does, and says so.
 
 import dataclasses
 import functools
+import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -73,6 +74,8 @@ def recommend(
     )
     expect("users", num_users, num_users >= 1, ">= 1")
     expect("plot", plot, plot is None or plot.suffix == ".png", "a file ending in .png")
+    drawn = plot is None or importlib.util.find_spec("matplotlib") is not None
+    expect("plot", plot, drawn, "matplotlib, as in pip install 'fedsim[experiments]'")
     expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
     asked = num_users, plot, None if device_memory is None else bytes_of(device_memory)
     if plan_only:

@@ -307,7 +307,8 @@ def _job(settings: Settings, out: Path) -> Job:
         name: typed(name, value, _TYPES[name]) for name, value in given.items() if value is not None
     }
     missing = [name for name in ("data", "epsilon", "num_steps") if name not in given]
-    expect("settings", sorted(given), not missing, f"{', '.join(missing)} too")
+    where = "a value in the file or as --set NAME=VALUE"
+    expect(", ".join(missing), None, not missing, where)
     if Path(given["data"]).exists():  # processes may run elsewhere
         given["data"] = str(Path(given["data"]).absolute())
     privacy_flags, run_flags = flags_of(PrivacyConfig).keys(), flags_of(RunConfig).keys()

@@ -244,6 +244,21 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_leaves_nothing(
     assert sorted(odd_files.rglob("*")) == before
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize("other", ["--url-column", "--owners"])
+def test_users_are_named_in_one_way(other, odd_files, capsys):
+    """Else the unit that is protected would be another one than was asked for."""
+    flags = ["--user-column", "author", other, "url", "--out", str(odd_files / "out")]
+    code, _, err = run("data", "build", str(odd_files / "no_column.parquet"), *flags, capsys=capsys)
+    name = other[2:].replace("-", "_")
+    assert code == 2 and f"user_column=author: expected none beside {name}=url" in err
+
+
+def test_statistics_are_of_what_is_built(odd_files, capsys):
+    code, _, err = run("data", "stats", str(odd_files / "no_column.parquet"), capsys=capsys)
+    assert code == 2 and "no_column.parquet: expected a directory made by" in err
+
+
 def test_els_budget_beyond_the_pool(texts, run_dir, capsys):
     args = train_args(texts, run_dir, budget=1000)
     code, _, err = run("train", "els", *args, capsys=capsys)

@@ -130,7 +130,7 @@ def test_a_tensor_that_is_missing_or_misshapen_is_named(rng, tmp_path):
 
 
 def test_what_is_no_model_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="expected a model's size, or a directory with a config"):
+    with pytest.raises(ConfigError, match="expected a directory with a config"):
         pretrained.load(str(tmp_path / "none"))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json: expected JSON"):

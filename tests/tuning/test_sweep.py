@@ -77,7 +77,7 @@ def test_inf_and_whole_numbers_have_their_types(tmp_path):
         ({"algorithm": "sgd"}, "algorithm=sgd: expected els or uls"),
         ({"lerning_rate": 1}, "lerning_rate=1: expected the name of a setting"),
         ({"run_dir": "x"}, "run_dir=x: expected nothing"),
-        ({"epsilon": None}, "expected epsilon too"),
+        ({"epsilon": None}, "epsilon=None: expected a value in the file or as --set"),
         ({"epsilon": "four"}, "epsilon=four: expected a number"),
         ({"num_steps": 2.5}, "num_steps=2.5: expected a whole number"),
         ({"model": 3}, "model=3: expected a text"),
