@@ -27,7 +27,7 @@ from fedsim.plan import (
     make_plan,
     method_for,
 )
-from fedsim.plan.plan import SOME
+from fedsim.plan.plan import LEFT_OUT_AT_DEFAULTS
 from fedsim.training import unproven_strategy
 
 SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples
@@ -226,7 +226,9 @@ def test_a_plan_comes_back_from_json_as_it_was(algorithm, epsilon, users, key):
 def test_a_plan_with_a_field_too_few_or_too_many_is_not_read(users, key):
     plan, *_ = planned(Algorithm.ULS, users, key, epsilon=math.inf)
     fields = plan.as_dict()
-    assert fields.keys() == {field.name for field in dataclasses.fields(Plan)} - set(SOME)
+    assert fields.keys() == {field.name for field in dataclasses.fields(Plan)} - set(
+        LEFT_OUT_AT_DEFAULTS
+    )
     with_canaries = dataclasses.replace(plan, planted={"gradient": 3, "text": 0})
     assert Plan.from_dict(with_canaries.as_dict()) == with_canaries
     with pytest.raises(TypeError):

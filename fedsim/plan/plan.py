@@ -168,15 +168,21 @@ class Plan:
         """What is to be added to epsilon and delta for noise that is not ideal, after all steps."""
         return self.slack_after(self.num_steps)
 
-    def slack_after(self, num_steps: int) -> Slack:
-        """The slack of so many steps; see `noise.slack`."""
+    def slack_after(
+        self, num_steps: int, epsilon: float | None = None, delta: float | None = None
+    ) -> Slack:
+        """The slack of so many steps; see `noise.slack`.
+
+        Args: epsilon, delta: what holds with ideal noise; None: what the plan aims at.
+        """
         if not self.noise_multiplier:
             return Slack(0.0, 0.0)
         each = self.num_parameters + (self.clip_quantile is not None)
         each += self.loss_bound is not None
         strategy = self.strategy
         error = strategy.cell_error if strategy else CELL_ERROR
-        return slack(max(1, num_steps) * each, self.target_epsilon, self.delta, error)
+        own = (self.target_epsilon, self.delta) if epsilon is None else (epsilon, delta or 0.0)
+        return slack(max(1, num_steps) * each, *own, error)
 
     @property
     def strategy(self) -> Strategy | None:

@@ -163,12 +163,13 @@ def most_recognised(released: Released, false_alarms: float) -> float:
 
 
 def curve(released: Released) -> tuple[np.ndarray, np.ndarray]:
-    """(epsilons, deltas) of all that was released."""
+    """(epsilons, deltas) of all that was released, each with its own slack."""
     assert released.phases is not None
-    slack = released.plan.slack_after(released.num_steps)
     epsilons = np.linspace(0, 1.3 * released.epsilon, CURVE_POINTS)
     deltas = accounting.privacy_curve(released.phases, epsilons)
-    return epsilons + slack.epsilon, np.minimum(1, deltas + slack.delta)
+    pairs = zip(epsilons.tolist(), deltas.tolist(), strict=True)
+    slacks = np.array([released.plan.slack_after(released.num_steps, *pair) for pair in pairs])
+    return epsilons + slacks[:, 0], np.minimum(1, deltas + slacks[:, 1])
 
 
 @dataclasses.dataclass(frozen=True)

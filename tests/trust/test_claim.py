@@ -1,5 +1,6 @@
 """The claim: what its sentences and curves say is never less than what holds."""
 
+import dataclasses
 import math
 import re
 
@@ -35,6 +36,21 @@ def of_plan(monkeypatch, **changed):
     plan = claim.Plan.from_dict({**PLAN.as_dict(), **changed})
     event = StepEvent(plan.noise_multiplier, plan.accounted_prob, plan.group_size)
     return released([(event, plan.num_steps)], plan.num_steps, plan.delta, plan)
+
+
+@pytest.mark.privacy
+def test_every_point_of_the_curve_has_its_own_slack():
+    """delta'' = delta + d' + (e^e - 1) delta + e^(epsilon + e) d', at this epsilon and delta; at a
+    small epsilon delta is larger, and so is what noise that is not ideal adds to it."""
+    plan = dataclasses.replace(PLAN, num_parameters=350_000_000)
+    found = released([(StepEvent(1.5, 0.1), 2_000)], 2_000, plan=plan)
+    epsilons, deltas = claim.curve(found)
+    ideal = np.linspace(0, 1.3 * found.epsilon, len(epsilons))
+    bare = accounting.privacy_curve(found.phases, ideal)
+    for number in (0, len(ideal) // 2, len(ideal) - 1):
+        error = (epsilons[number] - ideal[number]) / 2
+        assert error > 1e-5
+        assert deltas[number] >= bare[number] * math.exp(error) * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("delta", [1.2301e-6, 9.991e-7, 1e-6])
