@@ -463,8 +463,8 @@ EVALUATIONS = (
     one(
         "a held-out loss without the noise that is claimed",
         HELD_OUT + "test_what_is_released_has_the_noise_of_the_plan_and_a_user_moves_it_by_little",
-        "budget/evaluation.py",
-        "released = noisy_number(total, noise_multiplier * PER_UNIT, rng) / PER_UNIT",
+        "noise/mean_loss.py",
+        "released = noisy_number(total, stddev * PER_UNIT, rng) / PER_UNIT",
         "released = total / PER_UNIT",
     ),
     one(
