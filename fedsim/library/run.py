@@ -10,7 +10,7 @@ from fedsim.engine.environment import set_threads
 from fedsim.errors import ConfigError, expect
 from fedsim.files import read_json
 from fedsim.run import checkpoint, directory
-from fedsim.run.console import Console, guarantee_line
+from fedsim.run.console import Console, guarantee_line, spent
 from fedsim.run.directory import StoredRun
 from fedsim.trust.evidence import Check
 
@@ -45,8 +45,9 @@ class Run:
 
     @property
     def epsilon(self) -> float:
-        """The user-level epsilon of all released steps, at `delta`; inf without noise."""
-        return float(self.summary["epsilon"])
+        """The user-level epsilon of all released steps, at `delta`, with the slack of noise that is
+        not ideal; inf without noise."""
+        return spent(self.summary)
 
     @property
     def delta(self) -> float:

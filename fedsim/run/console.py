@@ -65,11 +65,17 @@ class Console(Terminal):
         self.note(f"written to {run_dir}; look at it with: tensorboard --logdir {run_dir}/tb")
 
 
+def spent(summary: dict[str, Any]) -> float:
+    """Epsilon of all released steps, with what is to be added for noise that is not ideal."""
+    slack = summary.get("slack") or {"epsilon": 0.0}  # pre-training has no noise
+    return float(summary["epsilon"]) + slack["epsilon"]
+
+
 def guarantee_line(summary: dict[str, Any]) -> str:
     """The privacy claim in one line."""
     if summary["epsilon"] == "inf":
         return "non-private: trained without noise"
-    epsilon, delta = at_most(summary["epsilon"], ".4f"), at_most(summary["delta"], ".2e")
+    epsilon, delta = at_most(spent(summary), ".4f"), at_most(summary["delta"], ".2e")
     guarantee = f"epsilon {epsilon} at delta {delta}"
     if label := label_of(summary):
         return f"{guarantee}: {label}"

@@ -9,6 +9,7 @@ from fedsim.config import settings_of
 from fedsim.errors import FedsimError
 from fedsim.files import read_json
 from fedsim.run import directory, ledger, metrics
+from fedsim.run.console import spent
 from fedsim.run.directory import Busy, StoredRun
 
 COLUMNS = ("run", "algorithm", "data", "epsilon", "steps", "loss", "status")
@@ -41,7 +42,7 @@ def _facts(run_dir: Path, stored: StoredRun) -> dict[str, Any]:
     summary = read_json(path) if path.exists() else None
     epsilon, steps, loss = math.inf, 0, math.nan
     if summary is not None:
-        epsilon, steps = float(summary["epsilon"]), int(summary["steps_done"])
+        epsilon, steps = spent(summary), int(summary["steps_done"])
         loss = float(summary["final_eval_loss"] or math.nan)
     else:
         lines = ledger.read(run_dir)[1:]

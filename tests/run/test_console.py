@@ -121,6 +121,12 @@ def test_the_claim_of_a_private_run_has_unit_numbers_and_adjacency():
     assert guarantee_line(SUMMARY) == expected
 
 
+@pytest.mark.privacy
+def test_the_claim_has_the_slack_of_noise_that_is_not_ideal():
+    text = guarantee_line({**SUMMARY, "slack": {"epsilon": 0.25, "delta": 0.0}})
+    assert "epsilon 4.2377 at" in text
+
+
 def test_a_shuffled_run_claims_no_guarantee():
     text = guarantee_line({**SUMMARY, "sampling_run": "shuffle"})
     assert text == f"epsilon 3.9877 at delta 1.00e-6: {COMPARISON_ONLY}"
