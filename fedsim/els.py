@@ -38,8 +38,10 @@ class ELS:
         group_size: int,
         sampling: Sampling,
         key: SecretKey,
+        drawing: SecretKey | None = None,
         adjacency: str = ZERO_OUT,
     ):
+        """Args: drawing: the key of the steps, if it is another than that of pool or groups."""
         self.group_size = group_size  # ............................................ G_ELS
         self.pool = pool_of(users, group_size, key, adjacency)  # .................. D_sub
         most = len(self.pool)
@@ -47,7 +49,7 @@ class ELS:
         self.expected_batch_size = budget  # ....................................... B = p |D_sub|
         owners = partial(owners_of, users.offsets, self.pool, group_size)
         self.sampler = sampling.over(most, self.expected_batch_size, owners)  # .... p
-        self.key = key
+        self.key = drawing or key
 
     def event(self, noise_multiplier: float) -> StepEvent:
         """One step to the accountant: Theorem 1, Binomial(G_ELS, p)."""

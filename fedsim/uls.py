@@ -37,8 +37,10 @@ class ULS:
         group_size: int,
         sampling: Sampling,
         key: SecretKey,
+        drawing: SecretKey | None = None,
         adjacency: str = ZERO_OUT,
     ):
+        """Args: drawing: the key of the steps, if it is another than that of pool or groups."""
         self.group_size = group_size  # ............................................ G_ULS
         expect("budget", budget, budget % group_size == 0, f"a multiple of group_size={group_size}")
         most = users.num_users * group_size
@@ -46,7 +48,7 @@ class ULS:
         self.expected_cohort_size = budget // group_size  # ........................ M = q N
         self.sampler = sampling.over(users.num_users, self.expected_cohort_size)  # . q
         self.offsets = users.offsets
-        self.key = key
+        self.key = drawing or key
 
     def event(self, noise_multiplier: float) -> StepEvent:
         """One step to the accountant: Theorem 2, Bernoulli(q)."""

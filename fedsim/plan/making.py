@@ -1,6 +1,5 @@
 """From completed settings to the algorithm and its plan: the noise is calibrated here."""
 
-import dataclasses
 import hashlib
 import math
 from typing import Any
@@ -40,7 +39,7 @@ def method_for(
     kind, own = METHODS[algorithm], {}
     if shared and algorithm == Algorithm.ULS:
         kind, own = SharedULS, {"max_changed": privacy.max_changed}
-    method = kind(
+    return kind(
         users,
         budget=privacy.budget,
         group_size=privacy.group_size,
@@ -49,15 +48,13 @@ def method_for(
             privacy.bands or 1,
             privacy.adjacency == ZERO_OUT,
             privacy.num_steps // (privacy.participations or 1),
+            assumed_share(privacy.assumed_population, users.num_users),
         ),
-        key=key if shared or drawing is None else drawing,
+        key=key if shared else drawing or key,
+        drawing=drawing,
         adjacency=privacy.adjacency,
         **own,
     )
-    method.key = drawing or key
-    share = assumed_share(privacy.assumed_population, users.num_users)
-    method.sampler = dataclasses.replace(method.sampler, assumed_share=share)
-    return method
 
 
 def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:

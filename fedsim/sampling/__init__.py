@@ -65,6 +65,8 @@ class Sampling:
 
     window: int = 1
     """W of random allocation."""
+    assumed_share: float = 1.0
+    """See `Poisson`."""
 
     def over(
         self,
@@ -73,11 +75,11 @@ class Sampling:
         owners: Callable[[], np.ndarray] | None = None,
     ) -> Poisson:
         """The sampler of these units. Args: owners: see `Cyclic`."""
+        drawn = (num_units, expected_count, self.assumed_share)
         if self.name == Cyclic.name:
-            groups = (self.bands, self.balanced, owners)
-            return Cyclic(num_units, expected_count, 1.0, *groups)
+            return Cyclic(*drawn, self.bands, self.balanced, owners)
         if self.name == Allocation.name:
-            return Allocation(num_units, expected_count, 1.0, self.window)
+            return Allocation(*drawn, self.window)
         if self.name == Shuffle.name:
-            return Shuffle(num_units, expected_count, 1.0, self.bands)
-        return Poisson(num_units, expected_count)
+            return Shuffle(*drawn, self.bands)
+        return Poisson(*drawn)
