@@ -323,7 +323,11 @@ SAMPLING = (
         "the largest user's number of examples accounted, not the cap",
         "test_els.py::test_the_event_is_theorem_1_with_the_cap_as_contributions",
         (
-            ("els.py", "        self.key = key\n", "        self.key, self.users = key, users\n"),
+            (
+                "els.py",
+                "        self.key = drawing or key\n",
+                "        self.key, self.users = drawing or key, users\n",
+            ),
             (
                 "els.py",
                 "max_contributions=self.group_size",
@@ -337,7 +341,11 @@ SAMPLING = (
         "a user's pool drawn again in every step",
         "test_els.py::test_a_step_equals_the_oracle",
         (
-            ("els.py", "        self.key = key\n", "        self.key, self.users = key, users\n"),
+            (
+                "els.py",
+                "        self.key = drawing or key\n",
+                "        self.key, self.users = drawing or key, users\n",
+            ),
             (
                 "els.py",
                 "return without_padding(self.pool[batch])[:, None]",

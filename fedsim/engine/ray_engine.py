@@ -7,6 +7,7 @@ further ahead than the driver can hold.
 """
 
 import dataclasses
+import heapq
 import itertools
 import time
 from collections import Counter
@@ -38,6 +39,7 @@ from fedsim.engine.worker import NoTask, Worker
 PAUSE_S = 0.2  # between two questions to a worker that cannot be reached
 PULL_S = 60.0  # for a sum to come from another node
 RECRUIT_S = 10.0  # between two looks at whether the cluster has room for more workers
+STRANGE_S = 600.0  # after there was room on a host of another kind: it may be the only room
 AHEAD = 2  # lanes per worker that may be done or under way before the driver has added them
 
 
@@ -51,10 +53,28 @@ class _Call:
     lanes: Sequence[np.ndarray]
     args: tuple
     kinds: Sequence[Hashable]  # of each lane: what is compiled for it
-    todo: set[int]
+    todo: dict[Hashable, list[int]] = dataclasses.field(init=False)  # heaps, by kind
     losses: Counter = dataclasses.field(default_factory=Counter)
     answers: dict[int, Any] = dataclasses.field(default_factory=dict)
     upto: int = 0  # lanes whose answers were taken
+
+    def __post_init__(self) -> None:
+        self.todo = {kind: [] for kind in self.kinds}
+        for lane, kind in enumerate(self.kinds):
+            self.todo[kind].append(lane)
+
+    def first(self, window: float) -> list[int]:
+        """The first lane of each kind that nobody is at, if it is not too far ahead, ascending."""
+        first = (lanes[0] for lanes in self.todo.values() if lanes)
+        return sorted(lane for lane in first if lane < self.upto + window)
+
+    def take(self, lane: int) -> None:
+        """Somebody is at this lane now, the first one of its kind."""
+        heapq.heappop(self.todo[self.kinds[lane]])
+
+    def again(self, lane: int) -> None:
+        """Nobody is at this lane any more."""
+        heapq.heappush(self.todo[self.kinds[lane]], lane)
 
     @property
     def returns_sum(self) -> bool:
@@ -111,7 +131,6 @@ class RayEngine(Engine):
         self._shared = Shared()
         self._names = itertools.count()
         self._started, self._recruit_at = False, 0.0
-        self._strangers = 0  # room that is on hosts of another kind: nobody is hired for it again
         self._looked_at, self._busy_s = time.monotonic(), 0.0
         for _ in range(self.num_workers):
             self._hire()
@@ -140,7 +159,7 @@ class RayEngine(Engine):
         self._actors.close()
 
     def read_ahead(self, rows):
-        # Lanes go to idle workers in this order again: each reads what it will probably compute.
+        # Lanes go to idle workers in about this order: what one reads helps all of its host.
         for worker, lane in zip(self._health.idle(), self.cut(rows).rows, strict=False):
             self._workers[worker].read_ahead.remote("train", lane)
 
@@ -177,8 +196,7 @@ class RayEngine(Engine):
         if self._shared.put(params) and self._shared.version == 1:
             self._check_store(self._shared.num_bytes)
         kinds = [(method, length) for length in lengths or [0] * len(lanes)]
-        todo = set(range(len(lanes)))
-        call = _Call(method, self._shared.version, self._shared.ref, lanes, args, kinds, todo)
+        call = _Call(method, self._shared.version, self._shared.ref, lanes, args, kinds)
         self._calls.append(call)
         return call
 
@@ -212,11 +230,10 @@ class RayEngine(Engine):
         for call in calls:
             for worker in self._health.idle():
                 window = AHEAD * max(1, self._health.alive) if call.returns_sum else np.inf
-                lanes = sorted(lane for lane in call.todo if lane < call.upto + window)
-                if not lanes:
+                if not (lanes := call.first(window)):
                     break
                 best = self._health.choose(worker, [call.kinds[lane] for lane in lanes])
-                call.todo.remove(lanes[best])
+                call.take(lanes[best])
                 self._send(worker, call, lanes[best])
 
     def _send(self, worker: int, call: _Call, lane: int) -> None:
@@ -272,7 +289,7 @@ class RayEngine(Engine):
         if flight.call is not None:
             flight.call.answers[flight.lane] = answer
         elif stranger := self._actors.stranger(answer):
-            self._strangers += 1
+            self._recruit_at = time.monotonic() + STRANGE_S
             self._give_up(flight.worker, stranger)
         self._health.answer(flight.worker, time.monotonic())
 
@@ -290,7 +307,7 @@ class RayEngine(Engine):
             raise EngineError(
                 f"{self._name(flight)} lost its worker, or took too long, {MAX_LOSSES} times"
             )
-        call.todo.add(flight.lane)
+        call.again(flight.lane)
 
     def _land(self, worker: int) -> _Flight:
         """The flight of a worker, off the list: its answer is no longer awaited."""
@@ -321,7 +338,7 @@ class RayEngine(Engine):
         if now < self._recruit_at or not self._started:
             return
         self._recruit_at = now + RECRUIT_S
-        for _ in range(self._actors.wanted() - self._strangers - self._health.alive):
+        for _ in range(self._actors.wanted() - self._health.alive):
             self._hire()
 
     def _give_up(self, worker: int, reason: str) -> None:

@@ -341,7 +341,9 @@ def _kind_of_host() -> str:
 def _alike(found: np.ndarray, expected: np.ndarray | None) -> bool:
     """Whether norms are the same, as far as both are known."""
     known = 0 if expected is None else min(len(found), len(expected))
-    return expected is None or np.allclose(found[:known], expected[:known], SAME_NORMS)
+    return expected is None or np.allclose(
+        found[:known], expected[:known], SAME_NORMS, equal_nan=True
+    )
 
 
 def _most_telling(lengths: np.ndarray) -> int:
@@ -378,7 +380,9 @@ def _check_side_by_side(program, no_sum, arguments, chunk, strategy):
     apart = [total(some[half::2], (places[half::2] + 1) % at_once) for half in (0, 1)]
     added = jax.tree.map(lambda *leaves: sum(leaves), *(each for each, _ in apart))
     alike = map(np.array_equal, jax.tree.leaves(together), jax.tree.leaves(added))
-    same = (np.array_equal(values[:, half::2], apart[half][1]) for half in (0, 1))
+    # A loss or norm that is not a number is the same as itself.
+    halves = ((values[:, half::2], apart[half][1]) for half in (0, 1))
+    same = (np.array_equal(*pair, equal_nan=True) for pair in halves)
     if not (all(alike) and all(same)):
         raise UnsupportedModel("side by side, units change what the others contribute")
 

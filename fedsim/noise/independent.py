@@ -174,4 +174,5 @@ def slack(count: float, epsilon: float, delta: float, cell_error: float = CELL_E
     share = max(delta * 1e-6 * math.exp(-epsilon), 1e-300)
     error = count * cell_error**2 / 2 + cell_error * math.sqrt(2 * count * math.log(1 / share))
     missed = share + count * BEYOND
-    return Slack(2 * error, missed + math.expm1(error) * delta + math.exp(epsilon + error) * missed)
+    apart = math.exp(min(700.0, epsilon + error)) * missed
+    return Slack(2 * error, min(1.0, missed + math.expm1(error) * delta + apart))

@@ -66,7 +66,9 @@ class Console(Terminal):
 
 
 def spent(summary: dict[str, Any]) -> float:
-    """Epsilon of all released steps, with what is to be added for noise that is not ideal."""
+    """Epsilon of all released steps, with what is to be added to it for noise that is not ideal.
+    What is to be added to delta, the summary's `slack` has; a report's claim has both in epsilon.
+    """
     slack = summary.get("slack") or {"epsilon": 0.0}  # pre-training has no noise
     return float(summary["epsilon"]) + slack["epsilon"]
 

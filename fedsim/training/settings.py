@@ -20,13 +20,16 @@ from fedsim.run import directory
 from fedsim.run.directory import StoredRun
 from fedsim.uls import ULS
 
+FITTED = ("num_steps", "participations", "epsilon")
+"""The settings that --spend-rest changes."""
+
 
 def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
     """The settings, with the steps that fitted when the run was started, if it goes on."""
     if not (run.spend_rest and run.resume and (run.run_dir / directory.CONFIG).exists()):
         return privacy
     stored = directory.load(run.run_dir).privacy
-    return dataclasses.replace(privacy, num_steps=stored.num_steps, epsilon=stored.epsilon)
+    return dataclasses.replace(privacy, **{name: getattr(stored, name) for name in FITTED})
 
 
 def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:

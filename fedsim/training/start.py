@@ -33,6 +33,7 @@ from fedsim.run.doubts import doubts
 from fedsim.run.setup import OpenRun, Plant, Source, open_run, wait_for
 from fedsim.training.held_out import Counted
 from fedsim.training.settings import (
+    FITTED,
     as_started,
     expect_local_steps,
     expect_trust,
@@ -84,7 +85,7 @@ def train(
         applicant = Applicant.of(run, opened.data.train, completed.delta, kind)
         if run.spend_rest and not opened.stored:
             completed = shortened(applicant, method, completed, before_of(completed))
-            fitting = {"num_steps": completed.num_steps, "epsilon": completed.epsilon}
+            fitting = {name: getattr(completed, name) for name in FITTED}
             opened.settings = dataclasses.replace(privacy, **fitting)
         workers, task, params = opened.start_engine()
         if opened.stored:
@@ -163,6 +164,8 @@ def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
     if (how := stored.plan.evaluations) is not None:
         again = "the held-out users that the run began with"
         expect("data", opened.run.data.source, how.seal == _held_out_seal(opened), again)
+        if opened.data.eval_users is not None:
+            opened.data.eval_users.check()
     return stored.plan
 
 

@@ -264,7 +264,7 @@ def _commands(released: Released) -> list[Any]:
     event, cell = plan.event(), {}
     if plan.noise != INDEPENDENT:
         cell["noise"] = plan.noise
-    if plan.bands > 1:
+    if plan.bands > 1 or cell:
         cell["bands"] = plan.bands
     if plan.participations:
         cell["participations"] = plan.participations

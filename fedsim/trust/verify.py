@@ -315,15 +315,17 @@ def _budget(evidence: Evidence) -> str:
 def _data(evidence: Evidence) -> str:
     """The data are those that the run was started with, read to the last byte."""
     key, users = evidence.key, evidence.dataset.train
+    held_out, how = evidence.dataset.eval_users, evidence.plan.evaluations
     try:
         users.check()
+        if how is not None and held_out is not None:
+            held_out.check()
     except (DataError, OSError) as error:
         raise Violated(str(error)) from None
     if evidence.plan.planted is not None:
         raise Unknown("an audit's run: the users it made up beside those of the data are not kept")
     same = key.seal(users.fingerprint) == evidence.plan.data_seal
     demand(same, f"data={evidence.run.data.source}: other data than the run was started with")
-    held_out, how = evidence.dataset.eval_users, evidence.plan.evaluations
     if how is not None:
         same = held_out is not None and key.seal(held_out.fingerprint) == how.seal
         demand(same, f"data={evidence.run.data.source}: other held-out users than at the start")

@@ -163,7 +163,7 @@ def select(
         "claim": "\n".join(sentences(priced, len(jobs), how)),
     }
     # The choice is made once: from here on the same command only puts things into their places.
-    write_json(out / RUNS / CHOSEN, {"name": trials[best].name}, mode=0o600)
+    write_json(out / CHOSEN, {"name": trials[best].name}, mode=0o600)
     write_json(out / RESULT, result, mode=0o600)
     _keep_best(out)
     return result
@@ -171,13 +171,15 @@ def select(
 
 def _keep_best(out: Path) -> None:
     """Put the chosen model into its place and remove all others, as far as that is not done."""
-    if (out / RUNS / CHOSEN).exists():
-        chosen = out / RUNS / read_json(out / RUNS / CHOSEN)["name"]
-        if chosen.exists():
-            chosen.rename(out / BEST)
+    if not (out / CHOSEN).exists():
+        return
+    chosen = out / RUNS / read_json(out / CHOSEN)["name"]
+    if chosen.exists():
+        chosen.rename(out / BEST)
     for name in (RUNS, LOGS):
         if (out / name).exists():
             shutil.rmtree(out / name)
+    (out / CHOSEN).unlink()
 
 
 def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:

@@ -43,8 +43,7 @@ def refused(args, capsys):
 
 @pytest.mark.privacy
 def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts, tmp_path, capsys):
-    cell = {"sampling": "allocation", "participations": 6, "epsilon": 1.5, "budget": None}
-    cell = {name: value for name, value in cell.items() if value is not None}
+    cell = {"sampling": "allocation", "participations": 8, "epsilon": 1.5, "checkpoint-every": 1}
     flags = arguments(texts, tmp_path / "first", **cell)
     at = flags.index("--budget")
     del flags[at : at + 2]  # it follows from the participations
@@ -54,7 +53,15 @@ def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts,
     main([*flags, "--limit-epsilon", str(LIMIT), "--spend-rest", "--json"])
     summary = json.loads(capsys.readouterr().out)
     steps, parts = (summary[name] for name in ("num_steps", "participations"))
-    assert 0 < steps == 4 * parts < STEPS and summary["steps_done"] == steps
+    assert 0 < steps == 3 * parts < STEPS and summary["steps_done"] == steps
+    assert steps % 8  # so that the participations that were given would not do
+    main(["verify", str(tmp_path / "rest")])
+    for path in sorted((tmp_path / "rest" / "checkpoints").glob("*"))[1:]:
+        path.unlink()  # as if it had been killed
+    capsys.readouterr()
+    main([*flags, "--limit-epsilon", str(LIMIT), "--spend-rest", "--json", "--resume"])
+    again = json.loads(capsys.readouterr().out)
+    assert again["params_sha256"] == summary["params_sha256"]
     with hold(place_of(None)) as ledger:
         known = books(ledger, Dataset.open(texts).train.user_ids(), Limit(LIMIT, DELTA))
         assert known.total(DELTA).adaptive <= LIMIT

@@ -193,13 +193,15 @@ def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("moved", ["", "sum", "norms", "losses"])
+@pytest.mark.parametrize("moved", ["", "sum", "norms", "losses", "nan"])
 def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(moved, monkeypatch):
     def wrong(losses, params, batch, mask, *args, **options):
         total, *found = clipped_sum(losses, params, batch, mask, *args, **options)
         both = mask.any(axis=1)[:2].all()
         if moved == "sum":  # by one, the least there is
             total = jax.tree.map(lambda leaf: leaf + both.astype(jnp.int32), total)
+        elif moved == "nan":  # of a unit that is dropped, wherever it is
+            found[0] = jnp.where(found[0] > 0, jnp.nan, found[0])
         elif moved:
             which = ("norms", "losses").index(moved)
             found[which] = jnp.where(both, jnp.nextafter(found[which], jnp.inf), found[which])
@@ -207,7 +209,8 @@ def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(
 
     monkeypatch.setattr("fedsim.engine.worker.clipped_sum", wrong)
     scan, other = try_two("direct")
-    expected = "side by side, units change what the others contribute" if moved else None
+    changed = moved not in ("", "nan")
+    expected = "side by side, units change what the others contribute" if changed else None
     assert (scan.fault, other.fault) == (None, expected)
 
 
