@@ -174,6 +174,14 @@ def test_the_slack_of_the_noise_is_that_of_all_numbers_drawn(users, key):
     assert dataclasses.replace(plan, noise_multiplier=0.0).slack == (0.0, 0.0)
 
 
+def test_an_epsilon_whose_slack_takes_all_of_delta_is_refused(users, key):
+    """The paper's largest epsilon, 64, is none of these."""
+    plan, *_ = planned(Algorithm.ULS, users, key, epsilon=64.0)
+    assert plan.slack.delta < 1e-3 * plan.delta
+    with pytest.raises(ConfigError, match="^epsilon=400.0: expected a smaller one, or inf: the "):
+        planned(Algorithm.ULS, users, key, epsilon=400.0)
+
+
 def test_an_assumed_population_is_labelled_as_one(users):
     key = SecretKey.create()
     plan, *_ = planned(Algorithm.ULS, users, key, assumed_population=80)

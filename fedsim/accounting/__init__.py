@@ -10,7 +10,8 @@
 `events` are what was released, `accountant` answers, `unknowns` searches with it for noise,
 probability or steps. `mixture` has the privacy loss of one step, `allocation` that of steps of
 which each user is in one, `composition` that of many, `grids` how fine a grid it takes, `pure_dp`
-the loss of pure DP, `group_privacy` the black-box baseline of the paper.
+the loss of pure DP, `slack` what noise that is not ideal
+adds, `group_privacy` the black-box baseline of the paper.
 """
 
 from fedsim.accounting.accountant import (
@@ -19,6 +20,7 @@ from fedsim.accounting.accountant import (
     composed_loss,
     delta,
     epsilon,
+    epsilon_with,
     privacy_curve,
 )
 from fedsim.accounting.events import (
@@ -33,6 +35,7 @@ from fedsim.accounting.events import (
 from fedsim.accounting.gaussian_dp import gaussian_delta, gaussian_epsilon, gaussian_mu, zcdp_delta
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.accounting.selection import SelectionEvent
+from fedsim.accounting.slack import Slack, slack, together
 from fedsim.accounting.unknowns import calibrate_noise, noise_multiplier, num_steps, sampling_prob
 from fedsim.accounting.words import of_words, to_words
 
@@ -43,6 +46,7 @@ __all__ = [
     "PureEvent",
     "RunningEpsilon",
     "SelectionEvent",
+    "Slack",
     "StepEvent",
     "allocated_event",
     "calibrate_noise",
@@ -50,6 +54,7 @@ __all__ = [
     "cyclic_event",
     "delta",
     "epsilon",
+    "epsilon_with",
     "event_fields",
     "event_of",
     "gaussian_delta",
@@ -60,6 +65,8 @@ __all__ = [
     "of_words",
     "privacy_curve",
     "sampling_prob",
+    "slack",
     "to_words",
+    "together",
     "zcdp_delta",
 ]

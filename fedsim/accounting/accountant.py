@@ -24,6 +24,7 @@ from fedsim.accounting.grids import Query
 from fedsim.accounting.pure_dp import PureEvent, pure_pld, pure_pmf
 from fedsim.accounting.selection import SelectionEvent, selection_pmf
 from fedsim.accounting.selection import loss_range as selection_range
+from fedsim.accounting.slack import together
 from fedsim.errors import expect, expect_count
 
 RELATIVE_ACCURACY = calibration.SPEND_ACCURACY
@@ -52,6 +53,24 @@ def epsilon(
     """
     expect("delta", delta, 0 < delta < 1, "in (0, 1)")
     return float(_answer(phases, _epsilon_query(delta), 1, discretization, progress)[0])
+
+
+def epsilon_with(
+    parts: Sequence[tuple[float, float]], phases: Phases, delta: float, aside: float = 0.0
+) -> float:
+    """Epsilon of what several mechanisms release together, with the slack of each.
+
+    inf: the slacks or what is set aside leave nothing of delta.
+    Args: aside: of delta, for something else.
+    """
+    left = delta - 2 * sum(part for _, part in parts)
+    while left > aside:
+        ideal = epsilon(phases, left - aside)
+        more, missed = together(parts, ideal, left)
+        if left + missed <= delta:
+            return float(ideal + more)
+        left = min(delta - 2 * missed, left / 2)
+    return math.inf
 
 
 def delta(

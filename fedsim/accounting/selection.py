@@ -27,6 +27,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy import optimize
 
 from fedsim.accounting import composition
+from fedsim.accounting.slack import together
 from fedsim.errors import expect
 
 FLOOR = 1e-15  # deltas below are not resolved
@@ -136,13 +137,14 @@ def _trial(
     event: SelectionEvent, trials: Sequence[PrivacyLossDistribution], epsilons: np.ndarray
 ) -> np.ndarray:
     """delta of one trial: the mean over candidates, which are drawn whatever the data are."""
-    at = np.maximum(epsilons - event.slack[0], 0.0)
+    more, missed = together([event.slack], epsilons, 0.0)
+    at = np.maximum(epsilons - more, 0.0)
     each = [
         np.maximum(*(composition.deltas_at(pmf, at) for pmf in composition.directions(trial)))
         for trial in trials
     ]
-    found = np.mean(each, axis=0) + event.slack[1]
-    return np.where(epsilons < event.slack[0], 1.0, np.minimum(found, 1.0))
+    found = np.mean(each, axis=0) * np.exp(more / 2) + missed
+    return np.where(epsilons < more, 1.0, np.minimum(found, 1.0))
 
 
 def _last(trial: PrivacyLossDistribution) -> float:

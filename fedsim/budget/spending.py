@@ -78,8 +78,7 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
     counted = [each for each in ordered if each.released != []]
     if any(each.released is None or each.entry.label for each in counted):
         return Total(math.inf, math.inf, delta, math.inf)
-    slacks = np.array([each.entry.slack for each in counted]).reshape(-1, 2).sum(0)
-    left = delta - float(slacks[1])
+    slacks = [each.entry.slack for each in counted]
     fixed = [phase for each in counted for phase in each.released or []]
     reserving = [each for each in counted if each.reserved]
     adaptive = [phase for each in reserving[:1] for phase in each.reserved or []]
@@ -90,18 +89,11 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
         tails += tail
     if 0 < squares < math.inf:
         adaptive.append((StepEvent(1 / math.sqrt(squares), 1.0), 1))
-    reserved = math.inf if math.isinf(squares) else _epsilon(adaptive, left - tails)
-    added = sum(_epsilon(each.released or [], delta) for each in counted) if sums else 0.0
-    return Total(
-        _epsilon(fixed, left) + float(slacks[0]),
-        reserved + float(slacks[0]),
-        delta,
-        added,
-    )
-
-
-def _epsilon(phases: Sequence, delta: float) -> float:
-    return accounting.epsilon(phases, delta) if delta > 0 else math.inf
+    reserved = math.inf
+    if not math.isinf(squares):
+        reserved = accounting.epsilon_with(slacks, adaptive, delta, tails)
+    added = sum(accounting.epsilon(each.released or [], delta) for each in counted if sums)
+    return Total(accounting.epsilon_with(slacks, fixed, delta), reserved, delta, added)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fedsim.keys import SecretKey
 from fedsim.noise.correlated import Correlated
 from fedsim.noise.held import HeldSum, Share
 from fedsim.noise.independent import (
-    CELL_ERROR,
+    CELL_ERRORS,
     Slack,
     add_gaussian,
     gaussian,
@@ -28,7 +28,7 @@ from fedsim.noise.independent import (
 from fedsim.noise.mean_loss import noisy_mean_loss
 
 __all__ = [
-    "CELL_ERROR",
+    "CELL_ERRORS",
     "AddNoise",
     "Correlated",
     "HeldSum",

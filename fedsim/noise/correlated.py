@@ -27,6 +27,7 @@ from fedsim.keys import SecretKey
 from fedsim.noise.independent import (
     BLOCK,
     FARTHEST,
+    OUTSIDE,
     TAIL,
     add_gaussian,
     gaussian,
@@ -37,6 +38,11 @@ from fedsim.noise.toeplitz import coefficients, inverse
 
 PIECE = 2**13  # numbers that fit into the processor's cache, with all that is made of them
 HALF = np.int64(-(2**27))  # mask: the first 26 bits of what float64 holds
+MIDDLE, FAR = (
+    1.6,
+    16.0,
+)  # eta beyond two standard deviations and beyond TAIL, over what it is within
+BEYOND_TWO = 0.046  # more than the probability that a number lies there
 FINEST = 24  # bits after the point of the coefficients, or fewer where there is much noise
 
 
@@ -62,15 +68,17 @@ class Strategy:
         return (len(self.coefficients) - 1) * np.dtype(self.dtype).itemsize
 
     @property
-    def cell_error(self) -> float:
-        """eta: the probability that x_t + w_t is some whole number is that of ideal noise up to a
-        factor of e^(+-eta), as in `independent.CELL_ERROR`.
+    def cell_errors(self) -> tuple[tuple[float, float], ...]:
+        """(probability, eta): the probability that x_t + w_t is some whole number is that of ideal
+        noise up to a factor of e^(+-eta), as in `independent.CELL_ERRORS`.
 
-        The ziggurat's grid has a point more or less in each layer; the ends of a cell move by the
-        rounding of tau X less the rows.
+        A cell of tau X is 1 / tau wide. Both of its ends move by the rounding of tau X less the
+        rows; the ziggurat's grid has a point more or less in each layer; and X itself is rounded,
+        which counts for more from 2 on, and for most beyond TAIL.
         """
-        grid = self.stddev * TAIL * 2.0**-52
-        return 1.01 * (grid + 2 * rounding(FARTHEST * self.stddev))
+        ends, grid = 2 * rounding(FARTHEST * self.stddev), self.stddev * TAIL * 2.0**-52
+        near, middle, far = (ends + grid * share for share in (1.0, MIDDLE, FAR))
+        return (1.0, 1.01 * near), (BEYOND_TWO, 1.01 * middle), (OUTSIDE, 1.01 * far)
 
 
 @functools.lru_cache(maxsize=8)

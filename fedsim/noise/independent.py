@@ -14,20 +14,23 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 
+from fedsim import accounting
+from fedsim.accounting import Slack
+from fedsim.accounting.slack import Errors
 from fedsim.keys import GivenStreams, SecretKey
 
 BLOCK = 2**19  # numbers drawn from one stream: fewer would wait for Python's lock
 TAIL = 3.6541528853610088  # where NumPy's ziggurat begins to draw from the tail
 CELLS_BITS = 8  # a standard deviation of the noise is 2^8 to 2^9 cells of what is released
 NARROW = 9  # bits that are rounded away, from which on what is left of 32 fits into 32, with noise
-CELL_ERROR = 2.0**-38
-"""eta: the probability of a cell is that of the ideal noise up to a factor of e^(+-eta)."""
-FARTHEST = 10.0  # standard deviations up to which CELL_ERROR holds
-BEYOND = 2e-23  # probability that a number lies farther out
+FARTHEST = 20.0  # standard deviations up to which CELL_ERRORS hold: P(beyond) = 6e-89
+OUTSIDE = 3e-4  # more than the probability that a number lies beyond TAIL, or in a cell with it
+CELL_ERRORS = (1.0, 2.0**-38), (OUTSIDE, 2.0**-36)
+"""(probability, eta): the probability of a cell is that of the ideal noise up to a factor of
+e^(+-eta); beyond TAIL, where floats are coarser, eta is the second one."""
 
 
 def release_shift(stddev: float) -> int:
@@ -143,36 +146,19 @@ def _tail(rng: np.random.Generator, count: int) -> np.ndarray:
 def _exponential(rng: np.random.Generator, count: int) -> np.ndarray:
     """Exponential numbers: how often ln 2 fits, a count of coin tosses, and the rest, on a grid of
     2^-53 wherever that is."""
+    return _tosses(rng, count) * math.log(2) - np.log1p(-rng.random(count) / 2)
+
+
+def _tosses(rng: np.random.Generator, count: int) -> np.ndarray:
+    """How often a fair coin shows heads before it shows tails."""
     words = rng.integers(0, 2**64, count, np.uint64, endpoint=False) | np.uint64(2**63)
-    tosses = np.frexp((words & -words).astype(np.float64))[1] - 1  # zeros at the end
-    return tosses * math.log(2) - np.log1p(-rng.random(count) / 2)
+    found = np.frexp((words & -words).astype(np.float64))[1] - 1  # zeros at the end
+    if len(on := np.flatnonzero(found == 63)):  # 63 times heads: that coin goes on
+        found[on] += _tosses(rng, len(on))
+    return found
 
 
-class Slack(NamedTuple):
-    """(epsilon, delta) to be added for noise that is not ideal."""
-
-    epsilon: float
-    delta: float
-
-
-def slack(count: float, epsilon: float, delta: float, cell_error: float = CELL_ERROR) -> Slack:
-    """How far a mechanism that draws `count` numbers here is from one with ideal noise.
-
-    If that is (epsilon, delta)-DP, the mechanism is (epsilon + slack.epsilon, delta +
-    slack.delta)-DP. Proof: the log of the ratio of probabilities of what is drawn and of the ideal
-    is a sum of independent terms in [-eta, eta], each of mean at most eta^2 / 2 (that of e^terms
-    is 1); where the cells of a number depend on those before, given these. By the Azuma-Hoeffding
-    inequality it is at most e = n eta^2 / 2 + eta sqrt(2 n ln(1/d)) but for
-    a probability of d. So P(real) <= e^e P(ideal) + d and the other way round, for whatever is
-    computed from the numbers; d grows by the probability that a number lies beyond FARTHEST. Going
-    from the one to the other before and after using DP gives e^(2 e + epsilon) and
-    d + e^e (delta + e^epsilon d).
-    Args: cell_error: eta.
-    """
-    if not math.isfinite(epsilon):
-        return Slack(0.0, 0.0)
-    share = max(delta * 1e-6 * math.exp(-epsilon), 1e-300)
-    error = count * cell_error**2 / 2 + cell_error * math.sqrt(2 * count * math.log(1 / share))
-    missed = share + count * BEYOND
-    apart = math.exp(min(700.0, epsilon + error)) * missed
-    return Slack(2 * error, min(1.0, missed + math.expm1(error) * delta + apart))
+def slack(count: float, epsilon: float, delta: float, cell_errors: Errors = CELL_ERRORS) -> Slack:
+    """How far a mechanism that draws `count` numbers here is from one with ideal noise: what is to
+    be added to its epsilon and delta; see `accounting.slack`."""
+    return accounting.slack(count, epsilon, delta, cell_errors)

@@ -11,6 +11,7 @@ from fedsim.accounting import Event
 from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.config.cells import CORRELATED, sampling_of
 from fedsim.els import ELS
+from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise.bands import predicted_error
 from fedsim.plan.evaluations import Evaluations
@@ -96,11 +97,14 @@ def make_plan(
     trial: bool = False,
     evaluations: Evaluations | None = None,
 ) -> Plan:
-    """Calibrate the noise and write down every constant."""
+    """Calibrate the noise and write down every constant.
+
+    Raises: ConfigError: epsilon is so large that the slack of the noise takes all of delta.
+    """
     assert privacy.delta is not None, "complete() comes first"
     sigma, bands = calibrate(method, privacy), privacy.bands or 1
     correlated = bands if privacy.noise == CORRELATED else 1
-    return Plan(
+    plan = Plan(
         algorithm=algorithm,
         num_users=users.num_users,
         num_examples=users.num_examples,
@@ -136,6 +140,11 @@ def make_plan(
         evaluations=evaluations,
         planted=getattr(users, "canaries", None),
     )
+    wanted = (
+        f"a smaller one, or inf: the slack of its noise, {plan.slack.delta:.1g}, is all of delta"
+    )
+    expect("epsilon", plan.target_epsilon, plan.slack.delta < plan.delta, wanted)
+    return plan
 
 
 def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from fedsim.clipping.clip import lattice_bits
 from fedsim.clipping.noisy_loss import NoisyLoss
 from fedsim.config import ADD_OR_REMOVE, Algorithm, to_json
 from fedsim.config.cells import CORRELATED, INDEPENDENT
-from fedsim.noise import CELL_ERROR, AddNoise, Correlated, Slack, add_gaussian, slack
+from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, Slack, add_gaussian, slack
 from fedsim.noise.correlated import Strategy, strategy
 from fedsim.plan.evaluations import Evaluations
 from fedsim.plan.labels import ADJACENCY, SHARED, holds, label_of
@@ -180,9 +180,9 @@ class Plan:
         each = self.num_parameters + (self.clip_quantile is not None)
         each += self.loss_bound is not None
         strategy = self.strategy
-        error = strategy.cell_error if strategy else CELL_ERROR
+        errors = strategy.cell_errors if strategy else CELL_ERRORS
         own = (self.target_epsilon, self.delta) if epsilon is None else (epsilon, delta or 0.0)
-        return slack(max(1, num_steps) * each, *own, error)
+        return slack(max(1, num_steps) * each, *own, errors)
 
     @property
     def strategy(self) -> Strategy | None:

@@ -71,9 +71,9 @@ def _privacy_loss(released: Released) -> dict[str, Any]:
             "epsilon": float(at_most(released.epsilon, ".4f")),
             "delta": float(at_most(plan.delta, ".3e")),
         },
-        "privacy_parameters_details": f"Of it for noise that is not ideal: {slack(released)}. All "
-        f"steps together are mu-GDP with mu = {at_most(found.mu, '.4g')} but for a probability of "
-        f"{at_most(found.set_aside, '.2e')}.",
+        "privacy_parameters_details": f"Of it for noise that is not ideal: {slack(released)}. But "
+        f"for that, all steps together are mu-GDP with mu = {at_most(found.mu, '.4g')}, except for "
+        f"a probability of {at_most(found.set_aside, '.2e')}.",
     }
 
 

@@ -216,7 +216,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         event,
         delta,
         accounting.epsilon([(event, 1)], delta),
-        accounting.epsilon(together, delta) + len(jobs) * of_each[0],
+        accounting.epsilon_with([of_each] * len(jobs), together, delta),
         max(accounting.epsilon(candidate, delta) for candidate in candidates),
         "; ".join(sorted(labels - {""})),
     )

@@ -9,8 +9,15 @@ from dp_accounting import rdp
 from scipy import stats
 
 from fedsim import accounting
-from fedsim.accounting import SelectionEvent, StepEvent, composition, of_words, to_words
-from fedsim.accounting.selection import draw_trials, mean_of, selection_pmf
+from fedsim.accounting import (
+    SelectionEvent,
+    StepEvent,
+    composition,
+    of_words,
+    to_words,
+    together,
+)
+from fedsim.accounting.selection import _trial, draw_trials, mean_of, selection_pmf
 from fedsim.errors import ConfigError
 
 DELTA = 1e-4
@@ -153,6 +160,18 @@ def test_slack_of_a_trial_is_paid_for():
     plain = accounting.epsilon([(selection(5, 0.0, RUN), 1)], 1e-6)
     slack = SelectionEvent((RUN,), 5, 0.0, (0.01, 1e-8))
     assert plain + 0.01 <= accounting.epsilon([(slack, 1)], 1e-6) < plain + 0.1
+
+
+@pytest.mark.privacy
+def test_a_trial_has_a_slack_of_its_own_at_every_epsilon():
+    """At a large epsilon what is unlikely has to be less likely, so more of epsilon is slack."""
+    event = SelectionEvent((RUN,), 5, 0.0, (0.01, 1e-8))
+    epsilons, trial = np.array([1.0, 5.0]), accounting.composed_loss(RUN, 1e-9)
+    more, missed = together([event.slack], epsilons, 0.0)
+    assert (more > 0.01).all() and more[1] > 1.2 * more[0]
+    found = _trial(event, [trial], epsilons)
+    ideal = accounting.privacy_curve(RUN, epsilons - more)
+    assert found == pytest.approx(ideal * np.exp(more / 2) + missed, rel=1e-3)
 
 
 @pytest.mark.parametrize("changed", [{"mean": 0.5}, {"shape": -1.0}, {"candidates": ()}])
