@@ -33,7 +33,7 @@ class GridTooLargeError(ConfigError):
 
 
 def compose(steps: Sequence[tuple[PrivacyLossDistribution, int]]) -> PrivacyLossDistribution:
-    """Each step run its number of times.
+    """The loss of all steps together, each of them run its number of times.
 
     Raises: GridTooLargeError: the composed grid would be longer than MAX_GRID_POINTS.
     """
@@ -92,7 +92,7 @@ def check_size(size: int, discretization: float) -> None:
 
 
 def pmf_epsilon_at(pmf: DensePLDPmf, delta: float) -> float:
-    """epsilon_at in one direction alone."""
+    """The smallest epsilon for this delta, in one direction alone."""
     if pmf._infinity_mass > delta:
         return math.inf
     grid, descending = pmf._discretization, pmf._probs[::-1]

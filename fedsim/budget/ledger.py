@@ -111,12 +111,12 @@ class BudgetLedger:
 
     @property
     def chain(self) -> str:
-        """The last line's link."""
+        """The hash that the next line will hold of this one and all before it."""
         return self._lines[-1]["chain"] if self._lines else ""
 
     @property
     def num_lines(self) -> int:
-        """Lines so far."""
+        """How many lines the ledger has."""
         return len(self._lines)
 
     def line(self, number: int) -> dict[str, Any]:
@@ -128,12 +128,12 @@ class BudgetLedger:
         return people.fingerprints(ids, self.key)
 
     def save_users(self, users: np.ndarray) -> str:
-        """Keep them; returns their name."""
+        """Write fingerprints of users to a file; returns the name that entries call them by."""
         (self.directory / people.DIRECTORY).mkdir(mode=0o700 | self._mode, exist_ok=True)
         return people.save(self.directory, users, self._mode)
 
     def users_of(self, name: str) -> np.ndarray:
-        """The fingerprints of that name. Raises: FileDamaged."""
+        """The fingerprints that were saved under a name. Raises: FileDamaged."""
         return people.load(self.directory, name)
 
     def begin(self, entry: Entry) -> None:

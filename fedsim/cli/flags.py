@@ -33,7 +33,7 @@ class Flag:
 
     @property
     def usage(self) -> str:
-        """As it is typed with its value."""
+        """The flag as it is typed, with a word for its value."""
         return " ".join(filter(None, [*self.names[:1], self.metavar]))
 
 

@@ -53,12 +53,12 @@ class Factors:
 
     @property
     def num_tokens(self) -> int:
-        """Pairs of l and r of a unit."""
+        """How many pairs of l and r each unit has."""
         return sum(part[1].shape[1] for part in (self.product, self.lookups) if part is not None)
 
     @property
     def num_units(self) -> int:
-        """U."""
+        """How many units there are, U."""
         return len(next(part[1] for part in (self.product, self.lookups) if part is not None))
 
     def squared_and_bound(self) -> Pair:

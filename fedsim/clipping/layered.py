@@ -50,7 +50,7 @@ class Layers:
 
 
 def rest_of(params: Params) -> Params:
-    """All but the blocks'."""
+    """The parameters that are in no block."""
     return {name: leaf for name, leaf in params.items() if name != BLOCKS}
 
 
@@ -73,15 +73,15 @@ class Programs:
         )
 
     def stem(self, own: Params, fixed: Params, rows: Any) -> jax.Array:
-        """What the first block sees."""
+        """The input of the first block."""
         return self._stem(own, fixed, rows)
 
     def block(self, own: Params, fixed: Params, x: jax.Array) -> jax.Array:
-        """What comes after a block that sees x."""
+        """The output of a block whose input is x."""
         return self._block(own, fixed, x)
 
     def nats(self, own: Params, fixed: Params, x: jax.Array, rows: Any) -> Any:
-        """(nats, predictions) per row."""
+        """The sum of losses and the number of predictions of each row."""
         return self._head(own, fixed, x, rows)
 
     def head(self, own: Params, fixed: Params, x: jax.Array, rows: Any, real: jax.Array) -> Any:

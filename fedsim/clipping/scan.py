@@ -44,7 +44,7 @@ class Buckets:
         return lengths[np.searchsorted(lengths, sizes)]
 
     def up_to(self, length: int) -> "Buckets":
-        """Without the longer ones."""
+        """The same buckets without those that are longer than `length`."""
         return dataclasses.replace(self, lengths=tuple(n for n in self.lengths if n <= length))
 
 

@@ -43,5 +43,5 @@ class MeshShape:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of devices in the mesh."""
         return math.prod(dataclasses.astuple(self))

@@ -36,7 +36,7 @@ class Owners:
 
     @property
     def num_sets(self) -> int:
-        """Owner sets."""
+        """How many different sets of owners there are."""
         return len(self.starts) - 1
 
     @property

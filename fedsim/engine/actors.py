@@ -138,7 +138,7 @@ class Shared:
         return True
 
     def drop(self) -> None:
-        """Let go of them."""
+        """Free the parameters, in the object store and here."""
         self.ref, self._leaves = None, []
 
     @property

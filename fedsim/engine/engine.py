@@ -56,12 +56,12 @@ class Stats:
 
     @property
     def counted_losses(self) -> np.ndarray:
-        """Losses of the same units, float32."""
+        """Losses of the units that have rows, float32 [those units]."""
         return self.losses[self.num_rows > 0]
 
     @classmethod
     def zeros(cls, units: int) -> "Stats":
-        """Columns to be filled in."""
+        """Statistics of so many units, to be filled in."""
         return cls(*(np.zeros(units, dtype) for dtype in (np.float32, np.float32, bool, np.int64)))
 
     @classmethod
@@ -84,7 +84,7 @@ class Stats:
         return found
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        """norms, losses, dropped, num_rows."""
+        """The arrays norms, losses, dropped and num_rows."""
         return self.norms, self.losses, self.dropped, self.num_rows
 
 

@@ -64,7 +64,7 @@ class Health:
         self._seconds = defaultdict(lambda: deque(maxlen=50))  # of recent calls, by kind
 
     def state(self, worker: int) -> State:
-        """Where a worker is."""
+        """The state that a worker is in."""
         return self._workers[worker].state
 
     def count(self, *states: State) -> int:
@@ -145,7 +145,7 @@ class Health:
         self._leave(worker, State.UNAVAILABLE)
 
     def die(self, worker: int) -> None:
-        """It will not come back."""
+        """Take a worker for lost: it will not come back."""
         self._leave(worker, State.DEAD)
 
     def overdue(self, now: float) -> list[int]:

@@ -16,7 +16,7 @@ LEAST_TOKENS = 512  # of a lane of examples that share rows: a few rows at once 
 
 
 class Lanes(NamedTuple):
-    """Units, cut."""
+    """The units of one call, cut into lanes: each is one worker's task."""
 
     order: np.ndarray
     """Which unit is at which place of the lanes end to end, int [units]."""

@@ -42,7 +42,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts, in bytes."""
         return sum(dataclasses.astuple(self))
 
 

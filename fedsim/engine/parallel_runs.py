@@ -35,7 +35,7 @@ class Runner:
             keep_compiled(cache_dir)
 
     def run(self, function: Function, job: Any) -> Any:
-        """function(job)."""
+        """Compute function(job) in this process."""
         return function(job)
 
 

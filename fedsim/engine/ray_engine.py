@@ -73,7 +73,7 @@ class _Call:
         heapq.heappop(self.todo[self.kinds[lane]])
 
     def again(self, lane: int) -> None:
-        """Nobody is at this lane any more."""
+        """Put a lane back whose worker is gone."""
         heapq.heappush(self.todo[self.kinds[lane]], lane)
 
     @property

@@ -42,7 +42,7 @@ _zeros = jax.jit(zeros_like, static_argnums=1)  # leaf by leaf costs a small mod
 
 
 def no_sum(params: Any, clip: Clip) -> Any:
-    """A sum of no units."""
+    """The sum over no units at all: zeros in the shape of the parameters."""
     return _zeros(params, jnp.float32 if clip.in_float32 else jnp.int32)
 
 

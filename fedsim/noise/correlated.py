@@ -59,7 +59,7 @@ class Strategy:
 
     @property
     def dtype(self) -> type[np.signedinteger]:
-        """Of a row."""
+        """The integers that hold a row of noise."""
         return np.int32 if self.largest < 2.0**30 else np.int64
 
     @property

@@ -14,14 +14,14 @@ from fedsim.run.terminal import Terminal
 
 
 class Console(Terminal):
-    """Writes to stderr."""
+    """What a run tells the person who started it, on stderr."""
 
     def __init__(self, *, log_every: int = 10):
         super().__init__()
         self._log_every = log_every
 
     def rows(self, rows: list[tuple[str, str]]) -> None:
-        """Names and values."""
+        """Show names and values, one pair in each line."""
         for name, value in rows:
             self.note(f"{name:17} {value}", indent=18)
 
@@ -53,7 +53,7 @@ class Console(Terminal):
                 self._show = None
 
     def summary(self, summary: dict[str, Any], run_dir) -> None:
-        """What came out."""
+        """Show the results, the claim, and where the run is."""
         losses = [float(summary[name]) for name in ("initial_eval_loss", "final_eval_loss")]
         found = all(map(math.isfinite, losses))  # not of a run that was stopped in between
         shown = "eval loss {:.4g} -> {:.4g} nats/token, ".format(*losses) if found else ""

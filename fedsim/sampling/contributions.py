@@ -21,12 +21,12 @@ class Users(Protocol):
 
     @property
     def num_users(self) -> int:
-        """N."""
+        """The number of users, N."""
         ...
 
     @property
     def num_examples(self) -> int:
-        """Examples of all users."""
+        """The number of examples of all users together."""
         ...
 
     @property

@@ -23,7 +23,7 @@ class Quote:
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """A list."""
+    """Texts as a list, a point for each."""
 
     texts: Sequence[str]
 

@@ -203,7 +203,7 @@ def _telling(console: Console, workers: Engine | None, what: str) -> Iterator[No
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The heuristics on one data set."""
+    """The heuristics of the paper (Section 5) on one data set."""
 
     privacy: PrivacyConfig
     data: Dataset

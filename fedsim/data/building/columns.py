@@ -205,7 +205,7 @@ def is_token_list(kind: pa.DataType) -> bool:
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """Without dictionary encoding."""
+    """The column with its values in the place of a dictionary's numbers."""
     return column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
 
 
