@@ -10,8 +10,8 @@
 `events` are what was released, `accountant` answers, `unknowns` searches with it for noise,
 probability or steps. `mixture` has the privacy loss of one step, `allocation` that of steps of
 which each user is in one, `composition` that of many, `grids` how fine a grid it takes, `pure_dp`
-the loss of pure DP, `slack` what noise that is not ideal
-adds, `group_privacy` the black-box baseline of the paper.
+the loss of pure DP, `noise_slack` what noise that is not ideal adds, `group_privacy` the black-box
+baseline of the paper.
 """
 
 from fedsim.accounting.accountant import (
@@ -33,9 +33,9 @@ from fedsim.accounting.events import (
     event_of,
 )
 from fedsim.accounting.gaussian_dp import gaussian_delta, gaussian_epsilon, gaussian_mu, zcdp_delta
+from fedsim.accounting.noise_slack import Slack, slack, together
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.accounting.selection import SelectionEvent
-from fedsim.accounting.slack import Slack, slack, together
 from fedsim.accounting.unknowns import calibrate_noise, noise_multiplier, num_steps, sampling_prob
 from fedsim.accounting.words import of_words, to_words
 

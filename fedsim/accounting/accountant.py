@@ -21,10 +21,10 @@ from fedsim.accounting import allocation, calibration, composition, grids, mixtu
 from fedsim.accounting.calibration import Progress
 from fedsim.accounting.events import Event, Phases, StepEvent, merge
 from fedsim.accounting.grids import Query
+from fedsim.accounting.noise_slack import together
 from fedsim.accounting.pure_dp import PureEvent, pure_pld, pure_pmf
 from fedsim.accounting.selection import SelectionEvent, selection_pmf
 from fedsim.accounting.selection import loss_range as selection_range
-from fedsim.accounting.slack import together
 from fedsim.errors import expect, expect_count
 
 RELATIVE_ACCURACY = calibration.SPEND_ACCURACY

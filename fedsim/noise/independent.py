@@ -19,7 +19,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import Slack
-from fedsim.accounting.slack import Errors
+from fedsim.accounting.noise_slack import Errors
 from fedsim.keys import GivenStreams, SecretKey
 
 BLOCK = 2**19  # numbers drawn from one stream: fewer would wait for Python's lock
