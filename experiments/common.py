@@ -22,9 +22,11 @@ from experiments import synthetic
 from experiments.benchmarks.common import circumstances
 from experiments.records import as_claims, as_written, came_from, seeds_of, short, verdict
 from experiments.rows import Rows
+from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data.building.build import build
 from fedsim.data.building.recipes import options_of
 from fedsim.data.dataset import Dataset
+from fedsim.keys import SecretKey
 
 RESULTS = Path(__file__).parent / "results"
 STARTED = time.time()
@@ -56,6 +58,33 @@ STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "allsides_news": ("cc-news", "allsides_news.parquet", {"url_column": "url"}),
 }
+
+
+def planned(
+    algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset, key: SecretKey, params: Any
+) -> tuple[Any, Any]:
+    """(Plan, ELS or ULS) of a training of these parameters, without a run around it."""
+    from fedsim.clipping.clip import num_coordinates
+    from fedsim.plan import complete, make_plan, method_for
+
+    privacy, _ = complete(algorithm, privacy, data)
+    method = method_for(algorithm, privacy, data.train, key)
+    facts = num_coordinates(params), [], ""
+    return make_plan(algorithm, privacy, data.train, method, *facts), method
+
+
+def followed(steps: Iterable[Any], first: Any, emas: Iterable[float]) -> tuple[Any, dict]:
+    """(The last parameters, the average of all for each decay) of what `iterates` yields.
+
+    Steps whose parameters are no numbers are left out of the averages.
+    """
+    from fedsim.optimizers import averaged, is_finite
+
+    params, averages = first, dict.fromkeys(emas, first)
+    for step, params in enumerate(steps, 1):  # noqa: B020
+        if is_finite(params):
+            averages = {ema: averaged(old, params, ema, step) for ema, old in averages.items()}
+    return params, averages
 
 
 def iterates(

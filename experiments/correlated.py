@@ -245,13 +245,11 @@ def source(settings: Settings) -> str:
 
 def train(cell: Cell, settings: Settings) -> dict[str, Any]:
     """What comes of a cell. Draws are the same for all of a group; so is fresh noise."""
-    from fedsim.clipping.clip import num_coordinates
     from fedsim.config import Algorithm, PrivacyConfig, run_config
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.keys import SecretKey
     from fedsim.optimizers import update_rule
-    from fedsim.plan import complete, make_plan, method_for
     from fedsim.run.model_source import find_model, load_data, make_task
 
     started = time.monotonic()
@@ -265,7 +263,6 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
         learning_rate=cell.learning_rate,
     )
     data = load_data(run.data, find_model(run.model.source), lambda text: None)
-    algorithm = Algorithm(cell.algorithm)
     privacy = PrivacyConfig(
         math.inf if cell.noise == NONE else cell.epsilon,
         settings.num_steps,
@@ -273,18 +270,16 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
         noise=CORRELATED if cell.noise == CORRELATED else INDEPENDENT,
         sampling=ALLOCATION if cell.noise == ALLOCATION else None,
     )
-    privacy, _ = complete(algorithm, privacy, data)
     key = SecretKey.create(cell.seed, f"{cell.algorithm} {cell.epsilon}")
-    method = method_for(algorithm, privacy, data.train, key)
     task, params = make_task(run, None, data, key.jax_key("parameters"))
-    size = num_coordinates(params)
-    plan = make_plan(algorithm, privacy, data.train, method, size, [], "")
+    plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
     rule, engine = update_rule(run, cell.learning_rate), LocalEngine(task, num_lanes=1)
     before = headline(evaluate(engine, params, data, settings.eval_examples))
     *_, params = common.iterates(plan, method, engine, params, rule)
     return {
         **dataclasses.asdict(cell),
-        **{"num_parameters": size, "num_users": plan.num_users, "num_steps": plan.num_steps},
+        **{"num_parameters": plan.num_parameters, "num_users": plan.num_users},
+        "num_steps": plan.num_steps,
         **{"expected_count": plan.expected_count, "group_size": plan.group_size},
         **{"bands": plan.bands, "noise_multiplier": plan.noise_multiplier},
         "predicted_error": plan.predicted_error,

@@ -120,13 +120,10 @@ def descriptions() -> Path:
 
 def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     """What comes of a cell: held-out losses of the last iterate and of the averages."""
-    from fedsim.clipping.clip import num_coordinates
     from fedsim.config import Algorithm, PrivacyConfig, run_config
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.evaluate import evaluate
     from fedsim.keys import SecretKey
-    from fedsim.optimizers import averaged, is_finite
-    from fedsim.plan import complete, make_plan, method_for
     from fedsim.run.model_source import find_model, load_data, make_task
     from fedsim.training import settled_by
 
@@ -145,29 +142,22 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     )
     model = find_model(run.model.source)
     data = load_data(run.data, model, lambda text: None)
-    algorithm = Algorithm(cell.algorithm)
     privacy = PrivacyConfig(epsilon=cell.epsilon, num_steps=cell.num_steps, budget=budget)
-    privacy, _ = complete(algorithm, privacy, data)
     key = SecretKey.create(cell.seed, str(cell.group))
-    method = method_for(algorithm, privacy, data.train, key)
     task, params = make_task(run, model, data, key.jax_key("parameters"))
-    size = num_coordinates(params)
-    plan = make_plan(algorithm, privacy, data.train, method, size, [], "")
+    plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
     run = settled_by(plan, None, run, fresh=model is None)
     engine = LocalEngine(task, num_lanes=1)
     learner, first, rule, read = update_of(cell, run, plan, task, params)
-    averages = dict.fromkeys({*AVERAGES, run.ema or 0.0}, params)
     before = held_out(evaluate(engine, params, data, eval_examples))
     workers, rows = LocalEngine(learner, num_lanes=1), 4 if real else 8
     steps = common.iterates(plan, method, workers, first, rule, rows)
-    for step, params in enumerate(map(read, steps), 1):
-        if is_finite(params):
-            averages = {ema: averaged(old, params, ema, step) for ema, old in averages.items()}
-    found = {"last": params, **{f"ema {ema}": average for ema, average in averages.items()}}
+    last, averages = common.followed(map(read, steps), params, {*AVERAGES, run.ema or 0.0})
+    found = {"last": last, **{f"ema {ema}": average for ema, average in averages.items()}}
     losses = {name: held_out(evaluate(engine, p, data, eval_examples)) for name, p in found.items()}
     return {
         **settings,
-        "num_parameters": size,
+        "num_parameters": plan.num_parameters,
         "num_users": plan.num_users,
         "noise_multiplier": plan.noise_multiplier,
         "before": before,

@@ -225,20 +225,18 @@ def attacked(offsets: np.ndarray, settings: Settings) -> np.ndarray:
 def train(cell: Cell, settings: Settings) -> Row:
     """What comes of a cell."""
     from fedsim import engine
-    from fedsim.clipping.clip import num_coordinates
     from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.group_size import median_group_size
     from fedsim.keys import SecretKey
-    from fedsim.optimizers import averaged, is_finite, update_rule
-    from fedsim.plan import complete, make_plan, method_for
+    from fedsim.optimizers import update_rule
     from fedsim.run.model_source import make_task
     from fedsim.training import settled_by
 
     began, used = time.monotonic(), time.process_time()
     engine.remember_programs()
     model, data = opened(cell.source, settings)
-    run, users, algorithm = run_of(cell, settings), data.train, Algorithm(cell.algorithm)
+    run, users = run_of(cell, settings), data.train
     median = median_group_size(np.diff(users.offsets))
     privacy = PrivacyConfig(
         cell.epsilon,
@@ -247,23 +245,17 @@ def train(cell: Cell, settings: Settings) -> Row:
         group_size=median if cell.group == MEDIAN else cell.group,
         adjacency=ADD_OR_REMOVE,
     )
-    privacy, _ = complete(algorithm, privacy, data)
     key = SecretKey.create(cell.seed, NAME)
-    method = method_for(algorithm, privacy, users, key)
     task, params = make_task(run, model, data, key.jax_key("parameters"))
-    size = num_coordinates(params)
-    plan = make_plan(algorithm, privacy, users, method, size, [], "")
+    plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
     run = settled_by(plan, None, run, fresh=model is None)
     assert run.learning_rate is not None
     rule, workers = update_rule(run, run.learning_rate), LocalEngine(task, num_lanes=1)
-    average, first = params, None
-    if model is None:
-        first = measured(task, params, settings)
+    first = measured(task, params, settings) if model is None else None
     steps = common.iterates(plan, method, workers, params, rule, rows=8)
-    for step, params in enumerate(steps, 1):  # noqa: B020
-        if is_finite(params):
-            average = averaged(average, params, run.ema or 0.0, step)
-    loss, inside, outside = measured(task, average, settings)
+    ema = run.ema or 0.0
+    _, averages = common.followed(steps, params, [ema])
+    loss, inside, outside = measured(task, averages[ema], settings)
     before, *old = first or at_start(cell.source, cell.rank, settings)
     fell = [(a - b).mean(axis=1) for a, b in zip(old, (inside, outside), strict=True)]
     area, low, high = interval(*fell)
@@ -271,7 +263,7 @@ def train(cell: Cell, settings: Settings) -> Row:
         **dataclasses.asdict(cell),
         "group_size": plan.group_size,
         "num_users": plan.num_users,
-        "num_parameters": size,
+        "num_parameters": plan.num_parameters,
         "expected_count": plan.expected_count,
         "noise_multiplier": plan.noise_multiplier,
         "delta": plan.delta,

@@ -238,18 +238,16 @@ def look(at: Users, settings: Settings) -> Row:
 
 def train(cell: Cell, settings: Settings) -> Row:
     """What comes of a cell. Draws and fresh noise of a seed are the same for all."""
-    from fedsim.clipping.clip import num_coordinates
     from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.evaluate import evaluate, headline
-    from fedsim.optimizers import averaged, is_finite, update_rule
-    from fedsim.plan import complete, make_plan, method_for
+    from fedsim.optimizers import update_rule
     from fedsim.run.model_source import model_sha256
     from fedsim.training import settled_by
 
     began, used = time.monotonic(), time.process_time()
     run, model, data, key, task, params = started(cell.data, settings, cell.seed)
-    users, algorithm = data.train, Algorithm(cell.algorithm)
+    users = data.train
     privacy = PrivacyConfig(
         cell.epsilon,
         settings.num_steps,
@@ -259,19 +257,17 @@ def train(cell: Cell, settings: Settings) -> Row:
         adjacency=ADD_OR_REMOVE,
         assumed_population=users.num_users * cell.times if cell.times > 1 else None,
     )
-    privacy, _ = complete(algorithm, privacy, data)
-    method = method_for(algorithm, privacy, users, key)
-    plan = make_plan(algorithm, privacy, users, method, num_coordinates(params), [], "")
+    plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
     run = settled_by(plan, None, run, fresh=model is None)
     assert run.learning_rate is not None
     rule, engine = update_rule(run, run.learning_rate), LocalEngine(task, num_lanes=1)
     before = headline(evaluate(engine, params, data, settings.eval_examples))
-    average, steps = params, common.iterates(plan, method, engine, params, rule, rows=4)
-    for step, params in enumerate(steps, 1):  # noqa: B020
-        if is_finite(params):
-            average = averaged(average, params, run.ema or 0.0, step)
+    steps = common.iterates(plan, method, engine, params, rule, rows=4)
+    ema = run.ema or 0.0
+    last, averages = common.followed(steps, params, [ema])
     losses = [
-        headline(evaluate(engine, each, data, settings.eval_examples)) for each in (average, params)
+        headline(evaluate(engine, each, data, settings.eval_examples))
+        for each in (averages[ema], last)
     ]
     return {
         **dataclasses.asdict(cell),
