@@ -124,16 +124,17 @@ def plot_heuristics(rows: Sequence[Row]) -> Figure:
     heuristics say are ringed."""
     found = with_budget(rows)
     found = [row for row in found if not math.isinf(row["epsilon"])]
-    settings = by(found, lambda row: (row["data"], row["epsilon"], row["algorithm"]))
+    settings = by(found, lambda row: (row["data"], row["algorithm"], row["epsilon"]))
     size = (7.5, 1.4 + 0.45 * len(settings))
     figure, axis = plt.subplots(figsize=size, layout="constrained")
-    for (data, epsilon, algorithm), own in settings.items():
-        best, place = min(row["loss"] for row in own), rf"{data}, {algorithm.upper()}, "
-        place += rf"$\varepsilon$ = {epsilon:g}"
-        for row in own:
-            above, colour = row["loss"] - best, common.COLOURS[algorithm.upper()]
+    for (data, algorithm, epsilon), own in sorted(settings.items(), reverse=True):
+        own = sorted(own, key=_loss)
+        place = rf"{data}, {algorithm.upper()}, $\varepsilon$ = {epsilon:g}"
+        for number, row in enumerate(own):
+            above, colour = row["loss"] - own[0]["loss"], common.COLOURS[algorithm.upper()]
             axis.scatter(above, place, color=colour, s=22, zorder=3)
-            at = {"textcoords": "offset points", "xytext": (0, 7), "ha": "center"}
+            at = {"textcoords": "offset points", "ha": "center"}
+            at["xytext"] = (0, -14 if number % 2 else 7)  # of neighbours, so that both are read
             axis.annotate(f"{row['group_size']}", (above, place), fontsize="x-small", **at)
             if row["group_size"] == heuristic_of(row):
                 look = {"facecolors": "none", "edgecolors": "tab:red", "s": 110}
