@@ -133,8 +133,8 @@ def plot_heuristics(rows: Sequence[Row]) -> Figure:
         for number, row in enumerate(own):
             above, colour = row["loss"] - own[0]["loss"], common.COLOURS[algorithm.upper()]
             axis.scatter(above, place, color=colour, s=22, zorder=3)
-            at = {"textcoords": "offset points", "ha": "center"}
-            at["xytext"] = (0, -14 if number % 2 else 7)  # of neighbours, so that both are read
+            off = (0, -14 if number % 2 else 7)  # neighbours apart, so that both can be read
+            at = {"textcoords": "offset points", "xytext": off, "ha": "center"}
             axis.annotate(f"{row['group_size']}", (above, place), fontsize="x-small", **at)
             if row["group_size"] == heuristic_of(row):
                 look = {"facecolors": "none", "edgecolors": "tab:red", "s": 110}
