@@ -92,7 +92,9 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
     reserved = math.inf
     if not math.isinf(squares):
         reserved = accounting.epsilon_with(slacks, adaptive, delta, tails)
-    added = sum(accounting.epsilon(each.released or [], delta) for each in counted if sums)
+    added = 0.0
+    if sums:
+        added = sum(accounting.epsilon(each.released or [], delta) for each in counted)
     return Total(accounting.epsilon_with(slacks, fixed, delta), reserved, delta, added)
 
 

@@ -17,7 +17,6 @@ from fedsim.noise.correlated import Correlated
 from fedsim.noise.held import HeldSum, Share
 from fedsim.noise.independent import (
     CELL_ERRORS,
-    Slack,
     add_gaussian,
     gaussian,
     in_blocks,
@@ -33,7 +32,6 @@ __all__ = [
     "Correlated",
     "HeldSum",
     "Share",
-    "Slack",
     "add_gaussian",
     "gaussian",
     "in_blocks",

@@ -14,13 +14,14 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedsim import accounting
-from fedsim.accounting import Slack
-from fedsim.accounting.noise_slack import Errors
 from fedsim.keys import GivenStreams, SecretKey
+
+if TYPE_CHECKING:
+    from fedsim.accounting.noise_slack import Errors, Slack
 
 BLOCK = 2**19  # numbers drawn from one stream: fewer would wait for Python's lock
 TAIL = 3.6541528853610088  # where NumPy's ziggurat begins to draw from the tail
@@ -158,7 +159,11 @@ def _tosses(rng: np.random.Generator, count: int) -> np.ndarray:
     return found
 
 
-def slack(count: float, epsilon: float, delta: float, cell_errors: Errors = CELL_ERRORS) -> Slack:
+def slack(
+    count: float, epsilon: float, delta: float, cell_errors: "Errors" = CELL_ERRORS
+) -> "Slack":
     """How far a mechanism that draws `count` numbers here is from one with ideal noise: what is to
     be added to its epsilon and delta; see `accounting.slack`."""
+    from fedsim import accounting  # takes a second to import; who adds noise does without
+
     return accounting.slack(count, epsilon, delta, cell_errors)

@@ -140,10 +140,9 @@ def make_plan(
         evaluations=evaluations,
         planted=getattr(users, "canaries", None),
     )
-    wanted = (
-        f"a smaller one, or inf: the slack of its noise, {plan.slack.delta:.1g}, is all of delta"
-    )
-    expect("epsilon", plan.target_epsilon, plan.slack.delta < plan.delta, wanted)
+    part = plan.slack.delta
+    wanted = f"a smaller one, or inf: the slack of its noise, {part:.1g}, is all of delta"
+    expect("epsilon", plan.target_epsilon, part < plan.delta, wanted)
     return plan
 
 

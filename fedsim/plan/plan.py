@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from fedsim.accounting import StepEvent, allocated_event, cyclic_event
+from fedsim.accounting import Slack, StepEvent, allocated_event, cyclic_event
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.clipping import Clip
 from fedsim.clipping.adaptive import AdaptiveClip
@@ -12,7 +12,7 @@ from fedsim.clipping.clip import lattice_bits
 from fedsim.clipping.noisy_loss import NoisyLoss
 from fedsim.config import ADD_OR_REMOVE, Algorithm, to_json
 from fedsim.config.cells import CORRELATED, INDEPENDENT
-from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, Slack, add_gaussian, slack
+from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, add_gaussian, slack
 from fedsim.noise.correlated import Strategy, strategy
 from fedsim.plan.evaluations import Evaluations
 from fedsim.plan.labels import ADJACENCY, SHARED, holds, label_of

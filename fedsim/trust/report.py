@@ -139,8 +139,8 @@ def _as_gaussian(released: Released) -> list[str]:
         return ["No Gaussian mechanism is close to this one, so no mu and no rho are given."]
     return [
         "As one number: with ideal noise all steps together are mu-GDP with mu = "
-        f"{at_most(found.mu, '.4g')}, hence "
-        f"rho-zCDP with rho = mu^2 / 2 = {at_most(found.rho, '.4g')}, each but for a probability "
+        f"{at_most(found.mu, '.4g')}, hence rho-zCDP with rho = mu^2 / 2 = "
+        f"{at_most(found.rho, '.4g')}, each but for a probability "
         f"of {at_most(found.set_aside, '.2e')}. The mu^2 of several releases add up, as do their "
         "probabilities; what noise that is not ideal adds is among the items above. The dashed "
         "lines are what follows from them; the curve says more."
