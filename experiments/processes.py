@@ -23,10 +23,13 @@ def compute(
 ) -> None:
     """Append the row of each cell to `file`, in the order in which they end.
 
+    Where one fails, those that are under way still end and are kept, and no other is begun.
+
     Args:
       train: a function of a module, of a cell and the settings.
       minutes: after these no cell is begun.
       processes: None: as many as there are cores.
+    Raises: what the first cell that failed raised.
     """
     todo, ends = iter(cells), time.monotonic() + 60 * minutes
     count = (processes or os.cpu_count() or 1) if minutes else 0
@@ -37,12 +40,21 @@ def compute(
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(first), spawn) as pool, file.open("a") as out:
         under_way: set[Future] = {pool.submit(train, cell, settings) for cell in first}
+        faults: list[BaseException] = []
         while under_way:
             ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
             for future in ended:
+                if (fault := future.exception()) is not None:
+                    faults.append(fault)
+                    print(f"failed, so no other is begun: {fault!r}", flush=True)
+                    continue
                 row = future.result()
                 out.write(json.dumps(row) + "\n")
                 out.flush()
                 print(*row.values(), flush=True)
-                if time.monotonic() < ends and (cell := next(todo, None)) is not None:
+                if faults or time.monotonic() >= ends:
+                    continue
+                if (cell := next(todo, None)) is not None:
                     under_way.add(pool.submit(train, cell, settings))
+    if faults:
+        raise faults[0]
