@@ -341,5 +341,4 @@ def test_a_run_resumes_to_the_same_bits_and_its_rows_are_nowhere(
     kept = checkpoint.load(checkpoint.latest(run_dir))
     assert set(kept) == {
         *("params", "opt_state", "average", "step", "lost_steps", "clip_norm"),
-        *("initial_eval_loss", "eval_loss", "evaluated"),
     }

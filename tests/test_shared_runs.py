@@ -81,11 +81,11 @@ def test_a_changed_group_can_move_the_sum_by_twice_the_clip_norm(key):
 
 
 @pytest.mark.privacy
-def test_a_unit_without_rows_is_in_no_count_of_norms():
+def test_a_unit_without_rows_or_content_is_in_no_count_of_norms():
     """Else a user without content would count as within the clip norm, so that their content moved
     the count by up to 1 and not by 1/2."""
-    engine = LocalEngine(MeanTask(np.array([[3.0], [np.nan]])), num_lanes=1)
-    rows = np.array([[0], [-1], [1]])
+    engine = LocalEngine(MeanTask(np.array([[3.0], [np.nan], [0.0]])), num_lanes=1)
+    rows = np.array([[0], [-1], [1], [2]])
     _, stats = engine.clipped_sum(jnp.zeros(1), rows, Clip(1.0), Strategy("scan", 1))
     assert stats.counted_norms.tolist() == [3.0, np.inf]
 

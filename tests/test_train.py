@@ -21,7 +21,7 @@ from fedsim.config import PrivacyConfig, run_config
 from fedsim.engine import autotune
 from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.setup import key_context
-from fedsim.run.state import REALISED
+from fedsim.run.state import APART
 
 NUM_STEPS = 24
 
@@ -126,11 +126,11 @@ def test_killed_again_and_again_it_ends_with_the_same_parameters(
 
 
 @pytest.mark.privacy
-def test_what_may_be_published_has_no_sizes_of_draws(stopped_run):
-    """Parameters, ledger and report may; counts and times are in files of the owner alone."""
+def test_what_may_be_published_has_no_sizes_of_draws_and_no_loss_of_held_out_users(stopped_run):
+    """Parameters and ledger may; counts, times and losses are in files of the owner alone."""
     for path in checkpoint.kept(stopped_run):
-        assert not set(REALISED) & checkpoint.load(path).keys()
-    assert not any(name in (stopped_run / "ledger.jsonl").read_text() for name in REALISED)
+        assert not set(APART) & checkpoint.load(path).keys()
+    assert not any(name in (stopped_run / "ledger.jsonl").read_text() for name in APART)
     path = stopped_run / "progress.json"
     step = summary(stopped_run)["steps_done"]
     found = json.loads(path.read_text())["steps"][str(step)]

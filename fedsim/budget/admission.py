@@ -24,13 +24,13 @@ from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json, write_json
-from fedsim.keys import SecretKey
 from fedsim.plan import calibrate
 from fedsim.run import directory
 from fedsim.run import ledger as run_ledger
+from fedsim.run.directory import RECEIPT
+from fedsim.run.ledger import LedgerError
 from fedsim.uls import ULS
 
-RECEIPT = "budget.json"
 RUNNING, KILLED, GONE = "running", "killed", "gone"
 RELEASED, STOPPED = "released", "stopped"
 ROOM = 1e-4
@@ -53,13 +53,7 @@ def _seen(run_dir: Path, entry: Entry) -> str | tuple[Released]:
     """What a run's own ledger says that it released, or why that cannot be said."""
     try:
         with directory.lock(run_dir, to_read=True):
-            head = run_ledger.head(run_dir)
-            if not head and not (run_dir / directory.CONFIG).exists():
-                return GONE
-            if not head:
-                own = SecretKey.load(run_dir).seal("ledger") == entry.run
-                return ([],) if own and entry.planned is not None else GONE
-            lines = run_ledger.read(run_dir)
+            head, lines = run_ledger.head(run_dir), run_ledger.read(run_dir)
     except directory.Busy:
         return RUNNING
     except (FedsimError, OSError):
@@ -140,9 +134,13 @@ class Applicant:
         """Count the run, and when the block ends what it released.
 
         Args: seen: says what that is, where it is not in a run's own ledger.
-        Raises: ConfigError: with this run a limit would be broken.
+        Raises: ConfigError: with this run a limit would be broken. LedgerError: it is not all that
+          there is of the run, whose steps would be released a second time.
         """
+        lines = run_ledger.read(self.run_dir)
+        own = seen() if seen else run_ledger.phases(lines) if lines else None
         with hold(self.place) as ledger:
+            self._expect_newest(ledger, entry, own)
             self._expect_room(ledger, entry)
             users = ledger.save_users(ledger.users(self.ids))
             ledger.begin(dataclasses.replace(entry, users=users))
@@ -152,6 +150,30 @@ class Applicant:
             yield
         finally:
             self._settle(entry.run, seen)
+
+    def _expect_newest(self, ledger: BudgetLedger, entry: Entry, own: Released) -> None:
+        """Raises LedgerError: the ledger knows of more that the run released, or of it elsewhere.
+
+        Args: own: what it released, as far as is known here.
+        """
+        receipt, known = _receipt(self.run_dir), ledger.entries.get(entry.run)
+        if receipt is not None and receipt["ledger"] == str(self.place):
+            try:
+                _expect_own(ledger, receipt, self.run_dir, entry.run)
+            except LedgerError as error:
+                place = self.run_dir / RECEIPT
+                remedy = f"put the ledger back, or remove {place} to count the run anew"
+                raise LedgerError(f"{error}; {remedy}") from None
+        if known is None:
+            return
+        if own is not None and known.released and _number(own) < _number(known.released):
+            more = f"{_number(known.released)} releases of it, and here there are {_number(own)}"
+            raise LedgerError(f"{self.run_dir}: is an older copy of a run: {self.place} has {more}")
+        place = Path(known.place)
+        same = place.exists() and self.run_dir.exists() and place.samefile(self.run_dir)
+        if not same and _seen(place, known) != GONE:
+            there = f"{place} has the same run: go on there, or remove it"
+            raise LedgerError(f"{self.run_dir}: is a copy: {there}")
 
     def _settle(self, run: str, seen: Callable[[], Released] | None) -> None:
         """Note what the run has released, by its own ledger."""
@@ -239,29 +261,53 @@ class Together:
 def together(run_dir: Path, delta: float) -> Together | None:
     """What all runs on a run's users have cost the one who pays most; None: in no ledger here.
 
-    Raises: LedgerError, FileDamaged: the ledger was cut or changed.
+    Raises: LedgerError, FileDamaged: the ledger was cut or changed, or the receipt is another's.
     """
     receipt = _receipt(run_dir)
     if receipt is None or not os.access(receipt["ledger"], os.R_OK | os.X_OK):
         return None
     with hold(Path(receipt["ledger"])) as ledger:
-        ledger.expect_line(receipt["line"], receipt["chain"], str(run_dir / RECEIPT))
+        _expect_own(ledger, receipt, run_dir, str(run_ledger.head(run_dir).get("key_seal")))
         own = ledger.line(receipt["line"])["users"]
         known = books_of(ledger, ledger.users_of(own))
         return Together(len(known.charges), known.total(delta))
 
 
-def expect_receipt(run_dir: Path) -> str:
-    """What the ledger of the data says of a run. Raises: LedgerError, FileDamaged: it was cut."""
+def expect_receipt(run_dir: Path, run: str, label: str) -> tuple[bool, str]:
+    """(Whether the ledger of the data is here, and has this run; what is there to say of it).
+
+    Args: run, label: see `Entry`.
+    Raises: LedgerError, FileDamaged: the ledger was cut, has another run in its place, or a label
+      where there is none, or none where there is one.
+    """
     receipt = _receipt(run_dir)
     if receipt is None:
-        return "in no ledger of the data: what other runs on them spent is not known"
+        return False, "in no ledger of the data: what other runs on them spent is not known"
     place = Path(receipt["ledger"])
     if not os.access(place, os.R_OK | os.X_OK):
-        return f"the ledger of the data, {place}, is not here"
+        return False, f"the ledger of the data, {place}, is not here"
     with hold(place) as ledger:
-        ledger.expect_line(receipt["line"], receipt["chain"], str(run_dir / RECEIPT))
-        return f"line {receipt['line']} of {ledger.num_lines} in {place}"
+        _expect_own(ledger, receipt, run_dir, run)
+        if bool(ledger.line(receipt["line"])["label"]) != bool(label):
+            said = "a guarantee" if label else "no guarantee"
+            raise LedgerError(f"{run_dir}: {place} has epsilon as {said}: the plan was changed")
+        return True, f"line {receipt['line']} of {ledger.num_lines} in {place}"
+
+
+def _expect_own(ledger: BudgetLedger, receipt: dict[str, Any], run_dir: Path, run: str) -> None:
+    """Raises LedgerError: the ledger does not have the line of a receipt, or it is another run's.
+
+    Args: run: what the ledger knows the run by.
+    """
+    name = str(run_dir / RECEIPT)
+    ledger.expect_line(receipt["line"], receipt["chain"], name)
+    if ledger.line(receipt["line"]).get("run") != run:
+        raise LedgerError(f"{name}: line {receipt['line']} of {ledger.directory} is another run's")
+
+
+def _number(released: Sequence[tuple[Event, int]]) -> int:
+    """How many releases these are."""
+    return sum(count for _, count in released)
 
 
 def _receipt(run_dir: Path) -> dict[str, Any] | None:

@@ -31,6 +31,8 @@ from fedsim.run.directory import StoredRun
 from fedsim.sampling import graph_of
 
 DIRECTORY, RESULT = "evaluations", "evaluation.json"
+WITH_TEXTS = "num_users, of those with a text in this split (taken as public)"
+"""How many of the training users these are depends on how much they wrote."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,7 @@ def evaluate_privately(
             **{"loss": found, "stddev": sigma * most / 2 / store.num_users, "loss_bound": most},
             **{"epsilon": how.epsilon, "delta": delta, "noise_multiplier": sigma},
             **{"num_users": store.num_users, "adjacency": ADJACENCY[ZERO_OUT]},
+            **({} if how.split == "eval_users" else {"non_private": [WITH_TEXTS]}),
         }
         write_json(out / RESULT, result)
     return {**result, "written_to": str(out / RESULT)}

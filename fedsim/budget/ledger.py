@@ -36,6 +36,7 @@ from fedsim.keys import SecretKey
 from fedsim.run.ledger import LedgerError, parse, sealed
 
 FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
+SHARED = 0o660
 PLACE = "FEDSIM_BUDGET_LEDGER"
 OPENED, CLOSED, LIMIT = "opened", "closed", "limit"
 
@@ -92,8 +93,7 @@ class BudgetLedger:
     def __init__(self, directory: Path):
         """Read it, or start it. Raises: LedgerError, FileDamaged: it is not what was written."""
         self.directory, self._path = directory, directory / FILE
-        shared = directory.stat().st_mode & stat.S_IWGRP
-        self._mode = 0o660 if shared else 0o600
+        self._mode = _mode(directory)
         if not (directory / KEY).exists() and not self._path.exists():
             SecretKey.create().save(directory)
             (directory / KEY).chmod(self._mode)
@@ -129,7 +129,10 @@ class BudgetLedger:
 
     def save_users(self, users: np.ndarray) -> str:
         """Write fingerprints of users to a file; returns the name that entries call them by."""
-        (self.directory / people.DIRECTORY).mkdir(mode=0o700 | self._mode, exist_ok=True)
+        place = self.directory / people.DIRECTORY
+        if not place.exists():
+            place.mkdir()
+            place.chmod(0o770 if self._mode == SHARED else 0o700)
         return people.save(self.directory, users, self._mode)
 
     def users_of(self, name: str) -> np.ndarray:
@@ -223,8 +226,15 @@ def hold(directory: Path) -> Iterator[BudgetLedger]:
         place = f"budget_ledger={directory}: expected a place to write to ({error})"
         raise ConfigError(f"{place}; --budget-ledger names another one") from None
     with lock:
+        if os.fstat(lock.fileno()).st_uid == os.getuid():
+            os.fchmod(lock.fileno(), _mode(directory))
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield BudgetLedger(directory)
+
+
+def _mode(directory: Path) -> int:
+    """Of the ledger's files: its group may write them where it may write to the directory."""
+    return SHARED if directory.stat().st_mode & stat.S_IWGRP else 0o600
 
 
 def _phases(words: Any) -> Released:

@@ -82,16 +82,17 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
     fixed = [phase for each in counted for phase in each.released or []]
     reserving = [each for each in counted if each.reserved]
     adaptive = [phase for each in reserving[:1] for phase in each.reserved or []]
-    tails, squares = 0.0, 0.0
+    squares = 0.0
     for each in reserving[1:]:
         tail = set_aside(delta, each.entry.number)
         squares += accounting.gaussian_mu(each.reserved or [], tail) ** 2
-        tails += tail
     if 0 < squares < math.inf:
         adaptive.append((StepEvent(1 / math.sqrt(squares), 1.0), 1))
     reserved = math.inf
     if not math.isinf(squares):
-        reserved = accounting.epsilon_with(slacks, adaptive, delta, tails)
+        # All of it, also that of runs to come: else M would depend on how many there are.
+        aside = SET_ASIDE * delta if len(reserving) > 1 else 0.0
+        reserved = accounting.epsilon_with(slacks, adaptive, delta, aside)
     added = 0.0
     if sums:
         added = sum(accounting.epsilon(each.released or [], delta) for each in counted)

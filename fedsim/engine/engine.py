@@ -50,9 +50,11 @@ class Stats:
     @property
     def counted_norms(self) -> np.ndarray:
         """Norms of the units that a count of norms is about, float32: infinite where a unit was
-        dropped. A unit without rows is in none: it must add nothing, like a user who is not there.
+        dropped. One whose norm is zero is in none, for it may be without rows or content: it must
+        add nothing, like a user who is not there.
         """
-        return np.where(self.dropped, np.float32(np.inf), self.norms)[self.num_rows > 0]
+        norms = np.where(self.dropped, np.float32(np.inf), self.norms)
+        return norms[norms > 0]
 
     @property
     def counted_losses(self) -> np.ndarray:

@@ -37,7 +37,7 @@ from fedsim.plan import Plan
 from fedsim.recipe import UPDATE
 from fedsim.run import ledger
 
-CONFIG, SUMMARY, LOCK = "config.json", "summary.json", "lock"
+CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "lock"
 TOKENIZER = "tokenizer.json"
 ANOTHER_KEY = "another key than the ledger was begun with"
 PRETRAIN = "pretrain"
@@ -131,6 +131,10 @@ def load(run_dir: Path) -> StoredRun:
     if not path.is_file():
         raise ConfigError(f"run={run_dir}: expected the directory of a run, with a {CONFIG}")
     record = read_json(path)
+    lost = (run_dir / RECEIPT).exists() and not (run_dir / ledger.FILE).exists()
+    if lost and record.get("identity", {}).get("algorithm") != PRETRAIN:
+        why = f"{RECEIPT} shows that it was begun"
+        raise FileDamaged(f"{run_dir / ledger.FILE}: expected the run's ledger: {why}")
     recorded = ledger.head(run_dir).get("config_sha256", config_sha256(run_dir))
     if recorded != config_sha256(run_dir):
         raise FileDamaged(f"{path}: was changed since the run was started")

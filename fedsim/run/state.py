@@ -1,7 +1,7 @@
 """Where a run is: what a resumed run goes on from.
 
-Checkpoints have what may be published. What sizes of draws can be read off is in `progress.json`,
-for the owner of the run alone.
+Checkpoints have what may be published. What sizes of draws can be read off, and losses of held-out
+users, are in `progress.json`, for the owner of the run alone.
 """
 
 import dataclasses
@@ -19,6 +19,9 @@ PROGRESS = "progress.json"
 KEEP = checkpoint.KEEP + 1  # the last one's checkpoint may not be there yet
 REALISED = ("gradients_computed", "wall_seconds")
 """Fields of a state that follow from sizes of draws."""
+LOSSES = ("initial_eval_loss", "eval_loss", "evaluated")
+APART = REALISED + LOSSES
+"""What is in no checkpoint."""
 
 
 @dataclasses.dataclass
@@ -73,15 +76,15 @@ def save(run_dir: Path, step: int, state: dict[str, Any]) -> None:
     Args: state: the fields of a `State`.
     """
     steps = _steps(run_dir)
-    steps[str(step)] = {name: state[name] for name in REALISED}
+    steps[str(step)] = {name: state[name] for name in APART}
     write_json(run_dir / PROGRESS, {"steps": dict(list(steps.items())[-KEEP:])}, mode=0o600)
     checkpoint.save(run_dir, step, _published(state))
 
 
 def realised(run_dir: Path, step: int) -> dict[str, Any]:
-    """The `REALISED` fields after a step; none where the file was removed."""
+    """The fields of `APART` after a step; none where the file was removed."""
     found = _steps(run_dir).get(str(step), {})
-    return {name: found[name] for name in REALISED if name in found}
+    return {name: found[name] for name in APART if name in found}
 
 
 def _steps(run_dir: Path) -> dict[str, dict[str, Any]]:
@@ -93,13 +96,19 @@ def _steps(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _published(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in REALISED}
+    return {name: value for name, value in state.items() if name not in APART}
 
 
 def results(state: dict[str, Any]) -> dict[str, Any]:
     """What `summary.json` says of a state. Args: state: the fields of a `State`, or those of its
-    checkpoint."""
-    evaluated = state["evaluated"] == state["step"]  # not, if the run was stopped in between
+    checkpoint and what there is beside it."""
+    losses: dict[str, Any] = {}
+    if all(name in state for name in LOSSES):
+        evaluated = state["evaluated"] == state["step"]  # not, if the run was stopped in between
+        losses = {
+            "initial_eval_loss": to_json(float(state["initial_eval_loss"])),
+            "final_eval_loss": to_json(float(state["eval_loss"]) if evaluated else math.nan),
+        }
     counted = {name: state[name] for name in REALISED if name in state}
     if "wall_seconds" in counted:
         counted["wall_seconds"] = round(counted["wall_seconds"], 3)
@@ -107,8 +116,7 @@ def results(state: dict[str, Any]) -> dict[str, Any]:
         "final_clip_norm": float(state["clip_norm"]),
         "steps_done": int(state["step"]),
         "lost_steps": int(state["lost_steps"]),
-        "initial_eval_loss": to_json(float(state["initial_eval_loss"])),
-        "final_eval_loss": to_json(float(state["eval_loss"]) if evaluated else math.nan),
+        **losses,
         "params_sha256": checkpoint.params_sha256(checkpoint.released(state)),
         **counted,
     }

@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from fedsim.budget.admission import Applicant, shortened
@@ -31,6 +32,7 @@ from fedsim.run.cost import cost, cost_rows
 from fedsim.run.directory import StoredRun
 from fedsim.run.doubts import doubts
 from fedsim.run.setup import OpenRun, Plant, Source, open_run, wait_for
+from fedsim.sampling import Allocation, Cyclic
 from fedsim.training.held_out import Counted
 from fedsim.training.settings import (
     FITTED,
@@ -57,6 +59,7 @@ def train(
     plant: Plant | None = None,
     callback: Callback | None = None,
     trial: bool = False,
+    count: bool = True,
     held_out: bool = True,
     rehearsed: EngineConfig | None = None,
 ) -> dict[str, Any]:
@@ -68,6 +71,7 @@ def train(
       plant: of an audit.
       callback: called after every step with its number, from 1, and its metrics.
       trial: it is one of a private selection, which is counted in the ledger of the data instead.
+      count: count it in the ledger of the data; False: a replay, which releases nothing new.
       held_out: evaluate on held-out users, which is done without noise.
       rehearsed: train nothing and write nothing, but return the plan and what it would cost with
         this engine; see `run.cost`.
@@ -75,7 +79,9 @@ def train(
     """
     privacy = as_started(privacy, run)
     update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)  # a mistake is found now
-    unproven = unproven_strategy(run.engine)
+    unproven, share = unproven_strategy(run.engine), privacy.group_size_epsilon
+    counts = "none in a dry run, where nothing counts what a draw costs: give it --group-size"
+    expect("group_size_epsilon", share, share is None or rehearsed is None, counts)
     with open_run(algorithm, privacy, run, console, source=source, plant=plant) as opened:
         if not held_out:
             opened.data = dataclasses.replace(opened.data, eval_users=None)
@@ -103,13 +109,21 @@ def train(
         planned = planned_phases(plan, method)
         entry = applicant.entry(opened.key.seal("ledger"), planned, plan.slack, plan.label)
         counted = Counted.of(applicant, entry, plan, opened.data, opened.key)
-        if not trial:
+        uncounted = trial or not count
+        if not uncounted:
             counted.expect_room()
         wait_for(workers, console)
-        console.plan(plan, workers)
         run = settled_by(plan, opened.stored, run, fresh=opened.model is None)
         opened.run = run
-        console.update(run)
+
+        def show() -> None:
+            console.plan(plan, workers)
+            console.update(run)
+
+        # A group size that was drawn privately is a release: it is counted before anyone sees it.
+        drawn_privately = plan.group_size_epsilon is not None and not goes_on
+        if not drawn_privately:
+            show()
         update = update_of(run, plan.num_steps)
         strategy, why = _strategy(opened, workers, params, method, plan)
         if rehearsed is not None:
@@ -139,7 +153,18 @@ def train(
             plant=plant,
             callback=callback,
         )
-        return trainer.fit(params, opened.key, nullcontext() if trial else counted.admitted())
+        admitted = nullcontext() if uncounted else counted.admitted()
+        return trainer.fit(
+            params, opened.key, _then(admitted, show) if drawn_privately else admitted
+        )
+
+
+@contextmanager
+def _then(admitted: AbstractContextManager[None], show: Callable[[], None]) -> Iterator[None]:
+    """Admitted, and then shown."""
+    with admitted:
+        show()
+        yield
 
 
 def _completed(
@@ -156,11 +181,17 @@ def _completed(
 
 
 def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
-    """The plan of a run that goes on. Raises: ConfigError: it would draw from other texts."""
+    """The plan of a run that goes on.
+
+    Raises: ConfigError: it would draw from other texts, or users might take part again too soon.
+    """
     assert stored.plan is not None, "a run of train has one"
     same = sharing(opened.data.train, method, opened.key) == stored.plan.shared
     again = "the pool or the groups that the run began with: go on with its packages"
     expect("data", "other texts of the same ones", same, again)
+    if stored.plan.sampling_run in (Cyclic.name, Allocation.name):
+        was, now = stored.versions.get("numpy"), versions()["numpy"]
+        expect("numpy", now, now == was, f"{was}, by which it was drawn when users take part")
     if (how := stored.plan.evaluations) is not None:
         again = "the held-out users that the run began with"
         expect("data", opened.run.data.source, how.seal == _held_out_seal(opened), again)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from fedsim.engine.environment import versions
 from fedsim.errors import ConfigError
-from fedsim.run import checkpoint, directory, ledger
+from fedsim.run import checkpoint, directory, evaluations, ledger
+from fedsim.run.evaluations import Evaluated
 from fedsim.run.signals import terminated
 from fedsim.training import train
 from fedsim.trust.evidence import Evidence, Interrupted, Unknown, Violated
@@ -32,19 +33,25 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
     if not kept or checkpoint.load_step(kept[-1]) != total:
         raise Unknown("the run has not ended")
     newest, older = kept[-1], [] if whole else kept[:-1]
+    if evidence.plan.evaluations is not None:
+        # A loss that is not there would be computed again: two under one noise.
+        losses = Evaluated(evidence.run_dir).losses
+        if len(losses) < evidence.plan.evaluations.count:
+            raise Unknown(f"{evaluations.FILE} does not have all that was released")
     first = checkpoint.load_step(older[-1]) if older else 0
     some = "all" if first == 0 else f"the last {total - first} of"
     steps = f"{some} {total} steps (from step {first}), computed again from key and data"
     with _scratch() as copy:
         key.save(copy)
-        for path in (directory.CONFIG, directory.TOKENIZER, ledger.FILE):
+        for path in (directory.CONFIG, directory.TOKENIZER, ledger.FILE, evaluations.FILE):
             if (evidence.run_dir / path).exists():
                 shutil.copyfile(evidence.run_dir / path, copy / path)
         for path in older[-1:]:
             shutil.copyfile(path, copy / checkpoint.DIRECTORY / path.name)
         run = dataclasses.replace(evidence.run, run_dir=copy)
         try:
-            again = train(evidence.plan.algorithm, evidence.privacy, run, evidence.console)
+            what = evidence.plan.algorithm, evidence.privacy, run, evidence.console
+            again = train(*what, count=False)  # nothing is released that was not released before
         except ledger.OtherBits as error:
             raise Violated(f"{evidence.run_dir / ledger.FILE}: {error}") from None
         except ConfigError as error:

@@ -239,7 +239,8 @@ def _settings(released: Released) -> Table:
         summary = read_json(path)
         names = ("initial_eval_loss", "final_eval_loss")
         found = [(name, summary[name]) for name in names if summary[name] != "nan"]
-        rows += [(f"{name} (users not trained on)", f"{loss}") for name, loss in found]
+        noise = "with noise" if released.plan.evaluations else "without noise: not protected"
+        rows += [(f"{name} (users not trained on, {noise})", f"{loss}") for name, loss in found]
         if lost := summary.get("lost_steps"):
             rows.append(("steps that were released and lost to a crash", str(lost)))
     else:

@@ -30,6 +30,7 @@ from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
 from fedsim.run.state import realised, results
 from fedsim.shared_uls import SharedULS
+from fedsim.training.settings import unproven_strategy
 from fedsim.trust.evidence import Check, Evidence, Interrupted, Unknown, Violated, demand
 from fedsim.trust.held_out import of_held_out
 from fedsim.trust.owners import most_entered, most_owned
@@ -151,6 +152,9 @@ def _settings(evidence: Evidence) -> str:
     error = predicted_error(plan.noise_multiplier, plan.num_steps, bands)
     same = math.isclose(plan.predicted_error, error, rel_tol=PREDICTION_TOLERANCE)
     demand(same, f"predicted_error={plan.predicted_error}: expected {error}")
+    unproven = unproven_strategy(evidence.stored.run.engine)
+    same = plan.unproven == unproven
+    demand(same, f"unproven={plan.unproven} in the plan: expected {unproven}, as in the settings")
     noise = f"noise multiplier {at_most(plan.noise_multiplier, '.6g')}"
     return f"{plan.algorithm}, {plan.num_steps} steps, {noise}"
 
@@ -300,6 +304,9 @@ def _key(evidence: Evidence) -> str:
     key = SecretKey.load(evidence.run_dir)
     sealed = evidence.lines[0]["head"].get("key_seal") == key.seal("ledger")
     demand(sealed, f"{path}: {directory.ANOTHER_KEY}")
+    seeded = key.seed is not None
+    planned = f"seeded={evidence.plan.seeded} in the plan: expected {seeded}, as in {path}"
+    demand(seeded == evidence.plan.seeded, planned)
     evidence.key = key
     for each, most in ((evidence.run_dir, 0o700), (path, 0o600)):
         mode = stat.S_IMODE(each.stat().st_mode)
@@ -308,8 +315,12 @@ def _key(evidence: Evidence) -> str:
 
 
 def _budget(evidence: Evidence) -> str:
-    """The run is counted in the ledger of the data, if that is here."""
-    return expect_receipt(evidence.run_dir)
+    """The run is counted in the ledger of the data."""
+    run = str(evidence.lines[0]["head"].get("key_seal"))
+    here, found = expect_receipt(evidence.run_dir, run, evidence.plan.label)
+    if not here:
+        raise Unknown(found)
+    return found
 
 
 def _data(evidence: Evidence) -> str:

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from fedsim.accounting import StepEvent, epsilon
-from fedsim.budget.admission import RECEIPT, Applicant, books, charge_of, expect_receipt
+from fedsim.budget.admission import Applicant, books, charge_of, expect_receipt, together
 from fedsim.budget.ledger import FILE, Limit, hold
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.run import directory
-from fedsim.run.directory import LOCK
+from fedsim.run.directory import LOCK, RECEIPT
 from fedsim.run.ledger import Ledger, LedgerError
 
 STEP, STEPS, DELTA = StepEvent(2.0, 0.1), 20, 1e-6
@@ -55,6 +55,10 @@ def run(place, run_dir, *, limit=None, steps=STEPS, killed=False, kind="train", 
 def charges(place):
     with hold(place) as ledger:
         return [charge_of(entry) for entry in ledger.entries.values()]
+
+
+def receipt(run_dir, label=""):
+    return expect_receipt(run_dir, SecretKey.load(run_dir).seal("ledger"), label)
 
 
 def states(place):
@@ -92,12 +96,51 @@ def test_a_run_that_was_killed_is_counted_and_one_that_is_gone_whole(place, tmp_
     assert states(place)[1] == ("gone", PLANNED)
 
 
-def test_one_that_was_killed_before_its_first_step_released_nothing(place, tmp_path):
-    run(place, tmp_path / "a", killed=True)
+@pytest.mark.privacy
+def test_one_that_was_killed_before_its_first_step_released_nothing_if_its_ledger_says_so(
+    place, tmp_path
+):
+    run(place, tmp_path / "a", steps=0, killed=True)
+    assert states(place) == [("killed", [])]
+    (tmp_path / "a" / directory.CONFIG).write_text("{}")
     (tmp_path / "a" / "ledger.jsonl").unlink()
     assert states(place) == [("gone", PLANNED)]
-    (tmp_path / "a" / directory.CONFIG).write_text("{}")
-    assert states(place) == [("killed", [])]
+
+
+@pytest.mark.privacy
+def test_an_older_copy_of_a_run_is_refused(place, tmp_path):
+    run(place, tmp_path / "a", steps=5)
+    shutil.copytree(tmp_path / "a", tmp_path / "backup")
+    run(place, tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
+    shutil.move(tmp_path / "backup", tmp_path / "a")
+    with pytest.raises(
+        LedgerError, match="a: is an older copy of a run: .* 20 .* here there are 5"
+    ):
+        run(place, tmp_path / "a", steps=8)
+    assert states(place) == [("released", PLANNED)]
+
+
+@pytest.mark.privacy
+def test_a_run_goes_on_in_one_place_alone(place, tmp_path):
+    """On other hosts, two would release other gradients under the same noise."""
+    run(place, tmp_path / "a", steps=5, killed=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(LedgerError, match="b: is a copy: .*a has the same run"):
+        run(place, tmp_path / "b")
+    shutil.rmtree(tmp_path / "a")
+    run(place, tmp_path / "b")
+    assert states(place) == [("released", PLANNED)]
+
+
+@pytest.mark.privacy
+def test_a_run_does_not_go_on_by_a_receipt_of_another_ledger(place, tmp_path):
+    """Whoever lost the ledger would have all that was spent be forgotten."""
+    for name in "ab":
+        run(place, tmp_path / name, steps=5, killed=True)
+    shutil.rmtree(place)
+    with pytest.raises(LedgerError, match="b/budget.json is line 2 of it; put the ledger back"):
+        run(place, tmp_path / "b")
 
 
 @pytest.mark.privacy
@@ -138,16 +181,36 @@ def test_an_older_copy_of_the_ledger_is_refused(place, tmp_path):
     run(place, tmp_path / "a")
     shutil.copytree(place, tmp_path / "copy")
     run(place, tmp_path / "b")
-    assert expect_receipt(tmp_path / "b").startswith("line 3 of 4 in ")
+    assert receipt(tmp_path / "b")[1].startswith("line 3 of 4 in ")
     shutil.rmtree(place)
     shutil.move(tmp_path / "copy", place)
-    assert expect_receipt(tmp_path / "a").startswith("line 1 of 2 in ")
+    assert receipt(tmp_path / "a")[1].startswith("line 1 of 2 in ")
     with pytest.raises(LedgerError, match="b/budget.json is line 3 of it"):
-        expect_receipt(tmp_path / "b")
+        receipt(tmp_path / "b")
     shutil.rmtree(place)
-    assert expect_receipt(tmp_path / "b").endswith("is not here")
+    here, found = receipt(tmp_path / "b")
+    assert not here and found.endswith("is not here")
     (tmp_path / "b" / RECEIPT).unlink()
-    assert expect_receipt(tmp_path / "b").startswith("in no ledger")
+    here, found = receipt(tmp_path / "b")
+    assert not here and found.startswith("in no ledger")
+
+
+@pytest.mark.privacy
+def test_the_receipt_of_another_run_is_none(place, tmp_path):
+    for name in "ab":
+        run(place, tmp_path / name)
+    assert receipt(tmp_path / "b")[0]
+    with pytest.raises(LedgerError, match="has epsilon as no guarantee: the plan was changed"):
+        with hold(place) as ledger:
+            ledger.begin(dataclasses.replace(next(iter(ledger.entries.values())), label="seeded"))
+            last = {"ledger": str(place), "line": ledger.num_lines, "chain": ledger.chain}
+        (tmp_path / "a" / RECEIPT).write_text(json.dumps(last))
+        receipt(tmp_path / "a")
+    shutil.copy(tmp_path / "a" / RECEIPT, tmp_path / "b" / RECEIPT)
+    with pytest.raises(LedgerError, match="line 5 of .*ledger is another run's"):
+        receipt(tmp_path / "b")
+    with pytest.raises(LedgerError, match="is another run's"):
+        together(tmp_path / "b", DELTA)
 
 
 @pytest.mark.privacy

@@ -5,7 +5,7 @@ import pytest
 
 from fedsim.accounting import StepEvent
 from fedsim.budget import people
-from fedsim.budget.ledger import FILE, LAST, BudgetLedger, Entry, Limit, hold
+from fedsim.budget.ledger import FILE, LAST, LOCK, BudgetLedger, Entry, Limit, hold
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
@@ -154,6 +154,7 @@ def test_a_place_of_a_group_is_the_groups(tmp_path):
     place.chmod(0o770)
     with hold(place) as ledger:
         ledger.begin(entry("a", users=ledger.save_users(ledger.users(["ann"]))))
-    for path in (FILE, LAST, KEY):
+    for path in (FILE, LAST, KEY, LOCK):
         assert oct((place / path).stat().st_mode)[-3:] == "660"
+    assert oct((place / people.DIRECTORY).stat().st_mode)[-3:] == "770"
     assert isinstance(read(place), BudgetLedger)

@@ -156,7 +156,10 @@ def test_every_number_of_a_training_has_noise_and_is_counted(texts, run_dir, cap
         seen = ledger.users_of(entries["evaluation"].users).tolist()
         assert seen == ledger.users(held.user_ids()).tolist()
     assert entries["evaluation"].planned == how.phases(3) == entries["evaluation"].released
-    main(["verify", str(run_dir)])
+    place = place_of(None) / "budget.jsonl"
+    counted = place.read_bytes()
+    main(["verify", str(run_dir), "--whole"])
+    assert place.read_bytes() == counted  # what was computed again is no release
     main(["report", str(run_dir)])
     said = capsys.readouterr().out
     assert "evaluations" in said and "VIOLATED" not in said

@@ -88,11 +88,17 @@ def test_slack_and_tails_are_paid_for():
     assert found.fixed == accounting.epsilon_with([slack, slack], [*RUNS[0], *RUNS[1]], DELTA)
     assert found.adaptive > total(plain[:2], DELTA).adaptive + 0.02
     assert sum(set_aside(DELTA, number) for number in range(1, 1000)) <= SET_ASIDE * DELTA
-    # Without the probability that is set aside the second run would be cheaper than it is.
-    mu = accounting.gaussian_mu(RUNS[1], set_aside(DELTA, 2))
-    left = DELTA - set_aside(DELTA, 2)
-    first = [*RUNS[0], (StepEvent(1 / mu, 1.0), 1)]
-    assert total(plain[:2], DELTA).adaptive == accounting.epsilon(first, left)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("number", [2, 3])
+def test_what_is_set_aside_does_not_depend_on_how_many_runs_there_are(number):
+    """Else how much mu^2 is left would depend on that, and one could choose by the first outcome
+    between few large runs and many small ones."""
+    mus = [accounting.gaussian_mu(RUNS[n - 1], set_aside(DELTA, n)) for n in range(2, number + 1)]
+    first = [*RUNS[0], (StepEvent(1 / math.hypot(*mus), 1.0), 1)]
+    left = DELTA - SET_ASIDE * DELTA
+    assert total(charges()[:number], DELTA).adaptive == accounting.epsilon(first, left)
 
 
 @pytest.mark.privacy

@@ -56,7 +56,7 @@ def test_a_signal_is_no_broken_promise_and_leaves_no_key(
 
 def test_a_signal_before_the_first_step_leaves_no_key(copy, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(replay, "train", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(replay, "train", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as stop:
         main(["verify", str(copy), "--replay"])
     assert stop.value.code == 130 and capsys.readouterr().err.endswith("interrupted\n")

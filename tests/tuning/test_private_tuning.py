@@ -1,6 +1,7 @@
 """Training with what is chosen privately: its cost is in the ledger, the epsilon and the report."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from test_cli import run, texts, train_args  # noqa: F401
@@ -8,11 +9,13 @@ from test_cli import run, texts, train_args  # noqa: F401
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.accounting.pure_dp import PureEvent
+from fedsim.budget.admission import Applicant
 from fedsim.cli.main import main
 from fedsim.clipping.adaptive import AdaptiveClip
 from fedsim.clipping.noisy_loss import NoisyLoss
 from fedsim.group_size import GRID
 from fedsim.run import ledger, metrics
+from fedsim.run.console import Console
 
 
 def trained(algorithm, texts, run_dir, capsys, *more, **flags):  # noqa: F811
@@ -22,7 +25,8 @@ def trained(algorithm, texts, run_dir, capsys, *more, **flags):  # noqa: F811
     return json.loads(out), err
 
 
-def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys):  # noqa: F811
+@pytest.mark.privacy
+def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys, monkeypatch):  # noqa: F811
     summary, err = trained("els", texts, run_dir, capsys, group_size_epsilon=0.5)
     assert summary["group_size"] in GRID
     assert not any("group_size" in fact for fact in summary["non_private"])
@@ -37,8 +41,21 @@ def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys):  # noq
         line["privacy/epsilon"] for line in metrics.read(run_dir) if "privacy/epsilon" in line
     ]
     assert logged[-1] == pytest.approx(expected, rel=1e-3)
+    with monkeypatch.context() as patch:
+        shown = []
+        patch.setattr(Console, "plan", lambda *_: shown.append("plan"))
+        patch.setattr(Applicant, "admitted", lambda *_: shown.append("counted") or nullcontext())
+        trained("els", texts, run_dir.with_name("other"), capsys, group_size_epsilon=0.5)
+        assert shown == ["counted", "plan"]
     again, _ = trained("els", texts, run_dir, capsys, "--resume", group_size_epsilon=0.5)
     assert again["group_size"] == summary["group_size"]  # the same draw, no second release
+
+
+@pytest.mark.privacy
+def test_a_dry_run_draws_nothing_privately(texts, run_dir, capsys):  # noqa: F811
+    args = train_args(texts, run_dir, group_size=None, group_size_epsilon=0.5)
+    code, out, err = run("train", "els", *args, "--dry-run", capsys=capsys)
+    assert code == 2 and "group_size_epsilon=0.5: expected none in a dry run" in err and not out
 
 
 @pytest.mark.parametrize("algorithm, clipping", [("els", "plain"), ("uls", "normalised")])
