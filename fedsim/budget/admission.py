@@ -164,10 +164,12 @@ class Applicant:
                 place = self.run_dir / RECEIPT
                 remedy = f"put the ledger back, or remove {place} to count the run anew"
                 raise LedgerError(f"{error}; {remedy}") from None
-        if known is None:
-            return
-        if own is not None and known.released and _number(own) < _number(known.released):
-            more = f"{_number(known.released)} releases of it, and here there are {_number(own)}"
+        if known is None or own is None or entry.planned is None or entry.label:
+            return  # it is new, or nothing is promised
+        if _number(own) == _number(entry.planned):
+            return  # nothing is left to be released
+        if _number(own) < _number(known.released or []):
+            more = f"{_number(known.released or [])} releases of it, and here are {_number(own)}"
             raise LedgerError(f"{self.run_dir}: is an older copy of a run: {self.place} has {more}")
         place = Path(known.place)
         same = place.exists() and self.run_dir.exists() and place.samefile(self.run_dir)

@@ -131,10 +131,6 @@ def load(run_dir: Path) -> StoredRun:
     if not path.is_file():
         raise ConfigError(f"run={run_dir}: expected the directory of a run, with a {CONFIG}")
     record = read_json(path)
-    lost = (run_dir / RECEIPT).exists() and not (run_dir / ledger.FILE).exists()
-    if lost and record.get("identity", {}).get("algorithm") != PRETRAIN:
-        why = f"{RECEIPT} shows that it was begun"
-        raise FileDamaged(f"{run_dir / ledger.FILE}: expected the run's ledger: {why}")
     recorded = ledger.head(run_dir).get("config_sha256", config_sha256(run_dir))
     if recorded != config_sha256(run_dir):
         raise FileDamaged(f"{path}: was changed since the run was started")
@@ -148,7 +144,7 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     """The run that `run_dir` holds, or None if a run may start there.
 
     Raises: ConfigError: it holds a run and `resume` is false, or something that is no run, or
-      nothing can be written there.
+      nothing can be written there. FileDamaged: its ledger is gone.
     """
     path = run_dir / CONFIG
     if path.exists() and not resume:
@@ -156,7 +152,10 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
             f"run_dir={run_dir}: expected a new directory, or --resume to go on with its run"
         )
     if path.exists():
-        return load(run_dir)
+        stored, book = load(run_dir), run_dir / ledger.FILE
+        if stored.private and (run_dir / RECEIPT).exists() and not book.exists():
+            raise FileDamaged(f"{book}: expected what was released: {RECEIPT} says it was begun")
+        return stored
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")
     # A run that was killed before its first step leaves its key, and nothing else.

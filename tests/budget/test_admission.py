@@ -114,9 +114,7 @@ def test_an_older_copy_of_a_run_is_refused(place, tmp_path):
     run(place, tmp_path / "a")
     shutil.rmtree(tmp_path / "a")
     shutil.move(tmp_path / "backup", tmp_path / "a")
-    with pytest.raises(
-        LedgerError, match="a: is an older copy of a run: .* 20 .* here there are 5"
-    ):
+    with pytest.raises(LedgerError, match="a: is an older copy of a run: .* 20 .* here are 5"):
         run(place, tmp_path / "a", steps=8)
     assert states(place) == [("released", PLANNED)]
 

@@ -74,7 +74,7 @@ def test_other_bits_of_other_packages_are_no_broken_promise(copy, monkeypatch, c
 
 
 def test_what_cannot_be_computed_again_is_no_broken_promise(copy, monkeypatch, capsys):
-    def refused(*_):
+    def refused(*_, **__):
         raise ConfigError("model=x: expected another one")
 
     monkeypatch.setattr(replay, "train", refused)
@@ -113,17 +113,20 @@ def test_what_was_released_is_replayed_where_bits_would_be_others(
         checkpoint.name(step) for step in (4, 5)
     ]  # steps 0 to 3 are in a checkpoint
     same, other = tmp_path / "same", tmp_path / "other"
+    flags = {}
     for place in (same, other):
         shutil.copytree(run_dir, place)
-    main([*command(texts, same), "--resume"])
+        own = tmp_path / f"ledger of {place.name}"  # that of the run refuses copies
+        flags[place] = ["--resume", "--budget-ledger", str(own)]
+    main([*command(texts, same), *flags[same]])
     right = LanguageModelTask.losses
     monkeypatch.setattr(LanguageModelTask, "losses", lambda self, *args: -right(self, *args))
     capsys.readouterr()
     with pytest.raises(SystemExit):  # here the same bits could be had
-        main([*command(texts, other), "--resume"])
+        main([*command(texts, other), *flags[other]])
     assert "expected the gradient that was released before" in capsys.readouterr().err
     monkeypatch.setattr(directory, "other_bits", lambda *_: "another kind of host")
-    main([*command(texts, other), "--resume"])
+    main([*command(texts, other), *flags[other]])
     said = capsys.readouterr().err
     assert said.count("what it released is taken, as it was kept") == 2
     # All steps were released before, so the parameters are those of the undisturbed run.
