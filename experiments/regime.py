@@ -229,7 +229,10 @@ def look(at: Users, settings: Settings) -> Row:
         "num_users": data.train.num_users,
         "num_examples": data.train.num_examples,
         "median_examples": median_group_size(np.diff(data.train.offsets)),
-        "norms": {str(group): [norm, *norms.intervals[norm]] for group, norm in found.items()},
+        "norms": {
+            str(group): [norm, *(norms.intervals[norm] or (None, None))]
+            for group, norm in found.items()
+        },
         "fingerprint": data.train.fingerprint,
         "model": model_sha256(model),
         "num_parameters": num_coordinates(params),

@@ -28,7 +28,7 @@ class Advice:
     clip_norm: float
     """C: the median gradient norm of a sample, L_ELS or L_ULS."""
     clip_norm_interval: tuple[float, float] | None
-    """Where the median of all is, with a confidence of 95 %; None: nothing was looked at."""
+    """Where the median of all is, with 95 % confidence; None: fewer than six were looked at."""
     noise_multiplier: float
     """sigma."""
     noise_per_step: float

@@ -75,8 +75,9 @@ class GradientNorms:
         # alone are skipped.
         self._width = max(1, min(most, int(sizes[self._users].max())))
         self.gradients = 0
-        self.intervals: dict[float, tuple[float, float]] = {}
-        """Of each estimate: where the median of all users is, with a confidence of 95 %."""
+        self.intervals: dict[float, tuple[float, float] | None] = {}
+        """Of each estimate: where the median of all users is, with a confidence of 95 %; None where
+        fewer than six were looked at."""
         self.looked_at = len(self._users)
         """Users, or examples, of the estimate that looked at the fewest."""
         self._single = Strategy("direct", 4)
@@ -140,11 +141,14 @@ class GradientNorms:
                 return
 
 
-def median_interval(values: np.ndarray) -> tuple[float, float]:
+def median_interval(values: np.ndarray) -> tuple[float, float] | None:
     """An interval that holds the median of what `values` were drawn from, with 95 % confidence, by
-    their order: each lies below it with probability 1/2, whatever the distribution."""
+    their order: each lies below it with probability 1/2, whatever the distribution.
+
+    None: of fewer than six, no two have it between them so often.
+    """
     ordered, count = np.sort(values), len(values)
     least = int(stats.binom.ppf(0.025, count, 0.5))
     # k values or fewer below the median: probability at most 1/40 on either side.
     least -= stats.binom.cdf(least, count, 0.5) > 0.025
-    return float(ordered[max(0, least)]), float(ordered[min(count - 1, count - 1 - least)])
+    return None if least < 0 else (float(ordered[least]), float(ordered[count - 1 - least]))

@@ -89,11 +89,28 @@ def test_data_without_examples_and_gradients_that_are_not_finite_are_refused(key
         norms_of(broken, offsets, key).user_norm(2)
 
 
-@pytest.mark.parametrize("count", [1, 5, 6, 40, 128])
-def test_the_interval_holds_the_median_as_often_as_it_says(count, rng):
-    held = [low <= 0 <= high for low, high in map(median_interval, rng.normal(size=(2000, count)))]
-    if count >= 6:  # of fewer, no interval does
-        assert 0.94 <= np.mean(held) <= 0.99
+def test_the_interval_holds_the_median_as_often_as_it_says():
+    """k + 1 to n - 1 - k of n values are below the median: a binomial number, counted exactly."""
+
+    def held(count, least):
+        ways = sum(math.comb(count, below) for below in range(least + 1, count - least))
+        return ways / 2**count
+
+    for count in range(1, 300):
+        found = median_interval(np.arange(count))
+        if count < 6:
+            assert found is None and held(count, 0) < 0.95
+            continue
+        assert found is not None
+        least = int(found[0])
+        assert found == (least, count - 1 - least)
+        assert held(count, least + 1) < 0.95 <= held(count, least)
+
+
+def test_of_few_users_no_interval_is_given(key):
+    task, offsets = users_sharing(0.3, num_users=5)
+    norms = norms_of(task, offsets, key)
+    assert norms.intervals[norms.user_norm(1)] is None
 
 
 def test_fewer_users_are_looked_at_where_time_is_short(key):
