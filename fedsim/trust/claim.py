@@ -200,10 +200,16 @@ def gaussian(released: Released) -> Gaussian:
 
 
 def over_steps(released: Released) -> tuple[list[int], list[float]]:
-    """Epsilon after some of the steps."""
+    """Epsilon after some of the steps, with the slack of noise as in the claim, which is the last.
+
+    Of delta, the slack of all steps is set aside for each, which is more than it needs.
+    """
     *before, (event, count) = released.phases or []
     if not isinstance(event, StepEvent):
         return [], []
-    running = RunningEpsilon(event, released.plan.delta, before)
+    plan, last = released.plan, released.epsilon
+    running = RunningEpsilon(event, plan.delta - plan.slack_after(released.num_steps).delta, before)
     steps = sorted({round(i * count / STEP_POINTS) for i in range(STEP_POINTS + 1)})
-    return steps, [running(step) for step in steps]
+    slacks = [plan.slack_after(step).epsilon if step else 0.0 for step in steps[:-1]]
+    spent = [min(running(step) + slack, last) for step, slack in zip(steps, slacks, strict=False)]
+    return steps, [*spent, last]

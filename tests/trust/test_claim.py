@@ -91,6 +91,25 @@ def test_what_is_no_guarantee_is_not_put_into_words(label, monkeypatch):
     assert claim.in_words(found) == []
 
 
+@pytest.mark.privacy
+def test_epsilon_after_each_step_has_the_slack_that_the_claim_has():
+    plan = dataclasses.replace(PLAN, num_parameters=10**14)  # whose slack no rounding hides
+    event = StepEvent(2.0, 0.05)
+
+    def least(step):
+        part = plan.slack_after(step)
+        return accounting.epsilon([(event, step)], plan.delta - part.delta) + part.epsilon
+
+    found = released([(event, 64)], 64, plan.delta, plan)
+    found = dataclasses.replace(found, epsilon=least(64))  # as `report.read` has it
+    steps, spent = claim.over_steps(found)
+    assert (steps[-1], spent[-1]) == (64, found.epsilon) and spent == sorted(spent)
+    for number in (1, 8, 15):
+        at_least = least(steps[number])
+        assert at_least * (1 - 1e-4) <= spent[number] <= at_least * (1 + 1e-3)
+        assert plan.slack_after(steps[number]).epsilon > 1e-3 * at_least
+
+
 def test_epsilon_grows_with_the_steps_up_to_the_claim(monkeypatch):
     found = of_plan(monkeypatch)
     steps, spent = claim.over_steps(found)
