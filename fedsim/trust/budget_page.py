@@ -191,7 +191,8 @@ def compose(found: dict[str, Any]) -> Document:
     ]
     sections = [Section("What was spent", blocks), Section("Runs", [table(found)])]
     if any(math.isfinite(y) for each in series for y in each.y):
-        chart = Chart("What the runs have cost so far", "runs", "epsilon", series)
+        title = "What the runs have cost so far"
+        chart = Chart(title, "runs", "epsilon", series, bounds=True)
         sections.append(Section("Run by run", [chart]))
     return Document("Privacy budget", sections)
 

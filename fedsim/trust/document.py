@@ -9,6 +9,7 @@ import html
 import re
 from collections.abc import Sequence
 
+from fedsim.accounting.rounding import at_most
 from fedsim.trust.svg import Chart, svg
 
 POINTS_IN_MARKDOWN = 12
@@ -174,11 +175,14 @@ def _markdown(block: Block) -> str:
 
 def _points(chart: Chart) -> Table:
     """Some of a chart's points; the series share their x or follow one another."""
-    rows = []
+    rows, shown = [], at_most if chart.bounds else format
     for each in chart.series:
         count = len(each.x)
         some = sorted({round(i * (count - 1) / POINTS_IN_MARKDOWN) for i in range(13)})
-        rows += [(each.name, f"{each.x[i]:.4g}", f"{each.y[i]:.4g}") for i in some]
+        for i in some:  # what is counted is shown as it is
+            pair = each.x[i], each.y[i]
+            cells = (str(v) if isinstance(v, int) else shown(v, ".4g") for v in pair)
+            rows.append((each.name, *cells))
     return Table(("line", chart.x_label, chart.y_label), rows)
 
 

@@ -111,6 +111,7 @@ def _charts(released: Released) -> list[Any]:
             "delta (logarithmic)",
             [Series("delta", epsilons.tolist(), deltas.tolist()), *_bounds(released, epsilons)],
             log_y=True,
+            bounds=True,
         ),
         *_as_gaussian(released),
     ]
@@ -119,7 +120,7 @@ def _charts(released: Released) -> list[Any]:
         delta = at_most(released.plan.delta, ".2e")
         title = f"Epsilon after each step, at delta = {delta}{label}"
         lines = [Series("released", steps, spent), goal]
-        blocks.append(Chart(title, "steps", "epsilon", lines))
+        blocks.append(Chart(title, "steps", "epsilon", lines, bounds=True))
     return blocks
 
 

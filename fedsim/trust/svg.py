@@ -33,6 +33,8 @@ class Chart:
     series: Sequence[Series]
     log_y: bool = False
     """Logarithmic in y; values that are not positive are left out."""
+    bounds: bool = False
+    """Whether the values are upper bounds, which are rounded up where they are shown as numbers."""
 
     def __post_init__(self) -> None:
         if not any(_points(self, each) for each in self.series):

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from fedsim.trust.document import Code, Document, Items, Quote, Section, Table, to_html, to_markdown
 from fedsim.trust.svg import Chart, Series
 
@@ -51,3 +53,11 @@ def test_a_long_chart_is_a_short_table():
     )
     rows = [line for line in text.splitlines() if line.startswith("| l ")]
     assert len(rows) == 13 and rows[0] == "| l | 0 | 0 |" and rows[-1] == "| l | 999 | 999 |"
+
+
+@pytest.mark.privacy
+def test_the_numbers_of_a_chart_of_bounds_are_rounded_up_and_counts_are_whole():
+    series = Series("l", [123_456, 1.00001], [3.99931, 2.50001])
+    page = Document("t", [Section("s", [Chart("c", "x", "y", [series], bounds=True)])])
+    text = to_markdown(page)
+    assert "| l | 123456 | 4.000 |" in text and "| l | 1.001 | 2.501 |" in text
