@@ -43,6 +43,8 @@ def black_box_epsilon(event: StepEvent, num_steps: int, delta: float) -> float:
     enough = np.flatnonzero(excess(levels) <= 0)
     if enough.size == 0:
         return math.inf
+    if enough[0] == 0:  # the least that is looked at will do
+        return group * levels[0]
     bracket = (levels[enough[0] - 1], levels[enough[0]])
     root = optimize.root_scalar(
         lambda level: excess(np.array([level]))[0], bracket=bracket, rtol=1e-9

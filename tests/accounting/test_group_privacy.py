@@ -23,6 +23,16 @@ def test_black_box_group_privacy():
         assert black_box > accounting.epsilon([(event, 2000)], 1e-6)
 
 
+@pytest.mark.privacy
+def test_where_the_least_level_is_enough_it_is_the_bound():
+    event = StepEvent(1e6, 0.01, 2)
+    found = group_privacy.black_box_epsilon(event, 1, 1e-2)
+    assert 0 < found < 1e-5
+    example_delta = accounting.delta([(StepEvent(1e6, 0.01), 1)], found / 2)
+    assert example_delta * math.expm1(found) / math.expm1(found / 2) <= 1e-2
+    assert accounting.epsilon([(event, 1)], 1e-2) <= found
+
+
 def test_black_box_does_not_crash_where_it_explodes():
     assert group_privacy.black_box_epsilon(StepEvent(0.5, 0.01, 128), 2000, 1e-6) > 1e6
     assert group_privacy.black_box_epsilon(StepEvent(0.5, 0.01, 5000), 2000, 1e-6) == math.inf
