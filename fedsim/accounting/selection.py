@@ -32,13 +32,17 @@ from fedsim.errors import expect
 
 FLOOR = 1e-15  # deltas below are not resolved
 POINTS = 4001  # of the curve at which c is looked for
+GAMMAS = math.exp(-700), math.exp(-1e-12)
+"""Between which gamma is looked for: beyond, it is not told from 0 and 1."""
+ONE = 1 + 1e-9  # a mean below stands for K = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class SelectionEvent:
     """The best of K trials, each of a candidate drawn at random.
 
-    Raises: ConfigError: mean < 1, shape <= -1, or there is no candidate.
+    Raises: ConfigError: mean < 1, shape <= -1 or too close to it for this mean, or there is no
+      candidate.
     """
 
     candidates: tuple[tuple[Any, ...], ...]
@@ -55,25 +59,29 @@ class SelectionEvent:
         expect("candidates", self.candidates, len(self.candidates) > 0, "one at least")
         expect("mean", self.mean, 1 <= self.mean < math.inf, ">= 1")
         expect("shape", self.shape, -1 < self.shape < math.inf, "> -1")
+        most, least = (mean_of(gamma, self.shape) for gamma in GAMMAS)
+        bounded = self.mean < ONE or least < self.mean < most
+        expect("shape", self.shape, bounded, f"one with which the mean can be {self.mean:g}")
 
     @property
     def gamma(self) -> float:
         """The other parameter of K's distribution, which has this mean. 1: K is 1."""
-        if self.mean == 1:
+        if self.mean < ONE:
             return 1.0
 
         def excess(log_gamma: float) -> float:
             return math.log(mean_of(math.exp(log_gamma), self.shape) / self.mean)
 
-        root = optimize.brentq(excess, -300, -1e-9, xtol=1e-12)
+        root = optimize.brentq(excess, *map(math.log, GAMMAS), xtol=1e-12)
         return math.exp(float(root))  # pyright: ignore
 
 
 def mean_of(gamma: float, shape: float) -> float:
     """E[K]. Source: Papernot and Steinke 2022, Definition 1."""
+    log = -math.log(gamma)
     if shape == 0:
-        return (1 / gamma - 1) / -math.log(gamma)
-    return shape * (1 - gamma) / (gamma * (1 - gamma**shape))
+        return math.expm1(log) / log
+    return shape * math.expm1(log) / -math.expm1(-shape * log)
 
 
 def draw_trials(event: SelectionEvent, rng: np.random.Generator) -> int:

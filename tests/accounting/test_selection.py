@@ -127,8 +127,27 @@ def test_the_number_of_trials_has_its_law(mean, shape, rng):
         assert abs(seen.mean() - expected) < 5 * seen.std() / math.sqrt(size)
 
 
-def test_one_trial_costs_what_a_trial_costs():
-    event = selection(1, 0.0, RUN)
+@pytest.mark.parametrize(
+    "mean, shape",
+    [(10, -0.995), (5, -0.99), (1 + 1e-7, 0.0), (1 + 1e-7, -0.5), (3, 200.0), (1e9, 0.0)],
+)
+def test_a_mean_that_a_shape_can_have_is_the_mean(mean, shape):
+    event = selection(mean, shape)
+    assert 0 < event.gamma < 1
+    assert mean_of(event.gamma, shape) - 1 == pytest.approx(mean - 1, rel=1e-6)
+
+
+@pytest.mark.privacy
+def test_a_shape_next_to_minus_one_costs_no_less_than_its_trials():
+    found = accounting.epsilon([(selection(10, -0.995), 1)], DELTA)
+    assert accounting.epsilon([*GAUSSIAN], DELTA / 10) < found < math.inf
+    with pytest.raises(ConfigError, match="shape=-0.9999: expected one .* mean can be 10"):
+        selection(10, -0.9999)
+
+
+@pytest.mark.parametrize("mean", [1, 1 + 1e-10])
+def test_one_trial_costs_what_a_trial_costs(mean):
+    event = selection(mean, 0.0, RUN)
     assert draw_trials(event, np.random.default_rng(0)) == 1
     found, alone = accounting.epsilon([(event, 1)], 1e-6), accounting.epsilon(RUN, 1e-6)
     assert alone * (1 - 1e-6) <= found < alone * 1.01
