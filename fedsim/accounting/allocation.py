@@ -25,12 +25,13 @@ import numpy as np
 from dp_accounting.pld.pld_pmf import DensePLDPmf
 from scipy import special
 
-from fedsim.accounting.composition import ADD, check_size
+from fedsim.accounting.composition import ADD, GridTooLargeError, check_size
 
 FINENESS = 0.05  # width of a grid, in standard deviations of the logarithm of the sum
 REACH = 8.6  # standard deviations of the noise beyond which masses are cut off: below 1e-17
 CUT = 1e-18  # of the mean, above which, and of mass, below which, a grid may end
 ROUNDING = 1e-11  # relative: thousands of additions of positive numbers
+LARGEST = 700.0  # logarithm that a value can have without becoming inf
 
 
 class Law(NamedTuple):
@@ -71,7 +72,7 @@ def one_window_pmf(
 
 
 def loss_range(noise_multiplier: float, steps: int) -> tuple[float, float]:
-    """The lowest and highest privacy loss of REMOVE."""
+    """The lowest and highest privacy loss of REMOVE. Raises: GridTooLargeError."""
     points = _window(noise_multiplier, steps).points() - math.log(steps)
     return float(points[0]), float(points[-1])
 
@@ -83,8 +84,17 @@ def _pmf(discretization: float, first: int, probs: np.ndarray, infinite: float) 
 
 @functools.lru_cache(maxsize=64)
 def _window(noise_multiplier: float, steps: int) -> Law:
-    """The law of S, more spread out than it is: by doubling, from the first binary digit on."""
+    """The law of S, more spread out than it is: by doubling, from the first binary digit on.
+
+    Raises: GridTooLargeError: there is so little noise that S may be too large for a number.
+    """
     spread = 1 / noise_multiplier**2
+    highest = spread / 2 + REACH * math.sqrt(spread) + math.log(steps)
+    if highest > LARGEST:
+        raise GridTooLargeError(
+            f"noise_multiplier={noise_multiplier:g}: expected more noise: losses are below "
+            f"{LARGEST:g}, and here they reach {highest:.4g}"
+        )
     widest = FINENESS * math.sqrt(spread)
 
     def width(terms: int) -> float:

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from fedsim import accounting
-from fedsim.accounting import StepEvent, allocated_event, allocation
+from fedsim.accounting import StepEvent, accountant, allocated_event, allocation
 from fedsim.errors import ConfigError
 
 # Bounds on epsilon from below and above by PLD-accounting 2.0, and our epsilon; the bounds are of
@@ -131,6 +131,17 @@ def test_the_law_keeps_its_mean_and_its_mass(sigma, steps):
     assert law.zero < 1e-16 and law.lost / steps < 1e-16
     variance = law.masses @ np.exp(2 * law.points()) / steps - steps
     assert 1 <= variance / math.expm1(1 / sigma**2) < 1.01
+
+
+def test_so_little_noise_that_losses_are_too_large_for_numbers_is_refused():
+    law = allocation._window(0.034, 4)  # next to what is refused
+    mean = law.masses @ np.exp(law.points()) + law.lost
+    assert mean == pytest.approx(4, abs=1e-10) and 670 < law.points()[-1] < 700
+    with pytest.raises(ConfigError, match="noise_multiplier=0.03: expected more noise"):
+        accounting.epsilon([(allocated_event(0.03, 4), 4)], 1e-6)
+    assert accountant.spent([(allocated_event(0.03, 4), 4)], 1e-6, 1e-2) == math.inf
+    few = {"epsilon": 1000.0, "delta": 1e-6, "num_steps": 4}  # calibration comes past these
+    assert 0.03 < accounting.calibrate_noise(lambda sigma: allocated_event(sigma, 4), **few) < 0.034
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 4.0])
