@@ -43,9 +43,9 @@ from fedsim.tuning import hparams
 RUNS, LOGS, BOARD, TABLE = "runs", "logs", "tb", "results"
 GIVEN_BY_SWEEP = {"run_dir", "resume", "engine", "num_workers", "wait_for_workers"}
 COLUMNS = (
-    *("delta", "noise_multiplier", "gradient_noise_multiplier", "group_size", "expected_count"),
-    *("sampling_prob", "clip_norm", "steps_done", "initial_eval_loss", "final_eval_loss"),
-    "params_sha256",
+    *("epsilon_holds", "delta", "noise_multiplier", "gradient_noise_multiplier", "group_size"),
+    *("expected_count", "sampling_prob", "clip_norm", "steps_done", "initial_eval_loss"),
+    *("final_eval_loss", "params_sha256"),
 )
 METRICS = ("eval/loss", "privacy/epsilon", "summary/final_eval_loss")
 BUSY_S = 60.0  # for a process of a killed sweep to let go of a run

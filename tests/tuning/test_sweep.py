@@ -17,6 +17,7 @@ from test_hparams import board
 
 from fedsim.cli.tuning import read_spec
 from fedsim.errors import ConfigError
+from fedsim.plan import REPRODUCTION
 from fedsim.run import ledger
 from fedsim.run.console import Console
 from fedsim.tuning import sweep
@@ -218,6 +219,18 @@ def test_a_run_that_has_its_turn_uses_all_workers_and_a_signal_ends_the_sweep(
         sweep.sweep([settings], tmp_path / name, Console(), **how)
     rows = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("turn", "here")]
     assert rows[0][0]["params_sha256"] == rows[1][0]["params_sha256"]
+
+
+@pytest.mark.privacy
+def test_an_epsilon_in_the_table_stands_beside_what_it_holds_under(tmp_path):
+    (job,) = jobs_of([{**BASE, "seed": 1}], tmp_path)
+    job.run.run_dir.mkdir(parents=True)
+    ended = {"epsilon": 3.9, "epsilon_holds": REPRODUCTION, "steps_done": 3, "num_steps": 3}
+    (job.run.run_dir / "summary.json").write_text(json.dumps(ended))
+    (row,) = sweep.write_table([job], tmp_path, {})
+    assert (row["spent_epsilon"], row["epsilon_holds"]) == (3.9, REPRODUCTION)
+    (written,) = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
+    assert written["epsilon_holds"] == REPRODUCTION
 
 
 def test_a_dry_run_lists_the_runs_and_flags_change_the_file(spec_file, tmp_path, capsys):
