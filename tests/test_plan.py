@@ -17,6 +17,7 @@ from fedsim.keys import SecretKey
 from fedsim.noise import slack
 from fedsim.plan import (
     ADJACENCY,
+    MOST_PARAMETERS,
     REPRODUCTION,
     UNPROVEN,
     Plan,
@@ -180,6 +181,18 @@ def test_an_epsilon_whose_slack_takes_all_of_delta_is_refused(users, key):
     assert plan.slack.delta < 1e-3 * plan.delta
     with pytest.raises(ConfigError, match="^epsilon=400.0: expected a smaller one, or inf: the "):
         planned(Algorithm.ULS, users, key, epsilon=400.0)
+
+
+@pytest.mark.privacy
+def test_a_trial_trains_no_more_parameters_than_its_slack_was_paid_for(users, key):
+    completed, facts = complete(Algorithm.ULS, privacy(), data_of(users))
+    method = method_for(Algorithm.ULS, completed, users, key)
+    given = (Algorithm.ULS, completed, users, method)
+    assert make_plan(*given, MOST_PARAMETERS, facts, "", trial=True).trial
+    make_plan(*given, MOST_PARAMETERS + 1, facts, "")  # outside a selection it pays by itself
+    match = "^num_parameters=1000000001: expected at most 1,000,000,000 in a private selection"
+    with pytest.raises(ConfigError, match=match):
+        make_plan(*given, MOST_PARAMETERS + 1, facts, "", trial=True)
 
 
 def test_an_assumed_population_is_labelled_as_one(users):

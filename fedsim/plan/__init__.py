@@ -10,12 +10,21 @@ label_of, holds    what epsilon holds under, or what makes it no guarantee
 from fedsim.plan.completion import bands_predicted, complete
 from fedsim.plan.evaluations import TWO_HELD_OUT, Evaluations, evaluations_of, noise_of
 from fedsim.plan.labels import ADJACENCY, REPRODUCTION, TRIAL, UNPROVEN, holds, label_of
-from fedsim.plan.making import before_of, calibrate, make_plan, method_for, planned_phases, sharing
+from fedsim.plan.making import (
+    MOST_PARAMETERS,
+    before_of,
+    calibrate,
+    make_plan,
+    method_for,
+    planned_phases,
+    sharing,
+)
 from fedsim.plan.plan import Plan
 from fedsim.plan.records import claimed_fields, ledger_head
 
 __all__ = [
     "ADJACENCY",
+    "MOST_PARAMETERS",
     "REPRODUCTION",
     "TWO_HELD_OUT",
     "TRIAL",

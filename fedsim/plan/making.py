@@ -20,6 +20,8 @@ from fedsim.sampling import Sampling, Users, graph_of
 from fedsim.shared_uls import SharedULS
 from fedsim.uls import ULS
 
+MOST_PARAMETERS = 10**9
+"""Of a trial of a private selection, whose slack of noise is paid for before models are made."""
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
 
 
@@ -99,9 +101,13 @@ def make_plan(
 ) -> Plan:
     """Calibrate the noise and write down every constant.
 
-    Raises: ConfigError: epsilon is so large that the slack of the noise takes all of delta.
+    Raises: ConfigError: epsilon is so large that the slack of the noise takes all of delta, or a
+      trial trains more parameters than were paid for.
     """
     assert privacy.delta is not None, "complete() comes first"
+    fits = not trial or num_parameters <= MOST_PARAMETERS
+    most = f"at most {MOST_PARAMETERS:,} in a private selection"
+    expect("num_parameters", num_parameters, fits, most)
     sigma, bands = calibrate(method, privacy), privacy.bands or 1
     correlated = bands if privacy.noise == CORRELATED else 1
     plan = Plan(

@@ -28,20 +28,27 @@ from fedsim.evaluate import last_model
 from fedsim.files import read_json, write_json
 from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
+from fedsim.models.transformer import PRESETS
 from fedsim.noise import noisy_mean_loss, slack
 from fedsim.optimizers import Diverged
-from fedsim.plan import TWO_HELD_OUT, complete, make_plan, method_for, noise_of, planned_phases
+from fedsim.plan import (
+    MOST_PARAMETERS,
+    TWO_HELD_OUT,
+    complete,
+    make_plan,
+    method_for,
+    noise_of,
+    planned_phases,
+)
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
 from fedsim.sampling import graph_of
-from fedsim.training import unproven_strategy
+from fedsim.training import outside, unproven_strategy
 from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, jobs_of, outcomes_of
 
 METRIC = "eval/loss"
 BEST, RESULT, EVALUATIONS, CHOSEN = "best", "selection.json", "evaluations", "chosen.json"
-MOST_PARAMETERS = 10**9
-"""For the slack of noise, which is paid for before models are made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +80,8 @@ class Priced:
     epsilon_of_one: float
     """Of the dearest candidate."""
     label: str
+    non_private: tuple[str, ...]
+    """What the guarantee of any candidate does not cover."""
     evaluations: "Evaluations | None" = None
     """Of the held-out users; None: without noise."""
 
@@ -160,6 +169,7 @@ def select(
         "eval_epsilon": how.eval_epsilon,
         "eval_delta": priced.evaluations and priced.evaluations.delta,
         "guarantee": not priced.label,
+        "non_private": list(priced.non_private),
         "claim": "\n".join(sentences(priced, len(jobs), how)),
     }
     # The choice is made once: from here on the same command only puts things into their places.
@@ -188,6 +198,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
     Raises: ConfigError: one has no place in it.
     """
     candidates, labels, slacks, deltas = [], set(), [], set()
+    not_covered: dict[str, None] = {}  # each once, in order
     one_owner = graph_of(data.train) is None  # else groups differ with the key of each trial
     expect("data", jobs[0].run.data.source, one_owner, "texts with one owner each")
     for job in jobs:
@@ -199,11 +210,13 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         expect("eval_epsilon", of_trial, of_trial is None, "none of a trial, but of the selection")
         key = SecretKey.create(run.seed)
         completed, non_private = complete(job.algorithm, privacy, data, key=key)
+        non_private += outside(run, fresh_model=run.model.source in PRESETS)
         method = method_for(job.algorithm, completed, data.train, key)
         facts = (MOST_PARAMETERS, non_private, "")
         doubt, users = unproven_strategy(run.engine), data.train
         plan = make_plan(job.algorithm, completed, users, method, *facts, unproven=doubt)
         candidates.append(tuple(planned_phases(plan, method) or ()))
+        not_covered.update(dict.fromkeys(plan.non_private))
         slacks.append(plan.slack)
         labels.add(plan.label)
         deltas.add(plan.delta)
@@ -219,6 +232,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         accounting.epsilon_with([of_each] * len(jobs), together, delta),
         max(accounting.epsilon(candidate, delta) for candidate in candidates),
         "; ".join(sorted(labels - {""})),
+        tuple(not_covered),
     )
     if how.eval_epsilon is None:
         return priced
@@ -270,6 +284,7 @@ def sentences(priced: Priced, candidates: int, how: Selection) -> list[str]:
         "for every training user.",
         f"By private selection it costs {selected}, with every candidate trained once and all of "
         f"them released {every}, and one alone {one}.",
+        f"Not covered by the guarantee: {'; '.join(priced.non_private)}.",
     ]
     if priced.evaluations is None:
         said.append(

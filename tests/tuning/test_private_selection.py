@@ -56,6 +56,8 @@ def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, 
     }
     assert not found["all_once"] and found["epsilon_of_one"] < found["epsilon"]
     assert found["epsilon"] < found["epsilon_of_all"]
+    assert found["non_private"][0].startswith("num_examples=")
+    assert all(fact in found["claim"] for fact in found["non_private"])
     with hold(place_of(None)) as ledger:
         (entry,) = ledger.entries.values()
     ((event, count),) = entry.planned
@@ -116,6 +118,19 @@ def test_a_strategy_without_a_proof_gives_a_selection_its_label(settings, tmp_pa
     for each in settings:
         each["strategy"] = "vmap:8"
     assert UNPROVEN in priced(settings, tmp_path, Selection()).label
+
+
+@pytest.mark.privacy
+def test_what_no_candidate_covers_is_part_of_the_claim(settings, tmp_path):
+    for each, chosen in zip(settings, ("clip_norm", "", "clip_norm,num_steps"), strict=True):
+        each |= {"algorithm": "els", "chosen_on_data": chosen, "strategy": None}
+    how = Selection()
+    found = priced(settings, tmp_path, how)
+    facts = ("num_examples=", "group_size=2", "clip_norm (chosen", "the strategy", "num_steps (")
+    assert len(found.non_private) == len(facts)  # each once
+    assert all(map(str.startswith, found.non_private, facts))
+    said = f"Not covered by the guarantee: {'; '.join(found.non_private)}."
+    assert said in selection.sentences(found, 3, how)
 
 
 def test_where_every_candidate_once_costs_less_that_is_done(settings, tmp_path):
