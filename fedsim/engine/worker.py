@@ -302,8 +302,8 @@ class Worker:
         if id(program) not in self._checked and strategy.proven and not clip.in_float32:
             fresh = functools.partial(no_sum, params, clip)
             arguments = (params, *self._of_chunk(chunk, clip))
-            _check_side_by_side(program, fresh, arguments, chunk, strategy)
-            self._checked.add(id(program))
+            if _checked_side_by_side(program, fresh, arguments, chunk, strategy):
+                self._checked.add(id(program))
         return program
 
     def _program(self, key, function, *args, **options):
@@ -352,8 +352,10 @@ def _most_telling(lengths: np.ndarray) -> int:
     return values[(values * counts).argmax()]
 
 
-def _check_side_by_side(program, no_sum, arguments, chunk, strategy):
-    """Raises UnsupportedModel: what a unit contributes depends on its place in a pass or on the
+def _checked_side_by_side(program, no_sum, arguments, chunk, strategy):
+    """Whether there was anything to see: units with rows whose numbers are not all zero.
+
+    Raises UnsupportedModel: what a unit contributes depends on its place in a pass or on the
     others there.
 
     Units side by side share matrix products, of which each computes its own rows. In what order a
@@ -363,9 +365,11 @@ def _check_side_by_side(program, no_sum, arguments, chunk, strategy):
     """
     at_once = strategy.units_at_once(chunk.mask.shape[1])
     if at_once == 1:
-        return
+        return True
     params, batch, mask, *others = arguments
-    some = np.resize(np.arange(len(chunk.units)), at_once)
+    if not (real := np.flatnonzero(chunk.mask.any(axis=1))).size:
+        return False
+    some = np.resize(real, at_once)
 
     def total(units, places):
         of_place = np.zeros(len(mask), int)
@@ -385,6 +389,7 @@ def _check_side_by_side(program, no_sum, arguments, chunk, strategy):
     same = (np.array_equal(*pair, equal_nan=True) for pair in halves)
     if not (all(alike) and all(same)):
         raise UnsupportedModel("side by side, units change what the others contribute")
+    return any(leaf.any() for leaf in jax.tree.leaves(together))
 
 
 def flush(wide: Any, total: Any) -> Any:

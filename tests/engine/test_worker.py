@@ -7,12 +7,14 @@ import pytest
 from zoo import Tied, losses_of
 
 from fedsim.clipping import Clip, Strategy, clipped_sum, layers
+from fedsim.clipping.observed import UnsupportedModel
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task
 from fedsim.engine.worker import Worker
 from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.mean import MeanTask
 from fedsim.models.transformer import TransformerConfig
 
 VOCAB, LENGTH = 40, 48  # buckets of 32 and 48 tokens
@@ -212,6 +214,21 @@ def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(
     changed = moved not in ("", "nan")
     expected = "side by side, units change what the others contribute" if changed else None
     assert (scan.fault, other.fault) == (None, expected)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("first", [4, 32, 0])
+def test_units_that_add_nothing_do_not_tell_whether_others_change_each_other(first, monkeypatch):
+    def wrong(*args, **options):
+        total, *found = clipped_sum(*args, **options)
+        both = args[3].any(axis=1)[:2].all()
+        return jax.tree.map(lambda leaf: leaf * (1 + both), total), *found
+
+    monkeypatch.setattr("fedsim.engine.worker.clipped_sum", wrong)
+    points = np.repeat([0.0, 1.0], (32 - first, 40))[:, None]  # of zero the gradient is zero
+    rows = np.concatenate([np.full(first, -1), np.arange(len(points))])[:, None]
+    with pytest.raises(UnsupportedModel, match="side by side, units change"):
+        Worker(MeanTask(points)).lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 4))
 
 
 def test_what_does_not_fit_into_memory_is_not_run(monkeypatch):
