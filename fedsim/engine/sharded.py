@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.clipping.clip import lattice_capacity, num_coordinates
 from fedsim.clipping.contribution import whole
 from fedsim.clipping.layered import BLOCKS, Programs, norm_and_scale, num_layers, rest_of
 from fedsim.clipping.observed import UnsupportedModel
@@ -29,7 +28,7 @@ from fedsim.engine.calls import EVAL_ROWS_PER_CHUNK
 from fedsim.engine.engine import EngineError, Stats
 from fedsim.engine.resources import compiler_options
 from fedsim.engine.task import Task
-from fedsim.engine.worker import Worker, flush, no_sum
+from fedsim.engine.worker import Worker, expect_fit, flush, no_sum, sum_holds
 from fedsim.errors import expect
 
 ALL = PartitionSpec(AXES)  # the first axis over all devices
@@ -130,8 +129,9 @@ class ShardedWorker(Worker):
         model = _Model(self, self._on_device(version, params))
         scale = jax.jit(functools.partial(norm_and_scale, clip=clip, whole=_shapes(model.own)))
         stats, total, flushed = Stats.zeros(len(rows)), self._zeros(params), None
-        room = most = lattice_capacity(num_coordinates(params))
-        for chunk in self._lane_chunks(rows, strategy):
+        room = most = sum_holds(params, clip)
+        expect_fit(strategy, len(self._devices), most)
+        for chunk in self._lane_chunks(params, rows, clip, strategy):
             for first in range(0, len(chunk.units), len(self._devices)):
                 units = chunk.units[first : first + len(self._devices)]
                 room -= len(units)

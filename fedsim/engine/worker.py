@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,7 @@ class Worker:
 
     def _try(self, params, rows, clip, strategy, best):
         before = set(self.programs)
-        for chunk in self._lane_chunks(rows, strategy):
+        for chunk in self._lane_chunks(params, rows, clip, strategy):
             self._chunk_program(no_sum(params, clip), params, chunk, clip, strategy)
         new = [self.programs[key].memory_analysis() for key in self.programs.keys() - before]
         memory = max((found.temp_size_in_bytes for found in new if found), default=0)
@@ -204,7 +205,7 @@ class Worker:
 
         # A few units tell whether there is anything to look at closely.
         few = max(TRIAL_FEW, strategy.units_at_once(rows.shape[1]))
-        for chunk in self._lane_chunks(rows[:few], strategy):
+        for chunk in self._lane_chunks(params, rows[:few], clip, strategy):
             self._checked_program(no_sum(params, clip), params, chunk, clip, strategy)
         probe, norms = timed(rows[:few])
         seconds = probe * len(rows) / len(rows[:few])
@@ -223,10 +224,10 @@ class Worker:
 
     def _add_lane(self, params, rows, clip, strategy):
         stats, total, flushed = Stats.zeros(len(rows)), no_sum(params, clip), None
-        room = most = lattice_capacity(num_coordinates(params))
-        for chunk in self._lane_chunks(rows, strategy):
+        room = most = sum_holds(params, clip)
+        for chunk in self._lane_chunks(params, rows, clip, strategy):
             room -= len(chunk.units)
-            if room < 0 and not clip.in_float32:
+            if room < 0:
                 flushed = flush(flushed, total)
                 total, room = no_sum(params, clip), most - len(chunk.units)
             program = self._checked_program(total, params, chunk, clip, strategy)
@@ -237,11 +238,14 @@ class Worker:
         total = jax.tree.map(np.asarray, total) if flushed is None else flush(flushed, total)
         return total, stats
 
-    def _lane_chunks(self, rows, strategy):
-        group = rows.shape[1]
+    def _lane_chunks(self, params, rows, clip, strategy):
+        """Raises UnsupportedModel: a sum might not hold the units of one pass."""
+        group, most = rows.shape[1], sum_holds(params, clip)
+        at_once = strategy.units_at_once(group)
+        expect_fit(strategy, at_once, most)
+        units = min(strategy.units_per_call(group), most // at_once * at_once)
         # The length of a unit of a proven strategy is its own: none goes to a longer bucket.
-        at_once = 1 if strategy.proven else strategy.units_at_once(group)
-        units = strategy.units_per_call(group)
+        at_once = 1 if strategy.proven else at_once
         return self._chunks("train", rows, units, at_once, in_passes=strategy.splits_units(group))
 
     def _chunks(
@@ -397,3 +401,15 @@ def flush(wide: Any, total: Any) -> Any:
     if wide is None:
         return jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.int64), total)
     return jax.tree.map(lambda w, leaf: np.add(w, np.asarray(leaf), out=w), wide, total)
+
+
+def sum_holds(params: Any, clip: Clip) -> int:
+    """How many units one sum surely holds."""
+    return sys.maxsize if clip.in_float32 else lattice_capacity(num_coordinates(params))
+
+
+def expect_fit(strategy: Strategy, at_once: int, most: int) -> None:
+    """Raises UnsupportedModel: more units are added at once than a sum surely holds."""
+    if at_once > most:
+        expected = f"expected at most {most}, which int32 sums of this model hold"
+        raise UnsupportedModel(f"strategy={strategy}: {at_once} units at once; {expected}")

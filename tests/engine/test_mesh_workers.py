@@ -6,6 +6,7 @@ import pytest
 from problems import softmax_problem, two_steps
 
 from fedsim.clipping import Clip, Strategy
+from fedsim.clipping.observed import UnsupportedModel
 from fedsim.config import EngineConfig, MeshShape
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
@@ -66,6 +67,15 @@ def test_a_mesh_says_how_many_devices_a_worker_has_whoever_says_it_again():
 def test_sums_without_noise_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="strategy=twice: expected another one without noise"):
         reduction(EngineConfig(**ON_RAY), exact=False)
+
+
+@pytest.mark.privacy
+def test_no_more_units_are_added_at_once_than_int32_holds(problem, monkeypatch):
+    monkeypatch.setattr("fedsim.engine.worker.lattice_capacity", lambda dimensions: 0)
+    with pytest.raises(UnsupportedModel, match="strategy=twice: 1 units at once; .* at most 0, wh"):
+        ShardedWorker(problem[0], MeshShape()).lane_sum(
+            0, problem[1], ROWS, CLIP, Strategy("twice")
+        )
 
 
 @pytest.mark.parametrize("kind", ["ray", "local"])

@@ -235,3 +235,17 @@ def test_what_does_not_fit_into_memory_is_not_run(monkeypatch):
     monkeypatch.setattr("fedsim.engine.worker.free_memory", lambda: 10)
     monkeypatch.setattr(Worker, "_add_lane", None)
     assert all("MiB, and 0 are free" in trial.fault for trial in try_two())
+
+
+@pytest.mark.privacy
+def test_no_call_adds_more_units_than_int32_holds(monkeypatch):
+    worker, rows = Worker(MeanTask(np.ones((9, 1)))), np.arange(9)[:, None]
+    expected, _ = worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 2))
+    assert -9 * 2**20 <= expected < -8.9 * 2**20
+    with pytest.raises(UnsupportedModel, match="direct:2048: 2048 units at once; .* most 2047, wh"):
+        worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 2048))
+    monkeypatch.setattr("fedsim.engine.worker.lattice_capacity", lambda dimensions: 5)
+    worker = Worker(worker.task)
+    total, stats = worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 2))
+    assert total == expected and total.dtype == np.int64 and stats.norms.all()
+    assert {shape for _, _, shape, *_ in worker.programs} == {(4, 1)}
