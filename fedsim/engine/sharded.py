@@ -7,6 +7,7 @@ and add whole numbers; they do no arithmetic that rounds. So the numbers are the
 """
 
 import collections
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -127,7 +128,9 @@ class ShardedWorker(Worker):
             expected = "layers or twice, on a mesh, and a finite epsilon"
             raise UnsupportedModel(f"strategy={strategy}: expected {expected}")
         model = _Model(self, self._on_device(version, params))
-        scale = jax.jit(functools.partial(norm_and_scale, clip=clip, whole=_shapes(model.own)))
+        way = dataclasses.replace(clip, norm=1.0)  # C is an argument of the program: it may move
+        scaled = functools.partial(norm_and_scale, clip=way)
+        scale = self._of_shapes(("scale", way), model.own, scaled)
         stats, total, flushed = Stats.zeros(len(rows)), self._zeros(params), None
         room = most = sum_holds(params, clip)
         expect_fit(strategy, len(self._devices), most)
@@ -205,9 +208,16 @@ class ShardedWorker(Worker):
 
     def _zeros(self, params):
         """A sum of no units."""
+        shardings = self._shardings(params)
+        return self._of_shapes(("zeros",), params, _no_sum, out_shardings=shardings)()
+
+    def _of_shapes(self, key, params, function, **options):
+        """`function` with the shapes of the parameters as `whole`; compiled once for a key."""
         shapes = _shapes(params)
-        zeros = functools.partial(no_sum, shapes, Clip(1.0))
-        return jax.jit(zeros, out_shardings=self._shardings(params))()
+        leaves, treedef = jax.tree.flatten(shapes)
+        if (key := (*key, treedef, *leaves)) not in self.programs:
+            self.programs[key] = jax.jit(functools.partial(function, whole=shapes), **options)
+        return self.programs[key]
 
     def _shardings(self, params):
         return jax.tree.map(self._sharding, specs_of(params, self.shape))
@@ -314,6 +324,10 @@ class _Units:
             jax.block_until_ready(before)
         arguments = (*self.model.rest, self.batch, of_head, dx)
         yield None, *self.worker.run("stem_back", *arguments)
+
+
+def _no_sum(whole):
+    return no_sum(whole, Clip(1.0))
 
 
 def _numbers(grad, scale):

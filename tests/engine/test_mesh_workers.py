@@ -45,6 +45,22 @@ def test_a_worker_that_gets_its_task_later_sends_the_same_sum_as_numpy(problem):
     assert np.array_equal(stats.norms, known.norms) and stats.norms.all()
 
 
+def test_a_second_step_compiles_nothing(problem):
+    task, params = problem
+    worker = ShardedWorker(task, MeshShape())
+    worker.lane_sum(0, params, ROWS, CLIP, Strategy("twice"))
+    events = []
+
+    def listener(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    worker.lane_sum(1, params, ROWS, Clip(0.2), Strategy("twice"))  # C may move
+    jax.monitoring.unregister_event_duration_listener(listener)
+    assert not events
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
