@@ -249,6 +249,8 @@ class RayEngine(Engine):
     def _collect(self) -> None:
         """Wait a moment for an answer; deal with what came, and with what did not."""
         now = time.monotonic()
+        if self._health.overdue(now) or self._health.given_up(now):
+            self._hear(0.0, len(self._flights))  # perhaps it was the driver who was away
         for worker in self._health.overdue(now):
             ray.kill(self._workers[worker], no_restart=False)
             self._lost(self._land(worker))
@@ -259,8 +261,11 @@ class RayEngine(Engine):
         if not self._flights:
             time.sleep(PAUSE_S)
             return
-        timeout = PAUSE_S if self._probe_at else 1.0
-        for ref in ray.wait(list(self._flights), num_returns=1, timeout=timeout)[0]:
+        self._hear(PAUSE_S if self._probe_at else 1.0)
+
+    def _hear(self, timeout: float, most: int = 1) -> None:
+        """Take answers, as soon as there are so many, or the time is up."""
+        for ref in ray.wait(list(self._flights), num_returns=most, timeout=timeout)[0]:
             self._answered(ref, self._flights.pop(ref))
 
     def _answered(self, ref: Any, flight: _Flight) -> None:

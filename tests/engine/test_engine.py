@@ -209,6 +209,20 @@ def test_a_frozen_worker_is_replaced(ray_cluster, task, rng, params):
     pool.close()
 
 
+@pytest.mark.ray
+def test_an_answer_that_is_there_is_not_late_however_long_the_driver_was_away(pool, rng, params):
+    import ray
+
+    expected = pool.mean_nats(params, "any", np.arange(45))
+    before, answer = pool.redispatched, pool.begin_mean_nats(params, "any", np.arange(45))
+    flights = list(pool._flights)
+    assert len(flights) == 2
+    ray.wait(flights, num_returns=2)
+    for worker in pool._health._workers.values():
+        worker.deadline = 0.0
+    assert answer() == expected and pool.redispatched == before
+
+
 class FailingTask(TokensTask):
     def read(self, split, rows):
         raise RuntimeError("no such text")
