@@ -23,6 +23,7 @@ from fedsim.engine.resources import Placement, actor_options, expect_room, place
 from fedsim.engine.task import Task
 
 MAX_LOSSES = 4  # of one lane, in one call
+PULL_S = 60.0  # for a sum to come from another node
 START_S = 300.0  # for all workers to answer for the first time; imports are slow on busy hosts
 
 

@@ -26,7 +26,7 @@ from ray.exceptions import (
 )
 
 from fedsim.config import MeshShape
-from fedsim.engine.actors import MAX_LOSSES, START_S, Actors, Shared, cause, failure
+from fedsim.engine.actors import MAX_LOSSES, PULL_S, START_S, Actors, Shared, cause, failure
 from fedsim.engine.engine import Engine, EngineError, ignore
 from fedsim.engine.health import Health, Patience, State
 from fedsim.engine.mesh import MeshWorker
@@ -37,7 +37,6 @@ from fedsim.engine.task import Task
 from fedsim.engine.worker import NoTask, Worker
 
 PAUSE_S = 0.2  # between two questions to a worker that cannot be reached
-PULL_S = 60.0  # for a sum to come from another node
 RECRUIT_S = 10.0  # between two looks at whether the cluster has room for more workers
 STRANGE_S = 600.0  # after there was room on a host of another kind: it may be the only room
 AHEAD = 2  # lanes per worker that may be done or under way before the driver has added them

@@ -17,10 +17,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from fedsim.clipping import Strategy
-from fedsim.engine.actors import MAX_LOSSES, START_S, Actors, Shared, cause, failure
+from fedsim.engine.actors import MAX_LOSSES, PULL_S, START_S, Actors, Shared, cause, failure
 from fedsim.engine.engine import Engine, EngineError, Stats, ignore
 from fedsim.engine.health import Health, Patience
-from fedsim.engine.lanes import whole
+from fedsim.engine.lanes import costs, whole
 from fedsim.engine.mesh import MeshWorker
 from fedsim.engine.monitor import Monitor
 from fedsim.engine.task import Task
@@ -125,7 +125,7 @@ class SpmdEngine(Engine):
         def hold():
             return [worker.hold_sum.remote(*arguments) for worker in self._group]
 
-        stats = Stats.of_all(rows, self._until_done("hold_sum", hold), self.cut(rows).order)
+        stats = Stats.of_all(rows, self._until_done("hold_sum", hold, rows), self.cut(rows).order)
         holding = self._group
 
         def release(shares):
@@ -157,26 +157,31 @@ class SpmdEngine(Engine):
 
     def _sum(self, rows: np.ndarray, args: tuple) -> tuple[Any, Stats]:
         """The sum over all rows, and their statistics in order."""
-        first: Any = None
 
         def call():
-            nonlocal first
             arguments = (self._shared.version, self._shared.ref, rows, *args)
             pairs = [
                 worker.lane_sum.options(num_returns=2).remote(*arguments) for worker in self._group
             ]
-            first = pairs[0][0]  # all processes have the same sum
-            return [stats for _, stats in pairs]
+            # All processes have the same sum.
+            return [pairs[0][0], *(stats for _, stats in pairs)]
 
-        parts = self._until_done("lane_sum", call)
-        return ray.get(first), Stats.join(parts)
+        total, *parts = self._until_done("lane_sum", call, rows)
+        return total, Stats.join(parts)
 
-    def _until_done(self, method: str, call: Callable[[], list[Any]]) -> list[Any]:
-        """Answers of the calls that `call` makes, from a new group if this one is lost."""
+    def _until_done(
+        self, method: str, call: Callable[[], list[Any]], rows: np.ndarray | None = None
+    ) -> list[Any]:
+        """Answers of the calls that `call` makes, from a new group if this one is lost.
+
+        Args: rows: those whose lengths programs depend on, if they do.
+        """
+        found = None if rows is None else costs(self.task, "train", rows)
+        lengths = () if found is None else tuple(np.unique(found.max(axis=1)).tolist())
         for losses in range(MAX_LOSSES):
             try:
                 now = time.monotonic()
-                deadline = self._health.start(GROUP, method, now, losses)
+                deadline = self._health.start(GROUP, (method, lengths), now, losses)
                 answers = self._wait(call(), deadline)
                 self._health.answer(GROUP, time.monotonic())
                 return answers
@@ -192,12 +197,12 @@ class SpmdEngine(Engine):
 
     def _wait(self, refs: list[Any], deadline: float) -> list[Any]:
         """All answers, or what went wrong first."""
-        left = list(refs)
+        found, left = {}, list(refs)
         while left:
             done, left = ray.wait(left, num_returns=1, timeout=1)
             for ref in done:
                 try:
-                    ray.get(ref)
+                    found[ref] = ray.get(ref, timeout=PULL_S)
                 except RayTaskError as error:
                     # A lost peer shows as an error of the collective, like a lack of memory.
                     if isinstance(error.cause, jax.errors.JaxRuntimeError | RayError):
@@ -205,9 +210,9 @@ class SpmdEngine(Engine):
                     raise failure("a step failed", error) from error
                 except RayError as error:
                     raise _GroupLost(cause(error)) from error
-            if time.monotonic() > deadline:
+            if not done and time.monotonic() > deadline:  # what is there is not late
                 raise _GroupLost("a worker did not answer in time")
-        return ray.get(refs)
+        return [found[ref] for ref in refs]
 
     def _create(self) -> None:
         """New actors, on their way up. Ray does not restart them: a process joins only once."""

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import jax
 import numpy as np
@@ -13,7 +14,8 @@ from problems import softmax_problem
 from fedsim.clipping import Clip
 from fedsim.config import EngineConfig
 from fedsim.engine import reduction
-from fedsim.engine.engine import EngineError
+from fedsim.engine import spmd_engine as spmd
+from fedsim.engine.engine import EngineError, Stats
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task
 from fedsim.errors import ConfigError
@@ -155,6 +157,76 @@ def test_a_killed_process_restarts_the_group_and_changes_nothing(engine, problem
     assert same(total, expected) and len(stats.norms) == 200
     assert engine.redispatched == before + 1
     assert engine.measurements()[name] == restarts + 1
+
+
+class Lost:
+    """A Ray actor that is killed before it answers."""
+
+    def answer(self):
+        threading.Event().wait()
+
+
+@pytest.fixture
+def lost(ray_cluster):
+    """An answer that nobody can fetch."""
+    import ray
+
+    actor = ray.remote(num_cpus=0)(Lost).remote()
+    ref = actor.answer.remote()
+    ray.kill(actor)
+    return ref
+
+
+class Group:
+    """The one worker of a group, as `SpmdEngine` sees it; its answers are given."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.lane_sum, self.remote = self, lambda *args: self.answers.pop(0)
+
+    def options(self, num_returns):
+        return self
+
+
+def test_a_sum_that_is_lost_on_its_way_is_computed_again(engine, lost, monkeypatch):
+    import ray
+
+    group = Group(*((ref, ray.put(Stats.zeros(3))) for ref in (lost, ray.put({"theta": 1}))))
+    again = []
+    monkeypatch.setattr(engine, "_group", [group])
+    monkeypatch.setattr(engine, "_end", lambda: None)
+    monkeypatch.setattr(engine, "_create", lambda: again.append(True))
+    monkeypatch.setattr(
+        engine, "_join", lambda s: engine._health.answer(spmd.GROUP, time.monotonic())
+    )
+    total, stats = engine._sum(np.zeros((3, 1), int), ())
+    assert total == {"theta": 1} and len(stats.norms) == 3 and again == [True]
+
+
+def test_answers_that_are_there_are_not_late(engine):
+    import ray
+
+    refs = [ray.put(number) for number in range(3)]
+    assert engine._wait(refs, deadline=0.0) == [0, 1, 2]
+
+
+def test_a_length_that_comes_for_the_first_time_has_the_patience_of_a_first_call(
+    engine, monkeypatch
+):
+    import ray
+
+    kinds, start = [], engine._health.start
+
+    def started(group, kind, now, losses):
+        kinds.append(kind)
+        return start(group, kind, now, losses)
+
+    monkeypatch.setattr(engine._health, "start", started)
+    monkeypatch.setattr(spmd, "costs", lambda task, split, rows: np.where(rows < 0, 0, 8 + rows))
+    for rows in ([[0, 8]], [[8, -1]], [[8, 0], [0, -1]], [[0, -1]]):
+        engine._until_done("lane_sum", lambda: [ray.put(None)], np.array(rows))
+    lengths = [kind[1] for kind in kinds]
+    assert lengths == [(16,), (16,), (8, 16), (8,)]
 
 
 def test_an_exception_in_a_workers_code_ends_the_run_with_its_cause(ray_cluster, problem):
