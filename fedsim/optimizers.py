@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedsim.clipping.layered import BLOCKS
 from fedsim.config import RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.placement import adds_up, any_cut
 
 MOMENTUM = 0.9
+STACKED = (jax.tree_util.DictKey(BLOCKS),)  # where the path of a leaf [layers, ...] begins
 BY_COORDINATE = ("momentum", "sgd", "adam", "adamw")
 
 
@@ -144,15 +146,17 @@ def _towards(average, params, share):
 
 
 def _decay(rate: float | optax.Schedule, share: float) -> optax.GradientTransformation:
-    """Decoupled weight decay (Loshchilov and Hutter 2019), of matrices alone."""
+    """Decoupled weight decay (Loshchilov and Hutter 2019), of matrices alone: of those of each
+    layer, where layers are stacked."""
 
     def update(updates, state, params=None):
         now = (rate(state.count) if callable(rate) else rate) * share
 
-        def less(change, leaf):
-            return change - (now * leaf).astype(change.dtype) if leaf.ndim > 1 else change
+        def less(path, change, leaf):
+            is_matrix = leaf.ndim - (path[:1] == STACKED) > 1
+            return change - (now * leaf).astype(change.dtype) if is_matrix else change
 
-        return jax.tree.map(less, updates, params), state._replace(count=state.count + 1)
+        return jax.tree.map_with_path(less, updates, params), state._replace(count=state.count + 1)
 
     start = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
     return optax.GradientTransformation(lambda params: start, update)

@@ -59,6 +59,16 @@ def test_weight_decay_takes_a_share_of_matrices_alone():
         assert not updates["b"].any()
 
 
+def test_weight_decay_takes_what_it_would_of_each_layer_where_layers_are_stacked():
+    block = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 3.0)}
+    params = {"blocks": jax.tree.map(lambda leaf: jnp.stack([leaf] * 5), block), "e": block["w"]}
+    run = run_of(optimizer="sgd", learning_rate=0.5, weight_decay=0.1)
+    rule = update_rule(run, rate_of(run, 1))
+    updates, _ = rule.update(jax.tree.map(jnp.zeros_like, params), rule.init(params), params)
+    changed = jax.tree.map(lambda leaf: bool(leaf.any()), updates)
+    assert changed == {"blocks": {"w": True, "b": False}, "e": True}
+
+
 def test_options_are_those_of_the_optimizer():
     grad, params = jnp.array([1.0, -2.0]), jnp.ones(2)
     mine, theirs = optimizer("adam:b1=0.5,eps=1e-3", 0.1), optax.adam(0.1, b1=0.5, eps=1e-3)
