@@ -42,6 +42,7 @@ def chunks(
       mask: bool [units, group], true where a row is real.
       units_at_once: so many cost as much as one of them.
       few: units of the chunks of what does not fill a chunk; None: it is one, padded.
+    Raises ConfigError: a row is longer than the last bucket.
     """
     units, sizes_of_chunks = np.arange(len(mask)), (units_per_chunk, few or units_per_chunk)
     if buckets is None:
@@ -58,10 +59,10 @@ def _by_length(batch, mask, longest, sizes_of_chunks, buckets, units_at_once):
     """Chunks of each length. What does not fill the last pass of a length goes to the next longer
     one where that is cheaper."""
     lengths = buckets.lengths
-    needed = np.searchsorted(lengths, longest)
+    needed = buckets.holding(longest)
     left = np.zeros(0, np.int64)
     for number, length in enumerate(lengths):
-        waiting = np.concatenate([left, np.flatnonzero(needed == number)])
+        waiting = np.concatenate([left, np.flatnonzero(needed == length)])
         over = len(waiting) % units_at_once
         longer = lengths[number + 1] if number + 1 < len(lengths) else math.inf
         keep = len(waiting) - (over if over * longer < units_at_once * length else 0)

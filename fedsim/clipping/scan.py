@@ -19,6 +19,7 @@ import numpy as np
 from fedsim.clipping.clip import Clip
 from fedsim.clipping.contribution import contribution, scaled
 from fedsim.clipping.products import in_one_product
+from fedsim.errors import expect
 
 LossFn = Callable[[Any, Any], jax.Array]
 MANY_ROWS = 16  # of a pass, from which on `_over_one` gains
@@ -39,8 +40,12 @@ class Buckets:
     a tree of arrays [rows, length]."""
 
     def holding(self, sizes: np.ndarray) -> np.ndarray:
-        """The least of the lengths that holds each of these sizes, int, like `sizes`."""
-        lengths = np.asarray(self.lengths)
+        """The least of the lengths that holds each of these sizes, int, like `sizes`.
+
+        Raises ConfigError: none does.
+        """
+        lengths, longest = np.asarray(self.lengths), int(np.max(sizes, initial=0))
+        expect("sizes", longest, longest <= lengths[-1], f"<= {lengths[-1]}, the last of `lengths`")
         return lengths[np.searchsorted(lengths, sizes)]
 
     def up_to(self, length: int) -> "Buckets":

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fedsim.clipping import Buckets
 from fedsim.clipping.packing import chunks, padded
+from fedsim.errors import ConfigError
 
 LENGTHS = (4, 8, 16, 20)
 BUCKETS = Buckets(LENGTHS, lambda b: b["sizes"], lambda b, n: b | {"tokens": b["tokens"][..., :n]})
@@ -123,6 +124,19 @@ def test_rows_of_the_longest_and_of_each_bucket_fit_exactly(rng):
     found = list(chunks(batch, np.ones((4, 1), bool), 1, BUCKETS))
     assert [chunk.length for chunk in found] == list(LENGTHS)
     assert [int((chunk.batch["tokens"] > 0).sum()) for chunk in found] == list(LENGTHS)
+
+
+def test_a_row_longer_than_the_last_bucket_is_refused(rng):
+    batch, mask = lane(rng, 4, 1, density=1)
+    batch["sizes"][2] = 21
+    for cut in (
+        lambda: list(chunks(batch, mask, 4, BUCKETS)),
+        lambda: BUCKETS.holding(batch["sizes"]),
+    ):
+        with pytest.raises(ConfigError, match="^sizes=21: expected <= 20, the last of `lengths`$"):
+            cut()
+    batch["sizes"][2], mask[2] = 21, False  # of padding it does not matter
+    assert len(list(chunks(batch, mask, 4, BUCKETS)))
 
 
 def test_what_does_not_fill_a_chunk_goes_into_chunks_of_few(rng):
