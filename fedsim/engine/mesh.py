@@ -88,10 +88,20 @@ def mesh_sum(
 
     To be called with the same arguments in every process that `jax.distributed` has joined, whoever
     started them (Ray Train's JaxTrainer, mpirun, Slurm). Arguments are those of
-    `Engine.clipped_sum`.
+    `Engine.clipped_sum`. That these processes are of one kind of processor or accelerator, and have
+    the same packages, is not looked at: who started them answers for it, or compares
+    `Worker.facts`.
     Returns: (the sum, the same in every process; the statistics of this process's share of units).
+    Raises: UnfitDevice: the arithmetic of this process's device is not what the guarantee rests on.
     """
+    _look_at_device()
     return MeshWorker(task).lane_sum(0, params, rows, clip, strategy)
+
+
+@functools.cache
+def _look_at_device() -> None:
+    """Once, for it computes. Raises: UnfitDevice."""
+    Worker().facts()
 
 
 @functools.cache

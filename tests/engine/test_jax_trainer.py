@@ -9,8 +9,11 @@ import pytest
 from fedsim.clipping import Clip, Strategy
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
+from fedsim.engine import mesh
+from fedsim.engine.arithmetic import UnfitDevice
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.resources import Placement
+from fedsim.engine.worker import Worker
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig
 
@@ -39,6 +42,17 @@ def run(config):
     total, stats = mesh_sum(*problem(), ROWS, *SUM)
     found = f"{jax.process_count()} {len(stats.norms)} {digest(total)}"
     (Path(config["out"]) / str(jax.process_index())).write_text(found)
+
+
+@pytest.mark.privacy
+def test_a_device_is_measured_before_its_first_sum(monkeypatch):
+    def unfit(worker):
+        raise UnfitDevice("products err")
+
+    mesh._look_at_device.cache_clear()
+    monkeypatch.setattr(Worker, "facts", unfit)
+    with pytest.raises(UnfitDevice):
+        mesh.mesh_sum(*problem(), ROWS, *SUM)
 
 
 @pytest.mark.ray
