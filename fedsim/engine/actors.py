@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 import ray
-from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from fedsim.engine.cluster import Cluster
@@ -79,7 +78,7 @@ class Actors:
         deadline = time.monotonic() + wait_s
         nodes = self._cluster.nodes()
         if wait_s and self.placement.room(nodes) < self.placement.num_workers:
-            request_resources(bundles=[self.placement.needs] * self.placement.num_workers)
+            self._cluster.ask_for([self.placement.needs] * self.placement.num_workers)
         while (
             self.placement.room(nodes) < self.placement.num_workers and time.monotonic() < deadline
         ):

@@ -18,11 +18,12 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
 import ray
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
 from fedsim.engine import warden
@@ -39,6 +40,7 @@ class Cluster:
         self._directory: Path | None = None
         self._processes: set[int] = set()
         self._warden: subprocess.Popen | None = None
+        self._asked = False
         if self._owned and "RAY_ADDRESS" in os.environ:
             self._join(os.environ["RAY_ADDRESS"])
         elif self._owned:
@@ -80,8 +82,16 @@ class Cluster:
         """What each node that is alive has, by Ray's names."""
         return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
+    def ask_for(self, bundles: list[dict[str, float]]) -> None:
+        """Have the autoscaler make room for all of these at once, until `close`."""
+        self._asked = True
+        request_resources(bundles=bundles)
+
     def close(self) -> None:
         """Disconnect; a private cluster ends and leaves nothing behind."""
+        if self._asked:  # else nodes would stay up for it
+            with suppress(Exception):  # a cluster that is lost holds none
+                request_resources(bundles=[])
         if self._processes:
             threading.Thread(target=_end_with, args=(self._processes,), daemon=True).start()
         if self._owned:

@@ -16,7 +16,7 @@ from problems import mean_problem
 from fedsim.clipping import Clip
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
-from fedsim.engine import actors, environment, warden
+from fedsim.engine import actors, cluster, environment, warden
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
 from fedsim.errors import ConfigError
@@ -173,6 +173,17 @@ def test_a_stop_that_all_processes_hear_ends_none_of_the_cluster(ray_cluster, rn
     assert np.array_equal(total, expected)
     assert pool.measurements()["performance/worker_restarts"] == 0
     pool.close()
+
+
+def test_what_an_autoscaler_was_asked_for_is_withdrawn(ray_cluster, rng, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cluster, "request_resources", lambda bundles: asked.append(bundles))
+    _, task = mean_problem(rng, [5])
+    with pytest.raises(ConfigError, match="num_workers=9: expected at most 8"):
+        actors.Actors(task, num_workers=9, threads=1, wait_s=0.01)
+    assert asked == [[{"CPU": 1}] * 9, []]
+    actors.Actors(task, num_workers=1, threads=1, wait_s=0.01).close()
+    assert len(asked) == 2  # there was room
 
 
 def test_versions_that_differ_are_named():
