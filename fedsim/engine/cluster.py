@@ -136,7 +136,7 @@ def _end_with(processes: set[int]) -> None:
     for each of them, one after the other, before it does."""
     here = processes & warden.children(os.getpid())
     family = warden.family(here)
-    while here <= warden.children(os.getpid()):
+    while here and here <= warden.children(os.getpid()):
         time.sleep(0.02)
     warden.end(family, os.getsid(0))
 

@@ -186,6 +186,12 @@ def test_what_an_autoscaler_was_asked_for_is_withdrawn(ray_cluster, rng, monkeyp
     assert len(asked) == 2  # there was room
 
 
+def test_who_waits_for_a_cluster_to_end_sees_that_it_has(monkeypatch):
+    monkeypatch.setattr(warden, "children", lambda pid: set())
+    monkeypatch.setattr(cluster.time, "sleep", None)
+    cluster._end_with({2**22 + 1})
+
+
 def test_versions_that_differ_are_named():
     mine = environment.versions()
     assert environment.difference(mine, dict(mine)) == ""
