@@ -96,7 +96,8 @@ class Actors:
 
         Args: facts: what `Worker.begin` answered.
         """
-        found = difference(self._versions, facts["versions"])
+        if not (found := difference(self._versions, facts["versions"])):
+            self._versions |= facts["versions"]  # of accelerators, which this process may not have
         self._kind = self._kind or facts["kind"]
         if not found and facts["kind"] != self._kind:
             # Other processors and devices round otherwise. Who computes a unit may depend on who

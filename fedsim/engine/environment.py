@@ -13,6 +13,7 @@ from fedsim.engine.resources import driver_environment
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
 PACKAGES += ("dp-accounting",)
+WHERE_INSTALLED = ("jax-cuda12-plugin", "nvidia-cublas-cu12", "jax-cuda13-plugin", "nvidia-cublas")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
@@ -55,11 +56,12 @@ def keep_memory() -> bool:
 def versions() -> dict[str, str]:
     """Python and the packages on which the bits of a run depend, as they are in this process."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *WHERE_INSTALLED):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
+            if name in PACKAGES:
+                found[name] = "none"
     return found
 
 

@@ -1,5 +1,6 @@
 """The host that a worker computes on: what it is, what is free there, and what it keeps."""
 
+import hashlib
 import os
 import platform
 import re
@@ -11,6 +12,9 @@ from pathlib import Path
 import jax
 
 from fedsim.files import is_own_directory
+
+# Of /proc/cpuinfo: what equal hosts have in common. Steppings and microcode differ between them.
+GENERATION = "vendor_id|cpu family|model|flags|CPU implementer|CPU architecture|CPU part|Features"
 
 
 def keep_compiled(cache_dir: Path) -> None:
@@ -51,9 +55,18 @@ def free_memory() -> int:
 
 
 def host_kind() -> str:
-    """Names what compiled programs depend on: unlike hosts must not share them."""
+    """Names what compiled programs depend on: unlike hosts must not share them.
+
+    The processor as it calls itself, and a digest of its generation and its instructions, for
+    machines of a cloud have one name for several; and of what XLA was told about processors.
+    """
     try:
-        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        info = Path("/proc/cpuinfo").read_text()
     except OSError:
-        model = None
-    return re.sub(r"\W+", "-", model[1] if model else platform.machine()).strip("-")
+        info = ""
+    model = re.search(r"^model name\s*: (.*)", info, re.M)
+    told = re.findall(r"--xla_(?:cpu|backend)\S+", os.environ.get("XLA_FLAGS", ""))
+    facts = [*sorted(set(re.findall(rf"^(?:{GENERATION})\s*:.*", info, re.M))), *told]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
+    name = f"{model[1] if model else platform.machine()} {digest}"
+    return re.sub(r"\W+", "-", name).strip("-")

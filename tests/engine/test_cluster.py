@@ -155,6 +155,19 @@ def test_workers_of_two_kinds_are_refused(ray_cluster, rng, monkeypatch):
     pool.close()
 
 
+@pytest.mark.privacy
+def test_workers_have_the_same_packages_of_accelerators_also_where_the_driver_has_none(
+    ray_cluster, rng
+):
+    _, task = mean_problem(rng, [5])
+    made = actors.Actors(task, num_workers=1, threads=1)
+    known = {"kind": "K", "host": "h", "versions": environment.versions()}
+    ours, other = ({**known, "versions": known["versions"] | {"cublas": n}} for n in "12")
+    assert [made.stranger(facts) for facts in (ours, ours)] == ["", ""]
+    assert made.stranger(other) == "the worker on h has cublas 2 instead of 1"
+    made.close()
+
+
 def test_a_stop_that_all_processes_hear_ends_none_of_the_cluster(ray_cluster, rng):
     """As `timeout`, a closed terminal, systemd and Slurm send it; the driver decides."""
     if not ray_cluster._processes:
