@@ -14,7 +14,9 @@ import jax
 from fedsim.files import is_own_directory
 
 # Of /proc/cpuinfo: what equal hosts have in common. Steppings and microcode differ between them.
-GENERATION = "vendor_id|cpu family|model|flags|CPU implementer|CPU architecture|CPU part|Features"
+GENERATION = "vendor_id|cpu family|model|CPU implementer|CPU architecture|CPU part"
+# Of its instructions, those that numbers are computed with: the others depend on the kernel, too.
+NUMERIC = re.compile(r"\b(?:s?sse|avx|fma|f16c|amx|bmi|fp|asimd|neon|sve|sme|bf16|i8mm)\w*")
 
 
 def keep_compiled(cache_dir: Path) -> None:
@@ -66,7 +68,11 @@ def host_kind() -> str:
         info = ""
     model = re.search(r"^model name\s*: (.*)", info, re.M)
     told = re.findall(r"--xla_(?:cpu|backend)\S+", os.environ.get("XLA_FLAGS", ""))
-    facts = [*sorted(set(re.findall(rf"^(?:{GENERATION})\s*:.*", info, re.M))), *told]
+    instructions = set(
+        NUMERIC.findall(" ".join(re.findall(r"^(?:flags|Features)\s*:.*", info, re.M)))
+    )
+    generation = set(re.findall(rf"^(?:{GENERATION})\s*:.*", info, re.M))
+    facts = [*sorted(generation), *sorted(instructions), *told]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
     name = f"{model[1] if model else platform.machine()} {digest}"
     return re.sub(r"\W+", "-", name).strip("-")

@@ -69,6 +69,7 @@ def kind_of(monkeypatch, info):
         ("AMD", " avx512f", "", False),
         ("AMD", ": 25", ": 26", False),
         ("AMD", ": 17", ": 18", False),
+        ("AMD", "fpu", "fpu ibrs", True),
         ("AMD", "stepping\t: 1", "stepping\t: 2", True),
         ("AMD", "0x1000065", "0x1000066", True),
         ("AMD", "2596.138", "2600.000", True),
