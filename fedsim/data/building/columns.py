@@ -90,6 +90,12 @@ class Columns:
         single = filter(None, (self.order, self.conversation, self.turn))
         return list(dict.fromkeys((*self.owner, *self.text, *single, *self.extra)))
 
+    @property
+    def as_written(self) -> list[str]:
+        """The columns whose values stay texts, whatever they look like: all but the order."""
+        ordering = {self.order} - {*self.owner, *self.text, self.conversation, *self.extra}
+        return [name for name in self.names if name not in ordering]
+
     def outer(self, found: Sequence[str]) -> list[str]:
         """The columns among those `found` that hold them."""
         names = [name if name in found else name.partition(".")[0] for name in self.names]
@@ -168,7 +174,7 @@ def normalise(
     else:
         rows = range(first_row, first_row + len(batch))
         users = _join_ids(
-            [_as_ids(batch[name], f"user_column={name}", rows, tally) for name in columns.user]
+            [ids_of(batch[name], f"user_column={name}", rows, tally) for name in columns.user]
         )
     texts = [_as_text(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
     found = {"user_id": users}
@@ -215,8 +221,8 @@ def is_string(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
-    """Ids as strings; see `user_ids`."""
+def ids_of(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
+    """Ids as strings; see `user_ids`. Raises: DataError: it has no ids."""
     column = plain(column)
     kind = column.type
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
@@ -255,7 +261,7 @@ def _owned(
     """(row, owner) of one column: lists, or single ids, of which null and blank ones are nobody."""
     column, field = plain(batch[name]), columns.blamed
     if not is_list(column.type):
-        ids = _as_ids(column, field, range(first_row, first_row + len(column)), tally)
+        ids = ids_of(column, field, range(first_row, first_row + len(column)), tally)
         rows = np.flatnonzero(~is_blank(ids))
         return rows, ids.take(pa.array(rows))
     sizes = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)  # pyright: ignore
@@ -267,7 +273,7 @@ def _owned(
             f"{field}: expected at most {MOST_OWNERS} owners of a text, got {sizes[bad[0]]} in "
             f"row {first_row + bad[0] + 1}"
         )
-    ids = _as_ids(values, field, first_row + rows, tally)
+    ids = ids_of(values, field, first_row + rows, tally)
     blank = is_blank(ids)
     if blank.any():
         row = first_row + rows[blank.argmax()] + 1

@@ -5,6 +5,7 @@ to be who spoke before: the last other speaker in the same conversation. The fir
 nobody whom the data know.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fedsim.data.building.columns import Columns, is_list, is_string, normalise, plain
-from fedsim.data.building.readers import Part, raw
+from fedsim.data.building.columns import Columns, ids_of, is_list, is_string, normalise, plain
+from fedsim.data.building.readers import Part, complaints, raw
+from fedsim.data.building.user_ids import is_missing
 from fedsim.errors import DataError
 
 ROWS_AT_ONCE = 65_536
+# What turns that are written as texts may be, if all of them are.
+NUMBERS_AND_TIMES = (pa.int64(), pa.float64(), pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
 # No column of a source is called so.
 SPEAKER, SPOKEN_TO, WHERE, TURN, ROW = (
     f"\x1f{name}" for name in ("speaker", "spoken to", "conversation", "turn", "row")
@@ -36,7 +40,7 @@ def write(parts: Sequence[Part], columns: Columns, file: Path) -> None:
 
     All rows are in memory meanwhile. Rows of one turn stay in the order of the sources.
     Args: columns: of the parts; their user column has the speaker.
-    Raises: DataError: a row has no turn, or turns are of several kinds.
+    Raises: DataError: a row has no turn, turns are of several kinds, or conversations have no ids.
     """
     assert columns.conversation is not None and columns.turn is not None, "of conversations"
     tables = []
@@ -45,11 +49,14 @@ def write(parts: Sequence[Part], columns: Columns, file: Path) -> None:
             if len(columns.user) == 1 and is_list(batch[columns.user[0]].type):
                 raise DataError(f"{columns.blamed}: expected one speaker, got a list")
             speaking = replace(columns, text=(), order=None)
-            found: dict[str, Any] = {
-                SPEAKER: normalise(batch, speaking, first_row)["user_id"],
-                WHERE: plain(batch[columns.conversation]).cast(pa.string()),
-                TURN: _turns(plain(batch[columns.turn]), columns.turn, first_row),
-            }
+            where, rows = batch[columns.conversation], range(first_row, first_row + len(batch))
+            field = f"conversation_column={columns.conversation}"
+            with complaints(part):
+                found: dict[str, Any] = {
+                    SPEAKER: normalise(batch, speaking, first_row)["user_id"],
+                    WHERE: ids_of(where, field, rows, Counter()),
+                    TURN: _turns(plain(batch[columns.turn]), columns.turn, first_row),
+                }
             kept = (*columns.text, *([columns.order] if columns.order else []))
             tables.append(pa.table(found | {name: plain(batch[name]) for name in kept}))
     try:
@@ -88,25 +95,28 @@ def _codes(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _turns(turn: pa.Array, name: str, first_row: int) -> pa.Array:
-    """Turns, of types that can be joined. Raises: DataError: one is missing, or has no order."""
-    if turn.null_count:
-        row = first_row + pc.index(turn.is_null(), True).as_py() + 1  # pyright: ignore
-        raise DataError(f"turn_column={name}: expected a turn in every row, got none in row {row}")
+    """Times, or texts of what else it is. Raises: DataError: one is missing, or has no order."""
     kind = turn.type
-    if is_string(kind):
-        return turn.cast(pa.string())
-    if pa.types.is_integer(kind):
-        return turn.cast(pa.int64())
-    if pa.types.is_floating(kind) or pa.types.is_temporal(kind):
-        return turn
-    raise DataError(f"turn_column={name}: expected numbers, times or texts, got {kind}")
+    numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if is_string(kind) or numbers:
+        turn = pc.ascii_trim_whitespace(turn.cast(pa.string())).fill_null("")  # pyright: ignore
+        missing = is_missing(turn)
+    elif pa.types.is_temporal(kind) or pa.types.is_null(kind):
+        missing = turn.is_null()
+    else:
+        raise DataError(f"turn_column={name}: expected numbers, times or texts, got {kind}")
+    if missing.true_count:
+        row = first_row + missing.index(True).as_py() + 1
+        raise DataError(f"turn_column={name}: expected a turn in every row, got none in row {row}")
+    return turn
 
 
 def _sortable(turns: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Numbers that were written as texts as numbers: 10 comes after 9."""
+    """Numbers and times that were written as texts as what they are: 10 comes after 9."""
     if is_string(turns.type):
-        try:
-            return turns.cast(pa.float64())
-        except pa.ArrowInvalid:
-            pass  # times, perhaps, which sort as texts
+        for kind in NUMBERS_AND_TIMES:
+            try:
+                return turns.cast(kind)
+            except pa.ArrowInvalid:
+                pass
     return turns

@@ -59,7 +59,7 @@ def cut(file: Path, columns: Columns, split: str | None = None, form: Form = UTF
     Raises: DataError: it cannot be read, or lacks a column.
     """
     whole = Part(file, split=split, form=form)
-    with _complaints(whole):
+    with complaints(whole):
         if whole.kind == "parquet":
             return _cut_parquet(file, columns)
         if whole.kind == "saved":
@@ -85,7 +85,7 @@ def read(
     Raises: DataError: naming the file and what is wrong with it.
     """
     for first_row, batch in raw(part, columns):
-        with _complaints(part):
+        with complaints(part):
             batch = normalise(batch, columns, first_row, tally)
         yield first_row, batch
 
@@ -100,13 +100,13 @@ def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
         "tsv": _read_csv,
         "saved": _read_saved,
     }
-    with _complaints(part):
+    with complaints(part):
         for first_row, batch in readers[part.kind](part, columns):
             for start, piece in _small(batch):
                 yield first_row + start, piece
 
 
-class _complaints:
+class complaints:
     """Turns what readers raise into one line that names the file."""
 
     def __init__(self, part: Part):
@@ -187,7 +187,7 @@ def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBa
 
 
 def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """User ids and texts are read as they are written: 007 is not 7."""
+    """All but the order is read as it is written: 007 is not 7."""
     between = part.form.between(part.file)
     parse_options = pa_csv.ParseOptions(delimiter=between, newlines_in_values=True)
     done = 0
@@ -196,7 +196,7 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatc
         try:
             with pa_csv.open_csv(_open_stream(part.file), read_options, parse_options) as guess:
                 columns.check(guess.schema.names)
-            as_written = {name: pa.string() for name in (*columns.owner, *columns.text)}
+            as_written = {name: pa.string() for name in columns.as_written}
             convert = pa_csv.ConvertOptions(include_columns=columns.names, column_types=as_written)
             stream = _open_stream(part.file)
             with pa_csv.open_csv(stream, read_options, parse_options, convert) as reader:

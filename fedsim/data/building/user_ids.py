@@ -61,7 +61,7 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
         return numbers.cast(pa.int64()).cast(pa.string())
     given = column.cast(pa.string())
     text = _call("utf8_trim_whitespace", given)
-    nobody = _call("is_in", text, value_set=pa.array(NOBODY))
+    nobody = is_missing(text)
     tally[TRIMMED] += _count(_call("and", _call("not_equal", text, given), _call("invert", nobody)))
     tally[WORDS] += _count(_call("and", nobody, _call("not_equal", text, pa.scalar(""))))
     text = _call("if_else", nobody, pa.scalar(None, pa.string()), text)
@@ -75,6 +75,11 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
     tally[SHORTENED] += _count(whole)
     tally[FRACTIONS] += _count(_call("and", fraction, _call("invert", whole)))
     return _call("if_else", whole, short, text)
+
+
+def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
+    """bool: texts that are empty, or a word for a missing value."""
+    return _call("is_in", texts, value_set=pa.array(NOBODY))
 
 
 def told(tally: Counter[str]) -> list[str]:

@@ -1,6 +1,8 @@
 """Whom texts are said to: the last other speaker of the conversation, against a loop."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +31,7 @@ OWNERS |= {"a12": "amy cat", "b1": "eve", "b2": "amy eve"}
 COLUMNS = {"user_column": "who", "conversation_column": "case", "turn_column": "turn"}
 
 
-def source(tmp_path, rows=HEARING, kind="jsonl", turn=int):
+def source(tmp_path, rows=HEARING, kind="jsonl", turn: Callable[..., Any] = int):
     named = [
         {"case": where, "turn": None if at is None else turn(at), "who": who, "text": text}
         for where, at, who, text in rows
@@ -63,6 +65,66 @@ def test_a_text_belongs_to_its_speaker_and_to_whoever_spoke_before(tmp_path, kin
     assert found == OWNERS
     assert data.metadata["columns"]["conversation"] == "case"
     assert data.metadata["sources"][0]["name"] == f"source.{kind}"
+
+
+@pytest.mark.privacy
+def test_ids_of_conversations_are_read_as_they_are_written(tmp_path):
+    """Numbers of 21 digits are one as floats, and 001 is 1 where all others are numbers."""
+    ids = ("100000000000000000001", "100000000000000000002", "001", "1")
+    rows = [(where, turn, f"{turn} in {where}", "text") for turn in (1, 2) for where in ids]
+    data = built(tmp_path, source(tmp_path, rows, "csv"))
+    expected = {f"1 in {where}" for where in ids} | {f"1 in {where} 2 in {where}" for where in ids}
+    assert {" ".join(names) for names in texts(data.train)} == expected
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("where, same", [("7", True), ("7.0", True), (" 7", True), ("07", False)])
+def test_a_conversation_may_be_in_several_files(tmp_path, where, same):
+    first = source(tmp_path, [(where, "1", "amy", "one")], "csv")
+    first = first.rename(tmp_path / "first.csv")
+    others = [("7", "2", "bob", "two"), ("x", "1", "eve", "three")]
+    data = built(tmp_path, [first, source(tmp_path, others, "csv")])
+    assert (data.train.owners is not None) == same
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize("order", [None, "turn"])
+def test_turns_are_in_order_whatever_the_file(tmp_path, kind, order):
+    """Numbers that floats cannot tell apart, some written as texts, in two files."""
+    after, before = 2**60 + 1, 2**60
+    first = source(tmp_path, [("a", after, "amy", "x"), ("a", 9, "bob", "x")], kind)
+    first = first.rename(tmp_path / f"first.{kind}")
+    second = source(tmp_path, [("a", before, "cat", "x")], "jsonl", turn=str)
+    if order is None:
+        owners = texts(built(tmp_path, [first, second]).train)
+    else:
+        second = source(tmp_path, [("a", before, "cat", "x")], kind)
+        owners = texts(built(tmp_path, [first, second], order_column=order).train)
+    assert set(owners) == {("bob",), ("bob", "cat"), ("amy", "cat")}
+
+
+def test_times_with_zones_are_in_order(tmp_path):
+    at = ["2020-01-01T10:30:00+02:00", "2020-01-01T09:00:00Z", "2020-01-01T11:30:00+02:00"]
+    rows = [("a", time, name, "x") for time, name in zip(at, ("amy", "bob", "cat"), strict=True)]
+    owners = texts(built(tmp_path, source(tmp_path, rows, "csv", turn=str)).train)
+    assert set(owners) == {("amy",), ("amy", "bob"), ("bob", "cat")}
+
+
+@pytest.mark.privacy
+def test_empty_cells_and_words_for_missing_values_are_no_conversation(tmp_path):
+    rows = [
+        ("", 1, "amy", "one"),
+        ("", 2, "bob", "two"),
+        ("NA", 3, "amy", "x"),
+        ("NA", 4, "eve", "y"),
+    ]
+    assert built(tmp_path, source(tmp_path, rows, "csv")).train.owners is None
+
+
+@pytest.mark.parametrize("where", [["a"], 0.5])
+def test_what_is_no_id_of_a_conversation_is_refused(tmp_path, where):
+    with pytest.raises(DataError, match="conversation_column=case: expected .*(list|0.5)"):
+        built(tmp_path, source(tmp_path, [(where, 1, "amy", "one")]))
 
 
 def test_the_last_other_speaker_is_that_of_a_loop():
@@ -111,9 +173,12 @@ def test_columns_that_do_not_go_together(tmp_path, changes, message):
 
 
 def test_a_row_without_a_turn_is_named(tmp_path):
-    rows = [*HEARING, ("a", None, "amy", "when?")]
-    with pytest.raises(DataError, match="turn_column=turn: expected a turn .* none in row 9"):
-        built(tmp_path, source(tmp_path, rows))
+    for kind, turn in {"jsonl": None, "csv": "NA"}.items():
+        rows = [*HEARING, ("a", turn, "amy", "when?")]
+        with pytest.raises(
+            DataError, match="turn_column=turn: expected a turn .* none in row 9 .in /"
+        ):
+            built(tmp_path, source(tmp_path, rows, kind, turn=lambda turn: turn))
 
 
 def test_the_command_builds_conversations(tmp_path, capsys):
