@@ -12,6 +12,7 @@ from typing import Any
 from fedsim.errors import FileDamaged
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # open, or mapped
 
 
 def cache_dir() -> Path:

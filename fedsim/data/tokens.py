@@ -5,13 +5,13 @@ record batch and none per row. Rows are copied block by block with NumPy alone; 
 between calls, so threads may read at the same time.
 """
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,8 @@ from fedsim.data.framing import copy
 
 BLOCK_ROWS, BLOCK_TOKENS = 16_384, 2**21  # copied at a time: what fits in a processor's cache
 READ_AT_ONCE = 16  # shards whose headers are read
+
+_libc = ctypes.CDLL(None)
 
 
 class TokenReader:
@@ -34,15 +36,14 @@ class TokenReader:
         rows, tokens, table = [0], 0, []
         self._words: list[np.ndarray] = []  # each shard as int32: where the offsets lie
         self._values: list[np.ndarray] = []  # each shard as token ids
-        self._maps: list[mmap.mmap] = []
+        self._maps: list[pa.Buffer] = []
         with ThreadPoolExecutor(READ_AT_ONCE) as threads:  # headers lie far apart on a disk
             read = list(threads.map(_read_headers, shards))
         for number, (data, kind, batches) in enumerate(read):
-            if isinstance(data, mmap.mmap):
+            if isinstance(shards[number], Path):
                 self._maps.append(data)
-            size = len(memoryview(data))
-            self._words.append(np.frombuffer(data, np.int32, size // 4))
-            self._values.append(np.frombuffer(data, kind, size // kind.itemsize))
+            self._words.append(np.frombuffer(data, np.int32, data.size // 4))
+            self._values.append(np.frombuffer(data, kind, data.size // kind.itemsize))
             for batch in batches:
                 offsets = _items(batch.offsets_at, 4)
                 table.append((number, offsets, _items(batch.values_at, kind.itemsize)))
@@ -54,8 +55,9 @@ class TokenReader:
 
     def release(self) -> None:
         """Lets go of the pages that were read. They stay in the system's cache."""
-        for mapped in self._maps:
-            mapped.madvise(mmap.MADV_DONTNEED)
+        for data in self._maps:
+            start, size = ctypes.c_void_p(data.address), ctypes.c_size_t(data.size)
+            _libc.madvise(start, size, mmap.MADV_DONTNEED)
 
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows in any order (-1 is padding), cut or zero-padded to `length`.
@@ -128,7 +130,7 @@ def _groups(shard: np.ndarray):
         yield int(shard[order[low]]), order[low:high]
 
 
-def _read_headers(shard: pa.Buffer | Path) -> tuple[Any, np.dtype, list[Batch]]:
+def _read_headers(shard: pa.Buffer | Path) -> tuple[pa.Buffer, np.dtype, list[Batch]]:
     """What holds a shard's bytes, the type of its token ids, and where its rows lie."""
     if not isinstance(shard, Path):
 
@@ -136,10 +138,10 @@ def _read_headers(shard: pa.Buffer | Path) -> tuple[Any, np.dtype, list[Batch]]:
             return shard.slice(at, min(size, shard.size - at)).to_pybytes()
 
         return shard, *_scan(cut, shard.size)
+    data = pa.memory_map(str(shard)).read_buffer()  # Python's own mmap holds a descriptor
     with shard.open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         # Read, not mapped: a page of the mapping per header would stay in every process.
-        return data, *_scan(lambda at, size: os.pread(file.fileno(), size, at), len(data))
+        return data, *_scan(lambda at, size: os.pread(file.fileno(), size, at), data.size)
 
 
 def _scan(read: Callable[[int, int], bytes], size: int) -> tuple[np.dtype, list[Batch]]:

@@ -5,6 +5,7 @@ input and options give the same bytes, whatever the number of processes and howe
 was killed and run again; finished parts are not done twice. Source order is kept within a user.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from fedsim.data.building.merge import Merge, Shard, collect_owners, index_run, 
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, cut
 from fedsim.data.building.screen import Screen, collect, screen_parts
-from fedsim.data.building.sorted_runs import Encoding, training_texts, write_runs
+from fedsim.data.building.sorted_runs import Encoding, bundled, training_texts, write_runs
 from fedsim.data.building.sources import Sources, examine, find_files, identify, survey
 from fedsim.data.building.staging import resume, staging
 from fedsim.data.dataset import Dataset
@@ -39,7 +40,7 @@ from fedsim.data.shards import (
 from fedsim.data.splits import Holdout, SplitRows, divide, dropped
 from fedsim.data.text import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
-from fedsim.files import DISK_FULL, write_json
+from fedsim.files import DISK_FULL, TOO_MANY_FILES, write_json
 
 UNOWNED = ("refuse", "drop")
 VERSIONS = ("fedsim", "datasketch", "numpy", "pyarrow", "tokenizers")  # of one build
@@ -137,7 +138,7 @@ def build(
       provenance: anything to record about where the sources came from.
       wait: for another process that is building `out`, instead of raising at once.
     Raises: DataError: bad input, or `out` exists or is being built. FedsimError: the disk is full.
-      Nothing is left behind.
+      Nothing is left behind. FedsimError: too many files are open; finished parts are kept.
     """
     out = Path(out).absolute()
     talk = (conversation_column, turn_column)
@@ -161,6 +162,12 @@ def build(
     except OSError as error:
         if error.errno in DISK_FULL:
             raise FedsimError(f"out={out}: no space left on the disk; nothing was kept") from error
+        if error.errno in TOO_MANY_FILES:
+            raise FedsimError(
+                f"out={out}: expected to be allowed more open files (`ulimit -n`) or mappings of "
+                f"files (vm.max_map_count), got: {os.strerror(error.errno)}; with more, the same "
+                "command goes on where it was"
+            ) from error
         raise
     return Dataset.open(out)
 
@@ -198,7 +205,7 @@ class _Build:
         self.runs.mkdir(exist_ok=True)
         self.out.mkdir(exist_ok=True)
         call = partial(write_runs, encoding=encoding)
-        items = list(enumerate(parts))
+        items = list(enumerate(bundled(parts)))
         records = self.pool.map(call, items, "tokenised", num_rows)
         runs = tuple(run for record in records for run in record["runs"])
         if not runs:

@@ -55,7 +55,8 @@ def index_run(run: str, *, directory: Path, report: Callable[[int], None]) -> No
         found = pc.index_in(ids, everyone["user_id"].chunk(0)[there])  # pyright: ignore
         index[here] = there.start + found.to_numpy()
     starts = np.concatenate([[0], np.cumsum(owners["rows"].to_numpy())])
-    np.save(directory / f"{run}.index.npy", np.stack([np.append(index, len(everyone)), starts]))
+    table = pa.table({"owner": np.append(index, len(everyone)), "start": starts})
+    write_table(directory / f"{run}.index", table)
 
 
 @kept_for_a_build
@@ -128,12 +129,16 @@ def _opened(merge: Merge) -> "_Runs":
 
 
 class _Runs:
-    """All runs of a build, mapped; a row is named by its number in the runs end to end."""
+    """All runs of a build, mapped; a row is named by its number in the runs end to end.
+
+    There may be thousands, so none may hold a descriptor, as np.load's mappings do.
+    """
 
     def __init__(self, directory: Path, runs: Sequence[str], order_column: str | None):
         self.reader = TokenReader([directory / f"{run}.tokens" for run in runs])
-        self.index = [np.load(directory / f"{run}.index.npy", mmap_mode="r") for run in runs]
-        self.first = np.cumsum([0, *(int(index[1, -1]) for index in self.index)])
+        tables = [read_table(directory / f"{run}.index").combine_chunks() for run in runs]
+        self.index = [(table["owner"].to_numpy(), table["start"].to_numpy()) for table in tables]
+        self.first = np.cumsum([0, *(int(starts[-1]) for _, starts in self.index)])
         self.order_column, self.order = order_column, None
         if order_column is not None:
             tables = [read_table(directory / f"{run}.order") for run in runs]

@@ -64,7 +64,8 @@ def _index_part(
         keys.append(band_keys(new))
         kept.append(pa.array(new, pa.large_string()))
         report(len(batch))
-    np.save(directory / f"{number:06d}.npy", np.concatenate([band_keys([]), *keys]))
+    table = pa.table({"key": np.concatenate([band_keys([]), *keys]).ravel()})
+    write_table(directory / f"{number:06d}.keys", table)
     texts = pa.concat_arrays(kept) if kept else pa.array([], pa.large_string())
     write_table(file, pa.table({"text": texts}))
 
@@ -79,10 +80,9 @@ class NearDuplicates:
         """Writes the index of each band: keys in order, and whose they are."""
         if (self.directory / "bands.npy").exists():
             return
-        parts = [
-            np.load(self.directory / f"{number:06d}.npy", mmap_mode="r")
-            for number in range(num_parts)
-        ]
+        tables = [read_table(self.directory / f"{number:06d}.keys") for number in range(num_parts)]
+        keys = [table["key"].combine_chunks().to_numpy() for table in tables]
+        parts = [part.reshape(-1, BANDS) for part in keys]
         total = sum(len(part) for part in parts)
         temporary = self.directory / f"bands.{os.getpid()}.tmp"
         shape = (BANDS, 2, total)

@@ -19,6 +19,7 @@ from fedsim.data.building import csv_records, json_records
 from fedsim.data.building.columns import Columns, normalise, paths, pick
 from fedsim.data.building.form import Form
 from fedsim.errors import DataError
+from fedsim.files import TOO_MANY_FILES
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
 PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
@@ -118,6 +119,8 @@ class complaints:
     def __exit__(self, kind, error, trace) -> None:
         if isinstance(error, DataError):
             raise type(error)(f"{error} (in {self.part.file})") from None
+        if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
+            return  # nothing is wrong with this one
         expected = (pa.ArrowException, OSError, EOFError, ValueError, OverflowError)
         if isinstance(error, expected):
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -2,8 +2,9 @@
 
 A run is what fits in memory, sorted by owner and, within an owner, by the order column and then as
 in the source. An owner is a user within a group (see splits.py). Three files make a run: its rows'
-tokens, its owners with their numbers of rows and tokens, and the rows' order values if any. A part
-is done when its record is there; a build that was killed does not do it again.
+tokens, its owners with their numbers of rows and tokens, and the rows' order values if any. Parts
+of small files are bundled, so that there are not too many runs to map at once. A bundle is done
+when its record is there; a build that was killed does not do it again.
 """
 
 import json
@@ -20,7 +21,7 @@ import pyarrow.compute as pc
 
 from fedsim.data.building.columns import Columns, is_blank, is_token_list
 from fedsim.data.building.processes import kept_for_a_build
-from fedsim.data.building.readers import Part, read
+from fedsim.data.building.readers import PART_BYTES, Part, read
 from fedsim.data.framing import frame
 from fedsim.data.shards import token_dtype, write_stream
 from fedsim.data.splits import EVAL_USERS, TEST, TRAIN, Holdout
@@ -29,6 +30,7 @@ from fedsim.errors import DataError
 from fedsim.files import write_json
 
 RUN_ROWS, RUN_TOKENS = 2**20, 2**24  # a run is closed when it has as many
+BUNDLE_BYTES, MOST_BUNDLES = 4 * 2**20, 4096  # of a bundle, about, and of a build where it can
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,30 @@ class Encoding:
     long_texts: str
 
 
+def bundled(parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts in order, with small ones together."""
+    files = [part.file for part in parts]
+    sizes = [PART_BYTES if f.is_dir() else min(f.stat().st_size, PART_BYTES) for f in files]
+    enough = max(BUNDLE_BYTES, sum(sizes) // MOST_BUNDLES)
+    bundles, held = [], enough
+    for part, size in zip(parts, sizes, strict=True):
+        if held >= enough:
+            bundles.append([])
+            held = 0
+        bundles[-1].append(part)
+        held += size
+    return bundles
+
+
 def write_runs(
-    item: tuple[int, Part], *, encoding: Encoding, report: Callable[[int], None]
+    item: tuple[int, Sequence[Part]], *, encoding: Encoding, report: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Writes the runs of one part. Returns its record: names of the runs and counts of texts.
+    """Writes the runs of a bundle. Returns its record: names of the runs and counts of texts.
 
     Raises: DataError: a token id beyond the vocabulary, an order column of several types, and
       whatever is wrong with the file.
     """
-    number, part = item
+    number, parts = item
     record_file = encoding.directory / f"part-{number:06d}.json"
     if record_file.exists():
         record = json.loads(record_file.read_text())
@@ -60,15 +77,16 @@ def write_runs(
         return record
     record = {"runs": [], "rows": 0, "unowned": 0, "empty": 0, "long": 0}
     run = _Run(encoding)
-    for first_row, batch in read(part, encoding.columns):
-        record["rows"] += len(batch)
-        found = run.add(batch, first_row, part.file)
-        for name, number_found in zip(("unowned", "empty", "long"), found, strict=True):
-            record[name] += number_found
-        if run.is_full:
-            run.write(f"run-{number:06d}-{len(record['runs']):06d}", record["runs"])
-            run = _Run(encoding)
-        report(len(batch))
+    for part in parts:
+        for first_row, batch in read(part, encoding.columns):
+            record["rows"] += len(batch)
+            found = run.add(batch, first_row, part.file)
+            for name, number_found in zip(("unowned", "empty", "long"), found, strict=True):
+                record[name] += number_found
+            if run.is_full:
+                run.write(f"run-{number:06d}-{len(record['runs']):06d}", record["runs"])
+                run = _Run(encoding)
+            report(len(batch))
     run.write(f"run-{number:06d}-{len(record['runs']):06d}", record["runs"])
     write_json(record_file, record)
     return record

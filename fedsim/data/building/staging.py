@@ -1,7 +1,8 @@
 """Where a build works until it is complete: a hidden directory beside `out`, held by one process.
 
 `out` is whole or absent. A mistake of the user's or a full disk leaves nothing; a build that was
-interrupted or killed leaves its finished parts, which the same build goes on with.
+interrupted or killed, or could open no more files, leaves its finished parts, which the same build
+goes on with.
 """
 
 import fcntl
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.errors import DataError
-from fedsim.files import write_json
+from fedsim.files import TOO_MANY_FILES, write_json
 
 PLAN = "plan.json"
 
@@ -48,8 +49,9 @@ def staging(out: Path, wait: bool) -> Iterator[Path]:
         os.rename(directory / "out", out)
     except KeyboardInterrupt:
         raise  # the same command goes on from here
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
+    except BaseException as error:
+        if not (isinstance(error, OSError) and error.errno in TOO_MANY_FILES):
+            shutil.rmtree(directory, ignore_errors=True)
         raise
     else:
         shutil.rmtree(directory, ignore_errors=True)

@@ -1,9 +1,12 @@
 """Building from files: formats, splits, order, bytes, and every kind of bad input."""
 
 import csv
+import errno
 import gzip
 import hashlib
 import json
+import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -16,11 +19,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fedsim.data.building import sorted_runs
 from fedsim.data.building.build import build
+from fedsim.data.building.readers import Part
+from fedsim.data.building.screen import Screen
 from fedsim.data.dataset import Dataset, stats
 from fedsim.data.splits import Holdout
 from fedsim.data.text import Tokenizer
-from fedsim.errors import DataError
+from fedsim.errors import DataError, FedsimError
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 ROWS = [(f"user {i % 17}", f"text {i} of it") for i in range(300)]
@@ -214,6 +220,83 @@ def test_the_same_input_gives_the_same_bytes(tmp_path, monkeypatch, tokenizer):
     build(file, tmp_path / "two", tokenizer=tokenizer)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
     assert str(tmp_path) not in (tmp_path / "one" / "metadata.json").read_text()
+
+
+def small_files(directory, number):
+    """That many files of a row each, and a glob of them."""
+    directory.mkdir()
+    for i in range(number):
+        jsonl(directory / f"{i:03d}.jsonl", [(f"user {i % 17}", f"text {i}")])
+    return directory / "*.jsonl"
+
+
+def test_small_files_are_one_run_together(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        build(small_files(tmp_path / "in", 40), tmp_path / "out", progress=interrupt("tokenised"))
+    assert len(list(tmp_path.glob(".out.building/runs/*.tokens"))) == 1
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        ([3, 3, 3, 3], [[0, 1], [2, 3]]),
+        ([1, 9, 1, 1, 1], [[0, 1], [2, 3, 4]]),
+        ([9, 99, 9, 1], [[0], [1], [2], [3]]),
+        ([50] * 40, [[i, i + 1] for i in range(0, 40, 2)]),  # there are many
+        ([], []),
+    ],
+)
+def test_bundles_are_of_neighbours_and_not_too_many(tmp_path, monkeypatch, sizes, expected):
+    monkeypatch.setattr(sorted_runs, "BUNDLE_BYTES", 5)
+    monkeypatch.setattr(sorted_runs, "MOST_BUNDLES", 30)
+    for i, size in enumerate(sizes):
+        (tmp_path / str(i)).write_bytes(b"x" * size)
+    bundles = sorted_runs.bundled([Part(tmp_path / str(i)) for i in range(len(sizes))])
+    assert [[int(part.file.name) for part in bundle] for bundle in bundles] == expected
+
+
+@pytest.fixture
+def few_open_files():
+    """Room for 16 more than are open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 17, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_there_may_be_more_runs_than_open_files(tmp_path, monkeypatch, few_open_files):
+    monkeypatch.setattr(sorted_runs, "BUNDLE_BYTES", 0)
+    monkeypatch.setattr("fedsim.data.tokens.READ_AT_ONCE", 2)
+    files, others = small_files(tmp_path / "in", 24), small_files(tmp_path / "others", 24)
+    data = build(files, tmp_path / "out", num_workers=1, **ALL_IN_TRAIN)
+    assert data.train.num_examples == 24
+    screen = Screen(against=(str(others),))
+    with pytest.raises(DataError, match="got an empty data set"):
+        build(files, tmp_path / "none", num_workers=1, screen=screen, **ALL_IN_TRAIN)
+
+
+def test_a_build_that_can_open_no_more_files_keeps_its_parts(tmp_path, monkeypatch):
+    file, whole = parquet(tmp_path / "a.parquet"), build(tmp_path / "a.parquet", tmp_path / "whole")
+
+    def too_many(*_, **__):
+        raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr("fedsim.data.building.build.write_shard", too_many)
+    with pytest.raises(FedsimError, match="more open files .`ulimit -n`.*goes on where it was"):
+        build(file, tmp_path / "out")
+    monkeypatch.undo()
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    assert build(file, tmp_path / "out").train.fingerprint == whole.train.fingerprint
+
+
+def test_a_file_is_not_blamed_for_too_many_open_ones(tmp_path, monkeypatch):
+    def too_many(*_):
+        raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile", too_many)
+    with pytest.raises(FedsimError, match="more open files"):
+        build(parquet(tmp_path / "a.parquet"), tmp_path / "out")
 
 
 def test_progress_is_plain_lines_that_reach_the_end(tmp_path):
@@ -530,7 +613,7 @@ def test_other_options_start_anew_after_an_interruption(tmp_path):
 
 
 def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypatch):
-    """SIGKILL in the middle of tokenising, in a process with workers; 8 parts, 3 runs each."""
+    """SIGKILL in the middle of tokenising, in a process with workers; 8 bundles of a part each."""
     for number in range(8):
         parquet(tmp_path / f"{number}.parquet", ROWS * 30)
     script = tmp_path / "script.py"
@@ -551,7 +634,7 @@ def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypat
 
 KILLED = """
 import json, pathlib, sys
-from fedsim.data.building import build, processes
+from fedsim.data.building import build, processes, sorted_runs
 import killing
 
 out, mode = pathlib.Path(sys.argv[2]), sys.argv[3]
@@ -564,6 +647,7 @@ def say(line):
 
 if mode == "kill":
     build.write_runs = killing.write_runs
+sorted_runs.BUNDLE_BYTES = 0
 processes.SMALL_BYTES = 0
 build.build(sys.argv[1], out, num_workers=2, progress=say)
 """

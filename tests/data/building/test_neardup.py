@@ -39,7 +39,7 @@ def test_everything_above_the_thresholds_is_found_and_nothing_else(tmp_path, rng
     found = index_of(tmp_path, [" ".join(words) for words in known]).found_in(texts)
     assert 30 < sum(expected) < 140
     assert found.tolist() == expected  # P(candidate) at 0.8 is 0.997: the fixed seed has no miss
-    assert not index_of(tmp_path, []).directory.joinpath("000001.npy").exists()
+    assert not index_of(tmp_path, []).directory.joinpath("000001.keys").exists()
 
 
 def test_unrelated_texts_are_not_found(tmp_path, rng):
