@@ -158,26 +158,18 @@ def pick(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
 def normalise(
     batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str] | None = None
 ) -> pa.RecordBatch:
-    """The batch as user_id, text (unless no text column is named) and perhaps order.
+    """The batch as user_id, text (each if columns are named that have it) and perhaps order.
 
     A row nobody owns has a user_id that is null or blank.
 
     Args: tally: counts what was put right of user ids; see `user_ids`.
     Raises: DataError: a column has another type than it should, or text that is not UTF-8.
     """
-    tally = Counter() if tally is None else tally
-    lists = len(columns.user) == 1 and is_list(plain(batch[columns.owner[0]]).type)
-    if columns.owners or (columns.url is None and lists):
-        users = _owner_sets(batch, columns, first_row, tally)
-    elif columns.url is not None:
-        users = _as_domains(_as_text(batch[columns.url], f"url_column={columns.url}", first_row))
-    else:
-        rows = range(first_row, first_row + len(batch))
-        users = _join_ids(
-            [ids_of(batch[name], f"user_column={name}", rows, tally) for name in columns.user]
-        )
+    found = {}
+    if columns.owner:
+        tally = Counter() if tally is None else tally
+        found["user_id"] = _users(batch, columns, first_row, tally)
     texts = [_as_text(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
-    found = {"user_id": users}
     if len(texts) > 1:
         if any(is_token_list(text.type) for text in texts):
             raise DataError(f"text_column={columns.text}: expected one column of token ids")
@@ -188,6 +180,21 @@ def normalise(
         found["order"] = plain(batch[columns.order])
         _validate(found["order"], f"order_column={columns.order}", first_row)
     return pa.RecordBatch.from_pydict(found)
+
+
+def _users(
+    batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
+) -> pa.Array:
+    """Whose each row is: an id, or a set of owners as one string."""
+    lists = len(columns.user) == 1 and is_list(plain(batch[columns.owner[0]]).type)
+    if columns.owners or (columns.url is None and lists):
+        return _owner_sets(batch, columns, first_row, tally)
+    if columns.url is not None:
+        return _as_domains(_as_text(batch[columns.url], f"url_column={columns.url}", first_row))
+    rows = range(first_row, first_row + len(batch))
+    return _join_ids(
+        [ids_of(batch[name], f"user_column={name}", rows, tally) for name in columns.user]
+    )
 
 
 def is_blank(column: pa.Array) -> np.ndarray:

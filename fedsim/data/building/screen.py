@@ -68,7 +68,7 @@ def collect(screen: Screen, columns: Columns, directory: Path, pool: Pool) -> li
     for number, named in enumerate(screen.against):
         source, _, column = named.partition("#")
         text = (column,) if column else columns.text
-        wanted = Columns(user=text[:1], text=text)  # whose the texts are does not matter here
+        wanted = Columns(user=(), text=text)  # whose the texts are does not matter here
         if not source.startswith(hub.PREFIX):
             found.append(Against(tuple(find_files(source)), wanted))
             continue

@@ -81,6 +81,19 @@ def test_domains_need_a_url_column(sources):
         build(sources / "web.parquet", sources / "out", screen=Screen(without_domains=("a.org",)))
 
 
+@pytest.mark.parametrize(
+    "text", ["a field\x1fseparator in it", "3.14159265358979323846", "1.5e+10", "   ", "NA"]
+)
+def test_texts_of_other_sources_are_no_ids(tmp_path, text):
+    own, other = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
+    rows = [{"user_id": "amy", "text": said} for said in ("something else", text)]
+    own.write_text("\n".join(map(json.dumps, rows)))
+    other.write_text(json.dumps({"text": text}))
+    options = {"eval_users": 0, "eval_examples": False, "num_workers": 1}
+    data = build(own, tmp_path / "out", screen=Screen(against=(str(other),)), **options)
+    assert data.train.num_examples == 1
+
+
 def test_a_recipe_runs_from_the_command_line(sources, capsys):
     command = ["data", "build", "--recipe", "c4", str(sources / "web.parquet")]
     command += ["--out", str(sources / "c4"), "--against", f"{sources / 'posts.parquet'}#body"]
