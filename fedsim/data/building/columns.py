@@ -169,7 +169,7 @@ def normalise(
     if columns.owner:
         tally = Counter() if tally is None else tally
         found["user_id"] = _users(batch, columns, first_row, tally)
-    texts = [_as_text(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
+    texts = [text_of(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
     if len(texts) > 1:
         if any(is_token_list(text.type) for text in texts):
             raise DataError(f"text_column={columns.text}: expected one column of token ids")
@@ -190,7 +190,7 @@ def _users(
     if columns.owners or (columns.url is None and lists):
         return _owner_sets(batch, columns, first_row, tally)
     if columns.url is not None:
-        return _as_domains(_as_text(batch[columns.url], f"url_column={columns.url}", first_row))
+        return _as_domains(text_of(batch[columns.url], f"url_column={columns.url}", first_row))
     rows = range(first_row, first_row + len(batch))
     return _join_ids(
         [ids_of(batch[name], f"user_column={name}", rows, tally) for name in columns.user]
@@ -320,7 +320,8 @@ def _as_domains(urls: pa.Array) -> pa.Array:
     return pa.array(domains, pa.string()).take(unique.indices)
 
 
-def _as_text(column: pa.Array, field: str, first_row: int, tokens: bool = False) -> pa.Array:
+def text_of(column: pa.Array, field: str, first_row: int, tokens: bool = False) -> pa.Array:
+    """Texts, or lists of token ids. Raises: DataError: it has neither, or no UTF-8."""
     column = plain(column)
     if tokens and is_token_list(column.type):
         return column

@@ -5,23 +5,23 @@ whose URL another source has. Works part by part, before a build looks at what i
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.data.building import hub
-from fedsim.data.building.columns import Columns, is_blank, is_token_list, normalise, plain
+from fedsim.data.building.columns import Columns, is_blank, is_token_list, normalise, text_of
 from fedsim.data.building.domains import normal_url, registrable_domain
 from fedsim.data.building.form import Form
 from fedsim.data.building.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index
 from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import Part, raw
+from fedsim.data.building.readers import Part, complaints, raw
 from fedsim.data.building.sources import examine, find_files
 from fedsim.errors import DataError, MissingColumn
 from fedsim.files import write_json
@@ -101,7 +101,7 @@ def screen_parts(
     pool: Pool,
     form: Form,
 ) -> tuple[list[Path], dict[str, int]]:
-    """Writes the rows that stay, as a Parquet file for each part, and counts what stays.
+    """Writes the rows that stay, as Parquet files, in order, and counts what stays.
 
     Args: form: of CSV files, of the sources and of those that are held against them.
     Returns: the files, and the counts of the paper's Table 2: examples, deduplicated,
@@ -111,9 +111,10 @@ def screen_parts(
     directory.mkdir(exist_ok=True)
     known = _read_known(screen, against, directory, pool, form)
     call = partial(_screen_part, columns=columns, screen=screen, known=known, directory=directory)
-    counts = np.array(pool.map(call, list(enumerate(parts)))).reshape(-1, 3).sum(axis=0).tolist()
+    records = pool.map(call, list(enumerate(parts)))
+    counts = np.array([record["counts"] for record in records]).reshape(-1, 3).sum(axis=0).tolist()
     names = ("examples", "deduplicated", "deduplicated_and_url_filtered")
-    files = [directory / f"{number:06d}.parquet" for number in range(len(parts))]
+    files = [directory / name for record in records for name in record["files"]]
     return files, dict(zip(names, counts, strict=True))
 
 
@@ -125,19 +126,19 @@ def _read_known(
         parts = examine(source.files, source.columns, pool, None, form).parts
         pieces += [(part, source.columns) for part in parts]
         if screen.screen_url_column is not None:
-            only_url = Columns(user=(screen.screen_url_column,), text=())
             for part in parts:
-                urls.update(_urls_of(part, only_url))
+                urls.update(_urls_of(part, screen.screen_url_column))
     domains = frozenset(domain.lower() for domain in screen.without_domains)
     texts = build_index(pieces, directory / "index", pool) if pieces else None
     return _Known(texts, frozenset(urls), domains)
 
 
-def _urls_of(part: Part, only_url: Columns) -> Iterable[str]:
+def _urls_of(part: Part, column: str) -> Iterable[str]:
     try:
-        for _, batch in raw(part, only_url):
-            urls = map(normal_url, plain(batch[only_url.user[0]]).to_pylist())
-            yield from (url for url in urls if url)
+        for first_row, batch in raw(part, Columns(user=(), text=(), extra=(column,))):
+            with complaints(part):
+                urls = text_of(batch[column], f"screen_url_column={column}", first_row)
+            yield from filter(None, map(normal_url, urls.to_pylist()))
     except MissingColumn:
         return
 
@@ -150,34 +151,57 @@ def _screen_part(
     known: _Known,
     directory: Path,
     report: Callable[[int], None],
-) -> tuple[int, ...]:
-    """(rows, not near duplicates, of them not of a known URL or domain) of one part."""
+) -> dict[str, Any]:
+    """Counts of one part (rows, not near duplicates, of them not of a known URL or domain), and the
+    names of the files in which its rows are."""
     number, part = item
-    file, record = directory / f"{number:06d}.parquet", directory / f"{number:06d}.json"
-    if record.exists():
-        return tuple(json.loads(record.read_text())["counts"])
+    record_file = directory / f"{number:06d}.json"
+    if record_file.exists():
+        return json.loads(record_file.read_text())
     url = screen.screen_url_column
     wanted = replace(columns, extra=(url,) if url else ())
-    counts, writer = np.zeros(3, np.int64), None
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    counts, kept = np.zeros(3, np.int64), _Files(directory, f"{number:06d}")
     for first_row, batch in raw(part, wanted):
         for start in range(0, len(batch), TEXTS_AT_ONCE):
             piece = batch.slice(start, TEXTS_AT_ONCE)
-            new = ~_duplicates(piece, wanted, first_row + start, known.texts)
-            stays = new & ~_known_urls(piece, url, known)
+            with complaints(part):
+                new = ~_duplicates(piece, wanted, first_row + start, known.texts)
+                stays = new & ~_known_urls(piece, url, first_row + start, known)
             counts += len(piece), new.sum(), stays.sum()
-            kept = pa.Table.from_batches([piece.filter(pa.array(stays))])
-            writer = writer or pq.ParquetWriter(temporary, kept.schema, compression="zstd")
-            writer.write_table(kept.cast(writer.schema))
+            kept.write(piece.filter(pa.array(stays)))
             report(len(piece))
-    if writer is None:
-        nothing = pa.table({name: pa.nulls(0, pa.string()) for name in wanted.names})
-        pq.write_table(nothing, temporary)
-    else:
-        writer.close()
-    os.replace(temporary, file)
-    write_json(record, {"counts": counts.tolist()})
-    return tuple(counts.tolist())
+    if not kept.names:
+        nothing = {name: pa.nulls(0, pa.string()) for name in wanted.names}
+        kept.write(pa.RecordBatch.from_pydict(nothing))
+    kept.close()
+    record = {"counts": counts.tolist(), "files": kept.names}
+    write_json(record_file, record)
+    return record
+
+
+class _Files:
+    """Parquet files that have batches as they were read.
+
+    A file is of one schema, and a column that begins with numbers may go on with texts: cast to
+    numbers, 007 would be 7, another user. So each change of the schema begins another file.
+    """
+
+    def __init__(self, directory: Path, prefix: str):
+        self.names: list[str] = []
+        self._directory, self._prefix = directory, prefix
+        self._writer: pq.ParquetWriter | None = None
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        if self._writer is None or batch.schema != self._writer.schema:
+            self.close()
+            self.names.append(f"{self._prefix}-{len(self.names):06d}.parquet")
+            file = self._directory / self.names[-1]
+            self._writer = pq.ParquetWriter(file, batch.schema, compression="zstd")
+        self._writer.write_batch(batch)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 def _duplicates(
@@ -194,10 +218,13 @@ def _duplicates(
     return found
 
 
-def _known_urls(batch: pa.RecordBatch, column: str | None, known: _Known) -> np.ndarray:
+def _known_urls(
+    batch: pa.RecordBatch, column: str | None, first_row: int, known: _Known
+) -> np.ndarray:
     found = np.zeros(len(batch), bool)
     if column is not None:
-        for row, url in enumerate(plain(batch[column]).to_pylist()):
+        urls = text_of(batch[column], f"screen_url_column={column}", first_row)
+        for row, url in enumerate(urls.to_pylist()):
             if url:
                 domain = registrable_domain(url) if known.domains else None
                 found[row] = domain in known.domains or normal_url(url) in known.urls

@@ -94,6 +94,43 @@ def test_texts_of_other_sources_are_no_ids(tmp_path, text):
     assert data.train.num_examples == 1
 
 
+def numbers_and_then(path, last):
+    """Rows whose users and URLs begin with numbers or nothing, in batches of two."""
+    rows = [{"user_id": user, "text": "x", "url": None} for user in (7, 7, 8, 7)] + [last]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("user", ["0007", "ann", "8.0", 9])
+def test_users_are_those_of_a_build_that_leaves_nothing_out(tmp_path, monkeypatch, user):
+    monkeypatch.setattr("fedsim.data.building.readers.READ_ROWS", 2)
+    own = {"user_id": user, "text": "x", "url": "http://y.com/a"}
+    own = numbers_and_then(tmp_path / "own.jsonl", own)
+    options = {"eval_users": 0, "eval_examples": False, "num_workers": 1}
+    whole = build(own, tmp_path / "whole", **options)
+    screen = Screen(screen_url_column="url", without_domains=("x.com",))
+    data = build(own, tmp_path / "out", screen=screen, **options)
+    assert data.train.user_ids() == whole.train.user_ids()
+    assert data.train.fingerprint == whole.train.fingerprint
+
+
+@pytest.mark.parametrize(
+    "last, message",
+    [
+        ({"url": 5}, r"screen_url_column=url: expected strings, got int64 \(in .*own.jsonl"),
+        ({"user_id": 0.5}, r"user_column=user_id: .* got 0.5 in row 5; .* \(in .*own.jsonl"),
+    ],
+)
+def test_what_cannot_be_screened_is_named(tmp_path, monkeypatch, last, message):
+    monkeypatch.setattr("fedsim.data.building.readers.READ_ROWS", 2)
+    own = numbers_and_then(tmp_path / "own.jsonl", {"user_id": 7, "text": "x"} | last)
+    (tmp_path / "other.jsonl").write_text('{"text": "y"}')
+    screen = Screen(against=(str(tmp_path / "other.jsonl"),), screen_url_column="url")
+    with pytest.raises(DataError, match=message):
+        build(own, tmp_path / "out", screen=screen)
+
+
 def test_a_recipe_runs_from_the_command_line(sources, capsys):
     command = ["data", "build", "--recipe", "c4", str(sources / "web.parquet")]
     command += ["--out", str(sources / "c4"), "--against", f"{sources / 'posts.parquet'}#body"]
