@@ -91,7 +91,8 @@ class DataBuild:
     """Column with the URL of a row, for --against and --without-domain."""
 
     without_domain: Each = ()
-    """Leave out rows whose URL is of this domain; again for several."""
+    """Leave out rows whose URL is of this host, or of one below it: example.com stands for
+    blog.example.com, too. Again for several."""
 
     delimiter: str | None = None
     """What stands between columns of CSV. Default: a comma, or a tab in files named .tsv."""

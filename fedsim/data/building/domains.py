@@ -6,6 +6,7 @@ another privacy unit, so its version is recorded.
 """
 
 import ipaddress
+import re
 from functools import cache, lru_cache
 from importlib.metadata import version
 from urllib.parse import urlsplit
@@ -28,6 +29,20 @@ def host_of(url: str | None) -> str | None:
     except ValueError:
         return None
     return _clean(host) if host else None
+
+
+def host_name(name: str) -> str | None:
+    """A name of a host as `host_of` writes it; None if it is none, such as a URL."""
+    host = _clean(name.strip()) or ""
+    if _address(host) or re.fullmatch(r"[\w-]+(\.[\w-]+)*", host):
+        return _above(host)[0]
+    return None
+
+
+def hosts_above(url: str | None) -> tuple[str, ...]:
+    """The host of a URL and the domains that it is in: a.b.org, b.org, and org."""
+    host = host_of(url)
+    return _above(host) if host else ()
 
 
 def registrable_domain(url: str | None) -> str | None:
@@ -57,19 +72,31 @@ def normal_url(url: str | None) -> str | None:
 
 @lru_cache(2**16)
 def _clean(host: str) -> str | None:
-    host = host.lower().rstrip(".")
+    host = host.lower()
     try:
-        return host if host.isascii() else host.encode("idna").decode()
+        return (host if host.isascii() else host.encode("idna").decode()).rstrip(".")
     except UnicodeError:
         return None
 
 
 @lru_cache(2**16)
-def _owner(host: str) -> str | None:
+def _above(host: str) -> tuple[str, ...]:
+    if address := _address(host):
+        return (address,)
+    labels = host.split(".")
+    return tuple(".".join(labels[i:]) for i in range(len(labels)))
+
+
+def _address(host: str) -> str | None:
     try:
         return ipaddress.ip_address(host).compressed
     except ValueError:
-        return _suffixes().privatesuffix(host)
+        return None
+
+
+@lru_cache(2**16)
+def _owner(host: str) -> str | None:
+    return _address(host) or _suffixes().privatesuffix(host)
 
 
 @cache

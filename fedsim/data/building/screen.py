@@ -1,6 +1,6 @@
 """Pre-training text without the fine-tuning text: what made C4-- of C4 (Charles et al. 2024).
 
-Near duplicates of other sources' texts are left out first, then rows of given domains and rows
+Near duplicates of other sources' texts are left out first, then rows of given hosts and rows
 whose URL another source has. Works part by part, before a build looks at what is left.
 """
 
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from fedsim.data.building import hub
 from fedsim.data.building.columns import Columns, is_blank, is_token_list, normalise, text_of
-from fedsim.data.building.domains import normal_url, registrable_domain
+from fedsim.data.building.domains import host_name, hosts_above, normal_url
 from fedsim.data.building.form import Form
 from fedsim.data.building.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index
 from fedsim.data.building.processes import Pool
@@ -37,7 +37,7 @@ class Screen:
     screen_url_column: str | None = None
     """The column with a row's URL, in the source and in `against` (where it may be missing)."""
     without_domains: tuple[str, ...] = ()
-    """Registrable domains whose rows go."""
+    """Hosts whose rows go, and those of all hosts below them: of blog.a.org, too, if a.org goes."""
 
     @property
     def is_idle(self) -> bool:
@@ -45,7 +45,12 @@ class Screen:
         return not (self.against or self.without_domains)
 
     def check(self) -> None:
-        """Raises: DataError: domains are given, but no column with URLs."""
+        """Raises: DataError: domains are given, but no column with URLs, or are none."""
+        for domain in self.without_domains:
+            if host_name(domain) is None:
+                raise DataError(
+                    f"without_domains={domain}: expected a name of a host, such as example.com"
+                )
         if self.without_domains and self.screen_url_column is None:
             shown = ",".join(self.without_domains)
             raise DataError(f"without_domains={shown}: expected a screen_url_column")
@@ -128,7 +133,7 @@ def _read_known(
         if screen.screen_url_column is not None:
             for part in parts:
                 urls.update(_urls_of(part, screen.screen_url_column))
-    domains = frozenset(domain.lower() for domain in screen.without_domains)
+    domains = frozenset(filter(None, map(host_name, screen.without_domains)))
     texts = build_index(pieces, directory / "index", pool) if pieces else None
     return _Known(texts, frozenset(urls), domains)
 
@@ -226,6 +231,6 @@ def _known_urls(
         urls = text_of(batch[column], f"screen_url_column={column}", first_row)
         for row, url in enumerate(urls.to_pylist()):
             if url:
-                domain = registrable_domain(url) if known.domains else None
-                found[row] = domain in known.domains or normal_url(url) in known.urls
+                known_host = not known.domains.isdisjoint(hosts_above(url))
+                found[row] = known_host or normal_url(url) in known.urls
     return found

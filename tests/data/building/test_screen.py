@@ -81,6 +81,37 @@ def test_domains_need_a_url_column(sources):
         build(sources / "web.parquet", sources / "out", screen=Screen(without_domains=("a.org",)))
 
 
+URLS = ["http://blog.example.com/1", "http://www.bücher.de/2", "http://me.github.io", "no.org"]
+
+
+@pytest.mark.parametrize(
+    "domain, left",
+    [
+        ("example.com", [1, 2, 3]),
+        ("Blog.Example.com", [1, 2, 3]),
+        ("www.example.com", [0, 1, 2, 3]),
+        ("ample.com", [0, 1, 2, 3]),
+        ("bücher.de", [0, 2, 3]),
+        ("xn--bcher-kva.de", [0, 2, 3]),
+        ("github.io", [0, 1, 3]),
+    ],
+)
+def test_rows_of_a_host_and_of_those_below_it_go(tmp_path, domain, left):
+    rows = [{"user_id": f"{i}", "text": "x", "url": url} for i, url in enumerate(URLS)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = {"eval_users": 0, "eval_examples": False, "num_workers": 1}
+    screen = Screen(screen_url_column="url", without_domains=(domain,))
+    data = build(tmp_path / "own.jsonl", tmp_path / "out", screen=screen, **options)
+    assert data.train.user_ids() == list(map(str, left))
+
+
+@pytest.mark.parametrize("domain", ["https://example.com", "example.com/a", ""])
+def test_what_is_no_host_is_refused(sources, domain):
+    screen = Screen(screen_url_column="url", without_domains=(domain,))
+    with pytest.raises(DataError, match=f"without_domains={domain}: expected a name of a host"):
+        build(sources / "web.parquet", sources / "out", screen=screen)
+
+
 @pytest.mark.parametrize(
     "text", ["a field\x1fseparator in it", "3.14159265358979323846", "1.5e+10", "   ", "NA"]
 )
