@@ -97,6 +97,8 @@ def _cached(
     tokenizer = Path(str(options.get("tokenizer", "")))
     if tokenizer.is_file():
         relevant["tokenizer"] = [tokenizer.name, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
+    if screen := options.get("screen"):
+        relevant["against"] = [fact for file in screen.local_files for fact in _facts(file)]
     key = json.dumps([FORMAT, facts, relevant], sort_keys=True, default=str)
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     out = Path(cache_dir or files.cache_dir()) / "data" / name

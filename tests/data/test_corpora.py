@@ -1,5 +1,6 @@
 """Sources by name: directories, cached files, and the embedded corpus."""
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import pytest
 
 from fedsim.data import corpora, pydocs
 from fedsim.data.building.build import build
+from fedsim.data.building.screen import Screen
 from fedsim.data.corpora import load
 from fedsim.data.text import Tokenizer
 from fedsim.errors import DataError
@@ -124,6 +126,17 @@ def test_a_changed_tokenizer_file_is_another_build(source, tmp_path):
     load(source, cache_dir=cache, tokenizer=file)
     Tokenizer.train_wordpiece(lambda: ["some other words"], 300).save(file)
     assert load(source, cache_dir=cache, tokenizer=file).train.vocab_size != 257
+    assert len(entries(cache)) == 2
+
+
+def test_a_changed_source_to_screen_against_is_another_build(source, tmp_path):
+    other, cache = tmp_path / "other.jsonl", tmp_path / "cache"
+    options = {"screen": Screen(against=(f"{other}#said",)), "eval_users": 0.0}
+    options |= {"eval_examples": False, "num_workers": 1, "cache_dir": cache}
+    for said, left in {"nothing of it": 200, "text 7": 199}.items():
+        other.write_text(json.dumps({"said": said}))
+        assert load(source, **options).train.num_examples == left
+        assert load(source, **options).train.num_examples == left
     assert len(entries(cache)) == 2
 
 

@@ -273,9 +273,7 @@ class _Build:
     def _resume(self, identity: list[Any]) -> None:
         tokenizer = Path(self.options.tokenizer)
         digest = Tokenizer.load(tokenizer).sha256 if tokenizer.is_file() else None
-        local = (name.partition("#")[0] for name in self.options.screen.against)
-        local = [name for name in local if not name.startswith(hub.PREFIX)]
-        against = [identify(file) for file in find_files(local)] if local else []
+        against = [identify(file) for file in self.options.screen.local_files]
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
         plan["against"] = against
         plan["versions"] = {name: version(name) for name in VERSIONS}

@@ -44,6 +44,13 @@ class Screen:
         """Whether nothing is left out."""
         return not (self.against or self.without_domains)
 
+    @property
+    def local_files(self) -> list[Path]:
+        """The files of `against` but those of the Hub."""
+        named = (source.partition("#")[0] for source in self.against)
+        local = [source for source in named if not source.startswith(hub.PREFIX)]
+        return find_files(local) if local else []
+
     def check(self) -> None:
         """Raises: DataError: domains are given, but no column with URLs, or are none."""
         for domain in self.without_domains:

@@ -42,12 +42,13 @@ class Sources:
 def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     """The files that `sources` (paths or globs) name, in the order given, a glob's sorted.
 
+    Each is there once, whatever paths lead to it.
     A directory stands for the files in it that can be read; one that `datasets.save_to_disk` wrote
     counts as one file.
     Raises: DataError: nothing is there, or a file's extension is unknown.
     """
     sources = [sources] if isinstance(sources, str | Path) else sources
-    files: dict[Path, None] = {}
+    files: dict[Path, Path] = {}
     for source in sources:
         here = Path(source)
         found = [here] if here.exists() else map(Path, sorted(glob.glob(str(source))))
@@ -59,13 +60,14 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
         found = [file for file in found if file.is_file() or is_saved(file)]
         if not found:
             raise DataError(f"data={source}: expected a file or glob that exists")
-        files.update(dict.fromkeys(found))
-    for file in files:
+        for file in found:
+            files.setdefault(file.resolve(), file)
+    for file in files.values():
         if not is_saved(file) and not file.name.endswith(SUFFIXES):
             raise DataError(f"data={file}: expected a file ending in {', '.join(SUFFIXES)}")
     if not files:
         raise DataError("data=[]: expected at least one file")
-    return list(files)
+    return list(files.values())
 
 
 def files_in(directory: Path) -> list[Path]:

@@ -109,6 +109,16 @@ def test_many_files_and_globs_join_a_users_rows(tmp_path):
     assert one.train.fingerprint == data.train.fingerprint
 
 
+def test_a_file_is_read_once_whatever_paths_lead_to_it(tmp_path, monkeypatch):
+    file = parquet(tmp_path / "a.parquet")
+    (tmp_path / "link.parquet").symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    sources = ["link.parquet", file, "a.parquet", "./*.parquet", "."]
+    data = build(sources, tmp_path / "out", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == by_user(ROWS)
+    assert [about["name"] for about in data.metadata["sources"]] == ["link.parquet"]
+
+
 def test_integer_ids_are_strings_and_mean_the_same_user_in_every_file(tmp_path):
     first = parquet(tmp_path / "a.parquet", [(7, "one"), (10, "two")])
     second = csv_file(tmp_path / "b.csv", [("7", "three"), ("007", "four")])
