@@ -90,6 +90,12 @@ def test_what_will_disappoint_is_said(plan, data, says):
     assert len(found) == bool(says) and all(part in found[0] for part in says)
 
 
+def test_a_delta_that_was_left_to_its_default_is_called_weak():
+    (found,) = doubts(replace(PLAN, delta=1200**-1.1), DATA, default_delta=True)
+    assert "delta=0.00041 is the default" in found and "it is 0.49; " in found
+    assert doubts(replace(PLAN, noise_multiplier=0.0), DATA, default_delta=True) == []
+
+
 def test_warnings_come_before_workers_start(tmp_path, run_dir, capsys):
     texts = write_texts(tmp_path / "three.parquet", num_users=3)
     main(command(texts, run_dir, budget=2, delta=0.4, epsilon=0.1))

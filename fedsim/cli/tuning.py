@@ -43,7 +43,7 @@ class Recommend(ReadsSources):
     """Expected gradients per step, for either algorithm. >= 1."""
 
     delta: float | None = None
-    """In (0, 1). Default: N^-1.1 for N users."""
+    """In (0, 1). Default: N^-1.1 for N users; see train."""
 
     clipping: Literal["normalised", "plain"] = "normalised"
     """The same flag as that of train."""

@@ -35,7 +35,8 @@ class PrivacyConfig:
     times cohort size for ULS. >= 1."""
 
     delta: float | None = None
-    """In (0, 1). Default: N^-1.1 for N users."""
+    """In (0, 1). Default: N^-1.1 for N users, which the report calls weak: delta times N is then
+    about 0.5. The paper's is n^-1.1 for n examples. For a release give one, such as 1e-6."""
 
     adjacency: Literal["zero-out", "add-or-remove"] = "zero-out"
     """What a user is compared with. zero-out: the same user without texts; how many users there are

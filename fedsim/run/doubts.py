@@ -5,8 +5,11 @@ from fedsim.data.dataset import Dataset
 from fedsim.plan import Plan
 
 
-def doubts(plan: Plan, data: Dataset) -> list[str]:
-    """A line for each thing in a plan that will probably disappoint."""
+def doubts(plan: Plan, data: Dataset, *, default_delta: bool = False) -> list[str]:
+    """A line for each thing in a plan that will probably disappoint.
+
+    Args: default_delta: delta was left to its default.
+    """
     found = []
     users, noise = plan.num_users, plan.gradient_noise_multiplier
     if users == 1:
@@ -15,6 +18,11 @@ def doubts(plan: Plan, data: Dataset) -> list[str]:
         found.append(
             f"delta={plan.delta:g} is above 1/{users}: to publish all that one of {users} users "
             f"wrote would be allowed; the default is {users**-1.1:.2g}"
+        )
+    elif noise and default_delta:
+        found.append(
+            f"delta={plan.delta:.2g} is the default, which is weak: times the number of users it "
+            f"is {plan.delta * users:.2g}; for a release give one, such as --delta 1e-6"
         )
     if noise > plan.expected_count:
         unit = "examples" if plan.algorithm == Algorithm.ELS else "users"

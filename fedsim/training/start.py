@@ -102,7 +102,7 @@ def train(
             how = {"unproven": unproven, "trial": trial, "evaluations": evaluations}
             with console.phase("calibrating the noise"):
                 plan = make_plan(algorithm, completed, opened.data.train, method, *facts, **how)
-            for doubt in doubts(plan, opened.data):
+            for doubt in doubts(plan, opened.data, default_delta=privacy.delta is None):
                 console.note(f"warning: {doubt}")
         goes_on = opened.stored is not None
         expect_trust(run.engine, plan, audited=plant is not None, goes_on=goes_on)

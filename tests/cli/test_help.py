@@ -64,7 +64,7 @@ def test_no_line_is_wider_than_the_terminal_nor_speaks_of_python(
 def test_defaults_are_said_once(capsys, monkeypatch):
     page = shown("train", "--help-all", capsys=capsys, monkeypatch=monkeypatch)
     text = " ".join(page.split())
-    assert ">= 1. Default: 128. --delta FLOAT In (0, 1). Default: N^-1.1 for N users." in text
+    assert ">= 1. Default: 128. --delta FLOAT In (0, 1). Default: N^-1.1 for N users, which" in text
     assert "Target user-level epsilon. > 0; 'inf' trains without noise" in text
 
 
