@@ -21,11 +21,12 @@ def section() -> str:
 
 
 def story(source: str) -> list[list[str]]:
-    """The commands of the story, with other texts."""
+    """The commands of the story, with other texts; all but the line that names the ledger."""
     block = re.search(r"```sh\n(.*?)```", section(), re.S)
     assert block
     lines = block[1].replace("\\\n", " ").replace("pydocs", source).splitlines()
-    return [shlex.split(line)[1:] for line in lines]
+    assert lines[0].startswith("export FEDSIM_BUDGET_LEDGER=$(mktemp -d)")
+    return [shlex.split(line)[1:] for line in lines[1:]]
 
 
 def told(source: str, capsys) -> dict:
