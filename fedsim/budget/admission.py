@@ -16,7 +16,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import Event, Phases
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting.rounding import at_least, at_most
 from fedsim.budget.ledger import BudgetLedger, Entry, Limit, Released, hold, place_of
 from fedsim.budget.people import union
 from fedsim.budget.spending import Books, Charge, Total
@@ -96,15 +96,23 @@ class Applicant:
     kind: str
     limit: Limit | None
     run_dir: Path
+    delta: float | None = None
+    """At which it is planned, where --delta says so."""
+    spend_rest: bool | None = None
+    """Whether it was asked to train what fits; None: there is no such flag for it."""
 
     @classmethod
     def of(cls, run: RunConfig, users: People, delta: float | None, kind: str) -> "Applicant":
-        """The run of these settings, on these users. Args: delta: that a limit of its own is at."""
+        """The run of these settings, on these users.
+
+        Args: delta: at which it is planned, as a limit of its own is.
+        """
         limit = None
         if run.limit_epsilon is not None:
             assert delta is not None, "complete() comes first"
             limit = Limit(run.limit_epsilon, delta)
-        return cls(place_of(run.budget_ledger), users.user_ids(), kind, limit, run.run_dir)
+        place, rest = place_of(run.budget_ledger), run.spend_rest if kind == "train" else None
+        return cls(place, users.user_ids(), kind, limit, run.run_dir, delta, rest)
 
     def entry(self, run: str, planned: Released, slack: tuple[float, float], label: str) -> Entry:
         """It, as the ledger has it. Args: run: the key's seal; "" before there is a key."""
@@ -199,17 +207,32 @@ class Applicant:
             for each in known.limits
             if known.total(each.delta, more=more).adaptive > each.epsilon
         )
-        before, after = known.total(broken.delta), known.total(broken.delta, more=more)
-        nothing = [each for each in known.charges if each.released is None or each.entry.label]
-        why = f"{len(known.charges)} runs on these users have spent {_shown(before.adaptive)}"
-        if nothing:
-            label = nothing[0].entry.label or "without noise"
-            why = f"{nothing[0].entry.place} promises them nothing ({label})"
         raise ConfigError(
-            f"limit_epsilon={broken.epsilon:g}: expected a run that fits: {why} at delta "
-            f"{at_most(broken.delta, '.2e')}, and with this one it would be "
-            f"{_shown(after.adaptive)} (see fedsim budget; --spend-rest trains what fits)"
+            f"limit_epsilon={broken.epsilon:g}: expected a run that fits: "
+            f"{self._why_not(known, more, broken)}"
         )
+
+    def _why_not(self, known: Books, more: Charge, broken: Limit) -> str:
+        """Why one more charge breaks a limit, and what to do about it."""
+        if more.nothing:
+            remedy = "--budget-ledger names another ledger for trials"
+            if broken is self.limit:
+                remedy = "--limit-epsilon is for runs that promise something"
+            return f"this run promises nothing ({more.nothing}), so no limit can be kept: {remedy}"
+        at, after = at_most(broken.delta, ".2e"), known.total(broken.delta, more=more).adaptive
+        would_be = f"at delta {at}, and with this one it would be {_shown(after)}"
+        if first := next((each for each in known.charges if each.nothing), None):
+            why = f"{first.entry.place} promises them nothing ({first.nothing})"
+            return f"{why} {would_be} (see fedsim budget)"
+        before = _shown(known.total(broken.delta).adaptive)
+        why = f"{len(known.charges)} runs on these users have spent {before} {would_be}"
+        rest = "; --spend-rest trains what fits" if self.spend_rest is False else ""
+        found = f"{why} (see fedsim budget{rest})"
+        own = self.delta
+        if own and own > broken.delta and known.total(own, more=more).adaptive <= broken.epsilon:
+            plans = f"--delta {at_least(broken.delta, '.4g')} plans the run for it"
+            found += f"; the limit is at a smaller delta than the run: {plans}"
+        return found
 
 
 def shortened(

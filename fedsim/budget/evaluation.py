@@ -75,7 +75,7 @@ def evaluate_privately(
     key, out = SecretKey.create(), (run.run_dir / DIRECTORY / secrets.token_hex(4)).absolute()
     limit = None if run.limit_epsilon is None else Limit(run.limit_epsilon, delta)
     ids, place = store.user_ids(), place_of(run.budget_ledger)
-    applicant = Applicant(place, ids, "evaluation", limit, out)
+    applicant = Applicant(place, ids, "evaluation", limit, out, delta)
     entry = applicant.entry(key.seal("evaluation"), [(StepEvent(sigma, 1.0), 1)], part, "")
     applicant.expect_room(entry)
     out.mkdir(mode=0o700, parents=True)

@@ -42,6 +42,13 @@ class Charge:
         """What the filter charges: the plan, unless the run ended before it released anything."""
         return self.entry.planned if self.released is None or self.released else []
 
+    @property
+    def nothing(self) -> str:
+        """Why it promises nothing; empty where it promises something, or released nothing."""
+        if self.released is None:
+            return self.entry.label or "without noise"
+        return self.entry.label if self.released else ""
+
 
 @dataclasses.dataclass(frozen=True)
 class Total:
@@ -76,7 +83,7 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
     """
     ordered = sorted(charges, key=lambda charge: charge.entry.number)
     counted = [each for each in ordered if each.released != []]
-    if any(each.released is None or each.entry.label for each in counted):
+    if any(each.nothing for each in counted):
         return Total(math.inf, math.inf, delta, math.inf)
     slacks = [each.entry.slack for each in counted]
     fixed = [phase for each in counted for phase in each.released or []]

@@ -77,6 +77,8 @@ class Counted:
                 kind="evaluation",
                 limit=limit,
                 run_dir=applicant.run_dir / DIRECTORY,
+                delta=None,
+                spend_rest=None,
             )
             label = REPRODUCTION if plan.seeded else ""
             phases: list[tuple[Event, int]] = [*how.phases(how.count)]

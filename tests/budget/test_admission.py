@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fedsim.accounting import StepEvent, epsilon
+from fedsim.accounting import StepEvent, epsilon, noise_multiplier
 from fedsim.budget.admission import Applicant, books, charge_of, expect_receipt, together
 from fedsim.budget.ledger import FILE, Limit, hold
 from fedsim.errors import ConfigError
@@ -172,6 +172,48 @@ def test_after_a_run_that_promises_nothing_no_limit_can_be_kept(place, tmp_path)
     run(place, tmp_path / "a", label="of a seed that others may know or guess")
     with pytest.raises(ConfigError, match="a promises them nothing .of a seed"):
         run(place, tmp_path / "b", limit=1e3)
+
+
+def refused(place, run_dir, *, planned=PLANNED, delta=DELTA, rest=None, label="", limit=None):
+    """What is said of a run that does not fit."""
+    applicant = Applicant(place, PEOPLE, "train", limit, run_dir, delta, rest)
+    with pytest.raises(ConfigError) as error:
+        applicant.expect_room(applicant.entry("", planned, (0.0, 0.0), label))
+    return str(error.value)
+
+
+def set_limit(place, most, delta=DELTA):
+    with hold(place) as ledger:
+        ledger.limit(Limit(most, delta, ledger.save_users(ledger.users(PEOPLE))))
+
+
+@pytest.mark.parametrize(("planned", "label"), [(None, ""), (PLANNED, "of a seed")])
+def test_a_run_that_promises_nothing_is_told_that_it_is_the_cause(planned, label, place, tmp_path):
+    asked = {"planned": planned, "label": label, "rest": False}
+    why = f"this run promises nothing ({label or 'without noise'}), so no limit can be kept: "
+    own = refused(place, tmp_path / "a", **asked, limit=Limit(5, DELTA))
+    assert own.endswith(f"{why}--limit-epsilon is for runs that promise something")
+    set_limit(place, 5)
+    theirs = refused(place, tmp_path / "a", **asked)
+    assert theirs.endswith(f"{why}--budget-ledger names another ledger for trials")
+
+
+@pytest.mark.parametrize(("rest", "hinted"), [(False, True), (True, False), (None, False)])
+def test_what_trains_what_fits_is_named_where_it_would(rest, hinted, place, tmp_path):
+    set_limit(place, 0.9 * ONE)
+    assert ("--spend-rest trains what fits" in refused(place, tmp_path / "a", rest=rest)) == hinted
+
+
+def test_a_limit_at_a_smaller_delta_than_the_runs_says_how_to_plan_for_it(place, tmp_path):
+    target = {"epsilon": ONE, "num_steps": STEPS, "sampling_prob": STEP.sampling_prob}
+    set_limit(place, ONE, delta := 0.5 * DELTA)
+    said = refused(place, tmp_path / "a")
+    assert said.endswith("at a smaller delta than the run: --delta 5e-7 plans the run for it")
+    planned = [(StepEvent(noise_multiplier(**target, delta=delta), STEP.sampling_prob), STEPS)]
+    applicant = Applicant(place, PEOPLE, "train", None, tmp_path / "a", delta)
+    applicant.expect_room(applicant.entry("", planned, (0.0, 0.0), ""))
+    # There another delta would not help.
+    assert "--delta" not in refused(place, tmp_path / "a", planned=[(STEP, 2 * STEPS)])
 
 
 @pytest.mark.privacy
