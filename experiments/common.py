@@ -4,9 +4,11 @@ import argparse
 import csv
 import dataclasses
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +28,7 @@ from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data.building.build import build
 from fedsim.data.building.recipes import options_of
 from fedsim.data.dataset import Dataset
+from fedsim.errors import ConfigError, DataError
 from fedsim.keys import SecretKey
 
 RESULTS = Path(__file__).parent / "results"
@@ -42,7 +45,7 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "scotus": (
         "stack-overflow",
-        "scotus.parquet",
+        "scotus",
         {
             "user_column": "user_id",
             "text_column": "text",
@@ -50,14 +53,24 @@ STAND_INS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "test_from": "2000-01-01",
         },
     ),
-    "reddit_links": ("cc-news", "reddit_links.parquet", {"user_column": "user_id"}),
+    "reddit_links": ("cc-news", "reddit_links", {"user_column": "user_id"}),
     "reddit_links, 8 or more": (
         "cc-news",
-        "reddit_links.parquet",
+        "reddit_links",
         {"user_column": "user_id", "min_examples": 8},
     ),
-    "allsides_news": ("cc-news", "allsides_news.parquet", {"url_column": "url"}),
+    "allsides_news": ("cc-news", "allsides_news", {"url_column": "url"}),
 }
+
+
+@contextmanager
+def mistakes() -> Iterator[None]:
+    """A user's mistake, such as data that are not there, ends with one line and exit code 2."""
+    try:
+        yield
+    except ConfigError as error:
+        print("experiments: error:", error, file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def planned(
@@ -140,6 +153,7 @@ def out_of(arguments: argparse.Namespace) -> Path:
     return out
 
 
+@mistakes()
 def main(
     name: str,
     description: str | None,
@@ -263,10 +277,19 @@ def finish(
     assert not always or all(held for _, held, _ in claims)
 
 
+def shared(name: str) -> Path:
+    """The file of some of the real data. Raises: DataError: it is not there."""
+    file = SHARED / f"{name}.parquet"
+    if not file.exists():
+        remedy = "python -m experiments.stand_ins says where it comes from"
+        raise DataError(f"{file} is not there: {remedy}")
+    return file
+
+
 def prepare(name: str, directory: Path, **options: Any) -> Dataset:
     """A stand-in, prepared by its recipe. Args: options: of `build`, instead of the recipe's."""
     recipe, file, given = STAND_INS[name]
-    return build(SHARED / file, directory / name, **options_of(recipe, {**given, **options}))
+    return build(shared(file), directory / name, **options_of(recipe, {**given, **options}))
 
 
 def synthetic_stack_overflow(share: float, directory: Path) -> Dataset:

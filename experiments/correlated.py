@@ -240,7 +240,7 @@ def kinds(algorithm: str) -> tuple[str, ...]:
 def source(settings: Settings) -> str:
     """Where the data are."""
     pydocs = settings.data == "pydocs"
-    return "pydocs" if pydocs else str(common.SHARED / f"{settings.data}.parquet")
+    return "pydocs" if pydocs else str(common.shared(settings.data))
 
 
 def train(cell: Cell, settings: Settings) -> dict[str, Any]:
@@ -361,6 +361,7 @@ def draw_losses(found: Rows) -> Figure:
     return figure
 
 
+@common.mistakes()
 def main() -> None:
     """All parts, from the command line to their files."""
     given = common.resumable(__doc__, "training")

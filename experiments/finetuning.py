@@ -195,6 +195,7 @@ def parse_arguments(description: str | None, argv: Sequence[str] | None = None) 
     return Arguments(given.scale, out, given.model, given.dry_run, given.in_turn)
 
 
+@common.mistakes()
 def main(
     name: str,
     description: str | None,

@@ -71,7 +71,7 @@ def made_up() -> pa.Table:
 
 def real(every: int) -> pa.Table:
     """One in so many hearings of the court."""
-    table = pq.read_table(common.SHARED / "scotus.parquet")
+    table = pq.read_table(common.shared("scotus"))
     docs = pa.array(sorted(pc.unique(table["doc"]).to_pylist())[::every])  # pyright: ignore
     return table.filter(pc.is_in(table["doc"], docs))  # pyright: ignore
 

@@ -327,6 +327,7 @@ def came_to(row: Row) -> float:
     return row[f"ema {1 - AVERAGED / row['num_steps']:g}"]
 
 
+@common.mistakes()
 def main() -> None:
     """Train what is missing, and write what was found."""
     given = common.resumable(__doc__, "training", processes=True)

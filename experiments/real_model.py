@@ -130,7 +130,7 @@ def texts_of(source: str, least: int, settings: Settings) -> Path:
     name = f"{source}-{settings.num_users}-{settings.most_texts}.parquet"
     path = files.cache_dir() / "experiments" / "real" / name
     if not path.exists():
-        table = pq.read_table(common.SHARED / f"{source}.parquet", columns=["user_id", "text"])
+        table = pq.read_table(common.shared(source), columns=["user_id", "text"])
         found = table["user_id"].combine_chunks().dictionary_encode()
         ids, users = found.dictionary.to_pylist(), np.asarray(found.indices)
         counts = np.bincount(users)
@@ -282,6 +282,7 @@ def train(cell: Cell, settings: Settings) -> Row:
     }
 
 
+@common.mistakes()
 def main() -> None:
     """Train what is missing, and write what was found."""
     given = common.resumable(__doc__, "training", processes=True)

@@ -299,6 +299,7 @@ def cost(todo: Sequence[Cell], done: int, settings: Settings) -> str:
     return what + f"about {hours / 2:.1f} hours on two cores for all"
 
 
+@common.mistakes()
 def main() -> None:
     """Train what is missing, and write what was found."""
     given = common.resumable(__doc__, "training", processes=True)

@@ -40,10 +40,7 @@ def directory() -> Path:
 
 def write_public_text(file: Path) -> None:
     """The public texts as one Parquet file."""
-    texts = [
-        pq.read_table(common.SHARED / f"{name}.parquet", columns=["text"])["text"]
-        for name in PUBLIC
-    ]
+    texts = [pq.read_table(common.shared(name), columns=["text"])["text"] for name in PUBLIC]
     joined = pa.chunked_array([chunk for text in texts for chunk in text.chunks])
     owners = pa.array([f"{i // 16:08d}" for i in range(len(joined))])  # whose plays no part
     pq.write_table(pa.table({"user_id": owners, "text": joined}), file)
@@ -55,7 +52,7 @@ def public() -> Path:
     if not path.is_dir():
         directory().mkdir(parents=True, exist_ok=True)
         write_public_text(directory() / "public.parquet")
-        against = tuple(str(common.SHARED / f"{name}.parquet") + "#text" for name in SCREENED)
+        against = tuple(str(common.shared(name)) + "#text" for name in SCREENED)
         options = {"max_length": MAX_LENGTH, "long_texts": "split", "screen": Screen(against)}
         tokenizer = f"wordpiece:{VOCABULARY}"
         build(
@@ -97,6 +94,7 @@ def model(size: str = MODEL) -> Path:
     return path
 
 
+@common.mistakes()
 def main() -> None:
     print(f"public text: {public()}")
     for name in USERS:

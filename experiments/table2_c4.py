@@ -82,8 +82,8 @@ def run(settings: Settings) -> list[dict[str, Any]]:
         found = screened(pages, directory / "planted", [articles])
         rows += [{"dataset": "planted", **planted}, {"dataset": "planted, found", **found}]
         if settings.against and common.SHARED.is_dir():
-            against = [common.SHARED / f"{name}.parquet" for name in settings.against]
-            source = common.SHARED / "debian_desc.parquet"
+            against = [common.shared(name) for name in settings.against]
+            source = common.shared("debian_desc")
             found = screened(source, directory / "debian", against, user_column="user_id")
             rows.append({"dataset": "debian_desc", **found})
     return rows

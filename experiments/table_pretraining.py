@@ -78,7 +78,7 @@ def sources(made_up: bool, directory: Path) -> tuple[Path, Path, str]:
     public = directory / "public.parquet"
     if not made_up:
         starting_model.write_public_text(public)
-        return public, common.SHARED / "scotus.parquet", "text"
+        return public, common.shared("scotus"), "text"
     private = directory / "private.parquet"
     for file, seed, evenness in ((public, 0, 1.0), (private, 1, 0.7)):
         rng = np.random.default_rng(seed)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import finetuning, table_mutations, testing
+from experiments import common, finetuning, table_mutations, testing
 from experiments.mistakes import MISTAKES
 from fedsim.data import corpora
 
@@ -61,6 +61,29 @@ def test_a_dry_run_says_what_would_be_run_and_runs_nothing(
     *plan, cost = capsys.readouterr().out.splitlines()
     assert plan and re.search(r"minutes|hours|gradients|no record", cost)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["fig04_els_group_size", "fig06_privacy_loss", "regime"])
+def test_real_text_that_is_not_there_is_a_line_that_says_where_it_comes_from(
+    name, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(common, "SHARED", tmp_path / "none")
+    here = lambda train, cells, settings, *_: [train(cell, settings) for cell in cells]  # noqa: E731
+    monkeypatch.setattr("experiments.processes.compute", here)
+    with pytest.raises(SystemExit) as stop:
+        run(name, monkeypatch, "--scale", "small", "--out", str(tmp_path))
+    said = f"experiments: error: {tmp_path}/none/debian_desc.parquet is not there: python -m "
+    assert capsys.readouterr().err == f"{said}experiments.stand_ins says where it comes from\n"
+    assert stop.value.code == 2
+
+
+def test_the_papers_data_are_asked_for_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        run("fig06_privacy_loss", monkeypatch, "--scale", "paper", "--out", str(tmp_path))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("experiments: error: data=data/stack-overflow: ")
 
 
 def test_every_experiment_and_every_figure_is_in_the_index_once():
