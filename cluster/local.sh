@@ -5,7 +5,8 @@
 #   cluster/local.sh start [NODES] [CPUS]    head and NODES - 1 more nodes (1) with CPUS CPUs each (1)
 #   cluster/local.sh submit [-- ] COMMAND    as a job; shows its log and exits with its exit code
 #   cluster/local.sh stop                    ends the processes of this cluster, by process id
-#   eval "$(cluster/local.sh env)"           variables for `ray job ...` and `fedsim` in this shell
+#   eval "$(cluster/local.sh env)"           variables for `ray job ...` in this shell, where fedsim
+#                                            then runs as a job alone: `submit` or `ray job submit`
 #
 # FEDSIM_CLUSTER_PORT (26000) is the first of the 1,000 ports used; FEDSIM_CLUSTER_DIR
 # (/tmp/fedsim-UID-PORT) holds logs and token, and must be short: Unix sockets lie below it.
@@ -73,5 +74,5 @@ case ${1:-} in
     printf 'export %s\n' "RAY_AUTH_MODE=token" "RAY_AUTH_TOKEN_PATH=$dir/token" \
       "RAY_ADDRESS=$dashboard" "RAY_USAGE_STATS_ENABLED=0"
     ;;
-  *) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  *) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

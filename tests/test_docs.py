@@ -1,8 +1,9 @@
 """The documentation is true: the site builds, links lead somewhere, and blocks of code run.
 
 A training in a block of Python is replaced by a copy of one tiny run, which is really trained. Not
-run at all: `pip`, `pytest`, `tensorboard` and experiments, which take minutes; `docker`, `kubectl`
-and `cluster/local.sh`, which need a registry, a cluster or ports; `export`. Their files must exist.
+run at all: `pip`, `pytest`, `tensorboard` and experiments, which take minutes; `docker`, `kubectl`,
+`ray` and `cluster/local.sh`, which need a registry, a cluster or ports; `export`. Their files must
+exist.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ LINKED += [ROOT / folder / "README.md" for folder in ("cluster", "experiments")]
 BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.M | re.S)
 LANGUAGES = {"python", "sh", "toml", "text", "console", "{eval-rst}", "{toctree}"}
 NOT_RUN = {"pip", "pytest", "tensorboard", "sphinx-build", "python", "docker", "kubectl"}
-NOT_RUN |= {"export"}
+NOT_RUN |= {"export", "ray"}
 QUICK = ("account", "calibrate")
 OTHERS_FLAGS = set("--help --help-all --dist --scale --dry-run --quick --shm-size".split())
 
