@@ -97,7 +97,8 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         median = own[0]["median_examples"]
         axis.axvline(median, color="tab:red", linestyle="--", label="median user")
         axis.set_xscale("log", base=2)
-        axis.set_title(rf"{name}, $\varepsilon$ = {epsilon:g}", fontsize="medium")
+        title = rf"{name}, $\varepsilon$ = {epsilon:g}" + "\n" + finetuning.assumption(name)
+        axis.set_title(title.strip(), fontsize="medium")
         axis.set(xlabel="$G_{ELS}$", ylabel="loss (nats per token)")
         axis.grid(alpha=0.3)
     common.legend_below(figure)

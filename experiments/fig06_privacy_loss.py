@@ -100,7 +100,8 @@ def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "
                 label_of = f"{_curve(row)} without noise"
                 axis.axhline(row["loss"], color=COLOURS[_curve(row)], ls="--", label=label_of)
         common.log2_axis(axis, [row[along] for row in own])
-        axis.set_title(f"{name}, {label[across]} = {column:g}", fontsize="medium")
+        title = f"{name}, {label[across]} = {column:g}\n{finetuning.assumption(name)}"
+        axis.set_title(title.strip(), fontsize="medium")
         axis.set(xlabel=label[along])
         axis.grid(alpha=0.3)
     for axis in axes[:, 0]:

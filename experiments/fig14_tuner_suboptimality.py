@@ -103,7 +103,8 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
             axis.plot(budgets, means, label=strategy, markersize=5, **look)
             axis.fill_between(budgets, means - stds, means + stds, color=look["color"], alpha=0.12)
         axis.set_xscale("log", base=2)
-        axis.set(xlabel="compute budget $B$", ylabel="suboptimality (nats per token)", title=name)
+        axis.set(xlabel="compute budget $B$", ylabel="suboptimality (nats per token)")
+        axis.set_title(f"{name} {finetuning.assumption(name)}", fontsize="medium")
         axis.grid(alpha=0.3)
     common.legend_below(figure)
     return figure

@@ -236,6 +236,12 @@ def stands_for(name: str) -> str:
     return next(found, name)
 
 
+def assumption(name: str) -> str:
+    """What the epsilon of a data set of rows assumes, for the title of its panel; else nothing."""
+    times = dict(Training.assumed_times).get(stands_for(name))
+    return rf"($\varepsilon$ as if {times} x the users)" if times else ""
+
+
 def titled(figure: Figure, rows: Rows) -> Figure:
     """The figure with what stands for what as its title."""
     names = dict.fromkeys(str(row["dataset"]) for row in rows if "dataset" in row)
