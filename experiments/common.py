@@ -144,11 +144,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="say what would be run")
 
 
-def out_of(arguments: argparse.Namespace) -> Path:
-    """The directory for results; the smallest scale writes to a temporary one."""
+def place_of(arguments: argparse.Namespace) -> Path:
+    """Where results of a scale are; those of the smallest are in a temporary directory."""
     elsewhere = Path(tempfile.gettempdir()) / "fedsim-experiments"
     kept = {"smoke": elsewhere / "smoke", "small": RESULTS / "small", "paper": RESULTS}
-    out = arguments.out or kept[arguments.scale]
+    return arguments.out or kept[arguments.scale]
+
+
+def out_of(arguments: argparse.Namespace) -> Path:
+    """The directory for results, which is made if need be."""
+    out = place_of(arguments)
     out.mkdir(parents=True, exist_ok=True)
     return out
 
@@ -196,8 +201,9 @@ def last_time(name: str, scale: str) -> str:
             record = json.loads((directory / f"{name}.json").read_text())
         except OSError:
             continue
-        machine = "{minutes:g} minutes on {machine[cpu_count]} cores of {machine[cpu]}"
-        return f"the scale {record['scale']} took {machine.format(**record)}"
+        machine = "{machine[cpu_count]} cores of {machine[cpu]}".format(**record)
+        minutes = record.get("run_minutes", record["minutes"])  # those of all runs that were kept
+        return f"the scale {record['scale']} took {minutes:g} minutes on {machine}"
     return "there is no record of how long it takes"
 
 

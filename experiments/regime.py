@@ -34,6 +34,8 @@ from experiments.rows import Row, Rows, kept, missing
 
 NAME, NORMS = "regime", "regime_norms"
 FIRST_COHORT = 32  # of Estimate-and-Double, as in the paper
+MEASURED = 1_055_488, 32
+"""Parameters, and tokens of a text, of which it is known how long a gradient takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Settings:
     max_length: int = 32
     eval_examples: int = 1024
     seconds_per_gradient: float = 0.0035
-    """Of one core, for the estimate."""
+    """Of one core, for the estimate: with MEASURED parameters and texts of MEASURED tokens."""
 
 
 SETTINGS = {
@@ -291,12 +293,15 @@ def train(cell: Cell, settings: Settings) -> Row:
     }
 
 
-def cost(todo: Sequence[Cell], done: int, settings: Settings) -> str:
-    """What is to be run, and how long it takes."""
+def cost(todo: Sequence[Cell], done: int, settings: Settings, num_parameters: int) -> str:
+    """What is to be run, and how long it takes: as what was measured, by steps, gradients, tokens
+    and parameters."""
     gradients = sum(cell.budget for cell in todo) * settings.num_steps
-    hours = gradients * settings.seconds_per_gradient / 3600
-    what = f"{len(todo)} trainings, {gradients:,} gradients, {done} trainings of them done: "
-    return what + f"about {hours / 2:.1f} hours on two cores for all"
+    size = num_parameters * settings.max_length / math.prod(MEASURED)
+    hours = gradients * settings.seconds_per_gradient * size / 3600
+    what = f"{len(todo)} trainings of {num_parameters:,} parameters, {gradients:,} gradients, "
+    what += f"{done} trainings of them done: "
+    return what + f"about {hours / 2:,.1f} hours on two cores for all"
 
 
 @common.mistakes()
@@ -304,12 +309,13 @@ def main() -> None:
     """Train what is missing, and write what was found."""
     given = common.resumable(__doc__, "training", processes=True)
     settings = SETTINGS[given.scale]
-    out = given.out or common.RESULTS / "small" if given.dry_run else common.out_of(given)
+    out = common.place_of(given) if given.dry_run else common.out_of(given)
     file, looks_file = out / f"{NAME}.jsonl", out / f"{NORMS}.jsonl"
     at = [Users(data) for data in settings.data]
     if given.dry_run:
         assumed = {"num_users": 7_014, "median_examples": 154, "norms": dict.fromkeys("124", [1.0])}
         assumed["norms"] |= {"8": [1.0], "16": [1.0]}
+        assumed["num_parameters"] = MEASURED[0]
         looks = {each.data: {"data": each.data, **assumed} for each in at}
     else:
         compute(look, missing(at, looks_file), settings, looks_file, math.inf, given.processes)
@@ -319,7 +325,9 @@ def main() -> None:
     if given.dry_run:
         kinds = dict.fromkeys((cell.data, f"epsilon {cell.epsilon:g}") for cell in todo)
         print("; ".join(", ".join(kind) for kind in kinds))
-        print(cost(todo, len(todo) - len(missing(todo, file)), settings))
+        num_parameters = max(row["num_parameters"] for row in looks.values())
+        done = len(todo) - len(missing(todo, file))
+        print(cost(todo, done, settings, num_parameters))
         return
     compute(train, missing(todo, file), settings, file, given.minutes, given.processes)
     write(settings, out, given.scale, looks, len(todo))

@@ -86,6 +86,18 @@ def test_the_papers_data_are_asked_for_in_one_line(tmp_path, monkeypatch, capsys
     assert capsys.readouterr().err.startswith("experiments: error: data=data/stack-overflow: ")
 
 
+@pytest.mark.parametrize("scale, done", [("small", 1), ("paper", 0)])
+def test_a_dry_run_counts_the_trainings_of_its_own_scale(
+    scale, done, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    row = {"data": "scotus", "seed": 0, "algorithm": "els", "epsilon": 4.0, "group_size": 154}
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "regime.jsonl").write_text(json.dumps({**row, "budget": 64, "times": 1}))
+    run("regime", monkeypatch, "--scale", scale, "--dry-run")
+    assert f" {done} trainings of them done" in capsys.readouterr().out
+
+
 def test_every_experiment_and_every_figure_is_in_the_index_once():
     index = (ROOT / "experiments" / "README.md").read_text()
     rows = re.findall(r"^\| (.*?) \| \[`(\w+)`\]\((\w+).py\)", index, re.MULTILINE)
