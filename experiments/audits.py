@@ -265,8 +265,9 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     return claims
 
 
-def draw(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Power: the share of audits that refute, by mistake, for each epsilon."""
+def plot(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Power: the share of audits that refute, by mistake, for each epsilon; where none does, and
+    where a mistake cannot be made, that is written there."""
     algorithms = sorted({row["algorithm"] for row in rows})
     figure, axes = plt.subplots(
         1, len(algorithms), figsize=(9, 3.5), sharey=True, squeeze=False, layout="constrained"
@@ -280,6 +281,15 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
             places = [names.index(row["mistake"]) + i * height for row in own]
             shares = [row["refuted"] / row["audits"] for row in own]
             axis.barh(places, shares, height, label=rf"$\varepsilon$ = {epsilon:g}")
+            for row, place in zip(own, places, strict=True):
+                if not row["refuted"]:
+                    text = f"0 of {row['audits']}"
+                    axis.text(0.01, place, text, va="center", fontsize="xx-small")
+        audited = {row["mistake"] for row in rows if row["algorithm"] == algorithm}
+        for name in names:
+            if name not in audited:
+                place, look = names.index(name) + height, {"va": "center", "fontsize": "small"}
+                axis.text(0.01, place, "does not apply", color="dimgray", **look)
         axis.set(title=algorithm.upper(), xlabel="share of audits that refute", xlim=(0, 1))
         axis.set_yticks(np.arange(len(names)) + 0.4 - height / 2, names)
     axes[0][0].invert_yaxis()  # which the others share
@@ -300,7 +310,7 @@ def main() -> None:
     run(settings, file, given.minutes)
     found = kept(file)
     rows, minutes = table(found), round(sum(row["seconds"] for row in found) / 60, 1)
-    own = {"figures": {"audits": draw(rows)}, "claims": check(rows), "run_minutes": minutes}
+    own = {"figures": {"audits": plot(rows)}, "claims": check(rows), "run_minutes": minutes}
     common.finish("audits", given.scale, out, settings, rows, **own)
 
 

@@ -355,7 +355,7 @@ def draw_losses(found: Rows) -> Figure:
             label=f"{algorithm.upper()}, $\\varepsilon$ = {epsilon:g}",
         )
     axis.set_xticks(range(len(order)), order)
-    axis.set(ylabel="held-out loss, rates tuned")
+    axis.set(ylabel="held-out loss, rates tuned (bars: range of seeds)")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
     return figure

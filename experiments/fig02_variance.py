@@ -101,10 +101,11 @@ def plot(rows: Sequence[dict]) -> Figure:
         sharey="row",
         layout="constrained",
     )
-    lines = (
-        ("els", "ELS", "-o", "ELS"),
-        ("uls_aligned", "ULS", "-o", "ULS, $L_{ULS} = L_{ELS}$"),
-        ("uls_orthogonal", "ULS", "--s", r"ULS, $L_{ULS} = L_{ELS}/\sqrt{G_{ULS}}$"),
+    wide, narrow = {"lw": 4, "ms": 7, "alpha": 0.6}, {"lw": 1.3, "ms": 3.5}
+    lines = (  # the wide one first: the next one may lie on it
+        ("els", "ELS", "-o", "ELS", wide),
+        ("uls_aligned", "ULS", "--o", "ULS, $L_{ULS} = L_{ELS}$", narrow),
+        ("uls_orthogonal", "ULS", ":s", r"ULS, $L_{ULS} = L_{ELS}/\sqrt{G_{ULS}}$", narrow),
     )
     for column, epsilon in enumerate(epsilons):
         here = [row for row in fixed_budget if row["epsilon"] == epsilon]
@@ -116,9 +117,10 @@ def plot(rows: Sequence[dict]) -> Figure:
         for index, cohort in enumerate(cohorts):
             here = [r for r in grid if (r["epsilon"], r["cohort_size"]) == (epsilon, cohort)]
             axis = axes[index + 1, column]
-            for key, algorithm, style, label in lines:
-                colour, budgets = common.COLOURS[algorithm], [row["budget"] for row in here]
-                axis.plot(budgets, [row[key] for row in here], style, color=colour, label=label)
+            for key, algorithm, style, label, look in lines:
+                own = {"color": common.COLOURS[algorithm], "label": label, **look}
+                budgets = [row["budget"] for row in here]
+                axis.plot(budgets, [row[key] for row in here], style, **own)
             axis.set(yscale="log", xlabel="$B$")
     for axis in axes.flat:
         axis.set_xscale("log", base=2)

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from experiments import common
-from experiments.rows import Rows
+from experiments.rows import Row, Rows
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.data.building.build import build
 from fedsim.run.console import Console
@@ -161,19 +161,47 @@ def check(rows: Rows) -> common.Claims:
 
 
 def plot(rows: Rows) -> Figure:
-    """Loss against the share of the texts that is used."""
-    figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
+    """Loss against the share of the texts that is used. What ends above the loss before training is
+    in a panel of its own, on its own scale."""
+    before = max(row["loss_before"] for row in rows)
+    worse = any(row["loss"] > before for row in rows)
+    ratios = [1, 2.5] if worse else [1]
+    shape = {"figsize": (6, 3.4 + worse), "sharex": True, "squeeze": False}
+    figure, axes = plt.subplots(len(ratios), 1, height_ratios=ratios, layout="constrained", **shape)
+    above, below = axes[0, 0], axes[-1, 0]
+    if worse:
+        line = {"color": "black", "linestyle": ":", "label": "before training"}
+        above.axhline(before, **line)
     for row in rows:
-        used = 1 - row["texts_left_out"] / row["texts"]
-        own = row["texts_belong_to"] == "speaker"
-        label = (
-            f"G = {row['group_size']}" if row["algorithm"] == "ELS" else f"k = {row['max_changed']}"
+        algorithm, own = row["algorithm"], row["texts_belong_to"] == "speaker"
+        axis, at = above if row["loss"] > before else below, _used(row)
+        what = "speaker's alone" if own else "two owners"
+        label = f"{algorithm}, {what}"
+        look = {"color": common.COLOURS[algorithm], "label": label}
+        axis.plot(at, row["loss"], "x" if own else "o", **look)
+        if own:
+            continue
+        els = algorithm == "ELS"
+        text = f"G = {row['group_size']}" if els else f"k = {row['max_changed']}"
+        off = {"textcoords": "offset points", "xytext": (0, 7 if els else -14), "ha": "center"}
+        axis.annotate(text, (at, row["loss"]), fontsize="small", **off)
+    below.set(xlabel="share of the texts that is used", xlim=(-0.03, 1.06))
+    below.margins(y=0.2)
+    for axis in axes[:, 0]:
+        axis.grid(alpha=0.3)
+    if worse:
+        above.margins(y=0.35)
+        above.set_title(
+            "broken axis: the upper part has a scale of its own", fontsize="small", color="dimgray"
         )
-        marker, colour = "x" if own else "o", common.COLOURS[row["algorithm"]]
-        axis.plot(used, row["loss"], marker, color=colour)
-        axis.annotate("speaker's alone" if own else label, (used, row["loss"]), fontsize="x-small")
-    axis.set(xlabel="share of the texts that is used", ylabel="held-out nats per token")
+    figure.supylabel("held-out loss (nats per token)", fontsize="medium")
+    common.legend_below(figure)
     return figure
+
+
+def _used(row: Row) -> float:
+    """The share of the texts that a training used."""
+    return 1 - row["texts_left_out"] / row["texts"]
 
 
 if __name__ == "__main__":

@@ -292,6 +292,8 @@ def plot(table: Rows) -> Figure:
         case, algorithm, epsilon, steps = group
         label = f"{case}, {algorithm.upper()}, ε = {epsilon:g}, T = {steps}"
         label += f", {own[0]['seeds']} seeds" if own[0]["seeds"] > 1 else ""
+        ruled = any(row["optimizer"] == RULE[0][0] for row in own)
+        label += "" if ruled else " (rule not trained)"
         found = {f"{row['optimizer']}, {row['schedule']}": came_to(row) for row in own}
         best = min(loss for row, loss in zip(own, found.values(), strict=True) if tuned(row))
         for name, loss in found.items():
@@ -309,7 +311,10 @@ def plot(table: Rows) -> Figure:
     axis.set_xscale("symlog", linthresh=NEAR)
     axis.set_xticks([-NEAR, 0, NEAR, 0.1, 0.5], ["-0.02", "0", "0.02", "0.1", "0.5"])
     axis.axvspan(-NEAR, NEAR, color="0.9", zorder=0)
-    axis.set_xlabel("held-out nats per token above the best of the grid (grey: 0.02)")
+    what = "held-out nats per token above the best of the grid"
+    axis.set_xlabel(
+        f"{what}\n(grey: linear, -{NEAR} is {NEAR} or more below; beyond it: logarithmic)"
+    )
     axis.invert_yaxis()
     axis.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

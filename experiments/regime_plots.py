@@ -11,6 +11,8 @@ from experiments.regime_claims import averaged, heuristic_of
 from experiments.rows import Row, Rows, by
 
 STYLES = ("-o", "--s", ":^")
+DASHES = {"els": (0, (4, 4)), "uls": (4, (4, 4))}
+"""Of lines that may lie on each other: the dashes of one are where the other has none."""
 
 
 def plot_groups(rows: Sequence[Row]) -> Figure:
@@ -71,12 +73,15 @@ def plot_comparison(rows: Sequence[Row]) -> Figure:
             values = [[row[key] for row in curve] for key in ("epsilon", "loss", "loss_std")]
             axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=label)
             best = [min(each, key=_loss) for each in by(private, lambda r: r["epsilon"]).values()]
-            look = {"marker": "x", "color": colour, "label": f"{label}, best group"}
-            axis.scatter([row["epsilon"] for row in best], [row["loss"] for row in best], **look)
+            look = {"marker": "D", "edgecolors": colour, "facecolors": "none", "s": 110}
+            where = [row["epsilon"] for row in best], [row["loss"] for row in best]
+            axis.scatter(*where, label=f"{label}, best group", zorder=3, **look)
             for row in series:
                 if math.isinf(row["epsilon"]):
                     label = f"{algorithm.upper()} without noise"
-                    axis.axhline(row["loss"], color=colour, linestyle="--", label=label)
+                    axis.axhline(
+                        row["loss"], color=colour, linestyle=DASHES[algorithm], label=label
+                    )
         axis.axhline(own[0]["loss_before"], color="black", linestyle=":", label="pre-trained")
         finite = [row["epsilon"] for row in own if not math.isinf(row["epsilon"])]
         common.log2_axis(axis, finite or [1])
