@@ -68,8 +68,8 @@ class Settings:
     texts_of_user: int = 4
     """Of an attacked user."""
     model: str = "SmolLM2-135M"
-    seconds: float = 500.0
-    """Of a training, on one core, for the estimate."""
+    seconds_per_token: float = 0.0126
+    """Of a gradient, on one core, for the estimate, with what is measured beside it."""
 
 
 SETTINGS = {
@@ -288,13 +288,13 @@ def main() -> None:
     given = common.resumable(__doc__, "training", processes=True)
     settings = SETTINGS[given.scale]
     todo = list(cells(settings))
-    out = given.out or common.RESULTS / "small" if given.dry_run else common.out_of(given)
+    out = common.place_of(given) if given.dry_run else common.out_of(given)
     file = out / f"{NAME}.jsonl"
     if given.dry_run:
         done = len(todo) - len(missing(todo, file))
-        hours = len(todo) * settings.seconds / 7200
         print(", ".join(source for source, _ in settings.sources), settings.ranks, sep="; ")
         gradients = len(todo) * settings.num_steps * settings.budget
+        hours = gradients * settings.max_length * settings.seconds_per_token / 7200
         what = f"{len(todo)} trainings, {gradients:,} gradients, {done} trainings of them done"
         print(f"{what}: about {hours:.1f} hours on two cores for all")
         return
