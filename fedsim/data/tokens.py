@@ -139,6 +139,8 @@ def _read_headers(shard: pa.Buffer | Path) -> tuple[pa.Buffer, np.dtype, list[Ba
 
         return shard, *_scan(cut, shard.size)
     data = pa.memory_map(str(shard)).read_buffer()  # Python's own mmap holds a descriptor
+    if not data.size:
+        raise pa.ArrowInvalid("empty file")
     with shard.open("rb") as file:
         # Read, not mapped: a page of the mapping per header would stay in every process.
         return data, *_scan(lambda at, size: os.pread(file.fileno(), size, at), data.size)
