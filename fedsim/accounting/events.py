@@ -1,7 +1,6 @@
 """What is released, to the accountant: events, each with a number of successive steps."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,13 @@ from scipy import stats
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.accounting.selection import SelectionEvent
 from fedsim.errors import expect, expect_count
+
+# Beyond these the accountant has no answers, or wrong ones, and nobody has a use for them.
+MOST_STEPS = 10**7
+LEAST_NOISE, MOST_NOISE = 1e-10, 1e10
+LEAST_PROB = 1e-12
+LEAST_MEAN = 1e-13
+"""Of sampling_prob / noise_multiplier: a smaller loss is lost among the digits of a float."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +33,10 @@ class StepEvent:
     """
 
     noise_multiplier: float
-    """sigma: standard deviation of the noise on the sum, in units of the sensitivity. > 0."""
+    """sigma: standard deviation of the noise on the sum, in units of the sensitivity. In
+    [1e-10, 1e10], and at most 1e13 times sampling_prob."""
     sampling_prob: float
-    """p or q: probability that a sampling unit takes part in a step. In (0, 1]."""
+    """p or q: probability that a sampling unit takes part in a step. In [1e-12, 1]."""
     max_contributions: int = 1
     """How many sampling units one user can have in a step. A whole number >= 1."""
     cycle: int = 1
@@ -43,8 +50,13 @@ class StepEvent:
 
     def __post_init__(self) -> None:
         noise, prob = self.noise_multiplier, self.sampling_prob
-        expect("noise_multiplier", noise, 0 < noise < math.inf, "> 0 and finite")
+        within = f"in [{LEAST_NOISE:g}, {MOST_NOISE:g}]"
+        expect("noise_multiplier", noise, LEAST_NOISE <= noise <= MOST_NOISE, within)
         expect("sampling_prob", prob, 0 < prob <= 1, "in (0, 1]")
+        expect("sampling_prob", prob, prob >= LEAST_PROB, f"at least {LEAST_PROB:g}")
+        most = prob / LEAST_MEAN
+        holds = noise <= most * (1 + 1e-9)
+        expect("noise_multiplier", noise, holds, f"at most {most:g} with sampling_prob={prob:g}")
         expect_count("max_contributions", self.max_contributions, 1)
         expect_count("cycle", self.cycle, 1)
         expect_count("max_changed", self.max_changed, 0)
@@ -120,6 +132,7 @@ def merge(phases: Phases) -> list[tuple[Event, int]]:
     counts: dict[Event, int] = {}
     for event, count in phases:
         expect_count("num_steps", count, 0)
+        expect("num_steps", count, count <= MOST_STEPS, f"at most {MOST_STEPS}")
         count = int(count)
         if isinstance(event, StepEvent):
             blocks = -(-count // event.cycle)

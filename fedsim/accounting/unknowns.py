@@ -12,10 +12,17 @@ from fedsim.accounting import calibration
 from fedsim.accounting.accountant import RELATIVE_ACCURACY, spent
 from fedsim.accounting.calibration import Progress, cached
 from fedsim.accounting.composition import COMPOSED_TAIL_MASS
-from fedsim.accounting.events import Phases, StepEvent, cyclic_event
+from fedsim.accounting.events import (
+    LEAST_MEAN,
+    LEAST_PROB,
+    MOST_STEPS,
+    Phases,
+    StepEvent,
+    cyclic_event,
+)
 from fedsim.errors import expect, expect_count
 
-_MOST_STEPS = 10**7  # that are looked for
+_MOST_NOISE = 1e6  # that is looked for
 
 
 def calibrate_noise(
@@ -34,7 +41,7 @@ def calibrate_noise(
     Raises: ConfigError: an argument is out of range, or no sigma up to 1e6 is enough.
     """
     _expect_target(epsilon, delta)
-    expect_count("num_steps", num_steps, 1)
+    _expect_steps(num_steps)
     unit = event(1.0)
     # A Gaussian mechanism with the mean contribution as its sensitivity is the right size.
     blocks = math.ceil(num_steps / unit.cycle)
@@ -47,8 +54,9 @@ def calibrate_noise(
         return spent([*before, (event(sigma), num_steps)], delta, accuracy)
 
     def solve() -> float:
+        most = min(_MOST_NOISE, unit.sampling_prob / LEAST_MEAN)
         return calibration.calibrate(
-            "noise_multiplier", spend, epsilon, guess, (1e6, 1e-2), progress
+            "noise_multiplier", spend, epsilon, guess, (most, 1e-2), progress
         )
 
     key = (epsilon, delta, num_steps, unit, *before)
@@ -88,9 +96,9 @@ def sampling_prob(
     Raises: ConfigError: an argument is out of range, or even 1e-12 is too much.
     """
     _expect_target(epsilon, delta)
-    expect_count("num_steps", num_steps, 1)
+    _expect_steps(num_steps)
     event = StepEvent(noise_multiplier, 1.0, max_contributions, bands, max_changed)
-    limits = (1e-12, 1.0 / bands)
+    limits = (max(LEAST_PROB, noise_multiplier * LEAST_MEAN), 1.0 / bands)
 
     def spend(prob: float, accuracy: float) -> float:
         step = cyclic_event(noise_multiplier, prob, max_contributions, bands, max_changed)
@@ -130,15 +138,20 @@ def num_steps(
         least = spent_by(1)
         expect("epsilon", epsilon, least <= epsilon, f"at least {least:.4g}, spent by one step")
         low, high = 1, 2
-        while high <= _MOST_STEPS and spent_by(high) <= epsilon:
+        while high <= MOST_STEPS and spent_by(high) <= epsilon:
             low, high = high, 4 * high
-        high = min(high, _MOST_STEPS + 1)
+        high = min(high, MOST_STEPS + 1)
         while high - low > 1:
             middle = max(low + 1, min(high - 1, round(math.sqrt(low * high))))
             low, high = (middle, high) if spent_by(middle) <= epsilon else (low, middle)
         return low
 
     return int(cached("num_steps", (epsilon, delta, event), solve))
+
+
+def _expect_steps(num_steps: int) -> None:
+    expect_count("num_steps", num_steps, 1)
+    expect("num_steps", num_steps, num_steps <= MOST_STEPS, f"at most {MOST_STEPS}")
 
 
 def _expect_target(epsilon: float, delta: float) -> None:

@@ -94,7 +94,8 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
         tail = set_aside(delta, each.entry.number)
         squares += accounting.gaussian_mu(each.reserved or [], tail) ** 2
     if 0 < squares < math.inf:
-        adaptive.append((StepEvent(1 / math.sqrt(squares), 1.0), 1))
+        noise = min(1 / math.sqrt(squares), accounting.MOST_NOISE)  # less noise costs more
+        adaptive.append((StepEvent(noise, 1.0), 1))
     reserved = math.inf
     if not math.isinf(squares):
         # All of it, also that of runs to come: else M would depend on how many there are.

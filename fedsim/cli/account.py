@@ -32,14 +32,15 @@ class Account:
     """els or uls."""
 
     num_steps: int
-    """T: number of steps. >= 1."""
+    """T: number of steps. In [1, 10000000]."""
 
     sampling_prob: float
     """p (ELS) or q (ULS): the share of all examples, or of all users, that is expected in a step.
-    In (0, 1]."""
+    In [1e-12, 1]."""
 
     noise_multiplier: float
-    """sigma: standard deviation of the noise on the sum, in units of its sensitivity. > 0."""
+    """sigma: standard deviation of the noise on the sum, in units of its sensitivity. In
+    [1e-10, 1e10]."""
 
     group_size: int = 1
     """G_ELS: most examples of a user in the pool. ULS's epsilon does not depend on it. >= 1."""
@@ -126,14 +127,15 @@ class Calibrate:
     """Target. In (0, 1)."""
 
     num_steps: int | None = None
-    """T: number of steps. >= 1."""
+    """T: number of steps. In [1, 10000000]."""
 
     sampling_prob: float | None = None
     """p (ELS) or q (ULS): the share of all examples, or of all users, that is expected in a step.
-    In (0, 1]."""
+    In [1e-12, 1]."""
 
     noise_multiplier: float | None = None
-    """sigma: standard deviation of the noise on the sum, in units of its sensitivity. > 0."""
+    """sigma: standard deviation of the noise on the sum, in units of its sensitivity. In
+    [1e-10, 1e10]."""
 
     group_size: int = 1
     """G_ELS: most examples of a user in the pool. ULS's noise does not depend on it. >= 1."""
@@ -187,15 +189,18 @@ class Calibrate:
             )
         else:
             found = getattr(accounting, wanted)(bands=bands, **target)
+        at_least_so_many = wanted == "num_steps" and found == accounting.MOST_STEPS
         if not self.json:
             shown = found
             if wanted != "num_steps":  # by which a run would claim no more than was asked for
                 rounded = at_least if wanted == "sampling_prob" else at_most
                 shown = rounded(found, ".6g")
-            print(wanted.replace("_", " "), shown)
+            more = " or more (nothing above is looked for)" * at_least_so_many
+            print(f"{wanted.replace('_', ' ')} {shown}{more}")
         whole = {**given, wanted: found}
         error = _predicted(self, whole["num_steps"], whole["noise_multiplier"])
-        return {**_without_json(self), wanted: found, "predicted_error": error}
+        result = {**_without_json(self), wanted: found, "predicted_error": error}
+        return {**result, "at_least": at_least_so_many} if wanted == "num_steps" else result
 
     def _with_best_bands(self, target: dict[str, Any]) -> dict[str, Any]:
         """The noise multiplier of the number of bands with the least predicted error."""

@@ -10,6 +10,9 @@ from fedsim.config.flags import flags_of
 from fedsim.config.run import RunConfig
 from fedsim.errors import expect
 
+MOST_STEPS = 10**7
+"""As many as can be accounted for."""
+
 ZERO_OUT, ADD_OR_REMOVE = "zero-out", "add-or-remove"
 
 
@@ -28,7 +31,7 @@ class PrivacyConfig:
     """Target user-level epsilon. > 0; 'inf' trains without noise: non-private, a sanity bound."""
 
     num_steps: int
-    """T: number of steps. >= 1."""
+    """T: number of steps. In [1, 10000000]."""
 
     budget: int = 128
     """Expected gradients per step: B for ELS, where empty places of the pool count, or group size
@@ -110,6 +113,7 @@ class PrivacyConfig:
     def __post_init__(self):
         expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
+        expect("num_steps", self.num_steps, self.num_steps <= MOST_STEPS, f"at most {MOST_STEPS}")
         expect("budget", self.budget, self.budget >= 1, ">= 1")
         cell = sampling_of(self.sampling, self.noise), self.noise
         own = {"bands": self.bands, "participations": self.participations}

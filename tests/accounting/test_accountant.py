@@ -17,7 +17,7 @@ from scipy import optimize, stats
 from test_mixture import exact_deltas
 
 from fedsim import accounting
-from fedsim.accounting import StepEvent, composition, mixture
+from fedsim.accounting import StepEvent, composition, events, mixture
 
 # Epsilons of dp_accounting 0.6.0's PLDAccountant, on the discretization of each row, and, where its
 # double precision shows (further than 1e-8 from us), of its one-step loss composed in extended
@@ -337,3 +337,19 @@ def test_extremes_are_answered_in_seconds(event, steps, delta, low, high):
 
 def test_delta_below_what_is_resolved_is_infinite_not_wrong():
     assert accounting.epsilon([(StepEvent(1.0, 0.1), 100)], 1e-16) == math.inf
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("sigma", "prob", "steps"),
+    [(1e10, 1.0, 10**4), (1e10, 1e-3, 10**4), (10.0, 1e-12, 10**4), (1e-3, 1.0, 1), (1e4, 1e-9, 1)]
+    + [pytest.param(1e10, 1e-3, events.MOST_STEPS, marks=pytest.mark.slow)]
+    + [pytest.param(1.0, 1e-4, events.MOST_STEPS, marks=pytest.mark.slow)],
+)
+def test_there_is_an_answer_at_the_bounds_of_what_is_accounted_for(sigma, prob, steps):
+    """About that of one Gaussian mechanism where the noise is large, by the central limit."""
+    found = accounting.epsilon([(StepEvent(sigma, prob), steps)], 1e-11)
+    mu = prob * math.sqrt(steps * math.expm1(min(sigma**-2.0, 500)))
+    assert 0 <= found < math.inf
+    if sigma >= 1:
+        assert found == pytest.approx(accounting.gaussian_epsilon(mu, 1e-11), rel=0.05, abs=1e-9)

@@ -168,6 +168,17 @@ def test_calibrate_finds_whichever_of_three_is_not_given(wanted, capsys):
     assert {**target, **given}.items() <= result.items()
 
 
+def test_calibrate_says_that_it_looks_for_no_more_steps(capsys, monkeypatch):
+    monkeypatch.setattr(accounting, "num_steps", lambda **_: accounting.MOST_STEPS)
+    asked = calibrate(noise_multiplier=100, sampling_prob=1e-3)
+    said = run(*asked, capsys=capsys)[1]
+    assert said == "num steps 10000000 or more (nothing above is looked for)\n"
+    found = json.loads(run(*asked, "--json", capsys=capsys)[1])
+    assert (found["num_steps"], found["at_least"]) == (10**7, True)
+    monkeypatch.setattr(accounting, "num_steps", lambda **_: 7)
+    assert json.loads(run(*asked, "--json", capsys=capsys)[1])["at_least"] is False
+
+
 def test_an_epsilon_that_cannot_be_resolved_is_explained(capsys):
     code, out, err = run(*account(delta=1e-16, num_steps=100), capsys=capsys)
     assert code == 0 and out.startswith("epsilon inf at delta")
@@ -274,6 +285,11 @@ def calibrate(**given):
     return ("calibrate", "els", *as_flags({"epsilon": 1.0, "delta": 1e-5, **given}))
 
 
+def train(**changed):
+    flags = {"data": "pydocs", "epsilon": 1, "run_dir": "run", **changed}
+    return ("train", "uls", *as_flags(flags))
+
+
 def as_flags(values):
     return [x for name, value in values.items() for x in (f"--{name.replace('_', '-')}", value)]
 
@@ -292,6 +308,16 @@ def as_flags(values):
         (account(epsilon=1), "delta=1e-05: expected a delta or an epsilon, and not both"),
         (account(group_size=0), "group_size=0: expected >= 1"),
         (account(num_steps=0), "num_steps=0: expected"),
+        (account(num_steps=10**8), "num_steps=100000000: expected at most 10000000$"),
+        (train(num_steps=10**9), "num_steps=1000000000: expected at most 10000000$"),
+        (calibrate(num_steps=10**8, sampling_prob=0.1), "num_steps=100000000: expected at most"),
+        (account(noise_multiplier=1e100), r"noise_multiplier=1e\+100: expected in .1e-10, 1e\+10"),
+        (account(noise_multiplier=1e-300), "noise_multiplier=1e-300: expected in .1e-10, "),
+        (account(sampling_prob=1e-300), "sampling_prob=1e-300: expected at least 1e-12$"),
+        (
+            account(noise_multiplier=1e6, sampling_prob=1e-9),
+            r"noise_multiplier=1000000.0: expected at most 10000 with sampling_prob=1e-09$",
+        ),
         (account(num_steps=2.5), "error: num_steps=2.5: expected a whole number$"),
         (account(sampling_prob="x"), "error: sampling_prob=x: expected a number$"),
         (("account", "els", "--bogus", 1), "--bogus|missing"),
