@@ -31,8 +31,12 @@ def generate_text(
       top_k: only so many likeliest tokens are drawn from; 0: all.
     Returns: what --json shows; `stopped` is end (the model ended the text), num_tokens, or length:
       it can read no more than max_length tokens, the prompt's among them.
-    Raises: ConfigError: there is no such model, it has no tokenizer, or the prompt is too long.
+    Raises: ConfigError: there is no such model, it has no tokenizer, the prompt is too long, or a
+      number is out of range.
     """
+    expect("num_tokens", num_tokens, num_tokens >= 1, ">= 1")
+    expect("temperature", temperature, temperature >= 0, ">= 0")
+    expect("top_k", top_k, top_k >= 0, ">= 0")
     there = Path(source).exists() or source.startswith(HUB)
     kinds = "the directory of a run or of a Hugging Face model, hf:NAME, or a GGUF file"
     model = find_model(source) if there else None

@@ -9,7 +9,6 @@ import tyro
 
 from fedsim.cli.reading import ReadsSources
 from fedsim.config import Personalization, PretrainConfig, RunConfig, changed_run
-from fedsim.errors import expect
 
 Flat = tyro.conf.OmitArgPrefixes
 
@@ -109,9 +108,6 @@ class Generate:
         return f"reading model={self.model}"
 
     def __call__(self) -> dict[str, Any]:
-        expect("num_tokens", self.num_tokens, self.num_tokens >= 1, ">= 1")
-        expect("temperature", self.temperature, self.temperature >= 0, ">= 0")
-        expect("top_k", self.top_k, self.top_k >= 0, ">= 0")
         from fedsim.generate import generate_text
 
         names = ("num_tokens", "temperature", "top_k", "seed")

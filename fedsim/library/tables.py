@@ -89,7 +89,7 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
     writer = None
     try:
         for batch in batches:
-            for field, name in (("user_column", user), ("text_column", text)):
+            for field, name in (("user", user), ("text", text)):
                 if name not in batch.schema.names:
                     have = ", ".join(batch.schema.names)
                     raise DataError(f"{field}={name}: no such column, expected one of {have}")

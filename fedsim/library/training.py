@@ -1,5 +1,6 @@
 """`fedsim.train`: what the command `fedsim train` does, called from Python."""
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedsim.config import (
 )
 from fedsim.engine.environment import set_threads
 from fedsim.engine.task import Task
-from fedsim.errors import ConfigError, expect
+from fedsim.errors import ConfigError, MissingColumn, expect
 from fedsim.library.own_task import OwnTask
 from fedsim.library.run import Run
 from fedsim.library.tables import source_of
@@ -80,7 +81,13 @@ def train(
 
     console = Console(log_every=run.log_every)
     how = {"source": source, "callback": callback}
-    summary = train_run(Algorithm(algorithm), privacy, run, console, **how)
+    try:
+        summary = train_run(Algorithm(algorithm), privacy, run, console, **how)
+    except MissingColumn as error:  # which names the setting; here it may be an argument
+        said = str(error)
+        for name in {"user", "text"} - {each.removesuffix("_column") for each in settings}:
+            said = re.sub(rf"^{name}_column=", f"{name}=", said)
+        raise MissingColumn(said) from None
     console.summary(summary, run.run_dir)
     return Run(run.run_dir)
 

@@ -114,6 +114,8 @@ def test_a_run_is_verified_reported_and_written_for_others(run, tmp_path):
     found = run.report(tmp_path)
     assert (tmp_path / "report.html").exists() and "epsilon = 8.0000" in found["claim"]
     assert isinstance(run.generate("red ", num_tokens=3, temperature=0), str)
+    with pytest.raises(fedsim.ConfigError, match="^num_tokens=-3: expected >= 1"):
+        run.generate(num_tokens=-3)
     assert (run.to_hf(tmp_path / "hf") / "model.safetensors").exists()
     assert run.evaluate()["eval/loss"] > 0
     with pytest.raises(fedsim.ConfigError, match="^adapter=True: expected a run with LoRA"):
@@ -174,6 +176,7 @@ def test_a_mistake_has_the_words_of_the_command(name, value, posts, files, run_d
     said = " ".join(str(error.value).split())
     if name == "text":  # the columns that it lists are those that were kept, or all
         last, said = (text.partition(", expected")[0] for text in (last, said))
+        last = last.replace("text_column=", "text=")
     assert (stop.value.code, last) == (2, f"fedsim: error: {said}")
     assert not run_dir.exists()
 
@@ -184,7 +187,7 @@ def test_a_mistake_has_the_words_of_the_command(name, value, posts, files, run_d
         (3, "data=builtins.int: expected a path, a DataFrame"),
         ([], "data=none: expected a list of Parquet files"),
         (["a.csv", "b.csv"], "data=a.csv, b.csv: expected a list of Parquet files"),
-        (pd.DataFrame({"who": ["a"], "body": ["b"]}), "user_column=author: no such column"),
+        (pd.DataFrame({"who": ["a"], "body": ["b"]}), "user=author: no such column"),
         (pd.DataFrame({"author": [], "body": []}), "data: expected rows, found none"),
         (datasets.DatasetDict(), "data=DatasetDict: expected one of its splits"),
     ],
@@ -192,6 +195,19 @@ def test_a_mistake_has_the_words_of_the_command(name, value, posts, files, run_d
 def test_data_that_are_none_are_named(data, message, run_dir):
     with pytest.raises(fedsim.ConfigError, match=f"^{message}"):
         train(data, run_dir)
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ({"user": "who"}, "user=who: no such column"),
+        ({"text": "words"}, "text=words: no such column"),
+        ({"user": None, "user_column": "who"}, "user_column=who: no such column"),
+    ],
+)
+def test_a_column_that_a_file_has_not_is_named_as_it_was_asked_for(named, says, files, run_dir):
+    with pytest.raises(fedsim.ConfigError, match=f"^{says}"):
+        train(files / "all.parquet", run_dir, **named)
 
 
 def test_an_unknown_setting_is_named(posts, run_dir):

@@ -64,7 +64,9 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
             files.setdefault(file.resolve(), file)
     for file in files.values():
         if not is_saved(file) and not file.name.endswith(SUFFIXES):
-            raise DataError(f"data={file}: expected a file ending in {', '.join(SUFFIXES)}")
+            remedy = "rename one with tabs between its columns to .tsv, one with commas to .csv"
+            kinds = ", ".join(SUFFIXES)
+            raise DataError(f"data={file}: expected a file ending in {kinds}; {remedy}")
     if not files:
         raise DataError("data=[]: expected at least one file")
     return list(files.values())

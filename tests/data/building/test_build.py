@@ -387,6 +387,7 @@ BAD_INPUT = [
     ("x.csv", b"user_id,text\na,\xff\n", "a readable csv file"),
     ("x.csv", b"", "a readable csv file"),
     ("x.txt", b"text", "expected a file ending in .parquet"),
+    ("x.txt", b"user_id\ttext", "rename one with tabs between its columns to .tsv"),
 ]
 
 
