@@ -263,10 +263,10 @@ def test_running_epsilon_composes_once_a_call_but_for_choosing_the_grid(monkeypa
 @pytest.mark.parametrize(
     "field, value, expectation",
     [
-        ("noise_multiplier", 0.0, "> 0"),
-        ("noise_multiplier", -1.0, "> 0"),
-        ("noise_multiplier", math.nan, "> 0"),
-        ("noise_multiplier", math.inf, "finite"),
+        ("noise_multiplier", 0.0, r"in \[1e-10, 1e\+10\]"),
+        ("noise_multiplier", -1.0, r"in \[1e-10, 1e\+10\]"),
+        ("noise_multiplier", math.nan, r"in \[1e-10, 1e\+10\]"),
+        ("noise_multiplier", math.inf, r"in \[1e-10, 1e\+10\]"),
         ("sampling_prob", 0.0, r"in \(0, 1\]"),
         ("sampling_prob", 1.5, r"in \(0, 1\]"),
         ("max_contributions", 0, "a whole number >= 1"),
