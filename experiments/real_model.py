@@ -298,11 +298,11 @@ def main() -> None:
         what = f"{len(todo)} trainings, {gradients:,} gradients, {done} trainings of them done"
         print(f"{what}: about {hours:.1f} hours on two cores for all")
         return
-    todo = missing(todo, file) if given.minutes else []
+    left = missing(todo, file) if given.minutes else []
     # Here, because processes side by side would build the same data in the same place.
-    for source in dict.fromkeys(cell.source for cell in todo):
+    for source in dict.fromkeys(cell.source for cell in left):
         opened(source, settings)
-    compute(train, todo, settings, file, given.minutes, given.processes)
+    compute(train, left, settings, file, given.minutes, given.processes)
     rows = [{**row, "planned": len(todo)} for row in kept(file)]
     if not rows:
         return

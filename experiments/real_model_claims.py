@@ -147,6 +147,8 @@ def plot(rows: Sequence[Row]) -> Figure:
     figure, axes = plt.subplots(2, len(names), figsize=size, squeeze=False, layout="constrained")
     for (above, below), name in zip(axes.T, names, strict=True):
         own = [row for row in found if row["source"] == name]
+        before, least = own[0]["loss_before"], min(row["loss"] for row in own)
+        most = before + abs(before - least) / 5  # one that diverged would squeeze the others
         lines = by(
             sorted(own, key=lambda row: row["group_size"]), lambda r: (r["algorithm"], r["group"])
         )
@@ -157,10 +159,14 @@ def plot(rows: Sequence[Row]) -> Figure:
             look |= {"fmt": ("-o", "--s", ":^", "-.v", "-d")[number % 5]}
             label = f"{algorithm.upper()}, G = {series[0]['group_size']}"
             loss, std = ([row[key] for row in series] for key in ("loss", "loss_std"))
-            above.errorbar(x, loss, std, label=label, **look)
+            above.errorbar(x, np.minimum(loss, most), std, label=label, **look)
+            for place, value in zip(x, loss, strict=True):
+                if value > most:
+                    offset = {"xytext": (-6, -3), "textcoords": "offset points", "ha": "right"}
+                    above.annotate(f"{value:.3g}, off the axis", (place, most), size=8, **offset)
             auc = np.array([[row[key] for key in ATTACK] for row in series]).T
             below.errorbar(x, auc[0], np.abs(auc[1:] - auc[0]), **look)
-        above.axhline(own[0]["loss_before"], color="black", linestyle=":", label="before")
+        above.axhline(before, color="black", linestyle=":", label="before")
         above.set(title=name)
         below.axhline(0.5, color="black", linestyle=":")
         below.set(xlabel=r"$\varepsilon$")
