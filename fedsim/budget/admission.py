@@ -53,12 +53,13 @@ def _seen(run_dir: Path, entry: Entry) -> str | tuple[Released]:
     """What a run's own ledger says that it released, or why that cannot be said."""
     try:
         with directory.lock(run_dir, to_read=True):
-            head, lines = run_ledger.head(run_dir), run_ledger.read(run_dir)
+            lines = run_ledger.read(run_dir)
     except directory.Busy:
         return RUNNING
     except (FedsimError, OSError):
         return GONE
-    return (run_ledger.phases(lines),) if head.get("key_seal") == entry.run else GONE
+    own = lines and lines[0]["head"].get("key_seal") == entry.run
+    return (run_ledger.phases(lines),) if own else GONE
 
 
 def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None = None) -> Books:

@@ -65,7 +65,7 @@ def restored(run_dir: Path, state: State, console: Console) -> State:
         raise checkpoint.CheckpointError(f"{error}; remove it to go on from {before}") from None
     for name in fields.keys() - {"params", "opt_state", "average"}:
         fields[name] = fields[name].item()
-    state = State(**fields, **realised(run_dir, fields["step"]))
+    state = State(**fields, **apart(run_dir, fields["step"]))
     console.note(f"resuming after step {state.step}")
     return state
 
@@ -81,7 +81,7 @@ def save(run_dir: Path, step: int, state: dict[str, Any]) -> None:
     checkpoint.save(run_dir, step, _published(state))
 
 
-def realised(run_dir: Path, step: int) -> dict[str, Any]:
+def apart(run_dir: Path, step: int) -> dict[str, Any]:
     """The fields of `APART` after a step; none where the file was removed."""
     found = _steps(run_dir).get(str(step), {})
     return {name: found[name] for name in APART if name in found}

@@ -5,6 +5,7 @@ import functools
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from fedsim.budget.admission import expect_receipt
 from fedsim.config import changed_run
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
@@ -106,6 +107,17 @@ class Evidence:
         except (FedsimError, OSError) as error:
             found = f"the data cannot be read: {error}"
             raise (Violated if there else Unknown)(found) from None
+
+
+def counted(run_dir: Path, run: str, label: str) -> str:
+    """What the ledger of the data says of a run; see `expect_receipt`.
+
+    Raises: Unknown: there is no receipt, or the ledger is not here.
+    """
+    here, found = expect_receipt(run_dir, run, label)
+    if not here:
+        raise Unknown(found)
+    return found
 
 
 def demand(holds: bool, message: str) -> None:

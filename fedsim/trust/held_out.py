@@ -2,13 +2,12 @@
 
 from fedsim import accounting
 from fedsim.accounting.rounding import at_most
-from fedsim.budget.admission import expect_receipt
 from fedsim.evaluate import VALIDATION
 from fedsim.plan import REPRODUCTION
 from fedsim.run import metrics
 from fedsim.run.evaluations import FILE, Evaluated
 from fedsim.training.held_out import DIRECTORY, SPLIT
-from fedsim.trust.evidence import Evidence, Unknown, demand
+from fedsim.trust.evidence import Evidence, counted, demand
 
 TOLERANCE = 1e-9  # relative: of other versions of the packages that add up
 
@@ -33,7 +32,5 @@ def of_held_out(evidence: Evidence) -> str:
         demand(same, f"{metrics.FILE}: step {line['step']}: {shown}, which {FILE} does not have")
     run = evidence.key.seal("evaluation")
     label = REPRODUCTION if evidence.plan.seeded else ""
-    here, counted = expect_receipt(evidence.run_dir / DIRECTORY, run, label)
-    if not here:
-        raise Unknown(counted)
-    return f"{len(losses)} of {how.count}, epsilon {at_most(how.epsilon, '.4g')}; {counted}"
+    found = counted(evidence.run_dir / DIRECTORY, run, label)
+    return f"{len(losses)} of {how.count}, epsilon {at_most(how.epsilon, '.4g')}; {found}"

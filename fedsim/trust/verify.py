@@ -15,7 +15,6 @@ from typing import Any
 from fedsim import accounting, keys
 from fedsim.accounting import RunningEpsilon, event_fields
 from fedsim.accounting.rounding import at_least, at_most
-from fedsim.budget.admission import expect_receipt
 from fedsim.config import Algorithm
 from fedsim.config.cells import CORRELATED, sampling_of
 from fedsim.els import ELS
@@ -28,10 +27,18 @@ from fedsim.plan import Plan, claimed_fields, method_for, sharing
 from fedsim.run import checkpoint, directory, ledger, metrics
 from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
-from fedsim.run.state import realised, results
+from fedsim.run.state import apart, results
 from fedsim.shared_uls import SharedULS
 from fedsim.training.settings import unproven_strategy
-from fedsim.trust.evidence import Check, Evidence, Interrupted, Unknown, Violated, demand
+from fedsim.trust.evidence import (
+    Check,
+    Evidence,
+    Interrupted,
+    Unknown,
+    Violated,
+    counted,
+    demand,
+)
 from fedsim.trust.held_out import of_held_out
 from fedsim.trust.owners import most_entered, most_owned
 from fedsim.trust.replay import replay
@@ -292,8 +299,8 @@ def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
     yield from claimed_fields(plan, epsilon, chain).items()
     yield "steps_done", evidence.num_steps
     if (newest := checkpoint.latest(evidence.run_dir)) is not None:
-        counted = realised(evidence.run_dir, evidence.num_steps)
-        yield from results(checkpoint.load(newest) | counted).items()
+        beside = apart(evidence.run_dir, evidence.num_steps)
+        yield from results(checkpoint.load(newest) | beside).items()
 
 
 def _key(evidence: Evidence) -> str:
@@ -317,10 +324,7 @@ def _key(evidence: Evidence) -> str:
 def _budget(evidence: Evidence) -> str:
     """The run is counted in the ledger of the data."""
     run = str(evidence.lines[0]["head"].get("key_seal"))
-    here, found = expect_receipt(evidence.run_dir, run, evidence.plan.label)
-    if not here:
-        raise Unknown(found)
-    return found
+    return counted(evidence.run_dir, run, evidence.plan.label)
 
 
 def _data(evidence: Evidence) -> str:
