@@ -263,9 +263,8 @@ def test_of_a_drawn_cohort_every_unit_can_be_taken_away(text, group, task, param
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    "num_workers, num_lanes", [(2, 8), pytest.param(1, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # of every kind of model; test_engine.py has one that is not
+@pytest.mark.parametrize("num_workers, num_lanes", [(2, 8), (1, 3)])
 def test_workers_give_the_same_whole_numbers(
     num_workers, num_lanes, ray_cluster, task, params, rng
 ):

@@ -33,14 +33,17 @@ def out(tmp_path_factory):
     return tmp_path_factory.mktemp("out")
 
 
-# Eight seconds and more; Figures 4, 14 and 18 train by the same code. The parts of the table,
-# pre-training and training from what was made there, are test_pretrain.py's.
+# Eight seconds and more; what CI runs always is in TRAIN. The parts of the table, pre-training and
+# training from what was made there, are test_pretrain.py's.
 SLOW = dict.fromkeys(
     ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users")
     + ("correlated", "real_model", "regime", "sampling"),
     [pytest.mark.slow],
 )
-TRAIN = ("table_mutations", "fig02_variance", "fig04_els_group_size", "fig18_personalization")
+TRAIN = (
+    *("table_mutations", "fig02_variance", "fig04_els_group_size", "fig14_tuner_suboptimality"),
+    *("fig18_personalization", "optimizers"),
+)
 SLOW |= dict.fromkeys(TRAIN, [pytest.mark.slow, pytest.mark.ci])
 
 
