@@ -20,9 +20,9 @@ def export(source: str, out: Path, *, adapter: bool = False) -> dict[str, Any]:
     if adapter:
         config, params, base = parts_of_run(Path(source))
         expect("adapter", True, base is not None, f"a run with LoRA, and {source} is none")
-        named = directory.load(Path(source)).run.model.source
-        card = _card(source, base=named)
-        lora.save(out, config, params, named)
+        model = directory.load(Path(source)).run.model.source
+        card = _card(source, base=model)
+        lora.save(out, config, params, *pretrained.named(model))
         _write(card, out)
         return {"out": str(out), "format": "PEFT adapters"}
     model = find_model(source)
@@ -38,7 +38,9 @@ def _card(source: str, base: str | None = None) -> str:
     """What the run of a model claims; nothing for a model that is of no private training."""
     if not (Path(source) / ledger.FILE).exists():
         return ""
-    hub = base.removeprefix("hf:") if base is not None and base.startswith("hf:") else None
+    hub = None
+    if base is not None and base.startswith(pretrained.HUB):
+        hub, _ = pretrained.named(base)
     return model_card(Path(source), Console(), base=hub)
 
 

@@ -69,7 +69,8 @@ def epsilon_with(
         more, missed = together(parts, ideal, left)
         if left + missed <= delta:
             return float(ideal + more)
-        left = min(delta - 2 * missed, left / 2)
+        # A hundredth more than was missed, for epsilon grows; at least twice as much, to end.
+        left = delta - max(1.01 * missed, 2 * (delta - left))
     return math.inf
 
 

@@ -37,7 +37,8 @@ class Tokenizer:
 
     Attributes:
       name: "bytes", "wordpiece:SIZE", "bpe:SIZE", "hf:NAME" or the file's name.
-      vocab_size: every id is below it. begin_id, end_id: the tokens around an example.
+      vocab_size: every id is below it.
+      begin, end: the tokens around an example. begin_id, end_id: their ids.
       sha256: hex digest of the tokenizer.json that `save` writes.
       trained_on_data: True if the users' texts made the vocabulary (not private).
     """
@@ -56,6 +57,7 @@ class Tokenizer:
             )
         self.name, self.trained_on_data = name, trained_on_data
         self.vocab_size = max(vocab.values()) + 1  # ids may have holes
+        self.begin, self.end = begin, end
         self.begin_id: int = vocab[begin]
         self.end_id: int = vocab[end]
         self._inner, self._json = inner, inner.to_str()

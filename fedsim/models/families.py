@@ -46,6 +46,10 @@ def config_of(fields: Mapping[str, Any]) -> TransformerConfig:
     kind = fields.get("model_type")
     if kind not in TYPES:
         raise UnsupportedArchitecture(f"model_type={kind}: expected one of {', '.join(TYPES)}")
+    if (quantised := fields.get("quantization_config")) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        expected = "none: a model that is not quantised, or a GGUF file"
+        raise UnsupportedArchitecture(f"quantization_config={method}: expected {expected}")
     try:
         return _gpt2_config(fields) if kind == GPT2 else _llama_config(str(kind), fields)
     except KeyError as error:

@@ -87,11 +87,15 @@ def merged(c: TransformerConfig, frozen: Any, adapters: Any) -> tuple[Transforme
     return dataclasses.replace(c, lora=None), traverse_util.unflatten_dict(leaves)
 
 
-def save(directory: Path, c: TransformerConfig, adapters: Any, base: str) -> None:
+def save(
+    directory: Path, c: TransformerConfig, adapters: Any, base: str, revision: str | None = None
+) -> None:
     """Write adapters in PEFT's format into a new directory.
 
     GPT-2 has queries, keys and values in one layer: their adapters become one, of the ranks' sum.
-    Args: base: the model they belong to.
+    Args:
+      base: the model they belong to: a directory, or its name on the Hub.
+      revision: of it there.
     Raises: ConfigError: the directory is there already, or cannot be made.
     """
     assert c.lora is not None
@@ -102,6 +106,7 @@ def save(directory: Path, c: TransformerConfig, adapters: Any, base: str) -> Non
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "revision": revision,
         "r": c.lora.rank,
         "lora_alpha": c.lora.alpha,
         "lora_dropout": 0.0,

@@ -1,7 +1,8 @@
 """Models that others made, and models for others: Hugging Face directories, without torch.
 
-A directory has config.json, model.safetensors (or several, and their index) and tokenizer.json.
-What is loaded is float32 whatever it was; what is saved is read by `transformers`.
+A directory has config.json, model.safetensors (or several, and their index) and tokenizer.json,
+beside which tokenizer_config.json has `transformers` take it as it is. What is loaded is float32
+whatever it was; what is saved is read by `transformers`.
 """
 
 import json
@@ -15,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
+from fedsim.data.text import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.models import families, gguf_files, tensor_files
 from fedsim.models.tensor_files import TensorError
 from fedsim.models.transformer import Transformer, TransformerConfig
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+CONFIG, TOKENIZER, TOKENS = "config.json", "tokenizer.json", "tokenizer_config.json"
 HUB = "hf:"
 WANTED = (CONFIG, TOKENIZER, tensor_files.INDEX, "model*.safetensors")
 
@@ -55,6 +57,15 @@ def load(source: str, heard: Callable[[int, int], None] = ignore) -> Pretrained:
     return load_directory(Path(source), heard)
 
 
+def named(source: str) -> tuple[str, str | None]:
+    """(What other tools call the model, its revision there) of `hf:NAME[@REVISION]`, or of a
+    place in the file system, which has none."""
+    if not source.startswith(HUB):
+        return source, None
+    name, _, revision = source.removeprefix(HUB).partition("@")
+    return name, revision or None
+
+
 def is_directory(path: Path) -> bool:
     """Whether a model of Hugging Face's format lies there."""
     return (path / CONFIG).is_file() and "model_type" in _fields(path)
@@ -77,7 +88,8 @@ def from_tensors(
 ) -> Any:
     """Our parameters from arrays under their names. Args: heard: as of `load`.
 
-    Raises: TensorError: one is missing, or has another shape than the config says.
+    Raises: TensorError: one is missing, holds whole numbers (of a quantised model, whose scales
+      are elsewhere), or has another shape than the config says.
     """
     prefix = "" if any(name.startswith("transformer.") for name in tensors) else "transformer."
     leaves, places = {}, list(families.places(c))
@@ -87,6 +99,9 @@ def from_tensors(
             found = tensors.get(name.removeprefix(prefix))
         if found is None:
             raise TensorError(f"model={source}: expected a tensor {name}, and there is none")
+        if not jnp.issubdtype(found.dtype, jnp.floating):
+            expected = f"expected floating point numbers in {name}, got {found.dtype}"
+            raise TensorError(f"model={source}: {expected}")
         if third is not None:
             found = np.split(found, 3, axis=-1)[third]
         found = np.asarray(found, np.float32)
@@ -117,10 +132,14 @@ def check_shapes(source: str, c: TransformerConfig, params: Any) -> None:
 def save(directory: Path, c: TransformerConfig, params: Any, tokenizer: Path | None = None) -> None:
     """Write a model in Hugging Face's format into a new directory, whole or not at all.
 
-    Raises: ConfigError: the directory is there already, or no family has the model's parts.
+    Raises: ConfigError: the directory is there already, no family has the model's parts, or the
+      tokenizer is none (DataError).
     """
     fields = families.fields_of(c)
     tensors = to_tensors(c, params)
+    own = None if tokenizer is None else Tokenizer.load(tokenizer)
+    if own is not None:
+        fields |= {"bos_token_id": own.begin_id, "eos_token_id": own.end_id}
     if directory.exists():
         raise ConfigError(f"out={directory}: expected a directory that is not there yet")
     temporary = directory.with_name(directory.name + ".tmp")
@@ -128,13 +147,28 @@ def save(directory: Path, c: TransformerConfig, params: Any, tokenizer: Path | N
     try:
         temporary.mkdir(parents=True)
         tensor_files.write_directory(temporary, tensors)
-        (temporary / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-        if tokenizer is not None:
+        _write(temporary / CONFIG, fields)
+        if own is not None and tokenizer is not None:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
+            _write(temporary / TOKENS, _about(own))
         temporary.rename(directory)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise ConfigError(f"out={directory}: expected a place to write to ({error})") from None
+
+
+def _about(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What has `transformers` take tokenizer.json as it is: it would go by the kind of model."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.begin,
+        "eos_token": tokenizer.end,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _write(file: Path, fields: dict[str, Any]) -> None:
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
@@ -167,10 +201,10 @@ def _download(source: str) -> Path:
     """The files of hf:NAME[@REVISION], from the cache if they are there."""
     import huggingface_hub
 
-    name, _, revision = source.removeprefix(HUB).partition("@")
+    name, revision = named(source)
     try:
         found = huggingface_hub.snapshot_download(
-            name, revision=revision or None, allow_patterns=list(WANTED)
+            name, revision=revision, allow_patterns=list(WANTED)
         )
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:200]

@@ -105,6 +105,9 @@ def test_epsilon_of_runs_with_slacks_leaves_room_for_them_in_delta():
     more, missed = together(parts, found, DELTA)
     assert accounting.delta(RUN, found - more) + missed <= DELTA
     assert found < accounting.epsilon(RUN, 0.8 * DELTA) + 0.01
+    tiny = [(1e-3, DELTA / 10**6)]  # what does not fit at once needs a little room, not a half
+    ideal = accounting.epsilon(RUN, DELTA)
+    assert ideal < accounting.epsilon_with(tiny, RUN, DELTA) < ideal * 1.002
     aside = accounting.epsilon_with(parts, RUN, DELTA, DELTA / 2)
     assert aside > accounting.epsilon(RUN, DELTA / 2)
     assert accounting.epsilon_with([], RUN, DELTA) == accounting.epsilon(RUN, DELTA)

@@ -129,6 +129,17 @@ def test_adapters_of_an_exported_model_are_trained_and_written(run, posts, tmp_p
     assert (tuned.to_peft(tmp_path / "peft") / "adapter_config.json").exists()
 
 
+def test_adapters_name_their_base_as_the_hub_does(run, posts, tmp_path, monkeypatch):
+    model = run.to_hf(tmp_path / "base")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(model))
+    hub = "hf:some/model@v1"
+    tuned = train(posts, tmp_path / "run", model=hub, lora_rank=2, num_steps=1)
+    adapters = tuned.to_peft(tmp_path / "peft")
+    fields = json.loads((adapters / "adapter_config.json").read_text())
+    assert (fields["base_model_name_or_path"], fields["revision"]) == ("some/model", "v1")
+    assert "base_model: some/model\n" in (adapters / "README.md").read_text()
+
+
 def test_a_callback_sees_every_step(posts, run_dir):
     seen = []
     train(posts, run_dir, callback=lambda step, metrics: seen.append((step, metrics)))

@@ -1,6 +1,6 @@
 """What `transformers` and PEFT compute with the same models; they get an environment of their own.
 
-pytest -m slow tests/test_parity.py        (the first time, it installs PyTorch for CPUs)
+pytest -m slow tests/models/test_parity.py        (the first time, it installs PyTorch for CPUs)
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from zoo import random_like
 
+from fedsim.data.text import Tokenizer
 from fedsim.models import lora, pretrained
 from fedsim.models.transformer import Transformer, preset
 
@@ -58,6 +59,26 @@ def test_transformers_reads_the_papers_kind(tmp_path):
     pretrained.save(tmp_path / "model", config, params)
     found = run.models("logits", tmp_path / "model")["logits"]
     np.testing.assert_allclose(logits_of(config, params), found, atol=2e-4)
+
+
+WORDPIECE = [*"[PAD] [UNK] [CLS] [SEP] [MASK] hello world it ' s deja vu x , 1 ##2 ##3 ##4".split()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["bytes", "wordpiece"])
+def test_transformers_has_the_same_tokens(name, kind, written, tmp_path):
+    """Whatever the family's own tokenizer would be."""
+    file = tmp_path / "vocab.txt"
+    file.write_text("\n".join(WORDPIECE) + "\n")
+    own = Tokenizer.bytes() if kind == "bytes" else Tokenizer.load(file)
+    own.save(tmp_path / "own.json")
+    found = pretrained.load(str(written / name))
+    config = dataclasses.replace(found.config, vocab_size=own.vocab_size)
+    params = random_like(config, np.random.default_rng(0))
+    pretrained.save(tmp_path / "model", config, params, tmp_path / "own.json")
+    there = run.models("tokens", tmp_path / "model")
+    assert there["ids"] == own.encode_batch(["Hello world 1234, it's déjà vu  x"])[0]
+    assert there["ends"] == [own.begin_id, own.end_id]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -95,6 +95,7 @@ REFUSED = [
         "sliding_window=5 in some layers",
     ),
     ({"hidden_size": ...}, "model_type=llama: expected 'hidden_size' in config.json"),
+    ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config=bitsandbytes"),
 ]
 
 
@@ -127,6 +128,21 @@ def test_a_tensor_that_is_missing_or_misshapen_is_named(rng, tmp_path):
         pretrained.from_tensors("x", config, {n: t for n, t in tensors.items() if n != name})
     with pytest.raises(ConfigError, match=r"block_1/up/kernel has shape \(16, 19\): expected"):
         pretrained.from_tensors("x", config, {**tensors, name: tensors[name][1:]})
+    whole = {**tensors, name: tensors[name].astype(np.int8)}  # whose scales nobody reads
+    with pytest.raises(ConfigError, match=f"expected floating point numbers in {name}, got int8"):
+        pretrained.from_tensors("x", config, whole)
+
+
+def test_a_written_model_says_which_tokens_it_has_and_that_they_are_taken_as_they_are(tmp_path):
+    config = dataclasses.replace(FAMILIES["llama"], vocab_size=257)
+    Tokenizer.bytes().save(tmp_path / "bytes.json")
+    params = random_like(config, np.random.default_rng(0))
+    pretrained.save(tmp_path / "model", config, params, tmp_path / "bytes.json")
+    fields = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (fields["bos_token_id"], fields["eos_token_id"]) == (256, 256)
+    found = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert found["tokenizer_class"] == "PreTrainedTokenizerFast"  # not the family's own
+    assert found["bos_token"] == found["eos_token"] == "<|endoftext|>"
 
 
 def test_what_is_no_model_is_one_line(tmp_path):

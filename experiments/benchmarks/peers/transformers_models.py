@@ -2,6 +2,7 @@
 
     python transformers_models.py write DIRECTORY             every family: NAME/, NAME.npz
     python transformers_models.py logits DIRECTORY [ADAPTER]  logits of a model that fedsim wrote
+    python transformers_models.py tokens DIRECTORY            tokens of TEXT there
 
 TOKENS are the same everywhere. The last line printed is JSON.
 """
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 TOKENS = np.random.default_rng(0).integers(0, 61, size=(2, 20))
+TEXT = "Hello world 1234, it's déjà vu  x"
 SHARED = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -82,9 +84,15 @@ def read(directory, adapter=None):
     return {"logits": logits(model).tolist()}
 
 
+def tokens(directory):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer(TEXT, add_special_tokens=False).input_ids
+    return {"ids": ids, "ends": [tokenizer.bos_token_id, tokenizer.eos_token_id]}
+
+
 def main():
     command, *paths = sys.argv[1], *map(Path, sys.argv[2:])
-    print(json.dumps({"write": write, "logits": read}[command](*paths)))
+    print(json.dumps({"write": write, "logits": read, "tokens": tokens}[command](*paths)))
 
 
 if __name__ == "__main__":
