@@ -23,7 +23,7 @@ RATES = {"adafactor": 0.1, "adam": 0.01, "adamw": 0.01}
 MOMENTUM_RATES = {  # what is trained: (rate where bound / stddev is 100, exponent of it, the most)
     "fresh": (0.15, 1.2, 0.3),
     "pretrained": (6.4e-3, 1.0, 0.03),
-    "adapters": (4.7e-2, 1.0, 0.35),
+    "adapters": (4.7e-2, 1.0, 0.1),
 }
 STEPS = 100
 AVERAGED = 10  # steps that the average looks back, about: a tenth of a run of STEPS
