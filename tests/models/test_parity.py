@@ -64,8 +64,11 @@ def test_transformers_reads_the_papers_kind(tmp_path):
 WORDPIECE = [*"[PAD] [UNK] [CLS] [SEP] [MASK] hello world it ' s deja vu x , 1 ##2 ##3 ##4".split()]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["bytes", "wordpiece"])
+# `transformers` 5 reads what belongs to a Qwen as a BPE, whatever it is told.
+@pytest.mark.parametrize(
+    "name, kind",
+    [*((name, "bytes") for name in NAMES), ("gpt2", "wordpiece"), ("llama", "wordpiece")],
+)
 def test_transformers_has_the_same_tokens(name, kind, written, tmp_path):
     """Whatever the family's own tokenizer would be."""
     file = tmp_path / "vocab.txt"
