@@ -267,7 +267,8 @@ class _Build:
         self._resume([about])
         if self.say:
             self.say(f"fetching {source}, split {source.split}")
-        files = hub.fetch(source, self.options.columns, self.directory / "fetched", self.pool)
+        wanted = self.options.screen.with_urls(self.options.columns)
+        files = hub.fetch(source, wanted, self.directory / "fetched", self.pool)
         return examine(files, self.options.columns, self.pool, None), [about]
 
     def _resume(self, identity: list[Any]) -> None:

@@ -51,6 +51,11 @@ class Screen:
         local = [source for source in named if not source.startswith(hub.PREFIX)]
         return find_files(local) if local else []
 
+    def with_urls(self, columns: Columns) -> Columns:
+        """`columns`, and the one with URLs where rows may be left out by it."""
+        url = None if self.is_idle else self.screen_url_column
+        return replace(columns, extra=(url,) if url else ())
+
     def check(self) -> None:
         """Raises: DataError: domains are given, but no column with URLs, or are none."""
         for domain in self.without_domains:
@@ -86,9 +91,8 @@ def collect(screen: Screen, columns: Columns, directory: Path, pool: Pool) -> li
             continue
         pinned = hub.HubSource.parse(source, None, None).pinned()
         there = directory / f"against-{number}"
-        url = (screen.screen_url_column,) if screen.screen_url_column else ()
         try:
-            files = hub.fetch(pinned, replace(wanted, extra=url), there, pool)
+            files = hub.fetch(pinned, screen.with_urls(wanted), there, pool)
         except MissingColumn:
             files = hub.fetch(pinned, wanted, there, pool)
         found.append(Against(tuple(files), wanted))
@@ -170,8 +174,7 @@ def _screen_part(
     record_file = directory / f"{number:06d}.json"
     if record_file.exists():
         return json.loads(record_file.read_text())
-    url = screen.screen_url_column
-    wanted = replace(columns, extra=(url,) if url else ())
+    url, wanted = screen.screen_url_column, screen.with_urls(columns)
     counts, kept = np.zeros(3, np.int64), _Files(directory, f"{number:06d}")
     for first_row, batch in raw(part, wanted):
         for start in range(0, len(batch), TEXTS_AT_ONCE):

@@ -10,6 +10,7 @@ from datasets import DatasetDict
 
 from fedsim.data.building.build import build
 from fedsim.data.building.hub import HubSource
+from fedsim.data.building.screen import Screen
 from fedsim.data.corpora import load
 from fedsim.errors import DataError
 
@@ -82,6 +83,21 @@ def test_a_fetch_that_was_interrupted_fetches_the_rest_only(repository, tmp_path
 
     build(f"hf:{repository}", tmp_path / "a", progress=look, **columns)
     assert seen == before
+
+
+def test_rows_of_a_host_are_left_out_of_a_data_set_as_of_its_files(repository, tmp_path, columns):
+    hosts = ["good.org", "bad.org", "other.org"]
+    for number in range(3):
+        rows = ROWS[40 * number : 40 * (number + 1)]
+        links = [f"http://{hosts[i % 3]}/{i}" for i in range(40)]
+        linked = table(rows).append_column("link", pa.array(links))
+        pq.write_table(linked, repository / f"train-{number}.parquet")
+    columns["screen"] = Screen(screen_url_column="link", without_domains=("bad.org",))
+    streamed = build(f"hf:{repository}", tmp_path / "a", **columns)
+    read = build(repository / "train-*.parquet", tmp_path / "b", **columns)
+    assert streamed.train.num_examples == 81
+    assert streamed.train.fingerprint == read.train.fingerprint
+    assert streamed.metadata["counts"] == read.metadata["counts"]
 
 
 def test_the_cache_knows_a_data_set_that_changed(repository, tmp_path, columns):
