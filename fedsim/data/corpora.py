@@ -15,7 +15,7 @@ from typing import Any
 
 from fedsim import files
 from fedsim.data import pydocs
-from fedsim.data.building import hub, user_ids
+from fedsim.data.building import domains, hub, user_ids
 from fedsim.data.building.build import build
 from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.dataset import Dataset
@@ -99,6 +99,8 @@ def _cached(
         relevant["tokenizer"] = [tokenizer.name, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
     if screen := options.get("screen"):
         relevant["against"] = [fact for file in screen.local_files for fact in _facts(file)]
+    if options.get("url_column") is not None:
+        relevant["public_suffix_list"] = domains.list_version()  # says whose a text is
     key = json.dumps([FORMAT, facts, relevant], sort_keys=True, default=str)
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     out = Path(cache_dir or files.cache_dir()) / "data" / name

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from packages import another_suffix_list
 
 from fedsim.data import corpora, pydocs
 from fedsim.data.building.build import build
@@ -127,6 +128,20 @@ def test_a_changed_tokenizer_file_is_another_build(source, tmp_path):
     Tokenizer.train_wordpiece(lambda: ["some other words"], 300).save(file)
     assert load(source, cache_dir=cache, tokenizer=file).train.vocab_size != 257
     assert len(entries(cache)) == 2
+
+
+@pytest.mark.privacy
+def test_another_public_suffix_list_is_another_build_of_urls_alone(tmp_path, monkeypatch):
+    urls = [f"http://a{i % 3}.shop.example/{i}" for i in range(12)]
+    rows = {"user_id": urls, "url": urls, "text": urls}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    owned = {"url_column": "url", "eval_users": 0.0, "eval_examples": False}
+    options = {"source": tmp_path / "a.parquet", "cache_dir": tmp_path / "cache"}
+    users, other = load(**options, **owned).train.user_ids(), load(**options)
+    another_suffix_list(tmp_path / "installed", monkeypatch)
+    assert users == ["shop.example"]
+    assert load(**options, **owned).train.user_ids() == [f"a{i}.shop.example" for i in range(3)]
+    assert load(**options).path == other.path
 
 
 def test_a_changed_source_to_screen_against_is_another_build(source, tmp_path):

@@ -43,7 +43,17 @@ from fedsim.errors import DataError, FedsimError
 from fedsim.files import DISK_FULL, TOO_MANY_FILES, write_json
 
 UNOWNED = ("refuse", "drop")
-VERSIONS = ("fedsim", "datasketch", "numpy", "pyarrow", "tokenizers")  # of one build
+VERSIONS = (  # of one build: what reads, compares, owns or encodes texts
+    "fedsim",
+    "datasets",
+    "datasketch",
+    "numpy",
+    "publicsuffixlist",
+    "pyarrow",
+    "rapidfuzz",
+    "tokenizers",
+    "xxhash",
+)
 LEARNT_TEXTS = 2**22  # a tokenizer is trained on at most so many, taken evenly
 
 Say = Callable[[str], None] | None

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from packages import another_suffix_list, install
 
 from fedsim.data.building import sorted_runs
 from fedsim.data.building.build import build
@@ -621,6 +622,31 @@ def test_other_options_start_anew_after_an_interruption(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         build(file, out, progress=interrupt("tokenised"))
     assert build(file, out, max_length=4).train.max_length == 4
+
+
+@pytest.mark.privacy
+def test_a_build_has_the_users_of_one_public_suffix_list(tmp_path, monkeypatch):
+    """Under the list of the build that was interrupted, shop.example is one user."""
+    urls = [f"http://a{i % 3}.shop.example/{i}" for i in range(12)]
+    pq.write_table(pa.table({"url": urls, "text": urls}), tmp_path / "a.parquet")
+    options = {"url_column": "url", "num_workers": 1, **ALL_IN_TRAIN}
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "a.parquet", tmp_path / "out", progress=interrupt("tokenised"), **options)
+    another_suffix_list(tmp_path / "installed", monkeypatch)
+    data = build(tmp_path / "a.parquet", tmp_path / "out", **options)
+    assert data.metadata["public_suffix_list"] == "publicsuffixlist 99.1"
+    assert data.train.user_ids() == [f"a{i}.shop.example" for i in range(3)]
+
+
+@pytest.mark.parametrize("package", ["datasets", "publicsuffixlist", "rapidfuzz", "xxhash"])
+def test_a_build_is_of_one_version_of_what_it_depends_on(tmp_path, monkeypatch, package):
+    file, out = parquet(tmp_path / "a.parquet"), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        build(file, out, progress=interrupt("tokenised"))
+    install(package, tmp_path / "installed", monkeypatch)
+    lines = []
+    build(file, out, progress=lines.append)
+    assert "going on with the build that was interrupted" not in lines
 
 
 def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypatch):
