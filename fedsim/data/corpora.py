@@ -20,7 +20,7 @@ from fedsim.data.building.build import build
 from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.dataset import Dataset
 from fedsim.data.shards import FORMAT
-from fedsim.data.text import file_of
+from fedsim.data.text import Tokenizer, file_of
 from fedsim.errors import DataError
 
 
@@ -94,9 +94,12 @@ def _cached(
 ) -> Dataset:
     """The data set under the key of `facts` and `options`, made if it is not there."""
     relevant = {n: v for n, v in options.items() if n not in ("progress", "num_workers")}
-    tokenizer = Path(str(options.get("tokenizer", "")))
+    spec = str(options.get("tokenizer", ""))
+    tokenizer = Path(spec)
     if tokenizer.is_file():
         relevant["tokenizer"] = [tokenizer.name, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
+    elif spec.startswith("hf:"):
+        relevant["tokenizer"] = [spec, Tokenizer.from_spec(spec).sha256]
     if screen := options.get("screen"):
         relevant["against"] = [fact for file in screen.local_files for fact in _facts(file)]
     if options.get("url_column") is not None:

@@ -138,19 +138,26 @@ class Tokenizer:
         return cls(inner, name or file.name)
 
     @classmethod
-    def from_spec(cls, spec: str | Path, texts: Callable[[], Iterable[str]] = tuple) -> "Tokenizer":
-        """`bytes`, `wordpiece:SIZE` or `bpe:SIZE` (learnt from `texts()`), `hf:NAME`, or a file."""
+    def named(cls, spec: str | Path) -> "Tokenizer | None":
+        """The tokenizer that is there under `bytes`, `hf:NAME` (as it is now), or a file's name;
+        None where it is to be learnt from texts."""
         kind, _, rest = str(spec).partition(":")
         if spec == "bytes":
             return cls.bytes()
-        if kind == "hf":
-            return cls.load(_download(rest), str(spec))
-        train = {"wordpiece": cls.train_wordpiece, "bpe": cls.train_bpe}.get(kind)
-        if train is None:
-            return cls.load(spec)
-        if not rest.isdecimal():
+        if kind in ("wordpiece", "bpe"):
+            return None
+        return cls.load(_download(rest), str(spec)) if kind == "hf" else cls.load(spec)
+
+    @classmethod
+    def from_spec(cls, spec: str | Path, texts: Callable[[], Iterable[str]] = tuple) -> "Tokenizer":
+        """`bytes`, `wordpiece:SIZE` or `bpe:SIZE` (learnt from `texts()`), `hf:NAME`, or a file."""
+        if (found := cls.named(spec)) is not None:
+            return found
+        kind, _, size = str(spec).partition(":")
+        if not size.isdecimal():
             raise DataError(f"tokenizer={spec}: expected {kind}:SIZE, as in {kind}:8000")
-        return train(texts, int(rest))
+        train = cls.train_wordpiece if kind == "wordpiece" else cls.train_bpe
+        return train(texts, int(size))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without begin and end tokens."""

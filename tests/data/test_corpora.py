@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from local_hub import bytes_with, publish
 from packages import another_suffix_list
 
 from fedsim.data import corpora, pydocs
@@ -128,6 +129,15 @@ def test_a_changed_tokenizer_file_is_another_build(source, tmp_path):
     Tokenizer.train_wordpiece(lambda: ["some other words"], 300).save(file)
     assert load(source, cache_dir=cache, tokenizer=file).train.vocab_size != 257
     assert len(entries(cache)) == 2
+
+
+def test_another_tokenizer_of_the_hub_is_another_build(source, tmp_path, monkeypatch):
+    for characters in ("ab", "xt"):
+        publish("org/name", bytes_with(*characters), tmp_path / "hub", monkeypatch)
+        for _ in range(2):
+            data = load(source, cache_dir=tmp_path / "cache", tokenizer="hf:org/name")
+            assert data.metadata["tokenizer"]["sha256"] == Tokenizer.from_spec("hf:org/name").sha256
+    assert len(entries(tmp_path / "cache")) == 2
 
 
 @pytest.mark.privacy

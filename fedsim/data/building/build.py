@@ -188,6 +188,7 @@ class _Build:
     def __init__(self, directory: Path, options: _Options, pool: Pool, say: Say):
         self.directory, self.options, self.pool, self.say = directory, options, pool, say
         self.runs, self.out = directory / "runs", directory / "out"
+        self.tokenizer = Tokenizer.named(options.tokenizer)  # once: the Hub's may change meanwhile
 
     def run(
         self,
@@ -282,8 +283,7 @@ class _Build:
         return examine(files, self.options.columns, self.pool, None), [about]
 
     def _resume(self, identity: list[Any]) -> None:
-        tokenizer = Path(self.options.tokenizer)
-        digest = Tokenizer.load(tokenizer).sha256 if tokenizer.is_file() else None
+        digest = self.tokenizer.sha256 if self.tokenizer else None
         against = [identify(file) for file in self.options.screen.local_files]
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
         plan["against"] = against
@@ -318,12 +318,14 @@ class _Build:
     def _tokenizer(self, parts: Sequence[Part], columns: Columns, num_rows: int) -> Tokenizer:
         """The tokenizer, trained if need be; saved, too, for workers and a later resumption."""
         file, spec = self.directory / "tokenizer.json", self.options.tokenizer
-        trained = spec.startswith(("wordpiece:", "bpe:"))
-        if trained and file.exists():
+        if self.tokenizer:
+            self.tokenizer.save(file)
+            return self.tokenizer
+        if file.exists():
             found = Tokenizer.load(file, spec)
             found.trained_on_data = True
             return found
-        if trained and self.say:
+        if self.say:
             self.say(f"training {spec}")
         every = -(-num_rows // LEARNT_TEXTS)
         holdout = self.options.holdout

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from local_hub import bytes_with, publish
 from packages import another_suffix_list, install
 
 from fedsim.data.building import sorted_runs
@@ -622,6 +623,19 @@ def test_other_options_start_anew_after_an_interruption(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         build(file, out, progress=interrupt("tokenised"))
     assert build(file, out, max_length=4).train.max_length == 4
+
+
+@pytest.mark.parametrize("newest, goes_on", [("ab", True), ("xt", False)])
+def test_a_build_has_the_ids_of_one_tokenizer_of_the_hub(tmp_path, monkeypatch, newest, goes_on):
+    file, out, lines = parquet(tmp_path / "a.parquet"), tmp_path / "out", []
+    options = {"tokenizer": "hf:org/name", **ALL_IN_TRAIN}
+    publish("org/name", bytes_with(*"ab"), tmp_path / "hub", monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        build(file, out, progress=interrupt("tokenised"), **options)
+    publish("org/name", bytes_with(*newest), tmp_path / "hub", monkeypatch)
+    data = build(file, out, progress=lines.append, **options)
+    assert texts_of(data.train, Tokenizer.load(data.tokenizer_path)) == by_user(ROWS)
+    assert ("going on with the build that was interrupted" in lines) == goes_on
 
 
 @pytest.mark.privacy
