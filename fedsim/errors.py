@@ -2,6 +2,8 @@
 
 from typing import Any
 
+GOES_ON = "the same command goes on where it was"
+
 
 class FedsimError(Exception):
     """What the command line shows as one line; its exit code."""
@@ -23,6 +25,15 @@ class DataError(ConfigError):
 
 class MissingColumn(DataError):
     """A source has no column of that name."""
+
+
+class Interrupted(DataError):
+    """What kept data from being read or built may pass. Finished parts are kept."""
+
+    exit_code = 1
+
+    def __init__(self, reason: str):
+        super().__init__(reason if GOES_ON in reason else f"{reason}; {GOES_ON}")
 
 
 class FileDamaged(FedsimError, ValueError):

@@ -22,8 +22,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
+from fedsim.data.network import may_pass
 from fedsim.data.shards import token_dtype
-from fedsim.errors import DataError
+from fedsim.errors import DataError, Interrupted
 
 BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
 END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
@@ -228,9 +229,8 @@ def _download(spec: str) -> Path:
         )
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise DataError(
-            f"tokenizer=hf:{spec}: expected a repository with a tokenizer.json ({reason})"
-        ) from None
+        expected = f"tokenizer=hf:{spec}: expected a repository with a tokenizer.json ({reason})"
+        raise (Interrupted if may_pass(error) else DataError)(expected) from None
 
 
 def _first_of(tokens: Iterable[str], vocab: dict[str, int]) -> str | None:

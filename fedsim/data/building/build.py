@@ -148,7 +148,8 @@ def build(
       provenance: anything to record about where the sources came from.
       wait: for another process that is building `out`, instead of raising at once.
     Raises: DataError: bad input, or `out` exists or is being built. FedsimError: the disk is full.
-      Nothing is left behind. FedsimError: too many files are open; finished parts are kept.
+      Nothing is left behind. FedsimError: too many files are open. Interrupted: a worker was
+      killed, or the Hub is out of reach. Finished parts are kept.
     """
     out = Path(out).absolute()
     talk = (conversation_column, turn_column)

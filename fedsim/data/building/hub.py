@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pyarrow as pa
@@ -17,11 +18,13 @@ import pyarrow.parquet as pq
 
 from fedsim.data.building.columns import Columns, paths
 from fedsim.data.building.processes import Pool
-from fedsim.errors import DataError
+from fedsim.data.network import may_pass
+from fedsim.errors import DataError, Interrupted
 from fedsim.files import DISK_FULL
 
 PREFIX = "hf:"
 FETCH_ROWS = 1_000
+PAUSES_S = (1.0, 5.0, 25.0)  # before a shard is asked for again
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,14 @@ class HubSource:
             raise self.failure(error) from error
 
     def failure(self, error: Exception) -> DataError:
-        """What went wrong, in one line."""
+        """What went wrong, in one line; Interrupted if it is the network that did."""
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return DataError(
-            f"data={self} (split {self.split}, revision {self.revision or 'newest'}): expected a "
-            f"data set that can be streamed ({reason})"
+        kind, expected = DataError, "a data set that can be streamed"
+        if may_pass(error):
+            kind, expected = Interrupted, "to reach the Hugging Face Hub"
+        return kind(
+            f"data={self} (split {self.split}, revision {self.revision or 'newest'}): expected "
+            f"{expected} ({reason})"
         )
 
     def pinned(self) -> "HubSource":
@@ -81,7 +87,7 @@ class HubSource:
 def fetch(source: HubSource, columns: Columns, directory: Path, pool: Pool) -> list[Path]:
     """The data set's files, in order, fetched into `directory` where they are not there yet.
 
-    Raises: DataError: it cannot be read, or lacks a column.
+    Raises: DataError: it cannot be read, or lacks a column. Interrupted: the network failed.
     """
     directory.mkdir(exist_ok=True)
     number = source.open().num_shards
@@ -98,9 +104,21 @@ def _fetch(
     columns: Columns,
     report: Callable[[int], None],
 ) -> None:
+    """Fetches a shard into its file, unless it is there; again where the network fails."""
     shard, file = item
-    if file.exists():
-        return
+    for pause in PAUSES_S:
+        if file.exists():
+            return
+        try:
+            return _fetch_shard(shard, file, source, columns, report)
+        except Interrupted:
+            sleep(pause)
+    _fetch_shard(shard, file, source, columns, report)
+
+
+def _fetch_shard(
+    shard: int, file: Path, source: HubSource, columns: Columns, report: Callable[[int], None]
+) -> None:
     stream = source.open()
     stream = stream.shard(num_shards=stream.num_shards, index=shard).with_format("arrow")
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")

@@ -12,7 +12,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from types import ModuleType
 from typing import Any
 
-from fedsim.errors import DataError
+from fedsim.errors import Interrupted
 
 PROGRESS_EVERY_S = 5.0
 SMALL_BYTES = 32 * 2**20  # less is done before processes have started
@@ -73,20 +73,27 @@ class Pool:
         """[call(item, report=...) for item in items]; the first error stops the rest.
 
         Args: stage, total: what progress says, and the rows in all; without them it says nothing.
-        Raises: DataError: a worker was killed, and whatever `call` raises.
+        Raises: Interrupted: a worker was killed, and whatever `call` raises.
         """
         meter = _Meter(stage, total, self._say)
         if self._executor is None:
             found = [call(item, report=meter.add) for item in items]
         else:
             self._total.value = 0
-            futures = [self._executor.submit(_run, call, item) for item in items]
-            found = self._gather(futures, meter)
+            found = self._gather(self._executor, call, items, meter)
         meter.end()
         return found
 
-    def _gather(self, futures: Sequence[Future], meter: "_Meter") -> list[Any]:
+    def _gather(
+        self,
+        executor: ProcessPoolExecutor,
+        call: Callable[..., Any],
+        items: Sequence[Any],
+        meter: "_Meter",
+    ) -> list[Any]:
+        futures: list[Future] = []
         try:
+            futures += (executor.submit(_run, call, item) for item in items)
             left = set(futures)
             while left:
                 done, left = wait(left, PROGRESS_EVERY_S / 5, FIRST_EXCEPTION)
@@ -95,9 +102,9 @@ class Pool:
                 meter.show(self._total.value)
             return [future.result() for future in futures]
         except BrokenProcessPool:
-            raise DataError(
+            raise Interrupted(
                 f"num_workers={self.num_workers}: a worker process was killed, expected it to have "
-                "enough memory"
+                "enough memory; fewer workers need less"
             ) from None
         except BaseException:
             for future in futures:

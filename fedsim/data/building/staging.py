@@ -1,8 +1,8 @@
 """Where a build works until it is complete: a hidden directory beside `out`, held by one process.
 
 `out` is whole or absent. A mistake of the user's or a full disk leaves nothing; a build that was
-interrupted or killed, or could open no more files, leaves its finished parts, which the same build
-goes on with.
+interrupted or killed, lost a worker or the network, or could open no more files, leaves its
+finished parts, which the same build goes on with.
 """
 
 import fcntl
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import DataError
+from fedsim.errors import DataError, Interrupted
 from fedsim.files import TOO_MANY_FILES, write_json
 
 PLAN = "plan.json"
@@ -47,16 +47,23 @@ def staging(out: Path, wait: bool) -> Iterator[Path]:
         check_absent(out)  # who held it before may have finished
         yield directory
         os.rename(directory / "out", out)
-    except KeyboardInterrupt:
-        raise  # the same command goes on from here
     except BaseException as error:
-        if not (isinstance(error, OSError) and error.errno in TOO_MANY_FILES):
+        if not _goes_on(error):
             shutil.rmtree(directory, ignore_errors=True)
+        elif not any(directory.iterdir()):  # it was not begun
+            directory.rmdir()
         raise
     else:
         shutil.rmtree(directory, ignore_errors=True)
     finally:
         os.close(descriptor)
+
+
+def _goes_on(error: BaseException) -> bool:
+    """Whether the same command goes on from what is there."""
+    if isinstance(error, OSError):
+        return error.errno in TOO_MANY_FILES
+    return isinstance(error, KeyboardInterrupt | Interrupted)
 
 
 def _hold(directory: Path, wait: bool) -> int:

@@ -1,5 +1,6 @@
 """Data sets of the Hub, through the library's own code and a local data set directory."""
 
+import itertools
 import json
 
 import pyarrow as pa
@@ -7,12 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset as HubDataset
 from datasets import DatasetDict
+from datasets import IterableDataset as HubStream
 
 from fedsim.data.building.build import build
 from fedsim.data.building.hub import HubSource
 from fedsim.data.building.screen import Screen
 from fedsim.data.corpora import load
-from fedsim.errors import DataError
+from fedsim.errors import DataError, Interrupted
 
 ROWS = [(f"user {i % 7}", f"text {i}") for i in range(120)]
 OPTIONS = {"eval_users": 0, "eval_examples": False}
@@ -83,6 +85,60 @@ def test_a_fetch_that_was_interrupted_fetches_the_rest_only(repository, tmp_path
 
     build(f"hf:{repository}", tmp_path / "a", progress=look, **columns)
     assert seen == before
+
+
+@pytest.fixture
+def unreliable(monkeypatch):
+    """Makes the network fail at the given times of reading; gives the pauses that there were."""
+
+    def fail(times):
+        read, count, pauses = HubStream.iter, itertools.count(1), []
+
+        def read_or_fail(self, *args, **options):
+            if next(count) in times:
+                raise ConnectionError("Connection reset by peer")
+            yield from read(self, *args, **options)
+
+        monkeypatch.setattr(HubStream, "iter", read_or_fail)
+        monkeypatch.setattr("fedsim.data.building.hub.sleep", pauses.append)
+        return pauses
+
+    return fail
+
+
+def test_what_the_network_did_not_bring_is_asked_for_again(
+    repository, tmp_path, columns, unreliable
+):
+    pauses = unreliable(times=(2, 3))
+    data = build(f"hf:{repository}", tmp_path / "a", **columns)
+    assert data.train.num_examples == 120
+    assert len(pauses) == 2 and 0 < pauses[0] < pauses[1]
+
+
+def test_a_network_that_stays_away_leaves_what_was_fetched(
+    repository, tmp_path, columns, unreliable
+):
+    pauses = unreliable(times=range(2, 6))
+    with pytest.raises(Interrupted, match="reset by peer.*same command goes on where it was"):
+        build(f"hf:{repository}", tmp_path / "a", **columns)
+    fetched = list((tmp_path / ".a.building" / "fetched").glob("*.parquet"))
+    assert len(fetched) == 1 and len(pauses) == 3
+    before, seen = fetched[0].stat().st_mtime_ns, []
+
+    def look(line):
+        if line.startswith("tokenised"):
+            seen.append(fetched[0].stat().st_mtime_ns)
+
+    data = build(f"hf:{repository}", tmp_path / "a", progress=look, **columns)
+    assert data.train.num_examples == 120 and seen == [before]
+
+
+def test_a_hub_out_of_reach_is_no_mistake_and_leaves_nothing_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for options in ({}, {"tokenizer": "hf:a/tokenizer"}):
+        with pytest.raises(Interrupted, match="hf:a/.*the same command goes on where it was"):
+            build("hf:a/b", tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
 
 
 def test_rows_of_a_host_are_left_out_of_a_data_set_as_of_its_files(repository, tmp_path, columns):

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from fedsim.data.building.staging import resume, staging
-from fedsim.errors import DataError
+from fedsim.errors import DataError, Interrupted
 
 
 def finish(directory, text):
@@ -42,6 +42,15 @@ def test_an_interruption_leaves_what_the_same_plan_takes_up(tmp_path):
         assert not resume(directory, {"a": (1, 3)})
         assert {path.name for path in directory.iterdir()} == {"plan.json"}
         finish(directory, "done")
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_may_pass_leaves_what_is_finished_and_no_empty_directory(tmp_path, begun):
+    with pytest.raises(Interrupted), staging(tmp_path / "out", False) as directory:
+        if begun:
+            resume(directory, {"a": 1})
+        raise Interrupted("data=hf:a: expected a network")
+    assert [path.name for path in tmp_path.iterdir()] == [".out.building"] * begun
 
 
 def test_one_builds_and_the_other_waits(tmp_path):
