@@ -7,13 +7,20 @@ another privacy unit, so its version is recorded.
 
 import ipaddress
 import re
+from encodings.idna import nameprep
 from functools import cache, lru_cache
 from importlib.metadata import version
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from publicsuffixlist import PublicSuffixList
 
 PORTS = {"http": 80, "https": 443}
+WITH_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
+INVISIBLE = "".join(map(chr, range(33)))  # what browsers leave out around a URL
+LEFT_OUT = str.maketrans("", "", "\t\r\n")  # and in it
+# Python's codec, of IDNA 2003, takes straße.de for strasse.de, which is another registrant's.
+LETTERS_OF_THEIR_OWN, DOTS = re.compile("([ßς])"), re.compile("[.\u3002\uff0e\uff61]")
+LABEL_BYTES = 63
 
 
 def list_version() -> str:
@@ -23,12 +30,17 @@ def list_version() -> str:
 
 def host_of(url: str | None) -> str | None:
     """The host in lower case and punycode, without port, user or trailing dot; None if none."""
-    url = (url or "").strip()
     try:
-        host = urlsplit(url if "//" in url else f"//{url}").hostname
+        host = _split(url).hostname
     except ValueError:
         return None
     return _clean(host) if host else None
+
+
+def _split(url: str | None) -> SplitResult:
+    """The parts of a URL, which may have no scheme; it may have another URL in it, with one."""
+    url = (url or "").strip().strip(INVISIBLE).translate(LEFT_OUT)
+    return urlsplit(url if WITH_SCHEME.match(url) else f"//{url}")
 
 
 def host_name(name: str) -> str | None:
@@ -59,8 +71,7 @@ def normal_url(url: str | None) -> str | None:
     host = host_of(url)
     if host is None:
         return None
-    url = (url or "").strip()
-    parts = urlsplit(url if "//" in url else f"//{url}")
+    parts = _split(url)
     try:
         port = parts.port
     except ValueError:
@@ -74,9 +85,27 @@ def normal_url(url: str | None) -> str | None:
 def _clean(host: str) -> str | None:
     host = host.lower()
     try:
-        return (host if host.isascii() else host.encode("idna").decode()).rstrip(".")
+        return (host if host.isascii() else _punycode(host)).rstrip(".")
     except UnicodeError:
         return None
+
+
+def _punycode(host: str) -> str:
+    """Raises: UnicodeError: it is no name of a host."""
+    if not LETTERS_OF_THEIR_OWN.search(host):
+        return host.encode("idna").decode()
+    return ".".join(map(_label, DOTS.split(host)))
+
+
+def _label(label: str) -> str:
+    if not LETTERS_OF_THEIR_OWN.search(label):
+        return label.encode("idna").decode()
+    pieces = LETTERS_OF_THEIR_OWN.split(label)  # every other one is such a letter
+    pieces[::2] = map(nameprep, pieces[::2])
+    found = f"xn--{''.join(pieces).encode('punycode').decode()}"
+    if len(found) > LABEL_BYTES:
+        raise UnicodeError("the label is too long")
+    return found
 
 
 @lru_cache(2**16)

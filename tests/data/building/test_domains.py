@@ -29,6 +29,15 @@ from fedsim.data.building.domains import (
         ("", None),
         (None, None),
         ("http://[broken", None),
+        ("b.org/q?u=http://a.org/", "b.org"),  # an address in an address
+        ("b.org//x", "b.org"),
+        ("b.org:80/#//a.org", "b.org"),
+        ("\0ht\ntp://b.org/", "b.org"),  # browsers leave such characters out
+        ("http:///x", None),
+        ("https://straße.de/", "xn--strae-oqa.de"),  # strasse.de is somebody else
+        ("https://www.STRAẞE.de./", "xn--strae-oqa.de"),
+        ("Οδός.gr", "xn--pxavk3b.gr"),
+        (f"{'ß' * 70}.de", None),
     ],
 )
 def test_the_owner_of_a_url_is_its_registrable_domain(url, owner):
@@ -84,6 +93,7 @@ def test_hosts_above_a_url(url, hosts):
         ("http://a.org:80/x#part", "http://a.org/x"),
         ("https://a.org:443/", "a.org"),
         ("http://a.org。/", "a.org"),
+        ("http://a.org/?u=http://b.org/", "a.org/?u=http://b.org/"),
     ],
 )
 def test_equal_urls(one, other):
@@ -97,6 +107,7 @@ def test_equal_urls(one, other):
         ("http://a.org:8080/", "http://a.org/"),
         ("http://a.org/X", "http://a.org/x"),
         ("http://www.a.org/", "http://a.org/"),
+        ("http://straße.de/", "http://strasse.de/"),
     ],
 )
 def test_different_urls(one, other):
