@@ -279,9 +279,9 @@ class _Build:
         self._resume([about])
         if self.say:
             self.say(f"fetching {source}, split {source.split}")
-        wanted = self.options.screen.with_urls(self.options.columns)
+        wanted, form = self.options.screen.with_urls(self.options.columns), self.options.form
         files = hub.fetch(source, wanted, self.directory / "fetched", self.pool)
-        return examine(files, self.options.columns, self.pool, None), [about]
+        return examine(files, self.options.columns, self.pool, None, form), [about]
 
     def _resume(self, identity: list[Any]) -> None:
         digest = self.tokenizer.sha256 if self.tokenizer else None

@@ -1,11 +1,13 @@
 """Data sets of the Hugging Face Hub, streamed: `hf:NAME` or `hf:NAME:CONFIG`.
 
 Only the columns that are needed are kept, as Parquet files, one for each shard of the data set, so
-that what comes over the network is read from it once and a build that was killed goes on.
+that what comes over the network is read from it once and a build that was killed goes on. Files of
+CSV and JSON are kept as they are and read as local ones: `datasets` would take 007 for 7.
 """
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +27,14 @@ from fedsim.files import DISK_FULL
 PREFIX = "hf:"
 FETCH_ROWS = 1_000
 PAUSES_S = (1.0, 5.0, 25.0)  # before a shard is asked for again
+# What files of CSV and JSON are called here, by what they are called there.
+TEXTS = {
+    f".{kind}{z}": f".{kind}{z}" for kind in ("csv", "tsv", "json", "jsonl") for z in ("", ".gz")
+}
+TEXTS |= {".ndjson": ".jsonl", ".ndjson.gz": ".jsonl.gz"}
+DIRECTLY = "download the files and build from them: `fedsim data build FILE ...`"
+# What a builder's settings may be without a file being another one for it.
+OF_NO_MATTER = ("name", "version", "data_dir", "data_files", "description", "features")
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,29 @@ class HubSource:
         except Exception as error:  # as many kinds as there are ways for a network to fail
             raise self.failure(error) from error
 
+    def text_files(self) -> list[str] | None:
+        """The paths or addresses of its files if they are CSV or JSON, else None.
+
+        Raises: DataError: they are written in a way that only `datasets` reads.
+        """
+        from datasets import load_dataset_builder
+        from datasets.packaged_modules.csv.csv import Csv
+        from datasets.packaged_modules.json.json import Json
+
+        try:
+            builder = load_dataset_builder(self.name, self.config, revision=self.revision)
+        except Exception as error:
+            raise self.failure(error) from error
+        files = (builder.config.data_files or {}).get(self.split)
+        if not isinstance(builder, Csv | Json) or not files:
+            return None
+        for name, value in vars(type(builder.config)()).items():
+            found = getattr(builder.config, name)
+            tabs = name in ("sep", "delimiter") and found == "\t"
+            if found != value and name not in OF_NO_MATTER and not (tabs and _all_tabs(files)):
+                raise DataError(f"data={self}: expected files without {name}={found}; {DIRECTLY}")
+        return list(files)
+
     def failure(self, error: Exception) -> DataError:
         """What went wrong, in one line; Interrupted if it is the network that did."""
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -90,11 +123,31 @@ def fetch(source: HubSource, columns: Columns, directory: Path, pool: Pool) -> l
     Raises: DataError: it cannot be read, or lacks a column. Interrupted: the network failed.
     """
     directory.mkdir(exist_ok=True)
+    if texts := source.text_files():
+        copies = [(text, _copy_of(text, i, directory)) for i, text in enumerate(texts)]
+        pool.map(partial(_copy, source=source), copies)
+        return [file for _, file in copies]
     number = source.open().num_shards
     files = [directory / f"{shard:06d}-of-{number:06d}.parquet" for shard in range(number)]
     call = partial(_fetch, source=source, columns=columns)
     pool.map(call, list(enumerate(files)))
     return files
+
+
+def _copy_of(text: str, number: int, directory: Path) -> Path:
+    for there, here in TEXTS.items():
+        if text.endswith(there):
+            return directory / f"{number:06d}{here}"
+    raise DataError(f"data={text}: expected a file ending in {', '.join(TEXTS)}; {DIRECTLY}")
+
+
+def _all_tabs(files: Sequence[str]) -> bool:
+    return all(file.endswith((".tsv", ".tsv.gz")) for file in files)
+
+
+def _copy(item: tuple[str, Path], *, source: HubSource, report: Callable[[int], None]) -> None:
+    text, file = item
+    _patiently(file, partial(_copy_text, text, file, source))
 
 
 def _fetch(
@@ -104,16 +157,35 @@ def _fetch(
     columns: Columns,
     report: Callable[[int], None],
 ) -> None:
-    """Fetches a shard into its file, unless it is there; again where the network fails."""
     shard, file = item
+    _patiently(file, partial(_fetch_shard, shard, file, source, columns, report))
+
+
+def _patiently(file: Path, make: Callable[[], None]) -> None:
+    """Makes a file, unless it is there; again where the network fails."""
     for pause in PAUSES_S:
         if file.exists():
             return
         try:
-            return _fetch_shard(shard, file, source, columns, report)
+            return make()
         except Interrupted:
             sleep(pause)
-    _fetch_shard(shard, file, source, columns, report)
+    make()
+
+
+def _copy_text(text: str, file: Path, source: HubSource) -> None:
+    import huggingface_hub
+
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    try:
+        opener: Any = open if Path(text).is_file() else huggingface_hub.HfFileSystem().open
+        with opener(text, "rb") as stream, temporary.open("wb") as copy:
+            shutil.copyfileobj(stream, copy)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise
+        raise source.failure(error) from error
+    os.replace(temporary, file)
 
 
 def _fetch_shard(

@@ -182,6 +182,40 @@ def test_what_is_not_there_is_one_clear_line(
     assert {path.name for path in tmp_path.iterdir()} == {"repo"}
 
 
+def write_text(path, kind):
+    """Ids and texts that readers which guess at types change, some of them in a later file."""
+    path.mkdir()
+    rows = [(7, "first"), (10, "second")], [("007", "None"), ("07", "2020-01-01"), ("1e1", "NA")]
+    for number, some in enumerate(rows):
+        if kind == "jsonl":
+            lines = [json.dumps({"who": who, "what": what}) for who, what in some]
+        else:
+            between = "\t" if kind == "tsv" else ","
+            lines = [between.join((str(a), b)) for a, b in [("who", "what"), *some]]
+        (path / f"train-{number}.{kind}").write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl"])
+def test_text_files_of_the_hub_are_read_as_local_ones(kind, tmp_path, columns):
+    there = write_text(tmp_path / "repo", kind)
+    streamed = build(f"hf:{there}", tmp_path / "a", **columns)
+    read = build(there, tmp_path / "b", **columns)
+    assert streamed.train.user_ids() == ["007", "07", "10", "1e1", "7"]
+    assert streamed.train.fingerprint == read.train.fingerprint
+    assert streamed.metadata["counts"] == read.metadata["counts"]
+
+
+@pytest.mark.privacy
+def test_text_files_that_only_their_library_reads_are_refused(tmp_path, columns):
+    there = write_text(tmp_path / "repo", "csv")
+    config = {"config_name": "default", "data_files": "*.csv", "sep": ";"}
+    (there / "README.md").write_text(f"---\nconfigs: {json.dumps([config])}\n---\n")
+    with pytest.raises(DataError, match="expected files without sep=;; download the files and"):
+        build(f"hf:{there}", tmp_path / "out", **columns)
+
+
 def test_a_source_is_parsed():
     assert HubSource.parse("hf:a/b:en", None, None) == HubSource("a/b", "en", "train", None)
     assert HubSource.parse("hf:a/b", "test", "v1") == HubSource("a/b", None, "test", "v1")
