@@ -56,7 +56,8 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
 def is_built(source: str | Path) -> bool:
     """Whether a source is a directory that `build` made, to be opened as it is."""
     path = Path(source)
-    return path.is_dir() and not is_saved(path) and not files_in(path)
+    named = bool(str(source).strip())  # Path("") is the current directory
+    return named and path.is_dir() and not is_saved(path) and not files_in(path)
 
 
 def _facts(path: Path) -> list[tuple[str, int, int]]:

@@ -41,7 +41,10 @@ class Dataset:
         metadata = read_metadata(path, "dataset")
         if not (path / "tokenizer.json").is_file():
             raise DataError(f"data={path}: expected its tokenizer.json")
-        stores = {split: UserStore.open(path / split) for split in metadata["splits"]}
+        splits = metadata.get("splits")
+        if not isinstance(splits, list) or "train" not in splits or not set(splits) <= set(SPLITS):
+            raise DataError(f"data={path}/metadata.json: expected splits, train and perhaps others")
+        stores = {split: UserStore.open(path / split) for split in splits}
         return cls(**stores, tokenizer_path=path / "tokenizer.json", metadata=metadata, path=path)
 
     def people(self) -> list[str]:

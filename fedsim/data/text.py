@@ -30,6 +30,7 @@ BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>",
 END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MIN_SIZE, MAX_CHARACTERS = 300, 1000
+SIZE_DIGITS = 7  # the library takes memory for as many pieces as are asked for
 PIECE = 2**20  # characters that are given to the library at once
 
 
@@ -157,6 +158,8 @@ class Tokenizer:
         kind, _, size = str(spec).partition(":")
         if not size.isdecimal():
             raise DataError(f"tokenizer={spec}: expected {kind}:SIZE, as in {kind}:8000")
+        if len(size) > SIZE_DIGITS:
+            raise DataError(f"tokenizer={spec}: expected a size below {10**SIZE_DIGITS:,}")
         train = cls.train_wordpiece if kind == "wordpiece" else cls.train_bpe
         return train(texts, int(size))
 

@@ -55,9 +55,7 @@ class UserStore:
         """
         self.path: Path | None = None
         self.metadata = metadata
-        names = ("max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples", "shards")
-        if missing := [name for name in names if name not in metadata]:
-            raise DataError(f"metadata.json: expected {missing[0]}")
+        _expect_names(metadata)
         self.max_length: int = metadata["max_length"]
         self.vocab_size: int = metadata["vocab_size"]
         self.fingerprint: str = metadata["fingerprint"]
@@ -87,6 +85,7 @@ class UserStore:
         """
         path = Path(directory).absolute()
         metadata = read_metadata(path, "users")
+        _expect_names(metadata)
         names = sorted(p.name for p in path.glob("data-*.arrow"))
         expected, tables = metadata["shards"], list(TABLES[: 3 if SETS in metadata else 1])
         found = [name for name in TABLES if (path / name).is_file()]
@@ -251,6 +250,14 @@ def _column(table: pa.Buffer, name: str, file: str) -> pa.ChunkedArray:
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{file}: cut off or damaged ({reason})") from None
+
+
+def _expect_names(metadata: dict[str, Any]) -> None:
+    names = ["max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples", "shards"]
+    if SETS in metadata:
+        names.append("num_users")
+    if missing := [name for name in names if name not in metadata]:
+        raise DataError(f"metadata.json: expected {missing[0]}")
 
 
 def read_metadata(directory: Path, kind: str) -> dict[str, Any]:

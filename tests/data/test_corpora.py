@@ -189,7 +189,11 @@ def test_a_failed_build_leaves_no_entry(source, tmp_path):
 
 @pytest.mark.parametrize(
     "name, message",
-    [("hf:", "expected hf:NAME"), ("nowhere", "file or glob that exists")],
+    [
+        ("hf:", "expected hf:NAME"),
+        ("nowhere", "file or glob that exists"),
+        ("", "got an empty one"),
+    ],
 )
 def test_unknown_sources(name, message):
     with pytest.raises(DataError, match=message):

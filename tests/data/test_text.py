@@ -103,6 +103,8 @@ def test_a_hole_in_the_ids_counts_for_the_vocabulary(tmp_path):
         ("wordpiece:many", "tokenizer=wordpiece:many: expected wordpiece:SIZE"),
         ("wordpiece", "tokenizer=wordpiece: expected wordpiece:SIZE"),
         ("wordpiece:10", "tokenizer=wordpiece:10: expected a size >= 300"),
+        ("bpe:99999999999999999999", "tokenizer=bpe:99999999999999999999: expected a size"),
+        (f"wordpiece:{'9' * 5000}", "expected a size"),
         (__file__, "expected a tokenizer.json or a vocab.txt"),
     ],
 )

@@ -12,7 +12,9 @@ import pytest
 from datasets import Dataset as HubDataset
 
 from fedsim.data import shards
-from fedsim.data.dataset import stats
+from fedsim.data.building.build import build
+from fedsim.data.dataset import Dataset, stats
+from fedsim.data.text import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.errors import DataError
 
@@ -175,6 +177,30 @@ def test_open_refuses_what_is_not_a_store(tmp_path):
     (tmp_path / "metadata.json").write_text(json.dumps({"kind": "dataset", "format": 1}))
     with pytest.raises(DataError, match="expected kind 'users'"):
         UserStore.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["shards", "num_users", "vocab_size", "fingerprint"])
+def test_open_refuses_metadata_without_what_it_needs(name, tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"user_id": ["amy", "bob"], "text": "x"}\n')
+    build(file, tmp_path / "out", eval_users=0, eval_examples=False, num_workers=1)
+    file = tmp_path / "out" / "train" / "metadata.json"
+    metadata = json.loads(file.read_text())
+    del metadata[name]
+    file.write_text(json.dumps(metadata))
+    with pytest.raises(DataError, match=f"metadata.json: expected {name}"):
+        UserStore.open(file.parent)
+
+
+@pytest.mark.parametrize("splits", [None, ["train", "x"], ["test"], 3])
+def test_open_refuses_a_data_set_without_splits(splits, tmp_path):
+    metadata = {"kind": "dataset", "format": shards.FORMAT} | (
+        {} if splits is None else {"splits": splits}
+    )
+    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match="metadata.json: expected splits"):
+        Dataset.open(tmp_path)
 
 
 def test_open_refuses_files_that_do_not_belong_together(tmp_path, rng):

@@ -22,10 +22,11 @@ class Form:
         if not one:
             raise DataError(f"delimiter={self.delimiter}: expected one character, such as ; or |")
         try:
-            codecs.lookup(self.encoding)
-        except LookupError:
+            "".encode(self.encoding)
+        except (LookupError, ValueError):
             raise DataError(
-                f"encoding={self.encoding}: expected an encoding that Python knows, such as latin1"
+                f"encoding={self.encoding}: expected an encoding of text that Python knows, such "
+                "as latin1"
             ) from None
 
     def between(self, file: Path) -> str:

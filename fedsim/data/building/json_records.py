@@ -21,7 +21,7 @@ def of_lines(lines: Iterator[bytes], before: int, encoding: str) -> Objects:
             continue
         try:
             row = json.loads(line.decode(encoding))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number}: {error}") from None
         yield len(line), _expect_object(row, f"line {number}")
 
@@ -53,6 +53,8 @@ def of_list(stream: TextIO) -> Objects:
             try:
                 row, end = decoder.raw_decode(text, at)
                 break
+            except RecursionError as error:
+                raise ValueError(f"entry {number}: {error}") from None
             except ValueError as error:
                 more = stream.read(max(READ_CHARACTERS, len(text)))
                 if not more:

@@ -19,10 +19,11 @@ import xxhash
 from datasketch import MinHash
 from rapidfuzz.distance import Levenshtein
 
-from fedsim.data.building.columns import Columns, is_blank
+from fedsim.data.building.columns import Columns, is_blank, is_token_list
 from fedsim.data.building.processes import Pool, kept_for_a_build
-from fedsim.data.building.readers import Part, read
+from fedsim.data.building.readers import Part, complaints, read
 from fedsim.data.building.sorted_runs import read_table, write_table
+from fedsim.errors import DataError
 
 NGRAM = 5
 BANDS, BAND_ROWS = 32, 8
@@ -54,6 +55,8 @@ def _index_part(
         return
     kept, keys, seen = [], [], set()
     for _, batch in read(part, columns):
+        with complaints(part):
+            refuse_tokens(batch["text"], columns)
         texts = batch["text"].filter(pa.array(~is_blank(batch["text"]))).to_pylist()
         digests = [xxhash.xxh3_128_digest(text.encode()) for text in texts]
         new = []
@@ -68,6 +71,12 @@ def _index_part(
     write_table(directory / f"{number:06d}.keys", table)
     texts = pa.concat_arrays(kept) if kept else pa.array([], pa.large_string())
     write_table(file, pa.table({"text": texts}))
+
+
+def refuse_tokens(texts: pa.Array, columns: Columns) -> None:
+    """Raises: DataError: what is to be compared are token ids."""
+    if is_token_list(texts.type):
+        raise DataError(f"text_column={columns.text[0]}: expected text to compare, got token ids")
 
 
 class NearDuplicates:

@@ -5,6 +5,7 @@ come in the order of the file as checked batches; complaints name the file, the 
 """
 
 import gzip
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -122,6 +123,7 @@ class complaints:
         if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
             return  # nothing is wrong with this one
         expected = (pa.ArrowException, OSError, EOFError, ValueError, OverflowError)
+        expected += (zlib.error, RecursionError)
         if isinstance(error, expected):
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if "utf8" in reason.lower().replace("-", ""):

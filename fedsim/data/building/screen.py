@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.data.building import hub
-from fedsim.data.building.columns import Columns, is_blank, is_token_list, normalise, text_of
+from fedsim.data.building.columns import Columns, is_blank, normalise, text_of
 from fedsim.data.building.domains import host_name, hosts_above, normal_url
 from fedsim.data.building.form import Form
-from fedsim.data.building.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index
+from fedsim.data.building.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index, refuse_tokens
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, complaints, raw
 from fedsim.data.building.sources import examine, find_files
@@ -226,8 +226,7 @@ def _duplicates(
     if known is None:
         return found
     texts = normalise(batch, replace(columns, order=None), first_row)["text"]
-    if is_token_list(texts.type):
-        raise DataError(f"text_column={columns.text[0]}: expected text to compare, got token ids")
+    refuse_tokens(texts, columns)
     rows = np.flatnonzero(~is_blank(texts))
     found[rows] = known.found_in(texts.take(pa.array(rows)).to_pylist())
     return found

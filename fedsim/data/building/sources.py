@@ -50,6 +50,8 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     sources = [sources] if isinstance(sources, str | Path) else sources
     files: dict[Path, Path] = {}
     for source in sources:
+        if not str(source).strip():  # as of an unset variable of the shell
+            raise DataError("data=: expected the name of a file or glob, got an empty one")
         here = Path(source)
         found = [here] if here.exists() else map(Path, sorted(glob.glob(str(source))))
         if here.is_dir() and not is_saved(here):

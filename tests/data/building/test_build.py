@@ -385,12 +385,31 @@ BAD_INPUT = [
     ("x.jsonl", b'{"user_id": "a", "text": "\xff"}\n', "a readable jsonl file"),
     # mtime: the bytes are in the test's name, which has to be the same in every process.
     ("x.jsonl.gz", gzip.compress(ALICE * 99, mtime=0)[:-9], "a readable jsonl file"),
+    ("x.jsonl", b'{"user_id": "a", "text": ' + b"[" * 10**5, "a readable jsonl file (line 1: "),
+    ("x.json", b'[{"user_id": "a", "text": ' + b"[" * 10**5, "readable json file (entry 1: "),
     ("x.csv", b"user_id,text\na,x,y\n", "a readable csv file"),
     ("x.csv", b"user_id,text\na,\xff\n", "a readable csv file"),
     ("x.csv", b"", "a readable csv file"),
     ("x.txt", b"text", "expected a file ending in .parquet"),
     ("x.txt", b"user_id\ttext", "rename one with tabs between its columns to .tsv"),
 ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+def test_a_damaged_gz_file_is_one_clear_line(kind, tmp_path):
+    packed = bytearray(gzip.compress(ALICE))
+    packed[10] = 7  # a block of a kind that there is not
+    (tmp_path / f"x.{kind}.gz").write_bytes(packed)
+    with pytest.raises(DataError, match=f"expected a readable {kind} file"):
+        build(tmp_path / f"x.{kind}.gz", tmp_path / "out")
+
+
+@pytest.mark.parametrize("source", ["", " "])
+def test_an_empty_name_is_not_the_current_directory(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="expected the name of a file or glob, got an empty one"):
+        build([source], tmp_path / "out")
 
 
 @pytest.mark.parametrize("name, content, message", BAD_INPUT)

@@ -9,6 +9,7 @@ from test_build import texts_of
 
 from fedsim.data.building import json_records
 from fedsim.data.building.build import build
+from fedsim.data.building.form import Form
 from fedsim.data.building.screen import Screen
 from fedsim.errors import DataError
 
@@ -92,6 +93,12 @@ def test_lines_in_an_encoding_whose_line_ends_differ_are_refused(tmp_path):
     (tmp_path / "x.jsonl").write_bytes('{"user_id": "a", "text": "b"}\n'.encode("utf-16"))
     with pytest.raises(DataError, match="encoding=utf-16: expected one that has ASCII in it"):
         built(tmp_path / "x.jsonl", tmp_path, encoding="utf-16")
+
+
+@pytest.mark.parametrize("encoding", ["base64", "rot13", "undefined", "no such", "a\0b"])
+def test_an_encoding_that_is_none_of_text_is_refused(encoding):
+    with pytest.raises(DataError, match="expected an encoding of text that Python knows"):
+        Form(encoding=encoding)
 
 
 def test_a_folder_is_all_files_in_it_that_can_be_read(tmp_path):
