@@ -12,6 +12,11 @@ from typing import Any
 from fedsim.data.building.screen import Screen
 from fedsim.errors import DataError
 
+# What takes the place of a recipe's columns of users.
+INSTEAD = {
+    "url_column": ("user_column", "owners", "conversation_column"),
+    "user_column": ("url_column", "owners"),
+}
 SEQUENCE = {"max_length": 128, "long_texts": "cut"}
 
 
@@ -107,15 +112,16 @@ RECIPES = {"stack-overflow": STACK_OVERFLOW, "cc-news": CC_NEWS, "c4": C4}
 def options_of(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options for `build`: the recipe's, with those that are given instead.
 
-    A user column that is given takes the place of a recipe's URL column. Of a recipe's screen the
-    fields that are given are replaced.
+    Columns of users that are given take the place of a recipe's. Of a recipe's screen the fields
+    that are given are replaced.
     Raises: DataError: there is no such recipe.
     """
     if name is None:
         return dict(given)
     if name not in RECIPES:
         raise DataError(f"recipe={name}: expected one of {', '.join(RECIPES)}")
-    options = {**RECIPES[name].options, **given}
-    if "user_column" in given and "url_column" not in given:
-        options.pop("url_column", None)
-    return options
+    options = dict(RECIPES[name].options)
+    for name, instead in INSTEAD.items():
+        if not given.keys().isdisjoint(instead):
+            options.pop(name, None)
+    return {**options, **given}

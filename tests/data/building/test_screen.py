@@ -125,6 +125,14 @@ def test_texts_of_other_sources_are_no_ids(tmp_path, text):
     assert data.train.num_examples == 1
 
 
+def test_token_ids_cannot_be_screened_against(tmp_path):
+    own, other = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
+    own.write_text(json.dumps({"user_id": "amy", "text": "x"}))
+    other.write_text(json.dumps({"text": [1, 2, 3]}))
+    with pytest.raises(DataError, match="expected text to compare, got token ids .in .*other"):
+        build(own, tmp_path / "out", screen=Screen(against=(str(other),)))
+
+
 def numbers_and_then(path, last):
     """Rows whose users and URLs begin with numbers or nothing, in batches of two."""
     rows = [{"user_id": user, "text": "x", "url": None} for user in (7, 7, 8, 7)] + [last]
@@ -175,6 +183,10 @@ def test_what_is_given_takes_the_place_of_a_recipes_options():
     assert options_of(None, {"max_length": 9}) == {"max_length": 9}
     found = options_of("cc-news", {"user_column": ("domain",), "max_length": 64})
     assert "url_column" not in found and found["max_length"] == 64 and found["min_examples"] == 2
+    assert "url_column" not in options_of("c4", {"owners": ("a", "b")})
+    assert "user_column" not in options_of("stack-overflow", {"owners": ("a", "b")})
+    found = options_of("stack-overflow", {"conversation_column": "a", "turn_column": "b"})
+    assert found["user_column"] == "OwnerUserId"
     with pytest.raises(DataError, match="recipe=c5: expected one of stack-overflow, cc-news, c4"):
         options_of("c5", {})
 
