@@ -41,6 +41,10 @@ class DataBuild:
     """Columns, with commas between them, for texts with several owners: a text belongs to everyone
     who is in one of them, as in --owners from,to,cc. Instead of --user-column."""
 
+    owners_delimiter: str | None = None
+    """Characters at each of which a cell of --owners is split into several users, as in
+    --owners-delimiter ',;' for the addresses of a mail. Default: a cell is one user."""
+
     conversation_column: str | None = None
     """Column that says which conversation a row is part of: its text belongs to its user, who says
     it, and to whoever it is said to, which is the last other user who spoke there before."""

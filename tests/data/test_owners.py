@@ -138,6 +138,39 @@ def test_rows_that_nobody_owns_can_be_left_out(tmp_path):
     assert data.train.num_examples == len(MAIL)
 
 
+CELLS = [
+    ("ann@x.org", "bob@x.org, cy@x.org;", "one"),
+    ("bob@x.org", " ; ann@x.org,bob@x.org", "two"),
+]
+CELLS += [("", "cy@x.org", "three"), ("dee", "NA, dee", "four")]
+
+
+def cells(tmp_path):
+    lines = [f'{one},"{several}",{text}' for one, several, text in CELLS]
+    (tmp_path / "mail.csv").write_text("\n".join(["from,to,text", *lines]))
+    return tmp_path / "mail.csv"
+
+
+@pytest.mark.privacy
+def test_cells_with_several_owners_are_split_where_that_is_said(tmp_path):
+    how = {"owners": ["from", "to"], "owners_delimiter": ",;"}
+    data = build_all(cells(tmp_path), tmp_path / "out", **how)
+    found = {who: len(several) for who, several in texts(data.train).items()}
+    ann, bob, cy = (f"{name}@x.org" for name in ("ann", "bob", "cy"))
+    assert found == {(ann, bob, cy): 1, (ann, bob): 1, (cy,): 1, ("dee",): 1}
+    assert "owners_like_several" not in data.metadata["counts"]
+    assert data.metadata["columns"]["owners_delimiter"] == ",;"
+
+
+def test_cells_that_may_have_several_owners_are_counted_and_said(tmp_path):
+    said = []
+    how = {"owners": ["from", "to"], "progress": said.append}
+    data = build_all(cells(tmp_path), tmp_path / "out", **how)
+    assert data.metadata["counts"]["owners_like_several"] == 3
+    assert any("3 rows have an owner with a comma or semicolon inside" in line for line in said)
+    assert "bob@x.org, cy@x.org;" in data.train.user_ids()
+
+
 def test_too_many_owners_in_several_columns_are_refused(tmp_path):
     people = [f"u{i}" for i in range(600)]
     table = {"to": [people], "cc": [[f"v{i}" for i in range(600)]], "text": ["x"]}
@@ -152,6 +185,9 @@ def test_too_many_owners_in_several_columns_are_refused(tmp_path):
         ({"owners": ["to", "to"]}, "owners=to,to: expected no column twice"),
         ({"owners": ["text"]}, "owners=text: expected a column other than text_column"),
         ({"owners": ["to"], "url_column": "u"}, "owners=to: expected none beside url_column=u"),
+        ({"owners_delimiter": ","}, "owners_delimiter=,: expected it beside owners"),
+        ({"owners": ["to"], "owners_delimiter": ""}, "owners_delimiter=: expected characters"),
+        ({"owners": ["to"], "owners_delimiter": "and"}, "owners_delimiter=and: expected charac"),
         ({"owners": ["nobody"]}, "owners=nobody: no such column, expected one of to, text"),
         ({"user_column": "to", "min_examples": 2}, "min_examples=2: expected 1 where"),
     ],

@@ -96,6 +96,7 @@ def build(
     *,
     user_column: str | Sequence[str] = "user_id",
     owners: str | Sequence[str] = (),
+    owners_delimiter: str | None = None,
     conversation_column: str | None = None,
     turn_column: str | None = None,
     text_column: str | Sequence[str] = "text",
@@ -128,6 +129,7 @@ def build(
       user_column, text_column: one column or several; several text columns are joined by newlines.
         One user column of lists gives each text to all users of its list.
       owners: columns, instead of user_column, in any of which a user who owns the text may be.
+      owners_delimiter: characters at each of which a cell of `owners` is split into several users.
       conversation_column, turn_column: which conversation a text is part of, and where in it: it
         belongs to its user and to the last other one who spoke before. Takes memory for all texts.
       url_column: makes the user the registrable domain of this column's URL.
@@ -153,7 +155,8 @@ def build(
     """
     out = Path(out).absolute()
     talk = (conversation_column, turn_column)
-    columns = Columns.of(user_column, text_column, order_column, url_column, owners, *talk)
+    named = (user_column, text_column, order_column, url_column, owners)
+    columns = Columns.of(*named, *talk, owners_delimiter)
     holdout = Holdout(eval_users, eval_examples, min_examples, test_from)
     options = _Options(
         columns,
@@ -397,7 +400,7 @@ class _Build:
         options = self.options
         rules = {"max_length": options.max_length, "long_texts": options.long_texts}
         columns = asdict(options.columns)
-        for name in ("owners", "conversation", "turn"):
+        for name in ("owners", "conversation", "turn", "owners_delimiter"):
             if not columns[name]:
                 del columns[name]
         metadata = {

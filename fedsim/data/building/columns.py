@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.building.domains import registrable_domain
-from fedsim.data.building.user_ids import Rows, as_ids
+from fedsim.data.building.user_ids import Rows, as_ids, count_lists
 from fedsim.data.owners import SEPARATOR, together
 from fedsim.errors import DataError, MissingColumn
 
@@ -44,6 +44,8 @@ class Columns:
     """If given, a text belongs to whom it is said to, too; see `conversations`."""
     turn: str | None = None
     """Where in its conversation a row is."""
+    owners_delimiter: str | None = None
+    """Characters at each of which a cell of `owners` is split into several users."""
 
     @classmethod
     def of(
@@ -55,10 +57,12 @@ class Columns:
         owners: str | Sequence[str] = (),
         conversation: str | None = None,
         turn: str | None = None,
+        owners_delimiter: str | None = None,
     ) -> "Columns":
         """Columns from one name or several. Raises: DataError: none, or a column has two roles."""
         names = (_names(user), _names(text), order, url, (), _names(owners))
-        found = cls(*names, conversation, turn)
+        found = cls(*names, conversation, turn, owners_delimiter)
+        found._check_delimiter()
         if (conversation is None) != (turn is None):
             raise DataError(f"turn_column={turn}: expected it beside conversation_column, or none")
         if conversation is not None and (found.owners or url is not None):
@@ -78,6 +82,17 @@ class Columns:
                 field = found.blamed.partition("=")[0]
                 raise DataError(f"{field}={name}: expected a column other than text_column")
         return found
+
+    def _check_delimiter(self) -> None:
+        given = self.owners_delimiter
+        if given is None:
+            return
+        if not given or any(c.isalnum() or c == SEPARATOR for c in given):
+            raise DataError(
+                f"owners_delimiter={given}: expected characters between ids, such as , or ;"
+            )
+        if not self.owners:
+            raise DataError(f"owners_delimiter={given}: expected it beside owners, or none")
 
     @property
     def owner(self) -> tuple[str, ...]:
@@ -268,9 +283,11 @@ def _owned(
     """(row, owner) of one column: lists, or single ids, of which null and blank ones are nobody."""
     column, field = plain(batch[name]), columns.blamed
     if not is_list(column.type):
-        ids = ids_of(column, field, range(first_row, first_row + len(column)), tally)
-        rows = np.flatnonzero(~is_blank(ids))
-        return rows, ids.take(pa.array(rows))
+        rows, parts = _split(column, field, first_row, columns.owners_delimiter)
+        ids = ids_of(parts, field, first_row + rows, tally)
+        kept = np.flatnonzero(~is_blank(ids))
+        count_lists(ids, tally)
+        return rows[kept], ids.take(pa.array(kept))
     sizes = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)  # pyright: ignore
     rows, values = np.repeat(np.arange(len(column)), sizes), column.flatten()
     if pa.types.is_list(values.type) or pa.types.is_nested(values.type):
@@ -281,6 +298,7 @@ def _owned(
             f"row {first_row + bad[0] + 1}"
         )
     ids = ids_of(values, field, first_row + rows, tally)
+    count_lists(ids, tally)
     blank = is_blank(ids)
     if blank.any():
         row = first_row + rows[blank.argmax()] + 1
@@ -290,6 +308,20 @@ def _owned(
         row = first_row + bad[0] + 1
         raise DataError(f"{field}: expected each owner of a text once, got one twice in row {row}")
     return rows, ids
+
+
+def _split(
+    column: pa.Array, field: str, first_row: int, delimiter: str | None
+) -> tuple[np.ndarray, pa.Array]:
+    """(row, id) of a column of single ids, or of texts with several ids in each."""
+    if delimiter is None or not is_string(column.type):
+        return np.arange(len(column)), column
+    texts = _validate(column.cast(pa.string()), field, first_row)
+    pattern = f"[{re.escape(delimiter)}]"
+    lists = pc.split_pattern_regex(texts, pattern)  # pyright: ignore
+    sizes = pc.list_value_length(lists).fill_null(0).to_numpy().astype(np.int64)  # pyright: ignore
+    parts = pc.call_function("utf8_trim_whitespace", [lists.flatten()])
+    return np.repeat(np.arange(len(column)), sizes), parts
 
 
 def _join_ids(parts: Sequence[pa.Array]) -> pa.Array:

@@ -24,18 +24,21 @@ RULE = 3  # another number where another rule gives other users
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # by a float's bits: whole numbers below are themselves
 DIGITS = 15  # so many are always below 2^53
 WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
+LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]"  # two parts
 ROUNDED = r"^[+-]?[0-9](\.[0-9]+)?[eE]\+[0-9]+$"  # as programs write large floats
 # What two ids may differ in that looks alike: what one does not see, zeros in front or at the end.
 UNSEEN, ZEROS = r"[\s\x{200b}-\x{200f}\x{2060}\x{feff}]+", r"^0+([0-9])"
 ZEROS_AFTER = r"^([0-9]+\.[0-9]*?)0+$"
 
 TRIMMED, SHORTENED, WORDS = "user_ids_trimmed", "user_ids_without_fraction", "words_for_nobody"
-FRACTIONS = "user_ids_like_fractions"
+FRACTIONS, SEVERAL = "user_ids_like_fractions", "owners_like_several"
 _SAID = {
     TRIMMED: "white space around the user id, which is no part of it",
     SHORTENED: "a user id like 7.0, which is 7",
     WORDS: "a word such as NA or None for a user, which is nobody",
     FRACTIONS: "a user id like 3.10, which stays a text: 3.1 is somebody else",
+    SEVERAL: "an owner with a comma or semicolon inside, who is one user: if that is a list, "
+    "`fedsim data build --owners-delimiter ,` makes it several",
 }
 """What is counted of rows, and what a person is told that they have."""
 
@@ -80,6 +83,11 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
 def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
     """bool: texts that are empty, or a word for a missing value."""
     return _call("is_in", texts, value_set=pa.array(NOBODY))
+
+
+def count_lists(ids: pa.Array, tally: Counter[str]) -> None:
+    """Counts ids that may be several in one cell, as addresses in the field To of a mail."""
+    tally[SEVERAL] += _count(_call("match_substring_regex", ids, pattern=LISTED))
 
 
 def told(tally: Counter[str]) -> list[str]:
