@@ -64,7 +64,7 @@ def write(parts: Sequence[Part], columns: Columns, file: Path) -> None:
     except pa.ArrowException:
         raise DataError(f"turn_column={columns.turn}: expected one type in all files") from None
     table = table.set_column(2, TURN, _sortable(table[TURN]))
-    table = table.append_column(ROW, pa.array(np.arange(len(table))))
+    table = _wide(table.append_column(ROW, pa.array(np.arange(len(table)))))
     keys = [(name, "ascending") for name in (WHERE, TURN, ROW)]
     table = table.take(pc.sort_indices(table, sort_keys=keys))  # pyright: ignore
     speakers = table[SPEAKER].combine_chunks().dictionary_encode()
@@ -72,6 +72,18 @@ def write(parts: Sequence[Part], columns: Columns, file: Path) -> None:
     spoken_to = speakers.dictionary.take(pa.array(number, mask=number < 0))
     table = table.drop_columns([WHERE, TURN, ROW]).append_column(SPOKEN_TO, spoken_to)
     pq.write_table(table, file, row_group_size=ROWS_AT_ONCE)
+
+
+def _wide(table: pa.Table) -> pa.Table:
+    """The table with columns that may take more than the 2 GiB which an array of strings can."""
+    kinds = {}
+    for field in table.schema:
+        kinds[field.name] = kind = field.type
+        if is_string(kind):
+            kinds[field.name] = pa.large_string()
+        elif pa.types.is_list(kind):
+            kinds[field.name] = pa.large_list(kind.value_type)  # pyright: ignore
+    return table.cast(pa.schema(kinds.items()))
 
 
 def last_other_speaker(where: np.ndarray, speaker: np.ndarray) -> np.ndarray:

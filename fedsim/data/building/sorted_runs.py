@@ -151,7 +151,7 @@ class _Run:
         """Sorts and writes what there is and adds `name` to `names`."""
         if not self._rows:
             return
-        users = pa.chunked_array(self._users).combine_chunks().dictionary_encode()
+        users = encoded(self._users)
         order = _joined(self._order, self._encoding.columns.order)
         ids, code = _owners(users, np.concatenate(self._is_test), self._encoding.holdout)
         rows = sort_rows(code, order)
@@ -222,6 +222,11 @@ def join_order(arrays: Sequence[pa.Array], name: str | None) -> pa.Array:
             raise DataError(f"order_column={name}: expected one type, got {shown}")
         common = pa.float64()
     return pa.concat_arrays([array.cast(common, safe=False) for array in arrays])
+
+
+def encoded(ids: Sequence[pa.Array]) -> pa.DictionaryArray:
+    """Ids end to end. Together they may take more than the 2 GiB which an array of strings can."""
+    return pa.chunked_array(ids).dictionary_encode().unify_dictionaries().combine_chunks()
 
 
 def _owners(

@@ -788,3 +788,10 @@ def test_scotus_has_its_statistics(tmp_path):
     assert (found["num_users"], found["num_examples"]) == (9_324, 2_245_386)
     assert found["examples_per_user"]["max"] == 2_048
     assert 145 <= found["examples_per_user"]["median"] <= 155
+
+
+def test_ids_of_a_run_may_take_more_than_an_array_of_strings_can():
+    long = pa.array(["a" * 2**20])  # the same megabyte again and again
+    found = sorted_runs.encoded([long] * 2**11 + [pa.array(["b"])])
+    assert found.indices.to_pylist() == [0] * 2**11 + [1]
+    assert len(found.dictionary) == 2

@@ -12,7 +12,9 @@ from test_owners import texts
 
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
-from fedsim.data.building.conversations import last_other_speaker
+from fedsim.data.building.columns import Columns
+from fedsim.data.building.conversations import SPEAKER, SPOKEN_TO, last_other_speaker, write
+from fedsim.data.building.readers import Part
 from fedsim.data.dataset import Dataset
 from fedsim.errors import DataError
 
@@ -101,6 +103,19 @@ def test_turns_are_in_order_whatever_the_file(tmp_path, kind, order):
         second = source(tmp_path, [("a", before, "cat", "x")], kind)
         owners = texts(built(tmp_path, [first, second], order_column=order).train)
     assert set(owners) == {("bob",), ("bob", "cat"), ("amy", "cat")}
+
+
+@pytest.mark.parametrize("text, kind", [("x", pa.large_string()), ([1], pa.large_list(pa.int64()))])
+def test_all_texts_together_may_take_more_than_an_array_of_strings_can(text, kind, tmp_path):
+    file = source(tmp_path, [("a", 1, "amy", text), ("a", 2, "bob", text)])
+    columns = Columns.of("who", "text", conversation="case", turn="turn")
+    write([Part(file)], columns, tmp_path / "out.parquet")
+    schema = pq.read_schema(tmp_path / "out.parquet")
+    assert schema.field("text").type.equals(kind)
+    assert {schema.field(name).type for name in (SPEAKER, SPOKEN_TO)} == {pa.large_string()}
+    if text == [1]:
+        store = built(tmp_path, file).train
+        assert store.owners is not None and store.num_tokens == 6
 
 
 def test_times_with_zones_are_in_order(tmp_path):
