@@ -17,6 +17,7 @@ from fedsim import files
 from fedsim.data import pydocs
 from fedsim.data.building import domains, hub, user_ids
 from fedsim.data.building.build import build
+from fedsim.data.building.screen import Against
 from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.dataset import Dataset
 from fedsim.data.shards import FORMAT
@@ -66,10 +67,21 @@ def _facts(path: Path) -> list[tuple[str, int, int]]:
     return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
+def _facts_of(one: Against) -> list[Any]:
+    """What says that a source to screen against is the same."""
+    if one.of_hub is None:
+        return [fact for file in one.files for fact in _facts(file)]
+    return _facts_of_hub(one.of_hub)
+
+
+def _facts_of_hub(source: hub.HubSource) -> list[Any]:
+    local = Path(source.name)
+    return [asdict(source), *(_facts(local) if local.exists() else [])]
+
+
 def _load_hub(source: str, cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
     found = hub.HubSource.parse(source, options.get("split"), options.get("revision")).pinned()
-    local = Path(found.name)
-    facts = [user_ids.RULE, asdict(found), *(_facts(local) if local.exists() else [])]
+    facts = [user_ids.RULE, *_facts_of_hub(found)]
     options = {**options, "revision": found.revision}
     return _cached(facts, cache_dir, options, lambda out: build(source, out, wait=True, **options))
 
@@ -102,7 +114,7 @@ def _cached(
     elif spec.startswith("hf:"):
         relevant["tokenizer"] = [spec, Tokenizer.from_spec(spec).sha256]
     if screen := options.get("screen"):
-        relevant["against"] = [fact for file in screen.local_files for fact in _facts(file)]
+        relevant["against"] = [fact for one in screen.pinned() for fact in _facts_of(one)]
     if options.get("url_column") is not None:
         relevant["public_suffix_list"] = domains.list_version()  # says whose a text is
     key = json.dumps([FORMAT, facts, relevant], sort_keys=True, default=str)

@@ -23,9 +23,9 @@ from fedsim.data.building.form import Form
 from fedsim.data.building.merge import Merge, Shard, collect_owners, index_run, write_shard
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, cut
-from fedsim.data.building.screen import Screen, collect, screen_parts
+from fedsim.data.building.screen import Against, Screen, collect, screen_parts
 from fedsim.data.building.sorted_runs import Encoding, bundled, training_texts, write_runs
-from fedsim.data.building.sources import Sources, examine, find_files, identify, survey
+from fedsim.data.building.sources import Sources, examine, find_files, survey
 from fedsim.data.building.staging import resume, staging
 from fedsim.data.dataset import Dataset
 from fedsim.data.framing import LONG_TEXTS
@@ -192,7 +192,9 @@ class _Build:
     def __init__(self, directory: Path, options: _Options, pool: Pool, say: Say):
         self.directory, self.options, self.pool, self.say = directory, options, pool, say
         self.runs, self.out = directory / "runs", directory / "out"
-        self.tokenizer = Tokenizer.named(options.tokenizer)  # once: the Hub's may change meanwhile
+        self.tokenizer: Tokenizer | None = None
+        self.against: list[Against] = []
+        self.known: list[dict[str, Any]] = []
 
     def run(
         self,
@@ -278,7 +280,7 @@ class _Build:
             self._resume([sources.files, split])
             return sources, []
         source = hub.HubSource.parse(of_hub[0], split, revision).pinned()
-        about = {**asdict(source), "source": str(source)}
+        about = source.identity()
         self._resume([about])
         if self.say:
             self.say(f"fetching {source}, split {source.split}")
@@ -287,10 +289,14 @@ class _Build:
         return examine(files, self.options.columns, self.pool, None, form), [about]
 
     def _resume(self, identity: list[Any]) -> None:
+        """Goes on with what an interrupted build of the same left. What is the Hub's is asked for
+        here and once, for it may change meanwhile."""
+        self.tokenizer = Tokenizer.named(self.options.tokenizer)
+        self.against = self.options.screen.pinned()
+        self.known = [one.identity() for one in self.against]
         digest = self.tokenizer.sha256 if self.tokenizer else None
-        against = [identify(file) for file in self.options.screen.local_files]
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
-        plan["against"] = against
+        plan["against"] = self.known
         plan["versions"] = {name: version(name) for name in VERSIONS}
         if resume(self.directory, {**plan, **asdict(self.options)}) and self.say:
             self.say("going on with the build that was interrupted")
@@ -302,7 +308,7 @@ class _Build:
             return sources.parts, {}
         if self.say:
             self.say("leaving out near duplicates and known URLs")
-        against = collect(screen, columns, self.directory, self.pool)
+        against = collect(self.against, screen, columns, self.directory, self.pool)
         self.pool.grow(sum(path.stat().st_size for one in against for path in one.files))
         own = (self.directory / "screened", self.pool, self.options.form)
         files, counts = screen_parts(sources.parts, columns, screen, against, *own)
@@ -410,7 +416,7 @@ class _Build:
             "tokenizer": _described(tokenizer),
             "columns": columns,
             "rules": {**rules, **asdict(options.holdout), "unowned": options.unowned},
-            "screen": asdict(options.screen),
+            "screen": {**asdict(options.screen), "sources": self.known},
             "counts": counts,
             "sources": list(sources.files),
             "hub": hubs,

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from fedsim.data.building.columns import Columns, paths
 from fedsim.data.building.processes import Pool
+from fedsim.data.building.sources import identify
 from fedsim.data.network import may_pass
 from fedsim.errors import DataError, Interrupted
 from fedsim.files import DISK_FULL
@@ -115,6 +116,11 @@ class HubSource:
         except Exception as error:
             raise self.failure(error) from error
         return HubSource(self.name, self.config, self.split, found.sha)
+
+    def identity(self) -> dict[str, Any]:
+        """What is read, for a pinned one: its fields, and the bytes of a local directory."""
+        about, local = {**asdict(self), "source": str(self)}, Path(self.name)
+        return {**identify(local), **about} if local.exists() else about
 
 
 def fetch(source: HubSource, columns: Columns, directory: Path, pool: Pool) -> list[Path]:

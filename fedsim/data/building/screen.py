@@ -22,7 +22,7 @@ from fedsim.data.building.form import Form
 from fedsim.data.building.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index, refuse_tokens
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, complaints, raw
-from fedsim.data.building.sources import examine, find_files
+from fedsim.data.building.sources import examine, find_files, identify
 from fedsim.errors import DataError, MissingColumn
 from fedsim.files import write_json
 
@@ -44,12 +44,20 @@ class Screen:
         """Whether nothing is left out."""
         return not (self.against or self.without_domains)
 
-    @property
-    def local_files(self) -> list[Path]:
-        """The files of `against` but those of the Hub."""
-        named = (source.partition("#")[0] for source in self.against)
-        local = [source for source in named if not source.startswith(hub.PREFIX)]
-        return find_files(local) if local else []
+    def pinned(self) -> list["Against"]:
+        """The sources in `against` as they are now: files, and commits of the Hub's.
+
+        Raises: DataError: one is not there. Interrupted: the Hub is out of reach.
+        """
+        found = []
+        for named in self.against:
+            source = named.partition("#")[0]
+            if source.startswith(hub.PREFIX):
+                of_hub = hub.HubSource.parse(source, None, None).pinned()
+                found.append(Against(named, of_hub=of_hub))
+            else:
+                found.append(Against(named, files=tuple(find_files(source))))
+        return found
 
     def with_urls(self, columns: Columns) -> Columns:
         """`columns`, and the one with URLs where rows may be left out by it."""
@@ -70,32 +78,43 @@ class Screen:
 
 @dataclass(frozen=True)
 class Against:
-    """One source that is screened against, at hand."""
+    """One source that is screened against."""
 
-    files: tuple[Path, ...]
-    columns: Columns
+    named: str
+    """As in `Screen.against`."""
+    files: tuple[Path, ...] = ()
+    of_hub: hub.HubSource | None = None
+    """Instead of files, until it is fetched."""
+
+    def columns(self, screened: Columns) -> Columns:
+        """Its text, in a column of that name unless it says otherwise; whose does not matter."""
+        column = self.named.partition("#")[2]
+        return Columns(user=(), text=(column,) if column else screened.text)
+
+    def identity(self) -> dict[str, Any]:
+        """What its texts are: the bytes of its files, or its commit."""
+        if self.of_hub is not None:
+            return {"against": self.named, **self.of_hub.identity()}
+        return {"against": self.named, "files": [identify(file) for file in self.files]}
 
 
-def collect(screen: Screen, columns: Columns, directory: Path, pool: Pool) -> list[Against]:
-    """The files of the sources in `screen.against`; those of the Hub are fetched.
+def collect(
+    against: Sequence[Against], screen: Screen, columns: Columns, directory: Path, pool: Pool
+) -> list[Against]:
+    """The same with files, those of the Hub fetched into `directory`.
 
-    Raises: DataError: one is not there.
+    Raises: DataError: one cannot be read.
     """
     found = []
-    for number, named in enumerate(screen.against):
-        source, _, column = named.partition("#")
-        text = (column,) if column else columns.text
-        wanted = Columns(user=(), text=text)  # whose the texts are does not matter here
-        if not source.startswith(hub.PREFIX):
-            found.append(Against(tuple(find_files(source)), wanted))
-            continue
-        pinned = hub.HubSource.parse(source, None, None).pinned()
-        there = directory / f"against-{number}"
-        try:
-            files = hub.fetch(pinned, screen.with_urls(wanted), there, pool)
-        except MissingColumn:
-            files = hub.fetch(pinned, wanted, there, pool)
-        found.append(Against(tuple(files), wanted))
+    for number, one in enumerate(against):
+        if one.of_hub is not None:
+            wanted, there = one.columns(columns), directory / f"against-{number}"
+            try:
+                files = hub.fetch(one.of_hub, screen.with_urls(wanted), there, pool)
+            except MissingColumn:
+                files = hub.fetch(one.of_hub, wanted, there, pool)
+            one = replace(one, files=tuple(files))
+        found.append(one)
     return found
 
 
@@ -125,7 +144,7 @@ def screen_parts(
     Raises: DataError: a source cannot be read, or lacks a column.
     """
     directory.mkdir(exist_ok=True)
-    known = _read_known(screen, against, directory, pool, form)
+    known = _read_known(screen, against, columns, directory, pool, form)
     call = partial(_screen_part, columns=columns, screen=screen, known=known, directory=directory)
     records = pool.map(call, list(enumerate(parts)))
     counts = np.array([record["counts"] for record in records]).reshape(-1, 3).sum(axis=0).tolist()
@@ -135,12 +154,18 @@ def screen_parts(
 
 
 def _read_known(
-    screen: Screen, against: Sequence[Against], directory: Path, pool: Pool, form: Form
+    screen: Screen,
+    against: Sequence[Against],
+    columns: Columns,
+    directory: Path,
+    pool: Pool,
+    form: Form,
 ) -> _Known:
     pieces, urls = [], set()
     for source in against:
-        parts = examine(source.files, source.columns, pool, None, form).parts
-        pieces += [(part, source.columns) for part in parts]
+        wanted = source.columns(columns)
+        parts = examine(source.files, wanted, pool, None, form).parts
+        pieces += [(part, wanted) for part in parts]
         if screen.screen_url_column is not None:
             for part in parts:
                 urls.update(_urls_of(part, screen.screen_url_column))

@@ -1,16 +1,21 @@
 """Leaving out what other sources hold, and the counts at each stage; the recipes that do so."""
 
+import hashlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import load_dataset
 
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
+from fedsim.data.building.hub import HubSource
 from fedsim.data.building.recipes import RECIPES, options_of
 from fedsim.data.building.screen import Screen
+from fedsim.data.corpora import load
 from fedsim.errors import DataError
 
 WORDS = [f"w{i}" for i in range(500)]
@@ -74,6 +79,55 @@ def test_an_interrupted_screen_goes_on_with_the_same_result(sources, monkeypatch
     again = build(sources / "web.parquet", sources / "out", **options)
     assert again.train.fingerprint == whole.train.fingerprint
     assert again.metadata == whole.metadata
+
+
+def of_the_hub(directory, text, monkeypatch, commit=None):
+    """The newest state of a data set: of the Hub's, if it has a commit, else of a directory."""
+    directory.mkdir(exist_ok=True)
+    (directory / "train.jsonl").write_text(json.dumps({"text": text}))
+    if commit is None:
+        return f"hf:{directory}"
+    info = SimpleNamespace(sha=commit * 40)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: info)
+    stream = load_dataset(str(directory), split="train", streaming=True)
+    monkeypatch.setattr(HubSource, "open", lambda self: stream)
+    return "hf:org/name"
+
+
+@pytest.mark.parametrize("commits", [(None, None), ("0", "1")])
+def test_a_screen_is_against_one_state_of_a_data_set_of_the_hub(tmp_path, monkeypatch, commits):
+    """In a build that was interrupted, and in what the cache has."""
+    own, there = tmp_path / "own.jsonl", tmp_path / "posts"
+    rows = [{"user_id": f"u{i}", "text": f"text {i} of it"} for i in range(4)]
+    own.write_text("\n".join(map(json.dumps, rows)))
+    options = {"eval_users": 0.0, "eval_examples": False, "num_workers": 1}
+    cached = {**options, "cache_dir": tmp_path / "cache"}
+
+    def stop(line):
+        if line.startswith("tokenised"):
+            raise KeyboardInterrupt
+
+    source = of_the_hub(there, "text 0 of it", monkeypatch, commits[0])
+    options["screen"] = cached["screen"] = Screen(against=(source,))
+    assert load(own, **cached).train.user_ids() == ["u1", "u2", "u3"]
+    with pytest.raises(KeyboardInterrupt):
+        build(own, tmp_path / "out", progress=stop, **options)
+    of_the_hub(there, "text 3 of it", monkeypatch, commits[1])
+    for data in (build(own, tmp_path / "out", **options), load(own, **cached)):
+        assert data.train.user_ids() == ["u0", "u1", "u2"]
+        (about,) = data.metadata["screen"]["sources"]
+        assert (about["against"], about["source"]) == (source, source)
+        assert about["revision"] == (commits[1] and commits[1] * 40)
+        assert ("sha256" in about) == (commits[1] is None)
+
+
+def test_files_that_are_screened_against_are_recorded(sources):
+    data = build(sources / "web.parquet", sources / "out", url_column="url", screen=screen(sources))
+    posts, articles = data.metadata["screen"]["sources"]
+    assert posts["against"] == f"{sources / 'posts.parquet'}#body"
+    content = (sources / "articles.parquet").read_bytes()
+    about = {"name": "articles.parquet", "bytes": len(content)}
+    assert articles["files"] == [{**about, "sha256": hashlib.sha256(content).hexdigest()}]
 
 
 def test_domains_need_a_url_column(sources):
