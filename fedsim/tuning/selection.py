@@ -45,6 +45,7 @@ from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
 from fedsim.sampling import graph_of
 from fedsim.training import outside, unproven_strategy
+from fedsim.tuning.same_selection import BEGAN, Began
 from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, jobs_of, outcomes_of
 
 METRIC = "eval/loss"
@@ -117,7 +118,8 @@ def select(
 
     A selection that was killed goes on with the same trials. Of the others nothing is kept: whoever
     saw them would have to be counted for all of them.
-    Raises: ConfigError: a setting has no place in a private selection, or a limit would be broken.
+    Raises: ConfigError: a setting has no place in a private selection, a limit would be broken, or
+      `out` has a selection that began with other settings or data.
     """
     if (out / RESULT).exists():
         _keep_best(out)  # it may have been cut off there
@@ -132,10 +134,13 @@ def select(
     out.chmod(0o700)
     for name in (RUNS, LOGS):
         (out / name).mkdir(exist_ok=True)
-    if not (out / KEY).exists():
+    if not any((out / name).exists() for name in (KEY, BEGAN)):
         SecretKey.create().save(out)
     key = SecretKey.load(out)
+    began = Began(jobs, data, priced.event, how.eval_epsilon, key)
+    began.expect_same(out)
     with _admitted(jobs[0], data, priced, out, key):
+        began.save(out)  # from here on there may be trials
         trials = _trials(jobs, priced, out, key)
         scores = []
         for trial, outcome in outcomes_of(
@@ -189,6 +194,7 @@ def _keep_best(out: Path) -> None:
     for name in (RUNS, LOGS):
         if (out / name).exists():
             shutil.rmtree(out / name)
+    (out / BEGAN).unlink(missing_ok=True)  # the result says it
     (out / CHOSEN).unlink()
 
 

@@ -1,5 +1,6 @@
 """A private selection: what it costs is known before, counted once, and only the best is kept."""
 
+import dataclasses
 import json
 import math
 import re
@@ -110,6 +111,58 @@ def test_a_selection_that_is_cut_off_at_its_end_is_not_made_again(settings, tmp_
     (out / "selection.json").unlink()
     with pytest.raises(ConfigError, match="expected a directory without a chosen model"):
         select(settings, out, how, Console())
+
+
+@pytest.fixture
+def killed(settings, tmp_path, monkeypatch):
+    """The directory of a selection whose trials have ended, and that was killed then."""
+    with monkeypatch.context() as patched:
+        patched.setattr(selection, "_score", None)  # whose call fails
+        with pytest.raises(TypeError):
+            select(settings, tmp_path / "out", KILLED, Console())
+    assert list((tmp_path / "out" / "runs").iterdir())
+    return tmp_path / "out"
+
+
+KILLED = Selection(mean=2, here=True)
+
+
+@pytest.mark.privacy
+def test_a_selection_that_was_killed_goes_on_only_as_it_began(
+    settings, killed, tmp_path, monkeypatch
+):
+    """Trials that have ended would be released under the price of other ones."""
+    monkeypatch.setattr(selection, "outcomes_of", lambda *_, **__: [])  # nothing is trained
+    write_texts(tmp_path / "others.parquet", num_users=41)
+    cheaper = [{**each, "epsilon": 0.5} for each in settings]
+    other_texts = [{**each, "data": str(tmp_path / "others.parquet")} for each in settings]
+    again = "what the selection in .*out began with; another --out is for another selection"
+    for given, how, match in (
+        (cheaper, KILLED, r"^epsilon=\[0.5, 0.5, 0.5\]: expected " + again),
+        (settings[::-1], KILLED, r"^learning_rate=\[0.01, 0.03, 0.1\]: "),
+        (settings[:2], KILLED, "^candidates=2: "),
+        (other_texts, KILLED, "^data=.*others.parquet: "),
+        (settings, dataclasses.replace(KILLED, mean=3), "^trials=3.0: "),
+        (settings, dataclasses.replace(KILLED, shape=1.0), "^shape=1.0: "),
+        (settings, dataclasses.replace(KILLED, eval_epsilon=9.0), "^eval_epsilon=9.0: "),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            select(given, killed, how, Console())
+    with hold(place_of(None)) as ledger:
+        assert ledger.num_lines == 2  # it began and was killed
+    found = select(settings, killed, KILLED, Console())
+    best = json.loads((killed / "best" / "summary.json").read_text())
+    assert found["epsilon_of_one"] >= best["epsilon"]
+    assert {path.name for path in killed.iterdir()} == {
+        *("best", "selection.json", "secret.json", "budget.json")
+    }
+
+
+@pytest.mark.privacy
+def test_trials_that_do_not_say_what_they_began_with_are_refused(settings, killed):
+    (killed / selection.BEGAN).unlink()  # as of an earlier version
+    with pytest.raises(ConfigError, match="trials in .*runs, which do not say what they began"):
+        select(settings, killed, KILLED, Console())
 
 
 @pytest.mark.privacy
