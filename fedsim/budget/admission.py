@@ -144,12 +144,14 @@ class Applicant:
 
         Args: seen: says what that is, where it is not in a run's own ledger.
         Raises: ConfigError: with this run a limit would be broken. LedgerError: it is not all that
-          there is of the run, whose steps would be released a second time.
+          there is of the run, whose steps would be released a second time, or the ledger has the
+          run with other users or releases.
         """
         lines = run_ledger.read(self.run_dir)
         own = seen() if seen else run_ledger.phases(lines) if lines else None
         with hold(self.place) as ledger:
             self._expect_newest(ledger, entry, own)
+            self._expect_same(ledger, entry)
             self._expect_room(ledger, entry)
             users = ledger.save_users(ledger.users(self.ids))
             ledger.begin(dataclasses.replace(entry, users=users))
@@ -185,6 +187,25 @@ class Applicant:
         if not same and _seen(place, known) != GONE:
             there = f"{place} has the same run: go on there, or remove it"
             raise LedgerError(f"{self.run_dir}: is a copy: {there}")
+
+    def _expect_same(self, ledger: BudgetLedger, entry: Entry) -> None:
+        """Raises LedgerError: the ledger has this run with what would now be taken off its books.
+
+        Of the label it matters whether there is one: its words, as the slack, are the version's.
+        """
+        if (known := ledger.entries.get(entry.run)) is None:
+            return
+        same = {
+            "other planned releases": known.planned == entry.planned,
+            "other users": np.array_equal(ledger.users_of(known.users), ledger.users(self.ids)),
+            "another label": bool(known.label) == bool(entry.label),
+        }
+        for what, holds in same.items():
+            if not holds:
+                again = "go on as it began, or begin another one in another directory"
+                raise LedgerError(
+                    f"{self.run_dir}: {self.place} has the same run with {what}: {again}"
+                )
 
     def _settle(self, run: str, seen: Callable[[], Released] | None) -> None:
         """Note what the run has released, by its own ledger."""

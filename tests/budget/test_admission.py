@@ -142,6 +142,35 @@ def test_a_run_does_not_go_on_by_a_receipt_of_another_ledger(place, tmp_path):
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize(
+    "ids, planned, label, what",
+    [
+        (PEOPLE, [(StepEvent(20.0, 0.1), STEPS)], "", "other planned releases"),
+        (PEOPLE, [(STEP, STEPS - 1)], "", "other planned releases"),
+        (PEOPLE, None, "", "other planned releases"),
+        (["someone else"], PLANNED, "", "other users"),
+        (PEOPLE, PLANNED, "no guarantee", "another label"),
+    ],
+)
+def test_a_run_that_is_known_is_not_counted_as_something_else(
+    place, tmp_path, ids, planned, label, what
+):
+    """What it released would be gone from the books, or be somebody else's."""
+    (tmp_path / "run").mkdir()
+    began = Applicant(place, PEOPLE, "selection", None, tmp_path / "run")
+    with began.admitted(began.entry("key", PLANNED, (0.0, 0.0), "")):
+        pass
+    before = (place / FILE).read_bytes()
+    again = Applicant(place, ids, "selection", None, tmp_path / "run")
+    with pytest.raises(LedgerError, match=f"run: .*ledger has the same run with {what}"):
+        with again.admitted(again.entry("key", planned, (0.0, 0.0), label)):
+            pass
+    assert (place / FILE).read_bytes() == before
+    with began.admitted(began.entry("key", PLANNED, (0.1, 1e-9), "")):  # of another version
+        pass
+
+
+@pytest.mark.privacy
 def test_a_run_that_would_break_the_limit_is_refused_and_leaves_no_trace(place, tmp_path):
     run(place, tmp_path / "a", limit=1.2 * ONE)
     before = (place / FILE).read_bytes()
