@@ -85,19 +85,29 @@ def mean_of(gamma: float, shape: float) -> float:
 
 
 def draw_trials(event: SelectionEvent, rng: np.random.Generator) -> int:
-    """K: by inversion, each probability from the one before. Secret."""
+    """K: by inversion, each probability from the one before. Secret.
+
+    They are kept as logarithms: with a large shape and mean the first ones are below all floats.
+    """
     left, gamma, shape = rng.random(), event.gamma, event.shape
     if gamma == 1:
         return 1
-    first = (1 - gamma) / -math.log(gamma)
-    if shape != 0:
-        first = (1 - gamma) * shape / (gamma**-shape - 1)
-    count, probability = 1, first
-    while left > probability and probability > 1e-18:
+    count, log = 1, _log_of_one(gamma, shape)
+    while left > (probability := math.exp(log)) and (count < event.mean or probability > 1e-18):
         left -= probability
-        probability *= (1 - gamma) * (count + shape) / (count + 1)
+        log += math.log1p(-gamma) + math.log((count + shape) / (count + 1))
         count += 1
     return count
+
+
+def _log_of_one(gamma: float, shape: float) -> float:
+    """log P(K = 1), of (1 - gamma) shape / (gamma^-shape - 1); gamma < 1."""
+    log = -math.log(gamma)
+    if shape == 0:
+        return math.log1p(-gamma) - math.log(log)
+    power = shape * log
+    divisor = max(power, 0.0) + math.log(-math.expm1(-abs(power)))  # log |e^power - 1|
+    return math.log1p(-gamma) + math.log(abs(shape)) - divisor
 
 
 def selection_deltas(

@@ -127,6 +127,12 @@ def test_the_number_of_trials_has_its_law(mean, shape, rng):
         assert abs(seen.mean() - expected) < 5 * seen.std() / math.sqrt(size)
 
 
+@pytest.mark.parametrize("mean, shape", [(100, 20.0), (1000, 20.0), (2000, 1000.0)])
+def test_a_law_whose_first_probability_is_next_to_nothing_has_its_mean(mean, shape, rng):
+    counts = np.array([draw_trials(selection(mean, shape), rng) for _ in range(500)])
+    assert abs(counts.mean() - mean) < 5 * counts.std() / math.sqrt(len(counts))
+
+
 @pytest.mark.parametrize(
     "mean, shape",
     [(10, -0.995), (5, -0.99), (1 + 1e-7, 0.0), (1 + 1e-7, -0.5), (3, 200.0), (1e9, 0.0)],
