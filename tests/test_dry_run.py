@@ -42,6 +42,36 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(texts, run_dir, 
     assert {name: found[name] for name in same} == {name: plan[name] for name in same}
 
 
+MEDIAN = {"group-size": None, "group-size-epsilon": 0.5, "delta": 1e-3}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "setting, flags", [("budget", {"budget": 100_000}), ("limit_epsilon", {"limit-epsilon": 0.1})]
+)
+def test_what_follows_from_a_private_draw_is_not_shown_before_it_is_counted(
+    texts, run_dir, capsys, setting, flags
+):
+    """Each call draws anew, and none of these is counted."""
+    args = command(texts, run_dir, "els", **{**MEDIAN, "epsilon": 0.6, **flags})
+    with pytest.raises(SystemExit) as stop:
+        main(args)
+    said = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and not run_dir.exists()
+    assert said[-1] == (
+        f"fedsim: error: {setting}: expected another value: which ones fit depends on the group "
+        "size drawn by group_size_epsilon, and is not shown before that is counted"
+    )
+    assert not any("warning" in line or "group" in line for line in said[:-1])
+
+
+def test_the_warnings_of_a_private_draw_come_when_it_is_counted(texts, run_dir, capsys):
+    main(command(texts, run_dir, "els", **{**MEDIAN, "epsilon": 0.6}))
+    said = capsys.readouterr().err
+    counted, shown = said.index("clipped sum"), said.index("group size")
+    assert counted < said.index("warning: the noise of a step is") < shown
+
+
 def test_a_dry_run_layer_by_layer_says_what_a_device_needs(texts, run_dir, capsys):
     # Of so few units that many steps have none.
     args = command(texts, run_dir, engine="local", strategy="twice", budget=2)

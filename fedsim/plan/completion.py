@@ -20,7 +20,7 @@ from fedsim.config.cells import (
 )
 from fedsim.data.dataset import Dataset
 from fedsim.errors import expect
-from fedsim.group_size import median_group_size, private_median
+from fedsim.group_size import median_group_size, private_median, unshown
 from fedsim.keys import SecretKey
 from fedsim.noise.bands import Prediction, best, predictions
 from fedsim.plan.plan import assumed_share, events_before
@@ -77,7 +77,8 @@ def complete(
     if privacy.sampling == ALLOCATION:
         privacy = allocated(algorithm, privacy, users.num_users)
     if privacy.bands is None and privacy.noise == CORRELATED and math.isfinite(privacy.epsilon):
-        bands = best(bands_predicted(algorithm, privacy, users)).bands
+        with unshown(share is not None):
+            bands = best(bands_predicted(algorithm, privacy, users)).bands
         privacy = dataclasses.replace(privacy, bands=bands)
     return privacy, found
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from fedsim.budget.admission import Applicant, shortened
@@ -14,6 +14,7 @@ from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.engine.environment import versions
 from fedsim.errors import expect
+from fedsim.group_size import unshown
 from fedsim.plan import (
     Evaluations,
     Plan,
@@ -85,47 +86,56 @@ def train(
     with open_run(algorithm, privacy, run, console, source=source, plant=plant) as opened:
         if not held_out:
             opened.data = dataclasses.replace(opened.data, eval_users=None)
+        goes_on = opened.stored is not None
+        # A group size that is drawn privately is a release: it is counted before anyone sees it, or
+        # anything that follows from it.
+        hidden = share is not None and not goes_on
         completed, non_private = _completed(opened, algorithm, privacy)
-        method = method_for(algorithm, completed, opened.data.train, opened.key)
+        with unshown(hidden):
+            method = method_for(algorithm, completed, opened.data.train, opened.key)
         kind = "train" if plant is None else "audit"
         applicant = Applicant.of(run, opened.data.train, completed.delta, kind)
         if run.spend_rest and not opened.stored:
-            completed = shortened(applicant, method, completed, before_of(completed))
+            with unshown(hidden):
+                completed = shortened(applicant, method, completed, before_of(completed))
             fitting = {name: getattr(completed, name) for name in FITTED}
             opened.settings = dataclasses.replace(privacy, **fitting)
         workers, task, params = opened.start_engine()
+        doubtful: list[str] = []
         if opened.stored:
             plan = _plan_again(opened.stored, opened, method)
         else:
             facts = (num_coordinates(params), non_private, opened.identity.data_seal)
             evaluations = _evaluations(opened, completed)
             how = {"unproven": unproven, "trial": trial, "evaluations": evaluations}
-            with console.phase("calibrating the noise"):
+            with console.phase("calibrating the noise"), unshown(hidden):
                 plan = make_plan(algorithm, completed, opened.data.train, method, *facts, **how)
-            for doubt in doubts(plan, opened.data, default_delta=privacy.delta is None):
-                console.note(f"warning: {doubt}")
-        goes_on = opened.stored is not None
+            doubtful = doubts(plan, opened.data, default_delta=privacy.delta is None)
+        if not hidden:
+            _warn(console, doubtful)
         expect_trust(run.engine, plan, audited=plant is not None, goes_on=goes_on)
         planned = planned_phases(plan, method)
         entry = applicant.entry(opened.key.seal("ledger"), planned, plan.slack, plan.label)
         counted = Counted.of(applicant, entry, plan, opened.data, opened.key)
         uncounted = trial or not count
         if not uncounted:
-            counted.expect_room()
+            with unshown(hidden):
+                counted.expect_room()
         wait_for(workers, console)
         run = settled_by(plan, opened.stored, run, fresh=opened.model is None)
         opened.run = run
 
         def show() -> None:
+            if hidden:
+                _warn(console, doubtful)
             console.plan(plan, workers)
             console.update(run)
 
-        # A group size that was drawn privately is a release: it is counted before anyone sees it.
-        drawn_privately = plan.group_size_epsilon is not None and not goes_on
-        if not drawn_privately:
+        if not hidden:
             show()
         update = update_of(run, plan.num_steps)
-        strategy, why = _strategy(opened, workers, params, method, plan)
+        with unshown(hidden):
+            strategy, why = _strategy(opened, workers, params, method, plan)
         if rehearsed is not None:
             drawn = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
             asked = (workers, task, drawn, params, plan, strategy, update, rehearsed)
@@ -154,15 +164,21 @@ def train(
             callback=callback,
         )
         admitted = nullcontext() if uncounted else counted.admitted()
-        return trainer.fit(
-            params, opened.key, _then(admitted, show) if drawn_privately else admitted
-        )
+        return trainer.fit(params, opened.key, _then(admitted, show) if hidden else admitted)
+
+
+def _warn(console: Console, doubtful: list[str]) -> None:
+    """Say what of a plan will probably disappoint."""
+    for doubt in doubtful:
+        console.note(f"warning: {doubt}")
 
 
 @contextmanager
 def _then(admitted: AbstractContextManager[None], show: Callable[[], None]) -> Iterator[None]:
     """Admitted, and then shown."""
-    with admitted:
+    with ExitStack() as stack:
+        with unshown(True):
+            stack.enter_context(admitted)
         show()
         yield
 
