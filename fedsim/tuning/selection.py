@@ -206,7 +206,10 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
     candidates, labels, slacks, deltas = [], set(), [], set()
     not_covered: dict[str, None] = {}  # each once, in order
     one_owner = graph_of(data.train) is None  # else groups differ with the key of each trial
-    expect("data", jobs[0].run.data.source, one_owner, "texts with one owner each")
+    source, held_out = jobs[0].run.data.source, data.eval_users
+    expect("data", source, one_owner, "texts with one owner each")
+    num_users = held_out.num_users if held_out is not None else 0
+    expect("data", source, num_users > 0, "data with held-out users")  # before anyone is counted
     for job in jobs:
         privacy, run = job.privacy, job.run
         expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
@@ -242,8 +245,6 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
     )
     if how.eval_epsilon is None:
         return priced
-    held_out = data.eval_users
-    num_users = held_out.num_users if held_out is not None else 0
     expect("eval_epsilon", how.eval_epsilon, num_users > 1, TWO_HELD_OUT)
     once = len(jobs) if priced.all_once else None
     facts = (how.eval_epsilon, num_users**-1.1, mean, how.shape)

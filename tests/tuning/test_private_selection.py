@@ -14,6 +14,7 @@ from fedsim import accounting
 from fedsim.accounting import SelectionEvent
 from fedsim.budget.ledger import hold, place_of
 from fedsim.cli.main import main
+from fedsim.data.building.build import build
 from fedsim.errors import ConfigError
 from fedsim.plan import TRIAL, UNPROVEN
 from fedsim.run import checkpoint
@@ -163,6 +164,16 @@ def test_trials_that_do_not_say_what_they_began_with_are_refused(settings, kille
     (killed / selection.BEGAN).unlink()  # as of an earlier version
     with pytest.raises(ConfigError, match="trials in .*runs, which do not say what they began"):
         select(settings, killed, KILLED, Console())
+
+
+def test_a_metric_without_noise_takes_held_out_users(settings, tmp_path):
+    place = tmp_path / "data"
+    build(write_texts(tmp_path / "t.parquet"), place, max_length=24, eval_users=0.0)
+    for each in settings:
+        each |= {"data": str(place), "max_length": None}
+    with pytest.raises(ConfigError, match="^data=.*: expected data with held-out users$"):
+        select(settings, tmp_path / "out", Selection(here=True), Console())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.privacy
