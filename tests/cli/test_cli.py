@@ -248,7 +248,8 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_leaves_nothing(
     before = sorted(odd_files.rglob("*"))
     args = train_args(texts, **{"run_dir": "new", "max_length": None, **changed})
     code, out, err = run("train", "uls", *args, "--json", capsys=capsys)
-    assert code == 2 and out == ""
+    away = "the same command goes on" in err  # the Hub is out of reach, which is no mistake
+    assert code == (1 if away and mistake == "hub" else 2) and out == ""
     lines = [line for line in err.splitlines() if line.startswith("fedsim: error:")]
     assert len(lines) == 1 and err.endswith(lines[0] + "\n"), err
     assert re.search(message, lines[0]), lines[0]

@@ -292,7 +292,7 @@ SOURCES = {
     "an encoding that nobody knows": (
         make("x.csv", b"user_id,text\na,x\n"),
         ["data", "build", "x.csv", "--out", "b", "--encoding", "latin-47"],
-        "^encoding=latin-47: expected an encoding that Python knows, such as latin1$",
+        "^encoding=latin-47: expected an encoding of text that Python knows, such as latin1$",
     ),
     "another encoding than it is": (
         make("x.csv", b"user_id,text\na,\xe9t\xe9\n"),

@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import load_dataset
 
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
@@ -89,8 +88,8 @@ def of_the_hub(directory, text, monkeypatch, commit=None):
         return f"hf:{directory}"
     info = SimpleNamespace(sha=commit * 40)
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: info)
-    stream = load_dataset(str(directory), split="train", streaming=True)
-    monkeypatch.setattr(HubSource, "open", lambda self: stream)
+    file = str(directory / "train.jsonl")
+    monkeypatch.setattr(HubSource, "text_files", lambda self: [file])
     return "hf:org/name"
 
 
