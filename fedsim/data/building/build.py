@@ -8,7 +8,7 @@ was killed and run again; finished parts are not done twice. Source order is kep
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -208,8 +208,10 @@ class _Build:
         options = self.options
         self.pool.grow(sources.num_bytes)
         parts, screened = self._screened(sources)
-        num_rows, put_right = survey(parts, options.columns, self.pool, options.unowned == "drop")
+        drop = options.unowned == "drop"
+        num_rows, put_right, order_as = survey(parts, options.columns, self.pool, drop)
         parts, columns = self._conversations(parts)
+        columns = replace(columns, order_as=order_as)
         tokenizer = self._tokenizer(parts, columns, num_rows)
         encoding = Encoding(
             self.runs,
@@ -246,6 +248,8 @@ class _Build:
             "long_texts": sum(record["long"] for record in records),
             **dropped(group, counts, options.holdout),
         }
+        if options.holdout.test_from is not None:
+            about["texts_without_order"] = sum(record["no_order"] for record in records)
         about |= self._told(put_right, owners["user_id"].combine_chunks().unique())
         self._describe(sources, hubs, tokenizer, list(splits), about, provenance)
 
@@ -406,7 +410,7 @@ class _Build:
         options = self.options
         rules = {"max_length": options.max_length, "long_texts": options.long_texts}
         columns = asdict(options.columns)
-        for name in ("owners", "conversation", "turn", "owners_delimiter"):
+        for name in ("owners", "conversation", "turn", "owners_delimiter", "order_as"):
             if not columns[name]:
                 del columns[name]
         metadata = {

@@ -15,13 +15,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.building.domains import registrable_domain
-from fedsim.data.building.user_ids import Rows, as_ids, count_lists
+from fedsim.data.building.user_ids import Rows, as_ids, count_lists, is_missing
 from fedsim.data.owners import SEPARATOR, together
 from fedsim.errors import DataError, MissingColumn
 
 TEXT_JOINT = "\n"
 ID_JOINT = "/"
 MOST_OWNERS = 1000  # of one text
+# What orders and turns that are written as texts may be, if all of them are.
+NUMBERS_AND_TIMES = (pa.int64(), pa.float64(), pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Columns:
     """Where in its conversation a row is."""
     owners_delimiter: str | None = None
     """Characters at each of which a cell of `owners` is split into several users."""
+    order_as: pa.DataType | None = None
+    """What an order that is written as text is read as, which all of the data decide."""
 
     @classmethod
     def of(
@@ -194,7 +198,37 @@ def normalise(
     if columns.order is not None:
         found["order"] = plain(batch[columns.order])
         _validate(found["order"], f"order_column={columns.order}", first_row)
+        if columns.order_as is not None:
+            found["order"] = _without_gaps(found["order"]).cast(columns.order_as)
     return pa.RecordBatch.from_pydict(found)
+
+
+def order_kinds(column: pa.Array) -> set[pa.DataType]:
+    """Those of NUMBERS_AND_TIMES that all values of an order column can be read as."""
+    whole, real, *_ = NUMBERS_AND_TIMES
+    if pa.types.is_integer(column.type):
+        return {whole, real}
+    if pa.types.is_floating(column.type):
+        return {real}
+    if not is_string(column.type):
+        return set(NUMBERS_AND_TIMES if pa.types.is_null(column.type) else ())
+    return {kind for kind in NUMBERS_AND_TIMES if _can_be(_without_gaps(column), kind)}
+
+
+def _can_be(texts: pa.Array, kind: pa.DataType) -> bool:
+    try:
+        texts.cast(kind)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _without_gaps(order: pa.Array) -> pa.Array:
+    """Texts without white space around them, null where they stand for a missing value."""
+    if not is_string(order.type):
+        return order
+    texts = pc.call_function("utf8_trim_whitespace", [order.cast(pa.string())])
+    return pc.if_else(is_missing(texts), pa.scalar(None, pa.string()), texts)  # pyright: ignore
 
 
 def _users(

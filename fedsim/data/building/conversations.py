@@ -16,14 +16,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fedsim.data.building.columns import Columns, ids_of, is_list, is_string, normalise, plain
+from fedsim.data.building.columns import (
+    NUMBERS_AND_TIMES,
+    Columns,
+    ids_of,
+    is_list,
+    is_string,
+    normalise,
+    plain,
+)
 from fedsim.data.building.readers import Part, complaints, raw
 from fedsim.data.building.user_ids import is_missing
 from fedsim.errors import DataError
 
 ROWS_AT_ONCE = 65_536
-# What turns that are written as texts may be, if all of them are.
-NUMBERS_AND_TIMES = (pa.int64(), pa.float64(), pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
 # No column of a source is called so.
 SPEAKER, SPOKEN_TO, WHERE, TURN, ROW = (
     f"\x1f{name}" for name in ("speaker", "spoken to", "conversation", "turn", "row")

@@ -30,6 +30,7 @@ from fedsim.errors import DataError
 from fedsim.files import write_json
 
 RUN_ROWS, RUN_TOKENS = 2**20, 2**24  # a run is closed when it has as many
+FOUND = ("unowned", "empty", "long", "no_order")  # what is counted of texts
 BUNDLE_BYTES, MOST_BUNDLES = 4 * 2**20, 4096  # of a bundle, about, and of a build where it can
 
 
@@ -75,13 +76,13 @@ def write_runs(
         record = json.loads(record_file.read_text())
         report(record["rows"])
         return record
-    record = {"runs": [], "rows": 0, "unowned": 0, "empty": 0, "long": 0}
+    record = {"runs": [], "rows": 0, **dict.fromkeys(FOUND, 0)}
     run = _Run(encoding)
     for part in parts:
         for first_row, batch in read(part, encoding.columns):
             record["rows"] += len(batch)
             found = run.add(batch, first_row, part.file)
-            for name, number_found in zip(("unowned", "empty", "long"), found, strict=True):
+            for name, number_found in zip(FOUND, found, strict=True):
                 record[name] += number_found
             if run.is_full:
                 run.write(f"run-{number:06d}-{len(record['runs']):06d}", record["runs"])
@@ -108,8 +109,8 @@ class _Run:
     def is_full(self) -> bool:
         return self._rows >= RUN_ROWS or self._tokens >= RUN_TOKENS
 
-    def add(self, batch: pa.RecordBatch, first_row: int, file: Path) -> tuple[int, int, int]:
-        """Tokenises a batch. Returns how many rows had no user, no text, and a long text."""
+    def add(self, batch: pa.RecordBatch, first_row: int, file: Path) -> tuple[int, int, int, int]:
+        """Tokenises a batch. Returns how many rows had no user, no text, a long text, no order."""
         encoding = self._encoding
         unowned = is_blank(batch["user_id"])
         blank = unowned | is_blank(batch["text"])
@@ -134,6 +135,7 @@ class _Run:
             long_texts=encoding.long_texts,
         )
         kept = kept.drop_columns(["text"])
+        no_order = 0 if encoding.columns.order is None else kept["order"].null_count
         if len(found.origin) > len(kept):
             kept = kept.take(pa.array(found.origin))
         self._users.append(kept["user_id"])
@@ -145,7 +147,7 @@ class _Run:
         self._rows += len(found.lengths)
         self._tokens += len(found.values)
         long = int((lengths >= encoding.max_length).sum())
-        return int(unowned.sum()), int((blank & ~unowned).sum()), long
+        return int(unowned.sum()), int((blank & ~unowned).sum()), long, no_order
 
     def write(self, name: str, names: list[str]) -> None:
         """Sorts and writes what there is and adds `name` to `names`."""

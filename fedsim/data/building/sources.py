@@ -8,14 +8,21 @@ protected by nothing.
 import glob
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from fedsim.data.building.columns import Columns, is_blank
+from fedsim.data.building.columns import (
+    NUMBERS_AND_TIMES,
+    Columns,
+    is_blank,
+    is_string,
+    order_kinds,
+)
 from fedsim.data.building.form import Form
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, cut, read
@@ -23,6 +30,18 @@ from fedsim.data.shards import fingerprint
 from fedsim.errors import DataError
 
 SHOWN_ROWS = 5
+
+
+@dataclass
+class _Orders:
+    """What is seen of an order column."""
+
+    are_texts: bool = False
+    kinds: set[pa.DataType] = field(default_factory=lambda: set(NUMBERS_AND_TIMES))
+
+    def see(self, column: pa.Array) -> None:
+        self.are_texts |= is_string(column.type)
+        self.kinds &= order_kinds(column)
 
 
 @dataclass(frozen=True)
@@ -118,15 +137,16 @@ def identify(file: Path) -> dict[str, Any]:
 
 def survey(
     parts: Sequence[Part], columns: Columns, pool: Pool, allow_unowned: bool = False
-) -> tuple[int, Counter[str]]:
-    """Looks at every user id. Returns the number of rows, and what was put right (`user_ids`).
+) -> tuple[int, Counter[str], pa.DataType | None]:
+    """Looks at every user id. Returns the number of rows, what was put right (`user_ids`), and what
+    an order column of texts is to be read as: numbers or times, where all of it are.
 
     Raises: DataError: a file cannot be read, has null, empty or float user ids; it has no rows.
     """
     found = pool.map(partial(_survey, columns=columns), parts)
     bad: dict[Path, list[int]] = {}
     counts: dict[Path, int] = {}
-    for part, (_, number, rows, _) in zip(parts, found, strict=True):
+    for part, (_, number, rows, *_) in zip(parts, found, strict=True):
         if number and not allow_unowned:
             counts[part.file] = counts.get(part.file, 0) + number
             bad.setdefault(part.file, []).extend(rows)
@@ -145,22 +165,29 @@ def survey(
             f"data={parts[0].file if parts else ''}: expected at least one row, got an empty "
             "data set"
         )
-    return total, sum((tally for *_, tally in found), Counter())
+    orders = [order for *_, order in found]
+    kinds = set.intersection(*(order.kinds for order in orders))
+    kind = next((kind for kind in NUMBERS_AND_TIMES if kind in kinds), None)
+    are_texts = any(order.are_texts for order in orders)
+    tally = sum((tally for *_, tally, _ in found), Counter())
+    return total, tally, kind if are_texts else None
 
 
 def _survey(
     part: Part, *, columns: Columns, report: Callable[[int], None]
-) -> tuple[int, int, list[int], Counter[str]]:
-    """Rows of a part, how many have no user, the first such rows, counted from 1, and what was put
-    right of the others."""
+) -> tuple[int, int, list[int], Counter[str], _Orders]:
+    """Rows of a part, how many have no user, the first such rows, counted from 1, what was put
+    right of the others, and what their order is."""
     if part.kind in ("parquet", "saved"):  # elsewhere all columns are parsed anyway
-        columns = replace(columns, text=(), order=None)
-    rows, bad, first = 0, 0, []
+        columns = replace(columns, text=())
+    rows, bad, first, order = 0, 0, [], _Orders()
     tally: Counter[str] = Counter()
     for before, batch in read(part, columns, tally):
         where = np.flatnonzero(is_blank(batch["user_id"]))
         bad += len(where)
         first += [before + i + 1 for i in where[: SHOWN_ROWS - len(first)].tolist()]
+        if columns.order is not None:
+            order.see(batch["order"])
         rows += len(batch)
         report(len(batch))
-    return rows, bad, first, tally
+    return rows, bad, first, tally, order

@@ -795,3 +795,40 @@ def test_ids_of_a_run_may_take_more_than_an_array_of_strings_can():
     found = sorted_runs.encoded([long] * 2**11 + [pa.array(["b"])])
     assert found.indices.to_pylist() == [0] * 2**11 + [1]
     assert len(found.dictionary) == 2
+
+
+def written_as_texts(path, orders, kind):
+    rows = [{"user_id": "amy", "text": f"t{i}", "o": each} for i, each in enumerate(orders)]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path / "x.parquet", row_group_size=2)
+    else:
+        (path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return path / f"x.{kind}"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    "orders, expected",
+    [
+        (["9", "10", " 8", "", "09"], [2, 0, 4, 1, 3]),
+        (["9.5", "10", "-1", None, "NA"], [2, 0, 1, 3, 4]),
+        (["9", "10", "x"], [1, 0, 2]),  # only text is the same for all
+        (["2020-01-01T10:30:00+02:00", "2020-01-01T09:00:00Z"], [0, 1]),
+        (["2020-01-01", "2019-12-31T23:00:00"], [1, 0]),
+    ],
+)
+def test_orders_that_are_written_as_texts_are_what_all_of_them_are(
+    orders, expected, kind, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("fedsim.data.building.readers.READ_ROWS", 2)
+    file = written_as_texts(tmp_path, orders, kind)
+    data = build(file, tmp_path / "out", order_column="o", num_workers=1, **ALL_IN_TRAIN)
+    assert texts_of(data.train) == {"amy": [f"t{i}" for i in expected]}
+
+
+def test_tests_begin_at_a_number_that_is_written_as_text_and_gaps_are_counted(tmp_path):
+    file = written_as_texts(tmp_path, ["9", "10", None, "11", "NA"], "jsonl")
+    options = {"order_column": "o", "test_from": "10", "num_workers": 1, **ALL_IN_TRAIN}
+    data = build(file, tmp_path / "out", **options)
+    assert texts_of(data.test) == {"amy": ["t1", "t3"]}
+    assert data.metadata["counts"]["texts_without_order"] == 2
