@@ -67,7 +67,7 @@ def choose_strategy(
     tried = candidates(group, count, on_cpu=", cpu," in machine)
     digest = _digest(machine, params, (most, together, group), tried)
     of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{num_units:.0f}.json"
-    known = _remembered(of_all) or _remembered(of_some)
+    known = _remembered(of_all, tried) or _remembered(of_some, tried)
     if known is not None:
         return known, "as on this machine before"
     began, trials = time.monotonic(), []
@@ -87,12 +87,14 @@ def choose_strategy(
     return strategy, why
 
 
-def _remembered(file: Path) -> Strategy | None:
-    """The choice that was written there, or None."""
+def _remembered(file: Path, tried: Sequence[Strategy]) -> Strategy | None:
+    """The choice that was written there, or None where it is none of those that would be tried:
+    of these the guarantee is known, and anyone who can write to the cache can name another."""
     try:
-        return Strategy.parse(str(json.loads(file.read_text())["strategy"]))
+        found = Strategy.parse(str(json.loads(file.read_text())["strategy"]))
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
+    return found if found in tried else None
 
 
 def _describe(trial: Trial) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from fedsim import accounting, keys
 from fedsim.accounting import RunningEpsilon, event_fields
 from fedsim.accounting.rounding import at_least, at_most
+from fedsim.clipping import Strategy
 from fedsim.config import Algorithm
 from fedsim.config.cells import CORRELATED, sampling_of
 from fedsim.els import ELS
@@ -162,6 +163,9 @@ def _settings(evidence: Evidence) -> str:
     unproven = unproven_strategy(evidence.stored.run.engine)
     same = plan.unproven == unproven
     demand(same, f"unproven={plan.unproven} in the plan: expected {unproven}, as in the settings")
+    strategy = Strategy.parse(str(evidence.stored.strategy.get("name")))
+    known = strategy.proven or plan.unproven is not None
+    demand(known, f"strategy={strategy}: has no proven bound, and the plan does not say so")
     noise = f"noise multiplier {at_most(plan.noise_multiplier, '.6g')}"
     return f"{plan.algorithm}, {plan.num_steps} steps, {noise}"
 

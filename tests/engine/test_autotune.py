@@ -103,8 +103,12 @@ def test_another_model_group_or_machine_is_tried_anew(change, tmp_path, no_trial
         choose_strategy(engine, params, rows, CLIP, "auto", tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"strategy": 3}', '{"strategy": "best"}'])
-def test_a_damaged_memory_is_made_anew(text, tmp_path, monkeypatch):
+DAMAGED = ("", "{}", "[]", '{"strategy": 3}', '{"strategy": "best"}')
+NOT_TRIED = ('{"strategy": "vmap:8"}', '{"strategy": "scan:3"}')
+
+
+@pytest.mark.parametrize("text", [*DAMAGED, *NOT_TRIED])
+def test_a_memory_that_is_damaged_or_of_what_is_not_tried_is_made_anew(text, tmp_path, monkeypatch):
     engine, params = local()
     trials = [Trial(SCAN, 2.0), Trial(BOOK, 1.0)]
     monkeypatch.setattr(Engine, "try_strategies", lambda *_: trials)

@@ -171,7 +171,19 @@ def other_average(run_dir):
     edit_json(run_dir / "summary.json", params_sha256=digest)
 
 
+def unproven_strategy(run_dir):
+    """Settings of a strategy without a bound, of which the plan says nothing."""
+    edit_json(run_dir / "config.json", strategy={"name": "vmap:8", "why": "as before"})
+
+    def other_settings(lines):
+        lines[0]["head"]["config_sha256"] = directory.config_sha256(run_dir)
+        return lines
+
+    rewrite_ledger(run_dir, other_settings)
+
+
 BROKEN = {
+    "a strategy without a bound": ("settings", unproven_strategy),
     "ledger cut": ("summary", lambda r: rewrite_ledger(r, lambda lines: lines[:-1])),
     "ledger of more noise": ("events", lambda r: rewrite_ledger(r, more_noise)),
     "ledger of another sampling": ("events", lambda r: rewrite_ledger(r, one_as_shuffled)),
