@@ -251,8 +251,8 @@ def _checkpoints(evidence: Evidence) -> str:
         fits = step <= evidence.num_steps
         demand(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")
     if not kept:
-        where = evidence.run_dir / checkpoint.DIRECTORY
-        ended = evidence.num_steps > 0 and (evidence.run_dir / directory.SUMMARY).exists()
+        where, path = (evidence.run_dir / x for x in (checkpoint.DIRECTORY, directory.SUMMARY))
+        ended = path.exists() and read_json(path).get("steps_done") != 0
         demand(not ended, f"{where}: expected the checkpoint of which the summary speaks")
         raise Unknown("there is none yet")
     return f"{', '.join(path.name for path in kept)}: not a byte changed"
@@ -293,18 +293,24 @@ def _summary(evidence: Evidence) -> str:
         else:
             same = found == value
         demand(same, f"{path}: {name}={found}: expected {value}")
-    said = f"epsilon {claimed['epsilon']}, {claimed['steps_done']} steps, losses, parameters"
+    steps, released = claimed["steps_done"], evidence.num_steps
+    # Fewer, where a run was killed, and stopped before it had caught up.
+    demand(steps <= released, f"{path}: steps_done={steps}, and the ledger has {released}")
+    of = "" if steps == released else f" of {released} that were released"
+    said = f"epsilon {claimed['epsilon']}, {steps} steps{of}, losses, parameters"
     return f"{said}{_label(evidence.plan)}"
 
 
 def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
+    """What the summary says: the epsilon of all released steps, the rest of the last state."""
     plan, chain = evidence.plan, evidence.lines[-1]["chain"]
     epsilon = ledger.epsilon_of(ledger.phases(evidence.lines), plan.delta)
     yield from claimed_fields(plan, epsilon, chain).items()
-    yield "steps_done", evidence.num_steps
-    if (newest := checkpoint.latest(evidence.run_dir)) is not None:
-        beside = apart(evidence.run_dir, evidence.num_steps)
-        yield from results(checkpoint.load(newest) | beside).items()
+    if (newest := checkpoint.latest(evidence.run_dir)) is None:
+        yield "steps_done", 0
+        return
+    state = checkpoint.load(newest)
+    yield from results(state | apart(evidence.run_dir, int(state["step"]))).items()
 
 
 def _key(evidence: Evidence) -> str:

@@ -28,6 +28,7 @@ from fedsim.models.language_model import LanguageModelTask
 from fedsim.run import checkpoint, directory, ledger, released
 from fedsim.run.directory import Identity, StoredRun
 from fedsim.run.ledger import Ledger
+from fedsim.training import trainer
 from fedsim.trust import replay
 
 
@@ -100,6 +101,39 @@ def crashed(run_dir, texts, step=5):
         patch.setattr(Ledger, "record", last)
         with pytest.raises(SystemExit):
             main(command(texts, run_dir))
+
+
+def stopped_again(run_dir, texts, monkeypatch, step, place, name):
+    """A run that crashed after `step` was released, and went on until a signal came at `name`."""
+    crashed(run_dir, texts, step)
+    right = getattr(place, name)
+
+    def stopped(*args, **options):
+        signal.raise_signal(signal.SIGTERM)
+        return right(*args, **options)
+
+    monkeypatch.setattr(place, name, stopped)
+    with pytest.raises(SystemExit) as stop:
+        main([*command(texts, run_dir), "--resume"])
+    assert stop.value.code == 75
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "step, place, name, done", [(3, Ledger, "record", 3), (0, trainer, "begin_evaluate", 0)]
+)
+def test_a_run_that_was_stopped_before_it_caught_up_keeps_its_promises(
+    step, place, name, done, texts, run_dir, monkeypatch, capsys
+):
+    found = stopped_again(run_dir, texts, monkeypatch, step, place, name)
+    assert found["steps_done"] == done and len(ledger.read(run_dir)) == 1 + step + 1
+    code, checks = verify(capsys, run_dir)
+    assert code == 0 and f"{done} steps of {step + 1} that were released" in checks["summary"][1]
+    less = ledger.epsilon_of(ledger.phases(ledger.read(run_dir)[: step + 1]), found["delta"])
+    for name, value in (("epsilon", less), ("steps_done", step + 1), ("steps_done", step + 2)):
+        edit_json(run_dir / "summary.json", **{**found, name: value})
+        code, checks = verify(capsys, run_dir)
+        assert code == 1 and name in checks["summary"][1], checks
 
 
 @pytest.mark.privacy
