@@ -1,15 +1,23 @@
 """What is said of a run before it costs anything."""
 
 import json
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
+import optax
 import pytest
 from test_console import PLAN
 from test_verify import command, write_texts
 
 from fedsim import engine
 from fedsim.cli.main import main
+from fedsim.clipping import Strategy
+from fedsim.config import EngineConfig
+from fedsim.engine.engine import Trial
+from fedsim.errors import ConfigError
+from fedsim.run.cost import cost
 from fedsim.run.doubts import doubts
 
 DATA = SimpleNamespace(eval_users=object())
@@ -70,6 +78,40 @@ def test_the_warnings_of_a_private_draw_come_when_it_is_counted(texts, run_dir, 
     said = capsys.readouterr().err
     counted, shown = said.index("clipped sum"), said.index("group size")
     assert counted < said.index("warning: the noise of a step is") < shown
+
+
+def estimate(averaged=False, **engine):
+    """What a dry run finds for adapters on a frozen model of 4,000 bytes."""
+    task = SimpleNamespace(frozen={"w": np.zeros(1000, np.float32)})
+    fault = engine.pop("fault", None)
+    tried = [Trial(Strategy(), 8.0, 16, fault)]
+    worker = SimpleNamespace(try_strategies=lambda *args: iter(tried))
+    rows, params = np.zeros((4, 1), int), {"w": np.zeros(10, np.float32)}
+    asked = (PLAN, Strategy(), optax.sgd(0.1), EngineConfig(**engine))
+    return cost(worker, task, rows, params, *asked, averaged=averaged)
+
+
+def test_a_dry_run_counts_the_frozen_model_and_the_average():
+    found = estimate(kind="local")
+    assert found["worker_bytes"] == 2 * 40 + 4000 + 16
+    assert found["driver_bytes"] == 4 * 40 + 4000
+    assert estimate(kind="local", averaged=True)["driver_bytes"] == 5 * 40 + 4000
+
+
+def test_a_dry_run_has_the_workers_and_devices_of_the_engine(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    one = estimate(kind="ray", num_workers=1)
+    several = estimate(kind="ray", num_workers=2, devices_per_worker=2)
+    assert several["step_seconds"] == one["step_seconds"] / 4
+    assert several["worker_bytes"] == 2 * one["worker_bytes"]
+    found = estimate(kind="ray", devices_per_worker=2, threads_per_worker=2)
+    assert found["num_workers"] == 2
+    assert estimate(kind="ray", threads_per_worker=3)["num_workers"] == 2
+
+
+def test_a_dry_run_of_what_does_not_fit_says_so():
+    with pytest.raises(ConfigError, match="expected one that fits here: needs 9 MiB"):
+        estimate(kind="local", fault="needs 9 MiB, and 1 are free")
 
 
 def test_a_dry_run_layer_by_layer_says_what_a_device_needs(texts, run_dir, capsys):

@@ -18,6 +18,8 @@ from fedsim.config import EngineConfig, RunConfig, changed_run
 from fedsim.engine import Engine, Task
 from fedsim.engine.autotune import TRIAL_UNITS
 from fedsim.engine.memory import Footprint
+from fedsim.engine.resources import place_workers
+from fedsim.errors import ConfigError
 from fedsim.plan import Plan
 
 
@@ -41,6 +43,8 @@ def cost(
 ) -> dict[str, Any]:
     """Seconds and bytes of the steps of a plan with an engine, from a trial in this process.
 
+    Raises: ConfigError: not even a few units fit here.
+
     Args:
       worker: of this process, with its task.
       rows: of a step that has units, of which a few are tried.
@@ -48,15 +52,15 @@ def cost(
       averaged: an average of the parameters is kept, too.
     """
     rows, state = rows[:TRIAL_UNITS], jax.eval_shape(transformation.init, params)
+    workers, devices = _workers(config)
     if (mesh := config.mesh_shape) is not None:
         few = rows[: mesh.devices]
         step_s = _seconds(worker, params, few, plan, strategy) / len(few) * plan.expected_count
         unit = jax.tree.map(_shape, task.read("train", rows[0]))
         own, fixed = (jax.tree.map(_shape, tree) for tree in (params, task.frozen or {}))
         after, driver = [state, [own] * averaged], 8 * num_coordinates(params)  # what is released
-        workers = 1
         if config.kind != "local":  # which alone has the update where the parameters are
-            after, workers = [], config.num_workers or 1
+            after = []
             driver += 2 * _num_bytes(params) + _num_bytes(state)
         need = Footprint(task, own, fixed, unit, after).need(strategy, mesh)
         step_s /= workers
@@ -69,16 +73,37 @@ def cost(
             "driver_bytes": driver,
         }
     (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
-    cpus = len(os.sched_getaffinity(0)) // config.threads_per_worker
-    workers = 1 if config.kind == "local" else config.num_workers or max(1, cpus)
-    step_s = trial.seconds / len(rows) * plan.expected_count / workers
+    if trial.fault is not None:
+        raise ConfigError(f"strategy={strategy}: expected one that fits here: {trial.fault}")
+    step_s = trial.seconds / len(rows) * plan.expected_count / (workers * devices)
+    own, frozen = _num_bytes(params), _num_bytes(task.frozen)
     return {
         "num_workers": workers,
         "step_seconds": step_s,
         "seconds": step_s * plan.num_steps,
-        "worker_bytes": 2 * _num_bytes(params) + trial.memory,  # parameters, sum, program
-        "driver_bytes": 4 * _num_bytes(params) + _num_bytes(state),  # these, noise and gradient
+        # Each device has parameters, sum and program, and the model that adapters sit on.
+        "worker_bytes": devices * (2 * own + frozen + trial.memory),
+        # Parameters, sum, noise and gradient; the same model, to hand it out; the average.
+        "driver_bytes": (4 + averaged) * own + frozen + _num_bytes(state),
     }
+
+
+def _workers(config: EngineConfig) -> tuple[int, int]:
+    """How many workers an engine would have on this machine, and how many devices each."""
+    if config.kind == "local":
+        return 1, 1
+    machine: dict[str, float] = {"CPU": len(os.sched_getaffinity(0))}
+    if (name := jax.default_backend().upper()) in ("GPU", "TPU"):
+        machine[name] = jax.local_device_count()
+    mesh = config.mesh_shape
+    placement = place_workers(
+        config.num_workers,
+        config.threads_per_worker,
+        [machine],
+        mesh.devices if mesh else config.devices_per_worker,
+        config.accelerator,
+    )
+    return placement.num_workers, placement.devices
 
 
 def cost_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
