@@ -38,19 +38,22 @@ class Train(ReadsSources):
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import keep_memory, set_threads
 
-        set_threads(self.run.engine)
+        run = self.run
+        if self.dry_run:
+            from fedsim.run.cost import here
+
+            run = here(run)
+        set_threads(run.engine)  # of the process that computes, in a dry run this one
         keep_memory()
         from fedsim.run.console import Console
 
         console = Console(log_every=self.run.log_every)
         from fedsim.training import train
 
+        args = (Algorithm(self.algorithm), self.privacy, run, console)
         if self.dry_run:
-            from fedsim.run.cost import here
-
-            args = (Algorithm(self.algorithm), self.privacy, here(self.run), console)
             return train(*args, rehearsed=self.run.engine)
-        summary = train(Algorithm(self.algorithm), self.privacy, self.run, console)
+        summary = train(*args)
         console.summary(summary, self.run.run_dir)
         return summary
 

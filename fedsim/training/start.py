@@ -113,7 +113,8 @@ def train(
             doubtful = doubts(plan, opened.data, default_delta=privacy.delta is None)
         if not hidden:
             _warn(console, doubtful)
-        expect_trust(run.engine, plan, audited=plant is not None, goes_on=goes_on)
+        asked_for = rehearsed or run.engine
+        expect_trust(asked_for, plan, audited=plant is not None, goes_on=goes_on)
         planned = planned_phases(plan, method)
         entry = applicant.entry(opened.key.seal("ledger"), planned, plan.slack, plan.label)
         counted = Counted.of(applicant, entry, plan, opened.data, opened.key)
