@@ -88,7 +88,9 @@ def test_jobs_are_rayjobs_of_the_pinned_version(job, kind):
     images = {pod(group)["containers"][0]["image"] for group in groups(job)}
     assert images == {f"REGISTRY/fedsim:{version('fedsim')}-{tag}"}
     assert tag in (DIRECTORY / "Dockerfile").read_text()
-    assert "JAX_PLATFORMS" in yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
+    variables = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
+    assert "JAX_PLATFORMS" in variables
+    assert variables["FEDSIM_BUDGET_LEDGER"].startswith("/shared/")  # outlives the driver's pod
 
 
 @pytest.mark.parametrize("job, kind", jobs_and_kinds(), ids=JOBS)
