@@ -121,7 +121,8 @@ class EngineConfig:
     bits."""
 
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    """What workers compute on. auto: the accelerators that the cluster has when the run starts."""
+    """What workers compute on. auto: the accelerators that the cluster has when workers first find
+    room; where nodes are waited for, say which."""
 
     trust_workers_with_noise: bool = False
     """With engine=spmd: workers keep the sum and add the noise, each its share, for which they are

@@ -43,11 +43,8 @@ class Actors:
         """Raises: ConfigError: the cluster cannot be reached, or has no room for the workers."""
         self._cluster = Cluster(_cpus_needed(num_workers, threads * (devices or 1)))
         try:
-            nodes = self._cluster.nodes()
-            self.placement: Placement = place_workers(
-                num_workers, threads, nodes, devices, accelerator
-            )
-            expect_room(self.placement, self._nodes_in_time(wait_s))
+            wanted = (num_workers, threads, devices, accelerator)
+            self.placement: Placement = placed_in_time(self._cluster, *wanted, wait_s)
             # An argument of methods: one of actors' constructors would have to be there when Ray
             # starts them again.
             self.task = ray.put(task)
@@ -73,19 +70,6 @@ class Actors:
         room = self.placement.room(self._cluster.nodes())
         return min(self.placement.num_workers, room) if self.fixed else room
 
-    def _nodes_in_time(self, wait_s: float) -> list[dict[str, float]]:
-        """The nodes, as soon as the workers find room on them, or when the time is up."""
-        deadline = time.monotonic() + wait_s
-        nodes = self._cluster.nodes()
-        if wait_s and self.placement.room(nodes) < self.placement.num_workers:
-            self._cluster.ask_for([self.placement.needs] * self.placement.num_workers)
-        while (
-            self.placement.room(nodes) < self.placement.num_workers and time.monotonic() < deadline
-        ):
-            time.sleep(1)
-            nodes = self._cluster.nodes()
-        return nodes
-
     def store_bytes(self) -> float:
         """The object store of the smallest node that holds workers."""
         holding = [node for node in self._cluster.nodes() if self.placement.room([node])]
@@ -109,6 +93,32 @@ class Actors:
         """Let go of the cluster, and end it if it is a private one."""
         self.task = None
         self._cluster.close()
+
+
+def placed_in_time(
+    cluster: Cluster,
+    num_workers: int | None,
+    threads: int,
+    devices: int | None,
+    accelerator: str,
+    wait_s: float = 0.0,
+) -> Placement:
+    """Where workers go, as soon as they find room there.
+
+    The placement is made anew whenever nodes have joined: before, nobody knows what `auto` means.
+    Raises: ConfigError: there is no room when the time is up.
+    """
+    deadline, asked = time.monotonic() + wait_s, None
+    while True:
+        nodes = cluster.nodes()
+        placement = place_workers(num_workers, threads, nodes, devices, accelerator)
+        if placement.room(nodes) >= placement.num_workers or time.monotonic() >= deadline:
+            expect_room(placement, nodes)
+            return placement
+        if placement != asked:
+            cluster.ask_for([placement.needs] * placement.num_workers)
+            asked = placement
+        time.sleep(1)
 
 
 class Shared:

@@ -136,4 +136,6 @@ def test_slurm_gets_flags_that_exist():
     flags = set(re.findall(r"--([a-z-]+)", text[text.index("fedsim train") :].split("&")[0]))
     known = {name.replace("_", "-") for name in flags_of(RunConfig)}
     assert flags and flags <= known
+    assert "--accelerator gpu" in text  # nodes may join one by one, and auto would take any
+    assert "\nexport SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK\n" in text
     assert len(text.splitlines()) < 80

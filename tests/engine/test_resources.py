@@ -5,9 +5,11 @@ import platform
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
+from fedsim.engine.actors import placed_in_time
 from fedsim.engine.resources import (
     ALLOCATOR,
     Placement,
@@ -138,6 +140,32 @@ def test_the_variables_of_a_worker_are_those_of_its_actor():
 
 def test_the_store_holds_the_parameters_twice_and_every_sum_on_its_way():
     assert store_bytes(100, 8) == 1200
+
+
+class Growing:
+    """A cluster whose nodes are others whenever they are looked at."""
+
+    def __init__(self, *seen):
+        self.seen, self.asked, self.closed = list(seen), [], False
+
+    def nodes(self):
+        return self.seen.pop(0) if len(self.seen) > 1 else self.seen[0]
+
+    def ask_for(self, bundles):
+        self.asked.append(bundles)
+
+    def close(self):
+        self.closed = True
+
+
+def test_what_workers_compute_on_is_settled_when_there_are_nodes(monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    cluster = Growing([{"CPU": 0.0}], [{"CPU": 0.0}, {"CPU": 8.0, "GPU": 2.0}], [GPUS])
+    placement = placed_in_time(cluster, 4, 1, None, "auto", 60.0)
+    assert (placement.accelerator, placement.num_workers) == ("GPU", 4)
+    assert cluster.asked == [4 * [{"CPU": 1}], 4 * [{"CPU": 1, "GPU": 1}]]
+    with pytest.raises(ConfigError, match="expected at most 0"):
+        placed_in_time(Growing([{"CPU": 0.0}]), 4, 1, None, "auto", 0.0)
 
 
 def test_nothing_but_the_arguments_is_read(monkeypatch):
