@@ -14,11 +14,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from fedsim.engine.actors import cause
+from fedsim.engine.actors import cause, placed_in_time
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
 from fedsim.engine.host import keep_compiled
-from fedsim.engine.resources import Placement, actor_options, place_workers
+from fedsim.engine.resources import Placement, actor_options
 from fedsim.errors import FedsimError
 
 ATTEMPTS = 3  # at a job whose process is lost again and again
@@ -58,10 +58,14 @@ class ParallelRuns:
         Args:
           at_once: most jobs at a time; None: as many as there is room for.
           threads, devices, accelerator: of a job; as for a run's workers.
-        Raises: ConfigError: the cluster cannot be reached.
+        Raises: ConfigError: the cluster cannot be reached, or has no room for a job.
         """
         self._cluster = Cluster(len(os.sched_getaffinity(0)))
-        found = place_workers(None, threads, self._cluster.nodes(), devices, accelerator)
+        try:
+            found = placed_in_time(self._cluster, None, threads, devices, accelerator)
+        except BaseException:
+            self._cluster.close()
+            raise
         number = min(found.num_workers, at_once or found.num_workers)
         self.placement: Placement = dataclasses.replace(found, num_workers=number)
         self._cache_dir = cache_dir

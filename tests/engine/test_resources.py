@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from fedsim.engine import parallel_runs
 from fedsim.engine.actors import placed_in_time
 from fedsim.engine.resources import (
     ALLOCATOR,
@@ -166,6 +167,15 @@ def test_what_workers_compute_on_is_settled_when_there_are_nodes(monkeypatch):
     assert cluster.asked == [4 * [{"CPU": 1}], 4 * [{"CPU": 1, "GPU": 1}]]
     with pytest.raises(ConfigError, match="expected at most 0"):
         placed_in_time(Growing([{"CPU": 0.0}]), 4, 1, None, "auto", 0.0)
+
+
+@pytest.mark.parametrize("asked", [{"threads": 64}, {"accelerator": "gpu"}])
+def test_jobs_that_no_node_can_hold_are_refused(asked, monkeypatch):
+    cluster = Growing([{"CPU": 8.0}])
+    monkeypatch.setattr(parallel_runs, "Cluster", lambda num_cpus: cluster)
+    with pytest.raises(ConfigError, match="64 CPU; nodes have 8|accelerator=gpu: expected nodes"):
+        parallel_runs.ParallelRuns(**asked)
+    assert cluster.closed
 
 
 def test_nothing_but_the_arguments_is_read(monkeypatch):
