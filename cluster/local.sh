@@ -4,12 +4,14 @@
 #
 #   cluster/local.sh start [NODES] [CPUS]    head and NODES - 1 more nodes (1) with CPUS CPUs each (1)
 #   cluster/local.sh submit [-- ] COMMAND    as a job; shows its log and exits with its exit code
-#   cluster/local.sh stop                    ends the processes of this cluster, by process id
+#   cluster/local.sh stop                    ends the processes of this cluster, by process id, and
+#                                            removes what start made
 #   eval "$(cluster/local.sh env)"           variables for `ray job ...` in this shell, where fedsim
 #                                            then runs as a job alone: `submit` or `ray job submit`
 #
 # FEDSIM_CLUSTER_PORT (26000) is the first of the 1,000 ports used; FEDSIM_CLUSTER_DIR
-# (/tmp/fedsim-UID-PORT) holds logs and token, and must be short: Unix sockets lie below it.
+# (/tmp/fedsim-UID-PORT) holds logs and token; start makes it. It must be short: Unix sockets lie
+# below it.
 set -euo pipefail
 umask 077
 
@@ -35,7 +37,7 @@ node() { # node NUMBER CPUS ARGUMENT...: processes, ports and workers of one nod
 start() {
   local nodes=${1:-1} cpus=${2:-1}
   [[ -e $dir/token ]] && { echo "$dir: there is a cluster already; stop it first" >&2; exit 1; }
-  mkdir -p "$dir"
+  mkdir "$dir" # and no other: stop would look into a directory that somebody has filled
   python3 -c 'import secrets; print(secrets.token_hex(32), end="")' > "$dir/token"
   node 0 "$cpus" --head --port "$port" --temp-dir "$dir/ray" \
     --dashboard-host 127.0.0.1 --dashboard-port $((port + 1)) \
@@ -52,6 +54,7 @@ start() {
 processes() { pgrep -f -- "$dir/ray" | grep -vx $$ || true; }
 
 stop() {
+  [[ -f $dir/token ]] || { echo "$dir: there is no cluster" >&2; exit 1; }
   for signal in TERM KILL; do
     for process in $(processes); do kill -$signal "$process" 2> /dev/null || true; done
     for _ in $(seq 40); do
@@ -59,7 +62,9 @@ stop() {
       sleep 0.25
     done
   done
-  rm -rf "$dir"
+  rm -rf "$dir/ray" # what start made, the token last: a stop that is cut off can be repeated
+  rm -f "$dir/start.log" "$dir/jobs.log" "$dir/token"
+  rmdir "$dir" || true # not with files of somebody else's
 }
 
 case ${1:-} in
@@ -74,5 +79,5 @@ case ${1:-} in
     printf 'export %s\n' "RAY_AUTH_MODE=token" "RAY_AUTH_TOKEN_PATH=$dir/token" \
       "RAY_ADDRESS=$dashboard" "RAY_USAGE_STATS_ENABLED=0"
     ;;
-  *) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  *) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

@@ -1,5 +1,6 @@
 """The files of cluster/ as far as they can be checked without a cloud: schemas, versions, names."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -129,6 +130,26 @@ def test_the_runtime_environment_needs_no_network():
     found = load("runtime_env.yaml")
     assert found.keys() == {"env_vars", "excludes"}
     assert all(isinstance(value, str) for value in found["env_vars"].values())
+
+
+def local(command, directory):
+    environment = {**os.environ, "FEDSIM_CLUSTER_DIR": str(directory)}
+    done = [DIRECTORY / "local.sh", command]
+    return subprocess.run(done, env=environment, capture_output=True, text=True)
+
+
+def test_a_local_cluster_removes_what_it_made_and_nothing_else(tmp_path):
+    own, kept = tmp_path / "own", tmp_path / "own" / "thesis.tex"
+    own.mkdir()
+    kept.touch()
+    assert local("start", own).returncode == 1 and list(own.iterdir()) == [kept]
+    stopped = local("stop", own)
+    assert stopped.returncode == 1 and kept.exists()
+    assert stopped.stderr == f"{own}: there is no cluster\n"
+    (own / "ray" / "session").mkdir(parents=True)
+    for name in ("start.log", "jobs.log", "token"):
+        (own / name).touch()
+    assert local("stop", own).returncode == 0 and list(own.iterdir()) == [kept]
 
 
 def test_slurm_gets_flags_that_exist():
