@@ -55,7 +55,8 @@ class Buckets:
 
 @dataclasses.dataclass(frozen=True)
 class LocalSteps:
-    """A user's own SGD, as in DP-FedAvg: a unit's rows are cut into `number` batches, a step each.
+    """A user's own SGD, as in DP-FedAvg: a unit's rows are cut into `number` batches, a step each,
+    whose lengths differ by one row at most.
 
     The unit's contribution, which is clipped as a whole, is the mean over its rows of the gradients
     that were met on the way: what the steps went, in units of gradients. With one batch, or as the
@@ -202,9 +203,7 @@ class _UnitGradient:
 
     def after(self, local: LocalSteps, params, rows, real):
         """Mean over a unit's rows of gradient and value where its own SGD had got to."""
-        batches = jax.tree.map(
-            lambda leaf: in_parts(leaf, -(-len(real) // local.number)), (rows, real)
-        )
+        batches = jax.tree.map(lambda leaf: _cut(leaf, local.number), (rows, real))
         count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
 
         def step(i, carry):
@@ -235,6 +234,15 @@ def in_parts(leaf: jax.Array, size: int) -> jax.Array:
     """[n, ...] -> [parts, min(size, n), ...], padded with zeros (false in a mask)."""
     size = min(size, len(leaf))
     return _to_multiple(leaf, size).reshape(-1, size, *leaf.shape[1:])
+
+
+def _cut(leaf: jax.Array, number: int) -> jax.Array:
+    """[n, ...] -> [number, ceil(n / number), ...]: lengths differ by one at most, which is padded
+    with zeros (false in a mask). No more parts than there are rows."""
+    if len(leaf) % number == 0:
+        return in_parts(leaf, len(leaf) // number)  # in place: it joins no parts
+    parts = jnp.array_split(leaf, min(number, len(leaf)))  # the longer ones first
+    return jnp.stack([_to_multiple(part, len(parts[0])) for part in parts])
 
 
 def _to_multiple(leaf: jax.Array, size: int) -> jax.Array:

@@ -34,12 +34,12 @@ def computed(theta, batch, mask, local, rows_per_pass=2, strategy="scan"):
 
 def by_hand(theta, batch, mask, local):
     """The same as NumPy loops over users, steps and rows."""
-    total, size = np.zeros_like(theta, np.float64), -(-mask.shape[1] // local.number)
+    total = np.zeros_like(theta, np.float64)
     for x, y, real in zip(batch["x"], batch["y"], mask, strict=True):
         gradient_of = reference.softmax_gradient(x.astype(np.float64), y)
         at, update = theta.astype(np.float64), np.zeros_like(theta, np.float64)
-        for first in range(0, len(real), size):
-            rows = [row for row in range(first, min(first + size, len(real))) if real[row]]
+        for part in np.array_split(np.arange(len(real)), local.number):
+            rows = [row for row in part if real[row]]
             if rows:
                 gradient = sum(gradient_of(at, row) for row in rows) / len(rows)
                 update += gradient * len(rows) / real.sum()
@@ -49,7 +49,7 @@ def by_hand(theta, batch, mask, local):
     return total
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 7])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize("rows_per_pass", [1, 4])
 def test_it_equals_plain_loops(number, rows_per_pass, rng):
     theta, batch, mask = problem(rng)
@@ -61,6 +61,12 @@ def test_it_equals_plain_loops(number, rows_per_pass, rng):
     gradient = computed(theta, batch, mask, None)[0]
     alike = np.allclose(total, gradient, rtol=1e-5, atol=1e-6)
     assert alike == (number == 1)
+
+
+def test_every_number_of_steps_is_another_update(rng):
+    theta, batch, mask = problem(rng, group=8)
+    found = [computed(theta, batch, mask, LocalSteps(n, 0.8))[0] for n in range(1, 9)]
+    assert len({np.asarray(total).tobytes() for total in found}) == 8
 
 
 def test_short_steps_end_at_the_gradient(rng):
