@@ -5,6 +5,8 @@ state (see `keys`). A file has the bytes of large arrays, then all else as Messa
 flax, in which they are named by their places; loading runs no code. It ends with the size of that,
 and the sha256 of all that comes before, so that it is read as it was written or not at all.
 
+It has the chain of the run's ledger after its step, by which that of another run is known.
+
 Large arrays are written in parts, and read by the parts that devices have: one that no host could
 hold need not be on one.
 """
@@ -35,22 +37,25 @@ SIZE_BYTES = 8
 LARGE, ALIGNED = 2**20, 64  # bytes: of an array that is not packed, and of where it begins
 SLAB = 2**26  # bytes of what is on the host of an array that devices have between them
 PLACE = "bytes at"
+CHAIN = "chain"
 
 
 class CheckpointError(FedsimError, ValueError):
     """A checkpoint is not what was written, or not of this run."""
 
 
-def save(run_dir: Path, step: int, state: dict[str, Any]) -> Path:
+def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Path:
     """Write the state after `step` steps and remove all but the last few.
 
     Args:
       state: a dict of array trees, numbers and strings.
+      chain: of the ledger after that step; empty: there is no ledger.
     """
     directory = run_dir / DIRECTORY
     directory.mkdir(exist_ok=True)
     path = directory / name(step)
-    write_pieces(path, _pieces(serialization.to_state_dict(state)))
+    chained = {CHAIN: np.frombuffer(bytes.fromhex(chain), np.uint8)} if chain else {}
+    write_pieces(path, _pieces(serialization.to_state_dict(state) | chained))
     for old in kept(run_dir)[:-KEEP]:
         old.unlink()
     return path
@@ -120,14 +125,15 @@ def _content(path: Path, *, mapped: bool) -> memoryview:
     return data[:-DIGEST_SIZE]
 
 
-def restore(path: Path, like: dict[str, Any]) -> dict[str, Any]:
-    """The state of a checkpoint in the structure of `like`.
+def restore(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The state of a checkpoint in the structure of `like`, and its `chain`.
 
     Raises: CheckpointError: it was changed, or is the state of something else.
     """
     state: Any = load(path, mapped=any_cut(like))
     try:
-        return jax.tree.map(beside, serialization.from_state_dict(like, state), like)
+        found = jax.tree.map(beside, serialization.from_state_dict(like, state), like)
+        return found, chain(state)
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: expected the state of this run ({error})") from None
 
@@ -164,6 +170,11 @@ def released(state: Mapping[str, Any]) -> Any:
 def load_step(path: Path) -> int:
     """The step that a checkpoint was written after."""
     return int(load(path)["step"])
+
+
+def chain(state: Mapping[str, Any]) -> str:
+    """The chain of the ledger after the step of a loaded state; empty where it was not kept."""
+    return np.asarray(state[CHAIN]).tobytes().hex() if CHAIN in state else ""
 
 
 def name(step: int) -> str:

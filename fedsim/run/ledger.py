@@ -48,11 +48,16 @@ class OtherBits(LedgerError):
 class Ledger:
     """The ledger of a run directory, open for appending."""
 
-    def __init__(self, directory: Path, head: dict[str, Any], *, least: int = 0):
+    def __init__(
+        self, directory: Path, head: dict[str, Any], *, least: int = 0, least_chain: str = ""
+    ):
         """Open or start it.
 
-        Args: least: steps that it has, by what is known from elsewhere.
-        Raises: LedgerError: it belongs to another run, was changed, or was cut.
+        Args:
+          least: steps that it has, by what the checkpoint says.
+          least_chain: the chain after these, by the same; empty if it does not say.
+        Raises: LedgerError: it belongs to another run, was changed, or was cut; or the checkpoint
+          belongs to another run.
         """
         path = directory / FILE
         lines = read(directory)
@@ -61,9 +66,11 @@ class Ledger:
             raise LedgerError(f"{path}: was cut: it has {missing}")
         if lines and lines[0]["head"] != head:
             raise LedgerError(f"{path}: was written by a run with other settings or data")
+        self._chains: list[str] = [line["chain"] for line in lines]
+        if least_chain and self.chain_after(least) != least_chain:
+            other = f"another chain after step {least} than the checkpoint"
+            raise LedgerError(f"{path}: has {other}: one of the two is of another run")
         remove_cut_off_line(path)
-        self.chain: str = lines[-1]["chain"] if lines else ""
-        """Stands for all lines there are."""
         self._steps = [_identity(line) for line in lines[1:]]
         self._file = open(path, "ab")
         if not lines:
@@ -98,6 +105,15 @@ class Ledger:
         """What was noted of the gradient that `step` released."""
         return self._steps[step][1]
 
+    def chain_after(self, num_steps: int) -> str:
+        """Stands for the head and the lines of the first `num_steps` steps."""
+        return self._chains[num_steps]
+
+    @property
+    def chain(self) -> str:
+        """Stands for all lines there are."""
+        return self._chains[-1]
+
     @property
     def num_steps(self) -> int:
         """Released steps."""
@@ -108,11 +124,12 @@ class Ledger:
         self._file.close()
 
     def _append(self, line: dict[str, Any]) -> None:
-        data, self.chain = sealed(line, self.chain)
+        data, chain = sealed(line, self._chains[-1] if self._chains else "")
         with named(Path(self._file.name)):
             self._file.write(data)
             self._file.flush()
             os.fsync(self._file.fileno())
+        self._chains.append(chain)
 
 
 def gradient_sha256(gradient: Any) -> str:

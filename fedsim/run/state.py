@@ -43,6 +43,8 @@ class State:
     eval_loss: float = math.nan
     evaluated: int = -1
     """The step after which eval_loss was computed."""
+    chain: str = ""
+    """Of the ledger after the step; empty: there is no ledger, or it is not known."""
 
     @property
     def released(self) -> Any:
@@ -59,13 +61,13 @@ def restored(run_dir: Path, state: State, console: Console) -> State:
     for each in older:
         checkpoint.check(each)
     try:
-        fields = checkpoint.restore(path, _published(vars(state)))
+        fields, chain = checkpoint.restore(path, _published(vars(state)))
     except checkpoint.CheckpointError as error:
         before = f"{older[-1].name}, the one before" if older else "the first step"
         raise checkpoint.CheckpointError(f"{error}; remove it to go on from {before}") from None
     for name in fields.keys() - {"params", "opt_state", "average"}:
         fields[name] = fields[name].item()
-    state = State(**fields, **apart(run_dir, fields["step"]))
+    state = State(**fields, **apart(run_dir, fields["step"]), chain=chain)
     console.note(f"resuming after step {state.step}")
     return state
 
@@ -78,7 +80,7 @@ def save(run_dir: Path, step: int, state: dict[str, Any]) -> None:
     steps = _steps(run_dir)
     steps[str(step)] = {name: state[name] for name in APART}
     write_json(run_dir / PROGRESS, {"steps": dict(list(steps.items())[-KEEP:])}, mode=0o600)
-    checkpoint.save(run_dir, step, _published(state))
+    checkpoint.save(run_dir, step, _published(state), state["chain"])
 
 
 def apart(run_dir: Path, step: int) -> dict[str, Any]:
@@ -96,7 +98,8 @@ def _steps(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _published(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in APART}
+    """What a run goes on from, and may be published."""
+    return {name: value for name, value in state.items() if name not in (*APART, "chain")}
 
 
 def results(state: dict[str, Any]) -> dict[str, Any]:

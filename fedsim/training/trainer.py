@@ -101,7 +101,7 @@ class Trainer:
         state = restored(self.run.run_dir, state, self.console)
         settings = directory.config_sha256(self.run.run_dir)
         first = ledger_head(self.plan, config_sha256=settings, key_seal=key.seal("ledger"))
-        ledger = Ledger(self.run.run_dir, first, least=state.step)
+        ledger = Ledger(self.run.run_dir, first, least=state.step, least_chain=state.chain)
         metrics = Metrics(self.run.run_dir, last_step=state.step or -1)
         with closing(ledger), closing(metrics), counted:
             if state.step < self.plan.num_steps:  # a summary of fewer steps than will be released
@@ -228,7 +228,7 @@ class Trainer:
                 raise self._diverged(step, "the parameters are not finite")
         else:
             state.lost_steps += 1
-        state.step = step
+        state.step, state.chain = step, ledger.chain_after(step)
         if self.run.ema:
             state.average = averaged(state.average, state.params, self.run.ema, step)
         state.gradients_computed += int(stats.num_rows.sum())

@@ -242,14 +242,17 @@ def _running(evidence: Evidence, path: Path, shown: list[tuple[int, Any]]) -> No
 
 
 def _checkpoints(evidence: Evidence) -> str:
-    """Every checkpoint is as it was written, of a step that the ledger has."""
+    """Every checkpoint is as it was written, of this run and a step that the ledger has."""
     kept = checkpoint.kept(evidence.run_dir)
     for path in kept:
-        step = checkpoint.load_step(path)
+        state = checkpoint.load(path)
+        step, chain = int(state["step"]), checkpoint.chain(state)
         named = path.name == checkpoint.name(step)
         demand(named, f"{path}: holds step {step}")
         fits = step <= evidence.num_steps
         demand(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")
+        same = chain in ("", evidence.lines[step]["chain"])  # earlier versions kept none
+        demand(same, f"{path}: is of another run: the ledger has another chain after step {step}")
     if not kept:
         where, path = (evidence.run_dir / x for x in (checkpoint.DIRECTORY, directory.SUMMARY))
         ended = path.exists() and read_json(path).get("steps_done") != 0

@@ -28,7 +28,8 @@ def test_what_is_restored_is_what_was_saved_bit_for_bit(tmp_path, monkeypatch, l
     monkeypatch.setattr(checkpoint, "SLAB", 8)
     path = checkpoint.save(tmp_path, 3, state(3))
     blank = jax.tree.map(jnp.zeros_like, state())
-    found = checkpoint.restore(path, blank)
+    found, chain = checkpoint.restore(path, blank)
+    assert chain == ""
     assert jax.tree.structure(found) == jax.tree.structure(state())
     for before, after in zip(jax.tree.leaves(state(3)), jax.tree.leaves(found), strict=True):
         assert np.asarray(before).dtype == after.dtype
@@ -48,7 +49,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
     first = step(params, transformation.init(params), grads[0])
     path = checkpoint.save(tmp_path, 1, dict(zip(("params", "opt_state"), first, strict=True)))
     like = {"params": params, "opt_state": transformation.init(params)}
-    restored = checkpoint.restore(path, like)
+    restored, _ = checkpoint.restore(path, like)
     expected = step(*first, grads[1])
     found = step(restored["params"], restored["opt_state"], grads[1])
     np.testing.assert_array_equal(found[0]["w"], expected[0]["w"])
@@ -60,7 +61,7 @@ def test_the_newest_is_found_and_few_are_kept(tmp_path):
         checkpoint.save(tmp_path, step, state(step))
     assert checkpoint.latest(tmp_path).name == "step-00000100.msgpack"
     assert len(list((tmp_path / "checkpoints").iterdir())) == checkpoint.KEEP
-    found = checkpoint.restore(checkpoint.latest(tmp_path), state())
+    found, _ = checkpoint.restore(checkpoint.latest(tmp_path), state())
     assert found["step"].item() == 100
 
 
@@ -76,8 +77,15 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path, monkeypatch
     monkeypatch.undo()
     assert checkpoint.latest(tmp_path).name == "step-00000001.msgpack"
     checkpoint.save(tmp_path, 2, state(2))
-    found = checkpoint.restore(checkpoint.latest(tmp_path), state())
+    found, _ = checkpoint.restore(checkpoint.latest(tmp_path), state())
     assert found["step"].item() == 2
+
+
+def test_the_chain_of_the_ledger_comes_back(tmp_path):
+    path = checkpoint.save(tmp_path, 3, state(3), "0af9" * 16)
+    found, chain = checkpoint.restore(path, state())
+    assert chain == checkpoint.chain(checkpoint.load(path)) == "0af9" * 16
+    assert found.keys() == state().keys()
 
 
 def test_the_parameters_alone_can_be_read(tmp_path):

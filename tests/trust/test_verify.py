@@ -331,6 +331,49 @@ def test_any_byte_that_is_changed_is_refused_by_verify_and_by_resume(name, texts
     assert verify(capsys, copy)[0] == 0
 
 
+def of_step(run_dir, step):
+    return run_dir / checkpoint.DIRECTORY / checkpoint.name(step)
+
+
+@pytest.fixture(scope="module")
+def another_run(texts, tmp_path_factory):
+    """A run of the same shape with another epsilon, and other parameters."""
+    run_dir = tmp_path_factory.mktemp("another") / "run"
+    main(command(texts, run_dir, ema=0.5, epsilon=50))
+    return run_dir
+
+
+def test_a_checkpoint_of_another_run_is_named(texts, another_run, copy, capsys):
+    (copy / "summary.json").unlink()
+    checkpoint.latest(copy).unlink()
+    shutil.copyfile(of_step(another_run, 4), path := of_step(copy, 4))
+    code, found = verify(capsys, copy)
+    assert code == 1
+    assert found["checkpoints"] == (
+        False,
+        f"{path}: is of another run: the ledger has another chain after step 4",
+    )
+    with pytest.raises(SystemExit) as stop:
+        main([*command(texts, copy, ema=0.5), "--resume"])
+    *_, last = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 1 and "than the checkpoint: one of the two is of another run" in last
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_as_before(texts, copy, capsys):
+    """It has no chain: nobody can tell whose it is."""
+    digest = json.loads((copy / "summary.json").read_text())["params_sha256"]
+    checkpoint.latest(copy).unlink()
+    state = checkpoint.load(of_step(copy, 4))
+    del state["chain"]
+    checkpoint.save(copy, 4, state)
+    (copy / "summary.json").unlink()
+    assert verify(capsys, copy)[0] == 0
+    own = ["--budget-ledger", str(copy.parent / "ledger")]  # that of the run refuses copies
+    main([*command(texts, copy, ema=0.5), "--resume", *own])
+    assert json.loads((copy / "summary.json").read_text())["params_sha256"] == digest
+    assert verify(capsys, copy)[0] == 0
+
+
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["verify", str(tmp_path)])
