@@ -17,7 +17,7 @@ import numpy as np
 from fedsim import accounting
 from fedsim.accounting import Event, Phases
 from fedsim.accounting.rounding import at_least, at_most
-from fedsim.budget.ledger import BudgetLedger, Entry, Limit, Released, hold, place_of
+from fedsim.budget.ledger import BudgetLedger, Entry, Limit, Released, hold, look, place_of
 from fedsim.budget.people import union
 from fedsim.budget.spending import Books, Charge, Total
 from fedsim.config import PrivacyConfig, RunConfig
@@ -124,12 +124,12 @@ class Applicant:
         """Raises ConfigError: with this run a limit would be broken."""
         if self.limit is None and not self.place.exists():
             return
-        with hold(self.place) as ledger:
+        with look(self.place) as ledger:
             self._expect_room(ledger, entry)
 
     def steps_that_fit(self, entry: Entry, planned: Callable[[int], Released], most: int) -> int:
         """The most steps, up to `most`, that keep every limit. Args: planned: of so many steps."""
-        with hold(self.place) as ledger:
+        with look(self.place) as ledger:
             known, own = books(ledger, self.ids, self.limit), _own(ledger, entry)
 
             def charge(steps: int) -> Charge:

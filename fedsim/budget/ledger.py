@@ -19,9 +19,10 @@ import fcntl
 import hashlib
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,18 @@ def hold(directory: Path) -> Iterator[BudgetLedger]:
             os.fchmod(lock.fileno(), _mode(directory))
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield BudgetLedger(directory)
+
+
+@contextmanager
+def look(directory: Path) -> Iterator[BudgetLedger]:
+    """The ledger, to be read alone; where there is none an empty one, and nothing is written there.
+
+    Raises: what `hold` raises.
+    """
+    with ExitStack() as stack:
+        if not any((directory / name).exists() for name in (KEY, FILE, LAST)):
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedsim-")))
+        yield stack.enter_context(hold(directory))
 
 
 def _mode(directory: Path) -> int:

@@ -211,6 +211,15 @@ def refused(place, run_dir, *, planned=PLANNED, delta=DELTA, rest=None, label=""
     return str(error.value)
 
 
+def test_what_is_only_asked_leaves_no_ledger_behind(place, tmp_path):
+    applicant = Applicant(place, PEOPLE, "train", Limit(2 * ONE, DELTA), tmp_path / "a", DELTA)
+    entry = applicant.entry("", PLANNED, (0.0, 0.0), "")
+    applicant.expect_room(entry)
+    assert applicant.steps_that_fit(entry, lambda steps: [(STEP, steps)], STEPS) == STEPS
+    assert "have spent 0.0 at" in refused(place, tmp_path / "a", limit=Limit(ONE / 2, DELTA))
+    assert not place.exists()
+
+
 def set_limit(place, most, delta=DELTA):
     with hold(place) as ledger:
         ledger.limit(Limit(most, delta, ledger.save_users(ledger.users(PEOPLE))))
