@@ -70,10 +70,17 @@ class Actors:
         room = self.placement.room(self._cluster.nodes())
         return min(self.placement.num_workers, room) if self.fixed else room
 
-    def store_bytes(self) -> float:
-        """The object store of the smallest node that holds workers."""
-        holding = [node for node in self._cluster.nodes() if self.placement.room([node])]
-        return min((node.get("object_store_memory", 0) for node in holding), default=0)
+    def stores(self) -> list[tuple[float, int]]:
+        """(bytes of a node's object store, workers whose sums come to lie there), of each node.
+
+        A sum lies on its worker's node, and then on that of this process, which adds all of them.
+        """
+        driver = self._cluster.driver_node()
+        found = [(driver.get("object_store_memory", 0), self.placement.num_workers)]
+        for node in self._cluster.nodes():
+            if workers := min(self.placement.room([node]), self.placement.num_workers):
+                found.append((node.get("object_store_memory", 0), workers))
+        return found
 
     def stranger(self, facts: dict[str, Any]) -> str:
         """Why a worker with these facts must not compute: its bits might differ. Empty if it may.

@@ -82,6 +82,11 @@ class Cluster:
         """What each node that is alive has, by Ray's names."""
         return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
+    def driver_node(self) -> dict[str, float]:
+        """What the node of this process has, by Ray's names."""
+        here = ray.get_runtime_context().get_node_id()
+        return next(dict(node["Resources"]) for node in ray.nodes() if node["NodeID"] == here)
+
     def ask_for(self, bundles: list[dict[str, float]]) -> None:
         """Have the autoscaler make room for all of these at once, until `close`."""
         self._asked = True

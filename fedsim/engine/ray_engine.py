@@ -216,7 +216,11 @@ class RayEngine(Engine):
 
     def _check_store(self, param_bytes: int) -> None:
         """Say where the object store is so small that Ray will go by way of the disk."""
-        have, need = self._actors.store_bytes(), store_bytes(param_bytes, AHEAD * self.num_workers)
+        stores = [
+            (have, store_bytes(param_bytes, AHEAD * workers))
+            for have, workers in self._actors.stores()
+        ]
+        have, need = min(stores, key=lambda store: store[0] / store[1])
         if have < need:
             self.note(
                 f"the object store has {have / 1e6:,.0f} MB of a node, and {need / 1e6:,.0f} MB "

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from fedsim.engine import parallel_runs
-from fedsim.engine.actors import placed_in_time
+from fedsim.engine.actors import Actors, placed_in_time
+from fedsim.engine.ray_engine import RayEngine
 from fedsim.engine.resources import (
     ALLOCATOR,
     Placement,
@@ -155,6 +156,9 @@ class Growing:
     def ask_for(self, bundles):
         self.asked.append(bundles)
 
+    def driver_node(self):
+        return {"object_store_memory": 9.0}
+
     def close(self):
         self.closed = True
 
@@ -176,6 +180,25 @@ def test_jobs_that_no_node_can_hold_are_refused(asked, monkeypatch):
     with pytest.raises(ConfigError, match="64 CPU; nodes have 8|accelerator=gpu: expected nodes"):
         parallel_runs.ParallelRuns(**asked)
     assert cluster.closed
+
+
+@pytest.mark.parametrize(
+    ("stores", "driver", "says"),
+    [
+        ([400, 400], 600, []),  # a node's own sums; here those of both
+        ([400, 399], 600, ["0 MB of a node"]),
+        ([400, 400], 599, ["0 MB of a node"]),
+    ],
+)
+def test_each_nodes_store_is_held_against_the_sums_that_lie_there(stores, driver, says):
+    nodes = [{"CPU": 1.0, "object_store_memory": 1.2 * store} for store in stores]
+    cluster = Growing(nodes)
+    cluster.driver_node = lambda: {"object_store_memory": 1.2 * driver}
+    workers, engine, notes = object.__new__(Actors), object.__new__(RayEngine), []
+    workers._cluster, workers.placement = cluster, Placement(2, 1)
+    engine._actors, engine.note = workers, notes.append
+    engine._check_store(100)
+    assert len(notes) == len(says) and all(part in notes[0] for part in says)
 
 
 def test_nothing_but_the_arguments_is_read(monkeypatch):
