@@ -90,8 +90,9 @@ class PrivacyConfig:
 
     eval_epsilon: float | None = None
     """Evaluate on held-out users with noise: what all evaluations of the run together may cost each
-    of them, counted in the ledger of the data. At most eval_examples of their texts are looked at.
-    > 0. Default: eval/loss is without noise, and not to be published."""
+    of them, counted in the ledger of the data; at the run's delta, or N^-1.1 for N of them if that
+    is smaller. At most eval_examples of their texts are looked at. > 0. Default: eval/loss is
+    without noise, and not to be published."""
 
     eval_loss_bound: float | None = None
     """With eval_epsilon: a user's mean loss above this counts as it, in nats per token. > 0.

@@ -8,7 +8,7 @@ label_of, holds    what epsilon holds under, or what makes it no guarantee
 """
 
 from fedsim.plan.completion import bands_predicted, complete
-from fedsim.plan.evaluations import TWO_HELD_OUT, Evaluations, evaluations_of, noise_of
+from fedsim.plan.evaluations import TWO_HELD_OUT, Evaluations, delta_of, evaluations_of, noise_of
 from fedsim.plan.labels import ADJACENCY, REPRODUCTION, TRIAL, UNPROVEN, holds, label_of
 from fedsim.plan.making import (
     MOST_PARAMETERS,
@@ -36,6 +36,7 @@ __all__ = [
     "calibrate",
     "claimed_fields",
     "complete",
+    "delta_of",
     "evaluations_of",
     "holds",
     "label_of",

@@ -97,10 +97,16 @@ def evaluations_of(
     expect("eval_loss_bound", privacy.eval_loss_bound, bound > 0, "a bound on the loss of the task")
     every = run.eval_every or max(1, privacy.num_steps // 10)
     count = 1 + -(-privacy.num_steps // every)
-    users, delta = min(total, run.eval_examples), total**-1.1
+    users, delta = min(total, run.eval_examples), delta_of(total, privacy.delta)
     sigma, _ = noise_of(privacy.eval_epsilon, delta, count)
     rows = min(MOST_ROWS, max(1, run.eval_examples // users))
     return Evaluations(privacy.eval_epsilon, delta, sigma, every, count, users, rows, bound)
+
+
+def delta_of(num_users: int, delta: float | None) -> float:
+    """At which evaluations of so many held-out users cost what they may: N^-1.1, or that of the run
+    where it is smaller."""
+    return min(num_users**-1.1, delta or 1.0)
 
 
 def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, tuple[float, float]]:

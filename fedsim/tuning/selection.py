@@ -35,6 +35,7 @@ from fedsim.plan import (
     MOST_PARAMETERS,
     TWO_HELD_OUT,
     complete,
+    delta_of,
     make_plan,
     method_for,
     noise_of,
@@ -247,7 +248,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         return priced
     expect("eval_epsilon", how.eval_epsilon, num_users > 1, TWO_HELD_OUT)
     once = len(jobs) if priced.all_once else None
-    facts = (how.eval_epsilon, num_users**-1.1, mean, how.shape)
+    facts = (how.eval_epsilon, delta_of(num_users, delta), mean, how.shape)
     return dataclasses.replace(priced, evaluations=evaluations_of(*facts, once=once))
 
 

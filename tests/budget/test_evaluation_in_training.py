@@ -53,6 +53,16 @@ def test_the_plan_pays_for_every_evaluation_that_there_can_be(num_steps, every):
     assert [len(rows) for rows in groups] == [2] * 40 and groups[1].tolist() == [10, 19]
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize("delta, expected", [(1e-6, 1e-6), (0.5, 40**-1.1), (None, 40**-1.1)])
+def test_evaluations_have_the_delta_of_the_run_where_it_is_smaller(delta, expected):
+    run = RunConfig(data=None, run_dir=None)  # type: ignore
+    users = SimpleNamespace(num_users=40, vocab_size=256)
+    found = evaluations_of(private(delta=delta), run, users)  # type: ignore
+    assert found is not None and found.delta == expected
+    assert 1 - 1e-3 < accounting.epsilon(found.phases(found.count), found.delta) <= 1
+
+
 def problem(rng, sizes):
     """(engine, data, parameters) of a classification with held-out users of these sizes."""
     offsets = np.concatenate([[0], np.cumsum(sizes)])

@@ -177,6 +177,17 @@ def test_a_metric_without_noise_takes_held_out_users(settings, tmp_path):
 
 
 @pytest.mark.privacy
+def test_evaluations_have_the_delta_of_training_where_it_is_smaller(settings, tmp_path):
+    how = Selection(eval_epsilon=2.0)
+    found = priced(settings, tmp_path, how).evaluations
+    assert found is not None and found.delta == 1e-3
+    for each in settings:
+        each["delta"] = 1e-6
+    found = priced(settings, tmp_path, how).evaluations
+    assert found is not None and found.delta == 1e-6
+
+
+@pytest.mark.privacy
 def test_a_strategy_without_a_proof_gives_a_selection_its_label(settings, tmp_path):
     assert priced(settings, tmp_path, Selection()).label == ""
     for each in settings:
