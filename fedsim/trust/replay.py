@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fedsim.engine.environment import versions
 from fedsim.errors import ConfigError
+from fedsim.files import read_json
 from fedsim.run import checkpoint, directory, evaluations, ledger
 from fedsim.run.evaluations import Evaluated
 from fedsim.run.signals import terminated
@@ -24,8 +25,8 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
     """Compute the last steps again, or all of them; returns what was found.
 
     Args: whole: from the first step on; else from the last checkpoint but one.
-    Raises: Violated: the bits are others, where packages and host are those of the run. Unknown:
-      something is missing for it, or other bits may have another reason.
+    Raises: Violated: the bits are others, where packages and host are those of the run, from its
+      start to its end. Unknown: something is missing for it, or other bits may have another reason.
     """
     key, _ = evidence.key, evidence.users
     kept = checkpoint.kept(evidence.run_dir)
@@ -53,6 +54,8 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
             what = evidence.plan.algorithm, evidence.privacy, run, evidence.console
             again = train(*what, count=False)  # nothing is released that was not released before
         except ledger.OtherBits as error:
+            if moved := _moved(evidence):
+                raise Unknown(f"cannot tell: other bits than the ledger has, and {moved}") from None
             raise Violated(f"{evidence.run_dir / ledger.FILE}: {error}") from None
         except ConfigError as error:
             raise Unknown(f"cannot be computed again: {error}") from None
@@ -63,7 +66,20 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
         return f"{steps}, give the same bits"
     if why := directory.other_bits(evidence.stored, versions(), again["host"]):
         raise Unknown(f"cannot tell: {steps}, give other bits, and so may {why}")
+    if moved := _moved(evidence):
+        raise Unknown(f"cannot tell: {steps}, give other bits, and {moved}")
     raise Violated(f"{newest}: {steps}, give other parameters")
+
+
+def _moved(evidence: Evidence) -> str:
+    """What says that a run went on where bits may be others; empty if nothing does."""
+    path, started = evidence.run_dir / directory.SUMMARY, evidence.stored.host
+    summary = read_json(path) if path.exists() else {}
+    if (host := summary.get("host", started)) != started:
+        return f"the run went on with another kind of host: {host}, not {started}"
+    if lost := summary.get("lost_steps"):
+        return f"the run went on with another kind of host or other packages, and lost {lost} steps"
+    return ""
 
 
 def _trained(path: Path) -> str:

@@ -14,7 +14,9 @@ from test_verify import (  # noqa: F401
     command,
     copy,
     edit_json,
+    other_gradient,
     other_params,
+    rewrite_ledger,
     texts,
     trained,
     verify,
@@ -72,6 +74,30 @@ def test_other_bits_of_other_packages_are_no_broken_promise(copy, monkeypatch, c
     code, found = verify(capsys, copy, "--replay")
     holds, says = found["replay"]
     assert code == 0 and holds is None and "cannot tell" in says and "jax 0.0.1, not" in says
+
+
+@pytest.mark.parametrize(
+    "released, change, says",
+    [
+        (True, {"host": "EPYC, cpu, 1 threads"}, "another kind of host: EPYC, cpu, 1 threads, not"),
+        (False, {"lost_steps": 2}, "and lost 2 steps"),
+    ],
+)
+def test_other_bits_of_a_run_that_went_on_elsewhere_are_no_broken_promise(
+    released, change, says, copy, capsys
+):
+    """Others than the ledger has, or other parameters at the end."""
+    if released:
+        rewrite_ledger(copy, other_gradient)
+    else:
+        other_params(copy)
+    state = checkpoint.load(checkpoint.latest(copy))
+    state["lost_steps"] = np.asarray(change.get("lost_steps", 0))
+    checkpoint.save(copy, 6, state, ledger.read(copy)[-1]["chain"])
+    edit_json(copy / "summary.json", **change)
+    code, found = verify(capsys, copy, "--replay")
+    holds, found_says = found["replay"]
+    assert code == 0 and holds is None and "cannot tell" in found_says and says in found_says
 
 
 def test_what_cannot_be_computed_again_is_no_broken_promise(copy, monkeypatch, capsys):
