@@ -261,8 +261,8 @@ class Trainer:
     ) -> released.Step | None:
         """What `step` releases, durable.
 
-        Guarantees: a step releases once. One that is run again releases what it did before: the
-          same bits, or what was kept of them, or nothing (None), though it was paid for.
+        Guarantees: a step with noise releases once. One that is run again releases what it did
+          before: the same bits, or what was kept of them, or nothing (None), but is paid for.
         Raises: OtherBits: where the same bits could be had.
         """
         run_dir, sha256 = self.run.run_dir, released.digest(what)
@@ -281,6 +281,8 @@ class Trainer:
         except OtherBits:
             if not self.other_bits:
                 raise
+        if not self.plan.noise_multiplier:  # two gradients without noise give no noise away
+            return what
         before = released.kept(run_dir, step, what.noisy, str(ledger.digest(step)))
         outcome = "what it released is taken, as it was kept" if before else "is left out"
         why = f"was released before with other bits ({self.other_bits})"

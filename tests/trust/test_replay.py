@@ -114,7 +114,7 @@ def params_of(run_dir):
     return checkpoint.load_params(checkpoint.latest(run_dir))
 
 
-def crashed(run_dir, texts, step=5):
+def crashed(run_dir, texts, step=5, **flags):
     """A run that ended after `step` was released and before its checkpoint, for good."""
     record = Ledger.record
 
@@ -126,7 +126,7 @@ def crashed(run_dir, texts, step=5):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "record", last)
         with pytest.raises(SystemExit):
-            main(command(texts, run_dir))
+            main(command(texts, run_dir, **flags))
 
 
 def stopped_again(run_dir, texts, monkeypatch, step, place, name):
@@ -210,6 +210,22 @@ def test_what_was_not_kept_is_left_out_and_paid_for(texts, run_dir, monkeypatch,
     found = json.loads((run_dir / "summary.json").read_text())
     assert (found["steps_done"], found["lost_steps"]) == (6, 2)
     jax.tree.map(np.testing.assert_array_equal, params_of(run_dir), before)
+    assert len(ledger.read(run_dir)) == 1 + 6
+
+
+def test_without_noise_no_step_is_left_out(texts, run_dir, monkeypatch, capsys):
+    """There is nothing to protect: a step that is run again is taken with the bits it has now."""
+    crashed(run_dir, texts, epsilon="inf")
+    before = params_of(run_dir)
+    right = LanguageModelTask.losses
+    monkeypatch.setattr(LanguageModelTask, "losses", lambda self, *args: -right(self, *args))
+    monkeypatch.setattr(directory, "other_bits", lambda *_: "another kind of host")
+    main([*command(texts, run_dir, epsilon="inf"), "--resume"])
+    assert "is left out" not in capsys.readouterr().err
+    found = json.loads((run_dir / "summary.json").read_text())
+    assert (found["steps_done"], found["lost_steps"]) == (6, 0)
+    leaves = zip(jax.tree.leaves(params_of(run_dir)), jax.tree.leaves(before), strict=True)
+    assert any((now != was).any() for now, was in leaves)
     assert len(ledger.read(run_dir)) == 1 + 6
 
 
