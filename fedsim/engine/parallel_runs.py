@@ -52,17 +52,19 @@ class ParallelRuns:
         threads: int = 1,
         devices: int | None = None,
         accelerator: str = "auto",
+        wait_s: float = 0.0,
         cache_dir: Path | None = None,
     ):
         """
         Args:
           at_once: most jobs at a time; None: as many as there is room for.
           threads, devices, accelerator: of a job; as for a run's workers.
+          wait_s: for a node that can hold a job, as where nodes come when they are asked for.
         Raises: ConfigError: the cluster cannot be reached, or has no room for a job.
         """
         self._cluster = Cluster(len(os.sched_getaffinity(0)))
         try:
-            found = placed_in_time(self._cluster, None, threads, devices, accelerator)
+            found = placed_in_time(self._cluster, None, threads, devices, accelerator, wait_s)
         except BaseException:
             self._cluster.close()
             raise

@@ -41,7 +41,7 @@ from fedsim.run.state import REALISED
 from fedsim.tuning import hparams
 
 RUNS, LOGS, BOARD, TABLE = "runs", "logs", "tb", "results"
-GIVEN_BY_SWEEP = {"run_dir", "resume", "engine", "num_workers", "wait_for_workers"}
+GIVEN_BY_SWEEP = {"run_dir", "resume", "engine", "num_workers"}
 COLUMNS = (
     *("epsilon_holds", "delta", "noise_multiplier", "gradient_noise_multiplier", "group_size"),
     *("expected_count", "sampling_prob", "clip_norm", "steps_done", "initial_eval_loss"),
@@ -219,6 +219,7 @@ def _side_by_side(
         threads=max(job.run.engine.threads_per_worker for job in jobs),
         devices=first.engine.devices_per_worker,
         accelerator=first.engine.accelerator,
+        wait_s=first.engine.wait_for_workers,
         cache_dir=cache_dir() / "compiled",
     )
     try:
