@@ -63,5 +63,6 @@ class AdaptiveClip:
         stddev = 2 * self.count_stddev * PER_HALF
         released = noisy_number(within, stddev, rng) / (2 * PER_HALF)
         share = released / self.count + 0.5
-        moved = clip_norm * math.exp(-RATE * (share - self.quantile))
-        return min(max(moved, SMALLEST), LARGEST)
+        farthest = math.log(LARGEST / SMALLEST)
+        change = min(max(-RATE * (share - self.quantile), -farthest), farthest)
+        return min(max(clip_norm * math.exp(change), SMALLEST), LARGEST)

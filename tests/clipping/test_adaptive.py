@@ -86,8 +86,9 @@ def test_the_count_is_released_with_its_noise(rng):
     assert np.std(moved) == pytest.approx(0.2 * clip.count_stddev / 40, rel=0.1)
 
 
-def test_the_norm_stays_where_float32_can_hold_it(rng):
-    clip = AdaptiveClip(0.5, 1, 100.0)
+@pytest.mark.parametrize("noise_multiplier", [100.0, 2000.0])  # by the latter it moves by e^3500
+def test_the_norm_stays_where_float32_can_hold_it(noise_multiplier, rng):
+    clip = AdaptiveClip(0.5, 1, noise_multiplier)
     low, high = SMALLEST, LARGEST
     for _ in range(50):
         low, high = clip.next(low, np.zeros(0), rng), clip.next(high, np.zeros(0), rng)
