@@ -260,7 +260,7 @@ def test_a_run_that_is_stopped_counts_what_it_released(texts, run_dir):
 def test_a_limit_of_held_out_users_is_kept(texts, run_dir, capsys):
     for flags in ({"limit_epsilon": 1.2}, {}):
         if not flags:
-            main(["budget", "--limit-epsilon", "1.2", "--delta", "0.01"])
+            main(["budget", "--limit-epsilon", "1.2", "--delta", "0.001"])
         with pytest.raises(SystemExit) as stop:
             main(arguments(texts, run_dir, **flags))
         assert stop.value.code == 2 and not run_dir.exists()

@@ -213,6 +213,7 @@ def test_a_frozen_worker_is_replaced(ray_cluster, task, rng, params):
 def test_an_answer_that_is_there_is_not_late_however_long_the_driver_was_away(pool, rng, params):
     import ray
 
+    pool.ready()  # one of them may still be starting
     expected = pool.mean_nats(params, "any", np.arange(45))
     before, answer = pool.redispatched, pool.begin_mean_nats(params, "any", np.arange(45))
     flights = list(pool._flights)
