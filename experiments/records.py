@@ -71,8 +71,12 @@ def verdict(held: bool | None, judged: bool = True) -> bool | None:
 
 
 def came_from() -> dict[str, Any]:
-    """The commit that was checked out, whether anything was changed since, and the date."""
-    return {"commit": _git("describe", "--always", "--dirty", "--abbrev=12"), "date": _today()}
+    """The commit that was checked out, whether anything but results was changed since, and the
+    date. Results change while an experiment appends to them."""
+    commit = _git("describe", "--always", "--abbrev=12")
+    beside = f":!{RESULTS.relative_to(HERE)}"
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", beside)
+    return {"commit": f"{commit}-dirty" if changed else commit, "date": _today()}
 
 
 def seeds_of(settings: Any) -> list[int]:

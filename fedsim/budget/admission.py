@@ -24,7 +24,7 @@ from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json, write_json
-from fedsim.plan import calibrate
+from fedsim.plan import Plan
 from fedsim.run import directory
 from fedsim.run import ledger as run_ledger
 from fedsim.run.directory import RECEIPT
@@ -127,14 +127,14 @@ class Applicant:
         with look(self.place) as ledger:
             self._expect_room(ledger, entry)
 
-    def steps_that_fit(self, entry: Entry, planned: Callable[[int], Released], most: int) -> int:
-        """The most steps, up to `most`, that keep every limit. Args: planned: of so many steps."""
+    def steps_that_fit(self, entry: Callable[[int], Entry], most: int) -> int:
+        """The most steps, up to `most`, that keep every limit. Args: entry: of so many steps."""
         with look(self.place) as ledger:
-            known, own = books(ledger, self.ids, self.limit), _own(ledger, entry)
+            known = books(ledger, self.ids, self.limit)
 
             def charge(steps: int) -> Charge:
-                some = dataclasses.replace(own, planned=planned(steps))
-                return Charge(some, some.planned, RUNNING)
+                own = _own(ledger, entry(steps))
+                return Charge(own, own.planned, RUNNING)
 
             return known.steps_that_fit(charge, most)
 
@@ -258,32 +258,36 @@ class Applicant:
 
 
 def shortened(
-    applicant: Applicant, method: ELS | ULS, privacy: PrivacyConfig, before: Phases
+    applicant: Applicant, method: ELS | ULS, privacy: PrivacyConfig, plan: Plan, before: Phases
 ) -> PrivacyConfig:
     """The settings with as many steps as fit, under the noise of all of them, and their epsilon.
 
     Where users take part once in a window of steps, in whole windows.
+    Args: plan: of all steps.
     Raises: ConfigError: not even one fits, or fewer than there are bands.
     """
-    sigma = calibrate(method, privacy)
-    if not sigma or privacy.delta is None:
+    if not plan.noise_multiplier:
         return privacy
-    event = method.event(sigma * (1 - ROOM))
-    window = privacy.num_steps // privacy.participations if privacy.participations else 1
+    event = method.event(plan.noise_multiplier * (1 - ROOM))
+    window = plan.num_steps // plan.participations if plan.participations else 1
 
-    def planned(windows: int) -> list[tuple[Event, int]]:
+    def phases(windows: int) -> list[tuple[Event, int]]:
         return [*before, (event, windows * window)]
 
-    entry = applicant.entry("", planned(1), (0.0, 0.0), "")
-    windows = applicant.steps_that_fit(entry, planned, privacy.num_steps // window)
-    if (most := windows * window) == privacy.num_steps:
+    def entry(windows: int) -> Entry:
+        spent = accounting.epsilon(phases(windows), plan.delta)
+        fewer = dataclasses.replace(plan, num_steps=windows * window, target_epsilon=spent)
+        return applicant.entry("", phases(windows), fewer.slack, "")
+
+    windows = applicant.steps_that_fit(entry, plan.num_steps // window)
+    if (most := windows * window) == plan.num_steps:
         return privacy
     if most == 0:
-        applicant.expect_room(entry)
+        applicant.expect_room(entry(1))
     bands = privacy.bands or 1
     expect("bands", bands, bands <= most, f"at most {most}, the steps that fit")
-    spent = accounting.epsilon(planned(windows), privacy.delta)
-    part = windows if privacy.participations else None
+    spent = accounting.epsilon(phases(windows), plan.delta)
+    part = windows if plan.participations else None
     return dataclasses.replace(privacy, num_steps=most, participations=part, epsilon=spent)
 
 

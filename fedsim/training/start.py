@@ -95,21 +95,27 @@ def train(
             method = method_for(algorithm, completed, opened.data.train, opened.key)
         kind = "train" if plant is None else "audit"
         applicant = Applicant.of(run, opened.data.train, completed.delta, kind)
-        if run.spend_rest and not opened.stored:
-            with unshown(hidden):
-                completed = shortened(applicant, method, completed, before_of(completed))
-            fitting = {name: getattr(completed, name) for name in FITTED}
-            opened.settings = dataclasses.replace(privacy, **fitting)
         workers, task, params = opened.start_engine()
         doubtful: list[str] = []
         if opened.stored:
             plan = _plan_again(opened.stored, opened, method)
         else:
             facts = (num_coordinates(params), non_private, opened.identity.data_seal)
-            evaluations = _evaluations(opened, completed)
-            how = {"unproven": unproven, "trial": trial, "evaluations": evaluations}
+            how = {"unproven": unproven, "trial": trial}
+
+            def plan_of(settings: PrivacyConfig) -> Plan:
+                evaluations = _evaluations(opened, settings)
+                asked = (algorithm, settings, opened.data.train, method, *facts)
+                return make_plan(*asked, **how, evaluations=evaluations)
+
             with console.phase("calibrating the noise"), unshown(hidden):
-                plan = make_plan(algorithm, completed, opened.data.train, method, *facts, **how)
+                plan = plan_of(completed)
+                if run.spend_rest:
+                    completed = shortened(applicant, method, completed, plan, before_of(completed))
+                    plan = plan_of(completed)
+            if run.spend_rest:
+                fitting = {name: getattr(completed, name) for name in FITTED}
+                opened.settings = dataclasses.replace(privacy, **fitting)
             doubtful = doubts(plan, opened.data, default_delta=privacy.delta is None)
         if not hidden:
             _warn(console, doubtful)

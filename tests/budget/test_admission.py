@@ -215,7 +215,11 @@ def test_what_is_only_asked_leaves_no_ledger_behind(place, tmp_path):
     applicant = Applicant(place, PEOPLE, "train", Limit(2 * ONE, DELTA), tmp_path / "a", DELTA)
     entry = applicant.entry("", PLANNED, (0.0, 0.0), "")
     applicant.expect_room(entry)
-    assert applicant.steps_that_fit(entry, lambda steps: [(STEP, steps)], STEPS) == STEPS
+
+    def some(steps):
+        return applicant.entry("", [(STEP, steps)], (0.0, 0.0), "")
+
+    assert applicant.steps_that_fit(some, STEPS) == STEPS
     assert "have spent 0.0 at" in refused(place, tmp_path / "a", limit=Limit(ONE / 2, DELTA))
     assert not place.exists()
 

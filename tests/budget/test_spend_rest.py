@@ -7,11 +7,13 @@ import pytest
 from test_verify import write_texts
 
 from fedsim import accounting
+from fedsim.accounting import Slack
 from fedsim.budget.admission import books
 from fedsim.budget.ledger import Limit, hold, place_of
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
+from fedsim.plan import Plan
 
 LIMIT, DELTA, STEPS = 2.0, 1e-2, 24
 
@@ -64,6 +66,24 @@ def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts,
     assert again["params_sha256"] == summary["params_sha256"]
     with hold(place_of(None)) as ledger:
         known = books(ledger, Dataset.open(texts).train.user_ids(), Limit(LIMIT, DELTA))
+        assert known.total(DELTA).adaptive <= LIMIT
+
+
+@pytest.mark.privacy
+def test_what_fits_leaves_room_for_noise_that_is_not_ideal(texts, tmp_path, monkeypatch):
+    main(arguments(texts, tmp_path / "first", epsilon=1.5))
+    whole = Plan.slack_after
+
+    def large(plan, *steps):
+        """Of correlated noise for very many parameters."""
+        return Slack(3e-3 * plan.num_steps, whole(plan, *steps).delta)
+
+    monkeypatch.setattr(Plan, "slack_after", large)
+    own = {"epsilon": 1.5, "limit-epsilon": LIMIT}
+    main(arguments(texts, tmp_path / "rest", "--spend-rest", **own))
+    with hold(place_of(None)) as ledger:
+        known = books(ledger, Dataset.open(texts).train.user_ids(), Limit(LIMIT, DELTA))
+        assert len(known.charges) == 2 and known.charges[-1].entry.slack[0] > 0.01
         assert known.total(DELTA).adaptive <= LIMIT
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,29 @@ def test_a_record_says_where_it_came_from(name):
     stand_ins = re.findall(r"scotus|reddit_links|allsides_news", json.dumps(record["data"]))
     assert not (stand_ins and record["scale"] == "paper")
     assert "Stack Overflow" not in record["data"] and "CC-News" not in record["data"]
+
+
+def test_rows_that_are_appended_do_not_make_a_commit_dirty(tmp_path, monkeypatch):
+    here = tmp_path / "experiments"
+    files = [tmp_path / "code.py", here / "figure.py", here / "results" / "small" / "rows.jsonl"]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("as committed")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for more in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
+        subprocess.run([*git, *more], cwd=tmp_path, check=True)
+    monkeypatch.setattr(records, "HERE", here)
+    monkeypatch.setattr(records, "RESULTS", here / "results")
+    files[-1].write_text("a row more")
+    records._git.cache_clear()
+    clean = records.came_from()["commit"]
+    assert re.fullmatch(r"[0-9a-f]{12}", clean)
+    for file in files[:-1]:
+        file.write_text("changed")
+        records._git.cache_clear()
+        assert records.came_from()["commit"] == f"{clean}-dirty"
+        file.write_text("as committed")
+    records._git.cache_clear()  # it is this repository's again
 
 
 def test_rows_that_are_written_are_those_that_are_judged(tmp_path):
