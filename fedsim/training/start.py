@@ -101,21 +101,10 @@ def train(
             plan = _plan_again(opened.stored, opened, method)
         else:
             facts = (num_coordinates(params), non_private, opened.identity.data_seal)
-            how = {"unproven": unproven, "trial": trial}
-
-            def plan_of(settings: PrivacyConfig) -> Plan:
-                evaluations = _evaluations(opened, settings)
-                asked = (algorithm, settings, opened.data.train, method, *facts)
-                return make_plan(*asked, **how, evaluations=evaluations)
-
+            known = {"unproven": unproven, "trial": trial}
             with console.phase("calibrating the noise"), unshown(hidden):
-                plan = plan_of(completed)
-                if run.spend_rest:
-                    completed = shortened(applicant, method, completed, plan, before_of(completed))
-                    plan = plan_of(completed)
-            if run.spend_rest:
-                fitting = {name: getattr(completed, name) for name in FITTED}
-                opened.settings = dataclasses.replace(privacy, **fitting)
+                asked = (opened, algorithm, method, applicant, completed, *facts)
+                completed, plan = _new_plan(*asked, **known)
             doubtful = doubts(plan, opened.data, default_delta=privacy.delta is None)
         if not hidden:
             _warn(console, doubtful)
@@ -201,6 +190,34 @@ def _completed(
     expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
     not_covered = outside(run, fresh_model=opened.model is None, own_task=own_task)
     return completed, non_private + not_covered
+
+
+def _new_plan(
+    opened: OpenRun,
+    algorithm: Algorithm,
+    method: ELS | ULS,
+    applicant: Applicant,
+    completed: PrivacyConfig,
+    *facts: Any,
+    **known: Any,
+) -> tuple[PrivacyConfig, Plan]:
+    """The settings and the plan of a run that begins; --spend-rest leaves them the steps that fit.
+
+    Args: facts, known: of `make_plan`.
+    """
+
+    def plan_of(settings: PrivacyConfig) -> Plan:
+        asked = (algorithm, settings, opened.data.train, method, *facts)
+        return make_plan(*asked, **known, evaluations=_evaluations(opened, settings))
+
+    plan = plan_of(completed)
+    if opened.run.spend_rest:
+        fewer = shortened(applicant, method, completed, plan, before_of(completed))
+        if fewer is not completed:
+            completed, plan = fewer, plan_of(fewer)
+        fitting = {name: getattr(completed, name) for name in FITTED}
+        opened.settings = dataclasses.replace(opened.settings, **fitting)
+    return completed, plan
 
 
 def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
