@@ -22,7 +22,16 @@ from matplotlib.figure import Figure
 
 from experiments import synthetic
 from experiments.benchmarks.common import circumstances
-from experiments.records import as_claims, as_written, came_from, seeds_of, short, verdict
+from experiments.records import (
+    as_claims,
+    as_written,
+    came_from,
+    seeds_of,
+    seeds_run,
+    short,
+    trained_at,
+    verdict,
+)
 from experiments.rows import Rows
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data.building.build import build
@@ -253,6 +262,7 @@ def finish(
     run_minutes: float | None = None,
     data: Mapping[str, Any] = NO_FIGURES,
     model: Mapping[str, Any] | None = None,
+    trainings: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write rows (NAME.csv) and figures, say whether the claims held, and write that down with the
     settings, the commit, the date, and what it was run on (NAME.json). `minutes` are this
@@ -263,6 +273,7 @@ def finish(
       always: the claims hold at every scale: AssertionError, after everything was written. Those
         about training that gets somewhere are not judged at the smallest scale.
       data: fingerprints by the data sets' names; model: what was started from, and its size.
+      trainings: the rows that were kept, one of each, where rows are not from this process.
     """
     judged = scale != "smoke" or always
     write_csv(out / f"{name}.csv", rows)
@@ -274,7 +285,9 @@ def finish(
         record["run_minutes"] = run_minutes
     record["claims"] = as_claims(claims, judged)
     record |= {**came_from(), "data": dict(data), "model": model and dict(model)}
-    record["seeds"] = seeds_of(record["settings"])
+    if trained := trained_at(trainings):
+        record["trainings"] = trained
+    record["seeds"] = seeds_run(trainings) or seeds_of(record["settings"])
     record |= circumstances("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "dp-accounting")
     (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     for what, held, numbers in claims:

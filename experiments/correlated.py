@@ -411,6 +411,7 @@ def main() -> None:
             run_minutes=round(sum(row["seconds"] for row in trained) / 60, 1),
             data={settings.data: _fingerprint(settings)},
             model={"source": "tiny", "num_parameters": trained[0]["num_parameters"]},
+            trainings=trained,
         )
 
 

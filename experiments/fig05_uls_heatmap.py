@@ -48,7 +48,10 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         table = np.full((len(groups), len(cohorts)), np.nan)
         for row in own:
             table[groups.index(row["group_size"]), cohorts.index(row["cohort_size"])] = row["loss"]
-        axis.imshow(table, origin="lower", cmap="viridis_r", vmin=limits[0], vmax=limits[1])
+        look = {"cmap": "viridis_r", "vmin": limits[0], "vmax": limits[1]}
+        image = axis.imshow(table, origin="lower", **look)
+        if axis is axes[0, -2]:
+            figure.colorbar(image, ax=axis, label="loss (nats per token)", shrink=0.8)
         for (i, j), loss in np.ndenumerate(table):
             dark = loss > (limits[0] + limits[1]) / 2
             colour = "white" if dark else "black"
@@ -72,7 +75,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         axes[0, -1].errorbar(*values, fmt="-o", capsize=2, **look)
     axes[0, -1].set_xscale("log", base=2)
     axes[0, -1].set(xlabel="group size $G_{ULS}$", ylabel="loss (nats per token)")
-    axes[0, -1].set_title(rf"$\varepsilon$ = {shown[0]['epsilon']:g}")
+    axes[0, -1].set_title(rf"by budget, $\varepsilon$ = {shown[0]['epsilon']:g}")
     axes[0, -1].grid(alpha=0.3)
     axes[0, -1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

@@ -361,6 +361,7 @@ def main() -> None:
         run_minutes=round(sum(row["seconds"] for row in kept(file)) / 60, 1),
         data=checksums(row["case"] for row in table),
         model={"source": "tiny; pre-trained and LoRA: the public starting model of experiments"},
+        trainings=kept(file),
     )
 
 

@@ -18,6 +18,7 @@ command goes on with what is missing.
 
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import math
 import os
@@ -31,7 +32,7 @@ import pyarrow.parquet as pq
 
 from experiments import common
 from experiments.processes import compute
-from experiments.real_model_claims import FIGURES, check, interval
+from experiments.real_model_claims import FIGURES, MODEL, check, interval
 from experiments.records import as_written, came_from
 from experiments.rows import Row, kept, missing
 from fedsim import files
@@ -67,7 +68,7 @@ class Settings:
     """Of each kind."""
     texts_of_user: int = 4
     """Of an attacked user."""
-    model: str = "SmolLM2-135M"
+    model: str = MODEL
     seconds_per_token: float = 0.0126
     """Of a gradient, on one core, for the estimate, with what is measured beside it."""
 
@@ -318,8 +319,26 @@ def main() -> None:
         check(table),
         run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
         data={row["source"]: row["fingerprint"] for row in rows},
-        model={"source": settings.model, "parameters_by_rank": sizes},
+        model={**described(settings), "parameters_by_rank": sizes},
+        trainings=rows,
     )
+
+
+def described(settings: Settings) -> dict[str, Any]:
+    """The model that adapters are added to."""
+    from fedsim.clipping.clip import num_coordinates
+    from fedsim.run.model_source import find_model
+
+    if any(source == "pydocs" for source, _ in settings.sources):
+        return {"source": settings.model}
+    model = find_model(str(model_file()))
+    assert model is not None
+    return {
+        "source": settings.model,
+        "file": model_file().name,
+        "sha256": hashlib.sha256(model_file().read_bytes()).hexdigest(),
+        "num_parameters_without_adapters": num_coordinates(model.params),
+    }
 
 
 if __name__ == "__main__":

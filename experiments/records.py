@@ -14,7 +14,7 @@ import importlib
 import json
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,18 @@ def seeds_of(settings: Any) -> list[int]:
     return []
 
 
+def seeds_run(trainings: Iterable[Mapping[str, Any]]) -> list[int]:
+    """The seeds of trainings that were kept, which may be fewer than the settings'."""
+    return sorted({row["seed"] for row in trainings if "seed" in row})
+
+
+def trained_at(trainings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many there are, of which commits and dates; nothing where rows do not say."""
+    commits = list(dict.fromkeys(row["commit"] for row in trainings if "commit" in row))
+    dates = sorted({row["date"] for row in trainings if "date" in row})
+    return {"number": len(trainings), "commits": commits, "dates": dates} if commits else {}
+
+
 def verdict_table(record: dict[str, Any]) -> str:
     """The verdicts of a record, for a page."""
     head = ["| claim | held? | numbers |", "|---|---|---|"]
@@ -97,6 +109,11 @@ def verdict_table(record: dict[str, Any]) -> str:
     count = model.get("num_parameters")
     size = f", a model of {count:,} parameters" if count else ""
     scale = f"Scale `{record['scale']}`{size}, {record['date']}, commit {record['commit']}."
+    if trained := record.get("trainings"):
+        when = " to ".join(dict.fromkeys((trained["dates"][0], trained["dates"][-1])))
+        at = f"trained {when} at {', '.join(trained['commits'])}"
+        drawn = f"judged and drawn {record['date']} at {record['commit']}"
+        scale = f"Scale `{record['scale']}`{size}; {at}; {drawn}."
     return "\n".join([*head, *rows, "", scale])
 
 

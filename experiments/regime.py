@@ -31,6 +31,7 @@ from experiments.records import as_written, came_from
 from experiments.regime_claims import ALL, FEW, check
 from experiments.regime_plots import FIGURES
 from experiments.rows import Row, Rows, kept, missing
+from fedsim.errors import DataError
 
 NAME, NORMS = "regime", "regime_norms"
 FIRST_COHORT = 32  # of Estimate-and-Double, as in the paper
@@ -338,7 +339,13 @@ def write(
 ) -> None:
     """Records of the norms, and of the trainings that there are."""
     data = {name: each["fingerprint"] for name, each in looks.items()}
+    rows = kept(out / f"{NAME}.jsonl")
     first = next(iter(looks.values()))
+    for row in [*looks.values(), *rows]:
+        own, measured = ((each["model"] or "")[:12] for each in (row, first))
+        if own != measured:
+            expected = f"expected {measured}, at which norms were measured"
+            raise DataError(f"{NAME}.jsonl: model={own}: {expected}")
     model = {name: first[name] for name in ("model", "num_parameters")}
     model = {"source": f"{settings.model}, pre-trained on public text", **model}
     norms = [
@@ -347,7 +354,6 @@ def write(
         for group, (norm, low, high) in each["norms"].items()
     ]
     common.finish(NORMS, scale, out, settings, norms, {}, [], data=data, model=model)
-    rows = kept(out / f"{NAME}.jsonl")
     if not rows:
         return
     table: Rows = as_written(
@@ -364,6 +370,7 @@ def write(
         run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
         data=data,
         model=model,
+        trainings=rows,
     )
 
 

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import common
@@ -36,6 +38,7 @@ def plot_groups(rows: Sequence[Row]) -> Figure:
                 label = "without noise" if math.isinf(epsilon) else rf"$\varepsilon$ = {epsilon:g}"
                 style = STYLES[epsilons.index(epsilon) % len(STYLES)]
                 axis.errorbar(*values, fmt=style, color=shade, capsize=2, label=label)
+                mark_one_seed(axis, series, "group_size", shade)
                 if algorithm == "uls" and not math.isinf(epsilon):
                     for row in series:
                         if row["group_size"] == heuristic_of(row):
@@ -79,6 +82,7 @@ def plot_comparison(rows: Sequence[Row]) -> Figure:
             for row in series:
                 if math.isinf(row["epsilon"]):
                     label = f"{algorithm.upper()} without noise"
+                    label += ", one seed" * (row["seeds"] == 1)
                     axis.axhline(
                         row["loss"], color=colour, linestyle=DASHES[algorithm], label=label
                     )
@@ -115,6 +119,7 @@ def plot_users(rows: Sequence[Row]) -> Figure:
             values = [[row[key] for row in series] for key in ("budget", "loss", "loss_std")]
             colour = common.COLOURS[algorithm]
             axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=algorithm)
+            mark_one_seed(axis, series, "budget", colour)
         whose = f"as if {times} x the users" if times > 1 else "the users there are"
         axis.set_title(rf"{whose}, $\varepsilon$ = {own[0]['epsilon']:g}", fontsize="medium")
         common.log2_axis(axis, [row["budget"] for row in own])
@@ -147,7 +152,7 @@ def plot_heuristics(rows: Sequence[Row]) -> Figure:
     axis.set(xlabel="held-out nats per token above the best group size (numbers: G)")
     axis.margins(y=0.15)
     axis.grid(alpha=0.3)
-    return finished(figure, rows)
+    return finished(figure, rows, "means over seeds")
 
 
 def with_budget(rows: Sequence[Row]) -> Rows:
@@ -156,10 +161,21 @@ def with_budget(rows: Sequence[Row]) -> Rows:
     return [row for row in averaged(rows) if row["times"] == 1 and row["budget"] == most]
 
 
-def finished(figure: Figure, rows: Sequence[Row]) -> Figure:
-    """With a legend, and what there is."""
+def mark_one_seed(axis: Axes, series: Rows, name: str, colour: Any) -> None:
+    """White what has one seed, and so no bars. Args: name: of what is on the horizontal axis."""
+    for row in series:
+        if row["seeds"] == 1:
+            look = {"facecolors": "white", "edgecolors": colour, "s": 30, "zorder": 3}
+            axis.scatter(row[name], row["loss"], label="white: one seed", **look)
+
+
+def finished(
+    figure: Figure, rows: Sequence[Row], what: str = "bars: standard deviation over seeds"
+) -> Figure:
+    """With a legend, what the figure shows, and what is missing."""
     common.legend_below(figure)
-    what = f"{len(rows)} of {rows[0]['planned']} trainings; bars: deviation over seeds"
+    if len(rows) < (planned := rows[0]["planned"]):
+        what += f"; {len(rows)} of {planned} trainings"
     figure.suptitle(what, fontsize="small", color="dimgray")
     return figure
 

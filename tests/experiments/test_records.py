@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments import common, records
+from experiments.rows import kept
 
 ROOT = Path(__file__).parents[2]
 RECORDS = {file.stem: file for file in records.committed()}
@@ -43,7 +44,9 @@ def test_a_record_says_where_it_came_from(name):
     assert set(records.PROVENANCE) <= set(record)
     assert re.fullmatch(r"[0-9a-f]{7,12}(-dirty)?", record["commit"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
-    assert record["seeds"] == records.seeds_of(record["settings"])
+    trainings = kept(file.with_suffix(".jsonl"))
+    assert record["seeds"] == (records.seeds_run(trainings) or records.seeds_of(record["settings"]))
+    assert record.get("trainings", {}) == records.trained_at(trainings)
     assert record["scale"] == ("small" if file.parent.name == "small" else "paper")
     stand_ins = re.findall(r"scotus|reddit_links|allsides_news", json.dumps(record["data"]))
     assert not (stand_ins and record["scale"] == "paper")
@@ -71,6 +74,15 @@ def test_rows_that_are_appended_do_not_make_a_commit_dirty(tmp_path, monkeypatch
         assert records.came_from()["commit"] == f"{clean}-dirty"
         file.write_text("as committed")
     records._git.cache_clear()  # it is this repository's again
+
+
+@pytest.mark.parametrize("name", ["regime", "real_model"])
+def test_rows_of_trainings_are_those_that_were_kept(name):
+    file = RECORDS[name]
+    kept_rows = records.as_written(kept(file.with_suffix(".jsonl")))
+    rows = records.read_rows(file.with_suffix(".csv"))
+    for row, kept_row in zip(rows, kept_rows, strict=True):
+        assert kept_row.items() <= row.items()
 
 
 def test_rows_that_are_written_are_those_that_are_judged(tmp_path):
