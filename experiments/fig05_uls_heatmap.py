@@ -51,7 +51,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         look = {"cmap": "viridis_r", "vmin": limits[0], "vmax": limits[1]}
         image = axis.imshow(table, origin="lower", **look)
         if axis is axes[0, -2]:
-            figure.colorbar(image, ax=axis, label="loss (nats per token)", shrink=0.8)
+            figure.colorbar(image, ax=axis, label="lighter is better", shrink=0.8)
         for (i, j), loss in np.ndenumerate(table):
             dark = loss > (limits[0] + limits[1]) / 2
             colour = "white" if dark else "black"

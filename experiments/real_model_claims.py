@@ -165,7 +165,8 @@ def plot(rows: Sequence[Row]) -> Figure:
             x = np.array([epsilons.index(row["epsilon"]) for row in series]) + 0.06 * number
             look = {"color": common.COLOURS[algorithm.upper()], "capsize": 2, "alpha": 0.9}
             look |= {"fmt": ("-o", "--s", ":^", "-.v", "-d")[number % 5]}
-            label = f"{algorithm.upper()}, G = {series[0]['group_size']}"
+            group = series[0]["group"]
+            label = f"{algorithm.upper()}, G = {group if group > 0 else 'the median user'}"
             loss, std = ([row[key] for row in series] for key in ("loss", "loss_std"))
             above.errorbar(x, np.minimum(loss, most), std, label=label, **look)
             for place, value in zip(x, loss, strict=True):
@@ -181,12 +182,14 @@ def plot(rows: Sequence[Row]) -> Figure:
         for axis in (above, below):
             axis.set_xticks(range(len(epsilons)), [shown(each) for each in epsilons])
             axis.grid(alpha=0.3)
-    axes[0, 0].set(ylabel="held-out loss (nats per token)")
-    axes[1, 0].set(ylabel="area under the attack's ROC curve")
+    axes[0, 0].set(ylabel="held-out loss\n(nats per token)")
+    axes[1, 0].set(ylabel="area under the\nattack's ROC curve")
     common.legend_below(figure)
     rank, planned = rows[0]["rank"], rows[0]["planned"]
     what = f"{MODEL}, adapters of rank {rank}" if rank else "micro"
-    what += "; bars above: standard deviation over seeds, below: 95 % interval over users"
+    what += (
+        f"\nbars above: standard deviation over seeds, below: {CONFIDENCE:.0%} interval over users"
+    )
     what += f"\n{len(rows)} of {planned} trainings" * (len(rows) < planned)
     figure.suptitle(what, fontsize="small", color="dimgray")
     return figure
