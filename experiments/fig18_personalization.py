@@ -221,9 +221,9 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
         (
             f"both algorithms gain alike, within {ALIKE:.0%}",
             all(like),
-            f"in {sum(like)} of {len(like)}; gains differ by up to {most:.4f}, with their errors by "
-            f"{max(apart):.4f}, of {ALIKE * mean:.4f}; by the first test, without the seeds' errors, "
-            f"in {sum(each <= ALIKE * mean for each in first)}, by up to {max(first):.4f}",
+            f"in {sum(like)} of {len(like)}; gains differ by up to {most:.4f}, with their errors "
+            f"by {max(apart):.4f}, of {ALIKE * mean:.4f}; by the first test, without the seeds' "
+            f"errors, in {sum(each <= ALIKE * mean for each in first)}, by up to {max(first):.4f}",
         ),
         (
             "with personalization ULS is at least as good as ELS",
