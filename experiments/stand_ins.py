@@ -69,6 +69,14 @@ class Source:
     sha256: str | None = None
     """Of the rows; see `digest`. None: it depends on the day, or was not made here."""
 
+    @property
+    def checksum(self) -> str:
+        """What there is to hold against what was fetched, and what was built."""
+        of_rows = "none of the rows" if self.sha256 is None else f"{self.sha256} of the rows"
+        if not re.fullmatch(r"[0-9a-f]{40}", self.revision):
+            return of_rows
+        return f"the revision, of what is fetched, by Git; {of_rows}"
+
 
 def speakers(files: Files) -> Iterator[Row]:
     """A court's sentences of three words or more, with who speaks, in which hearing and turn."""
@@ -306,7 +314,7 @@ def main(argv: list[str] | None = None) -> None:
         source = SOURCES[name]
         there = "there" if (given.out / f"{name}.parquet").exists() else "not there"
         print(f"{name} ({there}), in the place of {source.stands_for}")
-        for word in ("where", "revision", "licence", "size"):
+        for word in ("where", "revision", "licence", "size", "checksum"):
             print(f"  {word:9} {getattr(source, word)}")
     if given.name is None or not (given.download or given.copy):
         return

@@ -84,6 +84,7 @@ def test_all_sources_are_named_and_nothing_is_fetched(tmp_path, capsys, monkeypa
     for name, source in SOURCES.items():
         assert f"{name} (not there)" in shown and source.where in shown
         assert source.licence in shown and source.revision in shown
+        assert source.sha256 is None or source.sha256 in shown
     main(["scotus", "--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
