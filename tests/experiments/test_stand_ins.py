@@ -79,6 +79,7 @@ def any_rows(monkeypatch):
 
 def test_all_sources_are_named_and_nothing_is_fetched(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(subprocess, "run", None)  # a download would call it
+    monkeypatch.setattr(stand_ins, "SOURCES", SOURCES)
     main(["--out", str(tmp_path)])
     shown = capsys.readouterr().out
     for name, source in SOURCES.items():
