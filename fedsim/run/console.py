@@ -61,6 +61,11 @@ class Console(Terminal):
             f"{shown}{summary['steps_done']} steps, {summary['gradients_computed']} gradients, "
             f"{summary['wall_seconds']:.0f} s"
         )
+        if found and losses[1] > losses[0]:
+            self.note(
+                "warning: the held-out loss rose: this model is worse than what it started from; "
+                "a smaller --learning-rate, a larger --budget or more steps may do better"
+            )
         self.note(guarantee_line(summary))
         self.note(f"written to {run_dir}; look at it with: tensorboard --logdir {run_dir}/tb")
 

@@ -158,6 +158,12 @@ def test_the_outcome_is_loss_claim_and_place(capsys, tmp_path):
     assert place.endswith(f"tensorboard --logdir {tmp_path}/tb")
 
 
+@pytest.mark.parametrize(("final", "warned"), [(5.6, True), (5.5, False), (math.nan, False)])
+def test_a_model_that_got_worse_is_said_to_be(final, warned, capsys, tmp_path):
+    Console().summary({**SUMMARY, "final_eval_loss": final}, tmp_path)
+    assert any("warning: the held-out loss rose" in line for line in shown(capsys)) == warned
+
+
 def test_a_step_without_a_loss_has_none_in_its_line():
     empty = {name: value for name, value in VALUES.items() if name != "non_private/loss"}
     assert line(empty) == line(VALUES).replace("loss (non-private) 5.25  ", "")
