@@ -10,6 +10,8 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -158,11 +160,15 @@ class Pretrainer:
             checkpoint.Saver(write, state.step) as saver,
             self.console.steps(state.step, last) as show,
         ):
+            first = state.step
             if not state.step:
-                self._evaluate(state, metrics)
+                with self._phase("the first evaluation, lane by lane"):
+                    self._evaluate(state, metrics)
                 state.initial_eval_loss = state.eval_loss
             while state.step < last and not stop.is_set():
-                values = self._step(state, batches)
+                begun = state.step > first
+                with nullcontext() if begun else self._phase("the first step, lane by lane"):
+                    values = self._step(state, batches)
                 metrics.log(state.step, values)
                 self.engine.publish(state.step, values)
                 if state.step % self.eval_every == 0 or state.step == last:
@@ -174,6 +180,12 @@ class Pretrainer:
             saver.save(state.step, vars(state))
         if state.step < last:
             self.console.note(f"stopped after step {state.step}; --resume goes on from there")
+
+    @contextmanager
+    def _phase(self, what: str) -> Iterator[None]:
+        """Say how far it has come: nobody knows how long it takes."""
+        with self.console.phase(what) as phase, self.engine.telling(phase.at):
+            yield
 
     def _step(self, state: State, batches: Batches) -> dict[str, float]:
         started = time.monotonic()

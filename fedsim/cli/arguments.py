@@ -21,6 +21,8 @@ HELP = {"-h", "--help", "--help-all"}
 HINTS = {
     "--delimiter": "; `fedsim data build` has it, and what it builds is read by all commands",
     "--encoding": "; `fedsim data build` has it, and what it builds is read by all commands",
+    "--user": "; did you mean --user-column?",
+    "--text": "; did you mean --text-column?",
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -252,7 +253,7 @@ class Runs:
             print(*lines_of(rows), sep="\n")
             if any(row.get("guarantee") is False for row in rows):
                 print("* no guarantee: see `fedsim verify RUN`")
-            print(f"tensorboard --logdir {place}")
+            print(f"tensorboard --logdir {shlex.quote(str(place))}")
         kept = [{name: to_json(value) for name, value in row.items()} for row in rows]
         return {"directory": str(place), "rows": kept}
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -210,7 +211,7 @@ class Sweep:
             )
         if not self.json:
             print(f"{len(rows)} runs: {self.out / 'results.csv'}")
-            print(f"tensorboard --logdir {self.out / 'tb'}")
+            print(f"tensorboard --logdir {shlex.quote(str(self.out / 'tb'))}")
         return {"out": str(self.out), "rows": rows}
 
     def _selection(self) -> Any:

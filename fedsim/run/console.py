@@ -1,6 +1,7 @@
 """What a person sees of a run: the plan, progress, the outcome. Everything goes to stderr."""
 
 import math
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -67,7 +68,8 @@ class Console(Terminal):
                 "a smaller --learning-rate, a larger --budget or more steps may do better"
             )
         self.note(guarantee_line(summary))
-        self.note(f"written to {run_dir}; look at it with: tensorboard --logdir {run_dir}/tb")
+        board = shlex.quote(f"{run_dir}/tb")
+        self.note(f"written to {run_dir}; look at it with: tensorboard --logdir {board}")
 
 
 def spent(summary: dict[str, Any]) -> float:

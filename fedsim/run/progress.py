@@ -26,6 +26,8 @@ SHOWN = {
 }
 """Metrics of a step by what a person reads, in the order of their worth."""
 BAR, WITH_BAR = 10, 80  # columns: of a bar, and of a terminal that has one
+EVALUATED = "eval/step"
+"""After which step the held-out loss that is shown was computed: a step may end before that."""
 QUIET_S = 10.0  # for so long a log may say nothing of steps
 
 Show = Callable[[int, dict[str, float]], None]
@@ -35,7 +37,9 @@ def items(values: dict[str, float]) -> list[str]:
     """The metrics of a step that have a value, in words."""
     known = {name: values.get(metric) for metric, name in SHOWN.items()}
     there = {n: v for n, v in known.items() if v is not None and not math.isnan(v)}
-    return [f"{name} {value:.4g}" for name, value in there.items()]
+    of_step = f" after step {values[EVALUATED]:g}" if EVALUATED in values else ""
+    of = {SHOWN["eval/loss"]: of_step}
+    return [f"{name} {value:.4g}{of.get(name, '')}" for name, value in there.items()]
 
 
 def line(values: dict[str, float]) -> str:

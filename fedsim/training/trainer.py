@@ -37,6 +37,7 @@ from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
 from fedsim.run.ledger import Ledger, OtherBits, released_epsilon
 from fedsim.run.metrics import Metrics, table
+from fedsim.run.progress import EVALUATED
 from fedsim.run.setup import Plant
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, results, save
@@ -139,7 +140,7 @@ class Trainer:
                 shown = {**values, "eval/loss": state.eval_loss}
                 if self.callback is not None:
                     self.callback(state.step, shown)
-                show(state.step, shown)
+                show(state.step, {**shown, EVALUATED: state.evaluated})
                 finish = self._after(state, metrics, saver)
             if state.step == self.plan.num_steps:
                 finish()

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting.rounding import at_least, at_most
 from fedsim.budget.admission import books
 from fedsim.budget.ledger import BudgetLedger, Entry, Limit, hold
 from fedsim.budget.people import union
@@ -81,7 +81,12 @@ def _found(ledger: BudgetLedger, known: Books, num_users: int, delta: float) -> 
         "epsilon_adaptive": to_json(spent.adaptive),
         "sum_of_epsilons": to_json(spent.added_up),
         "limits": [
-            {"epsilon": each.epsilon, "delta": each.delta, "left": to_json(left(known, each))}
+            {
+                "epsilon": each.epsilon,
+                "delta": each.delta,
+                "left": to_json(left(known, each)),
+                "spent": to_json(known.total(each.delta).adaptive),
+            }
             for each in known.limits
         ],
         "runs": [_row(each, delta) for each in known.charges],
@@ -153,7 +158,8 @@ def sentences(found: dict[str, Any]) -> list[str]:
     """What was spent, and what is left, in words."""
     delta = at_most(found["delta"], ".2e")
     runs, users = len(found["runs"]), f"{found['num_users']:,} users"
-    spent = f"{runs} runs on texts of these {users}: none of them has paid more than epsilon = "
+    of = f"{runs} run{'' if runs == 1 else 's'} on texts of these {users}"
+    spent = f"{of}: none of them has paid more than epsilon = "
     said = [
         f"{spent}{_shown(found['epsilon'])} at delta = {delta}, all runs together "
         f"({_shown(found['sum_of_epsilons'])} if epsilons were added up).",
@@ -161,11 +167,15 @@ def sentences(found: dict[str, Any]) -> list[str]:
         "a limit that was fixed before the first.",
     ]
     for limit in found["limits"]:
-        most = f"epsilon = {_shown(limit['left'])}"
-        said.append(
-            f"The limit is {limit['epsilon']:g} at delta = {at_most(limit['delta'], '.2e')}: a "
-            f"Gaussian mechanism of at most {most} still fits."
-        )
+        at = f"The limit is {limit['epsilon']:g} at delta = {at_most(limit['delta'], '.2e')}"
+        if float(limit["spent"]) > limit["epsilon"]:
+            spent = f"{_shown(limit['spent'])} is spent"
+            said.append(f"{at}, and is broken already: {spent}. No run fits any more.")
+        else:
+            most = f"epsilon = {at_least(float(limit['left']), '.4g')}"
+            said.append(f"{at}: a Gaussian mechanism of at most {most} still fits.")
+    if len(found["limits"]) > 1:
+        said.append("A run has to keep all of these limits: a later one does not lift an earlier.")
     bad = [each for each in found["runs"] if not each["guarantee"]]
     if bad:
         why = f"{bad[0]['run']}: {bad[0]['why_not']}"

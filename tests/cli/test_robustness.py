@@ -202,6 +202,10 @@ SETTINGS = {
     "a command misspelt": (["tran", "uls"], "^command=tran: .* did you mean train.$"),
     "a command of data misspelt": (["data", "biuld", "x"], "^command=biuld: .* did you mean build"),
     "a flag misspelt": ([*train(), "--user-colum", "x"], "^--user-colum: .* mean --user-column.$"),
+    "a flag of the library": (
+        [*train(), "--user", "x"],
+        "^--user: expected a flag of fedsim train; did you mean --user-column.$",
+    ),
     "a flag of others": (
         [*train(), "--delimiter", ";"],
         "^--delimiter: expected a flag of fedsim train; `fedsim data build` has it",

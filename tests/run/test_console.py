@@ -164,6 +164,16 @@ def test_a_model_that_got_worse_is_said_to_be(final, warned, capsys, tmp_path):
     assert any("warning: the held-out loss rose" in line for line in shown(capsys)) == warned
 
 
+def test_a_held_out_loss_says_after_which_step_it_is():
+    assert "  eval loss 5.5 after step 36  " in line({**VALUES, "eval/step": 36})
+    assert "after step" not in line({**VALUES, "eval/step": 0, "eval/loss": math.nan})
+
+
+def test_the_board_of_a_directory_with_spaces_can_be_copied(capsys, tmp_path):
+    Console().summary(SUMMARY, tmp_path / "a run")
+    assert shown(capsys)[-1].endswith(f"tensorboard --logdir '{tmp_path}/a run/tb'")
+
+
 def test_a_step_without_a_loss_has_none_in_its_line():
     empty = {name: value for name, value in VALUES.items() if name != "non_private/loss"}
     assert line(empty) == line(VALUES).replace("loss (non-private) 5.25  ", "")

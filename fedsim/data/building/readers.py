@@ -4,6 +4,7 @@ A file is cut into parts where its format allows it, so that several processes c
 come in the order of the file as checked batches; complaints name the file, the row and the reason.
 """
 
+import contextlib
 import gzip
 import zlib
 from collections import Counter
@@ -128,9 +129,22 @@ class complaints:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if "utf8" in reason.lower().replace("-", ""):
                 reason += OTHER
+            elif (
+                self.part.kind in ("csv", "tsv")
+                and self.part.form == UTF8
+                and _is_utf16(self.part.file)
+            ):
+                reason = f"it is UTF-16{OTHER.replace('latin1', 'utf-16')}"
             raise DataError(
                 f"data={self.part.file}: expected a readable {self.part.kind} file ({reason})"
             ) from error
+
+
+def _is_utf16(file: Path) -> bool:
+    """Whether a file begins with a byte order mark of UTF-16, as tables exported as Unicode do."""
+    with contextlib.suppress(OSError), open(file, "rb") as opened:
+        return opened.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    return False
 
 
 def _small(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:

@@ -63,6 +63,13 @@ def test_a_quotation_without_an_end_is_found_in_any_encoding(tmp_path):
         built(tmp_path / "x.csv", tmp_path, delimiter=";", encoding="latin1")
 
 
+@pytest.mark.parametrize("rows", ["ann,caf\u00e9\nbob,tea\n", ""])
+def test_a_table_in_utf16_is_known_by_its_mark(rows, tmp_path):
+    (tmp_path / "x.csv").write_bytes(f"user_id,text\n{rows}".encode("utf-16"))
+    with pytest.raises(DataError, match="it is UTF-16; .* --encoding utf-16"):
+        built(tmp_path / "x.csv", tmp_path)
+
+
 def of_list(text):
     return [record for _, record in json_records.of_list(io.StringIO(text))]
 
