@@ -156,7 +156,7 @@ def plot(rows: Sequence[Row]) -> Figure:
     for (above, below), name in zip(axes.T, names, strict=True):
         own = [row for row in found if row["source"] == name]
         before, least = own[0]["loss_before"], min(row["loss"] for row in own)
-        most = before + abs(before - least) / 5  # one that diverged would squeeze the others
+        most = before + abs(before - least) / 5  # a cell that diverged is drawn there
         lines = by(
             sorted(own, key=lambda row: row["group_size"]), lambda r: (r["algorithm"], r["group"])
         )
@@ -168,10 +168,11 @@ def plot(rows: Sequence[Row]) -> Figure:
             group = series[0]["group"]
             label = f"{algorithm.upper()}, G = {group if group > 0 else 'the median user'}"
             loss, std = ([row[key] for row in series] for key in ("loss", "loss_std"))
-            above.errorbar(x, np.minimum(loss, most), std, label=label, **look)
+            bars = np.where(np.array(loss) > most, np.nan, std)  # they would squeeze the others
+            above.errorbar(x, np.minimum(loss, most), bars, label=label, **look)
             for place, value in zip(x, loss, strict=True):
                 if value > most:
-                    offset = {"xytext": (-6, -3), "textcoords": "offset points", "ha": "right"}
+                    offset = {"xytext": (-8, -2), "textcoords": "offset points", "ha": "right"}
                     above.annotate(f"{value:.3g}, off the axis", (place, most), size=8, **offset)
             auc = np.array([[row[key] for key in ATTACK] for row in series]).T
             below.errorbar(x, auc[0], np.abs(auc[1:] - auc[0]), **look)
