@@ -1,0 +1,217 @@
+"""Numbers that the documents quote and that follow from computing alone, without any training.
+
+Each row says which page quotes it and what it is of. Tests hold the pages against this table. What
+takes minutes or a training of its own is elsewhere: the audit's table in
+tests/trust/test_audit.py, the story of a budget in tests/budget/test_story.py.
+
+    python -m experiments.table_quoted --scale paper      (a minute; smoke: without bands, seconds)
+"""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from experiments import common
+from experiments.rows import Row, Rows
+
+RUN_STEPS, RUN_DELTA = 500, 1e-6
+"""Of the three runs of docs/budget.md, with q = 0.1 and sigma = 2; trials have other steps."""
+HOW = ("composed by losses", "chosen by looking", "added up")
+QUOTED = (
+    ("350M", "24GiB", 0, "direct:1"),
+    ("350M", "24GiB", 8, "direct:1"),
+    ("1.7B", "24GiB", 0, "layers"),
+    ("1.7B", "24GiB", 8, "direct:1"),
+    ("8B", "24GiB", 0, "twice"),
+    ("8B", "24GiB", 8, "layers"),
+    ("1.7B", "6GiB", 8, "layers"),
+    ("8B", "80GiB", 0, "twice"),
+)
+"""Model, memory of a device, rank of adapters (0: trained whole), strategy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One scale."""
+
+    correlated: tuple[tuple[int, int, int], ...] = ((8_876, 100, 128), (342_477, 2_000, 1_024))
+    """Users, steps, M."""
+    epsilons: tuple[float, ...] = (1.0, 4.0, 8.0)
+    slacks: tuple[tuple[int, int, int], ...] = (
+        (124_000, 500, 8),
+        (5_000_000, 2_000, 24),
+        (350_000_000, 2_000, 8),
+    )
+    """Parameters, steps, bands; at epsilon 4, delta 1e-6, sigma 1.3."""
+    memory: bool = True
+
+
+SETTINGS = {
+    "smoke": Settings(correlated=(), slacks=((124_000, 500, 8),), memory=False),
+    "small": Settings(),
+    "paper": Settings(),
+}
+
+
+def run(settings: Settings) -> Rows:
+    """All of them."""
+    found = [*several_runs(), *evaluations(), *training_loss(), *audits(), *selections()]
+    found += [*correlated(settings), *slacks(settings)]
+    return found + (list(memory()) if settings.memory else [])
+
+
+def row(page: str, what: str, value: float) -> Row:
+    """A number, and the page of docs/ that quotes it."""
+    return {"page": page, "what": what, "value": value}
+
+
+def several_runs() -> Iterator[Row]:
+    """Three equal runs on the same people: added up, as a filter charges them, and composed."""
+    from fedsim import accounting
+    from fedsim.accounting import StepEvent
+    from fedsim.budget.ledger import Entry, Released
+    from fedsim.budget.spending import Charge, total
+
+    phases: Released = [(StepEvent(2.0, 0.1), RUN_STEPS)]
+    yield row("budget.md", "one run", accounting.epsilon(phases, RUN_DELTA))
+    charges = []
+    for number in (1, 2, 3):
+        entry = Entry(number, f"run {number}", "train", "", "all", "", phases, (0.0, 0.0))
+        charges.append(Charge(entry, phases, "released"))
+    found = total(charges, RUN_DELTA, sums=True)
+    yield row("budget.md", "three runs, added up", found.added_up)
+    yield row("budget.md", "three runs, chosen by looking", found.adaptive)
+    yield row("budget.md", "three runs, composed by losses", found.fixed)
+
+
+def evaluations() -> Iterator[Row]:
+    """Noise on the loss of 1,000 held-out users, of one evaluation and of each of eleven."""
+    from fedsim.plan import noise_of
+
+    for count in (1, 11):
+        sigma, _ = noise_of(1.0, 1000**-1.1, count)
+        stddev = sigma * math.log(256) / 2 / 1000
+        yield row("budget.md", f"noise on the loss, {count} evaluations", stddev)
+
+
+def training_loss() -> Iterator[Row]:
+    """Noise on the mean training loss of a step."""
+    from fedsim.clipping.noisy_loss import NoisyLoss
+
+    released = NoisyLoss(bound=6.0, count=1000, noise_multiplier=1.0)
+    stddev = released.stddev * released.bound / 2 / released.count
+    yield row("tuning.md", "noise on the training loss", stddev)
+
+
+def audits() -> Iterator[Row]:
+    """The largest epsilon that guesses of so many coins can refute."""
+    from fedsim.trust import lower_bound
+
+    for canaries in (400, 100):
+        significance = 0.05 / len(lower_bound.options_of(canaries))
+        most = lower_bound.lower_bound(canaries, canaries, canaries, RUN_DELTA, significance)
+        yield row("guarantees.md", f"largest that {canaries} canaries refute", most)
+
+
+def selections() -> Iterator[Row]:
+    """One of ten settings, chosen privately, against all of them released."""
+    from fedsim import accounting
+    from fedsim.accounting import StepEvent
+    from fedsim.accounting.selection import SelectionEvent
+
+    trial = ((StepEvent(2.0, 0.1), 200),)
+    yield row("tuning.md", "one trial", accounting.epsilon(trial, RUN_DELTA))
+    for shape in (0.0, 1.0):
+        event = SelectionEvent((trial,) * 10, mean=10, shape=shape)
+        spent = accounting.epsilon([(event, 1)], RUN_DELTA)
+        yield row("tuning.md", f"the best of ten expected, shape {shape:g}", spent)
+    spent = accounting.epsilon(list(trial) * 10, RUN_DELTA)
+    yield row("tuning.md", "all ten", spent)
+
+
+@dataclasses.dataclass
+class OneTextEach:
+    """Users as samplers see them, with a text each."""
+
+    offsets: np.ndarray
+    num_users: int
+    num_examples: int
+
+
+def correlated(settings: Settings) -> Iterator[Row]:
+    """Predicted error of the best bands, against independent noise at the same epsilon."""
+    from fedsim.config import Algorithm, PrivacyConfig
+    from fedsim.noise.bands import best
+    from fedsim.plan import bands_predicted
+
+    for users, steps, cohort in settings.correlated:
+        people = OneTextEach(np.arange(users + 1), users, users)
+        own = {"delta": users**-1.1, "group_size": 1, "noise": "correlated"}
+        for epsilon in settings.epsilons:
+            privacy = PrivacyConfig(epsilon, steps, cohort, **own)
+            found = bands_predicted(Algorithm.ULS, privacy, people)
+            what = f"{users} users, {steps} steps, {cohort} in each, epsilon {epsilon:g}"
+            yield row("noise.md", what, best(found).error / found[0].error)
+
+
+def slacks(settings: Settings) -> Iterator[Row]:
+    """What is added to epsilon because correlated noise is not ideal."""
+    from fedsim import noise
+    from fedsim.clipping.clip import lattice_bits
+    from fedsim.noise.correlated import strategy
+
+    for parameters, steps, bands in settings.slacks:
+        stddev = 1.3 * 2.0 ** lattice_bits(parameters)
+        errors = strategy(steps, bands, stddev).cell_errors
+        found = noise.slack(parameters * steps, 4.0, 1e-6, errors)
+        what = f"slack, {parameters} parameters, {steps} steps, {bands} bands"
+        yield row("noise.md", what, found.epsilon)
+
+
+def memory() -> Iterator[Row]:
+    """GiB of a device, as `fedsim recommend --device-memory` says them."""
+    words = "recommend --data pydocs --epsilon 4 --num-steps 100 --plan-only --json"
+    words += " --noise independent --sampling poisson"
+    for room in dict.fromkeys(each for _, each, *_ in QUOTED):
+        call = [sys.executable, "-m", "fedsim.cli", *words.split(), "--device-memory", room]
+        said = subprocess.run(call, check=True, capture_output=True, text=True)
+        fits = json.loads(said.stdout)["fits"]
+        for model, asked, rank, strategy in QUOTED:
+            for each in fits:
+                own = (each["model"], each["lora_rank"], each["strategy"])
+                if asked == room and own == (model, rank, strategy):
+                    what = f"{model}, adapters of rank {rank}, {strategy}, {room}"
+                    yield row("accelerators.md", what, each["device_bytes"] / 2**30)
+
+
+def check(rows: Rows) -> common.Claims:
+    """What pages say of these numbers in words."""
+    value = {each["what"]: each["value"] for each in rows}
+    runs = [value[f"three runs, {how}"] for how in HOW]
+    shown = ", ".join(f"{each:.2f}" for each in runs)
+    claims = [
+        (
+            "composed runs cost less than chosen ones, and these less than their sum",
+            runs == sorted(runs),
+            shown,
+        )
+    ]
+    one, *bests, ten = (v for w, v in value.items() if w in ("one trial", "all ten") or "best" in w)
+    shown = ", ".join(f"{each:.2f}" for each in (one, *bests, ten))
+    claims.append(
+        ("the best of ten costs less than all ten", max(bests) < ten and one < min(bests), shown)
+    )
+    ratios = [v for w, v in value.items() if "in each" in w]
+    if ratios:
+        what = "correlated noise is predicted to err less than independent noise"
+        claims.append((what, max(ratios) < 1, ", ".join(f"{each:.2f}" for each in ratios)))
+    return claims
+
+
+if __name__ == "__main__":
+    common.main("table_quoted", __doc__, SETTINGS, run, check)
