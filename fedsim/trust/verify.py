@@ -50,6 +50,7 @@ PREDICTION_TOLERANCE = 1e-3  # relative: strategies are found to less, and matte
 RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # of grids chosen at other steps
 LOOKED_AT = 12  # of the epsilons that were shown on the way; all others lie between these
 SHOWN = ("privacy/", "comparison_only/")
+ELSEWHERE = "; if they are elsewhere now, say so with --data"
 PLANNED = ("num_steps", "participations", "delta", "clip_norm", "adjacency", "clipping", "noise")
 PLANNED += ("bands", "group_size", "group_size_epsilon", "clip_quantile", "loss_bound")
 PLANNED += ("assumed_population",)
@@ -353,23 +354,28 @@ def _data(evidence: Evidence) -> str:
     if evidence.plan.planted is not None:
         raise Unknown("an audit's run: the users it made up beside those of the data are not kept")
     same = key.seal(users.fingerprint) == evidence.plan.data_seal
-    demand(same, f"data={evidence.run.data.source}: other data than the run was started with")
+    where = _where(evidence)
+    demand(same, f"{where}: other data than the run was started with{ELSEWHERE}")
     if how is not None:
         same = held_out is not None and key.seal(held_out.fingerprint) == how.seal
-        demand(same, f"data={evidence.run.data.source}: other held-out users than at the start")
+        demand(same, f"{where}: other held-out users than at the start{ELSEWHERE}")
     found = (users.num_users, users.num_examples)
     planned = (evidence.plan.num_users, evidence.plan.num_examples)
-    demand(
-        found == planned, f"data={evidence.run.data.source}: {found} users, examples, not {planned}"
-    )
+    demand(found == planned, f"{where}: {found} users, examples, not {planned}")
     evidence.users = users
     return f"{users.num_users} users, {users.num_examples} examples, every byte as it was"
+
+
+def _where(evidence: Evidence) -> str:
+    """Where the data were read, whole: what a run calls them depends on where it was started."""
+    source = evidence.run.data.source
+    return f"data={Path(source).absolute() if Path(source).exists() else source}"
 
 
 def _owners(evidence: Evidence) -> str:
     """Nobody is in the pool, or in others' groups, more often than is accounted for."""
     plan, users = evidence.plan, evidence.users
-    where, owners = f"data={evidence.run.data.source}", users.owners
+    where, owners = _where(evidence), users.owners
     if owners is None or plan.shared is None:
         raise Violated(f"{where}: expected texts with several owners")
     method = _method(evidence, evidence.key)

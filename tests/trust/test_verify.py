@@ -253,6 +253,21 @@ def test_other_data_are_named(copy, tmp_path, capsys):
     assert found["draws"] == (None, "needs the data that the run was started with")
 
 
+def test_data_of_the_same_name_in_another_directory_are_named_by_their_whole_path(
+    run_dir, tmp_path, monkeypatch, capsys
+):
+    for name, users in (("here", 39), ("there", 40)):
+        (tmp_path / name).mkdir()
+        write_texts(tmp_path / name / "texts.parquet", users)
+    monkeypatch.chdir(tmp_path / "there")
+    main(command("texts.parquet", run_dir, **{"num-steps": 1}))
+    monkeypatch.chdir(tmp_path / "here")
+    said = verify(capsys, run_dir)[1]["data"][1]
+    assert f"data={tmp_path / 'here' / 'texts.parquet'}: other data than" in said
+    assert said.endswith("say so with --data")
+    assert verify(capsys, run_dir, "--data", tmp_path / "there" / "texts.parquet")[0] == 0
+
+
 def test_another_key_is_one_broken_promise_and_no_other_data(copy, capsys):
     edit_json(copy / "secret.json", secret="00" * 32)
     code, found = verify(capsys, copy)

@@ -72,6 +72,8 @@ def cut(file: Path, columns: Columns, split: str | None = None, form: Form = UTF
             spans = zip(bounds[:-1], bounds[1:], strict=True)
             return [Part(file, low, high, low, split) for low, high in spans]
         if whole.kind in ("csv", "tsv"):
+            if form.encoding == UTF8.encoding and _is_utf16(file):
+                raise ValueError(f"it is UTF-16{OTHER.replace('latin1', 'utf-16')}")
             csv_records.check(file, form)
         if whole.kind == "jsonl" and file.suffix != ".gz":
             return _cut_lines(file, form)
@@ -129,12 +131,6 @@ class complaints:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if "utf8" in reason.lower().replace("-", ""):
                 reason += OTHER
-            elif (
-                self.part.kind in ("csv", "tsv")
-                and self.part.form == UTF8
-                and _is_utf16(self.part.file)
-            ):
-                reason = f"it is UTF-16{OTHER.replace('latin1', 'utf-16')}"
             raise DataError(
                 f"data={self.part.file}: expected a readable {self.part.kind} file ({reason})"
             ) from error

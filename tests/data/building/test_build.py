@@ -355,6 +355,13 @@ BAD_INPUT = [
     # An unclosed quotation would give one user the texts of all who follow.
     ("x.csv", b'user_id,text\nu1,"hello\nu2,world\nu3,foo', "line 2: expected every quotation"),
     ("x.csv", b'user_id,text\nu1,a\nu2,"b\nu3,"c"\n', "line 3: expected every quotation"),
+    (
+        "x.csv",
+        b'user_id,text\nu1,"a\nb"\n\nu2,b, c\n',
+        "line 5: expected 2 columns, as in the first line, found 3 (a text with ',' in it stands",
+    ),
+    ("x.tsv", b"user_id\ttext\nu1\ta\tb\n", "found 3 (a text with a tab in it stands between"),
+    ("x.csv", b"user_id,text\nu1,a\nu2\n", "line 3: expected 2 columns, as in the first line, fo"),
     ("x.parquet", {"user_id": [True], "text": ["x"]}, "strings or integers, got bool"),
     (
         "x.parquet",
@@ -387,7 +394,6 @@ BAD_INPUT = [
     ("x.jsonl.gz", gzip.compress(ALICE * 99, mtime=0)[:-9], "a readable jsonl file"),
     ("x.jsonl", b'{"user_id": "a", "text": ' + b"[" * 10**5, "a readable jsonl file (line 1: "),
     ("x.json", b'[{"user_id": "a", "text": ' + b"[" * 10**5, "readable json file (entry 1: "),
-    ("x.csv", b"user_id,text\na,x,y\n", "a readable csv file"),
     ("x.csv", b"user_id,text\na,\xff\n", "a readable csv file"),
     ("x.csv", b"", "a readable csv file"),
     ("x.txt", b"text", "expected a file ending in .parquet"),
