@@ -61,7 +61,7 @@ SETTINGS = {
 def run(settings: Settings) -> Rows:
     """All of them."""
     found = [*several_runs(), *evaluations(), *training_loss(), *audits(), *selections()]
-    found += [*correlated(settings), *slacks(settings)]
+    found += [*correlated(settings), *slacks(settings), *papers_delta()]
     return found + (list(memory()) if settings.memory else [])
 
 
@@ -171,6 +171,21 @@ def slacks(settings: Settings) -> Iterator[Row]:
         found = noise.slack(parameters * steps, 4.0, 1e-6, errors)
         what = f"slack, {parameters} parameters, {steps} steps, {bands} bands"
         yield row("noise.md", what, found.epsilon)
+
+
+def papers_delta() -> Iterator[Row]:
+    """Noise of ULS or ELS with G = 1, on scotus with the delta of the paper: n^-1.1, n examples."""
+    from fedsim import accounting
+
+    users, delta = 7_014, 1_631_243**-1.1
+    for page, steps, budget, epsilon in (
+        ("figures/fig04_els_group_size.md", 30, 256, 4.0),
+        ("figures/regime.md", 300, 512, 4.0),
+        ("figures/regime.md", 300, 512, 1.0),
+    ):
+        own = {"epsilon": epsilon, "delta": delta, "num_steps": steps}
+        sigma = accounting.noise_multiplier(sampling_prob=budget / users, **own)
+        yield row(page, f"sigma, epsilon {epsilon:g}, {steps} steps of {budget}", sigma)
 
 
 def memory() -> Iterator[Row]:
