@@ -16,6 +16,7 @@ from experiments import (
     regime_claims,
     regime_plots,
     sampling,
+    table_pretraining,
 )
 from fedsim import accounting
 from fedsim.accounting import StepEvent
@@ -331,3 +332,48 @@ def test_the_interval_of_an_attack_holds_its_area():
     inside, outside = rng.integers(0, 4, 30).astype(float), rng.integers(0, 4, 40).astype(float)
     area = real_model_claims.interval(inside, outside)[0]
     assert area == pytest.approx(stats.mannwhitneyu(inside, outside).statistic / (30 * 40))
+
+
+def fine_tuned(losses, seed=0, algorithm="uls", group=1):
+    """Rows of table_pretraining with these losses, by how far the rate is from the rule's."""
+    cell = {"seed": seed, "algorithm": algorithm, "group": group, "group_size": group}
+    cell |= {"seeds_planned": 3, "loss_untrained": 10.0, "loss_before": 6.0}
+    return [
+        {**cell, "power": power, "loss": loss, "learning_rate": 0.01 * 3.0**power}
+        for power, loss in losses.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    "losses, more",
+    [
+        ({-1: 5.9, 0: 5.8, 1: 5.9}, set()),
+        ({-1: 5.9, 0: 5.8, 1: 5.7}, {2}),
+        ({-2: 5.7, -1: 5.6, 0: 5.8, 1: 9.9}, set()),
+        ({-1: 5.9, 0: 5.8, 1: 5.7, 2: 5.6, 3: 5.5}, set()),  # as far as it goes
+        ({-1: 5.9, 0: np.nan, 1: np.inf}, {-2}),
+    ],
+)
+def test_rates_are_tried_until_the_best_is_not_at_the_edge(losses, more):
+    settings = table_pretraining.Settings(*("", 1, 1, 1, 1, 1, 1), groups=(("uls", 1),))
+    asked = {cell.power for cell in table_pretraining.to_tune(settings, fine_tuned(losses))}
+    assert asked - set(losses) == more
+
+
+def test_pretraining_is_judged_by_seeds_on_which_nothing_was_chosen():
+    tuned = fine_tuned({-1: 5.9, 0: 5.5, 1: 5.9}) + fine_tuned({-1: 5.9, 0: 5.5, 1: 5.4}, 0, "els")
+    settings = table_pretraining.Settings(*("", 1, 1, 1, 1, 1, 1), seeds=(0, 1, 2))
+    asked = table_pretraining.to_judge(settings, tuned)
+    assert [(c.seed, c.algorithm, c.power) for c in asked] == [
+        *((1, "els", 1), (1, "uls", 0), (2, "els", 1), (2, "uls", 0)),
+    ]
+    assert [held for _, held, _ in table_pretraining.check(tuned)] == [None]
+
+    def found(els, uls):
+        judged = [fine_tuned({0: uls + s / 100}, s) for s in (1, 2)]
+        judged += [fine_tuned({1: els + s / 100}, s, "els") for s in (1, 2)]
+        return verdicts("table_pretraining", tuned + sum(judged, []))
+
+    assert found(5.5, 5.5) == [True, True, True, False]  # ELS is at the edge of its rates
+    assert found(5.5, 5.7) == [True, True, False, False]
+    assert found(5.5, 6.1) == [True, False, False, False]
