@@ -54,7 +54,7 @@ def complete(
         times = f", times {population / users.num_users:g}"
     delta, group_size = privacy.delta, privacy.group_size
     if delta is None:
-        expect("delta", None, population > 1, "a value: one user gives none")
+        expect("delta", None, population > 1, "a value, since N^-1.1 of one user is 1")
         delta = population**-1.1
         if privacy.adjacency != ZERO_OUT:
             found.append(f"delta={delta:.3g} (N^-1.1 for the N users{times})")

@@ -173,7 +173,10 @@ def sentences(found: dict[str, Any]) -> list[str]:
             said.append(f"{at}, and is broken already: {spent}. No run fits any more.")
         else:
             most = f"epsilon = {at_least(float(limit['left']), '.4g')}"
-            said.append(f"{at}: a Gaussian mechanism of at most {most} still fits.")
+            said.append(
+                f"{at}: {most} is left for one release with Gaussian noise. A training, whose "
+                "losses are not quite Gaussian, may fit only with a little less."
+            )
     if len(found["limits"]) > 1:
         said.append("A run has to keep all of these limits: a later one does not lift an earlier.")
     bad = [each for each in found["runs"] if not each["guarantee"]]

@@ -30,8 +30,8 @@ def test_a_limit_that_is_broken_is_no_limit_that_is_used_up():
         "The limit is 5 at delta = 1.00e-3, and is broken already: 5.318 is spent"
         in said(5.318, 5)[2]
     )
-    assert "of at most epsilon = 3.681 still fits." in said(5.3185, 9)[2]
-    assert "of at most epsilon = 0.0 still fits." in said(5.0, 5)[2]
+    assert ": epsilon = 3.681 is left for one" in said(5.3185, 9)[2]
+    assert ": epsilon = 0.0 is left for one" in said(5.0, 5)[2]
 
 
 def test_a_later_limit_does_not_lift_an_earlier_one():
