@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.data.building import sources
+from fedsim.data.building.columns import Columns, is_blank, normalise
 from fedsim.errors import ConfigError, DataError
 from fedsim.files import cache_dir, is_own_directory
 
@@ -86,13 +88,19 @@ def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
 
 
 def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) -> None:
-    writer = None
+    """Raises: DataError: as `normalise`, or a row that nobody owns. What is refused is not kept."""
+    writer, rows, columns = None, 0, Columns.of(user, text)
     try:
         for batch in batches:
             for field, name in (("user", user), ("text", text)):
                 if name not in batch.schema.names:
                     have = ", ".join(batch.schema.names)
                     raise DataError(f"{field}={name}: no such column, expected one of {have}")
+            unowned = np.flatnonzero(is_blank(normalise(batch, columns, rows)["user_id"]))
+            if len(unowned):
+                found = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
+                raise DataError(f"user={user}: expected a user id in every row; {found}")
+            rows += len(batch)
             table = pa.Table.from_batches([batch]).select([user, text])
             table = table.replace_schema_metadata(None)
             if writer is None:

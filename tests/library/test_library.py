@@ -201,11 +201,21 @@ def test_a_mistake_has_the_words_of_the_command(name, value, posts, files, run_d
         (pd.DataFrame({"who": ["a"], "body": ["b"]}), "user=author: no such column"),
         (pd.DataFrame({"author": [], "body": []}), "data: expected rows, found none"),
         (datasets.DatasetDict(), "data=DatasetDict: expected one of its splits"),
+        (
+            pd.DataFrame({"author": ["a", None, "c"], "body": ["x"] * 3}),
+            "user=author: expected a user id in every row; row 2 has a null or empty one$",
+        ),
+        (
+            pd.DataFrame({"author": [1.5], "body": ["x"]}),
+            "user_column=author: expected text or whole numbers, got 1.5 in row 1",
+        ),
     ],
 )
-def test_data_that_are_none_are_named(data, message, run_dir):
+def test_data_that_are_none_are_named_and_not_kept(data, message, run_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(fedsim.ConfigError, match=f"^{message}"):
         train(data, run_dir)
+    assert not [path for path in tmp_path.rglob("cache/tables/*")]
 
 
 @pytest.mark.parametrize(
