@@ -269,6 +269,7 @@ def train(cell: Cell, settings: Settings) -> Row:
         "noise_multiplier": plan.noise_multiplier,
         "delta": plan.delta,
         "learning_rate": run.learning_rate,
+        "lora_alpha": task.config.lora.alpha if task.config.lora else None,
         "loss_before": before,
         "loss": loss,
         "auc": area,
@@ -304,7 +305,8 @@ def main() -> None:
     for source in dict.fromkeys(cell.source for cell in left):
         opened(source, settings)
     compute(train, left, settings, file, given.minutes, given.processes)
-    rows = [{**row, "planned": len(todo)} for row in kept(file)]
+    # What rows do not say, of before alpha followed the rank, is that of rank 8.
+    rows = [{"lora_alpha": 16.0, **row, "planned": len(todo)} for row in kept(file)]
     if not rows:
         return
     table = as_written(rows)

@@ -72,8 +72,9 @@ class ModelConfig:
     lora_layers: str = "all"
     """Which layers of each block get adapters: all, or some of query,key,value,out,gate,up,down."""
 
-    lora_alpha: float = 16.0
-    """What adapters add is multiplied by alpha / rank. > 0."""
+    lora_alpha: float | None = None
+    """What adapters add is multiplied by alpha / rank. > 0. Default: twice the rank, so that
+    adapters of any rank learn as fast."""
 
     remat: bool = False
     """Compute each block again in the backward pass: on accelerators less memory, more time. Part
@@ -85,7 +86,7 @@ class ModelConfig:
     def __post_init__(self):
         _expect_least(self, lora_rank=0)
         alpha = self.lora_alpha
-        expect("lora_alpha", alpha, 0 < alpha < math.inf, "> 0 and finite")
+        expect("lora_alpha", alpha, alpha is None or 0 < alpha < math.inf, "> 0 and finite")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,8 @@ from fedsim.models.transformer import (
 )
 
 A, B = "_lora_a", "_lora_b"
+SCALE = 2.0
+"""alpha / rank where nothing is said of alpha: it, not alpha, is how fast adapters learn."""
 
 
 def adapted(c: TransformerConfig, rank: int, alpha: float, layers: str) -> TransformerConfig:

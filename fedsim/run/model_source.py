@@ -152,7 +152,8 @@ def make_task(
         task = LanguageModelTask(data, config, local_steps=local)
         params = stacked(model.params, config.num_layers) if layered else model.params
         return FirstState(task, params)
-    config = lora.adapted(config, rank, wanted.lora_alpha, wanted.lora_layers)
+    alpha = lora.SCALE * rank if wanted.lora_alpha is None else wanted.lora_alpha
+    config = lora.adapted(config, rank, alpha, wanted.lora_layers)
     frozen, adapters = model.params, lora.init(config, key)
     if layered or config.num_layers >= DEEP:
         frozen, adapters = (stacked(tree, config.num_layers) for tree in (frozen, adapters))

@@ -34,7 +34,7 @@ from fedsim.tuning.advice import Advice
 
 USED = 0.9  # of a device: the rest is the platform's own
 MOST_DEVICES = 64
-RANK, ALPHA = 8, 16.0  # of the adapters of models other than the run's
+RANK = 8  # of the adapters of models other than the run's
 SHOWN = {
     "params": ("parameters", "frozen"),
     "state": ("optimizer",),
@@ -92,7 +92,7 @@ def fits(
     for name, fields in WELL_KNOWN.items():
         alike = {"max_length": own.max_length, "dtype": own.dtype, "remat": own.remat}
         other = TransformerConfig(**{**alike, **fields})
-        models += [(name, other), (name, lora.adapted(other, RANK, ALPHA, "all"))]
+        models += [(name, other), (name, lora.adapted(other, RANK, lora.SCALE * RANK, "all"))]
     group = advice.group_size if advice.algorithm == Algorithm.ULS else 1
     known = settled(run, Noise(1.0, 1.0, num_steps))
     rule, found = update_rule(known, 1.0), []

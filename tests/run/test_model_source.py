@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 from pretrained_models import command, make_model, make_texts
 
@@ -10,7 +11,7 @@ from fedsim.config import PretrainConfig, run_config
 from fedsim.data.corpora import load
 from fedsim.errors import ConfigError
 from fedsim.run.directory import Identity, StoredRun
-from fedsim.run.model_source import find_model, model_of_run
+from fedsim.run.model_source import find_model, make_task, model_of_run
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,18 @@ def test_a_model_is_trained_whole_on_its_own_tokens(place):
     assert second["initial_eval_loss"] == pytest.approx(found["final_eval_loss"], rel=1e-5)
 
 
-def _leaves(tree):
-    import jax
+@pytest.mark.parametrize("rank, asked, alpha", [(2, None, 4), (8, None, 16), (4, 3.0, 3)])
+def test_adapters_of_any_rank_add_as_much_unless_alpha_is_given(rank, asked, alpha, place):
+    model, texts, _ = place
+    run = run_config(
+        data=str(texts), run_dir="runs/x", model=str(model), lora_rank=rank, lora_alpha=asked
+    )
+    data = load(texts, tokenizer=model / "tokenizer.json", max_length=32)
+    task, _ = make_task(run, find_model(str(model)), data, jax.random.key(0))
+    assert task.config.lora.alpha == alpha
 
+
+def _leaves(tree):
     return jax.tree.leaves(tree)
 
 
