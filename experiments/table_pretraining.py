@@ -70,7 +70,7 @@ class Settings:
     """Of fine-tuning; settings are chosen with the first."""
     made_up: bool = False
     """The texts, and nothing is kept."""
-    seconds_per_gradient: float = 0.1
+    seconds_per_gradient: float = 0.06
     """On one core, for the estimate."""
 
 
