@@ -97,7 +97,7 @@ def test_rows_that_are_appended_do_not_make_a_commit_dirty(tmp_path, monkeypatch
     records._git.cache_clear()  # it is this repository's again
 
 
-@pytest.mark.parametrize("name", ["regime", "real_model"])
+@pytest.mark.parametrize("name", ["regime", "real_model", "table_pretraining"])
 def test_rows_of_trainings_are_those_that_were_kept(name):
     file = RECORDS[name]
     kept_rows = records.as_written(kept(file.with_suffix(".jsonl")))
