@@ -95,6 +95,12 @@ def planned(
     return make_plan(algorithm, privacy, data.train, method, *facts), method
 
 
+def facts_of(plan: Any) -> dict[str, Any]:
+    """What a row says of the plan that it was trained by."""
+    names = ("group_size", "num_users", "num_parameters", "expected_count", "noise_multiplier")
+    return {name: getattr(plan, name) for name in (*names, "delta")}
+
+
 def followed(steps: Iterable[Any], first: Any, emas: Iterable[float]) -> tuple[Any, dict]:
     """(The last parameters, the average of all for each decay) of what `iterates` yields.
 

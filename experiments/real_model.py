@@ -262,12 +262,7 @@ def train(cell: Cell, settings: Settings) -> Row:
     area, low, high = interval(*fell)
     return {
         **dataclasses.asdict(cell),
-        "group_size": plan.group_size,
-        "num_users": plan.num_users,
-        "num_parameters": plan.num_parameters,
-        "expected_count": plan.expected_count,
-        "noise_multiplier": plan.noise_multiplier,
-        "delta": plan.delta,
+        **common.facts_of(plan),
         "learning_rate": run.learning_rate,
         "lora_alpha": task.config.lora.alpha if task.config.lora else None,
         "loss_before": before,

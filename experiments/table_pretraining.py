@@ -140,8 +140,8 @@ def data_of(settings: Settings, directory: Path) -> tuple[Dataset, Dataset]:
     return Dataset.open(public), Dataset.open(private)
 
 
-def pretrained(settings: Settings, directory: Path) -> Path:
-    """The run that fine-tuning starts from."""
+def make_start(settings: Settings, directory: Path) -> None:
+    """Make what is missing of the data and of the run that fine-tuning starts from."""
     from fedsim.pretrain import pretrain
 
     public, _ = data_of(settings, directory)
@@ -161,7 +161,6 @@ def pretrained(settings: Settings, directory: Path) -> Path:
     if not summary.exists() or files.read_json(summary)["steps_done"] < settings.pretrain_steps:
         steps = PretrainConfig(settings.pretrain_steps, settings.batch_size, 8)
         pretrain(steps, run, Console(log_every=10))
-    return run.run_dir
 
 
 @functools.lru_cache(maxsize=1)
@@ -222,12 +221,7 @@ def train(cell: Cell, settings: Settings, directory: Path) -> Row:
     _, averages = common.followed(steps, params, [ema])
     return {
         **dataclasses.asdict(cell),
-        "group_size": plan.group_size,
-        "num_users": plan.num_users,
-        "num_parameters": plan.num_parameters,
-        "expected_count": plan.expected_count,
-        "noise_multiplier": plan.noise_multiplier,
-        "delta": plan.delta,
+        **common.facts_of(plan),
         "learning_rate": rate,
         "loss_untrained": untrained,
         "loss_before": before,
@@ -246,8 +240,8 @@ def to_tune(settings: Settings, rows: Rows) -> list[Cell]:
         losses = of_powers(rows, settings.seeds[0], algorithm, group)
         powers = {-1, 0, 1}
         if powers <= set(losses):
-            best = min(losses, key=losses.__getitem__)
-            powers |= {p for p in (best - 1, best + 1) if abs(p) <= MOST_STEPS}
+            least = min(losses, key=losses.__getitem__)
+            powers |= {p for p in (least - 1, least + 1) if abs(p) <= MOST_STEPS}
         todo += [Cell(settings.seeds[0], algorithm, group, power) for power in sorted(powers)]
     return todo
 
@@ -343,7 +337,7 @@ def main() -> None:
         shutil.rmtree(directory, ignore_errors=True)
     if given.minutes:
         directory.mkdir(parents=True, exist_ok=True)
-        pretrained(settings, directory)
+        make_start(settings, directory)
     fine_tune = functools.partial(train, directory=directory)
     ends_at = time.monotonic() + 60 * given.minutes
     while left := missing(todo(settings, kept(file)), file):
@@ -367,8 +361,7 @@ def write(settings: Settings, out: Path, scale: str, rows: Rows) -> None:
     if not rows:
         return
     for row in rows:
-        same = row["model"] == rows[0]["model"]
-        if not same:
+        if row["model"] != rows[0]["model"]:
             expected = f"expected {rows[0]['model']}, as in the first row"
             raise DataError(f"{NAME}.jsonl: model={row['model']}: {expected}")
     table = as_written([{**row, "seeds_planned": len(settings.seeds)} for row in rows])

@@ -131,7 +131,7 @@ def test_a_page_without_a_record_says_that_its_trainings_are_to_come():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_numbers_of_a_page_are_in_its_record(page):
     _, _, after = page.read_text().partition(records.MARKS[1])
-    after = re.sub(r"^```.*?^```", "", after, flags=re.M | re.S)
+    after = without_code(after)
     measured = [value for name in named(after) | {page.stem} for value in EVERY[name]]
     asked = set(re.findall(QUOTED, after)) - NOT_MEASURED.get(page.name, set())
     assert {number for number in asked if not found(number, measured)} == set()
@@ -140,9 +140,8 @@ def test_numbers_of_a_page_are_in_its_record(page):
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_numbers_of_the_index_and_of_documents_are_in_a_record_that_is_named_beside(page):
     known = NOT_MEASURED.get(page.name, set()) | ELSEWHERE.get(page.name, set())
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     missing = {}
-    for heading, section in sections(text):
+    for heading, section in sections(without_code(page.read_text())):
         asked = set(re.findall(QUOTED, section)) - known
         values = [value for name in named(section) for value in EVERY[name]]
         if lost := {number for number in asked if not found(number, values)}:
@@ -174,6 +173,11 @@ def test_the_index_can_be_read():
     assert max(map(len, own)) <= LONGEST
     model = json.loads(RECORDS["fig06_privacy_loss"].read_text())["model"]
     assert f"{model['num_parameters']:,} parameters" in " ".join(index.splitlines()[:6])
+
+
+def without_code(text: str) -> str:
+    """A page but for its blocks of commands and output."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
 
 
 def sections(text: str) -> list[tuple[str, str]]:
