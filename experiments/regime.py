@@ -9,7 +9,9 @@ Without noise that is the largest rate of the rule. What is claimed of the losse
 regime_claims.py, which was committed before any run.
 
 Rows are appended to regime.jsonl beside the results as they come; the same command goes on with
-what is missing.
+what is missing, also on another machine. Pre-training there may come to other bits, so to another
+starting model: cells that are compared with each other, a block, are all trained from the same
+one. A block that was begun from another model is begun again.
 
     python -m experiments.regime --scale small [--minutes 60] [--processes 1]     (--dry-run: cost)
 """
@@ -19,7 +21,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,16 @@ import numpy as np
 from experiments import common, starting_model
 from experiments.processes import compute
 from experiments.records import as_written, came_from
-from experiments.regime_claims import ALL, FEW, check
+from experiments.regime_claims import ALL, FEW, SEEDS, check
 from experiments.regime_plots import FIGURES
 from experiments.rows import Row, Rows, kept, missing
-from fedsim.errors import DataError
 
 NAME, NORMS = "regime", "regime_norms"
 FIRST_COHORT = 32  # of Estimate-and-Double, as in the paper
 MEASURED = 1_055_488, 32
 """Parameters, and tokens of a text, of which it is known how long a gradient takes."""
+BLOCK = ("data", "seed", "epsilon", "budget", "times")
+"""What cells of a block have in common: they differ in algorithm and group size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,18 +115,27 @@ class Cell:
 
 
 def cells(settings: Settings, looks: Mapping[str, Row]) -> Iterator[Cell]:
-    """All trainings: the cheap ones of the first seed, then the most telling ones.
+    """All trainings: the cheap ones of the first seed, those that claims are judged by, then the
+    other seeds.
 
     Args: looks: a row of `look` for each set of users.
     """
     yield from cells_of_users(settings, looks, settings.seeds_times[:1], settings.small_budget)
-    for seed in settings.seeds:
+    yield from cells_of_seeds(settings, looks, settings.seeds[:SEEDS])
+    for budget in (settings.small_budget, settings.budget):
+        yield from cells_of_users(settings, looks, settings.seeds_times, budget)
+    yield from cells_of_seeds(settings, looks, settings.seeds[SEEDS:])
+
+
+def cells_of_seeds(
+    settings: Settings, looks: Mapping[str, Row], seeds: Sequence[int]
+) -> Iterator[Cell]:
+    """Group sizes of both algorithms, at every epsilon and without noise."""
+    for seed in seeds:
         for epsilon, data in itertools.product((*settings.epsilons, math.inf), settings.data):
             if data == ALL or seed in settings.seeds_few:
                 for algorithm, group in groups(settings, looks[data], epsilon):
                     yield Cell(data, seed, algorithm, epsilon, group, settings.budget)
-    for budget in (settings.small_budget, settings.budget):
-        yield from cells_of_users(settings, looks, settings.seeds_times, budget)
 
 
 def cells_of_users(
@@ -289,7 +301,7 @@ def train(cell: Cell, settings: Settings) -> Row:
         "loss_last": losses[1],
         "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(time.process_time() - used, 1),
-        "model": (model_sha256(model) or "")[:12],
+        "model": short_hash(model_sha256(model)),
         **came_from(),
     }
 
@@ -330,22 +342,75 @@ def main() -> None:
         done = len(todo) - len(missing(todo, file))
         print(cost(todo, done, settings, num_parameters))
         return
-    compute(train, missing(todo, file), settings, file, given.minutes, given.processes)
-    write(settings, out, given.scale, looks, len(todo))
+    if given.minutes:
+        model = model_of(settings)
+        left = to_train(todo, kept(file), model)
+        compute(train, left, settings, file, given.minutes, given.processes)
+    write(settings, out, given.scale, looks, todo)
+
+
+def model_of(settings: Settings) -> str:
+    """What rows call the starting model of this machine, which is made if need be."""
+    from fedsim.run.model_source import model_sha256
+
+    return short_hash(model_sha256(opened(settings.data[0], settings)[1]))
+
+
+def short_hash(sha256: str | None) -> str:
+    """As rows have it; nothing of a fresh model."""
+    return (sha256 or "")[:12]
+
+
+def by_block(cells: Iterable[Cell]) -> dict[tuple, list[Cell]]:
+    """Cells that are compared with each other, in order."""
+    found: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(tuple(getattr(cell, name) for name in BLOCK), []).append(cell)
+    return found
+
+
+def trained_from(block: Sequence[Cell], rows: Rows) -> str | None:
+    """The starting model of most of a block's rows, of equals the first; None: it has none."""
+    own = [row for row in rows if any(is_of(row, cell) for cell in block)]
+    models = [row["model"] for row in own]
+    return max(dict.fromkeys(models), key=models.count, default=None)
+
+
+def is_of(row: Row, cell: Cell) -> bool:
+    """Whether it is what came of the cell."""
+    return dataclasses.asdict(cell).items() <= row.items()
+
+
+def to_train(todo: Iterable[Cell], rows: Rows, model: str) -> list[Cell]:
+    """The cells that have no row from the model of their block: which is this machine's, unless
+    the block is whole."""
+    todo, left = list(todo), set()
+    for block in by_block(todo).values():
+        for of in dict.fromkeys((trained_from(block, rows), model)):
+            found = [c for c in block if not any(is_of(r, c) and r["model"] == of for r in rows)]
+            if not found:
+                break
+        left.update(found)
+    return [cell for cell in todo if cell in left]
+
+
+def that_count(rows: Rows, todo: Iterable[Cell]) -> list[bool]:
+    """Whether each row does: it is of a planned cell, and from the model of its block."""
+    model_of_cell = {
+        cell: trained_from(block, rows) for block in by_block(todo).values() for cell in block
+    }
+    names = [field.name for field in dataclasses.fields(Cell)]
+    each = (Cell(**{name: row[name] for name in names}) for row in rows)
+    return [row["model"] == model_of_cell.get(cell) for row, cell in zip(rows, each, strict=True)]
 
 
 def write(
-    settings: Settings, out: Path, scale: str, looks: Mapping[str, Row], planned: int
+    settings: Settings, out: Path, scale: str, looks: Mapping[str, Row], todo: Sequence[Cell]
 ) -> None:
     """Records of the norms, and of the trainings that there are."""
     data = {name: each["fingerprint"] for name, each in looks.items()}
     rows = kept(out / f"{NAME}.jsonl")
     first = next(iter(looks.values()))
-    for row in [*looks.values(), *rows]:
-        own, measured = ((each["model"] or "")[:12] for each in (row, first))
-        if own != measured:
-            expected = f"expected {measured}, at which norms were measured"
-            raise DataError(f"{NAME}.jsonl: model={own}: {expected}")
     model = {name: first[name] for name in ("model", "num_parameters")}
     model = {"source": f"{settings.model}, pre-trained on public text", **model}
     norms = [
@@ -357,7 +422,10 @@ def write(
     if not rows:
         return
     table: Rows = as_written(
-        [{**row, **chosen(settings, looks, row), "planned": planned} for row in rows]
+        [
+            {**row, **chosen(settings, looks, row), "counts": counts, "planned": len(todo)}
+            for row, counts in zip(rows, that_count(rows, todo), strict=True)
+        ]
     )
     common.finish(
         NAME,
@@ -369,7 +437,7 @@ def write(
         check(table),
         run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
         data=data,
-        model=model,
+        model={**model, "trained_from": list(dict.fromkeys(row["model"] for row in rows))},
         trainings=rows,
     )
 

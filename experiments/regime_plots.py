@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import common
-from experiments.regime_claims import averaged, heuristic_of
+from experiments.regime_claims import averaged, heuristic_of, that_count
 from experiments.rows import Row, Rows, by
 
 STYLES = ("-o", "--s", ":^")
@@ -174,8 +174,8 @@ def finished(
 ) -> Figure:
     """With a legend, what the figure shows, and what is missing."""
     common.legend_below(figure)
-    if len(rows) < (planned := rows[0]["planned"]):
-        what += f"; {len(rows)} of {planned} trainings"
+    if (number := len(that_count(rows))) < (planned := rows[0]["planned"]):
+        what += f"; {number} of {planned} trainings"
     figure.suptitle(what, fontsize="small", color="dimgray")
     return figure
 

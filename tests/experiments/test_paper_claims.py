@@ -224,7 +224,8 @@ def regime(loss, seeds=2, users=(regime_claims.ALL, regime_claims.FEW)):
     return [
         {
             **{"data": data, "algorithm": algorithm, "epsilon": epsilon, "group_size": group},
-            **{"budget": budget, "times": times, "seed": seed, "median_examples": 154},
+            **{"budget": budget, "times": times, "seed": seed, "counts": True},
+            "median_examples": 154,
             **{"heuristic_group_size": 1 if data == regime_claims.ALL else 16, "planned": 128},
             "expected_count": budget if algorithm == "els" else budget // group,
             "loss_before": 5.0,
