@@ -31,6 +31,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import common
+from experiments.records import came_from
 from experiments.rows import by, kept, missing
 from fedsim import accounting, engine
 from fedsim.clipping import Clip
@@ -183,6 +184,7 @@ def attack(cell: Cell, settings: Settings) -> dict[str, Any]:
         **{"correct": alone.correct, "most_expected": alone.most_expected},
         "noise_at_most": of_noise.noise_multiplier,
         "seconds": round(time.monotonic() - started, 1),
+        **came_from(),
     }
 
 
@@ -310,7 +312,12 @@ def main() -> None:
     run(settings, file, given.minutes)
     found = kept(file)
     rows, minutes = table(found), round(sum(row["seconds"] for row in found) / 60, 1)
-    own = {"figures": {"audits": plot(rows)}, "claims": check(rows), "run_minutes": minutes}
+    own = {
+        "figures": {"audits": plot(rows)},
+        "claims": check(rows),
+        "run_minutes": minutes,
+        "trainings": found,
+    }
     common.finish("audits", given.scale, out, settings, rows, **own)
 
 

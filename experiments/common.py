@@ -3,6 +3,7 @@
 import argparse
 import csv
 import dataclasses
+import hashlib
 import json
 import sys
 import tempfile
@@ -184,9 +185,15 @@ def main(
     *,
     always: bool = True,
     data: Callable[[Any], Mapping[str, Any]] | None = None,
+    model: Callable[[Any, Rows], Mapping[str, Any]] | None = None,
 ) -> None:
     """An experiment, from its command line to its files; those that fine-tune language models have
-    their own (finetuning.py). Args: always: see finish; data: what it was run on, of the settings.
+    their own (finetuning.py).
+
+    Args:
+      always: see finish.
+      data: what it was run on, of the settings.
+      model: what was trained, and its size, of the settings and the rows.
     """
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
@@ -203,8 +210,9 @@ def main(
         return
     rows = as_written(run(own))
     drawn = {file: draw(rows) for file, draw in figures.items()}
-    out, on = out_of(arguments), data(own) if data else {}
-    finish(name, arguments.scale, out, own, rows, drawn, check(rows), always=always, data=on)
+    origins = {"data": data(own) if data else {}, "model": model(own, rows) if model else None}
+    out = out_of(arguments)
+    finish(name, arguments.scale, out, own, rows, drawn, check(rows), always=always, **origins)
 
 
 def last_time(name: str, scale: str) -> str:
@@ -309,6 +317,15 @@ def shared(name: str) -> Path:
         remedy = "python -m experiments.stand_ins says where it comes from"
         raise DataError(f"{file} is not there: {remedy}")
     return file
+
+
+def files_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The files of real data and their checksums, for a record; nothing where there are none."""
+    found = {}
+    for name in names if SHARED.is_dir() else ():
+        file = shared(STAND_INS[name][1] if name in STAND_INS else name)
+        found[name] = {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return found
 
 
 def prepare(name: str, directory: Path, **options: Any) -> Dataset:

@@ -26,6 +26,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import common
+from experiments.records import came_from
 from experiments.rows import Rows, by, kept, missing
 from fedsim.data import corpora
 
@@ -286,6 +287,7 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
         "before": before,
         "loss": headline(evaluate(engine, params, data, settings.eval_examples)),
         "seconds": round(time.monotonic() - started, 1),
+        **came_from(),
     }
 
 

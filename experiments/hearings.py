@@ -26,8 +26,11 @@ from experiments import common
 from experiments.rows import Row, Rows
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.data.building.build import build
+from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.training import train
+
+SOURCE = "scotus"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +74,7 @@ def made_up() -> pa.Table:
 
 def real(every: int) -> pa.Table:
     """One in so many hearings of the court."""
-    table = pq.read_table(common.shared("scotus"))
+    table = pq.read_table(common.shared(SOURCE))
     docs = pa.array(sorted(pc.unique(table["doc"]).to_pylist())[::every])  # pyright: ignore
     return table.filter(pc.is_in(table["doc"], docs))  # pyright: ignore
 
@@ -127,6 +130,7 @@ def _trained(
         "texts": summary["num_examples"],
         "texts_left_out": shared["left_out"],
         "units": summary["num_units"],
+        "num_parameters": directory.load(run_dir).plan.num_parameters,
         "noise_multiplier": summary["noise_multiplier"],
         "noise_per_step": summary["noise_multiplier"] / summary["expected_count"],
         "loss_before": summary["initial_eval_loss"],
@@ -205,4 +209,12 @@ def _used(row: Row) -> float:
 
 
 if __name__ == "__main__":
-    common.main("hearings", __doc__, SETTINGS, run, check, {"hearings": plot}, always=False)
+    common.main(
+        *("hearings", __doc__, SETTINGS, run, check, {"hearings": plot}),
+        always=False,
+        data=lambda own: common.files_of([SOURCE] if own.every else []),
+        model=lambda own, rows: {
+            "source": f"{own.model}, fresh",
+            "num_parameters": rows[0]["num_parameters"],
+        },
+    )

@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 from experiments import common
 from experiments.processes import compute
-from experiments.records import as_written
+from experiments.records import as_written, came_from
 from experiments.rows import Row, Rows, by, kept, missing
 from experiments.screens import (
     AVERAGES,
@@ -164,6 +164,7 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
         "losses": losses,
         **({"rate": run.learning_rate, "released": losses[f"ema {run.ema}"]} if by_rule else {}),
         "seconds": round(time.monotonic() - started, 1),
+        **came_from(),
     }
 
 
@@ -332,6 +333,9 @@ def came_to(row: Row) -> float:
     return row[f"ema {1 - AVERAGED / row['num_steps']:g}"]
 
 
+STARTS = "tiny; pre-trained and LoRA: the public starting model of experiments; SmolLM2-135M"
+
+
 @common.mistakes()
 def main() -> None:
     """Train what is missing, and write what was found."""
@@ -348,7 +352,8 @@ def main() -> None:
     absent = () if "SMOLLM2_GGUF" in os.environ else SMOLLM2
     todo = [cell for cell in missing(cells(settings), file) if cell.case not in absent]
     compute(train, todo, settings, file, given.minutes, given.processes)
-    table = best(kept(file))
+    rows = kept(file)
+    table, sizes = best(rows), {row["case"]: row["num_parameters"] for row in rows}
     figures, claims = {"optimizers": plot(list(table))}, check(as_written(table))
     common.finish(
         "optimizers",
@@ -358,10 +363,10 @@ def main() -> None:
         table,
         figures,
         claims,
-        run_minutes=round(sum(row["seconds"] for row in kept(file)) / 60, 1),
+        run_minutes=round(sum(row["seconds"] for row in rows) / 60, 1),
         data=checksums(row["case"] for row in table),
-        model={"source": "tiny; pre-trained and LoRA: the public starting model of experiments"},
-        trainings=kept(file),
+        model={"source": STARTS, "parameters_by_case": sizes},
+        trainings=rows,
     )
 
 

@@ -27,6 +27,8 @@ STAGES = ("examples", "deduplicated", "deduplicated_and_url_filtered")
 DUPLICATES = 1 - C4.paper["deduplicated"] / C4.paper["examples"]
 KNOWN_URLS = (C4.paper["deduplicated"] - C4.paper[STAGES[2]]) / C4.paper["examples"]
 WORDS = 150
+SOURCE = "debian_desc"
+"""What stands in for C4."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +85,9 @@ def run(settings: Settings) -> list[dict[str, Any]]:
         rows += [{"dataset": "planted", **planted}, {"dataset": "planted, found", **found}]
         if settings.against and common.SHARED.is_dir():
             against = [common.shared(name) for name in settings.against]
-            source = common.shared("debian_desc")
+            source = common.shared(SOURCE)
             found = screened(source, directory / "debian", against, user_column="user_id")
-            rows.append({"dataset": "debian_desc", **found})
+            rows.append({"dataset": SOURCE, **found})
     return rows
 
 
@@ -104,12 +106,17 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
         ),
         ("URLs are found", urls == 0, f"all but {urls}"),
     ]
-    if "debian_desc" in by_name:
-        left = by_name["debian_desc"]
+    if SOURCE in by_name:
+        left = by_name[SOURCE]
         stay, all_ = left[STAGES[2]], left["examples"]
         claims.append(("other texts stay", stay >= 0.98 * all_, f"{stay:,} of {all_:,}"))
     return claims
 
 
+def data(settings: Settings) -> dict[str, dict[str, str]]:
+    """The real files that it looks at."""
+    return common.files_of((SOURCE, *settings.against) if settings.against else ())
+
+
 if __name__ == "__main__":
-    common.main("table2_c4", __doc__, SETTINGS, run, check)
+    common.main("table2_c4", __doc__, SETTINGS, run, check, data=data)
