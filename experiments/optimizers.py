@@ -160,6 +160,7 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
         "num_parameters": plan.num_parameters,
         "num_users": plan.num_users,
         "noise_multiplier": plan.noise_multiplier,
+        "fingerprint": data.train.fingerprint[:12],
         "before": before,
         "losses": losses,
         **({"rate": run.learning_rate, "released": losses[f"ema {run.ema}"]} if by_rule else {}),

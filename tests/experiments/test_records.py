@@ -39,6 +39,7 @@ ELSEWHERE = {
         *("1.23", "1.20", "2.43", "2.25", "3.18"),
     },
 }
+WITHOUT_SIZE = {"hearings"}
 CELL = ("data", "source", "rank", "algorithm", "epsilon", "group", "group_size", "budget", "times")
 LONGEST = 600  # characters of a row of the index
 NUMBER = r"(?<![\w.,/-])(?!\d{4}\.\d{5}\b)\d+\.\d{%d,}(?![\w.]*\d)"
@@ -72,6 +73,11 @@ def test_a_record_says_where_it_came_from(name):
     stand_ins = re.findall(r"scotus|reddit_links|allsides_news", json.dumps(record["data"]))
     assert not (stand_ins and record["scale"] == "paper")
     assert "Stack Overflow" not in record["data"] and "CC-News" not in record["data"]
+    of_files = [each for each in record["data"].values() if isinstance(each, dict)]
+    assert all(re.fullmatch(r"[0-9a-f]{64}", each["sha256"]) for each in of_files)
+    if record["model"] is not None and name not in WITHOUT_SIZE:
+        sizes = [size for key, size in record["model"].items() if "parameters" in key]
+        assert sizes and all(sizes), record["model"]
 
 
 def test_rows_that_are_appended_do_not_make_a_commit_dirty(tmp_path, monkeypatch):
