@@ -10,7 +10,8 @@ as if it had ten times the users. Losses are test losses (Stack Overflow's later
 reserved ones); the learning rate is tuned in every cell by the first seed, on held-out users where
 there are any. At `small`, 30 steps and two seeds.
 
-Beyond the paper, on Stack Overflow: ULS with four local steps (DP-FedAvg), each over a quarter of a
+Beyond the paper: ELS with other group sizes than the median user's, of which the best is a line of
+its own. On Stack Overflow: ULS with four local steps (DP-FedAvg), each over a quarter of a
 user's examples of a step, so with at least four of these, and a cohort of a quarter of the budget
 where ULS itself takes one example of each user; the same gradients, hence the same budget and the
 same epsilon. The rate of the local steps is tuned, at the middle epsilon and budget.
@@ -35,7 +36,8 @@ from experiments.testing import with_test_losses
 
 SETTINGS = finetuning.COMPARISONS
 LOCAL_STEPS, LOCAL = 4, "ULS, local steps"
-COLOURS = {**common.COLOURS, LOCAL: "tab:green"}
+BEST = "ELS, best group"
+COLOURS = {**common.COLOURS, LOCAL: "tab:green", BEST: "tab:cyan"}
 
 
 def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> list[dict[str, Any]]:
@@ -44,14 +46,42 @@ def run(settings: finetuning.Comparison, arguments: finetuning.Arguments) -> lis
     cells = [{**cell, "local_steps": 1, "local_learning_rate": None} for cell in found]
     cells += without_noise(cells)
     cells += with_local_steps(found, settings, arguments)
+    first = len(cells)
+    cells += with_other_groups(cells, settings.els_groups)
     rows = finetuning.tuned_losses(cells, settings.training, arguments)
-    return with_test_losses(rows, settings.training, arguments)
+    rows = with_test_losses(rows, settings.training, arguments)
+    return [{**row, "other_group": number >= first} for number, row in enumerate(rows)]
+
+
+def with_other_groups(
+    cells: Sequence[dict[str, Any]], groups: Sequence[int]
+) -> list[dict[str, Any]]:
+    """ELS with these group sizes in the place of the median user's."""
+    return [
+        {**cell, "group_size": group}
+        for cell in cells
+        for group in groups
+        if (cell["algorithm"], cell["epsilon"] < math.inf) == ("els", True)
+        and group != cell.get("group_size")
+    ]
 
 
 def without_noise(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The cells of the largest epsilon at an infinite one, with the groups that they have there."""
     most = max(cell["epsilon"] for cell in cells)
     return [{**cell, "epsilon": math.inf} for cell in cells if cell["epsilon"] == most]
+
+
+def by_heuristics(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the group sizes that the paper's heuristics say. Rows that do not say are."""
+    return [row for row in rows if not row.get("other_group")]
+
+
+def best_els(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """ELS with the best group size of each cell; nothing where one alone was trained."""
+    own = [row for row in rows if row["algorithm"] == "els" and not math.isinf(row["epsilon"])]
+    cells = by(own, lambda row: (row["dataset"], row["epsilon"], row["budget"])).values()
+    return [min(each, key=lambda row: row["loss"]) for each in cells if len(each) > 1]
 
 
 def with_local_steps(
@@ -89,11 +119,15 @@ def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "
     label = {"epsilon": r"$\varepsilon$", "budget": "$B$"}
     for (name, column), own in by(rows, lambda r: (r["dataset"], r[across])).items():
         axis = axes[names.index(name), columns.index(column)]
-        for algorithm, series in by(own, _curve).items():
+        curves = by(by_heuristics(own), _curve)
+        for label_of, series in (*curves.items(), (BEST, best_els(own))):
+            if not series:
+                continue
             series = sorted(series, key=lambda row: row[along])
             values = [[row[key] for row in series] for key in (along, "loss", "loss_std")]
-            look = {"color": COLOURS[algorithm], "label": algorithm}
-            axis.errorbar(*values, fmt="-o", capsize=2, **look)
+            look = {"color": COLOURS[label_of], "label": label_of}
+            style = "--d" if label_of == BEST else "-o"
+            axis.errorbar(*values, fmt=style, capsize=2, **look)
         axis.axhline(own[0]["loss_before"], color="black", linestyle=":", label="pre-trained")
         for row in bounds if along == "epsilon" else ():
             if (row["dataset"], row["budget"]) == (name, column):
@@ -118,6 +152,7 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
     """The paper's claims, by data set; a difference counts beyond what the seeds explain."""
     assert all(np.isfinite(row["loss"]) for row in rows)
     rows = [row for row in rows if not math.isinf(row["epsilon"])]
+    best, rows = best_els(rows), by_heuristics(rows)
     claims = []
     plain = [row for row in rows if row["local_steps"] == 1]
     for name, own in by(plain, lambda row: row["dataset"]).items():
@@ -141,8 +176,23 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
         what = f"{name}: fine-tuning improves on the pre-trained model"
         numbers = f"in {sum(better)} of {len(own)} settings, by {np.mean(gains):.4f} on average"
         claims.append((what, all(better), numbers))
+        if tuned := [row for row in best if row["dataset"] == name]:
+            claims.append(_against_best(name, pairs, tuned, noise))
     claims.append(_local([row for row in rows if stands_for(row["dataset"]) == STACK_OVERFLOW]))
     return [*claims, *rates_inside(rows)]
+
+
+def _against_best(name, pairs, best, noise):
+    """ULS by its heuristic against ELS with the best group of each cell, chosen by these losses."""
+    at = {(row["epsilon"], row["budget"]): row for row in best}
+    leads = [at[uls["epsilon"], uls["budget"]]["loss"] - uls["loss"] for _, uls in pairs]
+    good = sum(lead >= -noise for lead in leads)
+    groups = ", ".join(map(str, sorted({row["group_size"] for row in best})))
+    numbers = f"in {good} of {len(leads)} settings, better in {sum(x > noise for x in leads)}; "
+    numbers += f"ahead by {min(leads):.4f} to {max(leads):.4f}, seeds explain {noise:.4f}; "
+    numbers += f"G_ELS {groups}"
+    what = f"{name}, beyond the paper: ULS is at least as good as ELS with its best group"
+    return what, good == len(leads), numbers
 
 
 def _local(rows):

@@ -133,6 +133,8 @@ class Comparison:
     budgets: tuple[int, ...]
     local_learning_rates: tuple[float, ...] = (0.001, 0.01, 0.1)
     """Of users' own steps, beyond the paper."""
+    els_groups: tuple[int, ...] = (1, 8)
+    """Of ELS beside the median user's, beyond the paper."""
 
 
 COMPARISONS = {

@@ -144,6 +144,27 @@ def test_figure_6_draws_training_without_noise_and_does_not_judge_it():
         plt.close(figure)
 
 
+def test_figure_6_judges_the_median_user_s_group_and_says_what_the_best_one_changes():
+    rows = trade_off(lambda b, e: 4.5, lambda b, e: 4.4 - b / 1000 - 0.05 / e, local=3.8)
+    found = fig06_privacy_loss.with_other_groups(rows, (1, 8))
+    assert {(row["algorithm"], row["group_size"]) for row in found} == {("els", 8)}
+    assert len(found) == 6 and not fig06_privacy_loss.best_els(rows)
+
+    def judged(loss):
+        others = [{**row, "loss": loss, "other_group": True} for row in found]
+        held = fig06_privacy_loss.check([*rows, *others])
+        plt.close(fig06_privacy_loss.plot([*rows, *others]))
+        return [bool(each) for what, each, _ in held if "best group" in what], len(held)
+
+    assert judged(4.6) == ([True], 6)
+    assert judged(4.3) == ([False], 6)  # ahead of ULS where its budget is small
+    others = [{**row, "loss": 0.0, "other_group": True} for row in found]
+    changed = verdicts("fig06_privacy_loss", [*rows, *others])
+    assert [held for n, held in enumerate(changed) if n != 4] == verdicts(
+        "fig06_privacy_loss", rows
+    )
+
+
 def test_figure_8_compares_gains():
     def rows(els, uls):
         return [
