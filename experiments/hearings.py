@@ -120,6 +120,8 @@ def _trained(
         strategy="scan:1",
     )
     summary = train(Algorithm(algorithm), privacy, run, Console())
+    plan = directory.load(run_dir).plan
+    assert plan is not None
     shared = summary.get("shared") or {"kept": data.train.num_examples, "left_out": 0}
     return {
         "algorithm": algorithm.upper(),
@@ -130,7 +132,7 @@ def _trained(
         "texts": summary["num_examples"],
         "texts_left_out": shared["left_out"],
         "units": summary["num_units"],
-        "num_parameters": directory.load(run_dir).plan.num_parameters,
+        "num_parameters": plan.num_parameters,
         "noise_multiplier": summary["noise_multiplier"],
         "noise_per_step": summary["noise_multiplier"] / summary["expected_count"],
         "loss_before": summary["initial_eval_loss"],

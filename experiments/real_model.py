@@ -1,4 +1,4 @@
-"""What epsilon buys on a real model: SmolLM2-135M with LoRA, fine-tuned on users' text.
+"""What epsilon buys on a real model: SmolLM2-135M-Instruct with LoRA, fine-tuned on users' text.
 
 Beyond the paper: ELS (G = 1 and the median user's) against ULS (G = 1, 4, 16) at epsilon 1 and 8
 and without noise, with adapters of two ranks, on two sources of text. Beside each model's held-out

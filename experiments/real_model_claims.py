@@ -5,6 +5,7 @@ A claim is judged when all of its cells have two seeds, and says until then how 
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -15,7 +16,7 @@ from experiments import common
 from experiments.rows import Row, Rows, by, margin, over_seeds
 from fedsim.trust import lower_bound
 
-MODEL = "SmolLM2-135M"
+MODEL = "SmolLM2-135M-Instruct"
 CLEAR = 0.1
 """Nats by which the held-out loss has to fall for the rest to mean anything."""
 CONFIDENCE = 0.95
@@ -51,6 +52,8 @@ def averaged(rows: Sequence[Row]) -> Rows:
 
 
 ATTACK = ("auc", "auc_low", "auc_high")
+LARGEST = 16
+"""Of the groups: of them a step has two users, and without noise one training diverged."""
 
 
 def check(rows: Sequence[Row]) -> list[Claim]:
@@ -68,6 +71,9 @@ def check(rows: Sequence[Row]) -> list[Claim]:
             if whole:
                 held, numbers = test(own)
             claims.append((f"{source}: {what}", held, numbers))
+        for what, report in REPORTS.items():
+            if whole and (numbers := report([row for row in rows if row["source"] == source])):
+                claims.append((f"{source}, added after the runs: {what}", None, numbers))
     return claims
 
 
@@ -136,6 +142,83 @@ def unseen_at_one(rows: Rows) -> tuple[bool, str]:
     return all(row["auc_low"] <= 0.5 for row in own), attacked(rows, min(EPSILONS))
 
 
+def changes(rows: Rows, value: str, name: str, one: Any, other: Any) -> np.ndarray:
+    """Of trainings of which one has `one` and one has `other` for `name`, and that are alike in all
+    else: by how much `value` of the first is above that of the second, a number for each pair."""
+    alike = [each for each in (*KEY, "seed") if each != name]
+
+    def found(which: Any) -> dict[tuple, float]:
+        own = [row for row in rows if row[name] == which]
+        return {tuple(row[each] for each in alike): row[value] for row in own}
+
+    first, second = found(one), found(other)
+    return np.array([first[at] - second[at] for at in first if at in second])
+
+
+def spread(values: np.ndarray) -> str:
+    return f"{values.mean():.4f} on average ({values.min():.4f} to {values.max():.4f})"
+
+
+def what_noise_hides(rows: Rows) -> str:
+    """Pairs share users, so that who happens to be in, which moves all areas together, is not in
+    their differences."""
+    rows = [row for row in rows if row["rank"] == RANK and row["group"] != LARGEST]
+    found = changes(rows, "auc", "epsilon", math.inf, min(EPSILONS))
+    delta = rows[0]["delta"]
+    most = ", ".join(f"{largest_area(e, delta):.4f} at {e:g}" for e in sorted(EPSILONS[1:]))
+    return f"{spread(found)} in {len(found)} pairs without G = {LARGEST}; epsilon allows {most}"
+
+
+def what_rank_gains(rows: Rows) -> str:
+    """Nothing where one rank alone was trained."""
+    gains = {
+        epsilon: changes([r for r in rows if r["epsilon"] == epsilon], "loss", "rank", RANK, 32)
+        for epsilon in EPSILONS
+    }
+    each = [
+        f"by {spread(gain)} in {len(gain)} pairs {at_epsilon(epsilon)}"
+        for epsilon, gain in gains.items()
+        if len(gain)
+    ]
+    return "; ".join(each)
+
+
+def against_the_median(rows: Rows) -> str:
+    """With G = 1 the two algorithms are all but one: the same noise, each user one text a step."""
+    found = [row for row in averaged(rows) if row["rank"] == RANK]
+    leads = []
+    for epsilon in EPSILONS[1:]:
+        own = {
+            (row["algorithm"], row["group"]): row["loss"]
+            for row in found
+            if row["epsilon"] == epsilon
+        }
+        lead = own["els", -1] - min(loss for (name, _), loss in own.items() if name == "uls")
+        leads.append(f"{lead:.4f} at {epsilon:g}")
+    return f"ahead by {', '.join(leads)}"
+
+
+def at_epsilon(epsilon: float) -> str:
+    return "without noise" if math.isinf(epsilon) else f"at {epsilon:g}"
+
+
+def largest_area(epsilon: float, delta: float) -> float:
+    """Under any ROC curve of an attack on one user that (epsilon, delta) allows.
+
+    Source: Kairouz et al. 2015, Theorem 2.1 (both kinds of errors, each way).
+    """
+    corner = (1 - delta) / (1 + math.exp(epsilon))
+    false = [0.0, corner, 1 - delta, 1.0]
+    return float(np.trapezoid([delta, 1 - corner, 1.0, 1.0], false))
+
+
+REPORTS = {
+    "the attack's area without noise less that at epsilon 1": what_noise_hides,
+    "ULS with its best group, against ELS with the median's": against_the_median,
+    "adapters of rank 32 end lower than of rank 8": what_rank_gains,
+}
+"""Said of the rows beside the tests, and judged by none."""
+
 TESTS = {
     f"without noise the held-out loss falls by {CLEAR:g} nats with both": falls_without_noise,
     "at epsilon 8 it falls with both": lambda rows: falls_at(rows, 8.0),
@@ -148,52 +231,82 @@ TESTS = {
 
 def plot(rows: Sequence[Row]) -> Figure:
     """A column for each source: held-out loss, and what the attack finds, against epsilon."""
-    found = [row for row in averaged(rows) if row["rank"] == rows[0]["rank"]]
+    found = averaged(rows)
     names = list(dict.fromkeys(row["source"] for row in found))
     epsilons = sorted({row["epsilon"] for row in found})
-    size = (4.4 * len(names), 6.2)
+    size = (5.0 * len(names), 6.8)
     figure, axes = plt.subplots(2, len(names), figsize=size, squeeze=False, layout="constrained")
     for (above, below), name in zip(axes.T, names, strict=True):
         own = [row for row in found if row["source"] == name]
         before, least = own[0]["loss_before"], min(row["loss"] for row in own)
         most = before + abs(before - least) / 5  # a cell that diverged is drawn there
-        lines = by(
-            sorted(own, key=lambda row: row["group_size"]), lambda r: (r["algorithm"], r["group"])
-        )
-        for number, ((algorithm, _), series) in enumerate(sorted(lines.items())):
+        lines = by(own, lambda row: (row["rank"], row["algorithm"], row["group"]))
+        for number, ((rank, algorithm, group), series) in enumerate(sorted(lines.items())):
             series = sorted(series, key=lambda row: row["epsilon"])
-            x = np.array([epsilons.index(row["epsilon"]) for row in series]) + 0.06 * number
+            off = 0.06 * (number - (len(lines) - 1) / 2)  # so that none hides another
+            x = np.array([epsilons.index(row["epsilon"]) for row in series]) + off
             look = {"color": common.COLOURS[algorithm.upper()], "capsize": 2, "alpha": 0.9}
-            look |= {"fmt": ("-o", "--s", ":^", "-.v", "-d")[number % 5]}
-            group = series[0]["group"]
-            label = f"{algorithm.upper()}, G = {group if group > 0 else 'the median user'}"
-            loss, std = ([row[key] for row in series] for key in ("loss", "loss_std"))
-            bars = np.where(np.array(loss) > most, np.nan, std)  # they would squeeze the others
-            above.errorbar(x, np.minimum(loss, most), bars, label=label, **look)
-            for place, value in zip(x, loss, strict=True):
-                if value > most:
-                    offset = {"xytext": (-8, -2), "textcoords": "offset points", "ha": "right"}
-                    above.annotate(f"{value:.3g}, off the axis", (place, most), size=8, **offset)
-            auc = np.array([[row[key] for key in ATTACK] for row in series]).T
-            below.errorbar(x, auc[0], np.abs(auc[1:] - auc[0]), **look)
-        above.axhline(before, color="black", linestyle=":", label="before")
-        above.set(title=name)
-        below.axhline(0.5, color="black", linestyle=":")
+            look |= {"marker": MARKERS.get(group, "o"), "markersize": 5}
+            if rank != min(row["rank"] for row in found):
+                look |= {"markerfacecolor": "white"}
+            groups = f"G = {group}" if group > 0 else "G of the median user"
+            label = f"{algorithm.upper()}, {groups}" + f", rank {rank}" * (rank > 0)
+            noisy = np.array([not math.isinf(row["epsilon"]) for row in series])
+            wide = np.array([row["loss"] + row["loss_std"] > most for row in series])
+            keys = ("loss", "loss_std", *ATTACK)
+            values = np.array([[row[key] for key in keys] for row in series])
+            above.errorbar([], [], [], linestyle=":" if rank > RANK else "-", label=label, **look)
+            for part, style in ((noisy, ":" if rank > RANK else "-"), (~noisy, "")):
+                loss, std, area, low, high = values[part].T
+                loss = np.where(wide[part], np.nan, loss)
+                above.errorbar(x[part], loss, std, linestyle=style, **look)
+                below.errorbar(x[part], area, [area - low, high - area], linestyle="", **look)
+            for place, row in zip(x[wide], np.array(series)[wide], strict=True):
+                each = [r["loss"] for r in rows if all(r[name] == row[name] for name in KEY)]
+                above.plot([place] * len(each), np.minimum(each, most), linestyle="", **dots(look))
+                for value in each:
+                    if value > most:
+                        offset = {"xytext": (-8, -9), "textcoords": "offset points", "ha": "right"}
+                        said = f"{value:.3g}, off the axis\n(each seed by itself)"
+                        above.annotate(said, (place, most), size=8, **offset)
+        above.axhline(before, color="black", linestyle=":", label="before training")
+        above.set_ylim(top=most + abs(before - least) / 20)
+        own_delta = own[0].get("delta")
+        what = "" if own_delta is None else rf", $\delta$ = {own_delta:.1e}"
+        above.set(title=f"{name}{what}")
+        below.axhline(0.5, color="black", linestyle=":", label="guessing")
+        least_epsilon = epsilons[0]
+        if own_delta is not None:
+            bound = largest_area(least_epsilon, own_delta)
+            reach = [-0.3, 0.3]
+            label = rf"the most that $\varepsilon$ = {least_epsilon:g} allows"
+            below.plot(reach, [bound] * 2, color="tab:red", label=label)
         below.set(xlabel=r"$\varepsilon$")
         for axis in (above, below):
             axis.set_xticks(range(len(epsilons)), [shown(each) for each in epsilons])
+            axis.set_xlim(-0.4, len(epsilons) - 0.6)
             axis.grid(alpha=0.3)
     axes[0, 0].set(ylabel="held-out loss\n(nats per token)")
     axes[1, 0].set(ylabel="area under the\nattack's ROC curve")
     common.legend_below(figure)
-    rank, planned = rows[0]["rank"], rows[0]["planned"]
-    what = f"{MODEL}, adapters of rank {rank}" if rank else "micro"
+    seeds, planned = {row["seeds"] for row in found}, rows[0]["planned"]
+    what = f"{MODEL} with adapters" if rows[0]["rank"] else "micro"
+    what += f"; {' or '.join(map(str, sorted(seeds)))} seeds"
     what += (
         f"\nbars above: standard deviation over seeds, below: {CONFIDENCE:.0%} interval over users"
     )
     what += f"\n{len(rows)} of {planned} trainings" * (len(rows) < planned)
     figure.suptitle(what, fontsize="small", color="dimgray")
     return figure
+
+
+MARKERS = {1: "s", 4: "v", LARGEST: "d"}
+"""By group; the median user's is a circle."""
+
+
+def dots(look: dict[str, Any]) -> dict[str, Any]:
+    """The look of points without bars."""
+    return {name: value for name, value in look.items() if name != "capsize"}
 
 
 def shown(epsilon: float) -> str:
