@@ -266,7 +266,7 @@ def plot(rows: Sequence[Row]) -> Figure:
                 above.plot([place] * len(each), np.minimum(each, most), linestyle="", **dots(look))
                 for value in each:
                     if value > most:
-                        offset = {"xytext": (-8, -9), "textcoords": "offset points", "ha": "right"}
+                        offset = {"xytext": (-8, -14), "textcoords": "offset points", "ha": "right"}
                         said = f"{value:.3g}, off the axis\n(each seed by itself)"
                         above.annotate(said, (place, most), size=8, **offset)
         above.axhline(before, color="black", linestyle=":", label="before training")
