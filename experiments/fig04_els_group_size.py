@@ -84,7 +84,11 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
     epsilons = sorted({row["epsilon"] for row in rows})
     shape = (len(names), len(epsilons))
     figure, axes = plt.subplots(
-        *shape, figsize=(3 * shape[1], 2.6 * shape[0]), squeeze=False, layout="constrained"
+        *shape,
+        figsize=(3 * shape[1], 2.6 * shape[0]),
+        squeeze=False,
+        sharey="row",
+        layout="constrained",
     )
     budgets = sorted({row["budget"] for row in rows})
     for (name, epsilon), own in by(rows, lambda r: (r["dataset"], r["epsilon"])).items():
@@ -96,11 +100,13 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
             axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=f"B = {budget}")
         median = own[0]["median_examples"]
         axis.axvline(median, color="tab:red", linestyle="--", label="median user")
-        axis.set_xscale("log", base=2)
+        common.log2_axis(axis, [row["group_size"] for row in own])
         title = rf"{name}, $\varepsilon$ = {epsilon:g}" + "\n" + finetuning.assumption(name)
         axis.set_title(title.strip(), fontsize="medium")
-        axis.set(xlabel="$G_{ELS}$", ylabel="loss (nats per token)")
+        axis.set(xlabel="$G_{ELS}$")
         axis.grid(alpha=0.3)
+    for axis in axes[:, 0]:
+        axis.set(ylabel="validation loss\n(nats per token)")
     common.legend_below(figure)
     return figure
 

@@ -51,21 +51,21 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         look = {"cmap": "viridis_r", "vmin": limits[0], "vmax": limits[1]}
         image = axis.imshow(table, origin="lower", **look)
         if axis is axes[0, -2]:
-            figure.colorbar(image, ax=axis, label="lighter is better", shrink=0.8)
+            figure.colorbar(image, ax=axis, label="validation loss\n(nats per token)", shrink=0.8)
         for (i, j), loss in np.ndenumerate(table):
             dark = loss > (limits[0] + limits[1]) / 2
             colour = "white" if dark else "black"
             axis.text(j, i, f"{loss:.3f}", ha="center", va="center", color=colour, fontsize=7)
         for best in best_of(own):
             corner = (
-                cohorts.index(best["cohort_size"]) - 0.5,
-                groups.index(best["group_size"]) - 0.5,
+                cohorts.index(best["cohort_size"]) - 0.46,
+                groups.index(best["group_size"]) - 0.46,
             )
-            axis.add_patch(Rectangle(corner, 1, 1, fill=False, linewidth=2, zorder=3))
+            axis.add_patch(Rectangle(corner, 0.92, 0.92, fill=False, linewidth=2, zorder=3))
         axis.set_xticks(range(len(cohorts)), cohorts)
         axis.set_yticks(range(len(groups)), groups)
         axis.set(xlabel="cohort size $M$", ylabel="group size $G_{ULS}$")
-        axis.set_title(rf"$\varepsilon$ = {epsilon:g}")
+        axis.set_title(rf"$\varepsilon$ = {epsilon:g}; framed: best of each $GM$")
     shown = panels.get(SHOWN) or next(iter(panels.values()))
     budgets = sorted(by(shown, lambda row: row["budget"]).items())
     shades = plt.get_cmap("Oranges")(np.linspace(0.25, 1.0, len(budgets)))
@@ -73,8 +73,8 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         values = [[row[key] for row in series] for key in ("group_size", "loss", "loss_std")]
         look = {"color": colour, "label": f"$B$ = {budget}"}
         axes[0, -1].errorbar(*values, fmt="-o", capsize=2, **look)
-    axes[0, -1].set_xscale("log", base=2)
-    axes[0, -1].set(xlabel="group size $G_{ULS}$", ylabel="loss (nats per token)")
+    common.log2_axis(axes[0, -1], groups)
+    axes[0, -1].set(xlabel="group size $G_{ULS}$", ylabel="validation loss (nats per token)")
     axes[0, -1].set_title(rf"by budget, $\varepsilon$ = {shown[0]['epsilon']:g}")
     axes[0, -1].grid(alpha=0.3)
     axes[0, -1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))

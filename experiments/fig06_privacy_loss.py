@@ -139,7 +139,7 @@ def plot(rows: Sequence[dict[str, Any]], along: str = "epsilon", across: str = "
         axis.set(xlabel=label[along])
         axis.grid(alpha=0.3)
     for axis in axes[:, 0]:
-        axis.set(ylabel="loss (nats per token)")
+        axis.set(ylabel="test loss (nats per token)")
     common.legend_below(figure)
     return figure
 

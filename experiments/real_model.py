@@ -305,6 +305,7 @@ def main() -> None:
     if not rows:
         return
     table = as_written(rows)
+    origins = {row["source"]: row for row in rows}.values()
     sizes = {row["rank"]: row["num_parameters"] for row in rows}
     common.finish(
         NAME,
@@ -315,10 +316,17 @@ def main() -> None:
         {name: plot(table) for name, plot in FIGURES.items()},
         check(table),
         run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
-        data={row["source"]: row["fingerprint"] for row in rows},
+        data={
+            row["source"]: {"fingerprint": row["fingerprint"], **file_of(row)} for row in origins
+        },
         model={**described(settings), "parameters_by_rank": sizes},
         trainings=rows,
     )
+
+
+def file_of(row: Row) -> dict[str, str]:
+    """The file that a row's texts are drawn from; nothing of made-up ones."""
+    return {} if row["source"] == "pydocs" else common.files_of([row["source"]])[row["source"]]
 
 
 def described(settings: Settings) -> dict[str, Any]:

@@ -38,6 +38,7 @@ NAME, NORMS = "regime", "regime_norms"
 FIRST_COHORT = 32  # of Estimate-and-Double, as in the paper
 MEASURED = 1_055_488, 32
 """Parameters, and tokens of a text, of which it is known how long a gradient takes."""
+SEED_OF_LOOK = 0
 BLOCK = ("data", "seed", "epsilon", "budget", "times")
 """What cells of a block have in common: they differ in algorithm and group size."""
 
@@ -234,13 +235,14 @@ def look(at: Users, settings: Settings) -> Row:
     from fedsim.run.model_source import model_sha256
     from fedsim.tuning.norms import GradientNorms
 
-    _, model, data, key, task, params = started(at.data, settings, 0)
+    _, model, data, key, task, params = started(at.data, settings, SEED_OF_LOOK)
     tried = [2**n for n in range(max(settings.uls_groups).bit_length())]
     engine = LocalEngine(task, num_lanes=1)
     norms = GradientNorms(engine, params, data.train.offsets, key, most=tried[-1])
     found = {group: norms.user_norm(group) for group in tried}
     return {
         **dataclasses.asdict(at),
+        "seed": SEED_OF_LOOK,
         "num_users": data.train.num_users,
         "num_examples": data.train.num_examples,
         "median_examples": median_group_size(np.diff(data.train.offsets)),
@@ -251,6 +253,7 @@ def look(at: Users, settings: Settings) -> Row:
         "fingerprint": data.train.fingerprint,
         "model": model_sha256(model),
         "num_parameters": num_coordinates(params),
+        **came_from(),
     }
 
 
@@ -408,7 +411,11 @@ def write(
     settings: Settings, out: Path, scale: str, looks: Mapping[str, Row], todo: Sequence[Cell]
 ) -> None:
     """Records of the norms, and of the trainings that there are."""
-    data = {name: each["fingerprint"] for name, each in looks.items()}
+    file_of = common.files_of([settings.source]) if settings.source != "pydocs" else {}
+    data = {
+        name: {"fingerprint": each["fingerprint"], **file_of.get(settings.source, {})}
+        for name, each in looks.items()
+    }
     rows = kept(out / f"{NAME}.jsonl")
     first = next(iter(looks.values()))
     model = {name: first[name] for name in ("model", "num_parameters")}
@@ -418,7 +425,8 @@ def write(
         for name, each in looks.items()
         for group, (norm, low, high) in each["norms"].items()
     ]
-    common.finish(NORMS, scale, out, settings, norms, {}, [], data=data, model=model)
+    about = {"data": data, "model": model, "trainings": list(looks.values())}
+    common.finish(NORMS, scale, out, settings, norms, {}, [], **about)
     if not rows:
         return
     table: Rows = as_written(

@@ -76,9 +76,16 @@ def plot_comparison(rows: Sequence[Row]) -> Figure:
             values = [[row[key] for row in curve] for key in ("epsilon", "loss", "loss_std")]
             axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=label)
             best = [min(each, key=_loss) for each in by(private, lambda r: r["epsilon"]).values()]
-            look = {"marker": "D", "edgecolors": colour, "facecolors": "none", "s": 110}
+            look = {"marker": "D", "edgecolors": colour, "facecolors": "none", "s": 70}
             where = [row["epsilon"] for row in best], [row["loss"] for row in best]
             axis.scatter(*where, label=f"{label}, best group", zorder=3, **look)
+            apart = {(row["epsilon"], row["group_size"]): row for row in (*curve, *best)}
+            for (epsilon, group), row in apart.items():
+                right, high = algorithm == "els", group == heuristic_of(row)
+                off = {"textcoords": "offset points", "ha": "left" if right else "right"}
+                off["xytext"] = (9 if right else -9, 4 if right and high else -10)
+                near = (epsilon, row["loss"])
+                axis.annotate(f"G = {group}", near, fontsize="x-small", color=colour, **off)
             for row in series:
                 if math.isinf(row["epsilon"]):
                     label = f"{algorithm.upper()} without noise"
@@ -89,7 +96,8 @@ def plot_comparison(rows: Sequence[Row]) -> Figure:
         axis.axhline(own[0]["loss_before"], color="black", linestyle=":", label="pre-trained")
         finite = [row["epsilon"] for row in own if not math.isinf(row["epsilon"])]
         common.log2_axis(axis, finite or [1])
-        axis.set(xlabel=r"$\varepsilon$", title=name)
+        axis.margins(x=0.25)
+        axis.set(xlabel=r"$\varepsilon$", title=name + delta_of(own))
         axis.grid(alpha=0.3)
     axes[0, 0].set(ylabel="held-out loss (nats per token)")
     return finished(figure, rows)
@@ -153,6 +161,11 @@ def plot_heuristics(rows: Sequence[Row]) -> Figure:
     axis.margins(y=0.15)
     axis.grid(alpha=0.3)
     return finished(figure, rows, "means over seeds")
+
+
+def delta_of(rows: Sequence[Row]) -> str:
+    """For a title, where rows say it."""
+    return rf", $\delta$ = {rows[0]['delta']:.1e}" if "delta" in rows[0] else ""
 
 
 def with_budget(rows: Sequence[Row]) -> Rows:

@@ -9,6 +9,7 @@ a lead counts beyond what the seeds explain.
 """
 
 import dataclasses
+import json
 
 from experiments import common
 from experiments.records import RESULTS, read_rows
@@ -23,6 +24,7 @@ class Settings:
     budget: int = 64
 
 
+FIGURES = ("fig04_els_group_size", "fig05_uls_heatmap")
 SETTINGS = {scale: Settings() for scale in ("smoke", "small")}
 
 
@@ -31,7 +33,7 @@ def run(settings: Settings) -> Rows:
     small = RESULTS / "small"
     els, uls = (
         [row for row in read_rows(small / f"{name}.csv") if row["dataset"] == settings.dataset]
-        for name in ("fig04_els_group_size", "fig05_uls_heatmap")
+        for name in FIGURES
     )
     noise, rows = max(margin(els), margin(uls)), []
     for epsilon in sorted({row["epsilon"] for row in els} & {row["epsilon"] for row in uls}):
@@ -68,5 +70,16 @@ def check(rows: Rows) -> common.Claims:
     return claims
 
 
+def of_figures(what: str) -> dict:
+    """What the records of both figures say of their data or model; they have the same."""
+    files = (RESULTS / "small" / f"{name}.json" for name in FIGURES)
+    return next(json.loads(file.read_text())[what] for file in files)
+
+
 if __name__ == "__main__":
-    common.main("table_tuned_els", __doc__, SETTINGS, run, check, always=False)
+    common.main(
+        *("table_tuned_els", __doc__, SETTINGS, run, check),
+        always=False,
+        data=lambda own: {own.dataset: of_figures("data")[own.dataset]},
+        model=lambda own, rows: {"runs_of": FIGURES, **of_figures("model")},
+    )
