@@ -24,7 +24,7 @@ class Settings:
     budget: int = 64
 
 
-FIGURES = ("fig04_els_group_size", "fig05_uls_heatmap")
+RUNS_OF = ("fig04_els_group_size", "fig05_uls_heatmap")
 SETTINGS = {scale: Settings() for scale in ("smoke", "small")}
 
 
@@ -33,7 +33,7 @@ def run(settings: Settings) -> Rows:
     small = RESULTS / "small"
     els, uls = (
         [row for row in read_rows(small / f"{name}.csv") if row["dataset"] == settings.dataset]
-        for name in FIGURES
+        for name in RUNS_OF
     )
     noise, rows = max(margin(els), margin(uls)), []
     for epsilon in sorted({row["epsilon"] for row in els} & {row["epsilon"] for row in uls}):
@@ -72,7 +72,7 @@ def check(rows: Rows) -> common.Claims:
 
 def of_figures(what: str) -> dict:
     """What the records of both figures say of their data or model; they have the same."""
-    files = (RESULTS / "small" / f"{name}.json" for name in FIGURES)
+    files = (RESULTS / "small" / f"{name}.json" for name in RUNS_OF)
     return next(json.loads(file.read_text())[what] for file in files)
 
 
@@ -81,5 +81,5 @@ if __name__ == "__main__":
         *("table_tuned_els", __doc__, SETTINGS, run, check),
         always=False,
         data=lambda own: {own.dataset: of_figures("data")[own.dataset]},
-        model=lambda own, rows: {"runs_of": FIGURES, **of_figures("model")},
+        model=lambda own, rows: {"runs_of": RUNS_OF, **of_figures("model")},
     )
