@@ -82,7 +82,8 @@ def plot_comparison(rows: Sequence[Row]) -> Figure:
             apart = {(row["epsilon"], row["group_size"]): row for row in (*curve, *best)}
             for (epsilon, group), row in apart.items():
                 right, high = algorithm == "els", group == heuristic_of(row)
-                off = {"textcoords": "offset points", "ha": "left" if right else "right"}
+                off: dict[str, Any] = {"textcoords": "offset points"}
+                off["ha"] = "left" if right else "right"
                 off["xytext"] = (9 if right else -9, 4 if right and high else -10)
                 near = (epsilon, row["loss"])
                 axis.annotate(f"G = {group}", near, fontsize="x-small", color=colour, **off)
