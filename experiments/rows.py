@@ -59,7 +59,10 @@ def middle(rows: Sequence[Row]) -> Row:
 
 
 def over_seeds(losses: Sequence[float]) -> Row:
-    """Mean, deviation and number of what the seeds of a cell came to."""
+    """Mean, deviation and number of what the seeds of a cell came to; no number of any is infinite,
+    and says nothing of the seeds' noise."""
+    if not np.isfinite(losses).all():
+        return {"loss": float("inf"), "loss_std": 0.0, "seeds": len(losses)}
     spread = float(np.std(losses, ddof=1)) if len(losses) > 1 else 0.0
     return {"loss": float(np.mean(losses)), "loss_std": spread, "seeds": len(losses)}
 

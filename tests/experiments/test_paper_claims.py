@@ -282,6 +282,17 @@ def test_the_regime_judges_each_claim_of_the_paper():
     assert not any(holds for what, holds in opposite.items())
 
 
+def test_a_training_that_comes_to_no_number_is_the_worst_and_decides_nothing_else():
+    def loss(algorithm, epsilon, group):
+        return 4.8 + 0.1 / epsilon
+
+    rows = real_model(loss, lambda epsilon: 0.6)
+    lost = [{**row, "loss": np.nan} if row["group"] == 16 else row for row in rows]
+    judged = [[held for _, held, _ in real_model_claims.check(each)] for each in (rows, lost)]
+    assert judged[0] == judged[1]
+    plt.close(real_model_claims.plot(lost))
+
+
 def test_pairs_of_seeds_leave_out_what_moves_all_cells_alike():
     rng = np.random.default_rng(0)
     rows = regime(as_the_paper_says, users=(regime_claims.FEW,))
