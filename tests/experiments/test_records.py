@@ -39,7 +39,6 @@ ELSEWHERE = {
         *("1.23", "1.20", "2.43", "2.25", "3.18"),
     },
 }
-WITHOUT_SIZE = {"hearings"}
 CELL = ("data", "source", "rank", "algorithm", "epsilon", "group", "group_size", "budget", "times")
 LONGEST = 600  # characters of a row of the index
 NUMBER = r"(?<![\w.,/-])(?!\d{4}\.\d{5}\b)\d+\.\d{%d,}(?![\w.]*\d)"
@@ -75,7 +74,7 @@ def test_a_record_says_where_it_came_from(name):
     assert "Stack Overflow" not in record["data"] and "CC-News" not in record["data"]
     of_files = [each for each in record["data"].values() if isinstance(each, dict)]
     assert all(re.fullmatch(r"[0-9a-f]{64}", each["sha256"]) for each in of_files)
-    if record["model"] is not None and name not in WITHOUT_SIZE:
+    if record["model"] is not None:
         sizes = [size for key, size in record["model"].items() if "parameters" in key]
         assert sizes and all(sizes), record["model"]
 
