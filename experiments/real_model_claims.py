@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -54,6 +55,8 @@ def averaged(rows: Sequence[Row]) -> Rows:
 ATTACK = ("auc", "auc_low", "auc_high")
 LARGEST = 16
 """Of the groups: of them a step has two users, and without noise one training diverged."""
+MARKERS = {1: "s", 4: "v", LARGEST: "d"}
+"""By group; the median user's is a circle."""
 
 
 def check(rows: Sequence[Row]) -> list[Claim]:
@@ -251,36 +254,18 @@ def plot(rows: Sequence[Row]) -> Figure:
                 look |= {"markerfacecolor": "white"}
             groups = f"G = {group}" if group > 0 else "G of the median user"
             label = f"{algorithm.upper()}, {groups}" + f", rank {rank}" * (rank > 0)
-            noisy = np.array([not math.isinf(row["epsilon"]) for row in series])
-            wide = np.array([row["loss"] + row["loss_std"] > most for row in series])
-            keys = ("loss", "loss_std", *ATTACK)
-            values = np.array([[row[key] for key in keys] for row in series])
-            above.errorbar([], [], [], linestyle=":" if rank > RANK else "-", label=label, **look)
-            for part, style in ((noisy, ":" if rank > RANK else "-"), (~noisy, "")):
-                loss, std, area, low, high = values[part].T
-                loss = np.where(wide[part], np.nan, loss)
-                above.errorbar(x[part], loss, std, linestyle=style, **look)
-                below.errorbar(x[part], area, [area - low, high - area], linestyle="", **look)
-            for place, row in zip(x[wide], np.array(series)[wide], strict=True):
-                each = [r["loss"] for r in rows if all(r[name] == row[name] for name in KEY)]
-                above.plot([place] * len(each), np.minimum(each, most), linestyle="", **dots(look))
-                for value in each:
-                    if value > most:
-                        offset = {"xytext": (-8, -14), "textcoords": "offset points", "ha": "right"}
-                        said = f"{value:.3g}, off the axis\n(each seed by itself)"
-                        above.annotate(said, (place, most), size=8, **offset)
+            style = ":" if rank > RANK else "-"
+            above.errorbar([], [], [], linestyle=style, label=label, **look)
+            draw_losses(above, x, series, rows, most, {**look, "linestyle": style})
+            area, low, high = np.array([[row[key] for key in ATTACK] for row in series]).T
+            below.errorbar(x, area, [area - low, high - area], linestyle="", **look)
         above.axhline(before, color="black", linestyle=":", label="before training")
         above.set_ylim(top=most + abs(before - least) / 20)
-        own_delta = own[0].get("delta")
-        what = "" if own_delta is None else rf", $\delta$ = {own_delta:.1e}"
-        above.set(title=f"{name}{what}")
+        above.set(title=rf"{name}, $\delta$ = {own[0]['delta']:.1e}")
         below.axhline(0.5, color="black", linestyle=":", label="guessing")
-        least_epsilon = epsilons[0]
-        if own_delta is not None:
-            bound = largest_area(least_epsilon, own_delta)
-            reach = [-0.3, 0.3]
-            label = rf"the most that $\varepsilon$ = {least_epsilon:g} allows"
-            below.plot(reach, [bound] * 2, color="tab:red", label=label)
+        label = rf"the most that $\varepsilon$ = {epsilons[0]:g} allows"
+        bound = largest_area(epsilons[0], own[0]["delta"])
+        below.plot([-0.3, 0.3], [bound] * 2, color="tab:red", label=label)
         below.set(xlabel=r"$\varepsilon$")
         for axis in (above, below):
             axis.set_xticks(range(len(epsilons)), [shown(each) for each in epsilons])
@@ -300,13 +285,26 @@ def plot(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-MARKERS = {1: "s", 4: "v", LARGEST: "d"}
-"""By group; the median user's is a circle."""
-
-
-def dots(look: dict[str, Any]) -> dict[str, Any]:
-    """The look of points without bars."""
-    return {name: value for name, value in look.items() if name != "capsize"}
+def draw_losses(
+    axis: Axes, x: np.ndarray, series: Rows, rows: Sequence[Row], most: float, look: dict[str, Any]
+) -> None:
+    """Those without noise are not joined with the others. Where bars would go beyond `most`, each
+    seed is drawn by itself, and what is beyond is said."""
+    noisy = np.array([not math.isinf(row["epsilon"]) for row in series])
+    loss, std = np.array([[row["loss"], row["loss_std"]] for row in series]).T
+    wide = loss + std > most
+    for part, style in ((noisy, look["linestyle"]), (~noisy, "")):
+        inside = np.where(wide[part], np.nan, loss[part])
+        axis.errorbar(x[part], inside, std[part], **{**look, "linestyle": style})
+    points = {name: value for name, value in look.items() if name != "capsize"}
+    for place, cell in zip(x[wide], np.array(series)[wide], strict=True):
+        each = [row["loss"] for row in rows if all(row[name] == cell[name] for name in KEY)]
+        axis.plot([place] * len(each), np.minimum(each, most), **{**points, "linestyle": ""})
+        for value in each:
+            if not value <= most:
+                said = f"{value:.3g}, off the axis\n(each seed by itself)"
+                off = {"xytext": (-8, -14), "textcoords": "offset points", "ha": "right"}
+                axis.annotate(said, (place, most), size=8, **off)
 
 
 def shown(epsilon: float) -> str:
