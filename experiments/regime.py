@@ -121,10 +121,12 @@ def cells(settings: Settings, looks: Mapping[str, Row]) -> Iterator[Cell]:
 
     Args: looks: a row of `look` for each set of users.
     """
-    yield from cells_of_users(settings, looks, settings.seeds_times[:1], settings.small_budget)
+    times, small = settings.times, settings.small_budget
+    yield from cells_of_users(settings, looks, settings.seeds_times[:1], small, times)
     yield from cells_of_seeds(settings, looks, settings.seeds[:SEEDS])
-    for budget in (settings.small_budget, settings.budget):
-        yield from cells_of_users(settings, looks, settings.seeds_times, budget)
+    # Last those of blocks that have cells of `cells_of_seeds`, too.
+    for budget, which in ((small, times), (settings.budget, times[1:]), (settings.budget, times)):
+        yield from cells_of_users(settings, looks, settings.seeds_times, budget, which)
     yield from cells_of_seeds(settings, looks, settings.seeds[SEEDS:])
 
 
@@ -140,12 +142,16 @@ def cells_of_seeds(
 
 
 def cells_of_users(
-    settings: Settings, looks: Mapping[str, Row], seeds: Sequence[int], budget: int
+    settings: Settings,
+    looks: Mapping[str, Row],
+    seeds: Sequence[int],
+    budget: int,
+    which: Sequence[int],
 ) -> Iterator[Cell]:
     """Figure 8: both algorithms by their heuristics, as if there were more users. A cell
     may be one that comes elsewhere, too."""
     epsilon, look = settings.epsilons[0], looks[settings.data[0]]
-    for seed, times in itertools.product(seeds, settings.times):
+    for seed, times in itertools.product(seeds, which):
         uls = heuristic(settings, look, epsilon, budget, times)
         for algorithm, group in (("els", look["median_examples"]), ("uls", uls)):
             yield Cell(look["data"], seed, algorithm, epsilon, group, budget, times)
