@@ -301,7 +301,8 @@ def main() -> None:
         opened(source, settings)
     compute(train, left, settings, file, given.minutes, given.processes)
     # What rows do not say, of before alpha followed the rank, is that of rank 8.
-    rows = [{"lora_alpha": 16.0, **row, "planned": len(todo)} for row in kept(file)]
+    about = {"num_steps": settings.num_steps, "planned": len(todo)}
+    rows = [{"lora_alpha": 16.0, **row, **about} for row in kept(file)]
     if not rows:
         return
     table = as_written(rows)
