@@ -150,6 +150,7 @@ def resumable(description: str | None, what: str, *, processes: bool = False) ->
     parser.add_argument("--minutes", type=float, default=60, help=f"begin no {what} after these")
     if processes:
         parser.add_argument("--processes", type=int, help="side by side; else one for each core")
+    came_from()  # what is committed while it computes is not what it computes
     return parser.parse_args()
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 from typing import Any
 
+from experiments.records import came_from
 from experiments.rows import Cell, Row
 
 
@@ -38,7 +39,9 @@ def compute(
         return
     os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(first), spawn) as pool, file.open("a") as out:
+    # The commit is that of when it begins, whatever is committed while it computes.
+    begin = {"mp_context": spawn, "initializer": came_from}
+    with ProcessPoolExecutor(len(first), **begin) as pool, file.open("a") as out:
         under_way: set[Future] = {pool.submit(train, cell, settings) for cell in first}
         faults: list[BaseException] = []
         while under_way:
