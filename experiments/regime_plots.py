@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import common
-from experiments.regime_claims import averaged, heuristic_of, that_count
+from experiments.regime_claims import averaged, heuristic_of, that_count, whole_seeds
 from experiments.rows import Row, Rows, by
 
 STYLES = ("-o", "--s", ":^")
@@ -172,7 +172,8 @@ def delta_of(rows: Sequence[Row]) -> str:
 def with_budget(rows: Sequence[Row]) -> Rows:
     """Cells with the largest budget and the users there are, over their seeds."""
     most = max(row["budget"] for row in rows)
-    return [row for row in averaged(rows) if row["times"] == 1 and row["budget"] == most]
+    found = averaged(whole_seeds(that_count(rows)))
+    return [row for row in found if row["times"] == 1 and row["budget"] == most]
 
 
 def mark_one_seed(axis: Axes, series: Rows, name: str, colour: Any) -> None:

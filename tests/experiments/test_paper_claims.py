@@ -319,6 +319,18 @@ def test_the_regime_judges_nothing_before_all_cells_of_a_claim_have_their_seeds(
         )
 
 
+def test_a_seed_that_not_all_compared_cells_have_moves_none_of_them():
+    rows = regime(as_the_paper_says, seeds=2)
+    rows = [row for row in rows if row["seed"] < 2]
+    cell = {"data": regime_claims.ALL, "algorithm": "els", "group_size": 154, "epsilon": 4.0}
+    cell |= {"budget": 512, "times": 1}
+    (other,) = [row for row in rows if {**cell, "seed": 1}.items() <= row.items()][:1]
+    more = [*rows, {**other, "seed": 4, "loss": 9.0}]
+    found = [{n: (h, numbers) for n, h, numbers in regime_claims.check(r)} for r in (rows, more)]
+    changed = {n for n in found[0] if found[0][n] != found[1][n]}
+    assert all("ours" in name for name in changed)
+
+
 def test_the_regime_is_drawn_with_whatever_there_is():
     every = regime(as_the_paper_says)
     for rows in (every, every[:1], [row for row in every if row["algorithm"] == "uls"]):
