@@ -324,9 +324,19 @@ def files_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """The files of real data and their checksums, for a record; nothing where there are none."""
     found = {}
     for name in names if SHARED.is_dir() else ():
-        file = shared(STAND_INS[name][1] if name in STAND_INS else name)
-        found[name] = {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        found[name] = checksum(shared(STAND_INS[name][1] if name in STAND_INS else name))
     return found
+
+
+def checksum(file: Path) -> dict[str, str]:
+    """A file's name and sha256, for a record."""
+    return {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
+def origin(source: str, fingerprint: str) -> dict[str, str]:
+    """Of data that were built of a source, for a record: pydocs are no file."""
+    files_there = files_of([source] if source != "pydocs" else [])
+    return {"fingerprint": fingerprint, **files_there.get(source, {})}
 
 
 def prepare(name: str, directory: Path, **options: Any) -> Dataset:

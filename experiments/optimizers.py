@@ -13,7 +13,6 @@ on.
 """
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import math
 import os
@@ -94,10 +93,7 @@ def checksums(cases: Iterable[str]) -> dict[str, Any]:
         if file is None or not file.is_file():
             found.setdefault(name, None)
         else:
-            found[name] = {
-                "file": file.name,
-                "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-            }
+            found[name] = common.checksum(file)
     return found
 
 

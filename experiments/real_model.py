@@ -317,17 +317,10 @@ def main() -> None:
         {name: plot(table) for name, plot in FIGURES.items()},
         check(table),
         run_minutes=round(sum(row["cpu_seconds"] for row in rows) / 60, 1),
-        data={
-            row["source"]: {"fingerprint": row["fingerprint"], **file_of(row)} for row in origins
-        },
+        data={row["source"]: common.origin(row["source"], row["fingerprint"]) for row in origins},
         model={**described(settings), "parameters_by_rank": sizes},
         trainings=rows,
     )
-
-
-def file_of(row: Row) -> dict[str, str]:
-    """The file that a row's texts are drawn from; nothing of made-up ones."""
-    return {} if row["source"] == "pydocs" else common.files_of([row["source"]])[row["source"]]
 
 
 def described(settings: Settings) -> dict[str, Any]:

@@ -417,11 +417,7 @@ def write(
     settings: Settings, out: Path, scale: str, looks: Mapping[str, Row], todo: Sequence[Cell]
 ) -> None:
     """Records of the norms, and of the trainings that there are."""
-    file_of = common.files_of([settings.source]) if settings.source != "pydocs" else {}
-    data = {
-        name: {"fingerprint": each["fingerprint"], **file_of.get(settings.source, {})}
-        for name, each in looks.items()
-    }
+    data = {n: common.origin(settings.source, each["fingerprint"]) for n, each in looks.items()}
     rows = kept(out / f"{NAME}.jsonl")
     first = next(iter(looks.values()))
     model = {name: first[name] for name in ("model", "num_parameters")}

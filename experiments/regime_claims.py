@@ -80,7 +80,9 @@ def compared(found: Rows, data: str, epsilon: float, seeds: int = SEEDS) -> dict
 
 def check(rows: Sequence[Row]) -> list[Claim]:
     """All claims."""
-    found, rows = averaged(whole_seeds(that_count(rows))), that_count(rows)
+    rows = that_count(rows)
+    whole = whole_seeds(rows)
+    found = averaged(whole)
     better = sum(row["loss"] < row["loss_before"] for row in rows)
     planned = rows[0]["planned"]
     claims: list[Claim] = [
@@ -102,7 +104,7 @@ def check(rows: Sequence[Row]) -> list[Claim]:
                 claims.append((f"{data}: {what}", held, numbers))
         if len(there) == len(EPSILONS):
             what = f"{data}, added after the runs: what the median loses, by pairs of seeds"
-            claims.append((what, None, paired_by_seed(rows, data, there)))
+            claims.append((what, None, paired_by_seed(whole, data, there)))
     return [*claims, *of_users(averaged(rows))]
 
 
@@ -110,7 +112,7 @@ def paired_by_seed(rows: Rows, data: str, there: dict[float, dict[str, Rows]]) -
     """Figure 4 without what moves all cells of a seed alike: its draws, its noise, its start.
 
     The variance is what is left of losses without the means of their cells and of their seeds,
-    pooled over epsilon.
+    pooled over epsilon. Args: rows: of seeds that all cells have.
     """
     squares, freedom, said = 0.0, 0, []
     for epsilon, own in there.items():
@@ -118,8 +120,7 @@ def paired_by_seed(rows: Rows, data: str, there: dict[float, dict[str, Rows]]) -
         where = {"data": data, "epsilon": epsilon, "times": 1, "budget": own["els"][0]["budget"]}
         kept = [row for row in rows if where.items() <= row.items()]
         loss = {(row["algorithm"], row["group_size"], row["seed"]): row["loss"] for row in kept}
-        seeds = {seed for *_, seed in loss}
-        seeds = [seed for seed in sorted(seeds) if all((*cell, seed) in loss for cell in cells)]
+        seeds = sorted({seed for *_, seed in loss})
         table = np.array([[loss[(*cell, seed)] for seed in seeds] for cell in sorted(cells)])
         left = table - table.mean(0) - table.mean(1)[:, None] + table.mean()
         squares += float((left**2).sum())

@@ -71,9 +71,8 @@ def check(rows: Rows) -> common.Claims:
 
 
 def of_figures(what: str) -> dict:
-    """What the records of both figures say of their data or model; they have the same."""
-    files = (RESULTS / "small" / f"{name}.json" for name in RUNS_OF)
-    return next(json.loads(file.read_text())[what] for file in files)
+    """What the record of the first says of its data or model; the other one's are the same."""
+    return json.loads((RESULTS / "small" / f"{RUNS_OF[0]}.json").read_text())[what]
 
 
 if __name__ == "__main__":
