@@ -18,6 +18,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -242,8 +243,10 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """A PNG without software versions or dates in it, so that equal data give equal files."""
+    """A PNG without software versions or dates in it, so that equal data give equal files; closes
+    the figure."""
     figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})
+    plt.close(figure)
     print(f"wrote {path}")
 
 

@@ -65,7 +65,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         axis.set_xticks(range(len(cohorts)), cohorts)
         axis.set_yticks(range(len(groups)), groups)
         axis.set(xlabel="cohort size $M$", ylabel="group size $G_{ULS}$")
-        axis.set_title(rf"$\varepsilon$ = {epsilon:g}; framed: best of each $GM$")
+        axis.set_title(rf"$\varepsilon$ = {epsilon:g}" + "\nframed: best of each $B = GM$")
     shown = panels.get(SHOWN) or next(iter(panels.values()))
     budgets = sorted(by(shown, lambda row: row["budget"]).items())
     shades = plt.get_cmap("Oranges")(np.linspace(0.25, 1.0, len(budgets)))

@@ -87,7 +87,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         whose = f"as if {times} x the users" if times > 1 else "the users there are"
         axis.set_title(rf"{whose}, $\varepsilon$ = {own[0]['epsilon']:g}", fontsize="medium")
         axis.grid(alpha=0.3)
-    axes[0].set(ylabel="loss (nats per token)")
+    axes[0].set(ylabel="test loss (nats per token)")
     common.legend_below(figure)
     return figure
 

@@ -102,7 +102,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
             )
             axis.plot(budgets, means, label=strategy, markersize=5, **look)
             axis.fill_between(budgets, means - stds, means + stds, color=look["color"], alpha=0.12)
-        axis.set_xscale("log", base=2)
+        common.log2_axis(axis, [row["budget"] for row in own])
         axis.set(xlabel="compute budget $B$", ylabel="suboptimality (nats per token)")
         axis.set_title(f"{name} {finetuning.assumption(name)}", fontsize="medium")
         axis.grid(alpha=0.3)

@@ -189,7 +189,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         common.log2_axis(axis, [row["epsilon"] for row in own])
         axis.set(xlabel=r"$\varepsilon$", title=f"$B$ = {budget}")
         axis.grid(alpha=0.3)
-    axes[0, 0].set(ylabel="loss (nats per token)")
+    axes[0, 0].set(ylabel="test users' loss (nats per token)")
     common.legend_below(figure)
     return figure
 

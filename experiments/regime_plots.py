@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments import common
 from experiments.regime_claims import averaged, heuristic_of, that_count, whole_seeds
-from experiments.rows import Row, Rows, by
+from experiments.rows import Row, Rows, by, margin
 
 STYLES = ("-o", "--s", ":^")
 DASHES = {"els": (0, (4, 4)), "uls": (4, (4, 4))}
@@ -48,6 +48,9 @@ def plot_groups(rows: Sequence[Row]) -> Figure:
             if algorithm == "els" and own:
                 median = own[0]["median_examples"]
                 axis.axvline(median, color="tab:red", linestyle="--", label="median user")
+            if own:
+                before = own[0]["loss_before"]
+                axis.axhline(before, color="black", linestyle=":", label="pre-trained")
             common.log2_axis(axis, [row["group_size"] for row in own] or [1])
             axis.set_title(f"{name}: {algorithm.upper()}", fontsize="medium")
             axis.set(xlabel=f"$G_{{{algorithm.upper()}}}$")
@@ -149,6 +152,9 @@ def plot_heuristics(rows: Sequence[Row]) -> Figure:
     for (data, algorithm, epsilon), own in sorted(settings.items(), reverse=True):
         own = sorted(own, key=_loss)
         place = rf"{data}, {algorithm.upper()}, $\varepsilon$ = {epsilon:g}"
+        noise = margin([row for row in found if row["data"] == data])
+        look = {"color": "0.85", "lw": 9, "solid_capstyle": "butt", "zorder": 0}
+        axis.plot([0, noise], [place] * 2, label="what the seeds explain", **look)
         for number, row in enumerate(own):
             above, colour = row["loss"] - own[0]["loss"], common.COLOURS[algorithm.upper()]
             axis.scatter(above, place, color=colour, s=22, zorder=3)
