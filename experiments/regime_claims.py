@@ -105,7 +105,7 @@ def check(rows: Sequence[Row]) -> list[Claim]:
         if len(there) == len(EPSILONS):
             what = f"{data}, added after the runs: what the median loses, by pairs of seeds"
             claims.append((what, None, paired_by_seed(whole, data, there)))
-    return [*claims, *of_users(averaged(rows))]
+    return [*claims, *of_users(rows)]
 
 
 def paired_by_seed(rows: Rows, data: str, there: dict[float, dict[str, Rows]]) -> str:
@@ -252,37 +252,56 @@ TESTS = {
 """By what is claimed: its test, and of which users it is claimed."""
 
 
-def of_users(found: Rows) -> list[Claim]:
+def of_users(rows: Rows) -> list[Claim]:
     """Figure 8, with six seeds: gains from compute, and from more users in the accounting."""
+    found = averaged(rows)
     own = [row for row in found if row["data"] == ALL and row["epsilon"] == EPSILONS[0]]
     own = [
         row for row in own if row["seeds"] >= USERS_SEEDS and row["group_size"] == heuristic_of(row)
     ]
     loss = {(row["times"], row["budget"], row["algorithm"]): row["loss"] for row in own}
     times, budgets = (sorted({row[name] for row in own}) for name in ("times", "budget"))
-    names = (
-        "ULS gains more from a larger budget than ELS (Figure 8)",
-        "ELS gains more from more users than ULS (Figure 8)",
-    )
+    names = {
+        "ULS gains more from a larger budget than ELS (Figure 8)": ("uls", "els"),
+        "ELS gains more from more users than ULS (Figure 8)": ("els", "uls"),
+    }
     if len(loss) < USERS_CELLS:
         missing = None, f"{len(loss)} of {USERS_CELLS} cells have {USERS_SEEDS} seeds"
         return [(f"{ALL}: {name}", *missing) for name in names]
-    compute = [((t, budgets[0]), (t, budgets[-1])) for t in times]
-    users = [((times[0], b), (times[-1], b)) for b in budgets]
-    claims, noise = [], margin(own, cells=4)
-    for name, ends, winner, loser in zip(
-        names, (compute, users), ("uls", "els"), ("els", "uls"), strict=True
-    ):
-        ahead = [
-            (loss[*first, winner] - loss[*last, winner])
-            - (loss[*first, loser] - loss[*last, loser])
-            for first, last in ends
-        ]
+    compute = {f"{t} times the users": ((t, budgets[0]), (t, budgets[-1])) for t in times}
+    users = {f"B = {b}": ((times[0], b), (times[-1], b)) for b in budgets}
+    claims, paired = [], []
+    noise, seeds = margin(own, cells=4), losses_by_seed(rows, own)
+    for (name, who), ends in zip(names.items(), (compute, users), strict=True):
+        ahead = [gains_more(loss, *each, *who) for each in ends.values()]
         error = noise / math.sqrt(len(ends))
         numbers = f"by {np.mean(ahead):.4f} on average, seeds explain {error:.4f}"
         holds = min(ahead) > -noise and float(np.mean(ahead)) > error
         claims.append((f"{ALL}: {name}", holds, numbers))
-    return claims
+        for where, each in ends.items():
+            pairs = [gains_more(losses, *each, *who) for losses in seeds]
+            error = ERRORS * float(np.std(pairs, ddof=1)) / math.sqrt(len(pairs))
+            paired.append(f"{who[0].upper()} by {np.mean(pairs):.4f} with {where} ({error:.4f})")
+    what = f"{ALL}, added after the runs: who gains more (Figure 8), by pairs of seeds"
+    return [*claims, (what, None, f"{', '.join(paired)}; in brackets what the seeds explain")]
+
+
+def gains_more(
+    loss: dict[tuple, float], first: tuple, last: tuple, winner: str, loser: str
+) -> float:
+    """By how much more the loss of one algorithm falls from one (times, budget) to another."""
+    return (loss[*first, winner] - loss[*last, winner]) - (loss[*first, loser] - loss[*last, loser])
+
+
+def losses_by_seed(rows: Rows, cells: Rows) -> list[dict[tuple, float]]:
+    """The losses of each seed that all the cells have, by (times, budget, algorithm)."""
+    wanted = {tuple(row[name] for name in KEY) for row in cells}
+    rows = [row for row in rows if tuple(row[name] for name in KEY) in wanted]
+    found = (
+        {(row["times"], row["budget"], row["algorithm"]): row["loss"] for row in own}
+        for own in by(rows, lambda row: row["seed"]).values()
+    )
+    return [losses for losses in found if len(losses) == len(wanted)]
 
 
 def heuristic_of(row: Row) -> int:

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import re
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
@@ -307,6 +308,28 @@ def test_pairs_of_seeds_leave_out_what_moves_all_cells_alike():
     assert said(rows) == 0.0
     noisy = [{**row, "loss": row["loss"] + rng.normal(0, 0.01)} for row in rows for _ in (0,)]
     assert 0.015 < said(noisy) < 0.06  # three standard errors of a difference of means of two: 0.03
+
+
+def test_gains_from_compute_and_users_are_told_by_pairs_of_seeds_beside_the_verdicts():
+    rng = np.random.default_rng(0)
+    rows = [row for row in regime(as_the_paper_says) if row["data"] == regime_claims.ALL]
+    shift = rng.normal(0, 0.1, 6)
+    rows = [{**row, "loss": row["loss"] + shift[row["seed"]]} for row in rows]
+    where = ("1 times the users", "100 times the users", "B = 64", "B = 512")
+
+    def said(rows):
+        *_, (what, held, numbers) = regime_claims.check(rows)
+        assert held is None and "pairs of seeds" in what
+        found = re.findall(r"(ULS|ELS) by (\S+) with (.+?) \((\S+)\)", numbers)
+        assert [place for _, _, place, _ in found] == list(where)
+        return [(float(gain), float(error)) for _, gain, _, error in found]
+
+    gains = 448 / 1000 - 448 / 1e5, 99 / 1000
+    expected = [(round(gain, 4), 0.0) for gain in gains for _ in range(2)]
+    assert said(rows) == expected
+    noisy = [{**row, "loss": row["loss"] + rng.normal(0, 0.01)} for row in rows]
+    for (gain, error), (true, _) in zip(said(noisy), expected, strict=True):
+        assert 0.008 < error < 0.05 and abs(gain - true) < 2 * error  # of six: 0.024
 
 
 def test_the_regime_judges_nothing_before_all_cells_of_a_claim_have_their_seeds():
