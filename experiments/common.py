@@ -233,9 +233,11 @@ def last_time(name: str, scale: str) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """The rows under the keys of the first; floats with six significant digits."""
+    """The rows under the keys of all, empty where a row has none; floats with six significant
+    digits."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, fieldnames=names, lineterminator="\n")
         writer.writeheader()
         for row in rows:
             writer.writerow({key: short(value) for key, value in row.items()})

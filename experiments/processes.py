@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 from typing import Any
 
+from experiments.benchmarks.common import processor
 from experiments.records import came_from
 from experiments.rows import Cell, Row
 
@@ -22,7 +23,7 @@ def compute(
     minutes: float,
     processes: int | None = None,
 ) -> None:
-    """Append the row of each cell to `file`, in the order in which they end.
+    """Append the row of each cell to `file`, in the order in which they end, with the processor.
 
     Where one fails, those that are under way still end and are kept, and no other is begun.
 
@@ -51,7 +52,7 @@ def compute(
                     faults.append(fault)
                     print(f"failed, so no other is begun: {fault!r}", flush=True)
                     continue
-                row = future.result()
+                row = {**future.result(), "cpu": processor()}  # on which bits depend
                 out.write(json.dumps(row) + "\n")
                 out.flush()
                 print(*row.values(), flush=True)

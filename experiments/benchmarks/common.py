@@ -20,13 +20,13 @@ def at_least(name: str, value: float, bound: float) -> dict[str, Any]:
 def circumstances(*packages: str) -> dict[str, Any]:
     """The machine, how busy it was, and the versions of Python and of packages."""
     machine = {"cpu_count": os.cpu_count(), "architecture": platform.machine()}
-    machine["cpu"] = _cpu()
+    machine["cpu"] = processor()
     machine["load_average"] = os.getloadavg()[0]  # far above cpu_count: times of a busy machine
     versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     return {"machine": machine, "versions": versions}
 
 
-def _cpu() -> str:
+def processor() -> str:
     """Its name, where the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

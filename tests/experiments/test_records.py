@@ -116,6 +116,11 @@ def test_rows_that_are_written_are_those_that_are_judged(tmp_path):
     common.write_csv(tmp_path / "rows.csv", rows)
     assert records.read_rows(tmp_path / "rows.csv") == records.as_written(rows)
     assert records.as_written(rows)[0]["loss"] == 0.333333
+    later = [*rows, {**rows[0], "cpu": "a processor"}]
+    common.write_csv(tmp_path / "rows.csv", later)
+    assert records.read_rows(tmp_path / "rows.csv") == [
+        {**each, "cpu": each.get("cpu")} for each in records.as_written(later)
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -4,6 +4,7 @@ import operator
 
 import pytest
 
+from experiments.benchmarks.common import processor
 from experiments.processes import compute
 from experiments.rows import kept
 
@@ -21,5 +22,5 @@ def test_rows_are_kept_beside_a_cell_that_fails(processes, cells, tmp_path, monk
     file = tmp_path / "rows.jsonl"
     with pytest.raises(KeyError, match="row"):
         compute(operator.getitem, cells, "row", file, 1.0, processes)
-    assert kept(file) == [{"cell": 0}]
+    assert kept(file) == [{"cell": 0, "cpu": processor()}]
     assert "failed" in capsys.readouterr().out
