@@ -2,14 +2,17 @@
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import pyarrow as pa
 
 from fedsim.clipping import LocalSteps
 from fedsim.config import RunConfig
+from fedsim.data.building import user_ids
 from fedsim.data.dataset import SPLITS, Dataset
 from fedsim.engine.task import Batch, Params, Task, WrappedTask
 from fedsim.errors import ConfigError, DataError, FileDamaged, expect
@@ -17,6 +20,35 @@ from fedsim.run.model_source import local_steps_of
 
 ROWS = 4096
 """Rows that are read at a time for the fingerprint."""
+
+
+def owner_ids(split: str, owners: Sequence[Any], note: Callable[[str], None]) -> np.ndarray:
+    """[rows] the owners' ids by the rule that holds for files, too; see `user_ids`.
+
+    Args: note: is told what was put right.
+    Raises: DataError: a row without an owner, or an owner that may have been rounded.
+    """
+    names = np.asarray(owners)
+    expect("data", f"{split} of shape {names.shape}", names.ndim == 1, "an owner for each row")
+    expect("data", f"{split} with 0 rows", len(names) > 0, "an owner for each row")
+    try:
+        column = pa.array(names.tolist())
+    except pa.ArrowException:
+        kinds = " and ".join(sorted({type(name).__name__ for name in names.tolist()}))
+        raise DataError(f"data={split}: expected owners of one kind, got {kinds}") from None
+    tally: Counter[str] = Counter()
+    ids = user_ids.as_ids(column, f"owners of {split}", range(len(names)), tally)
+    if ids.null_count:
+        row = 1 + ids.is_null().to_numpy(zero_copy_only=False).argmax()
+        raise DataError(f"data={split}: row {row} has no owner, expected one for each row")
+    number, examples = user_ids.look_alikes(ids.unique())
+    told = user_ids.told(tally)
+    if number:
+        alike = " and ".join(map(repr, examples))
+        told.append(f"{number:,} owners look like another one, as {alike} do: a user each")
+    for line in told:
+        note(line)
+    return np.asarray(ids.to_pylist()) if names.dtype.kind not in "iu" else names
 
 
 class OwnedRows:
@@ -28,11 +60,9 @@ class OwnedRows:
       order: int64 [num_examples]; the task's own number of the row at a position.
     """
 
-    def __init__(self, task: Task, split: str, owners: Sequence[Any]):
-        """Args: owners: whose each row is, [rows]."""
+    def __init__(self, task: Task, split: str, owners: Sequence[Any] | np.ndarray):
+        """Args: owners: whose each row is, [rows]; see `owner_ids`."""
         names = np.asarray(owners)
-        expect("data", f"{split} of shape {names.shape}", names.ndim == 1, "an owner for each row")
-        expect("data", f"{split} with 0 rows", len(names) > 0, "an owner for each row")
         found, codes, counts = np.unique(names, return_inverse=True, return_counts=True)
         self._task, self._split, self._names = task, split, found
         self.order = np.argsort(codes, kind="stable")
@@ -115,7 +145,14 @@ class OwnTask:
                 raise DataError(f"data={split}: expected one of the splits {', '.join(SPLITS)}")
         if "train" not in owners:
             raise DataError(f"data={', '.join(owners)}: expected the split train")
-        stores = {split: OwnedRows(self.task, split, each) for split, each in owners.items()}
+        ids = {split: owner_ids(split, each, note) for split, each in owners.items()}
+        both = np.intersect1d(ids["train"], ids.get("eval_users", ids["train"][:0]))
+        if len(both):
+            raise DataError(
+                f"data=eval_users with the owner {both[0]}: expected owners of no row of train, "
+                f"since what is computed of them is not protected ({len(both)} are in both)"
+            )
+        stores = {split: OwnedRows(self.task, split, each) for split, each in ids.items()}
         return Dataset(**stores)  # type: ignore[arg-type]
 
     def start(self, data: Dataset, run: RunConfig, key: jax.Array) -> tuple[Task, Params]:

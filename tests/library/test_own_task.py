@@ -9,7 +9,7 @@ import fedsim
 from fedsim.clipping import Clip, LocalSteps
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.errors import FileDamaged
-from fedsim.library.own_task import OwnedRows, OwnedTask, OwnTask
+from fedsim.library.own_task import OwnedRows, OwnedTask, OwnTask, owner_ids
 
 SETTINGS = {"epsilon": 8, "num_steps": 6, "budget": 40, "optimizer": "momentum", "seed": 1}
 SETTINGS |= {"learning_rate": 0.5, "strategy": "scan:2", "delta": 1e-3}
@@ -99,6 +99,20 @@ def test_rows_are_sorted_by_owner_and_found_again(task):
         rows.check()
 
 
+@pytest.mark.privacy
+def test_an_owner_is_the_same_one_whatever_column_it_comes_from(task):
+    """Who is two users to the ledger of the data has twice the limit."""
+    told = []
+    ids = [
+        OwnedRows(task, "train", owner_ids("train", owners, told.append)).user_ids()
+        for owners in ([7, 7, 8], [7.0, 7.0, 8.0], [" 7", "7.0", "8"])
+    ]
+    assert ids[0] == ids[1] == ids[2] == ["7", "8"]
+    assert any("7.0, which is 7" in line for line in told) and any("white" in line for line in told)
+    owner_ids("train", ["Ann", "ann"], told.append)
+    assert "'Ann' and 'ann'" in told[-1] and "a user each" in told[-1]
+
+
 @pytest.mark.parametrize("strategy", ["scan:2", "vmap:16"])
 def test_a_users_rows_reach_no_one_elses_unit_through_padding(task, strategy):
     """Padding that read somebody's row would spoil all units with it where that row is nan."""
@@ -126,6 +140,14 @@ def test_a_users_rows_reach_no_one_elses_unit_through_padding(task, strategy):
         ({"train": [1], "dev": [1]}, "data=dev: expected one of the splits train"),
         ([[1, 2], [3, 4]], r"data=train of shape \(2, 2\): expected an owner for each row"),
         ([], "data=train with 0 rows: expected an owner"),
+        ([1.0, np.nan], "data=train: row 2 has no owner"),
+        (["a", "NA"], "data=train: row 2 has no owner"),
+        ([0.5, 1.0], "owners of train: expected text or whole numbers, got 0.5 in row 1"),
+        (np.array([1, "a"], object), "data=train: expected owners of one kind, got int and str"),
+        (
+            {"train": [7, 8], "eval_users": [9.0, 7.0]},
+            "data=eval_users with the owner 7: expected owners of no row of train",
+        ),
     ],
 )
 def test_owners_that_are_none_are_named(owners, message, task, run_dir):
