@@ -1,6 +1,7 @@
 """Training on texts with several owners: what a user's content changes, and what is said of it."""
 
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -161,6 +162,22 @@ def test_a_run_says_what_it_protects_and_keeps_its_bounds(algorithm, runs, capsy
     assert "who the users are and who owns which text" in report
     assert f"{shared['left_out']:,} of {summary['num_examples']:,}" in report
     assert "not hidden" in report
+    assert "users not trained on" not in report  # other owners of held-out texts are
+
+
+@pytest.mark.privacy
+def test_data_are_refused_in_which_what_a_text_says_decides_how_many_rows_there_are(
+    chat, tmp_path, capsys
+):
+    built = shutil.copytree(chat, tmp_path / "chat")
+    file = built / "metadata.json"
+    metadata = json.loads(file.read_text())
+    metadata["rules"]["long_texts"] = "split"  # as an earlier version would build them
+    file.write_text(json.dumps(metadata))
+    with pytest.raises(SystemExit) as end:
+        main(command("els", built, tmp_path / "run", group_size=2))
+    assert end.value.code == 2
+    assert "data: built with long_texts=split: expected cut where" in capsys.readouterr().err
 
 
 def test_recommendations_are_for_the_pool_and_the_groups(chat, tmp_path, capsys):

@@ -19,7 +19,8 @@ from fedsim.config.cells import (
     sampling_of,
 )
 from fedsim.data.dataset import Dataset
-from fedsim.errors import expect
+from fedsim.data.owners import decided_by_texts
+from fedsim.errors import ConfigError, expect
 from fedsim.group_size import median_group_size, private_median, unshown
 from fedsim.keys import SecretKey
 from fedsim.noise.bands import Prediction, best, predictions
@@ -36,7 +37,7 @@ def complete(
     """
     users = data.train
     if shared := graph_of(users) is not None:
-        _expect_shared(privacy)
+        _expect_shared(privacy, data)
     population = privacy.assumed_population or users.num_users
     least = f">= {users.num_users}, the users there are"
     expect("assumed_population", population, population >= users.num_users, least)
@@ -127,9 +128,13 @@ def bands_predicted(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) 
     return predictions(noise_multiplier, privacy.num_steps, max(1, units // count))
 
 
-def _expect_shared(privacy: PrivacyConfig) -> None:
-    """Raises ConfigError: the settings are not for texts with several owners."""
+def _expect_shared(privacy: PrivacyConfig, data: Dataset) -> None:
+    """Raises ConfigError: the settings, or the rules by which the data were built, are not for
+    texts with several owners."""
     where = "where texts have several owners"
+    rules, screen = (data.metadata.get(name, {}) for name in ("rules", "screen"))
+    if rule := decided_by_texts(rules.get("long_texts", "cut"), screen.get("against", ())):
+        raise ConfigError(f"data: built with {rule} {where}")
     asked = {
         "adjacency": (privacy.adjacency, ZERO_OUT),
         "noise": (privacy.noise, INDEPENDENT),

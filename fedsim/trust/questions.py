@@ -43,6 +43,7 @@ def _guarantee(released: Released) -> list[tuple[str, str, str]]:
 
 def _below(released: Released) -> list[tuple[str, str, str]]:
     middle, bottom = "algorithm", "deployment"
+    whose = "texts of held-out users" if released.plan.shared else "users not trained on"
     held = sum(check.holds is True for check in released.checks)
     return [
         (middle, "which mechanism, and is it implemented right?", mechanism(released.plan)),
@@ -56,7 +57,7 @@ def _below(released: Released) -> list[tuple[str, str, str]]:
         (
             middle,
             "how useful is what comes out, and for whom is it worse?",
-            "loss on users not trained on is among the settings and results; whether some groups "
+            f"loss on {whose} is among the settings and results; whether some groups "
             "of users are served worse is not measured here",
         ),
         (

@@ -241,7 +241,10 @@ def _settings(released: Released) -> Table:
         names = ("initial_eval_loss", "final_eval_loss")
         found = [(name, summary[name]) for name in names if summary[name] != "nan"]
         noise = "with noise" if released.plan.evaluations else "without noise: not protected"
-        rows += [(f"{name} (users not trained on, {noise})", f"{loss}") for name, loss in found]
+        whose = "texts of held-out users" if released.plan.shared else "users not trained on"
+        if released.plan.shared:  # a text is held out if any of its owners is
+            noise += ", and other owners of them are trained on"
+        rows += [(f"{name} ({whose}, {noise})", f"{loss}") for name, loss in found]
         if lost := summary.get("lost_steps"):
             rows.append(("steps that were released and lost to a crash", str(lost)))
     else:

@@ -29,7 +29,7 @@ from fedsim.data.building.sources import Sources, examine, find_files, survey
 from fedsim.data.building.staging import resume, staging
 from fedsim.data.dataset import Dataset
 from fedsim.data.framing import LONG_TEXTS
-from fedsim.data.owners import is_shared
+from fedsim.data.owners import decided_by_texts, is_shared
 from fedsim.data.shards import (
     FORMAT,
     close_store,
@@ -234,8 +234,12 @@ class _Build:
             )
         owners = collect_owners(self.runs, runs)
         shared, least = is_shared(owners["user_id"]), options.holdout.min_examples
-        if shared and least > 1:
-            raise DataError(f"min_examples={least}: expected 1 where texts have several owners")
+        if shared:
+            several = "where texts have several owners"
+            if least > 1:
+                raise DataError(f"min_examples={least}: expected 1 {several}")
+            if rule := decided_by_texts(options.long_texts, options.screen.against):
+                raise DataError(f"{rule} {several}")
         group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
         splits = dict(divide(group, counts, options.holdout))
         self._write_splits(runs, owners, splits, tokenizer)
