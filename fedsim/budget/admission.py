@@ -149,6 +149,9 @@ class Applicant:
         """
         lines = run_ledger.read(self.run_dir)
         own = seen() if seen else run_ledger.phases(lines) if lines else None
+        if (elsewhere := self._counted_elsewhere()) is not None:
+            with hold(elsewhere) as ledger:
+                self._expect_newest(ledger, entry, own)
         with hold(self.place) as ledger:
             self._expect_newest(ledger, entry, own)
             self._expect_same(ledger, entry)
@@ -162,13 +165,21 @@ class Applicant:
         finally:
             self._settle(entry.run, seen)
 
+    def _counted_elsewhere(self) -> Path | None:
+        """Another ledger that has counted the run, where that can be held here."""
+        receipt = _receipt(self.run_dir)
+        if receipt is None or receipt["ledger"] == str(self.place):
+            return None
+        place = Path(receipt["ledger"])
+        return place if _is_here(place) and os.access(place, os.W_OK) else None
+
     def _expect_newest(self, ledger: BudgetLedger, entry: Entry, own: Released) -> None:
         """Raises LedgerError: the ledger knows of more that the run released, or of it elsewhere.
 
         Args: own: what it released, as far as is known here.
         """
         receipt, known = _receipt(self.run_dir), ledger.entries.get(entry.run)
-        if receipt is not None and receipt["ledger"] == str(self.place):
+        if receipt is not None and receipt["ledger"] == str(ledger.directory):
             try:
                 _expect_own(ledger, receipt, self.run_dir, entry.run)
             except LedgerError as error:
@@ -181,7 +192,8 @@ class Applicant:
             return  # nothing is left to be released
         if _number(own) < _number(known.released or []):
             more = f"{_number(known.released or [])} releases of it, and here are {_number(own)}"
-            raise LedgerError(f"{self.run_dir}: is an older copy of a run: {self.place} has {more}")
+            found = f"is an older copy of a run: {ledger.directory} has {more}"
+            raise LedgerError(f"{self.run_dir}: {found}")
         place = Path(known.place)
         same = place.exists() and self.run_dir.exists() and place.samefile(self.run_dir)
         if not same and _seen(place, known) != GONE:
@@ -315,7 +327,7 @@ def together(run_dir: Path, delta: float) -> Together | None:
     Raises: LedgerError, FileDamaged: the ledger was cut or changed, or the receipt is another's.
     """
     receipt = _receipt(run_dir)
-    if receipt is None or not os.access(receipt["ledger"], os.R_OK | os.X_OK):
+    if receipt is None or not _is_here(receipt["ledger"]):
         return None
     with hold(Path(receipt["ledger"])) as ledger:
         _expect_own(ledger, receipt, run_dir, str(run_ledger.head(run_dir).get("key_seal")))
@@ -335,7 +347,7 @@ def expect_receipt(run_dir: Path, run: str, label: str) -> tuple[bool, str]:
     if receipt is None:
         return False, "in no ledger of the data: what other runs on them spent is not known"
     place = Path(receipt["ledger"])
-    if not os.access(place, os.R_OK | os.X_OK):
+    if not _is_here(place):
         return False, f"the ledger of the data, {place}, is not here"
     with hold(place) as ledger:
         _expect_own(ledger, receipt, run_dir, run)
@@ -359,6 +371,11 @@ def _expect_own(ledger: BudgetLedger, receipt: dict[str, Any], run_dir: Path, ru
 def _number(released: Sequence[tuple[Event, int]]) -> int:
     """How many releases these are."""
     return sum(count for _, count in released)
+
+
+def _is_here(ledger: str | Path) -> bool:
+    """Whether a ledger can be read on this machine."""
+    return os.access(ledger, os.R_OK | os.X_OK)
 
 
 def _receipt(run_dir: Path) -> dict[str, Any] | None:

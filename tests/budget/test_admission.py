@@ -132,6 +132,21 @@ def test_a_run_goes_on_in_one_place_alone(place, tmp_path):
 
 
 @pytest.mark.privacy
+def test_another_ledger_does_not_let_a_copy_go_on(place, tmp_path):
+    other = tmp_path / "other"
+    run(place, tmp_path / "a", steps=5)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    run(place, tmp_path / "a", steps=8)
+    with pytest.raises(LedgerError, match="b: is an older copy of a run: .* 8 .* here are 5"):
+        run(other, tmp_path / "b", steps=8)
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    with pytest.raises(LedgerError, match="c: is a copy: .*a has the same run"):
+        run(other, tmp_path / "c")
+    run(other, tmp_path / "a")  # itself it may
+    assert states(other) == [("released", PLANNED)]
+
+
+@pytest.mark.privacy
 def test_a_run_does_not_go_on_by_a_receipt_of_another_ledger(place, tmp_path):
     """Whoever lost the ledger would have all that was spent be forgotten."""
     for name in "ab":
