@@ -101,12 +101,13 @@ class Account:
             _progress(f"delta={delta}: too small for an answer: {least}")
         if not self.json:
             assert epsilon is not None and delta is not None, "one is given, the other found"
-            label = f", {COMPARISON_ONLY}" if self.sampling == SHUFFLE else ""
-            print(f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}{label}")
+            found = f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}"
+            print(", ".join([found, *_label(self).values()]))
         return {
             **_without_json(self),
             "epsilon": to_json(epsilon),
             "delta": delta,
+            **_label(self),
             "predicted_error": _predicted(self, self.num_steps, self.noise_multiplier),
         }
 
@@ -196,10 +197,10 @@ class Calibrate:
                 rounded = at_least if wanted == "sampling_prob" else at_most
                 shown = rounded(found, ".6g")
             more = " or more (nothing above is looked for)" * at_least_so_many
-            print(f"{wanted.replace('_', ' ')} {shown}{more}")
+            print(", ".join([f"{wanted.replace('_', ' ')} {shown}{more}", *_label(self).values()]))
         whole = {**given, wanted: found}
         error = _predicted(self, whole["num_steps"], whole["noise_multiplier"])
-        result = {**_without_json(self), wanted: found, "predicted_error": error}
+        result = {**_without_json(self), wanted: found, **_label(self), "predicted_error": error}
         return {**result, "at_least": at_least_so_many} if wanted == "num_steps" else result
 
     def _with_best_bands(self, target: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +268,11 @@ def _window(command: Account | Calibrate) -> int:
     expected = "participations / num_steps, of participations that divide num_steps"
     expect("sampling_prob", prob, whole, expected)
     return steps // count
+
+
+def _label(command: Account | Calibrate) -> dict[str, str]:
+    """What makes epsilon no guarantee, under the name that it has everywhere; else nothing."""
+    return {"epsilon_holds": COMPARISON_ONLY} if command.sampling == SHUFFLE else {}
 
 
 def _without_json(command: Any) -> dict[str, Any]:

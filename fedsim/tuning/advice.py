@@ -128,7 +128,7 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         f"{result['num_users']:,} users, {result['num_examples']:,} examples, the median user has "
         f"{result['median_examples']:,}; epsilon {result['epsilon']:g} at delta "
-        f"{result['delta']:.3g}",
+        f"{result['delta']:.3g}; {result['epsilon_holds']}",
         f"{'':20} {'ELS':>14} {'ULS':>14}",
     ]
     for name, shape in rows:

@@ -21,7 +21,7 @@ from fedsim import engine
 from fedsim.clipping import Clip
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, RunConfig
-from fedsim.config.cells import CORRELATED
+from fedsim.config.cells import CORRELATED, POISSON, SHUFFLE, sampling_of
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine
@@ -30,10 +30,11 @@ from fedsim.keys import SecretKey
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.noise.bands import predicted_error
 from fedsim.plan import calibrate, method_for
+from fedsim.plan.labels import holds
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data, make_task
 from fedsim.run.setup import wait_for
-from fedsim.sampling import examples_per_user, graph_of, pool_of
+from fedsim.sampling import Users, examples_per_user, graph_of, pool_of
 from fedsim.sampling.shared import Groups
 from fedsim.shared_uls import SharedULS
 from fedsim.tuning import doubling
@@ -220,6 +221,7 @@ def _about(
         "median_examples": int(np.median(examples_per_user(users))),
         "epsilon": privacy.epsilon,
         "delta": found.settings[Algorithm.ELS].delta,
+        "epsilon_holds": _holds(privacy, users),
         "num_steps": privacy.num_steps,
         "budget": privacy.budget,
         "model": start.run.model.source,
@@ -227,6 +229,20 @@ def _about(
         "workers": workers and f"{workers.num_workers} x {workers.describe()}",
         "looked_at": norms and norms.looked_at,
     }
+
+
+def _holds(privacy: PrivacyConfig, users: Users) -> str:
+    """What epsilon of a training would hold under, with the key that it draws itself."""
+    run = sampling_of(privacy.sampling, privacy.noise)
+    return holds(
+        {
+            "sampling_run": run,
+            "sampling_accounted": POISSON if run == SHUFFLE else run,
+            "assumed_population": privacy.assumed_population,
+            "adjacency": privacy.adjacency,
+            "shared": graph_of(users) is not None,
+        }
+    )
 
 
 def _advice(

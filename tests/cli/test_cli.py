@@ -76,6 +76,25 @@ def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run
     assert code == 0 and json.loads(out)["eval/loss"] == pytest.approx(summary["final_eval_loss"])
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("account", "uls", "--noise-multiplier", 1, "--delta", 1e-6, "--sampling-prob", 0.01),
+        ("calibrate", "uls", "--epsilon", 4, "--delta", 1e-6, "--sampling-prob", 0.01),
+        ("recommend", "--plan-only", "--data", "pydocs", "--epsilon", 4, "--budget", 64),
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_epsilon_of_shuffling_is_called_a_comparison_before_a_training_too(words, capsys):
+    label = "comparison only, not a guarantee"
+    words = (*words, "--num-steps", 10)
+    for flags, labelled in ((("--sampling", "shuffle"), True), ((), False)):
+        assert (label in run(*words, *flags, capsys=capsys)[1]) == labelled
+        found = json.loads(run(*words, *flags, "--json", capsys=capsys)[1])
+        assert (label in found.get("epsilon_holds", "")) == labelled
+
+
 def test_shuffling_is_labelled_everywhere(texts, run_dir, capsys):
     args = train_args(texts, run_dir, sampling="shuffle", seed=None)
     code, out, err = run("train", "uls", *args, "--json", capsys=capsys)
