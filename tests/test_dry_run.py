@@ -14,10 +14,14 @@ from test_verify import command, write_texts
 from fedsim import engine
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
-from fedsim.config import EngineConfig
+from fedsim.config import Algorithm, EngineConfig, PrivacyConfig
+from fedsim.data.dataset import Dataset
+from fedsim.data.users import UserStore
 from fedsim.engine import environment
 from fedsim.engine.engine import Trial
 from fedsim.errors import ConfigError
+from fedsim.keys import SecretKey
+from fedsim.plan import complete, method_for
 from fedsim.run.cost import cost
 from fedsim.run.doubts import doubts
 
@@ -56,7 +60,11 @@ MEDIAN = {"group-size": None, "group-size-epsilon": 0.5, "delta": 1e-3}
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    "setting, flags", [("budget", {"budget": 100_000}), ("limit_epsilon", {"limit-epsilon": 0.1})]
+    "setting, flags",
+    [
+        ("budget", {"budget": 100_000, "adjacency": "add-or-remove"}),
+        ("limit_epsilon", {"limit-epsilon": 0.1}),
+    ],
 )
 def test_what_follows_from_a_private_draw_is_not_shown_before_it_is_counted(
     texts, run_dir, capsys, setting, flags
@@ -72,6 +80,23 @@ def test_what_follows_from_a_private_draw_is_not_shown_before_it_is_counted(
         "size drawn by group_size_epsilon, and is not shown before that is counted"
     )
     assert not any("warning" in line or "group" in line for line in said[:-1])
+
+
+@pytest.mark.privacy
+def test_no_budget_is_refused_by_a_private_draw():
+    """Refusals are counted nowhere: whoever tries again and again would learn the median."""
+    sizes = [1, 1, 2, 40]
+    store = UserStore.from_examples({f"u{n}": [[1]] * size for n, size in enumerate(sizes)}, 4, 9)
+    found = set()
+    for budget in (1, 10, 1000):
+        for seed in range(30):
+            privacy = PrivacyConfig(1.0, 10, budget, group_size_epsilon=0.1, delta=1e-3)
+            key = SecretKey.create(seed)
+            done, _ = complete(Algorithm.ELS, privacy, Dataset(store), key=key)
+            method_for(Algorithm.ELS, done, store, key)
+            assert done.group_size * len(sizes) >= budget
+            found.add(done.group_size)
+    assert len(found) > 3  # it is drawn
 
 
 def test_the_warnings_of_a_private_draw_come_when_it_is_counted(texts, run_dir, capsys):

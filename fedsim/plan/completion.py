@@ -64,6 +64,10 @@ def complete(
         expect("group_size", group_size, group_size is None, "none, or no group_size_epsilon")
         assert key is not None, "a private choice needs a key"
         group_size = private_median(examples_per_user(users), share, key.generator("median"))
+        if privacy.adjacency == ZERO_OUT:
+            # Room for the budget, whatever was drawn: that a draw is refused would tell of it, and
+            # whoever is refused draws again.
+            group_size = max(group_size, -(-privacy.budget // users.num_users))
     if group_size is None and algorithm == Algorithm.ELS:
         group_size = median_group_size(examples_per_user(users))
         if not shared:  # else it follows from what is public
