@@ -10,15 +10,41 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ECHO_S = 0.5  # `timeout` sends its signal to the process and to its group: twice, at once
 
 
+_asked, _depth = threading.Event(), 0
+
+
 @contextmanager
 def terminated() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what is inside as Ctrl-C does, so that it clears up behind itself."""
+    """SIGTERM and SIGHUP end what is inside as Ctrl-C does, so that it clears up behind itself.
+
+    What runs at that moment may eat the KeyboardInterrupt, as callbacks of the garbage collector
+    and half of an import do, or make another exception of it: so it is remembered, and an exception
+    that leaves what is inside is taken for the KeyboardInterrupt; see `heed`.
+    """
+    global _depth
 
     def end() -> None:
+        _asked.set()
         raise KeyboardInterrupt
 
-    with _at_first(end):
-        yield
+    heed()
+    _depth += 1
+    try:
+        with _at_first(end):
+            yield
+    except Exception:
+        heed()
+        raise
+    finally:
+        _depth -= 1
+        if _depth == 0:
+            _asked.clear()
+
+
+def heed() -> None:
+    """Raises KeyboardInterrupt if a signal to stop has come that was meant to raise it."""
+    if _asked.is_set():
+        raise KeyboardInterrupt
 
 
 @contextmanager
@@ -27,8 +53,10 @@ def stop_signals() -> Iterator[threading.Event]:
 
     Installed after Ray has started: Ray puts its own handler in place.
     """
+    heed()
     stop = threading.Event()
     with _at_first(stop.set):
+        heed()  # or it came just now
         yield stop
 
 

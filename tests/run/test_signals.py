@@ -1,5 +1,6 @@
 """Stopping: once, not by an echo, with the workers of a private cluster, and never without them."""
 
+import contextlib
 import json
 import os
 import re
@@ -38,6 +39,24 @@ def test_a_signal_to_stop_ends_what_takes_no_steps_as_ctrl_c_does(sent):
     with pytest.raises(KeyboardInterrupt), terminated():
         signal.raise_signal(sent)
     assert signal.getsignal(sent) == before
+
+
+def test_a_signal_that_is_eaten_by_what_ran_then_is_heeded_all_the_same():
+    """By a callback of the garbage collector, or by an import that makes another error of it."""
+    with pytest.raises(KeyboardInterrupt), terminated():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        with stop_signals():
+            pytest.fail("training went on")
+    with pytest.raises(KeyboardInterrupt), terminated():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("half of an import") from None
+    with terminated(), stop_signals() as stop:  # it was heeded, and is over
+        assert not stop.is_set()
+    with pytest.raises(ImportError), terminated():
+        raise ImportError("of no signal")
 
 
 def test_what_nohup_ignores_stays_ignored():
