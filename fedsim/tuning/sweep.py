@@ -140,11 +140,13 @@ def sweep(
     jobs = jobs_of(settings, out)
     expect("settings", "", bool(jobs), "a run at least")
     todo = [job for job in jobs if job.summary is None]
+    _expect_place(out)
     expect_same_inputs(jobs, console)
-    out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    out.chmod(0o700)
+    if not out.exists() or not any(out.iterdir()):
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        out.chmod(0o700)
     for name in (RUNS, LOGS):
-        (out / name).mkdir(parents=True, exist_ok=True)
+        (out / name).mkdir(exist_ok=True)
     errors: dict[str, str] = {}
     _write_board(jobs, out)
     rows = write_table(jobs, out, errors)
@@ -162,6 +164,13 @@ def sweep(
         what = f"{job.algorithm} {_varying(job, jobs)}: {_outcome(job, errors)}"
         console.note(f"{count}/{len(todo)} {what}; left {left / 60:.1f} min")
     return rows
+
+
+def _expect_place(out: Path) -> None:
+    """Raises ConfigError: there is something else than an earlier sweep."""
+    there = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    own = not out.exists() or (out.is_dir() and (there <= {RUNS} or {RUNS, LOGS} <= there))
+    expect("out", out, own, "a new or empty directory, or that of a sweep")
 
 
 def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:

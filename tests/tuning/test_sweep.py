@@ -91,6 +91,16 @@ def test_a_mistake_is_found_before_anything_is_run(changed, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_sweep_leaves_what_is_not_its_own_as_it_is(tmp_path):
+    (tmp_path / "posts").mkdir(mode=0o755)
+    for place in (tmp_path / "posts", tmp_path / "posts" / "metadata.json"):
+        (tmp_path / "posts" / "metadata.json").write_text("{}")
+        with pytest.raises(ConfigError, match="^out=.*: expected a new or empty directory, or"):
+            sweep.sweep([BASE], place, Console(), here=True)
+    assert (tmp_path / "posts").stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in (tmp_path / "posts").iterdir()] == ["metadata.json"]
+
+
 @pytest.fixture(scope="module")
 def spec_file(texts, tmp_path_factory):  # noqa: F811
     """Four runs that can train and, in two of them, differ in noise alone."""
