@@ -36,7 +36,7 @@ def source_of(data: Any, user: str, text: str) -> str:
         return os.fspath(data)
     if isinstance(data, list | tuple) and all(isinstance(x, str | os.PathLike) for x in data):
         return str(_joined([Path(file) for file in data], user, text))
-    return str(_written(_batches(data), user, text))
+    return str(_written(_batches(data, user, text), user, text))
 
 
 def _joined(files: list[Path], user: str, text: str) -> Path:
@@ -50,8 +50,8 @@ def _joined(files: list[Path], user: str, text: str) -> Path:
     return _written((b for table in tables for b in table.iter_batches(ROWS)), user, text)
 
 
-def _batches(data: Any) -> Iterator[pa.RecordBatch]:
-    """The rows of a table in memory."""
+def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
+    """The rows of a table in memory; of a DataFrame the two columns, for others may be anything."""
     kind = f"{type(data).__module__}.{type(data).__name__}"
     if kind.startswith("datasets."):
         if not hasattr(data, "iter"):
@@ -60,15 +60,36 @@ def _batches(data: Any) -> Iterator[pa.RecordBatch]:
         for table in arrow.iter(batch_size=ROWS):
             yield from table.to_batches()
         return
+    if kind.startswith("pandas."):
+        yield from _of_frame(data, user, text).to_batches(ROWS)
+        return
     try:
-        if kind.startswith("pandas."):
-            table = pa.Table.from_pandas(data, preserve_index=False)
-        else:
-            table = pa.table(data)
+        table = pa.table(data)
     except (pa.ArrowException, TypeError, ValueError) as error:
         expected = "a path, a DataFrame, a datasets.Dataset or an Arrow table"
         raise DataError(f"data={kind}: expected {expected} ({error})") from None
     yield from table.to_batches(ROWS)
+
+
+def _of_frame(data: Any, user: str, text: str) -> pa.Table:
+    """The two columns of a DataFrame. Raises: DataError: one is not there, or is of no one kind."""
+    columns = {}
+    for field, name in (("user", user), ("text", text)):
+        _expect_column(field, name, list(map(str, data.columns)))
+        values = data[name]
+        if field == "user" and values.dtype == object:  # 7 beside "7" is the same user, as in files
+            values = values.map(lambda each: str(each) if type(each) is int else each)
+        try:
+            columns[name] = pa.array(values, from_pandas=True)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            kinds = " and ".join(sorted({type(each).__name__ for each in values}))
+            raise DataError(f"{field}={name}: expected one kind of value, got {kinds}") from error
+    return pa.table(columns)
+
+
+def _expect_column(field: str, name: str, have: list[str]) -> None:
+    if name not in have:
+        raise DataError(f"{field}={name}: no such column, expected one of {', '.join(have)}")
 
 
 def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
@@ -93,9 +114,7 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
     try:
         for batch in batches:
             for field, name in (("user", user), ("text", text)):
-                if name not in batch.schema.names:
-                    have = ", ".join(batch.schema.names)
-                    raise DataError(f"{field}={name}: no such column, expected one of {have}")
+                _expect_column(field, name, batch.schema.names)
             unowned = np.flatnonzero(is_blank(normalise(batch, columns, rows)["user_id"]))
             if len(unowned):
                 found = f"row {rows + 1 + int(unowned[0])} has a null or empty one"

@@ -63,6 +63,8 @@ def train(
       workers are lost.
     """
     expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
+    calls = callback is None or callable(callback)
+    expect("callback", callback, calls, "a function of a step's number and its metrics")
     given = {"epsilon": epsilon, "num_steps": num_steps, **settings}
     if run_dir is None:
         run_dir = Path("runs") / f"{algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -17,6 +17,7 @@ import pytest
 
 import fedsim
 from fedsim.cli.main import main
+from fedsim.library.tables import source_of
 
 SETTINGS = {
     **{"epsilon": 8.0, "num_steps": 3, "budget": 12, "max_length": 24, "seed": 5},
@@ -199,6 +200,10 @@ def test_a_mistake_has_the_words_of_the_command(name, value, posts, files, run_d
         ([], "data=none: expected a list of Parquet files"),
         (["a.csv", "b.csv"], "data=a.csv, b.csv: expected a list of Parquet files"),
         (pd.DataFrame({"who": ["a"], "body": ["b"]}), "user=author: no such column"),
+        (
+            pd.DataFrame({"author": ["a", "b"], "body": ["x", 3]}),
+            "text=body: expected one kind of value, got int and str",
+        ),
         (pd.DataFrame({"author": [], "body": []}), "data: expected rows, found none"),
         (datasets.DatasetDict(), "data=DatasetDict: expected one of its splits"),
         (
@@ -229,6 +234,20 @@ def test_data_that_are_none_are_named_and_not_kept(data, message, run_dir, tmp_p
 def test_a_column_that_a_file_has_not_is_named_as_it_was_asked_for(named, says, files, run_dir):
     with pytest.raises(fedsim.ConfigError, match=f"^{says}"):
         train(files / "all.parquet", run_dir, **named)
+
+
+@pytest.mark.privacy
+def test_of_a_table_two_columns_are_read_and_an_id_is_the_same_user_as_text_or_number(tmp_path):
+    other = [{"any": 1}, "thing", None]
+    frame = pd.DataFrame({"author": [7, "7", "b"], "likes": other, "body": ["x", "y", "z"]})
+    found = pq.read_table(source_of(frame, "author", "body"))
+    assert found.to_pydict() == {"author": ["7", "7", "b"], "body": ["x", "y", "z"]}
+
+
+def test_what_is_no_callback_is_found_before_a_step_is_paid_for(posts, run_dir):
+    with pytest.raises(fedsim.ConfigError, match="^callback=3: expected a function of a step's"):
+        train(posts, run_dir, callback=3)
+    assert not run_dir.exists()
 
 
 def test_an_unknown_setting_is_named(posts, run_dir):
