@@ -99,6 +99,7 @@ def cyclic_event(
 ) -> StepEvent:
     """A step of cyclic Poisson sampling, in which `sampling_prob` of all users are expected: those
     of one of `bands` groups can take part, `bands` times as probably."""
+    expect("sampling_prob", sampling_prob, sampling_prob > 0, "in (0, 1]")  # nan is not
     prob = min(max(1.0, sampling_prob), sampling_prob * bands)  # above 1 only what was given so
     return StepEvent(noise_multiplier, prob, max_contributions, bands, max_changed)
 

@@ -254,6 +254,7 @@ def _bands(command: Account | Calibrate) -> int:
     given = command.noise != CORRELATED or command.bands is not None
     expect("bands", command.bands, given, "a number of bands with correlated noise")
     bands, prob = command.bands or 1, command.sampling_prob
+    expect("sampling_prob", prob, prob is None or prob > 0, "in (0, 1]")
     most = f"<= {1 / bands:g}: a step draws from one of {bands} groups of users"
     if prob is not None and prob <= 1:
         expect("sampling_prob", prob, prob * bands <= 1, most)

@@ -323,6 +323,12 @@ def as_flags(values):
         (("train", "els"), "missing --epsilon, --num-steps, --run-dir, --data"),
         (("train", "sgd", "--epsilon", 1), "sgd"),
         (account(sampling_prob=1.5), "sampling_prob=1.5: expected"),
+        (account(sampling_prob="nan"), r"sampling_prob=nan: expected in \(0, 1\]$"),
+        (
+            ("account", "uls", *account(sampling_prob="nan", sampling="allocation")[2:]),
+            r"sampling_prob=nan: expected in \(0, 1\]$",
+        ),
+        (calibrate(sampling_prob="nan", num_steps=10), r"sampling_prob=nan: expected in \(0, 1\]$"),
         (account(noise_multiplier=0), "noise_multiplier=0.0: expected"),
         (account(delta=0), "delta=0.0: expected"),
         (account(epsilon=1), "delta=1e-05: expected a delta or an epsilon, and not both"),
