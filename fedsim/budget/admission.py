@@ -120,6 +120,13 @@ class Applicant:
         place = str(self.run_dir.absolute())
         return Entry(0, run, self.kind, place, "", label, planned, slack)
 
+    def expect_place(self) -> None:
+        """Raises ConfigError: the ledger could not be written; found before anything is."""
+        made = next(each for each in (self.place, *self.place.parents) if each.exists())
+        writes = made.is_dir() and os.access(made, os.W_OK | os.X_OK)
+        wanted = "a place to write to; --budget-ledger names another one"
+        expect("budget_ledger", self.place, writes, wanted)
+
     def expect_room(self, entry: Entry) -> None:
         """Raises ConfigError: with this run a limit would be broken."""
         if self.limit is None and not self.place.exists():

@@ -28,7 +28,8 @@ class PrivacyConfig:
     """What can change the guarantee."""
 
     epsilon: float
-    """Target user-level epsilon. > 0; 'inf' trains without noise: non-private, a sanity bound."""
+    """Target user-level epsilon. > 0; 'inf' trains without noise: non-private, a sanity bound,
+    which counts as infinite for its users from then on (see budget_ledger)."""
 
     num_steps: int
     """T: number of steps. In [1, 10000000]."""

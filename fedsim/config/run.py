@@ -201,7 +201,8 @@ class RunConfig:
     """Learning rate of users' own SGD, where local_steps is above 1. > 0."""
 
     seed: int | None = None
-    """Makes a run reproducible, and its noise known to whoever knows the seed. Default: none."""
+    """Makes a run reproducible, and its noise known to whoever knows the seed: it promises nothing,
+    and counts so for its users from then on (see budget_ledger). Default: none."""
 
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
 

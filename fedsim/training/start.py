@@ -49,6 +49,11 @@ from fedsim.training.settings import (
 from fedsim.training.trainer import Callback, Trainer
 from fedsim.uls import ULS
 
+NOTHING_PROMISED = (
+    "this run promises nothing, and counts so for its users from its first step on: no limit can "
+    "be kept for them then (--budget-ledger names another ledger, for trials)"
+)
+
 
 def train(
     algorithm: Algorithm,
@@ -95,6 +100,9 @@ def train(
             method = method_for(algorithm, completed, opened.data.train, opened.key)
         kind = "train" if plant is None else "audit"
         applicant = Applicant.of(run, opened.data.train, completed.delta, kind)
+        uncounted = trial or not count
+        if not uncounted and rehearsed is None:
+            applicant.expect_place()
         workers, task, params = opened.start_engine()
         doubtful: list[str] = []
         if opened.stored:
@@ -106,6 +114,8 @@ def train(
                 asked = (opened, algorithm, method, applicant, completed, *facts)
                 completed, plan = _new_plan(*asked, **known)
             doubtful = doubts(plan, opened.data, default_delta=privacy.delta is None)
+            if not (plan.guarantee or uncounted or run.budget_ledger):
+                doubtful.append(NOTHING_PROMISED)
         if not hidden:
             _warn(console, doubtful)
         asked_for = rehearsed or run.engine
@@ -113,7 +123,6 @@ def train(
         planned = planned_phases(plan, method)
         entry = applicant.entry(opened.key.seal("ledger"), planned, plan.slack, plan.label)
         counted = Counted.of(applicant, entry, plan, opened.data, opened.key)
-        uncounted = trial or not count
         if not uncounted:
             with unshown(hidden):
                 counted.expect_room()

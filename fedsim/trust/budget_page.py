@@ -15,7 +15,7 @@ from fedsim.budget.people import union
 from fedsim.budget.spending import Books, Charge
 from fedsim.config import to_json
 from fedsim.errors import expect
-from fedsim.files import write_atomically
+from fedsim.files import make_place, write_atomically
 from fedsim.trust.document import Document, Quote, Section, Table, to_html, to_markdown
 from fedsim.trust.svg import Chart, Series
 
@@ -52,7 +52,7 @@ def budget(
             known = books(ledger, ids)
         found = _found(ledger, known, num_users, delta)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        make_place(out)
         document = compose(found)
         write_atomically(out / HTML, to_html(document).encode())
         write_atomically(out / MARKDOWN, to_markdown(document).encode())

@@ -13,8 +13,7 @@ from typing import Any
 from fedsim.accounting.rounding import at_most
 from fedsim.config import Algorithm, settings_of, to_json
 from fedsim.config.cells import INDEPENDENT
-from fedsim.errors import ConfigError
-from fedsim.files import read_json, write_atomically
+from fedsim.files import make_place, read_json, write_atomically
 from fedsim.plan import Plan
 from fedsim.run import directory, ledger
 from fedsim.run.console import Console
@@ -40,10 +39,7 @@ def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
     with directory.lock(run_dir, to_read=True):
         released = read(run_dir, console)
         document, entry = compose(released), registry.entry(released)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={out}: expected a place to write to ({error.strerror})") from None
+    make_place(out)
     write_atomically(out / HTML, to_html(document).encode())
     write_atomically(out / MARKDOWN, to_markdown(document).encode())
     if entry is not None:

@@ -230,6 +230,10 @@ SETTINGS = {
     "sweep of nothing": (["sweep", "none.toml", "--out", "s"], "none.toml"),
     "stats of nothing": (["data", "stats", "none.parquet"], "none.parquet"),
     "build of nothing": (["data", "build", "none.parquet", "--out", "b"], "none.parquet"),
+    "build with nobody": (
+        ["data", "build", "texts.parquet", "--out", "b", "--num-workers", "0"],
+        "^num_workers=0: expected >= 1",
+    ),
     "build into a run": (["data", "build", "texts.parquet", "--out", "run"], "out=.*run: already"),
     "share of users": (
         ["data", "build", "texts.parquet", "--out", "b", "--eval-users", "1"],
@@ -600,6 +604,9 @@ def test_a_directory_that_cannot_be_written_is_named(here, capfd):
     (here / "file").touch()
     code, line = answer(train(run_dir="file/run"), capfd)
     assert code == 2 and "run_dir=file/run: expected a place to write to" in line
+    code, line = answer(train(run_dir="another", budget_ledger="file/ledger"), capfd)
+    assert code == 2 and "file/ledger: expected a place to write to" in line
+    assert not (here / "another").exists()
 
 
 IN_FRONT = """import signal, sys

@@ -153,6 +153,8 @@ def build(
       Nothing is left behind. FedsimError: too many files are open. Interrupted: a worker was
       killed, or the Hub is out of reach. Finished parts are kept.
     """
+    if num_workers is not None and num_workers < 1:
+        raise DataError(f"num_workers={num_workers}: expected >= 1")
     out = Path(out).absolute()
     talk = (conversation_column, turn_column)
     named = (user_column, text_column, order_column, url_column, owners)
