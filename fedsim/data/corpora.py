@@ -22,7 +22,7 @@ from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.dataset import Dataset
 from fedsim.data.shards import FORMAT
 from fedsim.data.text import Tokenizer, file_of
-from fedsim.errors import DataError
+from fedsim.errors import DataError, FedsimError
 
 
 def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_options) -> Dataset:
@@ -55,10 +55,21 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
 
 
 def is_built(source: str | Path) -> bool:
-    """Whether a source is a directory that `build` made, to be opened as it is."""
+    """Whether a source is a directory that `build` made, to be opened as it is: one that says so,
+    whatever lies in it beside, or one that holds no files to be read, which is told what it lacks.
+    """
     path = Path(source)
     named = bool(str(source).strip())  # Path("") is the current directory
-    return named and path.is_dir() and not is_saved(path) and not files_in(path)
+    if not named or not path.is_dir() or is_saved(path):
+        return False
+    return _is_data_set(path) or not files_in(path)
+
+
+def _is_data_set(path: Path) -> bool:
+    try:
+        return files.read_json(path / "metadata.json")["kind"] == "dataset"
+    except (OSError, FedsimError, KeyError):
+        return False
 
 
 def _facts(path: Path) -> list[tuple[str, int, int]]:

@@ -177,6 +177,8 @@ def test_a_built_directory_is_opened(source, tmp_path):
     built = build([source], tmp_path / "out")
     (tmp_path / "empty").mkdir()
     assert load(tmp_path / "out").train.fingerprint == built.train.fingerprint
+    (tmp_path / "out" / "notes.csv").write_text("a,b\n1,2\n")  # somebody's, and no text
+    assert load(tmp_path / "out").train.fingerprint == built.train.fingerprint
     with pytest.raises(DataError, match="expected a directory built by fedsim"):
         load(tmp_path / "empty")
 
