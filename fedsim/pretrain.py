@@ -61,11 +61,12 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
     with open_run(directory.PRETRAIN, settings, run, console) as opened:
         data, most = opened.data, opened.data.train.num_examples
         expect("batch_size", settings.batch_size, settings.batch_size <= most, f"<= {most}")
+        applicant = Applicant.of(run, data.train, None, directory.PRETRAIN)
+        applicant.expect_place()
         workers, task, params = opened.start_engine()
         console.note(WARNING)
         wait_for(workers, console)
         opened.begin(task)
-        applicant = Applicant.of(run, data.train, None, directory.PRETRAIN)
         entry = applicant.entry(opened.key.seal("ledger"), None, (0.0, 0.0), WARNING)
         trainer = Pretrainer(
             settings=settings,

@@ -88,9 +88,10 @@ def test_no_budget_is_refused_by_a_private_draw():
     sizes = [1, 1, 2, 40]
     store = UserStore.from_examples({f"u{n}": [[1]] * size for n, size in enumerate(sizes)}, 4, 9)
     found = set()
-    for budget in (1, 10, 1000):
+    turns = {"noise": "correlated", "bands": 3}
+    for budget, cell in ((1, {}), (10, {}), (1000, {}), (10, turns)):
         for seed in range(30):
-            privacy = PrivacyConfig(1.0, 10, budget, group_size_epsilon=0.1, delta=1e-3)
+            privacy = PrivacyConfig(1.0, 10, budget, group_size_epsilon=0.1, delta=1e-3, **cell)
             key = SecretKey.create(seed)
             done, _ = complete(Algorithm.ELS, privacy, Dataset(store), key=key)
             method_for(Algorithm.ELS, done, store, key)

@@ -17,7 +17,7 @@ import numpy as np
 from fedsim import accounting
 from fedsim.accounting import Event, Phases
 from fedsim.accounting.rounding import at_least, at_most
-from fedsim.budget.ledger import BudgetLedger, Entry, Limit, Released, hold, look, place_of
+from fedsim.budget.ledger import FILE, BudgetLedger, Entry, Limit, Released, hold, look, place_of
 from fedsim.budget.people import union
 from fedsim.budget.spending import Books, Charge, Total
 from fedsim.config import PrivacyConfig, RunConfig
@@ -122,7 +122,7 @@ class Applicant:
 
     def expect_place(self) -> None:
         """Raises ConfigError: the ledger could not be written; found before anything is."""
-        made = next(each for each in (self.place, *self.place.parents) if each.exists())
+        made = next(p for p in (self.place, *self.place.parents) if os.path.exists(p))
         writes = made.is_dir() and os.access(made, os.W_OK | os.X_OK)
         wanted = "a place to write to; --budget-ledger names another one"
         expect("budget_ledger", self.place, writes, wanted)
@@ -158,7 +158,8 @@ class Applicant:
         own = seen() if seen else run_ledger.phases(lines) if lines else None
         if (elsewhere := self._counted_elsewhere()) is not None:
             with hold(elsewhere) as ledger:
-                self._expect_newest(ledger, entry, own)
+                if entry.run in ledger.entries:  # else that one was moved, and another is there
+                    self._expect_newest(ledger, entry, own)
         with hold(self.place) as ledger:
             self._expect_newest(ledger, entry, own)
             self._expect_same(ledger, entry)
@@ -178,7 +179,7 @@ class Applicant:
         if receipt is None or receipt["ledger"] == str(self.place):
             return None
         place = Path(receipt["ledger"])
-        return place if _is_here(place) and os.access(place, os.W_OK) else None
+        return place if (place / FILE).is_file() and os.access(place, os.W_OK) else None
 
     def _expect_newest(self, ledger: BudgetLedger, entry: Entry, own: Released) -> None:
         """Raises LedgerError: the ledger knows of more that the run released, or of it elsewhere.

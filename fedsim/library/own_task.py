@@ -31,12 +31,10 @@ def owner_ids(split: str, owners: Sequence[Any], note: Callable[[str], None]) ->
     names = np.asarray(owners)
     expect("data", f"{split} of shape {names.shape}", names.ndim == 1, "an owner for each row")
     expect("data", f"{split} with 0 rows", len(names) > 0, "an owner for each row")
-    try:
-        column = pa.array(names.tolist())
-    except pa.ArrowException:
-        kinds = " and ".join(sorted({type(name).__name__ for name in names.tolist()}))
-        raise DataError(f"data={split}: expected owners of one kind, got {kinds}") from None
+    if names.dtype.kind in "iu":
+        return names  # the texts of which are ids already
     tally: Counter[str] = Counter()
+    column = _as_column(split, names)
     ids = user_ids.as_ids(column, f"owners of {split}", range(len(names)), tally)
     if ids.null_count:
         row = 1 + ids.is_null().to_numpy(zero_copy_only=False).argmax()
@@ -48,7 +46,26 @@ def owner_ids(split: str, owners: Sequence[Any], note: Callable[[str], None]) ->
         told.append(f"{number:,} owners look like another one, as {alike} do: a user each")
     for line in told:
         note(line)
-    return np.asarray(ids.to_pylist()) if names.dtype.kind not in "iu" else names
+    return np.asarray(ids.to_pylist())
+
+
+def _as_column(split: str, names: np.ndarray) -> pa.Array:
+    """The owners as numbers, where they are floats, or as texts; null where there is none."""
+    if names.dtype.kind == "f":
+        return pa.array(names)  # as wide as they are, by which one sees what was rounded
+    given = [None if _is_nobody(each) else each for each in names.tolist()]
+    kinds = {type(each) for each in given if each is not None}
+    if kinds == {float}:
+        return pa.array(given, pa.float64())
+    if any(issubclass(kind, float | np.floating) for kind in kinds):
+        found = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise DataError(f"data={split}: expected owners of one kind, got {found}")
+    return pa.array([None if each is None else str(each) for each in given], pa.string())
+
+
+def _is_nobody(owner: Any) -> bool:
+    """Whether it is what Python and pandas write for a missing value."""
+    return owner is None or type(owner).__name__ in ("NAType", "NaTType") or owner != owner
 
 
 class OwnedRows:

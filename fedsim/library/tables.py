@@ -74,17 +74,25 @@ def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
 def _of_frame(data: Any, user: str, text: str) -> pa.Table:
     """The two columns of a DataFrame. Raises: DataError: one is not there, or is of no one kind."""
     columns = {}
+    names = list(map(str, data.columns))
     for field, name in (("user", user), ("text", text)):
-        _expect_column(field, name, list(map(str, data.columns)))
-        values = data[name]
+        _expect_column(field, name, names)
+        if names.count(name) > 1:
+            raise DataError(f"{field}={name}: expected one column of that name")
+        values = data.iloc[:, names.index(name)]
         if field == "user" and values.dtype == object:  # 7 beside "7" is the same user, as in files
-            values = values.map(lambda each: str(each) if type(each) is int else each)
+            values = values.map(_whole_as_text)
         try:
             columns[name] = pa.array(values, from_pandas=True)
-        except (pa.ArrowException, TypeError, ValueError) as error:
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
             kinds = " and ".join(sorted({type(each).__name__ for each in values}))
             raise DataError(f"{field}={name}: expected one kind of value, got {kinds}") from error
     return pa.table(columns)
+
+
+def _whole_as_text(owner: Any) -> Any:
+    whole = isinstance(owner, int | np.integer) and not isinstance(owner, bool)
+    return str(owner) if whole else owner
 
 
 def _expect_column(field: str, name: str, have: list[str]) -> None:

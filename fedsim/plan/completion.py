@@ -67,7 +67,8 @@ def complete(
         if privacy.adjacency == ZERO_OUT:
             # Room for the budget, whatever was drawn: that a draw is refused would tell of it, and
             # whoever is refused draws again.
-            group_size = max(group_size, -(-privacy.budget // users.num_users))
+            places = privacy.budget * (privacy.bands or 1)  # of each of the groups that take turns
+            group_size = max(group_size, -(-places // users.num_users))
     if group_size is None and algorithm == Algorithm.ELS:
         group_size = median_group_size(examples_per_user(users))
         if not shared:  # else it follows from what is public

@@ -50,8 +50,8 @@ from fedsim.training.trainer import Callback, Trainer
 from fedsim.uls import ULS
 
 NOTHING_PROMISED = (
-    "this run promises nothing, and counts so for its users from its first step on: no limit can "
-    "be kept for them then (--budget-ledger names another ledger, for trials)"
+    "this run promises nothing, and counts so for its users from its first step on, in {}: no "
+    "limit can be kept for them then (--budget-ledger names another ledger, for trials)"
 )
 
 
@@ -114,8 +114,8 @@ def train(
                 asked = (opened, algorithm, method, applicant, completed, *facts)
                 completed, plan = _new_plan(*asked, **known)
             doubtful = doubts(plan, opened.data, default_delta=privacy.delta is None)
-            if not (plan.guarantee or uncounted or run.budget_ledger):
-                doubtful.append(NOTHING_PROMISED)
+            if not (plan.guarantee or uncounted):
+                doubtful.append(NOTHING_PROMISED.format(applicant.place))
         if not hidden:
             _warn(console, doubtful)
         asked_for = rehearsed or run.engine

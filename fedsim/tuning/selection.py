@@ -47,7 +47,7 @@ from fedsim.run.model_source import find_model, load_data
 from fedsim.sampling import graph_of
 from fedsim.training import outside, unproven_strategy
 from fedsim.tuning.same_selection import BEGAN, Began
-from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, jobs_of, outcomes_of
+from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, entries, jobs_of, outcomes_of
 
 METRIC = "eval/loss"
 BEST, RESULT, EVALUATIONS, CHOSEN = "best", "selection.json", "evaluations", "chosen.json"
@@ -126,6 +126,7 @@ def select(
         _keep_best(out)  # it may have been cut off there
         return read_json(out / RESULT)
     expect("out", out, not (out / BEST).exists(), "a directory without a chosen model")
+    _expect_place(out)
     jobs = jobs_of(settings, out)
     data = _data(jobs, console)
     priced = price(jobs, data, how)
@@ -183,6 +184,15 @@ def select(
     write_json(out / RESULT, result, mode=0o600)
     _keep_best(out)
     return result
+
+
+def _expect_place(out: Path) -> None:
+    """Raises ConfigError: there is something else than a selection, which removes its trials."""
+    there = entries(out)
+    inside = [path for name in (RUNS, LOGS) if name in there for path in (out / name).iterdir()]
+    begun = {KEY, RUNS} <= there or there & {BEGAN, CHOSEN, RESULT}
+    own = bool(begun) or (there <= {LOGS, RUNS} and not inside)
+    expect("out", out, own, "a new or empty directory, or that of a selection")
 
 
 def _keep_best(out: Path) -> None:

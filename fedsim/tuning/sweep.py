@@ -142,11 +142,11 @@ def sweep(
     todo = [job for job in jobs if job.summary is None]
     _expect_place(out)
     expect_same_inputs(jobs, console)
-    if not out.exists() or not any(out.iterdir()):
+    if not entries(out):
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         out.chmod(0o700)
-    for name in (RUNS, LOGS):
-        (out / name).mkdir(exist_ok=True)
+    for name in (LOGS, RUNS):
+        (out / name).mkdir(mode=0o700, exist_ok=True)
     errors: dict[str, str] = {}
     _write_board(jobs, out)
     rows = write_table(jobs, out, errors)
@@ -168,9 +168,19 @@ def sweep(
 
 def _expect_place(out: Path) -> None:
     """Raises ConfigError: there is something else than an earlier sweep."""
-    there = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    own = not out.exists() or (out.is_dir() and (there <= {RUNS} or {RUNS, LOGS} <= there))
+    there = entries(out)
+    own = there <= {LOGS} or {RUNS, LOGS} <= there
     expect("out", out, own, "a new or empty directory, or that of a sweep")
+
+
+def entries(out: Path) -> set[str]:
+    """What lies in a place for results, if there is one, but for hidden files and settings.
+
+    Raises: ConfigError: it is no directory.
+    """
+    expect("out", out, out.is_dir() or not out.exists(), "a directory")
+    names = {path.name for path in out.iterdir()} if out.exists() else set()
+    return {name for name in names if not name.startswith(".") and not name.endswith(".toml")}
 
 
 def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:
@@ -300,8 +310,11 @@ def write_table(jobs: Sequence[Job], out: Path, errors: Mapping[str, str]) -> li
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_atomically(out / f"{TABLE}.csv", text.getvalue().encode())
-    write_atomically(out / f"{TABLE}.json", (json.dumps(rows, indent=1) + "\n").encode())
+    # Settings are shown, and with the data a seed is a run's key.
+    write_atomically(out / f"{TABLE}.csv", text.getvalue().encode(), mode=0o600)
+    write_atomically(
+        out / f"{TABLE}.json", (json.dumps(rows, indent=1) + "\n").encode(), mode=0o600
+    )
     return rows
 
 

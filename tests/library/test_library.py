@@ -242,6 +242,11 @@ def test_of_a_table_two_columns_are_read_and_an_id_is_the_same_user_as_text_or_n
     frame = pd.DataFrame({"author": [7, "7", "b"], "likes": other, "body": ["x", "y", "z"]})
     found = pq.read_table(source_of(frame, "author", "body"))
     assert found.to_pydict() == {"author": ["7", "7", "b"], "body": ["x", "y", "z"]}
+    unnamed = pq.read_table(source_of(pd.DataFrame([["a", "x"]]), "0", "1"))
+    assert unnamed.to_pydict() == {"0": ["a"], "1": ["x"]}
+    twice = pd.DataFrame([["a", "x", "b"]], columns=["author", "body", "author"])
+    with pytest.raises(fedsim.ConfigError, match="^user=author: expected one column of that name"):
+        source_of(twice, "author", "body")
 
 
 def test_what_is_no_callback_is_found_before_a_step_is_paid_for(posts, run_dir):

@@ -1,8 +1,11 @@
 """A model of one's own: trained by both algorithms, and every user's rows stay their own."""
 
+from uuid import UUID
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
 
 import fedsim
@@ -108,6 +111,10 @@ def test_an_owner_is_the_same_one_whatever_column_it_comes_from(task):
         for owners in ([7, 7, 8], [7.0, 7.0, 8.0], [" 7", "7.0", "8"])
     ]
     assert ids[0] == ids[1] == ids[2] == ["7", "8"]
+    many = [np.array([2**64 - 1, 2**63], np.uint64), [2**70, 2**70 + 1], [UUID(int=1), UUID(int=2)]]
+    for owners in (*many, np.array([1, "a"], object)):
+        store = OwnedRows(task, "train", owner_ids("train", owners, told.append))
+        assert sorted(store.user_ids()) == sorted(map(str, list(owners)))
     assert any("7.0, which is 7" in line for line in told) and any("white" in line for line in told)
     owner_ids("train", ["Ann", "ann"], told.append)
     assert "'Ann' and 'ann'" in told[-1] and "a user each" in told[-1]
@@ -143,7 +150,12 @@ def test_a_users_rows_reach_no_one_elses_unit_through_padding(task, strategy):
         ([1.0, np.nan], "data=train: row 2 has no owner"),
         (["a", "NA"], "data=train: row 2 has no owner"),
         ([0.5, 1.0], "owners of train: expected text or whole numbers, got 0.5 in row 1"),
-        (np.array([1, "a"], object), "data=train: expected owners of one kind, got int and str"),
+        (
+            np.array([1.5, "a"], object),
+            "data=train: expected owners of one kind, got float and str",
+        ),
+        (pd.array(["a", None], "string"), "data=train: row 2 has no owner"),
+        (np.array([2.0**24 + 2, 1], np.float32), "owners of train: expected .* got 16777218"),
         (
             {"train": [7, 8], "eval_users": [9.0, 7.0]},
             "data=eval_users with the owner 7: expected owners of no row of train",

@@ -76,6 +76,15 @@ def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, 
 
 @pytest.mark.slow
 @pytest.mark.privacy
+@pytest.mark.parametrize("name", ["runs/mine/config.json", "notes.txt"])
+def test_a_selection_removes_nothing_that_is_not_its_own(name, settings, tmp_path):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match="^out=.*: expected a new or empty directory, or that of"):
+        select(settings, tmp_path, Selection(here=True), Console())
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
+
+
 def test_held_out_users_are_evaluated_with_noise_and_pay_for_it(settings, tmp_path):
     out, how = tmp_path / "out", Selection(mean=2, here=True, eval_epsilon=3.0)
     found = select(settings, out, how, Console())

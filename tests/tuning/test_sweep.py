@@ -95,7 +95,7 @@ def test_a_sweep_leaves_what_is_not_its_own_as_it_is(tmp_path):
     (tmp_path / "posts").mkdir(mode=0o755)
     for place in (tmp_path / "posts", tmp_path / "posts" / "metadata.json"):
         (tmp_path / "posts" / "metadata.json").write_text("{}")
-        with pytest.raises(ConfigError, match="^out=.*: expected a new or empty directory, or"):
+        with pytest.raises(ConfigError, match="^out=.*: expected a (new or empty )?directory"):
             sweep.sweep([BASE], place, Console(), here=True)
     assert (tmp_path / "posts").stat().st_mode & 0o777 == 0o755
     assert [path.name for path in (tmp_path / "posts").iterdir()] == ["metadata.json"]
