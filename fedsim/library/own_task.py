@@ -42,8 +42,7 @@ def owner_ids(split: str, owners: Sequence[Any], note: Callable[[str], None]) ->
     number, examples = user_ids.look_alikes(ids.unique())
     told = user_ids.told(tally)
     if number:
-        alike = " and ".join(map(repr, examples))
-        told.append(f"{number:,} owners look like another one, as {alike} do: a user each")
+        told.append(user_ids.told_alike(number, examples))
     for line in told:
         note(line)
     return np.asarray(ids.to_pylist())

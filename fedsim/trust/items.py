@@ -145,6 +145,12 @@ def adjacency(plan: Plan) -> str:
     return "data sets that differ by one user with all texts, added or removed"
 
 
+def held_out(released: Released) -> str:
+    """What held-out losses are of. A text is held out if any of its owners is, so that other
+    owners of it may be trained on."""
+    return "texts of held-out users" if released.plan.shared else "users not trained on"
+
+
 def slack(released: Released) -> str:
     """What of epsilon and delta is for noise that is not ideal."""
     part = released.plan.slack_after(released.num_steps)

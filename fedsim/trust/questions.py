@@ -9,7 +9,7 @@ from typing import Any
 from fedsim.accounting.rounding import at_most
 from fedsim.trust.claim import Released
 from fedsim.trust.document import Table
-from fedsim.trust.items import adjacency, all_runs, mechanism, slack, unit
+from fedsim.trust.items import adjacency, all_runs, held_out, mechanism, slack, unit
 
 
 def answers(released: Released) -> list[Any]:
@@ -43,7 +43,6 @@ def _guarantee(released: Released) -> list[tuple[str, str, str]]:
 
 def _below(released: Released) -> list[tuple[str, str, str]]:
     middle, bottom = "algorithm", "deployment"
-    whose = "texts of held-out users" if released.plan.shared else "users not trained on"
     held = sum(check.holds is True for check in released.checks)
     return [
         (middle, "which mechanism, and is it implemented right?", mechanism(released.plan)),
@@ -57,7 +56,7 @@ def _below(released: Released) -> list[tuple[str, str, str]]:
         (
             middle,
             "how useful is what comes out, and for whom is it worse?",
-            f"loss on {whose} is among the settings and results; whether some groups "
+            f"loss on {held_out(released)} is among the settings and results; whether some groups "
             "of users are served worse is not measured here",
         ),
         (

@@ -22,7 +22,7 @@ from fedsim.trust.claim import Released, ReportError, claim, curve, gaussian, in
 from fedsim.trust.document import Code, Document, Items, Quote, Section, Table, to_html, to_markdown
 from fedsim.trust.evidence import Check
 from fedsim.trust.glossary import WORDS
-from fedsim.trust.items import items, slack
+from fedsim.trust.items import held_out, items, slack
 from fedsim.trust.questions import answers
 from fedsim.trust.svg import Chart, Series
 from fedsim.trust.verify import verify
@@ -237,10 +237,9 @@ def _settings(released: Released) -> Table:
         names = ("initial_eval_loss", "final_eval_loss")
         found = [(name, summary[name]) for name in names if summary[name] != "nan"]
         noise = "with noise" if released.plan.evaluations else "without noise: not protected"
-        whose = "texts of held-out users" if released.plan.shared else "users not trained on"
-        if released.plan.shared:  # a text is held out if any of its owners is
+        if released.plan.shared:
             noise += ", and other owners of them are trained on"
-        rows += [(f"{name} ({whose}, {noise})", f"{loss}") for name, loss in found]
+        rows += [(f"{name} ({held_out(released)}, {noise})", f"{loss}") for name, loss in found]
         if lost := summary.get("lost_steps"):
             rows.append(("steps that were released and lost to a crash", str(lost)))
     else:

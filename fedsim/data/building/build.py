@@ -267,10 +267,7 @@ class _Build:
             number, examples = user_ids.look_alikes(ids)
             if number:
                 counts["users_that_look_alike"] = number
-                names = " and ".join(map(repr, examples))
-                told.append(
-                    f"{number:,} user ids look like another one, as {names} do: a user each"
-                )
+                told.append(user_ids.told_alike(number, examples))
         if self.say:
             for line in told:
                 self.say(line)

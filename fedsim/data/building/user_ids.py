@@ -103,6 +103,12 @@ def counted(tally: Counter[str]) -> dict[str, int]:
     return {name: tally[name] for name in _SAID if tally[name]}
 
 
+def told_alike(number: int, examples: Sequence[str]) -> str:
+    """What a person is told of what `look_alikes` found."""
+    names = " and ".join(map(repr, examples))
+    return f"{number:,} user ids look like another one, as {names} do: a user each"
+
+
 def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
     """How many users have an id that differs from another's only in case, width, zeros in front or
     after a point, or what one does not see; and two of them that do.
