@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from experiments import common, starting_model
 from experiments.records import as_written
-from experiments.rows import CAME, Row, Rows, over_seeds
+from experiments.rows import CAME, Row, Rows, by, over_seeds
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, RunConfig, run_config
 from fedsim.data import corpora
@@ -60,6 +60,8 @@ class Training:
     epsilons: tuple[float, ...] = EPSILONS
     seeds: tuple[int, ...] = (0, 1)
     learning_rates: tuple[float, ...] = (0.003, 0.01, 0.03)
+    further_learning_rates: tuple[float, ...] = ()
+    """Tried outwards, one by one, where the best of the others is at their end, until it is not."""
     clip_norms: tuple[float, ...] = (1.0,)
     """Of normalised clipping. Learning rate and clip norm are tuned, by the first seed (the paper
     tunes them throughout, on what is not said)."""
@@ -103,7 +105,11 @@ class UlsGrid:
 SMOKE_TRAINING = Training(
     {STACK_OVERFLOW: 2}, (4.0,), (0,), (0.1,), eval_examples=16, test_examples=16, max_length=24
 )
-SMALL_TRAINING = Training({STACK_OVERFLOW: 30, CC_NEWS: 30}, test_examples=4096)
+SMALL_TRAINING = Training(
+    {STACK_OVERFLOW: 30, CC_NEWS: 30},
+    further_learning_rates=(0.0003, 0.001, 0.1, 0.3),
+    test_examples=4096,
+)
 PAPER_TRAINING = Training(
     PAPER_STEPS,
     learning_rates=(0.01, 0.03, 0.1, 0.3),
@@ -131,7 +137,7 @@ class Comparison:
 
     training: Training
     budgets: tuple[int, ...]
-    local_learning_rates: tuple[float, ...] = (0.001, 0.01, 0.1)
+    local_learning_rates: tuple[float, ...] = (0.0001, 0.001, 0.01, 0.1)
     """Of users' own steps, beyond the paper."""
     els_groups: tuple[int, ...] = (1, 8)
     """Of ELS beside the median user's, beyond the paper."""
@@ -333,40 +339,69 @@ def tuned_losses(
     shared: Sequence[str] = (),
 ) -> Rows:
     """Like `losses`, with learning rate and clip norm tuned, by the first seed. A row's
-    `inside_grid`: the learning rate is not at an end of those that were tried.
+    `inside_grid`: the learning rate is not at an end of those that were tried for it.
 
     Args:
       pilot: the cells they are tuned for; the others take them from the pilot that they are like.
       shared: in what a cell may differ from its pilot.
     """
-    tried = [
-        {"learning_rate": rate, "clip_norm": clip}
-        for rate, clip in itertools.product(training.learning_rates, training.clip_norms)
-    ]
-    best: dict[tuple, tuple[float, Row]] = {}
+    rates, clips = training.learning_rates, training.clip_norms
+    cells = list(cells)
 
     def kind(cell):
-        apart = {*shared, *tried[0], *CAME}
+        apart = {*shared, "learning_rate", "clip_norm", *CAME}
         return tuple(value for name, value in cell.items() if name not in apart)
 
-    cells = list(cells)
-    if len(tried) > 1:
-        pilots = [{**each, **cell} for cell in cells if pilot(cell) for each in tried]
-        first = dataclasses.replace(training, seeds=training.seeds[:1])
-        for row in losses(pilots, first, arguments):
-            of = kind(row)
-            loss = row["loss"] if math.isfinite(row["loss"]) else math.inf
-            if of not in best or loss < best[of][0]:
-                best[of] = loss, {name: row[name] for name in tried[0]}
-    if arguments.dry_run and len(tried) > 1:
-        print("then, with the best of these for each cell:")
-        return losses(cells, training, arguments)
-    given = [{**best.get(kind(cell), (0.0, tried[0]))[1], **cell} for cell in cells]
-    rows, rates = losses(given, training, arguments), training.learning_rates
-    return [
-        {**row, "inside_grid": min(rates) < row["learning_rate"] < max(rates) or len(rates) == 1}
-        for row in rows
+    best: dict[tuple, Row] = {}
+    tried = {kind(cell): set(rates) for cell in cells if pilot(cell)}
+    if len(rates) * len(clips) > 1:
+        ask = [(cell, rate) for cell in cells if pilot(cell) for rate in rates]
+        while ask:
+            pilots = [
+                {"learning_rate": r, "clip_norm": c, **cell} for cell, r in ask for c in clips
+            ]
+            first = dataclasses.replace(training, seeds=training.seeds[:1])
+            found = by(losses(pilots, first, arguments), kind)
+            asked, ask = {kind(cell): cell for cell, _ in ask}, []
+            for of, own in found.items():
+                best[of] = min([*filter(None, [best.get(of)]), *own], key=_finite_loss)
+                at = beyond(best[of]["learning_rate"], tried[of], training.further_learning_rates)
+                if at is not None:
+                    tried[of].add(at)
+                    ask.append((asked[of], at))
+        if arguments.dry_run:
+            more = "further rates where the best is at an end, and "
+            more *= bool(training.further_learning_rates)
+            print(f"then, {more}with the best of these for each cell:")
+            return losses(cells, training, arguments)
+    default = {"learning_rate": rates[0], "clip_norm": clips[0]}
+    chosen = [best.get(kind(cell), default) for cell in cells]
+    given = [
+        {**{name: own[name] for name in default}, **cell}
+        for cell, own in zip(cells, chosen, strict=True)
     ]
+    return [
+        {**row, "inside_grid": _inside(row["learning_rate"], tried.get(kind(row), rates))}
+        for row in losses(given, training, arguments)
+    ]
+
+
+def _finite_loss(row: Row) -> float:
+    return row["loss"] if math.isfinite(row["loss"]) else math.inf
+
+
+def beyond(rate: float, tried: Collection[float], further: Iterable[float]) -> float | None:
+    """The next of `further` outwards, where `rate` is at an end of those that were tried."""
+    least, most = min(tried), max(tried)
+    if rate == least and (smaller := [each for each in further if each < least]):
+        return max(smaller)
+    if rate == most and (larger := [each for each in further if each > most]):
+        return min(larger)
+    return None
+
+
+def _inside(rate: float, tried: Collection[float]) -> bool:
+    return min(tried) < rate < max(tried) or len(tried) == 1
 
 
 def plan_of(cells: Rows) -> str:

@@ -7,6 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments import common, finetuning, table_mutations, testing
@@ -123,6 +124,38 @@ def test_what_is_reported_are_test_losses_of_the_runs_that_were_tuned_on_others(
     assert row["validation_loss"] == pytest.approx(row["loss"], rel=1e-6)
     job = testing.Job(run_dir, training.test_examples, before=True)
     assert testing.evaluate_one(job) == row["loss_before"] != row["loss"]
+
+
+@pytest.mark.parametrize(
+    ("best", "asked", "inside"),
+    [
+        (0.01, [0.003, 0.01, 0.03], True),
+        (0.03, [0.003, 0.01, 0.03, 0.1], True),
+        (0.3, [0.003, 0.01, 0.03, 0.1, 0.3], False),
+        (0.0009, [0.003, 0.01, 0.03, 0.001, 0.0003], True),
+    ],
+)
+def test_rates_are_tried_beyond_the_grid_until_the_best_is_inside(
+    best, asked, inside, tmp_path, monkeypatch
+):
+    tried = []
+
+    def losses(cells, training, arguments):
+        tried.append([(cell["epsilon"], cell["learning_rate"]) for cell in cells])
+        return [
+            {**cell, "loss": abs(np.log(cell["learning_rate"] / of[cell["epsilon"]]))}
+            for cell in cells
+        ]
+
+    monkeypatch.setattr(finetuning, "losses", losses)
+    of, arguments = {1.0: best, 2.0: 0.01}, finetuning.Arguments("smoke", tmp_path, None, False)
+    cells = [{"dataset": finetuning.STACK_OVERFLOW, "epsilon": each} for each in of]
+    rows = finetuning.tuned_losses(cells, finetuning.SMALL_TRAINING, arguments)
+    assert [rate for each in tried[:-1] for epsilon, rate in each if epsilon == 1] == asked
+    assert [rate for each in tried[:-1] for epsilon, rate in each if epsilon == 2] == asked[:3]
+    chosen = min(asked, key=lambda rate: abs(np.log(rate / best)))
+    assert [row["learning_rate"] for row in rows] == [chosen, 0.01]
+    assert [row["inside_grid"] for row in rows] == [inside, True]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
