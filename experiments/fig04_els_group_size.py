@@ -6,8 +6,8 @@ from, it loses a tenth at most, or no more than the seeds explain. Figure 4 is e
 11 Stack Overflow and Figure 12 CC-News at every epsilon; losses are of validation data. At `small`
 real text stands in for both, and the paper's budgets are not in its text: they are our choice at
 every scale. `small` has four group sizes, a factor of eight apart, and the median; two budgets, 30
-steps, two seeds; the learning rate is tuned for the median at each epsilon and budget; epsilon =
-64, where noise hardly depends on the group size, is left out.
+steps, two seeds; the learning rate is tuned in every cell; epsilon = 64, where noise hardly depends
+on the group size, is left out.
 
     python -m experiments.fig04_els_group_size --scale small      (--dry-run: its cost)
 """
@@ -33,8 +33,6 @@ class Settings:
     group_sizes: tuple[int, ...]
     """Beside the median user's number of examples."""
     budgets: tuple[int, ...]
-    tuned_for_all: bool = True
-    """Tune for each group size; else for the median alone."""
 
 
 SETTINGS = {
@@ -43,7 +41,6 @@ SETTINGS = {
         dataclasses.replace(SMALL_TRAINING, epsilons=(1.0, 4.0, 16.0)),
         (1, 8, 64, 512),
         (64, 256),
-        tuned_for_all=False,
     ),
     "paper": Settings(PAPER_TRAINING, tuple(2**n for n in range(11)), (512, 2048, 8192)),
 }
@@ -64,11 +61,7 @@ def run(settings: Settings, arguments: finetuning.Arguments) -> list[dict[str, A
             cell = {"dataset": name, "epsilon": epsilon, "algorithm": "els", "budget": budget}
             cells += [{**cell, "group_size": group} for group in groups[budget]]
 
-    def is_median(cell):
-        return settings.tuned_for_all or cell["group_size"] == medians.get(cell["dataset"], 1)
-
-    shared = () if settings.tuned_for_all else ("group_size",)
-    rows = finetuning.tuned_losses(cells, training, arguments, pilot=is_median, shared=shared)
+    rows = finetuning.tuned_losses(cells, training, arguments)
     return [{**row, "median_examples": medians[row["dataset"]]} for row in rows]
 
 
