@@ -5,8 +5,7 @@ best M; and up to a limit (512 in the paper) it is better to enlarge the cohort 
 Losses are of validation data. Figure 5 is epsilon = 4, with the diagonals of the heat map as
 curves, Figure 13 every epsilon. The runs are Figure 14's. `small` has 16 of the paper's 72
 configurations, which span budgets of 16 to 1024, and leaves out epsilon = 64, where noise plays the
-least part in the choice; 30 steps, two seeds; the learning rate is tuned at G = 1 for each epsilon
-and M, which the noise of a step depends on.
+least part in the choice; 30 steps, two seeds; the learning rate is tuned in every cell.
 
     python -m experiments.fig05_uls_heatmap --scale small      (--dry-run: its cost)
 """

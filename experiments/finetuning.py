@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from experiments import common, starting_model
 from experiments.records import as_written
-from experiments.rows import CAME, Row, Rows, by, over_seeds
+from experiments.rows import CAME, Row, Rows, over_seeds
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, RunConfig, run_config
 from fedsim.data import corpora
@@ -91,9 +91,6 @@ class UlsGrid:
     training: Training
     group_sizes: tuple[int, ...]
     cohort_sizes: tuple[int, ...]
-    tuned_group_size: int | None = None
-    """Tune for this one alone, at every epsilon and cohort size (which the noise of a step depends
-    on); None: for each."""
 
     @property
     def configurations(self) -> list[Configuration]:
@@ -122,7 +119,6 @@ ULS_GRIDS = {
         dataclasses.replace(SMALL_TRAINING, epsilons=(1.0, 4.0, 16.0)),
         (1, 2, 4, 8),
         (16, 32, 64, 128),
-        tuned_group_size=1,
     ),
     "paper": UlsGrid(
         PAPER_TRAINING, tuple(2**n for n in range(9)), tuple(2**n for n in range(5, 13))
@@ -330,64 +326,55 @@ def losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Ro
     return rows
 
 
-def tuned_losses(
-    cells: Iterable[Row],
-    training: Training,
-    arguments: Arguments,
-    *,
-    pilot: Callable[[Row], bool] = lambda cell: True,
-    shared: Sequence[str] = (),
-) -> Rows:
-    """Like `losses`, with learning rate and clip norm tuned, by the first seed. A row's
-    `inside_grid`: the learning rate is not at an end of those that were tried for it.
-
-    Args:
-      pilot: the cells they are tuned for; the others take them from the pilot that they are like.
-      shared: in what a cell may differ from its pilot.
-    """
-    rates, clips = training.learning_rates, training.clip_norms
-    cells = list(cells)
-
-    def kind(cell):
-        apart = {*shared, "learning_rate", "clip_norm", *CAME}
-        return tuple(value for name, value in cell.items() if name not in apart)
-
-    best: dict[tuple, Row] = {}
-    tried = {kind(cell): set(rates) for cell in cells if pilot(cell)}
-    if len(rates) * len(clips) > 1:
-        ask = [(cell, rate) for cell in cells if pilot(cell) for rate in rates]
-        while ask:
-            pilots = [
-                {"learning_rate": r, "clip_norm": c, **cell} for cell, r in ask for c in clips
-            ]
-            first = dataclasses.replace(training, seeds=training.seeds[:1])
-            found = by(losses(pilots, first, arguments), kind)
-            asked, ask = {kind(cell): cell for cell, _ in ask}, []
-            for of, own in found.items():
-                best[of] = min([*filter(None, [best.get(of)]), *own], key=_finite_loss)
-                at = beyond(best[of]["learning_rate"], tried[of], training.further_learning_rates)
-                if at is not None:
-                    tried[of].add(at)
-                    ask.append((asked[of], at))
+def tuned_losses(cells: Iterable[Row], training: Training, arguments: Arguments) -> Rows:
+    """Like `losses`, with learning rate and clip norm tuned in every cell, by the first seed. A
+    row's `inside_grid`: the learning rate is not at an end of those that were tried for it."""
+    cells, tried = list(cells), [set(training.learning_rates) for _ in cells]
+    best = [{"learning_rate": training.learning_rates[0], "clip_norm": training.clip_norms[0]}]
+    best *= len(cells)
+    if len(training.learning_rates) * len(training.clip_norms) > 1:
+        best = tuned(cells, tried, training, arguments)
         if arguments.dry_run:
             more = "further rates where the best is at an end, and "
             more *= bool(training.further_learning_rates)
             print(f"then, {more}with the best of these for each cell:")
             return losses(cells, training, arguments)
-    default = {"learning_rate": rates[0], "clip_norm": clips[0]}
-    chosen = [best.get(kind(cell), default) for cell in cells]
-    given = [
-        {**{name: own[name] for name in default}, **cell}
-        for cell, own in zip(cells, chosen, strict=True)
-    ]
+    given = [{**at, **cell} for at, cell in zip(best, cells, strict=True)]
+    rows = losses(given, training, arguments)
     return [
-        {**row, "inside_grid": _inside(row["learning_rate"], tried.get(kind(row), rates))}
-        for row in losses(given, training, arguments)
+        {**row, "inside_grid": min(rates) < row["learning_rate"] < max(rates) or len(rates) == 1}
+        for row, rates in zip(rows, tried, strict=not arguments.dry_run)
     ]
 
 
-def _finite_loss(row: Row) -> float:
-    return row["loss"] if math.isfinite(row["loss"]) else math.inf
+def tuned(
+    cells: Sequence[Row], tried: Sequence[set[float]], training: Training, arguments: Arguments
+) -> Rows:
+    """The best learning rate and clip norm of each cell, of the rates that are tried for it, to
+    which further ones are added while the best is at their end."""
+    first = dataclasses.replace(training, seeds=training.seeds[:1])
+    best: list[tuple[float, Row]] = [(math.inf, {})] * len(cells)
+    ask = [(number, rate) for number, rates in enumerate(tried) for rate in sorted(rates)]
+    while ask:
+        looks = [
+            (number, {"learning_rate": rate, "clip_norm": clip})
+            for number, rate in ask
+            for clip in training.clip_norms
+        ]
+        found = losses([{**look, **cells[number]} for number, look in looks], first, arguments)
+        if arguments.dry_run:
+            break
+        for (number, look), row in zip(looks, found, strict=True):
+            loss = row["loss"] if math.isfinite(row["loss"]) else math.inf
+            if loss < best[number][0] or not best[number][1]:
+                best[number] = loss, look
+        asked, ask = dict.fromkeys(number for number, _ in ask), []
+        for number in asked:
+            of, further = best[number][1]["learning_rate"], training.further_learning_rates
+            if (rate := beyond(of, tried[number], further)) is not None:
+                tried[number].add(rate)
+                ask.append((number, rate))
+    return [look for _, look in best]
 
 
 def beyond(rate: float, tried: Collection[float], further: Iterable[float]) -> float | None:
@@ -398,10 +385,6 @@ def beyond(rate: float, tried: Collection[float], further: Iterable[float]) -> f
     if rate == most and (larger := [each for each in further if each > most]):
         return min(larger)
     return None
-
-
-def _inside(rate: float, tried: Collection[float]) -> bool:
-    return min(tried) < rate < max(tried) or len(tried) == 1
 
 
 def plan_of(cells: Rows) -> str:
@@ -457,15 +440,7 @@ def uls_grid_losses(
         for epsilon in grid.training.epsilons
         for at in grid.configurations
     ]
-    if grid.tuned_group_size is None:
-        return tuned_losses(cells, grid.training, arguments)
-    return tuned_losses(
-        cells,
-        grid.training,
-        arguments,
-        pilot=lambda cell: cell["group_size"] == grid.tuned_group_size,
-        shared=("budget", "group_size"),
-    )
+    return tuned_losses(cells, grid.training, arguments)
 
 
 def settings_of(cell: Row, training: Training, arguments: Arguments, seed: int) -> dict[str, Any]:
