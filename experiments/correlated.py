@@ -337,7 +337,7 @@ def gaps(settings: Settings, rows: Rows) -> Rows:
     return found
 
 
-def draw_losses(found: Rows) -> Figure:
+def draw_losses(found: Rows, data: str) -> Figure:
     """The loss of each kind, a line for each algorithm and epsilon: mean and range of the seeds."""
     figure, axis = plt.subplots(figsize=(5, 3.5), layout="constrained")
     order = (INDEPENDENT, ALLOCATION, CORRELATED, NONE)
@@ -357,10 +357,42 @@ def draw_losses(found: Rows) -> Figure:
             label=f"{algorithm.upper()}, $\\varepsilon$ = {epsilon:g}",
         )
     axis.set_xticks(range(len(order)), order)
-    axis.set(ylabel="held-out loss, rates tuned (bars: range of seeds)")
+    axis.set(ylabel="held-out loss (nats per token)")
+    axis.set_title(f"{data}, rates tuned; bars: range of seeds", fontsize="small", color="dimgray")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
     return figure
+
+
+def check(rows: Rows) -> common.Claims:
+    """Of `errors`."""
+    claim = "correlated noise has less error than independent noise at the same epsilon"
+    most, cells = max(row["ratio"] for row in rows), f"{len(rows)} of {len(rows)} cells"
+    return [(claim, most < 1, f"at most {most:.2f} of it in {cells}")]
+
+
+def check_accounting(rows: Rows) -> common.Claims:
+    """Of `agreement`."""
+    worst = max(abs(row["difference"]) for row in rows)
+    claim = f"epsilon of cyclic sampling is dp_accounting's within {AGREEMENT:g}"
+    return [(claim, worst <= AGREEMENT, f"{worst:.1e} at most in {len(rows)} settings")]
+
+
+def check_training(rows: Rows, unfinished: bool = False) -> common.Claims:
+    """Of `gaps`. Args: unfinished: some trainings were not run."""
+    closed = [row["closed"] for row in rows]
+    claim = f"correlated noise closes {AIM:.0%} of the gap between independent noise and none"
+    numbers = ", ".join(f"{share:.0%}" for share in closed) + f" in {len(rows)} groups"
+    return [(claim, min(closed) >= AIM, numbers + "; some trainings were not run" * unfinished)]
+
+
+CHECKS = {
+    "correlated": check,
+    "correlated_accounting": check_accounting,
+    "correlated_training": check_training,
+}
+"""By the record."""
+FIGURES = {"correlated": draw}
 
 
 @common.mistakes()
@@ -373,43 +405,24 @@ def main() -> None:
         print(common.last_time("correlated", given.scale))
         return
     out = common.out_of(given)
+    where = (given.scale, out, settings)
     rows = errors(settings)
-    best = max(rows, key=lambda row: row["ratio"])
-    claim = "correlated noise has less error than independent noise at the same epsilon"
-    numbers = f"at most {best['ratio']:.2f} of it in {len(rows)} of {len(rows)} cells"
-    claims = [(claim, best["ratio"] < 1, numbers)]
-    common.finish(
-        "correlated",
-        given.scale,
-        out,
-        settings,
-        rows,
-        {"correlated": draw(rows)},
-        claims,
-        always=True,
-    )
+    figures = {"correlated": draw(rows)}
+    common.finish("correlated", *where, rows, figures, check(rows), always=True)
     rows = agreement(settings)
-    worst = max(abs(row["difference"]) for row in rows)
-    claim = f"epsilon of cyclic sampling is dp_accounting's within {AGREEMENT:g}"
-    claims = [(claim, worst <= AGREEMENT, f"{worst:.1e} at most in {len(rows)} settings")]
     name = "correlated_accounting"
-    common.finish(name, given.scale, out, settings, rows, {}, claims, always=True)
+    common.finish(name, *where, rows, {}, check_accounting(rows), always=True)
     file = out / "correlated_training.jsonl"
     run(settings, file, given.minutes)
     trained = kept(file)
     if found := gaps(settings, trained):
-        closed, left = [row["closed"] for row in found], missing(cells(settings, trained), file)
-        claim = f"correlated noise closes {AIM:.0%} of the gap between independent noise and none"
-        numbers = ", ".join(f"{share:.0%}" for share in closed) + f" in {len(found)} groups"
-        numbers += "; some trainings were not run" * bool(left)
+        left = missing(cells(settings, trained), file)
         common.finish(
             "correlated_training",
-            given.scale,
-            out,
-            settings,
+            *where,
             found,
-            {"correlated_training": draw_losses(found)},
-            [(claim, min(closed) >= AIM, numbers)],
+            {"correlated_training": draw_losses(found, settings.data)},
+            check_training(found, bool(left)),
             run_minutes=round(sum(row["seconds"] for row in trained) / 60, 1),
             data={settings.data: _fingerprint(settings)},
             model={"source": "tiny", "num_parameters": trained[0]["num_parameters"]},

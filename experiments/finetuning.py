@@ -263,6 +263,9 @@ def origins(rows: Rows, arguments: Arguments) -> tuple[dict[str, Any], dict[str,
         where = data_of(stands_for(name), arguments)
         if corpora.is_built(where):
             data[name] = {"fingerprint": Dataset.open(where).train.fingerprint}
+            data[name] |= common.files_of([name] if arguments.scale == "small" else []).get(
+                name, {}
+            )
     model: dict[str, Any] = {"name": arguments.given_model or f"of the scale {arguments.scale}"}
     for each in stored:
         model |= {"sha256": each.identity.model}
