@@ -262,7 +262,8 @@ def tune(settings: Settings, method: Method, drawn: np.ndarray, where: Where) ->
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
-    """A panel for each value that is varied; bars are standard deviations over trials."""
+    """A panel for each value that is varied; bars are standard errors over trials, so that curves
+    are not hidden by how much one trial differs from another."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained", sharey=True)
     whole = max(row["group_size"] for row in rows)  # G_ELS = K
     groups = sorted({row["group_size"] for row in rows if row["algorithm"] == "ULS"})
@@ -272,18 +273,21 @@ def plot(rows: Sequence[dict[str, Any]]) -> Figure:
         for number, (name, group) in enumerate(methods):
             own = [row for row in _panel(rows, panel) if _is(row, name, group)]
             x = np.array([row[panel] for row in own]) * 1.03 ** (number - len(methods) / 2)
-            values = [[row[key] for row in own] for key in ("loss", "loss_std")]
+            loss, spread = np.array([[row["loss"], row["loss_std"]] for row in own]).T
+            error = spread / np.sqrt([row["trials"] for row in own])
             colour = common.COLOURS["ELS"] if name == "ELS" else shades[groups.index(group)]
             style = "-s" if name == "ELS" else "-o"
             text = f"{name}, $G$ = {group}"
             axis.errorbar(
-                x, *values, fmt=style, color=colour, label=text, capsize=2, markersize=4, lw=1.2
+                x, loss, error, fmt=style, color=colour, label=text, capsize=2, markersize=4, lw=1.2
             )
         common.log2_axis(axis, [row[panel] for row in _panel(rows, panel)])
         axis.set_yscale("log")
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(r"loss $\frac{1}{2}|\theta - \mu|^2$")
+    title = f"bars: standard errors over {rows[0]['trials']} trials"
+    figure.suptitle(title, fontsize="small", color="dimgray")
     common.legend_below(figure)
     return figure
 

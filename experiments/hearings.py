@@ -206,8 +206,9 @@ def plot(rows: Rows) -> Figure:
 
 
 def _used(row: Row) -> float:
-    """The share of the texts that a training used."""
-    return 1 - row["texts_left_out"] / row["texts"]
+    """The share of the texts that a training used. Units of ELS are texts."""
+    kept = row["texts"] - row["texts_left_out"]
+    return (row["units"] if row["algorithm"] == "ELS" else kept) / row["texts"]
 
 
 if __name__ == "__main__":

@@ -72,10 +72,10 @@ def source(case: str) -> dict[str, Any]:
 
     name, _, start = case.partition(", ")
     if case in SMOLLM2:
-        data = str(common.SHARED / f"{name}.parquet")
+        data = str(common.shared(name))
         return {"data": data, "model": os.environ["SMOLLM2_GGUF"], "lora_rank": 8}
     if not start:
-        data = str(common.SHARED / f"{name}.parquet")
+        data = str(common.shared(name))
         data = {"pydocs": name, FEW[1]: str(descriptions())}.get(name, data)
         return {"data": data, "model": "tiny"}
     size = start.removeprefix("pre-trained, ") if case in LARGER else starting_model.MODEL

@@ -297,7 +297,7 @@ def plot(rows: Sequence[Row]) -> Figure:
         above.axhline(before, color="black", linestyle=":", label="before training")
         above.set_ylim(top=most + abs(before - least) / 20)
         above.set(title=rf"{name}, $\delta$ = {own[0]['delta']:.1e}")
-        below.axhline(0.5, color="black", linestyle=":", label="guessing")
+        below.axhline(0.5, color="black", linestyle="-.", label="guessing")
         below.set(xlabel=r"$\varepsilon$")
         for axis in (above, below):
             axis.set_xticks(range(len(epsilons)), [shown(each) for each in epsilons])

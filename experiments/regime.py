@@ -69,7 +69,7 @@ class Settings:
     model: str = "small"
     max_length: int = 32
     eval_examples: int = 1024
-    seconds_per_gradient: float = 0.0035
+    seconds_per_gradient: float = 0.003
     """Of one core, for the estimate: with MEASURED parameters and texts of MEASURED tokens."""
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -13,6 +14,7 @@ from experiments.regime_claims import averaged, heuristic_of, that_count, whole_
 from experiments.rows import Row, Rows, by, margin
 
 STYLES = ("-o", "--s", ":^")
+BESIDE = 1.05  # the two algorithms, so that neither hides the other
 DASHES = {"els": (0, (4, 4)), "uls": (4, (4, 4))}
 """Of lines that may lie on each other: the dashes of one are where the other has none."""
 
@@ -76,19 +78,22 @@ def plot_comparison(rows: Sequence[Row]) -> Figure:
                 (row for row in private if row["group_size"] == heuristic_of(row)),
                 key=lambda row: row["epsilon"],
             )
-            values = [[row[key] for row in curve] for key in ("epsilon", "loss", "loss_std")]
-            axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=label)
+            apart = BESIDE if algorithm == "els" else 1 / BESIDE
+            x = np.array([row["epsilon"] for row in curve]) * apart
+            values = [[row[key] for row in curve] for key in ("loss", "loss_std")]
+            axis.errorbar(x, *values, fmt="-o", color=colour, capsize=2, label=label)
             best = [min(each, key=_loss) for each in by(private, lambda r: r["epsilon"]).values()]
             look = {"marker": "D", "edgecolors": colour, "facecolors": "none", "s": 70}
-            where = [row["epsilon"] for row in best], [row["loss"] for row in best]
+            where = [row["epsilon"] * apart for row in best], [row["loss"] for row in best]
             axis.scatter(*where, label=f"{label}, best group", zorder=3, **look)
-            apart = {(row["epsilon"], row["group_size"]): row for row in (*curve, *best)}
-            for (epsilon, group), row in apart.items():
+            named = {(row["epsilon"], row["group_size"]): row for row in (*curve, *best)}
+            for (epsilon, group), row in named.items():
                 right, high = algorithm == "els", group == heuristic_of(row)
                 off: dict[str, Any] = {"textcoords": "offset points"}
                 off["ha"] = "left" if right else "right"
                 off["xytext"] = (9 if right else -9, 4 if right and high else -10)
-                near = (epsilon, row["loss"])
+                off["bbox"] = {"color": "white", "pad": 0.5}  # no line through it
+                near = (epsilon * apart, row["loss"])
                 axis.annotate(f"G = {group}", near, fontsize="x-small", color=colour, **off)
             for row in series:
                 if math.isinf(row["epsilon"]):
@@ -132,8 +137,9 @@ def plot_users(rows: Sequence[Row]) -> Figure:
             colour = common.COLOURS[algorithm]
             axis.errorbar(*values, fmt="-o", color=colour, capsize=2, label=algorithm)
             mark_one_seed(axis, series, "budget", colour)
-        whose = f"as if {times} x the users" if times > 1 else "the users there are"
-        axis.set_title(rf"{whose}, $\varepsilon$ = {own[0]['epsilon']:g}", fontsize="medium")
+        whose = f"as if {times} x the users, no guarantee" if times > 1 else "the users there are"
+        title = rf"{whose}" + "\n" + rf"$\varepsilon$ = {own[0]['epsilon']:g}{delta_of(own)}"
+        axis.set_title(title, fontsize="medium")
         common.log2_axis(axis, [row["budget"] for row in own])
         axis.set(xlabel="compute budget $B$")
         axis.grid(alpha=0.3)
@@ -193,8 +199,10 @@ def mark_one_seed(axis: Axes, series: Rows, name: str, colour: Any) -> None:
 def finished(
     figure: Figure, rows: Sequence[Row], what: str = "bars: standard deviation over seeds"
 ) -> Figure:
-    """With a legend, what the figure shows, and what is missing."""
+    """With a legend, what was trained on what, what the figure shows, and what is missing."""
     common.legend_below(figure)
+    parameters, source = rows[0]["num_parameters"], rows[0]["data"]
+    what = f"{source} in the place of Stack Overflow; {parameters:,} parameters; {what}"
     if (number := len(that_count(rows))) < (planned := rows[0]["planned"]):
         what += f"; {number} of {planned} trainings"
     figure.suptitle(what, fontsize="small", color="dimgray")

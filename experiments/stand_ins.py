@@ -1,19 +1,20 @@
 """Builds the real text of the scale `small` from its public sources, so that anyone can run it.
 
 Each source has a name, a revision, a licence and a checksum. Git says that what was fetched is the
-revision; the checksum is of the rows that were built, where they are known to be the same for all.
-Without --download nothing is fetched: it is said what would be. A local copy serves as well: any
-Git repository with the revision, bare or not, or a folder with the files.
+revision; a source that is no repository has a checksum of each file instead. Another checksum is of
+the rows that were built, where they are known to be the same for all. Without --download nothing is
+fetched: it is said what would be. A local copy serves as well: any Git repository with the
+revision, bare or not, or a folder with the files.
 
     python -m experiments.stand_ins                                  (says what there is to be had)
     python -m experiments.stand_ins scotus --download
     python -m experiments.stand_ins scotus --copy clones/supreme_court_transcripts
 
-Users are digests of names: nobody is to be looked up by them. What these rows are used for is
-research: read the licences. They are made by the same rules as those behind the committed records,
-but for three things that were not kept: the key of the users' digests, which sentences of the
-speakers with more than 2,048 were taken, and which sites of links were left out. So results differ
-a little.
+Users are digests of names, but in plays: nobody is to be looked up by them. What these rows are
+used for is research: read the licences. They are made by the same rules as those behind the
+committed records, but for some things that were not kept: the key of the users' digests, which
+sentences of the speakers with more than 2,048 were taken, and which sites of links and which of
+the packages' descriptions (60,238 of about 63,000) were left out. So results differ a little.
 """
 
 import argparse
@@ -27,9 +28,12 @@ import lzma
 import re
 import subprocess
 import tempfile
+import urllib.request
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pyarrow as pa
@@ -67,12 +71,19 @@ class Source:
     rows: Callable[[Files], Iterator[Row]]
     limit: Callable[[pa.Table], pa.Table] = lambda table: table
     sha256: str | None = None
-    """Of the rows; see `digest`. None: it depends on the day, or was not made here."""
+    """Of the rows; see `digest`. None: it was not made here."""
+    parts: tuple[tuple[str, str | None], ...] = ()
+    """Where `where` is no repository: the files below it, and the sha256 of each where known."""
+    hide: bool = True
+    """Digests in the place of names."""
 
     @property
     def checksum(self) -> str:
         """What there is to hold against what was fetched, and what was built."""
         of_rows = "none of the rows" if self.sha256 is None else f"{self.sha256} of the rows"
+        if self.parts:
+            own = "; ".join(f"{value or 'none'} of {name}" for name, value in self.parts)
+            return f"{own}; {of_rows}"
         if not re.fullmatch(r"[0-9a-f]{40}", self.revision):
             return of_rows
         return f"the revision, of what is fetched, by Git; {of_rows}"
@@ -138,6 +149,22 @@ def packages(files: Files) -> Iterator[Row]:
             yield {"user_id": who, "text": text.strip(), **about}
 
 
+def speeches(files: Files) -> Iterator[Row]:
+    """Speeches of plays, with the number of each in its play; the user is who speaks there."""
+    for _, content in files:
+        with zipfile.ZipFile(io.BytesIO(content)) as plays:
+            for name in sorted(each for each in plays.namelist() if each.endswith(".xml")):
+                spoken = ElementTree.fromstring(plays.read(name)).iter("SPEECH")
+                for number, speech in enumerate(spoken, 1):
+                    lines = [
+                        " ".join("".join(line.itertext()).split()) for line in speech.iter("LINE")
+                    ]
+                    who, text = speech.findtext("SPEAKER"), "\n".join(filter(None, lines))
+                    if who and text:
+                        user = f"{Path(name).stem}/{who.strip()}"
+                        yield {"user_id": user, "text": text, "speech": number}
+
+
 def most_of_each(table: pa.Table, most: int = CAP) -> pa.Table:
     """At most so many rows of each user, drawn by a digest of what they say and where."""
     users = table["user_id"].combine_chunks().dictionary_encode().indices.to_numpy()
@@ -198,12 +225,34 @@ SOURCES = {
     ),
     "debian_desc": Source(
         "public text: descriptions of packages",
-        "the package lists of a Debian 12 system: /var/lib/apt/lists after apt-get update",
-        "the newest point release",
+        "https://snapshot.debian.org/archive/debian/20260712T000000Z/dists/bookworm/main",
+        "Debian 12.15",
         "each package's own, free by Debian's guidelines",
-        "nothing: it is read from --copy",
+        "15 MB (not tried)",
         r".*(Packages|Translation-en)(\.xz)?",
         packages,
+        parts=(
+            (
+                "binary-amd64/Packages.xz",
+                "9e0b5aabb2465b3d2e7a7fe27f9913846277833f7a2826e7767acccff5b588c5",
+            ),
+            (
+                "i18n/Translation-en.xz",
+                "a3d4a0bfd8e9242810b0885eda7c1a6e05dac15b333ddbaab03ba56f2dfa4bf0",
+            ),
+        ),
+    ),
+    "shakespeare": Source(
+        "few users (the study of optimizers alone): who speaks in plays",
+        "https://raw.githubusercontent.com/nltk/nltk_data/"
+        "5db857e6f7df11eabb5e5665836db9ec8df07e28/packages/corpora",
+        "5db857e6f7df11eabb5e5665836db9ec8df07e28",
+        "public domain",
+        "less than 1 MB (not tried)",
+        r"(.*/)?shakespeare\.zip",
+        speeches,
+        parts=(("shakespeare.zip", None),),
+        hide=False,
     ),
 }
 
@@ -247,13 +296,27 @@ def _wanted(path: str, source: Source) -> bool:
 
 
 def download(source: Source, into: Path) -> Path:
-    """A repository with the one revision. What was fetched is that revision, or Git refuses."""
-    expect("download", source.where, "://" in source.where, "--copy: it is not downloaded")
+    """A repository with the one revision, or a folder with the parts. What was fetched is that
+    revision, or Git refuses; and of the parts what their checksums are of."""
+    for name, sha256 in source.parts:
+        try:
+            with urllib.request.urlopen(f"{source.where}/{name}") as opened:
+                content = opened.read()
+        except OSError as error:
+            raise ConfigError(f"download={source.where}/{name}: {error}") from None
+        found = hashlib.sha256(content).hexdigest()
+        expect(f"sha256 of {name}", found, sha256 in (None, found), str(sha256))
+        part = into / name
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+    if source.parts:
+        return into
     for words in (
         ["init", "--bare", "-q"],
         ["fetch", "--depth", "1", source.where, source.revision],
     ):
-        subprocess.run(["git", "-C", str(into), *words], check=True)
+        if subprocess.run(["git", "-C", str(into), *words]).returncode:
+            raise ConfigError(f"download={source.where}: Git says above why it is not fetched")
     return into
 
 
@@ -284,15 +347,17 @@ def make(name: str, files: Files, out: Path) -> dict[str, Any]:
     source = SOURCES[name]
     table = source.limit(table_of(source.rows(files)))
     ids = table["user_id"].combine_chunks().dictionary_encode()
-    hidden = [hashlib.sha256(f"{name} {each}".encode()).hexdigest()[:12] for each in ids.dictionary]
-    table = table.set_column(0, "user_id", pa.array(hidden).take(ids.indices))
-    order = [n for n in ("user_id", "date", "doc", "turn") if n in table.column_names]
+    users = ids.dictionary.to_pylist()
+    if source.hide:
+        users = [hashlib.sha256(f"{name} {each}".encode()).hexdigest()[:12] for each in users]
+    table = table.set_column(0, "user_id", pa.array(users).take(ids.indices))
+    order = [n for n in ("user_id", "date", "doc", "turn", "speech") if n in table.column_names]
     row = pa.array(np.arange(len(table)))
     keys = [(each, "ascending") for each in (*order, "row")]
     table = table.take(pc.sort_indices(table.append_column("row", row), sort_keys=keys))  # pyright: ignore
     about = {"name": name, "source": source.where, "revision": source.revision}
     about |= {"licence": source.licence, "sha256": digest(table)}
-    about |= {"users": len(set(hidden)), "examples": len(table)}
+    about |= {"users": len(set(users)), "examples": len(table)}
     if source.sha256 is not None:
         expect("sha256", about["sha256"], about["sha256"] == source.sha256, source.sha256)
     out.mkdir(parents=True, exist_ok=True)

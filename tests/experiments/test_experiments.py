@@ -1,4 +1,4 @@
-"""A pulse of every experiment: its smallest scale runs and its claims hold."""
+"""A pulse of every experiment: its smallest scale runs, and it says what it would cost."""
 
 import dataclasses
 import json

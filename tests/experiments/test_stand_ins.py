@@ -1,9 +1,14 @@
 """Stand-ins are built from local copies of their sources; nothing is fetched unasked."""
 
 import dataclasses
+import functools
+import hashlib
+import http.server
 import json
 import lzma
 import subprocess
+import threading
+import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -151,9 +156,6 @@ def test_a_stand_in_that_is_there_stays(copies, tmp_path, capsys):
     with pytest.raises(SystemExit):
         made("scotus", copies, tmp_path / "out")
     assert "it is not replaced" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["debian_desc", "--download", "--out", str(tmp_path)])
-    assert "it is not downloaded" in capsys.readouterr().err
 
 
 def test_the_most_of_a_speaker_is_drawn_alike_each_time():
@@ -161,3 +163,44 @@ def test_the_most_of_a_speaker_is_drawn_alike_each_time():
     kept = stand_ins.most_of_each(table, 10)["text"].to_pylist()
     assert len(kept) == 13 and kept[-3:] == ["t50", "t51", "t52"]
     assert kept == stand_ins.most_of_each(table, 10)["text"].to_pylist()
+
+
+def test_files_that_are_no_repository_are_fetched_and_held_against_their_checksums(
+    copies, tmp_path, monkeypatch, capsys
+):
+    parts = {
+        each.name: hashlib.sha256(each.read_bytes()).hexdigest()
+        for each in (copies / "debian_desc").iterdir()
+    }
+    serve = functools.partial(http.server.SimpleHTTPRequestHandler, directory=copies)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        where = f"http://127.0.0.1:{server.server_port}/debian_desc"
+        source = dataclasses.replace(
+            stand_ins.SOURCES["debian_desc"], where=where, parts=tuple(parts.items())
+        )
+        monkeypatch.setitem(stand_ins.SOURCES, "debian_desc", source)
+        main(["debian_desc", "--download", "--out", str(tmp_path / "out")])
+        (package,) = pq.read_table(tmp_path / "out" / "debian_desc.parquet").to_pylist()
+        assert package["package"] == "a"
+        other = dataclasses.replace(source, parts=(("lists_Packages", "0" * 64),))
+        monkeypatch.setitem(stand_ins.SOURCES, "debian_desc", other)
+        with pytest.raises(SystemExit):
+            main(["debian_desc", "--download", "--out", str(tmp_path / "other")])
+        server.shutdown()
+    assert "sha256 of lists_Packages" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_speeches_of_plays_are_numbered_and_keep_who_speaks(tmp_path):
+    play = "<PLAY><ACT>" + "".join(
+        f"<SPEECH><SPEAKER>{who}</SPEAKER><LINE>{text}</LINE><LINE>And  more.</LINE></SPEECH>"
+        for who, text in (("AMY", "One, <STAGEDIR>aside</STAGEDIR>"), ("BOB", "Two."))
+    )
+    with zipfile.ZipFile(tmp_path / "shakespeare.zip", "w") as plays:
+        plays.writestr("shakespeare/a_play.xml", play + "</ACT></PLAY>")
+        plays.writestr("shakespeare/README", "no play")
+    main(["shakespeare", "--copy", str(tmp_path), "--out", str(tmp_path / "out")])
+    amy, bob = pq.read_table(tmp_path / "out" / "shakespeare.parquet").to_pylist()
+    assert amy == {"user_id": "a_play/AMY", "text": "One, aside\nAnd more.", "speech": 1}
+    assert bob == {"user_id": "a_play/BOB", "text": "Two.\nAnd more.", "speech": 2}
