@@ -223,8 +223,8 @@ def attacked(offsets: np.ndarray, settings: Settings) -> np.ndarray:
     return np.stack(spaced)
 
 
-def train(cell: Cell, settings: Settings) -> Row:
-    """What comes of a cell."""
+def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
+    """What comes of a cell. Args: power: the rate is the rule's times 3 to this."""
     from fedsim import engine
     from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
     from fedsim.engine.local_engine import LocalEngine
@@ -251,7 +251,8 @@ def train(cell: Cell, settings: Settings) -> Row:
     plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)
     run = settled_by(plan, None, run, fresh=model is None)
     assert run.learning_rate is not None
-    rule, workers = update_rule(run, run.learning_rate), LocalEngine(task, num_lanes=1)
+    rate = run.learning_rate * 3.0**power
+    rule, workers = update_rule(run, rate), LocalEngine(task, num_lanes=1)
     first = measured(task, params, settings) if model is None else None
     steps = common.iterates(plan, method, workers, params, rule, rows=8)
     ema = run.ema or 0.0
@@ -263,7 +264,7 @@ def train(cell: Cell, settings: Settings) -> Row:
     return {
         **dataclasses.asdict(cell),
         **common.facts_of(plan),
-        "learning_rate": run.learning_rate,
+        "learning_rate": rate,
         "lora_alpha": task.config.lora.alpha if task.config.lora else None,
         "loss_before": before,
         "loss": loss,

@@ -38,7 +38,7 @@ def out(tmp_path_factory):
 # training from what was made there, are test_pretrain.py's.
 SLOW = dict.fromkeys(
     ("table_pretraining", "fig05_uls_heatmap", "fig06_privacy_loss", "fig08_num_users")
-    + ("correlated", "real_model", "regime", "sampling"),
+    + ("correlated", "real_model", "real_model_rates", "regime", "sampling"),
     [pytest.mark.slow],
 )
 TRAIN = (

@@ -14,6 +14,7 @@ from experiments import (
     fig06_privacy_loss,
     fig18_personalization,
     real_model_claims,
+    real_model_rates,
     regime_claims,
     regime_plots,
     sampling,
@@ -501,3 +502,56 @@ def test_pretraining_is_judged_by_seeds_on_which_nothing_was_chosen():
     assert found(5.5, 5.5) == [True, True, True, False]  # ELS is at the edge of its rates
     assert found(5.5, 5.7) == [True, True, False, False]
     assert found(5.5, 6.1) == [True, False, False, False]
+
+
+def rates(loss, seeds=(0,), powers=(0,)):
+    """Trainings of the real model for loss(algorithm, power)."""
+    return [
+        {
+            **{"source": source, "epsilon": epsilon, "algorithm": algorithm, "seed": seed},
+            **{"power": power, "loss_before": 5.0, "planned": 12, "learning_rate": 3.0**power},
+            "loss": loss(algorithm, power) + 0.001 * seed,
+        }
+        for source in real_model_claims.SOURCES
+        for epsilon in real_model_claims.EPSILONS
+        for algorithm in ("els", "uls")
+        for seed in seeds
+        for power in powers
+    ]
+
+
+def test_rates_of_the_real_model_are_tried_outwards_and_the_best_with_both_seeds():
+    settings = real_model_rates.SETTINGS["small"]
+
+    def asked(*rows):
+        cells = real_model_rates.todo(settings, [row for each in rows for row in each])
+        assert len(cells) % 12 == 0  # of all settings alike
+        return sorted({(cell.seed, cell.power) for cell in cells})
+
+    def good(algorithm, power):
+        return 4.0 + abs(power - 2)
+
+    assert asked(rates(good)) == [(0, -1), (0, 1)]
+    tried = rates(good, powers=(-1, 0, 1))
+    assert asked(tried) == [(0, 2)]
+    tried += rates(good, powers=(2,))
+    assert asked(tried) == [(0, 3)]
+    tried += rates(good, powers=(3,))
+    assert asked(tried) == [(1, 0), (1, 2)]
+    assert asked(tried, rates(good, seeds=(1,))) == [(1, 2)]
+    assert asked(tried, rates(good, seeds=(1,), powers=(0, 2))) == []
+    wild = rates(lambda _, power: 4.0 - power, powers=range(-1, 4))
+    assert asked(wild) == [(1, 0), (1, 3)]  # no further
+
+
+def test_rates_of_the_real_model_are_judged_where_both_have_all_seeds():
+    def judged(loss, powers=(-1, 0, 1)):
+        rows = rates(loss, powers=powers) + rates(loss, seeds=(1,), powers=powers)
+        return {what: held for what, held, _ in real_model_rates.check(rows)}
+
+    held = judged(lambda algorithm, power: 4.0 + 0.05 * abs(power))
+    assert len(held) == 15 and all(held.values())
+    held = judged(lambda algorithm, power: 5.1 + 0.2 * power + 0.1 * (algorithm == "uls"))
+    assert [what for what, holds in held.items() if holds] == ["ours: all settings were tuned"]
+    some = rates(lambda *at: 4.0, powers=(0,))
+    assert real_model_rates.check(some) == [("ours: all settings were tuned", False, "0 of 12")]
