@@ -22,6 +22,8 @@ class Settings:
 
     dataset: str = "scotus"
     budget: int = 64
+    seeds: tuple[int, ...] = (0, 1)
+    """Of the rows of both."""
 
 
 RUNS_OF = ("fig04_els_group_size", "fig05_uls_heatmap")

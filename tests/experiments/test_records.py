@@ -74,9 +74,13 @@ def test_a_record_says_where_it_came_from(name):
     assert "Stack Overflow" not in record["data"] and "CC-News" not in record["data"]
     of_files = [each for each in record["data"].values() if isinstance(each, dict)]
     assert all(re.fullmatch(r"[0-9a-f]{64}", each["sha256"]) for each in of_files)
+    assert all(each.get("fingerprint", "not built") for each in of_files)
     if record["model"] is not None:
         sizes = [size for key, size in record["model"].items() if "parameters" in key]
         assert sizes and all(sizes), record["model"]
+        assert record["model"].get("sha256", "made here") and record["model"].get(
+            "model", "no file"
+        )
 
 
 def test_rows_that_are_appended_do_not_make_a_commit_dirty(tmp_path, monkeypatch):
