@@ -75,9 +75,9 @@ def source(case: str) -> dict[str, Any]:
         data = str(common.shared(name))
         return {"data": data, "model": os.environ["SMOLLM2_GGUF"], "lora_rank": 8}
     if not start:
-        data = str(common.shared(name))
-        data = {"pydocs": name, FEW[1]: str(descriptions())}.get(name, data)
-        return {"data": data, "model": "tiny"}
+        elsewhere = {"pydocs": lambda: name, FEW[1]: descriptions}
+        data = elsewhere.get(name, lambda: common.shared(name))()
+        return {"data": str(data), "model": "tiny"}
     size = start.removeprefix("pre-trained, ") if case in LARGER else starting_model.MODEL
     users = {"reddit_links": "reddit_links, 8 or more"}.get(name, name)
     found = {"data": str(starting_model.users(users)), "model": str(starting_model.model(size))}
