@@ -231,7 +231,10 @@ def main() -> None:
             row["source"]: common.origin(row["source"], row["fingerprint"])
             for row in {row["source"]: row for row in rows}.values()
         },
-        model={**real_model.described(settings), "num_parameters": rows[0]["num_parameters"]},
+        model={
+            **real_model.described(settings),
+            "parameters_by_rank": {settings.ranks[0][0]: rows[0]["num_parameters"]},
+        },
         trainings=kept(file),
     )
 
