@@ -186,7 +186,7 @@ def main(
     figures: Mapping[str, Callable[[Rows], Figure]] = NO_FIGURES,
     *,
     always: bool = True,
-    data: Callable[[Any], Mapping[str, Any]] | None = None,
+    data: Callable[[Any, Rows], Mapping[str, Any]] | None = None,
     model: Callable[[Any, Rows], Mapping[str, Any]] | None = None,
 ) -> None:
     """An experiment, from its command line to its files; those that fine-tune language models have
@@ -194,8 +194,7 @@ def main(
 
     Args:
       always: see finish.
-      data: what it was run on, of the settings.
-      model: what was trained, and its size, of the settings and the rows.
+      data: what it was run on, of the settings and the rows; model: what was trained, and its size.
     """
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
@@ -212,7 +211,10 @@ def main(
         return
     rows = as_written(run(own))
     drawn = {file: draw(rows) for file, draw in figures.items()}
-    origins = {"data": data(own) if data else {}, "model": model(own, rows) if model else None}
+    origins: dict[str, Any] = {
+        "data": data(own, rows) if data else {},
+        "model": model(own, rows) if model else None,
+    }
     out = out_of(arguments)
     finish(name, arguments.scale, out, own, rows, drawn, check(rows), always=always, **origins)
 

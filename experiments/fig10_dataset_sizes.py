@@ -81,5 +81,5 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
 
 
 if __name__ == "__main__":
-    figures, data = {"fig10_dataset_sizes": plot}, lambda own: common.files_of(own.stand_ins)
+    figures, data = {"fig10_dataset_sizes": plot}, lambda own, _: common.files_of(own.stand_ins)
     common.main("fig10_dataset_sizes", __doc__, SETTINGS, run, check, figures, data=data)

@@ -26,6 +26,7 @@ from experiments import common
 from experiments.rows import Row, Rows
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.data.building.build import build
+from fedsim.data.dataset import stats
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.training import train
@@ -91,6 +92,8 @@ def run(settings: Settings) -> Rows:
             name: build(source, Path(place) / name, max_length=settings.max_length, **each)
             for name, each in (("owners", columns), ("speaker", {}))
         }
+        shared = stats(built["owners"].train)
+        several = shared["examples_with_several_owners"] / shared["num_examples"]
         own = built["speaker"].train
         median = max(1, int(np.median(own.examples_per_user)))
         cases = [("owners", "els", {"group_size": size}) for size in settings.group_sizes]
@@ -100,7 +103,8 @@ def run(settings: Settings) -> Rows:
             rows.append(
                 _trained(settings, built[name], Path(place) / f"run{number}", algorithm, changes)
             )
-            rows[-1]["texts_belong_to"] = name
+            about = {"texts_belong_to": name, "fingerprint": built[name].train.fingerprint}
+            rows[-1] |= {**about, "share_with_several_owners": several if name == "owners" else 0.0}
     return rows
 
 
@@ -125,7 +129,6 @@ def _trained(
     shared = summary.get("shared") or {"kept": data.train.num_examples, "left_out": 0}
     return {
         "algorithm": algorithm.upper(),
-        "texts_belong_to": "",
         "group_size": summary["group_size"],
         "max_changed": changes.get("max_changed", 0),
         "users": summary["num_users"],
@@ -164,6 +167,13 @@ def check(rows: Rows) -> common.Claims:
             f"before {rows[0]['loss_before']:.3f}, ELS {best['ELS']:.3f}, ULS {best['ULS']:.3f}",
         ),
     ]
+
+
+def origins(settings: Settings, rows: Rows) -> dict[str, Any]:
+    """The file, and what was built of it, by whom its texts belong to."""
+    files = common.files_of([SOURCE] if settings.every else [])
+    built = {row["texts_belong_to"]: row["fingerprint"] for row in rows}
+    return {name: {**file, "fingerprints": built} for name, file in files.items()}
 
 
 def plot(rows: Rows) -> Figure:
@@ -215,7 +225,7 @@ if __name__ == "__main__":
     common.main(
         *("hearings", __doc__, SETTINGS, run, check, {"hearings": plot}),
         always=False,
-        data=lambda own: common.files_of([SOURCE] if own.every else []),
+        data=origins,
         model=lambda own, rows: {
             "source": f"{own.model}, fresh",
             "num_parameters": rows[0]["num_parameters"],

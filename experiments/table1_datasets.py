@@ -108,5 +108,5 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
 
 
 if __name__ == "__main__":
-    data = lambda own: common.files_of(own.stand_ins)  # noqa: E731
+    data = lambda own, _: common.files_of(own.stand_ins)  # noqa: E731
     common.main("table1_datasets", __doc__, SETTINGS, run, check, data=data)

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments import common
+from experiments.rows import Rows
 from fedsim.data.building.build import build
 from fedsim.data.building.recipes import C4, options_of
 from fedsim.data.building.screen import Screen
@@ -74,7 +75,7 @@ def screened(source: Path, out: Path, against: list[Path], **options: Any) -> di
     return {stage: dataset.metadata["counts"][stage] for stage in STAGES}
 
 
-def run(settings: Settings) -> list[dict[str, Any]]:
+def run(settings: Settings) -> Rows:
     rows: list[dict[str, Any]] = [
         {"dataset": "C4 (paper)", **{stage: C4.paper[stage] for stage in STAGES}}
     ]
@@ -91,7 +92,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def check(rows: list[dict[str, Any]]) -> common.Claims:
+def check(rows: Rows) -> common.Claims:
     """What was planted is found, and little else."""
     by_name = {row["dataset"]: row for row in rows}
     planted, found = by_name["planted"], by_name["planted, found"]
@@ -113,7 +114,7 @@ def check(rows: list[dict[str, Any]]) -> common.Claims:
     return claims
 
 
-def data(settings: Settings) -> dict[str, dict[str, str]]:
+def data(settings: Settings, _: Rows) -> dict[str, dict[str, str]]:
     """The real files that it looks at."""
     return common.files_of((SOURCE, *settings.against) if settings.against else ())
 

@@ -8,6 +8,7 @@ tests/trust/test_audit.py, the story of a budget in tests/budget/test_story.py.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import subprocess
@@ -169,23 +170,35 @@ def slacks(settings: Settings) -> Iterator[Row]:
         stddev = 1.3 * 2.0 ** lattice_bits(parameters)
         errors = strategy(steps, bands, stddev).cell_errors
         found = noise.slack(parameters * steps, 4.0, 1e-6, errors)
-        what = f"slack, {parameters} parameters, {steps} steps, {bands} bands"
-        yield row("noise.md", what, found.epsilon)
+        what = f"{parameters} parameters, {steps} steps, {bands} bands"
+        yield row("noise.md", f"slack, {what}", found.epsilon)
+        size = parameters * strategy(steps, bands, stddev).bytes_per_number
+        yield row("noise.md", f"MB of rows of noise, {what}", size / 1e6)
 
 
 def papers_delta() -> Iterator[Row]:
-    """Noise of ULS or ELS with G = 1, on scotus with the delta of the paper: n^-1.1, n examples."""
+    """Noise of ULS or ELS with G = 1, on scotus with the paper's delta: n^-1.1, n examples. And how
+    much less ULS has in the regime, where delta is N^-1.1, N users."""
     from fedsim import accounting
 
-    users, delta = 7_014, 1_631_243**-1.1
-    for page, steps, budget, epsilon in (
-        ("figures/fig04_els_group_size.md", 30, 256, 4.0),
-        ("figures/regime.md", 300, 512, 4.0),
-        ("figures/regime.md", 300, 512, 1.0),
-    ):
-        own = {"epsilon": epsilon, "delta": delta, "num_steps": steps}
-        sigma = accounting.noise_multiplier(sampling_prob=budget / users, **own)
-        yield row(page, f"sigma, epsilon {epsilon:g}, {steps} steps of {budget}", sigma)
+    page, users, examples = "figures/fig04_els_group_size.md", 7_014, 1_631_243
+    found = accounting.noise_multiplier(
+        epsilon=4.0, delta=examples**-1.1, num_steps=30, sampling_prob=256 / users
+    )
+    yield row(page, "sigma, epsilon 4, 30 steps of 256", found)
+    page, steps, budget = "figures/regime.md", 300, 512
+    sets = {"": (users, examples, (1, 2, 4, 16)), ", few users": (600, 158_197, (1, 4, 16))}
+    for name, (users, examples, groups) in sets.items():
+        for epsilon, group in itertools.product((4.0, 1.0), groups):
+            own = {"epsilon": epsilon, "num_steps": steps, "sampling_prob": budget / group / users}
+            papers, ours = (
+                accounting.noise_multiplier(delta=delta**-1.1, **own) for delta in (examples, users)
+            )
+            if group == 1 and not name:
+                what = f"sigma, epsilon {epsilon:g}, {steps} steps of {budget}"
+                yield row(page, what, papers)
+            less = f"share that sigma is less, epsilon {epsilon:g}, G = {group}{name}"
+            yield row(page, less, 1 - ours / papers)
 
 
 def memory() -> Iterator[Row]:

@@ -81,6 +81,6 @@ if __name__ == "__main__":
     common.main(
         *("table_tuned_els", __doc__, SETTINGS, run, check),
         always=False,
-        data=lambda own: {own.dataset: of_figures("data")[own.dataset]},
+        data=lambda own, _: {own.dataset: of_figures("data")[own.dataset]},
         model=lambda own, rows: {"runs_of": RUNS_OF, **of_figures("model")},
     )
