@@ -114,11 +114,13 @@ def check(rows: Sequence[dict[str, Any]]) -> common.Claims:
             best = min(row["loss"] for row in series)
             (median,) = (row for row in series if row["group_size"] == row["median_examples"])
             gain = median["loss_before"] - best
-            lost.append((median["loss"] - best, max(SHARE * gain, noise)))
-        good = sum(excess <= most for excess, most in lost)
-        worse = sum(excess > noise for excess, _ in lost)
+            lost.append((median["loss"] - best, max(SHARE * gain, noise), gain))
+        good = sum(excess <= most for excess, most, _ in lost)
+        worse = sum(excess > noise for excess, *_ in lost)
+        shares = [excess / gain for excess, _, gain in lost]
         numbers = f"in {good} of {len(lost)} settings; it is not the best beyond the seeds' noise "
         numbers += f"in {worse}, by {max(lost)[0]:.4f} nats at most"
+        numbers += f", {min(shares):.0%} to {max(shares):.0%} of the gain"
         what = f"{name}: with the median user's group size at most {SHARE:.0%} of the gain is lost"
         claims.append((what, good == len(lost), f"{numbers}, seeds explain {noise:.4f}"))
     return [*claims, *rates_inside(rows)]

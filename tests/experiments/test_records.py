@@ -17,32 +17,50 @@ CHECKS = {n: f.check for n, f in ((n, records.module_of(f)) for n, f in RECORDS.
 CHECKS |= correlated.CHECKS
 PAGES = sorted(records.PAGES.glob("*.md"))
 PROSE = [ROOT / "README.md", ROOT / "experiments" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-# Versions, identifiers, constants of a method, and texts that are shown.
+# Versions, identifiers, settings, aims, constants of a method, and texts that are shown.
 NOT_MEASURED = {
     "README.md": {"3.11"},
-    "accelerators.md": {"3.11", "0.11", "3.12", "3.14", "3.15"},
-    "data.md": {"3.10"},
-    "noise.md": {"3.65", "0.03"},  # where the ziggurat ends, and percent beyond
-    "performance.md": {"1.41"},  # Flower's version
+    "accelerators.md": {
+        *("3.11", "0.11", "3.12", "3.14", "3.15", "2.4", "2.5"),  # versions
+        *("1.7", "3.1", "24 GiB", "80 GiB"),  # models and devices
+        *("1.3", "2.3"),  # products, counted: 4 and 7 of 3
+        *("64 MB", "95 %", "40 %"),  # parts of a file, and the aims
+    },
+    "budget.md": {"0.1", "0.2"},  # q, --eval-users
+    "commands.md": {"0.2", "1.2"},
+    "data.md": {"3.1", "3.10", "7.0"},
+    "guarantees.md": {"2.0", "256 MiB"},  # a version, and what is kept
+    "noise.md": {"3.65", "1.6", "0.03"},  # where the ziggurat ends, and what is beyond
+    "performance.md": {"0.2", "0.6", "1.41"},  # versions, and an aim
     "quickstart.md": {"3.11"},
-    "shared.md": {"0.01"},  # q
-    "tuning.md": {"0.01"},  # --weight-decay
+    "shared.md": {"0.01", "0.1", "0.3"},  # q, and an order
+    "tuning.md": {"0.01", "0.1", "0.2", "7.2", "9.0"},  # flags, q, constants
     "fig01_accounting.md": {"1.25"},  # what a claim allows
+    "real_model.md": {"95 %"},
 }
-# Held against the page where they are computed: tests/budget/test_story.py and
-# tests/trust/test_audit.py.
+INDEX = {"0.5", "3.1"}  # of the paper: sigma, and its conjecture
+# Held against the page, or seen, where they are computed: tests/budget/test_story.py,
+# tests/trust/test_audit.py and tests/test_shared.py.
 ELSEWHERE = {
-    "budget.md": {"3.04", "6.574", "8.173", "8.57", "4.62", "6.57", "8.79", "5.15", "7.05"},
+    "budget.md": {
+        *("3.04e-4", "6.574", "8.173", "8.57", "4.62", "6.57", "8.79", "5.15", "7.05"),
+        *("41 %", "46 %"),
+    },
+    "shared.md": {"90 %"},
     "guarantees.md": {
         *("0.00", "0.01", "0.05", "0.15"),
         *("1.23", "1.20", "2.43", "2.25", "3.18"),
     },
 }
 CELL = ("data", "source", "rank", "algorithm", "epsilon", "group", "group_size", "budget", "times")
+OVER_SEEDS = ("loss", "closed", "closed_allocation")
+BYTES = (1e3, 1e6, 1e9, 2**20, 2**30)
 LONGEST = 600  # characters of a row of the index
-NUMBER = r"(?<![\w.,/-])(?!\d{4}\.\d{5}\b)\d+\.\d{%d,}(?![\w.]*\d)"
-EXACT, QUOTED = NUMBER % 3, NUMBER % 2
-"""Numbers with so many digits after the point, but for identifiers of arXiv."""
+QUOTED = r"(?<![\w.,/-])(?!\d{4}\.\d{5}\b)\d+\.\d+(?:e-\d+)?(?![\w.]*\d)"
+"""Numbers with a point, but for versions and identifiers of arXiv."""
+UNITS = "s|seconds|minutes|hours|GiB|GB|MiB|MB|kB|ms|µs|ns|nats|%"
+MEASURED = rf"(?<![\w.,/^-])(\d+(?:,\d{{3}})*)(?= (?:(?:to|and|or) [\d.]+ )?({UNITS})(?!\w))"
+"""Whole numbers with a unit."""
 
 
 def test_every_record_and_every_page_is_judged_by_a_test_of_its_own():
@@ -140,8 +158,7 @@ def test_numbers_of_a_page_are_in_its_record_or_one_that_their_paragraph_names(p
     known, missing = NOT_MEASURED.get(page.name, set()), {}
     for paragraph in re.split(r"\n\s*\n", without_code(after)):
         values = [value for name in named(paragraph) | {page.stem} for value in EVERY[name]]
-        asked = set(re.findall(QUOTED, paragraph)) - known
-        if lost := {number for number in asked if not found(number, values)}:
+        if lost := not_found(paragraph, values + deltas(paragraph)) - known:
             missing[paragraph[:80]] = lost
     assert missing == {}
 
@@ -149,11 +166,11 @@ def test_numbers_of_a_page_are_in_its_record_or_one_that_their_paragraph_names(p
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_numbers_of_the_index_and_of_documents_are_in_a_record_that_is_named_beside(page):
     known = NOT_MEASURED.get(page.name, set()) | ELSEWHERE.get(page.name, set())
+    known = INDEX if page.parent.name == "experiments" else known
     missing = {}
     for heading, section in sections(without_code(page.read_text())):
-        asked = set(re.findall(QUOTED, section)) - known
         values = [value for name in named(section) for value in EVERY[name]]
-        if lost := {number for number in asked if not found(number, values)}:
+        if lost := not_found(section, values) - known:
             missing[heading] = lost
     assert missing == {}
 
@@ -165,7 +182,7 @@ def test_what_is_known_of_a_page_is_still_there():
             for page in [*PROSE, *PAGES]
             if page.name == name and page.parent.name != "experiments"
         ]
-        assert numbers <= set(re.findall(QUOTED, page.read_text())), name
+        assert numbers <= asked_of(page.read_text()), name
 
 
 def test_a_number_that_no_record_of_its_section_has_is_found():
@@ -173,7 +190,11 @@ def test_a_number_that_no_record_of_its_section_has_is_found():
     parts = dict(sections(text))
     assert [named(part) for part in parts.values()] == [set(), set(), {"table_quoted"}, set()]
     assert found("18.65", EVERY["table_quoted"]) and not found("18.66", EVERY["table_quoted"])
-    assert re.findall(QUOTED, "0.5, 3.11.7, 2407.07737 and v0.12, 1,000.25, but 0.50") == ["0.50"]
+    versions = "3.11.7, 2407.07737, v0.12 and 1,000.25"
+    assert asked_of(f"{versions}, but 0.5 and 1.5e-7") == {"0.5", "1.5e-7"}
+    of_units = {"1,200 s", "3 %", "40 %", "5 MB"}
+    assert asked_of("8 texts took 1,200 s, or 3 to 40 % of 5 MB") == of_units
+    assert not_found("1.5e-7, 9.1e-8, 7 %, 12 s", [1.46e-7, 0.07, 0.12]) == {"9.1e-8", "12 s"}
 
 
 def test_the_index_can_be_read():
@@ -200,10 +221,12 @@ def named(section: str) -> set[str]:
 
 
 def numbers_of(name: str) -> list[float]:
-    """All numbers of a record and of its rows."""
+    """All numbers of a record's claims and rows; its minutes; millions of parameters."""
     file = RECORDS[name]
-    text = json.dumps(json.loads(file.read_text())["claims"])
+    record = json.loads(file.read_text())
+    text = json.dumps([record["claims"], record["minutes"], record.get("run_minutes")])
     values = [float(number) for number in re.findall(r"\d+\.?\d*", text)]
+    values += [n / 1e6 for n in (record["model"] or {}).values() if isinstance(n, int)]
     rows = records.read_rows(file.with_suffix(".csv"))
     for row in rows:
         values += [float(value) for value in row.values() if isinstance(value, int | float)]
@@ -211,33 +234,61 @@ def numbers_of(name: str) -> list[float]:
 
 
 def over_seeds(rows: list[dict]) -> list[float]:
-    """Mean and range of the losses of each cell, where rows are of its seeds."""
-    if not rows or not {"seed", "loss"} <= set(rows[0]):
-        return []
-    cells = by(rows, lambda row: tuple(row.get(name) for name in CELL))
-    losses = [[row["loss"] for row in same] for same in cells.values()]
-    return [x for each in losses for x in (statistics.mean(each), max(each) - min(each))]
+    """Mean and range of what came of each cell, where rows are of its seeds."""
+    values = []
+    for name in OVER_SEEDS:
+        own = [row for row in rows if "seed" in row and row.get(name) is not None]
+        for same in by(own, lambda row: tuple(row.get(each) for each in CELL)).values():
+            each = [row[name] for row in same]
+            values += [statistics.mean(each), max(each) - min(each)]
+    return values
 
 
 def floats(text: str) -> list[float]:
     """All numbers of a text with a point in them."""
-    return [float(number) for number in re.findall(r"\d+\.\d+", text)]
+    return [float(number) for number in re.findall(r"\d+\.\d+(?:e-?\d+)?", text)]
 
 
-def of_plain(record: dict) -> list[float]:
-    """Times beside those of the best plain gradient, which pages have of peers."""
-    rows = [row for row in record.get("rows", []) if "best_plain" in row]
-    return [s / row["seconds"][row["best_plain"]] for row in rows for s in row["seconds"].values()]
+def of_benchmark(file: Path) -> list[float]:
+    """All numbers of a benchmark; sizes in every unit; times beside those of the best plain
+    gradient, which pages have of peers."""
+    text = file.read_text()
+    rows = json.loads(text).get("rows", [])
+    sizes = [float(size) for size in re.findall(r'bytes": (\d+)', text)]
+    sizes += [float(size) * 2**30 for size in re.findall(r'gib": ([\d.]+)', text)]
+    values = floats(text) + [size / unit for size in sizes for unit in BYTES]
+    for seconds, best in ((r["seconds"], r["best_plain"]) for r in rows if "best_plain" in r):
+        values += [each / seconds[best] for each in seconds.values()]
+    return values
+
+
+def asked_of(text: str) -> set[str]:
+    """The numbers of a text that have a point or a unit; whole ones with their unit."""
+    return set(re.findall(QUOTED, text)) | {" ".join(each) for each in re.findall(MEASURED, text)}
+
+
+def not_found(text: str, values: list[float]) -> set[str]:
+    """The numbers of a text that none of the values is, as far as they are written."""
+    return {number for number in asked_of(text) if not found(number, values)}
 
 
 def found(number: str, values: list[float]) -> bool:
-    """Whether one of the values is this number, as far as it is written."""
-    digits = len(number.partition(".")[2])
-    return any(f"{value:.{digits}f}" == number for value in values)
+    """Whether one of the values is this number, as far as it is written. A share may be in %."""
+    digits, _, unit = number.replace(",", "").partition(" ")
+    mantissa, e, _ = digits.partition("e")
+    form = f".{len(mantissa.partition('.')[2])}{'e' if e else 'f'}"
+    values = values + [100 * value for value in values] if unit == "%" else values
+    return any(float(f"{value:{form}}") == float(digits) for value in values)
+
+
+def deltas(text: str) -> list[float]:
+    """The paper's delta, n^-1.1, of every number of examples of a text, and of ten times it."""
+    counts = [int(n.replace(",", "")) for n in re.findall(r"\b\d{1,3}(?:,\d{3})+\b", text)]
+    return [(times * n) ** -1.1 for n in counts for times in (1, 10)]
 
 
 EVERY = {name: numbers_of(name) for name in RECORDS}
 for file in records.RESULTS.glob("benchmark_*.json"):
-    EVERY[file.stem] = floats(file.read_text()) + of_plain(json.loads(file.read_text()))
+    EVERY[file.stem] = of_benchmark(file)
 for rows in records.RESULTS.glob("**/*.jsonl"):
     EVERY[rows.stem] = EVERY.get(rows.stem, []) + floats(rows.read_text())
