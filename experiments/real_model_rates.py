@@ -1,11 +1,12 @@
 """What a tuned rate buys on the real model: real_model.py with rates beside those of the rule.
 
 real_model.py takes the rate that `fedsim train` takes where nothing is said of it. Here it is tuned
-for both algorithms alike: each with G = 1, the best group of both at epsilon 1 and 8 there, and
-with adapters of the first rank, at each epsilon of each source, by the first seed: the rule's rate
-times 3 to the power of -1, 0 and 1, and further while the best is at an end. The best is trained
-with the other seed, too. Rows with the rule's own rate are those of real_model.py, where it has
-them. The tests were committed before any of these runs.
+for both algorithms alike, with adapters of the first rank, at each epsilon of each source: each
+with G = 1, the best group of both at epsilon 1 and 8 there, and without noise also with the best
+group that each has then, ELS the median's and ULS G = 4. By the first seed: the rule's rate times 3
+to the power of -1, 0 and 1, and further while the best is at an end. The best is trained with the
+other seed, too. Rows with the rule's own rate are those of real_model.py, where it has them. The
+tests were committed before any of these runs.
 
 Rows are appended to real_model_rates.jsonl beside the results as they come; the same command goes
 on with what is missing.
@@ -24,17 +25,19 @@ from matplotlib.figure import Figure
 
 from experiments import common, real_model
 from experiments.processes import compute
-from experiments.real_model import SETTINGS, Settings
+from experiments.real_model import MEDIAN, SETTINGS, Settings
 from experiments.real_model_claims import at_epsilon
 from experiments.records import as_written
 from experiments.rows import Row, Rows, by, kept, margin, over_seeds
 
 NAME = "real_model_rates"
-ALGORITHMS, GROUP = ("els", "uls"), 1
+ALGORITHMS = ("els", "uls")
+WITH_NOISE, WITHOUT_NOISE = {"els": 1, "uls": 1}, {"els": MEDIAN, "uls": 4}
+"""Groups that are compared: the best ones of real_model.py."""
 MOST = 3  # powers
 NEAR = 0.1
 """Nats that the rule's rate may cost."""
-SETTING = ("source", "epsilon", "algorithm")
+SETTING = ("source", "epsilon", "algorithm", "group")
 STYLES = ("-o", "--s", ":^")
 
 
@@ -45,6 +48,7 @@ class Cell:
     source: str
     epsilon: float
     algorithm: str
+    group: int
     seed: int
     power: int
     """The rate is the rule's times 3 to the power."""
@@ -54,17 +58,35 @@ def train(cell: Cell, settings: Settings) -> Row:
     """What comes of a cell."""
     own = dataclasses.asdict(cell)
     power, (rank, _) = own.pop("power"), settings.ranks[0]
-    trained = real_model.Cell(**own, rank=rank, group=GROUP)
-    return {**real_model.train(trained, settings, power), "power": power}
+    return {**real_model.train(real_model.Cell(**own, rank=rank), settings, power), "power": power}
+
+
+def contests(epsilon: float) -> list[dict[str, int]]:
+    """The groups that are compared at an epsilon."""
+    return [WITH_NOISE, *([WITHOUT_NOISE] if math.isinf(epsilon) else [])]
+
+
+def planned(settings: Settings) -> list[tuple[str, float, str, int]]:
+    """All settings whose rates are tuned, those of the second contest last."""
+    finite = sorted((each for each in settings.epsilons if each < math.inf), reverse=True)
+    epsilons = [*finite, *(each for each in settings.epsilons if math.isinf(each))]
+    found = [
+        (place, (source, epsilon, algorithm, groups[algorithm]))
+        for epsilon in epsilons
+        for place, groups in enumerate(contests(epsilon))
+        for source, _ in settings.sources
+        for algorithm in ALGORITHMS
+    ]
+    return [setting for _, setting in sorted(found, key=lambda each: each[0])]
 
 
 def known(out: Path, settings: Settings) -> Rows:
     """The rows that were kept, and those of the rule's rate from real_model.py."""
-    rank, _ = settings.ranks[0]
+    (rank, _), asked = settings.ranks[0], planned(settings)
     rule = [
         {**row, "power": 0}
         for row in kept(out / f"{real_model.NAME}.jsonl")
-        if (row["rank"], row["group"]) == (rank, GROUP)
+        if row["rank"] == rank and setting_of(row) in asked
     ]
     return rule + kept(out / f"{NAME}.jsonl")
 
@@ -72,40 +94,37 @@ def known(out: Path, settings: Settings) -> Rows:
 def todo(settings: Settings, rows: Rows) -> list[Cell]:
     """The trainings that are known to be needed, and not there."""
     first, *others = settings.seeds
-    finite = sorted((each for each in settings.epsilons if each < math.inf), reverse=True)
-    epsilons = [*finite, *(each for each in settings.epsilons if math.isinf(each))]
     cells = []
-    for epsilon in epsilons:
-        for source, _ in settings.sources:
-            for algorithm in ALGORITHMS:
-                losses = of_powers(rows, (source, epsilon, algorithm), first)
-                seeds = dict.fromkeys(sorted({-1, 0, 1} - set(losses)), (first,))
-                if not seeds:
-                    best = min(losses, key=losses.__getitem__)
-                    beyond = {best - 1, best + 1} - set(losses)
-                    seeds = {power: (first,) for power in beyond if abs(power) <= MOST}
-                    seeds = seeds or dict.fromkeys((0, best), others)
-                cells += [
-                    Cell(source, epsilon, algorithm, seed, power)
-                    for power, each in seeds.items()
-                    for seed in each
-                ]
-    there = {(*(row[name] for name in SETTING), row["seed"], row["power"]) for row in rows}
+    for setting in planned(settings):
+        losses = of_powers(rows, setting, first)
+        seeds = dict.fromkeys(sorted({-1, 0, 1} - set(losses)), (first,))
+        if not seeds:
+            best = min(losses, key=losses.__getitem__)
+            beyond = {best - 1, best + 1} - set(losses)
+            seeds = {power: (first,) for power in beyond if abs(power) <= MOST}
+            seeds = seeds or dict.fromkeys((0, best), others)
+        cells += [Cell(*setting, seed, power) for power, each in seeds.items() for seed in each]
+    there = {(*setting_of(row), row["seed"], row["power"]) for row in rows}
     return [cell for cell in cells if dataclasses.astuple(cell) not in there]
+
+
+def setting_of(row: Row) -> tuple:
+    """Of which setting a row is."""
+    return tuple(row[name] for name in SETTING)
 
 
 def of_powers(rows: Sequence[Row], setting: tuple, seed: int) -> dict[int, float]:
     """The losses by how far the rate is from the rule's; what diverged is infinite."""
-    own = [row for row in rows if tuple(row[name] for name in SETTING) == setting]
+    own = [row for row in rows if setting_of(row) == setting]
     found = {row["power"]: row["loss"] for row in own if row["seed"] == seed}
     return {at: loss if math.isfinite(loss) else math.inf for at, loss in found.items()}
 
 
 def tuned(rows: Sequence[Row]) -> Rows:
-    """A row for each source, epsilon and algorithm, of the best rate and of the rule's, where both
+    """A row for each setting, of the best rate and of the rule's, where both
     have all seeds. `inside`: the best is at no end of those that were tried."""
     seeds, found = {row["seed"] for row in rows}, []
-    for setting, own in by(rows, lambda row: tuple(row[name] for name in SETTING)).items():
+    for setting, own in by(rows, setting_of).items():
         losses = of_powers(own, setting, min(seeds))
         if not {-1, 0, 1} <= set(losses):
             continue
@@ -127,11 +146,14 @@ def check(rows: Sequence[Row]) -> list[tuple[str, bool | None, str]]:
     ]
     for source in dict.fromkeys(row["source"] for row in rows):
         own = [row for row in found if row["source"] == source]
-        for epsilon, pair in sorted(by(own, lambda row: row["epsilon"]).items()):
+        tried = sorted({row["epsilon"] for row in own})
+        for epsilon, groups in ((each, groups) for each in tried for groups in contests(each)):
+            pair = [row for row in own if row["epsilon"] == epsilon]
+            pair = [row for row in pair if row["group"] == groups[row["algorithm"]]]
             if len(pair) < len(ALGORITHMS):
                 continue
             one, two = (margin(own, cells=count) for count in (1, 2))
-            where = f"{source}, {at_epsilon(epsilon)}"
+            where = f"{source}, {at_epsilon(epsilon)}, {compared(groups)}"
             fell = {row["algorithm"]: row["loss_before"] - row["loss"] for row in pair}
             said = ", ".join(f"{name.upper()} by {value:.4f}" for name, value in fell.items())
             claims.append(
@@ -144,7 +166,7 @@ def check(rows: Sequence[Row]) -> list[tuple[str, bool | None, str]]:
             lead = fell["uls"] - fell["els"]
             claims.append(
                 (
-                    f"{where}: ULS is at least as good as ELS, both tuned, with G = {GROUP}",
+                    f"{where}: ULS is at least as good as ELS, both tuned",
                     lead >= -two,
                     f"ahead by {lead:.4f}; seeds explain {two:.4f}",
                 )
@@ -160,6 +182,18 @@ def check(rows: Sequence[Row]) -> list[tuple[str, bool | None, str]]:
     return claims
 
 
+def in_words(group: int) -> str:
+    """A group's size."""
+    return "the median's G" if group == MEDIAN else f"G = {group}"
+
+
+def compared(groups: dict[str, int]) -> str:
+    """The groups of a contest, in words."""
+    if len(set(groups.values())) == 1:
+        return in_words(groups["els"])
+    return ", ".join(f"{name.upper()} with {in_words(group)}" for name, group in groups.items())
+
+
 def plot(rows: Sequence[Row]) -> Figure:
     """A panel for each source: held-out loss of the first seed against the rate."""
     names = list(dict.fromkeys(row["source"] for row in rows))
@@ -170,18 +204,18 @@ def plot(rows: Sequence[Row]) -> Figure:
     first = min(row["seed"] for row in rows)
     for axis, name in zip(axes[0], names, strict=True):
         own = [row for row in rows if (row["source"], row["seed"]) == (name, first)]
-        for (epsilon, algorithm), series in sorted(
-            by(own, lambda row: (row["epsilon"], row["algorithm"])).items()
-        ):
+        for (_, epsilon, algorithm, group), series in by(own, setting_of).items():
             series = sorted(series, key=lambda row: row["power"])
             values = [[row[key] for row in series] for key in ("learning_rate", "loss")]
-            label = f"{algorithm.upper()}, {at_epsilon(epsilon).replace('at', 'ε =')}"
-            style = STYLES[epsilons.index(epsilon) % len(STYLES)]
-            axis.plot(*values, style, color=common.COLOURS[algorithm.upper()], label=label)
+            label = f"{algorithm.upper()}, {in_words(group)}, "
+            label += at_epsilon(epsilon).replace("at", "ε =")
+            look = {"color": common.COLOURS[algorithm.upper()], "label": label}
+            look |= {} if group == WITH_NOISE[algorithm] else {"markerfacecolor": "white"}
+            axis.plot(*values, STYLES[epsilons.index(epsilon) % len(STYLES)], **look)
         axis.axhline(own[0]["loss_before"], color="black", linestyle=":", label="before training")
         axis.set_xscale("log")
         axis.set_ylim(top=own[0]["loss_before"] + 0.3)  # what diverged is beyond
-        axis.set(title=f"{name}, G = {GROUP}", xlabel="learning rate")
+        axis.set(title=name, xlabel="learning rate")
         axis.grid(alpha=0.3)
     axes[0, 0].set(ylabel="held-out loss (nats per token)")
     common.legend_below(figure)
@@ -197,14 +231,16 @@ def main() -> None:
     given = common.resumable(__doc__, "training", processes=True)
     settings = SETTINGS[given.scale]
     out = common.place_of(given) if given.dry_run else common.out_of(given)
-    planned = len(settings.sources) * len(settings.epsilons) * len(ALGORITHMS)
+    count_of_all = len(planned(settings))
     if given.dry_run:
         done, left = len(kept(out / f"{NAME}.jsonl")), todo(settings, known(out, settings))
-        count = done + len(left)
-        gradients = count * settings.num_steps * settings.budget
+        trainings = done + len(left)
+        gradients = trainings * settings.num_steps * settings.budget
         hours = gradients * settings.max_length * settings.seconds_per_token / 7200
-        print(f"{planned} settings: {count} trainings and more where the best rate is at an end or")
-        print(f"not the rule's, {done} of them done: about {hours:.1f} hours on two cores for all")
+        print(
+            f"{count_of_all} settings: {trainings} trainings, {done} of them done, and more where"
+        )
+        print(f"the best rate is at an end or not the rule's: about {hours:.1f} hours on two cores")
         return
     file, ends = out / f"{NAME}.jsonl", time.monotonic() + 60 * given.minutes
     for source in dict.fromkeys(cell.source for cell in todo(settings, known(out, settings))):
@@ -217,7 +253,7 @@ def main() -> None:
     rows = known(out, settings)
     if not kept(file):
         return
-    table = as_written([{**row, "planned": planned} for row in rows])
+    table = as_written([{**row, "planned": count_of_all} for row in rows])
     common.finish(
         NAME,
         given.scale,

@@ -15,11 +15,13 @@ from experiments import (
     fig18_personalization,
     real_model_claims,
     real_model_rates,
+    records,
     regime_claims,
     regime_plots,
     sampling,
     table_pretraining,
 )
+from experiments.rows import by
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 
@@ -508,13 +510,11 @@ def rates(loss, seeds=(0,), powers=(0,)):
     """Trainings of the real model for loss(algorithm, power)."""
     return [
         {
-            **{"source": source, "epsilon": epsilon, "algorithm": algorithm, "seed": seed},
-            **{"power": power, "loss_before": 5.0, "planned": 12, "learning_rate": 3.0**power},
-            "loss": loss(algorithm, power) + 0.001 * seed,
+            **dict(zip(real_model_rates.SETTING, setting, strict=True)),
+            **{"power": power, "loss_before": 5.0, "planned": 16, "learning_rate": 3.0**power},
+            **{"seed": seed, "loss": loss(setting[2], power) + 0.001 * seed},
         }
-        for source in real_model_claims.SOURCES
-        for epsilon in real_model_claims.EPSILONS
-        for algorithm in ("els", "uls")
+        for setting in real_model_rates.planned(real_model_rates.SETTINGS["small"])
         for seed in seeds
         for power in powers
     ]
@@ -525,7 +525,7 @@ def test_rates_of_the_real_model_are_tried_outwards_and_the_best_with_both_seeds
 
     def asked(*rows):
         cells = real_model_rates.todo(settings, [row for each in rows for row in each])
-        assert len(cells) % 12 == 0  # of all settings alike
+        assert len(cells) % 16 == 0  # of all settings alike
         return sorted({(cell.seed, cell.power) for cell in cells})
 
     def good(algorithm, power):
@@ -544,14 +544,25 @@ def test_rates_of_the_real_model_are_tried_outwards_and_the_best_with_both_seeds
     assert asked(wild) == [(1, 0), (1, 3)]  # no further
 
 
+def test_rates_of_the_real_model_are_tuned_for_the_best_groups_of_its_record():
+    settings = real_model_rates.planned(real_model_rates.SETTINGS["small"])
+    assert len(set(settings)) == len(settings) == 16
+    rows = records.read_rows(records.RESULTS / "small" / "real_model.csv")
+    rows = [row for row in rows if row["rank"] == real_model_claims.RANK]
+    for setting, own in by(rows, lambda row: real_model_rates.setting_of(row)[:3]).items():
+        losses = by(own, lambda row: row["group"])
+        best = min(losses, key=lambda group: np.mean([row["loss"] for row in losses[group]]))
+        assert (*setting, best) in settings
+
+
 def test_rates_of_the_real_model_are_judged_where_both_have_all_seeds():
     def judged(loss, powers=(-1, 0, 1)):
         rows = rates(loss, powers=powers) + rates(loss, seeds=(1,), powers=powers)
         return {what: held for what, held, _ in real_model_rates.check(rows)}
 
     held = judged(lambda algorithm, power: 4.0 + 0.05 * abs(power))
-    assert len(held) == 15 and all(held.values())
+    assert len(held) == 19 and all(held.values())
     held = judged(lambda algorithm, power: 5.1 + 0.2 * power + 0.1 * (algorithm == "uls"))
     assert [what for what, holds in held.items() if holds] == ["ours: all settings were tuned"]
     some = rates(lambda *at: 4.0, powers=(0,))
-    assert real_model_rates.check(some) == [("ours: all settings were tuned", False, "0 of 12")]
+    assert real_model_rates.check(some) == [("ours: all settings were tuned", False, "0 of 16")]
