@@ -39,6 +39,8 @@ NEAR = 0.1
 """Nats that the rule's rate may cost."""
 SETTING = ("source", "epsilon", "algorithm", "group")
 STYLES = ("-o", "--s", ":^")
+SIZES = {"els": {"linewidth": 3, "markersize": 9}, "uls": {"markersize": 4.5}}
+"""ULS is drawn on ELS, on which it lies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,17 +206,18 @@ def plot(rows: Sequence[Row]) -> Figure:
     first = min(row["seed"] for row in rows)
     for axis, name in zip(axes[0], names, strict=True):
         own = [row for row in rows if (row["source"], row["seed"]) == (name, first)]
-        for (_, epsilon, algorithm, group), series in by(own, setting_of).items():
+        for (_, epsilon, algorithm, group), series in sorted(by(own, setting_of).items()):
             series = sorted(series, key=lambda row: row["power"])
             values = [[row[key] for row in series] for key in ("learning_rate", "loss")]
             label = f"{algorithm.upper()}, {in_words(group)}, "
             label += at_epsilon(epsilon).replace("at", "ε =")
-            look = {"color": common.COLOURS[algorithm.upper()], "label": label}
+            look = {"color": common.COLOURS[algorithm.upper()], "label": label, **SIZES[algorithm]}
             look |= {} if group == WITH_NOISE[algorithm] else {"markerfacecolor": "white"}
             axis.plot(*values, STYLES[epsilons.index(epsilon) % len(STYLES)], **look)
         axis.axhline(own[0]["loss_before"], color="black", linestyle=":", label="before training")
         axis.set_xscale("log")
-        axis.set_ylim(top=own[0]["loss_before"] + 0.3)  # what diverged is beyond
+        least = min(loss for row in own if math.isfinite(loss := row["loss"]))
+        axis.set_ylim(least - 0.1, own[0]["loss_before"] + 0.3)  # what diverged is beyond
         axis.set(title=name, xlabel="learning rate")
         axis.grid(alpha=0.3)
     axes[0, 0].set(ylabel="held-out loss (nats per token)")
