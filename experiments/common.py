@@ -211,12 +211,18 @@ def main(
         return
     rows = as_written(run(own))
     drawn = {file: draw(rows) for file, draw in figures.items()}
-    origins: dict[str, Any] = {
-        "data": data(own, rows) if data else {},
-        "model": model(own, rows) if model else None,
-    }
-    out = out_of(arguments)
-    finish(name, arguments.scale, out, own, rows, drawn, check(rows), always=always, **origins)
+    finish(
+        name,
+        arguments.scale,
+        out_of(arguments),
+        own,
+        rows,
+        drawn,
+        check(rows),
+        always=always,
+        data=data(own, rows) if data else {},
+        model=model(own, rows) if model else None,
+    )
 
 
 def last_time(name: str, scale: str) -> str:

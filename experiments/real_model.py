@@ -280,6 +280,12 @@ def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
     }
 
 
+def hours(trainings: int, settings: Settings) -> float:
+    """What so many trainings take on two cores."""
+    tokens = trainings * settings.num_steps * settings.budget * settings.max_length
+    return tokens * settings.seconds_per_token / 7200
+
+
 @common.mistakes()
 def main() -> None:
     """Train what is missing, and write what was found."""
@@ -292,9 +298,8 @@ def main() -> None:
         done = len(todo) - len(missing(todo, file))
         print(", ".join(source for source, _ in settings.sources), settings.ranks, sep="; ")
         gradients = len(todo) * settings.num_steps * settings.budget
-        hours = gradients * settings.max_length * settings.seconds_per_token / 7200
         what = f"{len(todo)} trainings, {gradients:,} gradients, {done} trainings of them done"
-        print(f"{what}: about {hours:.1f} hours on two cores for all")
+        print(f"{what}: about {hours(len(todo), settings):.1f} hours on two cores for all")
         return
     left = missing(todo, file) if given.minutes else []
     # Here, because processes side by side would build the same data in the same place.

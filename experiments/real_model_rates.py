@@ -5,8 +5,8 @@ for both algorithms alike, with adapters of the first rank, at each epsilon of e
 with G = 1, the best group of both at epsilon 1 and 8 there, and without noise also with the best
 group that each has then, ELS the median's and ULS G = 4. By the first seed: the rule's rate times 3
 to the power of -1, 0 and 1, and further while the best is at an end. The best is trained with the
-other seed, too. Rows with the rule's own rate are those of real_model.py, where it has them. The
-tests were committed before any of these runs.
+other seed, too. Rows with the rule's own rate are those of real_model.py, where it has them. Each
+test was committed before the runs that it is about.
 
 Rows are appended to real_model_rates.jsonl beside the results as they come; the same command goes
 on with what is missing.
@@ -28,7 +28,16 @@ from experiments.processes import compute
 from experiments.real_model import MEDIAN, SETTINGS, Settings
 from experiments.real_model_claims import at_epsilon
 from experiments.records import as_written
-from experiments.rows import Row, Rows, by, kept, margin, over_seeds
+from experiments.rows import (
+    Row,
+    Rows,
+    by,
+    kept,
+    losses_by_power,
+    margin,
+    over_seeds,
+    powers_to_try,
+)
 
 NAME = "real_model_rates"
 ALGORITHMS = ("els", "uls")
@@ -70,16 +79,15 @@ def contests(epsilon: float) -> list[dict[str, int]]:
 
 def planned(settings: Settings) -> list[tuple[str, float, str, int]]:
     """All settings whose rates are tuned, those of the second contest last."""
-    finite = sorted((each for each in settings.epsilons if each < math.inf), reverse=True)
-    epsilons = [*finite, *(each for each in settings.epsilons if math.isinf(each))]
-    found = [
-        (place, (source, epsilon, algorithm, groups[algorithm]))
+    epsilons = sorted(settings.epsilons, key=lambda each: (math.isinf(each), -each))
+    return [
+        (source, epsilon, algorithm, groups[algorithm])
+        for groups in (WITH_NOISE, WITHOUT_NOISE)
         for epsilon in epsilons
-        for place, groups in enumerate(contests(epsilon))
+        if groups in contests(epsilon)
         for source, _ in settings.sources
         for algorithm in ALGORITHMS
     ]
-    return [setting for _, setting in sorted(found, key=lambda each: each[0])]
 
 
 def known(out: Path, settings: Settings) -> Rows:
@@ -99,12 +107,9 @@ def todo(settings: Settings, rows: Rows) -> list[Cell]:
     cells = []
     for setting in planned(settings):
         losses = of_powers(rows, setting, first)
-        seeds = dict.fromkeys(sorted({-1, 0, 1} - set(losses)), (first,))
+        seeds = {power: [first] for power in powers_to_try(losses, MOST) if power not in losses}
         if not seeds:
-            best = min(losses, key=losses.__getitem__)
-            beyond = {best - 1, best + 1} - set(losses)
-            seeds = {power: (first,) for power in beyond if abs(power) <= MOST}
-            seeds = seeds or dict.fromkeys((0, best), others)
+            seeds = dict.fromkeys((0, min(losses, key=losses.__getitem__)), others)
         cells += [Cell(*setting, seed, power) for power, each in seeds.items() for seed in each]
     there = {(*setting_of(row), row["seed"], row["power"]) for row in rows}
     return [cell for cell in cells if dataclasses.astuple(cell) not in there]
@@ -116,15 +121,14 @@ def setting_of(row: Row) -> tuple:
 
 
 def of_powers(rows: Sequence[Row], setting: tuple, seed: int) -> dict[int, float]:
-    """The losses by how far the rate is from the rule's; what diverged is infinite."""
-    own = [row for row in rows if setting_of(row) == setting]
-    found = {row["power"]: row["loss"] for row in own if row["seed"] == seed}
-    return {at: loss if math.isfinite(loss) else math.inf for at, loss in found.items()}
+    """The losses by how far the rate is from the rule's."""
+    own = (row for row in rows if setting_of(row) == setting)
+    return losses_by_power(row for row in own if row["seed"] == seed)
 
 
 def tuned(rows: Sequence[Row]) -> Rows:
-    """A row for each setting, of the best rate and of the rule's, where both
-    have all seeds. `inside`: the best is at no end of those that were tried."""
+    """A row for each setting, of the best rate and of the rule's, where both have all seeds.
+    `inside`: the best is at no end of those that were tried."""
     seeds, found = {row["seed"] for row in rows}, []
     for setting, own in by(rows, setting_of).items():
         losses = of_powers(own, setting, min(seeds))
@@ -238,8 +242,7 @@ def main() -> None:
     if given.dry_run:
         done, left = len(kept(out / f"{NAME}.jsonl")), todo(settings, known(out, settings))
         trainings = done + len(left)
-        gradients = trainings * settings.num_steps * settings.budget
-        hours = gradients * settings.max_length * settings.seconds_per_token / 7200
+        hours = real_model.hours(trainings, settings)
         print(
             f"{count_of_all} settings: {trainings} trainings, {done} of them done, and more where"
         )
@@ -253,8 +256,8 @@ def main() -> None:
         compute(train, left, settings, file, minutes, given.processes)
         if minutes == 0:
             break
-    rows = known(out, settings)
-    if not kept(file):
+    rows, trainings = known(out, settings), kept(file)
+    if not trainings:
         return
     table = as_written([{**row, "planned": count_of_all} for row in rows])
     common.finish(
@@ -265,7 +268,7 @@ def main() -> None:
         table,
         {NAME: plot(table)},
         check(table),
-        run_minutes=round(sum(row["cpu_seconds"] for row in kept(file)) / 60, 1),
+        run_minutes=round(sum(row["cpu_seconds"] for row in trainings) / 60, 1),
         data={
             row["source"]: common.origin(row["source"], row["fingerprint"])
             for row in {row["source"]: row for row in rows}.values()
@@ -274,7 +277,7 @@ def main() -> None:
             **real_model.described(settings),
             "parameters_by_rank": {settings.ranks[0][0]: rows[0]["num_parameters"]},
         },
-        trainings=kept(file),
+        trainings=trainings,
     )
 
 

@@ -33,7 +33,17 @@ import pyarrow.parquet as pq
 from experiments import common, starting_model
 from experiments.processes import compute
 from experiments.records import as_written, came_from
-from experiments.rows import Row, Rows, by, kept, margin, missing, over_seeds
+from experiments.rows import (
+    Row,
+    Rows,
+    by,
+    kept,
+    losses_by_power,
+    margin,
+    missing,
+    over_seeds,
+    powers_to_try,
+)
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PretrainConfig, PrivacyConfig, run_config
 from fedsim.data.building.build import build
@@ -238,19 +248,15 @@ def to_tune(settings: Settings, rows: Rows) -> list[Cell]:
     todo = []
     for algorithm, group in settings.groups:
         losses = of_powers(rows, settings.seeds[0], algorithm, group)
-        powers = {-1, 0, 1}
-        if powers <= set(losses):
-            least = min(losses, key=losses.__getitem__)
-            powers |= {p for p in (least - 1, least + 1) if abs(p) <= MOST_STEPS}
-        todo += [Cell(settings.seeds[0], algorithm, group, power) for power in sorted(powers)]
+        powers = powers_to_try(losses, MOST_STEPS)
+        todo += [Cell(settings.seeds[0], algorithm, group, power) for power in powers]
     return todo
 
 
 def of_powers(rows: Rows, seed: int, algorithm: str, group: int) -> dict[int, float]:
-    """The losses by how far the rate is from the rule's; what diverged is infinite."""
+    """The losses by how far the rate is from the rule's."""
     own = {"seed": seed, "algorithm": algorithm, "group": group}
-    found = [row for row in rows if own.items() <= row.items()]
-    return {row["power"]: row["loss"] if math.isfinite(row["loss"]) else math.inf for row in found}
+    return losses_by_power(row for row in rows if own.items() <= row.items())
 
 
 def best(rows: Rows, algorithm: str) -> Row:

@@ -168,11 +168,11 @@ def slacks(settings: Settings) -> Iterator[Row]:
 
     for parameters, steps, bands in settings.slacks:
         stddev = 1.3 * 2.0 ** lattice_bits(parameters)
-        errors = strategy(steps, bands, stddev).cell_errors
-        found = noise.slack(parameters * steps, 4.0, 1e-6, errors)
+        plan = strategy(steps, bands, stddev)
+        found = noise.slack(parameters * steps, 4.0, 1e-6, plan.cell_errors)
         what = f"{parameters} parameters, {steps} steps, {bands} bands"
         yield row("noise.md", f"slack, {what}", found.epsilon)
-        size = parameters * strategy(steps, bands, stddev).bytes_per_number
+        size = parameters * plan.bytes_per_number
         yield row("noise.md", f"MB of rows of noise, {what}", size / 1e6)
 
 

@@ -50,11 +50,16 @@ COMMANDS = {
 BOUND_S = 2.0
 
 
-def prepared(place: Path) -> None:
-    """Texts of forty users, a data set built of them, and a run."""
+def write_texts(place: Path) -> None:
+    """Texts of forty users."""
     users = [f"user {i % 40}" for i in range(400)]
     texts = [f"the text number {i} of somebody who wrote it" for i in range(400)]
     pq.write_table(pa.table({"user_id": users, "text": texts}), place / "texts.parquet")
+
+
+def prepared(place: Path) -> None:
+    """Texts, a data set built of them, and a run."""
+    write_texts(place)
     call: dict[str, Any] = {"cwd": place, "check": True, "capture_output": True}
     train = ["train", "uls", "--data", "texts.parquet", "--run-dir", "run", *SHORT]
     for words in (["data", "build", "texts.parquet", "--out", "built"], train):

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from experiments.benchmarks.common import circumstances
-from experiments.benchmarks.first_line import prepared
+from experiments.benchmarks.first_line import write_texts
 
 STEPS = "--epsilon 4 --num-steps 2 --budget 32 --data texts.parquet".split()
 COMMANDS = {
@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        prepared(place)
+        write_texts(place)
         rows = [each for name in COMMANDS for each in phases(name, place)]
     if args.json:
         model = Path(os.environ.get("SMOLLM2_GGUF", "micro")).name

@@ -20,34 +20,34 @@ PROSE = [ROOT / "README.md", ROOT / "experiments" / "README.md", *sorted(ROOT.gl
 # Versions, identifiers, settings, aims, constants of a method, and texts that are shown.
 NOT_MEASURED = {
     "README.md": {"3.11"},
-    "accelerators.md": {
+    "experiments/README.md": {"0.5", "3.1"},  # of the paper: sigma, and its conjecture
+    "docs/accelerators.md": {
         *("3.11", "0.11", "3.12", "3.14", "3.15", "2.4", "2.5"),  # versions
         *("1.7", "3.1", "24 GiB", "80 GiB"),  # models and devices
         *("1.3", "2.3"),  # products, counted: 4 and 7 of 3
         *("64 MB", "95 %", "40 %"),  # parts of a file, and the aims
     },
-    "budget.md": {"0.1", "0.2"},  # q, --eval-users
-    "commands.md": {"0.2", "1.2"},
-    "data.md": {"3.1", "3.10", "7.0"},
-    "guarantees.md": {"2.0", "256 MiB"},  # a version, and what is kept
-    "noise.md": {"3.65", "1.6", "0.03"},  # where the ziggurat ends, and what is beyond
-    "performance.md": {"0.2", "0.6", "1.41"},  # versions, and an aim
-    "quickstart.md": {"3.11"},
-    "shared.md": {"0.01", "0.1", "0.3"},  # q, and an order
-    "tuning.md": {"0.01", "0.1", "0.2", "7.2", "9.0"},  # flags, q, constants
-    "fig01_accounting.md": {"1.25"},  # what a claim allows
-    "real_model.md": {"95 %"},
+    "docs/budget.md": {"0.1", "0.2"},  # q, --eval-users
+    "docs/commands.md": {"0.2", "1.2"},
+    "docs/data.md": {"3.1", "3.10", "7.0"},
+    "docs/guarantees.md": {"2.0", "256 MiB"},  # a version, and what is kept
+    "docs/noise.md": {"3.65", "1.6", "0.03"},  # where the ziggurat ends, and what is beyond
+    "docs/performance.md": {"0.2", "0.6", "1.41"},  # versions, and an aim
+    "docs/quickstart.md": {"3.11"},
+    "docs/shared.md": {"0.01", "0.1", "0.3"},  # q, and an order
+    "docs/tuning.md": {"0.01", "0.1", "0.2", "7.2", "9.0"},  # flags, q, constants
+    "docs/figures/fig01_accounting.md": {"1.25"},  # what a claim allows
+    "docs/figures/real_model.md": {"95 %"},
 }
-INDEX = {"0.5", "3.1"}  # of the paper: sigma, and its conjecture
 # Held against the page, or seen, where they are computed: tests/budget/test_story.py,
 # tests/trust/test_audit.py and tests/test_shared.py.
 ELSEWHERE = {
-    "budget.md": {
+    "docs/budget.md": {
         *("3.04e-4", "6.574", "8.173", "8.57", "4.62", "6.57", "8.79", "5.15", "7.05"),
         *("41 %", "46 %"),
     },
-    "shared.md": {"90 %"},
-    "guarantees.md": {
+    "docs/shared.md": {"90 %"},
+    "docs/guarantees.md": {
         *("0.00", "0.01", "0.05", "0.15"),
         *("1.23", "1.20", "2.43", "2.25", "3.18"),
     },
@@ -155,7 +155,7 @@ def test_a_page_has_the_verdicts_of_its_record(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_numbers_of_a_page_are_in_its_record_or_one_that_their_paragraph_names(page):
     _, _, after = page.read_text().partition(records.MARKS[1])
-    known, missing = NOT_MEASURED.get(page.name, set()), {}
+    known, missing = known_of(page), {}
     for paragraph in re.split(r"\n\s*\n", without_code(after)):
         values = [value for name in named(paragraph) | {page.stem} for value in EVERY[name]]
         if lost := not_found(paragraph, values + deltas(paragraph)) - known:
@@ -165,9 +165,7 @@ def test_numbers_of_a_page_are_in_its_record_or_one_that_their_paragraph_names(p
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_numbers_of_the_index_and_of_documents_are_in_a_record_that_is_named_beside(page):
-    known = NOT_MEASURED.get(page.name, set()) | ELSEWHERE.get(page.name, set())
-    known = INDEX if page.parent.name == "experiments" else known
-    missing = {}
+    known, missing = known_of(page), {}
     for heading, section in sections(without_code(page.read_text())):
         values = [value for name in named(section) for value in EVERY[name]]
         if lost := not_found(section, values) - known:
@@ -177,12 +175,8 @@ def test_numbers_of_the_index_and_of_documents_are_in_a_record_that_is_named_bes
 
 def test_what_is_known_of_a_page_is_still_there():
     for name, numbers in (*NOT_MEASURED.items(), *ELSEWHERE.items()):
-        (page,) = [
-            page
-            for page in [*PROSE, *PAGES]
-            if page.name == name and page.parent.name != "experiments"
-        ]
-        assert numbers <= asked_of(page.read_text()), name
+        assert ROOT / name in [*PROSE, *PAGES]
+        assert numbers <= asked_of((ROOT / name).read_text()), name
 
 
 def test_a_number_that_no_record_of_its_section_has_is_found():
@@ -260,6 +254,12 @@ def of_benchmark(file: Path) -> list[float]:
     for seconds, best in ((r["seconds"], r["best_plain"]) for r in rows if "best_plain" in r):
         values += [each / seconds[best] for each in seconds.values()]
     return values
+
+
+def known_of(page: Path) -> set[str]:
+    """The numbers of a page that no record has to have."""
+    name = str(page.relative_to(ROOT))
+    return NOT_MEASURED.get(name, set()) | ELSEWHERE.get(name, set())
 
 
 def asked_of(text: str) -> set[str]:
