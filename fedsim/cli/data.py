@@ -55,6 +55,11 @@ class DataBuild:
     url_column: str | None = None
     """Column with a URL whose registrable domain (by the public suffix list) is the user."""
 
+    normalise_ids: str | None = None
+    """What makes ids that look alike one user, some of strip-marks (characters that one does not
+    see), nfkc (of full and half width) and casefold (capitals), with commas between them. Default:
+    each spelling is a user."""
+
     unowned: Literal["refuse", "drop"] | None = None
     """What happens to rows without a user. Default: refuse."""
 
@@ -62,7 +67,15 @@ class DataBuild:
     """Column with the text; again for several, which newlines join. Default: text."""
 
     order_column: str | None = None
-    """Column by which a user's examples are ordered. Default: as they come."""
+    """Column by which a user's examples are ordered: numbers, or times as in 2020-01-31T10:00:00Z.
+    Default: as they come."""
+
+    order_format: str | None = None
+    """How --order-column is written otherwise: %m/%d/%Y and the like (Python's strptime); utc, if
+    times without a zone are of UTC; or text, which sorts character by character."""
+
+    turn_format: str | None = None
+    """The same for --turn-column, as in --turn-format %H:%M."""
 
     tokenizer: str | None = None
     """bytes (default), wordpiece:SIZE or bpe:SIZE (trained on this data: not private), hf:NAME, a

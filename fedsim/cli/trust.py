@@ -79,6 +79,9 @@ class Budget:
     text_column: str | None = None
     """Where data names files: column with the text. Default: text."""
 
+    normalise_ids: str | None = None
+    """Where data names files: as in train."""
+
     budget_ledger: Path | None = None
     """Directory of the ledger; see train."""
 
@@ -112,7 +115,7 @@ class Budget:
         expect("delta", delta, delta is None or 0 < delta < 1, "in (0, 1)")
         ids = None
         if self.data is not None:
-            config = DataConfig(self.data, self.user_column, self.text_column)
+            config = DataConfig(self.data, self.user_column, self.text_column, self.normalise_ids)
             ids = corpora.load(self.data, progress=Console().note, **config.options).people()
         place = place_of(self.budget_ledger)
         found = budget(place, ids, delta=delta, limit_epsilon=limit, out=self.out)

@@ -39,6 +39,10 @@ class DataConfig:
     text_column: str | None = None
     """Where data names files: column with the text. Default: text."""
 
+    normalise_ids: str | None = None
+    """What makes ids that look alike one user, some of strip-marks, nfkc and casefold, with commas
+    between them, where data are not built already. Default: each spelling is a user."""
+
     tokenizer: str | None = None
     """Where data names files: bytes, wordpiece:SIZE, or a tokenizer file. Default: bytes."""
 
@@ -52,7 +56,7 @@ class DataConfig:
     @property
     def options(self) -> dict[str, Any]:
         """How files are read, where the user says so; what `corpora.load` takes beside a source."""
-        names = ("user_column", "text_column", "tokenizer", "max_length")
+        names = ("user_column", "text_column", "normalise_ids", "tokenizer", "max_length")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 

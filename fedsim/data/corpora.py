@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unicodedata import unidata_version
 
 from fedsim import files
 from fedsim.data import pydocs
@@ -126,6 +127,8 @@ def _cached(
         relevant["tokenizer"] = [spec, Tokenizer.from_spec(spec).sha256]
     if screen := options.get("screen"):
         relevant["against"] = [fact for one in screen.pinned() for fact in _facts_of(one)]
+    if options.get("normalise_ids"):
+        relevant["unicode"] = unidata_version
     if options.get("url_column") is not None:
         relevant["public_suffix_list"] = domains.list_version()  # says whose a text is
     key = json.dumps([FORMAT, facts, relevant], sort_keys=True, default=str)

@@ -3,12 +3,9 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from fedsim.data.owners import SEPARATOR
 from fedsim.errors import DataError
@@ -38,39 +35,10 @@ class Holdout:
         digest = hashlib.sha256(b"fedsim eval user\0" + user_id.encode()).digest()
         return int.from_bytes(digest[:8], "big") < self.eval_users * 2**64
 
-    def takes_rows(self, batch: pa.RecordBatch, order_column: str | None) -> np.ndarray:
-        """bool [rows]: whether a row is a test. Raises: DataError: test_from cannot be compared."""
-        if self.test_from is None:
-            return np.zeros(len(batch), bool)
-        order = batch["order"]
-        if pa.types.is_null(order.type):
-            return np.zeros(len(batch), bool)
-        try:
-            bound = _as_type(self.test_from, order.type)
-        except (ValueError, pa.ArrowException):
-            raise DataError(
-                f"test_from={self.test_from}: expected a value of order_column={order_column}, "
-                f"which holds {order.type}"
-            ) from None
-        later = pc.greater_equal(order, bound)  # pyright: ignore
-        return later.fill_null(False).to_numpy(zero_copy_only=False)
-
     def num_eval_examples(self, num_examples: np.ndarray) -> np.ndarray:
         """int64 [users]: how many of each training user's first examples are held out."""
         tenth = np.minimum(EVAL_CAP, -(-num_examples // EVAL_SHARE))
         return np.where((num_examples >= 2) & self.eval_examples, tenth, 0)
-
-
-def _as_type(text: str, kind: pa.DataType) -> pa.Scalar:
-    """A value of an order column. Days and times without a zone are UTC."""
-    if pa.types.is_timestamp(kind):
-        moment = datetime.fromisoformat(text)
-        if kind.tz is not None:  # pyright: ignore
-            moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-        return pa.scalar(moment, kind)
-    if pa.types.is_date(kind):
-        return pa.scalar(datetime.fromisoformat(text).date(), kind)
-    return pa.scalar(text).cast(kind)
 
 
 @dataclass(frozen=True)

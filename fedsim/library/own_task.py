@@ -22,20 +22,22 @@ ROWS = 4096
 """Rows that are read at a time for the fingerprint."""
 
 
-def owner_ids(split: str, owners: Sequence[Any], note: Callable[[str], None]) -> np.ndarray:
+def owner_ids(
+    split: str, owners: Sequence[Any], note: Callable[[str], None], normalise: str | None = None
+) -> np.ndarray:
     """[rows] the owners' ids by the rule that holds for files, too; see `user_ids`.
 
-    Args: note: is told what was put right.
+    Args: note: is told what was put right. normalise: what else makes ids one user's.
     Raises: DataError: a row without an owner, or an owner that may have been rounded.
     """
-    names = np.asarray(owners)
+    names, how = np.asarray(owners), user_ids.steps_of(normalise or ())
     expect("data", f"{split} of shape {names.shape}", names.ndim == 1, "an owner for each row")
     expect("data", f"{split} with 0 rows", len(names) > 0, "an owner for each row")
     if names.dtype.kind in "iu":
         return names  # the texts of which are ids already
     tally: Counter[str] = Counter()
     column = _as_column(split, names)
-    ids = user_ids.as_ids(column, f"owners of {split}", range(len(names)), tally)
+    ids = user_ids.as_ids(column, f"owners of {split}", range(len(names)), tally, how)
     if ids.null_count:
         row = 1 + ids.is_null().to_numpy(zero_copy_only=False).argmax()
         raise DataError(f"data={split}: row {row} has no owner, expected one for each row")
@@ -141,11 +143,14 @@ class OwnedTask(WrappedTask):
 class OwnTask:
     """Where a run of one's own task has its data and its parameters from; see `run.setup.Source`.
 
-    Attributes: owners: whose each row is, of the split train, or by the names of splits.
+    Attributes:
+      owners: whose each row is, of the split train, or by the names of splits.
+      normalise_ids: what makes ids that look alike one user; see `config.DataConfig`.
     """
 
     task: Task
     owners: Sequence[Any] | Mapping[str, Sequence[Any]]
+    normalise_ids: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("init", "read", "losses", "nats", "describe"):
@@ -161,7 +166,8 @@ class OwnTask:
                 raise DataError(f"data={split}: expected one of the splits {', '.join(SPLITS)}")
         if "train" not in owners:
             raise DataError(f"data={', '.join(owners)}: expected the split train")
-        ids = {split: owner_ids(split, each, note) for split, each in owners.items()}
+        how = self.normalise_ids
+        ids = {split: owner_ids(split, each, note, how) for split, each in owners.items()}
         both = np.intersect1d(ids["train"], ids.get("eval_users", ids["train"][:0]))
         if len(both):
             raise DataError(

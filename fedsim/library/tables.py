@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.data.building import sources
-from fedsim.data.building.columns import Columns, is_blank, normalise
+from fedsim.data.building.columns import Columns, is_blank, is_list, is_string, normalise, plain
 from fedsim.errors import ConfigError, DataError
 from fedsim.files import cache_dir, is_own_directory
 
@@ -123,13 +123,14 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
         for batch in batches:
             for field, name in (("user", user), ("text", text)):
                 _expect_column(field, name, batch.schema.names)
-            unowned = np.flatnonzero(is_blank(normalise(batch, columns, rows)["user_id"]))
+            ids = normalise(batch, columns, rows)["user_id"]
+            unowned = np.flatnonzero(is_blank(ids))
             if len(unowned):
                 found = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
                 raise DataError(f"user={user}: expected a user id in every row; {found}")
             rows += len(batch)
-            table = pa.Table.from_batches([batch]).select([user, text])
-            table = table.replace_schema_metadata(None)
+            written = {user: _as_texts(plain(batch[user]), ids), text: batch[text]}
+            table = pa.table(written)
             if writer is None:
                 writer = pq.ParquetWriter(path, table.schema)
             writer.write_table(table.cast(writer.schema))
@@ -140,3 +141,11 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
             writer.close()
     if writer is None:
         raise DataError("data: expected rows, found none")
+
+
+def _as_texts(owners: pa.Array, ids: pa.Array) -> pa.Array:
+    """The column of owners as texts, given their ids: were it written as the type that comes first,
+    a text 007 after numbers would be 7, another user."""
+    if is_list(owners.type):
+        return owners.cast(pa.list_(pa.string()))
+    return owners.cast(pa.string()) if is_string(owners.type) else ids

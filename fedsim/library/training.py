@@ -70,7 +70,7 @@ def train(
         run_dir = Path("runs") / f"{algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
     source = None
     if task is not None:
-        source = OwnTask(task, data)
+        source = OwnTask(task, data, settings.get("normalise_ids"))
         name = task.describe().get("task", type(task).__qualname__)
         given |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
     else:

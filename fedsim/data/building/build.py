@@ -13,6 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unicodedata import unidata_version
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ from fedsim.data.building import conversations, domains, hub, user_ids
 from fedsim.data.building.columns import Columns
 from fedsim.data.building.form import Form
 from fedsim.data.building.merge import Merge, Shard, collect_owners, index_run, write_shard
+from fedsim.data.building.orders import KEYS, NUMBERS, TEXT, at_least
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, cut
 from fedsim.data.building.screen import Against, Screen, collect, screen_parts
@@ -87,6 +89,8 @@ class _Options:
         check("min_examples", holdout.min_examples, holdout.min_examples >= 1, "at least 1")
         ordered = holdout.test_from is None or columns.order is not None
         check("test_from", holdout.test_from, ordered, "an order_column to compare with")
+        alone = holdout.test_from is None or columns.order_format != TEXT
+        check("test_from", holdout.test_from, alone, "numbers or times, not order_format=text")
         self.screen.check()
 
 
@@ -102,6 +106,9 @@ def build(
     text_column: str | Sequence[str] = "text",
     url_column: str | None = None,
     order_column: str | None = None,
+    order_format: str | None = None,
+    turn_format: str | None = None,
+    normalise_ids: str | Sequence[str] = (),
     tokenizer: str | Path = "bytes",
     max_length: int = 128,
     long_texts: str = "cut",
@@ -134,6 +141,10 @@ def build(
         belongs to its user and to the last other one who spoke before. Takes memory for all texts.
       url_column: makes the user the registrable domain of this column's URL.
       order_column: sorts a user's examples; ties, and all without it, stay as in the sources.
+      order_format, turn_format: how order_column and turn_column are written, where that is not as
+        numbers or ISO 8601: "utc", "text" or a pattern of strptime; see `orders`.
+      normalise_ids: what makes ids that look alike one user, some of "strip-marks", "nfkc" and
+        "casefold"; see `user_ids.STEPS`.
       tokenizer: "bytes", "wordpiece:SIZE" or "bpe:SIZE" (trained on the texts of the users not held
         out), "hf:NAME", a tokenizer.json or vocab.txt, or a directory with the former.
       max_length: tokens per example, begin token included; longer texts are "cut" or "split".
@@ -158,7 +169,8 @@ def build(
     out = Path(out).absolute()
     talk = (conversation_column, turn_column)
     named = (user_column, text_column, order_column, url_column, owners)
-    columns = Columns.of(*named, *talk, owners_delimiter)
+    how = (order_format, turn_format, normalise_ids)
+    columns = Columns.of(*named, *talk, owners_delimiter, *how)
     holdout = Holdout(eval_users, eval_examples, min_examples, test_from)
     options = _Options(
         columns,
@@ -212,8 +224,13 @@ class _Build:
         parts, screened = self._screened(sources)
         drop = options.unowned == "drop"
         num_rows, put_right, order_as = survey(parts, options.columns, self.pool, drop)
-        parts, columns = self._conversations(parts)
-        columns = replace(columns, order_as=order_as)
+        columns = options.columns
+        if columns.order is not None:
+            columns = replace(columns, order_as=order_as or NUMBERS)  # where all are missing
+            if (bound := options.holdout.test_from) is not None:
+                nothing = pa.nulls(0, KEYS[order_as or NUMBERS])
+                at_least(nothing, bound, columns.order, columns.order_format)
+        parts, columns = self._conversations(parts, columns)
         tokenizer = self._tokenizer(parts, columns, num_rows)
         encoding = Encoding(
             self.runs,
@@ -305,6 +322,7 @@ class _Build:
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
         plan["against"] = self.known
         plan["versions"] = {name: version(name) for name in VERSIONS}
+        plan["versions"]["unicode"] = unidata_version  # of normalise_ids
         if resume(self.directory, {**plan, **asdict(self.options)}) and self.say:
             self.say("going on with the build that was interrupted")
 
@@ -321,9 +339,11 @@ class _Build:
         files, counts = screen_parts(sources.parts, columns, screen, against, *own)
         return examine(files, columns, self.pool, None).parts, counts
 
-    def _conversations(self, parts: Sequence[Part]) -> tuple[Sequence[Part], Columns]:
+    def _conversations(
+        self, parts: Sequence[Part], columns: Columns
+    ) -> tuple[Sequence[Part], Columns]:
         """What says whose all texts are, and its columns: the sources, if they do."""
-        columns, file = self.options.columns, self.directory / "conversations.parquet"
+        file = self.directory / "conversations.parquet"
         if columns.conversation is None:
             return parts, columns
         if self.say:
@@ -413,7 +433,8 @@ class _Build:
         options = self.options
         rules = {"max_length": options.max_length, "long_texts": options.long_texts}
         columns = asdict(options.columns)
-        for name in ("owners", "conversation", "turn", "owners_delimiter", "order_as"):
+        names = ("owners", "conversation", "turn", "owners_delimiter", "order_as")
+        for name in (*names, "order_format", "turn_format", "normalise_ids"):
             if not columns[name]:
                 del columns[name]
         metadata = {
@@ -429,6 +450,8 @@ class _Build:
             "hub": hubs,
             "provenance": provenance,
         }
+        if options.columns.normalise_ids:
+            metadata["unicode"] = unidata_version
         if options.columns.url is not None:
             metadata["public_suffix_list"] = domains.list_version()
         write_json(self.out / "metadata.json", metadata, sort_keys=True)

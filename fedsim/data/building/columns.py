@@ -15,15 +15,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.building.domains import registrable_domain
-from fedsim.data.building.user_ids import Rows, as_ids, count_lists, is_missing
+from fedsim.data.building.orders import KEYS, check_format, keys_of
+from fedsim.data.building.user_ids import Rows, as_ids, count_lists, steps_of
 from fedsim.data.owners import SEPARATOR, together
 from fedsim.errors import DataError, MissingColumn
 
 TEXT_JOINT = "\n"
 ID_JOINT = "/"
 MOST_OWNERS = 1000  # of one text
-# What orders and turns that are written as texts may be, if all of them are.
-NUMBERS_AND_TIMES = (pa.int64(), pa.float64(), pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,13 @@ class Columns:
     """Where in its conversation a row is."""
     owners_delimiter: str | None = None
     """Characters at each of which a cell of `owners` is split into several users."""
-    order_as: pa.DataType | None = None
-    """What an order that is written as text is read as, which all of the data decide."""
+    order_format: str | None = None
+    """How the order is written; see `orders`."""
+    turn_format: str | None = None
+    normalise_ids: tuple[str, ...] = ()
+    """What is done to ids first; see `user_ids.MARKS`."""
+    order_as: str | None = None
+    """Which kind of values the order has, in all of the data; see `orders.KEYS`."""
 
     @classmethod
     def of(
@@ -62,11 +66,19 @@ class Columns:
         conversation: str | None = None,
         turn: str | None = None,
         owners_delimiter: str | None = None,
+        order_format: str | None = None,
+        turn_format: str | None = None,
+        normalise_ids: str | Sequence[str] = (),
     ) -> "Columns":
         """Columns from one name or several. Raises: DataError: none, or a column has two roles."""
         names = (_names(user), _names(text), order, url, (), _names(owners))
-        found = cls(*names, conversation, turn, owners_delimiter)
+        formats = order_format, turn_format
+        found = cls(*names, conversation, turn, owners_delimiter, *formats, steps_of(normalise_ids))
         found._check_delimiter()
+        for field, form, column in zip(("order", "turn"), formats, (order, turn), strict=True):
+            check_format(f"{field}_format", form)
+            if form is not None and column is None:
+                raise DataError(f"{field}_format={form}: expected it beside {field}_column")
         if (conversation is None) != (turn is None):
             raise DataError(f"turn_column={turn}: expected it beside conversation_column, or none")
         if conversation is not None and (found.owners or url is not None):
@@ -108,12 +120,6 @@ class Columns:
         """The columns to read, each once."""
         single = filter(None, (self.order, self.conversation, self.turn))
         return list(dict.fromkeys((*self.owner, *self.text, *single, *self.extra)))
-
-    @property
-    def as_written(self) -> list[str]:
-        """The columns whose values stay texts, whatever they look like: all but the order."""
-        ordering = {self.order} - {*self.owner, *self.text, self.conversation, *self.extra}
-        return [name for name in self.names if name not in ordering]
 
     def outer(self, found: Sequence[str]) -> list[str]:
         """The columns among those `found` that hold them."""
@@ -196,39 +202,12 @@ def normalise(
     elif texts:
         found["text"] = texts[0]
     if columns.order is not None:
-        found["order"] = plain(batch[columns.order])
-        _validate(found["order"], f"order_column={columns.order}", first_row)
-        if columns.order_as is not None:
-            found["order"] = _without_gaps(found["order"]).cast(columns.order_as)
+        order, field = plain(batch[columns.order]), f"order_column={columns.order}"
+        keys = keys_of(_validate(order, field, first_row), field, first_row, columns.order_format)
+        if pa.types.is_null(keys.type) and columns.order_as is not None:
+            keys = keys.cast(KEYS[columns.order_as])
+        found["order"] = keys
     return pa.RecordBatch.from_pydict(found)
-
-
-def order_kinds(column: pa.Array) -> set[pa.DataType]:
-    """Those of NUMBERS_AND_TIMES that all values of an order column can be read as."""
-    whole, real, *_ = NUMBERS_AND_TIMES
-    if pa.types.is_integer(column.type):
-        return {whole, real}
-    if pa.types.is_floating(column.type):
-        return {real}
-    if not is_string(column.type):
-        return set(NUMBERS_AND_TIMES if pa.types.is_null(column.type) else ())
-    return {kind for kind in NUMBERS_AND_TIMES if _can_be(_without_gaps(column), kind)}
-
-
-def _can_be(texts: pa.Array, kind: pa.DataType) -> bool:
-    try:
-        texts.cast(kind)
-    except pa.ArrowInvalid:
-        return False
-    return True
-
-
-def _without_gaps(order: pa.Array) -> pa.Array:
-    """Texts without white space around them, null where they stand for a missing value."""
-    if not is_string(order.type):
-        return order
-    texts = pc.call_function("utf8_trim_whitespace", [order.cast(pa.string())])
-    return pc.if_else(is_missing(texts), pa.scalar(None, pa.string()), texts)  # pyright: ignore
 
 
 def _users(
@@ -241,8 +220,9 @@ def _users(
     if columns.url is not None:
         return _as_domains(text_of(batch[columns.url], f"url_column={columns.url}", first_row))
     rows = range(first_row, first_row + len(batch))
+    how = columns.normalise_ids
     return _join_ids(
-        [ids_of(batch[name], f"user_column={name}", rows, tally) for name in columns.user]
+        [ids_of(batch[name], f"user_column={name}", rows, tally, how) for name in columns.user]
     )
 
 
@@ -277,14 +257,17 @@ def is_string(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def ids_of(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
+def ids_of(
+    column: pa.Array, field: str, rows: Rows, tally: Counter[str], how: Sequence[str] = ()
+) -> pa.Array:
     """Ids as strings; see `user_ids`. Raises: DataError: it has no ids."""
     column = plain(column)
     kind = column.type
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if not (is_string(kind) or numbers or pa.types.is_null(kind)):
         raise DataError(f"{field}: expected strings or integers, got {kind}")
-    ids = as_ids(_validate(column, field, rows[0] if len(rows) else 0), field, rows, tally)
+    column = _validate(column, field, rows[0] if len(rows) else 0)
+    ids = as_ids(column, field, rows, tally, how)
     joined = pc.match_substring(ids, SEPARATOR).fill_null(False)  # pyright: ignore
     if joined.true_count:
         row = rows[joined.index(True).as_py()] + 1
@@ -318,7 +301,7 @@ def _owned(
     column, field = plain(batch[name]), columns.blamed
     if not is_list(column.type):
         rows, parts = _split(column, field, first_row, columns.owners_delimiter)
-        ids = ids_of(parts, field, first_row + rows, tally)
+        ids = ids_of(parts, field, first_row + rows, tally, columns.normalise_ids)
         kept = np.flatnonzero(~is_blank(ids))
         count_lists(ids, tally)
         return rows[kept], ids.take(pa.array(kept))
@@ -331,7 +314,7 @@ def _owned(
             f"{field}: expected at most {MOST_OWNERS} owners of a text, got {sizes[bad[0]]} in "
             f"row {first_row + bad[0] + 1}"
         )
-    ids = ids_of(values, field, first_row + rows, tally)
+    ids = ids_of(values, field, first_row + rows, tally, columns.normalise_ids)
     count_lists(ids, tally)
     blank = is_blank(ids)
     if blank.any():

@@ -16,29 +16,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fedsim.data.building.columns import (
-    NUMBERS_AND_TIMES,
-    Columns,
-    ids_of,
-    is_list,
-    is_string,
-    normalise,
-    plain,
-)
+from fedsim.data.building.columns import Columns, ids_of, is_list, is_string, normalise, plain
+from fedsim.data.building.orders import common_kind, keys_of, kind_of
 from fedsim.data.building.readers import Part, complaints, raw
-from fedsim.data.building.user_ids import is_missing
 from fedsim.errors import DataError
 
 ROWS_AT_ONCE = 65_536
 # No column of a source is called so.
-SPEAKER, SPOKEN_TO, WHERE, TURN, ROW = (
-    f"\x1f{name}" for name in ("speaker", "spoken to", "conversation", "turn", "row")
+SPEAKER, SPOKEN_TO, WHERE, ORDER = (
+    f"\x1f{name}" for name in ("speaker", "spoken to", "conversation", "order")
 )
 
 
 def owned(columns: Columns) -> Columns:
     """The columns of what `write` wrote."""
-    return replace(columns, owners=(SPEAKER, SPOKEN_TO), conversation=None, turn=None)
+    order = None if columns.order is None else ORDER
+    found = replace(columns, owners=(SPEAKER, SPOKEN_TO), conversation=None, turn=None)
+    return replace(found, order=order)
 
 
 def write(parts: Sequence[Part], columns: Columns, file: Path) -> None:
@@ -49,34 +43,40 @@ def write(parts: Sequence[Part], columns: Columns, file: Path) -> None:
     Raises: DataError: a row has no turn, turns are of several kinds, or conversations have no ids.
     """
     assert columns.conversation is not None and columns.turn is not None, "of conversations"
-    tables = []
+    tables, turns = [], []
     for part in parts:
         for first_row, batch in raw(part, columns):
             if len(columns.user) == 1 and is_list(batch[columns.user[0]].type):
                 raise DataError(f"{columns.blamed}: expected one speaker, got a list")
-            speaking = replace(columns, text=(), order=None)
+            speaking = replace(columns, text=())
             where, rows = batch[columns.conversation], range(first_row, first_row + len(batch))
             field = f"conversation_column={columns.conversation}"
             with complaints(part):
+                said = normalise(batch, speaking, first_row)
                 found: dict[str, Any] = {
-                    SPEAKER: normalise(batch, speaking, first_row)["user_id"],
-                    WHERE: ids_of(where, field, rows, Counter()),
-                    TURN: _turns(plain(batch[columns.turn]), columns.turn, first_row),
+                    SPEAKER: said["user_id"],
+                    WHERE: ids_of(where, field, rows, Counter(), columns.normalise_ids),
                 }
-            kept = (*columns.text, *([columns.order] if columns.order else []))
-            tables.append(pa.table(found | {name: plain(batch[name]) for name in kept}))
+                if len(batch):
+                    turns.append(_turns(plain(batch[columns.turn]), columns, first_row))
+            if columns.order is not None:
+                found[ORDER] = said["order"]
+            tables.append(pa.table(found | {name: plain(batch[name]) for name in columns.text}))
+    common_kind(map(kind_of, turns), f"turn_column={columns.turn}")
     try:
         table = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException:
-        raise DataError(f"turn_column={columns.turn}: expected one type in all files") from None
-    table = table.set_column(2, TURN, _sortable(table[TURN]))
-    table = _wide(table.append_column(ROW, pa.array(np.arange(len(table)))))
-    keys = [(name, "ascending") for name in (WHERE, TURN, ROW)]
-    table = table.take(pc.sort_indices(table, sort_keys=keys))  # pyright: ignore
+        shown = ",".join(columns.text)
+        raise DataError(f"text_column={shown}: expected one type in all files") from None
+    turn = pa.concat_arrays(turns).flatten()
+    keys = {"where": table[WHERE]} | {str(i): key for i, key in enumerate(turn)}
+    keys["row"] = pa.array(np.arange(len(table)))
+    by = [(name, "ascending") for name in keys]
+    table = _wide(table).take(pc.sort_indices(pa.table(keys), sort_keys=by))  # pyright: ignore
     speakers = table[SPEAKER].combine_chunks().dictionary_encode()
     number = last_other_speaker(_codes(table[WHERE]), _codes(table[SPEAKER]))
     spoken_to = speakers.dictionary.take(pa.array(number, mask=number < 0))
-    table = table.drop_columns([WHERE, TURN, ROW]).append_column(SPOKEN_TO, spoken_to)
+    table = table.drop_columns([WHERE]).append_column(SPOKEN_TO, spoken_to)
     pq.write_table(table, file, row_group_size=ROWS_AT_ONCE)
 
 
@@ -112,29 +112,11 @@ def _codes(column: pa.ChunkedArray) -> np.ndarray:
     return indices.fill_null(-1).to_numpy().astype(np.int64)
 
 
-def _turns(turn: pa.Array, name: str, first_row: int) -> pa.Array:
-    """Times, or texts of what else it is. Raises: DataError: one is missing, or has no order."""
-    kind = turn.type
-    numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    if is_string(kind) or numbers:
-        turn = pc.ascii_trim_whitespace(turn.cast(pa.string())).fill_null("")  # pyright: ignore
-        missing = is_missing(turn)
-    elif pa.types.is_temporal(kind) or pa.types.is_null(kind):
-        missing = turn.is_null()
-    else:
-        raise DataError(f"turn_column={name}: expected numbers, times or texts, got {kind}")
-    if missing.true_count:
-        row = first_row + missing.index(True).as_py() + 1
-        raise DataError(f"turn_column={name}: expected a turn in every row, got none in row {row}")
-    return turn
-
-
-def _sortable(turns: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Numbers and times that were written as texts as what they are: 10 comes after 9."""
-    if is_string(turns.type):
-        for kind in NUMBERS_AND_TIMES:
-            try:
-                return turns.cast(kind)
-            except pa.ArrowInvalid:
-                pass
-    return turns
+def _turns(turn: pa.Array, columns: Columns, first_row: int) -> pa.Array:
+    """The keys of turns; see `orders`. Raises: DataError: one is missing, or has no order."""
+    field = f"turn_column={columns.turn}"
+    keys = keys_of(turn, field, first_row, columns.turn_format)
+    if keys.null_count:
+        row = first_row + keys.is_null().index(True).as_py() + 1
+        raise DataError(f"{field}: expected a turn in every row, got none in row {row}")
+    return keys

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data.building.columns import Columns, paths
+from fedsim.data.building.columns import Columns, is_string, paths
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.sources import identify
 from fedsim.data.network import may_pass
@@ -207,7 +207,7 @@ def _fetch_shard(
             table = table.select(columns.outer(table.column_names))
             if writer is None:
                 writer = pq.ParquetWriter(temporary, table.schema, compression="zstd")
-            writer.write_table(table.cast(writer.schema))
+            writer.write_table(_like(writer.schema, table))
             report(len(table))
     except DataError:
         raise
@@ -223,6 +223,18 @@ def _fetch_shard(
             pa.table({name: pa.nulls(0, pa.string()) for name in columns.names}), temporary
         )
     os.replace(temporary, file)
+
+
+def _like(schema: pa.Schema, table: pa.Table) -> pa.Table:
+    """The table in a schema. Raises: DataError: one has texts where the other has none: of such a
+    column, cast, a text 007 would be the number 7, another user."""
+    for name in table.column_names:
+        kinds = schema.field(name).type, table.schema.field(name).type
+        if len({is_string(getattr(kind, "value_type", kind)) for kind in kinds}) > 1:
+            raise DataError(
+                f"{name}: expected one type in all files, got {kinds[0]} and {kinds[1]}"
+            )
+    return table.cast(schema)
 
 
 def split_sources(sources: Sequence[str | Path]) -> tuple[list[str], list[str | Path]]:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.building.processes import kept_for_a_build
-from fedsim.data.building.sorted_runs import join_order, read_table, sort_rows, write_table
+from fedsim.data.building.sorted_runs import read_table, sort_rows, write_table
 from fedsim.data.shards import BATCH_ROWS, write_stream
 from fedsim.data.splits import SplitRows
 from fedsim.data.tokens import TokenReader
@@ -139,7 +139,7 @@ class _Runs:
         tables = [read_table(directory / f"{run}.index").combine_chunks() for run in runs]
         self.index = [(table["owner"].to_numpy(), table["start"].to_numpy()) for table in tables]
         self.first = np.cumsum([0, *(int(starts[-1]) for _, starts in self.index)])
-        self.order_column, self.order = order_column, None
+        self.order = None
         if order_column is not None:
             tables = [read_table(directory / f"{run}.order") for run in runs]
             self.order = [table["order"] for table in tables]
@@ -160,7 +160,7 @@ class _Runs:
             if self.order is not None:
                 order += self.order[number].slice(start, stop - start).chunks
         owner, row = np.concatenate(owners), np.concatenate(rows)
-        values = join_order(order, self.order_column) if self.order is not None else None
+        values = None if self.order is None else pa.concat_arrays(order)
         place = sort_rows(owner - low, values)
         return owner[place], row[place]
 

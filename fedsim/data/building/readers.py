@@ -202,7 +202,7 @@ def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBa
 
 
 def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """All but the order is read as it is written: 007 is not 7."""
+    """All is read as it is written: 007 is not 7."""
     between = part.form.between(part.file)
     parse_options = pa_csv.ParseOptions(delimiter=between, newlines_in_values=True)
     done = 0
@@ -211,7 +211,7 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatc
         try:
             with pa_csv.open_csv(_open_stream(part.file), read_options, parse_options) as guess:
                 columns.check(guess.schema.names)
-            as_written = {name: pa.string() for name in columns.as_written}
+            as_written = {name: pa.string() for name in columns.names}
             convert = pa_csv.ConvertOptions(include_columns=columns.names, column_types=as_written)
             stream = _open_stream(part.file)
             with pa_csv.open_csv(stream, read_options, parse_options, convert) as reader:

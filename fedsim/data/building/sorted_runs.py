@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedsim.data.building.columns import Columns, is_blank, is_token_list
+from fedsim.data.building.orders import at_least
 from fedsim.data.building.processes import kept_for_a_build
 from fedsim.data.building.readers import PART_BYTES, Part, read
 from fedsim.data.framing import frame
@@ -67,8 +68,7 @@ def write_runs(
 ) -> dict[str, Any]:
     """Writes the runs of a bundle. Returns its record: names of the runs and counts of texts.
 
-    Raises: DataError: a token id beyond the vocabulary, an order column of several types, and
-      whatever is wrong with the file.
+    Raises: DataError: a token id beyond the vocabulary, and whatever is wrong with the file.
     """
     number, parts = item
     record_file = encoding.directory / f"part-{number:06d}.json"
@@ -139,7 +139,7 @@ class _Run:
         if len(found.origin) > len(kept):
             kept = kept.take(pa.array(found.origin))
         self._users.append(kept["user_id"])
-        self._is_test.append(encoding.holdout.takes_rows(kept, encoding.columns.order))
+        self._is_test.append(tests(kept, encoding.columns, encoding.holdout))
         if encoding.columns.order is not None:
             self._order.append(kept["order"])
         self._lengths.append(found.lengths)
@@ -154,7 +154,7 @@ class _Run:
         if not self._rows:
             return
         users = encoded(self._users)
-        order = _joined(self._order, self._encoding.columns.order)
+        order = pa.concat_arrays(self._order) if self._order else None
         ids, code = _owners(users, np.concatenate(self._is_test), self._encoding.holdout)
         rows = sort_rows(code, order)
         lengths = np.concatenate(self._lengths)
@@ -183,6 +183,13 @@ class _Run:
         names.append(name)
 
 
+def tests(batch: pa.RecordBatch, columns: Columns, holdout: Holdout) -> np.ndarray:
+    """bool [rows]: whether a row is a test. Raises: DataError: test_from cannot be compared."""
+    if holdout.test_from is None:
+        return np.zeros(len(batch), bool)
+    return at_least(batch["order"], holdout.test_from, columns.order, columns.order_format)
+
+
 def sort_rows(code: np.ndarray, order: pa.Array | None) -> np.ndarray:
     """int64 [rows]: the rows sorted by code, then order (nulls last), then as they are."""
     if order is None:
@@ -191,8 +198,8 @@ def sort_rows(code: np.ndarray, order: pa.Array | None) -> np.ndarray:
         keys.sort()
         keys &= 2**32 - 1
         return keys
-    table = pa.table({"code": code, "order": order})
-    keys = [("code", "ascending"), ("order", "ascending")]
+    table = pa.table({"code": code} | {str(i): key for i, key in enumerate(order.flatten())})
+    keys = [(name, "ascending") for name in table.column_names]
     return pc.sort_indices(table, sort_keys=keys).to_numpy().astype(np.int64)  # pyright: ignore
 
 
@@ -207,23 +214,6 @@ def write_table(path: Path, table: pa.Table) -> None:
 def read_table(path: Path) -> pa.Table:
     """What `write_table` wrote, mapped."""
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-
-
-def _joined(arrays: Sequence[pa.Array], name: str | None) -> pa.Array | None:
-    return join_order(arrays, name) if name is not None else None
-
-
-def join_order(arrays: Sequence[pa.Array], name: str | None) -> pa.Array:
-    """Order values end to end. Raises: DataError: they cannot be compared with each other."""
-    kinds = {array.type for array in arrays if not pa.types.is_null(array.type)}
-    common = next(iter(kinds)) if len(kinds) == 1 else pa.null()
-    if len(kinds) > 1:
-        numbers = (pa.types.is_integer, pa.types.is_floating)
-        if not all(any(test(kind) for test in numbers) for kind in kinds):
-            shown = " and ".join(sorted(map(str, kinds)))
-            raise DataError(f"order_column={name}: expected one type, got {shown}")
-        common = pa.float64()
-    return pa.concat_arrays([array.cast(common, safe=False) for array in arrays])
 
 
 def encoded(ids: Sequence[pa.Array]) -> pa.DictionaryArray:
@@ -295,7 +285,7 @@ def training_texts(
             wanted = np.flatnonzero((np.arange(row, row + len(batch)) % every) == 0)
             row += len(batch)
             batch = batch.take(pa.array(wanted))
-            is_test = holdout.takes_rows(batch, columns.order).tolist()
+            is_test = tests(batch, columns, holdout).tolist()
             users, texts = batch["user_id"].to_pylist(), batch["text"].to_pylist()
             for user, text, later in zip(users, texts, is_test, strict=True):
                 if user and text and not later and not takes_user(user):

@@ -8,40 +8,22 @@ protected by nothing.
 import glob
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from fedsim.data.building.columns import (
-    NUMBERS_AND_TIMES,
-    Columns,
-    is_blank,
-    is_string,
-    order_kinds,
-)
+from fedsim.data.building.columns import Columns, is_blank
 from fedsim.data.building.form import Form
+from fedsim.data.building.orders import common_kind, kind_of
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, cut, read
 from fedsim.data.shards import fingerprint
 from fedsim.errors import DataError
 
 SHOWN_ROWS = 5
-
-
-@dataclass
-class _Orders:
-    """What is seen of an order column."""
-
-    are_texts: bool = False
-    kinds: set[pa.DataType] = field(default_factory=lambda: set(NUMBERS_AND_TIMES))
-
-    def see(self, column: pa.Array) -> None:
-        self.are_texts |= is_string(column.type)
-        self.kinds &= order_kinds(column)
 
 
 @dataclass(frozen=True)
@@ -137,11 +119,12 @@ def identify(file: Path) -> dict[str, Any]:
 
 def survey(
     parts: Sequence[Part], columns: Columns, pool: Pool, allow_unowned: bool = False
-) -> tuple[int, Counter[str], pa.DataType | None]:
-    """Looks at every user id. Returns the number of rows, what was put right (`user_ids`), and what
-    an order column of texts is to be read as: numbers or times, where all of it are.
+) -> tuple[int, Counter[str], str | None]:
+    """Looks at every user id. Returns the number of rows, what was put right (`user_ids`), and of
+    which kind the values of an order column are (`orders`).
 
-    Raises: DataError: a file cannot be read, has null, empty or float user ids; it has no rows.
+    Raises: DataError: a file cannot be read, has null, empty or float user ids, or orders of
+      several kinds; it has no rows.
     """
     found = pool.map(partial(_survey, columns=columns), parts)
     bad: dict[Path, list[int]] = {}
@@ -165,29 +148,27 @@ def survey(
             f"data={parts[0].file if parts else ''}: expected at least one row, got an empty "
             "data set"
         )
-    orders = [order for *_, order in found]
-    kinds = set.intersection(*(order.kinds for order in orders))
-    kind = next((kind for kind in NUMBERS_AND_TIMES if kind in kinds), None)
-    are_texts = any(order.are_texts for order in orders)
+    field = f"order_column={columns.order}"
+    kind = common_kind(set().union(*(kinds for *_, kinds in found)), field)
     tally = sum((tally for *_, tally, _ in found), Counter())
-    return total, tally, kind if are_texts else None
+    return total, tally, kind
 
 
 def _survey(
     part: Part, *, columns: Columns, report: Callable[[int], None]
-) -> tuple[int, int, list[int], Counter[str], _Orders]:
+) -> tuple[int, int, list[int], Counter[str], set[str | None]]:
     """Rows of a part, how many have no user, the first such rows, counted from 1, what was put
-    right of the others, and what their order is."""
+    right of the others, and of which kinds their orders are."""
     if part.kind in ("parquet", "saved"):  # elsewhere all columns are parsed anyway
         columns = replace(columns, text=())
-    rows, bad, first, order = 0, 0, [], _Orders()
+    rows, bad, first, kinds = 0, 0, [], set()
     tally: Counter[str] = Counter()
     for before, batch in read(part, columns, tally):
         where = np.flatnonzero(is_blank(batch["user_id"]))
         bad += len(where)
         first += [before + i + 1 for i in where[: SHOWN_ROWS - len(first)].tolist()]
         if columns.order is not None:
-            order.see(batch["order"])
+            kinds.add(kind_of(batch["order"]))
         rows += len(batch)
         report(len(batch))
-    return rows, bad, first, tally, order
+    return rows, bad, first, tally, kinds

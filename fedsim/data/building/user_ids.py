@@ -2,10 +2,13 @@
 
 What is certain is put right: white space around an id is no part of it, the words that stand for a
 missing value are nobody, and 7.0 is 7, which pandas writes for whole numbers in a column with gaps.
-What is not is refused, as the float 0.5 is, or stays as it is and is counted: 007 and 7, Ann and
-ann, the texts 3.1 and 3.10 are two users each.
+What is not is refused, as the float 0.5 and the rounded 1.23E18 are, or stays as it is and is
+counted: 007 and 7, Ann and ann, the texts 3.1 and 3.10 are two users each. What else is one user is
+for a person to say: see STEPS.
 """
 
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -20,22 +23,40 @@ from fedsim.errors import DataError
 # What pandas.read_csv takes for a missing value, and NaT, which pandas writes.
 NOBODY = ["", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"]
 NOBODY += ["1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "NaT", "None", "n/a", "nan", "null"]
-RULE = 3  # another number where another rule gives other users
+RULE = 4  # another number where another rule gives other users
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # by a float's bits: whole numbers below are themselves
 DIGITS = 15  # so many are always below 2^53
 WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
 LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]"  # two parts
-ROUNDED = r"^[+-]?[0-9](\.[0-9]+)?[eE]\+[0-9]+$"  # as programs write large floats
-# What two ids may differ in that looks alike: what one does not see, zeros in front or at the end.
-UNSEEN, ZEROS = r"[\s\x{200b}-\x{200f}\x{2060}\x{feff}]+", r"^0+([0-9])"
-ZEROS_AFTER = r"^([0-9]+\.[0-9]*?)0+$"
+# As programs write floats that are large or small, and have rounded: 1.5E18, 1,5E+18, 1e+18.
+ROUNDED = r"^[+-]?([0-9]+[.,][0-9]*[eEdD][+-]?|[.,][0-9]+[eEdD][+-]?|[0-9]+[eEdD]\+)[0-9]+$"
+LIKE_ROUNDED = r"^[+-]?[0-9][eE]-?[0-9]+$"  # or a name: 5e18
+# What two ids may differ in that looks alike, beside what FOLDED makes one: zeros in front or at
+# the end, and the decimal comma.
+ZEROS, COMMA = r"^0+([0-9])", r"^([0-9]+),([0-9]+)$"
+ZEROS_AFTER = r"^([0-9]+\.(?:[0-9]*[1-9])?)0+$"
+# Format and control characters, and what else Unicode calls ignorable: variation selectors, fillers
+# and joiners that are letters or marks by their category; the blank of Braille.
+MARKS = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u2800\u3164\ufe00-\ufe0f\uffa0"
+    "\ufff0-\ufff8\U000e0000-\U000e0fff]"
+)
+PLAIN = "^[!-~]*$"  # of which only capitals are folded
+
+STEPS = ("strip-marks", "nfkc", "casefold")
+"""What may be done to all ids: characters that one does not see go; those that look alike, as full
+and half width ones do, are one (Unicode's NFKC); capitals are small letters. In this order."""
 
 TRIMMED, SHORTENED, WORDS = "user_ids_trimmed", "user_ids_without_fraction", "words_for_nobody"
 FRACTIONS, SEVERAL = "user_ids_like_fractions", "owners_like_several"
+NORMALISED, EXPONENTS = "user_ids_normalised", "user_ids_like_exponents"
 _SAID = {
     TRIMMED: "white space around the user id, which is no part of it",
     SHORTENED: "a user id like 7.0, which is 7",
     WORDS: "a word such as NA or None for a user, which is nobody",
+    NORMALISED: "a user id that normalise_ids changed",
+    EXPONENTS: "a user id like 1E18, which stays a text: if a program rounded numbers so, it is "
+    "several people",
     FRACTIONS: "a user id like 3.10, which stays a text: 3.1 is somebody else",
     SEVERAL: "an owner with a comma or semicolon inside, who is one user: if that is a list, "
     "`fedsim data build --owners-delimiter ,` makes it several",
@@ -45,12 +66,15 @@ _SAID = {
 Rows = Sequence[int] | np.ndarray
 
 
-def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.Array:
+def as_ids(
+    column: pa.Array, field: str, rows: Rows, tally: Counter[str], how: Sequence[str] = ()
+) -> pa.Array:
     """Ids as strings; null where a row is nobody's.
 
     Args:
       rows: the row of each, counted from 0.
       tally: counts what was put right, by the names of `_SAID`.
+      how: those of STEPS that are done to texts.
     Raises: DataError: numbers with a fraction, or so large that a float has rounded them.
     """
     if pa.types.is_floating(column.type):
@@ -68,6 +92,8 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
     tally[TRIMMED] += _count(_call("and", _call("not_equal", text, given), _call("invert", nobody)))
     tally[WORDS] += _count(_call("and", nobody, _call("not_equal", text, pa.scalar(""))))
     text = _call("if_else", nobody, pa.scalar(None, pa.string()), text)
+    if how:
+        text = _normalised(text, how, tally)
     whole = _call("match_substring_regex", text, pattern=WHOLE)
     short = _call("replace_substring_regex", text, pattern=r"\.0*$", replacement="")
     long = _call("greater", _call("utf8_length", short), pa.scalar(DIGITS))
@@ -77,7 +103,54 @@ def as_ids(column: pa.Array, field: str, rows: Rows, tally: Counter[str]) -> pa.
     _refuse(_call("or", rounded, _call("and", number, long)), text, field, rows)
     tally[SHORTENED] += _count(whole)
     tally[FRACTIONS] += _count(_call("and", fraction, _call("invert", whole)))
+    tally[EXPONENTS] += _count(_call("match_substring_regex", text, pattern=LIKE_ROUNDED))
     return _call("if_else", whole, short, text)
+
+
+def _normalised(text: pa.Array, how: Sequence[str], tally: Counter[str]) -> pa.Array:
+    """Texts after these steps; null where nothing or a word for a missing value is left."""
+    before = [step for step in how if step != "casefold"]  # a person may be called NAN
+    bare = _call("utf8_trim_whitespace", _folded(text, before))
+    bare = _call("if_else", is_missing(bare), pa.scalar(None, pa.string()), bare)
+    found = _call("utf8_trim_whitespace", _folded(bare, how))
+    tally[NORMALISED] += _count(_call("not_equal", found, text))
+    return found
+
+
+def _folded(text: pa.Array, how: Sequence[str]) -> pa.Array:
+    """Texts after these steps."""
+    unique = text.dictionary_encode()
+    found = unique.dictionary
+    plain = _call("match_substring_regex", found, pattern=PLAIN)
+    others = pa.array(
+        [fold(each, how) for each in found.filter(_call("invert", plain)).to_pylist()], pa.string()
+    )
+    lower = _call("ascii_lower", found) if "casefold" in how else found
+    return _call("replace_with_mask", lower, _call("invert", plain), others).take(unique.indices)
+
+
+def fold(text: str, how: Sequence[str]) -> str:
+    """A text after these steps; doing them again changes nothing."""
+    if "strip-marks" in how:
+        text = "".join(
+            c for c in MARKS.sub("", text) if unicodedata.category(c) not in ("Cf", "Cc")
+        )
+    if "nfkc" in how:
+        text = unicodedata.normalize("NFKC", text)
+    if "casefold" in how:
+        text = text.casefold()
+        text = unicodedata.normalize("NFKC", text).casefold() if "nfkc" in how else text
+    return unicodedata.normalize("NFKC", text) if "nfkc" in how else text
+
+
+def steps_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Which of STEPS are to be done, in their order. Raises: DataError: there is no such one."""
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
+    for name in names:
+        if name not in STEPS:
+            shown = given if isinstance(given, str) else ",".join(given)
+            raise DataError(f"normalise_ids={shown}: expected some of {', '.join(STEPS)}")
+    return tuple(step for step in STEPS if step in names)
 
 
 def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
@@ -110,16 +183,21 @@ def told_alike(number: int, examples: Sequence[str]) -> str:
 
 
 def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
-    """How many users have an id that differs from another's only in case, width, zeros in front or
-    after a point, or what one does not see; and two of them that do.
+    """How many users have an id that differs from another's only in what STEPS make one, in white
+    space, zeros in front or after a point, or a decimal comma; and two of them that do.
 
     Args: ids: each user once, or each set of owners (see data/owners.py).
     """
     people = pc.split_pattern(ids, SEPARATOR).flatten().unique()  # pyright: ignore
-    key = _call("utf8_lower", _call("utf8_normalize", people, form="NFKC"))
-    key = _call("replace_substring_regex", key, pattern=UNSEEN, replacement="")
-    key = _call("replace_substring_regex", key, pattern=ZEROS, replacement=r"\1")
-    key = _call("replace_substring_regex", key, pattern=ZEROS_AFTER, replacement=r"\1")
+    key = _folded(people, STEPS)
+    for pattern, instead in (
+        (r"[\s\pZ]+", ""),
+        (ZEROS, r"\1"),
+        (COMMA, r"\1.\2"),
+        (ZEROS_AFTER, r"\1"),
+        (r"^([0-9]+)\.$", r"\1"),
+    ):
+        key = _call("replace_substring_regex", key, pattern=pattern, replacement=instead)
     counts = key.value_counts()
     several = counts.filter(pc.greater(counts.field("counts"), 1))  # pyright: ignore
     if not len(several):

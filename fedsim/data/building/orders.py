@@ -1,0 +1,315 @@
+"""Where a row stands among its user's rows, or in its conversation: order and turn columns.
+
+Each value is read by itself, so that nobody's value decides how another's is read. It becomes a
+key, a few numbers that sort as the values do, exactly:
+
+- numbers: whole ones of up to 34 digits, and floats, which are compared with each other as numbers;
+- times: ISO 8601 (2020-01-31, 2020-01-31T10:00:00.5+02:00) down to nanoseconds, in UTC;
+- times without a zone, which are not compared with times;
+- whatever a format says: "utc" takes times without a zone for UTC, "text" compares texts character
+  by character, and a pattern of strptime (%m/%d/%Y) reads other times.
+
+Numbers, times and dates that a file has as such are what its schema says. A column with values of
+two kinds is refused, and so is a text that is of none: texts of dates sort in no order of time.
+"""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fedsim.data.building.user_ids import is_missing
+from fedsim.errors import DataError
+
+UTC_TIMES, TEXT = "utc", "text"
+_FINER = ("nanoseconds", pa.int32())
+NUMBERS, TIMES, LOCAL = "numbers", "times with a zone", "times without a zone"
+CLOCK, TEXTS = "times of day", "texts"
+KEYS: dict[str, pa.DataType] = {
+    NUMBERS: pa.struct([("number", pa.float64()), ("rest", pa.int64())]),  # their sum
+    TIMES: pa.struct([("utc", pa.int64()), _FINER]),  # seconds since 1970
+    LOCAL: pa.struct([("local", pa.int64()), _FINER]),
+    CLOCK: pa.struct([("clock", pa.int64()), _FINER]),
+    TEXTS: pa.struct([("text", pa.string())]),
+}
+"""The type of the keys of each kind of values."""
+MOST = 10**34  # below, what a float leaves of a whole number fits 64 bits
+EXACT = 2**62  # up to here int64 does not overflow on the way
+SHORT = 18  # digits that fit 64 bits
+WHOLE = r"^[+-]?[0-9]+$"
+NUMBER = r"(?i)^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?$|^[+-]?inf(inity)?$"
+TIME = (
+    r"^(?P<day>[0-9]{4}-[0-9]{2}-[0-9]{2})(?:[T ](?P<time>[0-9]{2}:[0-9]{2})(?P<second>:[0-9]{2})?"
+    r"(?:[.,](?P<fraction>[0-9]{1,9}))?(?: ?(?P<zone>Z|UTC|[+-][0-9]{2}(?::?[0-9]{2})?))?)?$"
+)
+PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+DAY = 86_400  # seconds
+
+
+def check_format(field: str, form: str | None) -> None:
+    """Raises: DataError: `form` is no format."""
+    if form in (None, UTC_TIMES, TEXT):
+        return
+    try:
+        if "%" in form and "%Z" not in form:  # names of zones are the machine's
+            datetime.strptime(datetime(2001, 2, 3, 4, 5, 6, tzinfo=UTC).strftime(form), form)
+            return
+    except ValueError:
+        pass
+    raise DataError(
+        f"{field}={form}: expected utc, text, or how times are written, as in %m/%d/%Y (see "
+        "Python's strptime; not %Z)"
+    )
+
+
+def kind_of(keys: pa.Array) -> str | None:
+    """Which of KEYS they are of; None where all are missing."""
+    return next((kind for kind, of in KEYS.items() if keys.type == of), None)
+
+
+def keys_of(column: pa.Array, field: str, first_row: int, form: str | None) -> pa.Array:
+    """The keys of a column's values, null where one is missing; without a type where all are.
+
+    Args: field: "order_column=when", or of turns. form: utc, text or a pattern; see above.
+    Raises: DataError: a value is of no kind, or values are of two.
+    """
+    kind, as_written = column.type, form not in (None, UTC_TIMES)
+    if kind in KEYS.values() or pa.types.is_null(kind):
+        return column
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return _Texts(column, field, first_row, form).keys()
+    if as_written and pa.types.is_integer(kind) or pa.types.is_decimal(kind):
+        return _Texts(column.cast(pa.string()), field, first_row, form).keys()
+    if as_written:
+        raise DataError(f"{field}: expected texts, which {form} is the format of, got {kind}")
+    missing = column.is_null().to_numpy(zero_copy_only=False)
+    if pa.types.is_integer(kind):
+        return _key(NUMBERS, *_exact(column.fill_null(0).to_numpy()), missing)
+    if pa.types.is_floating(kind):
+        values = column.cast(pa.float64()).fill_null(np.nan).to_numpy()
+        missing = np.isnan(values)
+        values = np.where(missing, 0, values) + 0.0  # -0 is 0
+        return _key(NUMBERS, values, np.zeros(len(values)), missing)
+    if not pa.types.is_temporal(kind) or pa.types.is_interval(kind):
+        raise DataError(f"{field}: expected numbers, times or texts, got {kind}")
+    whole = pa.int32() if pa.types.is_date32(kind) or pa.types.is_time32(kind) else pa.int64()
+    values = column.cast(whole).fill_null(0).to_numpy().astype(np.int64)
+    if pa.types.is_date32(kind):
+        return _key(TIMES if form else LOCAL, values * DAY, np.zeros(len(values)), missing)
+    per_second = PER_SECOND["ms" if pa.types.is_date64(kind) else kind.unit]  # pyright: ignore
+    seconds, rest = np.divmod(values, per_second)
+    found = TIMES if form or getattr(kind, "tz", None) else LOCAL
+    if pa.types.is_time(kind) or pa.types.is_duration(kind):
+        found = CLOCK
+    return _key(found, seconds, rest * (10**9 // per_second), missing)
+
+
+def common_kind(kinds: Iterable[str | None], field: str) -> str | None:
+    """The kind of keys that were found. Raises: DataError: there are several."""
+    found = sorted({kind for kind in kinds if kind is not None})
+    if len(found) > 1:
+        raise DataError(f"{field}: expected values of one kind, got {' and '.join(found)}")
+    return found[0] if found else None
+
+
+def at_least(keys: pa.Array, bound: str, column: str | None, form: str | None) -> np.ndarray:
+    """bool [rows]: whether the order of a row is at least what `bound` says, as in the column or in
+    ISO 8601. A missing one is not; a bound without a zone is of UTC.
+
+    Raises: DataError: it cannot be compared with them.
+    """
+    kind = kind_of(keys)
+    if kind is None:
+        return np.zeros(len(keys), bool)
+    key = _bound(bound, kind, form)
+    if key is None or kind == TEXTS:
+        raise DataError(
+            f"test_from={bound}: expected a value of order_column={column}, which holds {kind}"
+        )
+    (major, minor), (first, second) = keys.flatten(), key
+    later = _call("and", _call("equal", major, first), _call("greater_equal", minor, second))
+    return _flags(_call("or", _call("greater", major, first), later))
+
+
+def _bound(bound: str, kind: str, form: str | None) -> tuple[pa.Scalar, pa.Scalar] | None:
+    """The key of a bound for keys of a kind; None where it has none."""
+    forms: list[str | None] = [] if form in (None, UTC_TIMES) else [form]
+    forms.append(UTC_TIMES if kind == TIMES else None)
+    for each in forms:
+        text = f"1970-01-01T{bound}" if kind == CLOCK else bound
+        try:
+            found = keys_of(pa.array([text]), "test_from", 0, each)
+        except DataError:
+            continue
+        if kind_of(found) == (LOCAL if kind == CLOCK else kind):
+            one, other = found.flatten()
+            return one[0], other[0]
+    return None
+
+
+class _Texts:
+    """Orders that are written as texts."""
+
+    def __init__(self, column: pa.Array, field: str, first_row: int, form: str | None):
+        self.field, self.first_row, self.form = field, first_row, form
+        self.flag = f"`fedsim data build --{field.partition('_')[0]}-format"
+        texts = _call("utf8_trim_whitespace", column.cast(pa.string()))
+        self.texts = _call("if_else", is_missing(texts), pa.scalar(None, pa.string()), texts)
+        self.missing = _flags(self.texts.is_null())
+
+    def keys(self) -> pa.Array:
+        """As `keys_of`."""
+        if self.missing.all():
+            return pa.nulls(len(self.texts))
+        if self.form == TEXT:
+            return pa.StructArray.from_arrays(
+                [self.texts], names=["text"], mask=self.texts.is_null()
+            )
+        if self.form not in (None, UTC_TIMES):
+            return self._by_pattern(self.form)
+        number = _flags(_call("match_substring_regex", self.texts, pattern=NUMBER))
+        if self.form == UTC_TIMES:
+            number[:] = False
+        time = _call("extract_regex", self.texts, pattern=TIME)
+        others = ~(number | _flags(time.is_valid()) | self.missing)
+        if others.any():
+            raise self._refused(others)
+        if number.any():
+            self._expect_one(number, NUMBERS, "times")
+            return self._numbers()
+        zoned = _flags(_call("not_equal", time.field("zone"), pa.scalar(""))) & ~self.missing
+        if self.form is None and zoned.any():
+            hint = f"; {self.flag} utc` takes those for UTC"
+            self._expect_one(zoned, TIMES, LOCAL, hint)
+        return self._times(time, TIMES if self.form or zoned.any() else LOCAL)
+
+    def _refused(self, bad: np.ndarray) -> DataError:
+        """What is said of a text that is nothing: where it is, for it may be a person's."""
+        row = self.first_row + int(bad.argmax()) + 1
+        if self.form not in (None, UTC_TIMES):
+            return DataError(f"{self.field}: expected {self.form}, got another text in row {row}")
+        number = "" if self.form else "numbers or "
+        return DataError(
+            f"{self.field}: expected {number}times as in 2020-01-31T10:00:00Z, got another text in "
+            f"row {row}; {self.flag}` says how others are written, as in %m/%d/%Y, or text"
+        )
+
+    def _expect_one(self, these: np.ndarray, kind: str, other: str, hint: str = "") -> None:
+        """Raises: DataError: not all that are not missing are of one kind."""
+        others = ~(these | self.missing)
+        if others.any():
+            first, second = (self.first_row + int(a.argmax()) + 1 for a in (these, others))
+            raise DataError(
+                f"{self.field}: expected values of one kind, got {kind} in row {first} and {other} "
+                f"in row {second}{hint}"
+            )
+
+    def _numbers(self) -> pa.Array:
+        texts = _call("replace_substring_regex", self.texts, pattern=r"^\+", replacement="")
+        whole = _call("match_substring_regex", texts, pattern=WHOLE)
+        short = _call("and", whole, _call("less_equal", _call("utf8_length", texts), SHORT))
+        nothing = pa.scalar(None, pa.string())
+        number, rest = _exact(_filled(_call("if_else", short, texts, nothing).cast(pa.int64())))
+        floats = _flags(_call("invert", whole))
+        of_floats = _filled(_call("if_else", whole, nothing, texts).cast(pa.float64()))
+        number = np.where(floats, of_floats + 0.0, number)
+        for i in np.flatnonzero(_flags(whole) & ~_flags(short)):
+            value = int(texts[int(i)].as_py()) if len(texts[int(i)].as_py()) < 100 else MOST
+            if abs(value) >= MOST:
+                row = self.first_row + int(i) + 1
+                raise DataError(f"{self.field}: expected at most 34 digits, got more in row {row}")
+            number[i], rest[i] = _pair(value)
+        return _key(NUMBERS, number, rest, self.missing)
+
+    def _times(self, found: Any, kind: str) -> pa.Array:
+        """Of days, times, fractions of seconds and zones, each perhaps empty; see TIME."""
+
+        def part(name: str, empty: str) -> Any:
+            text = found.field(name)
+            return _call("if_else", _call("equal", text, pa.scalar("")), pa.scalar(empty), text)
+
+        moment = _call(
+            "binary_join_element_wise", found.field("day"), "T", part("time", "00:00"),
+            part("second", ":00"), "",
+        )  # fmt: skip
+        moment = _call("if_else", pa.array(self.missing), pa.scalar(None, pa.string()), moment)
+        try:
+            seconds = moment.cast(pa.timestamp("s"))
+        except pa.ArrowInvalid:  # as of 31 February
+            raise self._refused(np.array([not _is_moment(each) for each in moment])) from None
+        fraction = _call("utf8_rpad", part("fraction", "0"), width=9, padding="0")
+        zone = _call(
+            "replace_substring_regex", part("zone", "Z"), pattern="Z|UTC", replacement="+0"
+        )
+        zone = _call("replace_substring", zone, pattern=":", replacement="")
+        hours = _filled(_call("utf8_slice_codeunits", zone, 1, 3).cast(pa.int64()))
+        minutes = _call("utf8_slice_codeunits", zone, 3, 5)
+        minutes = _call("if_else", _call("equal", minutes, pa.scalar("")), pa.scalar("0"), minutes)
+        ahead = hours * 3600 + _filled(minutes.cast(pa.int64())) * 60
+        ahead = np.where(_flags(_call("starts_with", zone, pattern="-")), -ahead, ahead)
+        nanoseconds = _filled(fraction.cast(pa.int64()))
+        return _key(kind, _filled(seconds.cast(pa.int64())) - ahead, nanoseconds, self.missing)
+
+    def _by_pattern(self, pattern: str) -> pa.Array:
+        """Of times that are written as `pattern` says."""
+        unique = self.texts.dictionary_encode()
+        number = _filled(unique.indices)
+        seconds = np.zeros(len(unique.dictionary), np.int64)
+        microseconds, zoned = np.zeros_like(seconds), False
+        for i, text in enumerate(unique.dictionary.to_pylist()):
+            try:
+                moment = datetime.strptime(text, pattern)
+            except ValueError:
+                raise self._refused((number == i) & ~self.missing) from None
+            zoned = moment.tzinfo is not None
+            since = moment - datetime(1970, 1, 1, tzinfo=UTC if zoned else None)
+            seconds[i] = since.days * DAY + since.seconds
+            microseconds[i] = since.microseconds
+        kind = TIMES if zoned else LOCAL
+        return _key(kind, seconds[number], microseconds[number] * 1000, self.missing)
+
+
+def _is_moment(text: pa.Scalar) -> bool:
+    try:
+        text.cast(pa.timestamp("s"))
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _key(kind: str, major: np.ndarray, minor: np.ndarray, missing: np.ndarray) -> pa.Array:
+    fields: list[pa.Field] = [*KEYS[kind]]  # pyright: ignore
+    pairs = zip((major, minor), fields, strict=True)
+    values = [pa.array(each).cast(field.type) for each, field in pairs]
+    return pa.StructArray.from_arrays(values, fields=fields, mask=pa.array(missing))
+
+
+def _exact(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whole numbers as floats and what these leave: pairs that sort as the numbers do."""
+    near = (values < EXACT) & (values > -EXACT)
+    whole = np.where(near, values, 0).astype(np.int64)
+    number = whole.astype(np.float64)
+    rest = whole - number.astype(np.int64)
+    for i in np.flatnonzero(~near):
+        number[i], rest[i] = _pair(int(values[i]))
+    return number, rest
+
+
+def _pair(whole: int) -> tuple[float, int]:
+    return float(whole), whole - int(float(whole))
+
+
+def _flags(column: Any) -> np.ndarray:
+    return column.fill_null(False).to_numpy(zero_copy_only=False).copy()
+
+
+def _filled(column: Any) -> np.ndarray:
+    return column.fill_null(0).to_numpy()
+
+
+def _call(name: str, *arguments: Any, **options: Any) -> Any:
+    """Arrow's function of that name, most of which type checkers do not know."""
+    return getattr(pc, name)(*arguments, **options)

@@ -1,0 +1,251 @@
+"""A build without one user leaves all others' texts, owners, order and splits as they are.
+
+No type is found for a column from what is in it: what one user wrote would say how all are read.
+"""
+
+import csv
+import json
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedsim.data.building.build import build
+from fedsim.data.building.orders import keys_of
+from fedsim.errors import DataError
+
+pytestmark = pytest.mark.privacy
+ZED = "zed"
+DAY = datetime(2019, 12, 25, tzinfo=UTC)
+FINEST = timedelta(microseconds=1)
+
+
+def us(i):
+    moment = DAY + timedelta(days=i)
+    return f"{moment.month}/{moment.day}/{moment.year}"
+
+
+def clock(i):
+    return f"{9 + (50 + i) // 60}:{(50 + i) % 60:02}"
+
+
+# What the i-th value of all others is, and how it is said to be written.
+KINDS = {
+    "whole": (lambda i: i, None),
+    "large": (lambda i: 2**60 + i, None),
+    "fractions": (lambda i: i / 4, None),
+    "numbers as texts": (lambda i: [str(i), f"{i}.0", f" {i}"][i % 3], None),
+    "days": (lambda i: (DAY + timedelta(days=i)).date().isoformat(), None),
+    "times": (lambda i: (DAY + i * FINEST).isoformat(), None),
+    "in UTC": (lambda i: (DAY + timedelta(hours=i)).isoformat()[: 25 if i % 2 else 19], "utc"),
+    "US": (us, "%m/%d/%Y"),
+    "clock": (clock, "%H:%M"),
+    "texts": (lambda i: chr(97 + i), "text"),
+}
+OF_PARQUET = {
+    "dates": (lambda i: date(2020, 1, 1) + timedelta(days=i), None),
+    "timestamps": (lambda i: datetime(2020, 1, 1) + i * FINEST, None),
+    "zoned": (lambda i: DAY + i * FINEST, None),
+    "of day": (lambda i: time(9, 30 + i), None),
+}
+ODD = [
+    "twelve",
+    1.5,
+    float("nan"),
+    None,
+    "",
+    "NA",
+    10**17,
+    10**30,
+    2**60 + 3,
+    -1,
+    True,
+    "1e3",
+    "inf",
+]
+ODD += ["12/31/2019", "2020-01-01", "2020-01-01T00:00:00Z", "9:59", "7,5", "0x10", " 3", "3.50"]
+ODD += [
+    date(2020, 1, 2),
+    datetime(2020, 1, 2, 3),
+    DAY,
+    time(9, 31),
+    "Wed Oct 10 20:19:24 +0000 2018",
+]
+ODD_IDS = [ZED, 99, 99.0, "0099", " zed", "zed\u200b", "12345678901234567890", "1,5"]
+SUFFIXES = ("csv", "tsv", "jsonl", "json", "parquet")
+
+
+def write(path, rows):
+    """A file of dicts, of which some have values of other types than others."""
+    if path.suffix == ".parquet":
+        rows = [
+            {k: Decimal(v) if isinstance(v, int) and v > 2**63 else v for k, v in row.items()}
+            for row in rows
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=5)
+    elif path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(
+                file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ","
+            )
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        lines = [json.dumps(row, default=str) for row in rows]
+        whole = f"[{','.join(lines)}]" if path.suffix == ".json" else "\n".join(lines)
+        path.write_text(whole)
+    return path
+
+
+def found(data, but):
+    """The texts by split and owners, of all texts that `but` does not own."""
+    everything = {}
+    for name, store in data.splits().items():
+        ids = store.user_ids()
+        tokens, sizes = store.gather(np.arange(store.num_examples), store.max_length)
+        texts = [tuple(row[:size].tolist()) for row, size in zip(tokens, sizes, strict=True)]
+        for i, (low, high) in enumerate(zip(store.offsets[:-1], store.offsets[1:], strict=True)):
+            graph = store.owners
+            owners = [i] if graph is None else graph.users[graph.starts[i] : graph.starts[i + 1]]
+            whose = tuple(ids[user] for user in owners)
+            if but not in whose:
+                everything[name, whose] = texts[low:high]
+    return everything
+
+
+def case(rng, suffix):
+    """Rows of others, one row of Zed's, options, and where Zed is: a file of his, or in theirs."""
+    pool = KINDS | (OF_PARQUET if suffix == "parquet" else {})
+    value, form = pool[list(pool)[rng.integers(len(pool))]]
+    users = [["ann", "ben", "7", "007"], [7, 8, 9, 10]][rng.integers(2)]
+    zed = ODD_IDS[rng.integers(len(ODD_IDS))]
+    odd = ODD[rng.integers(len(ODD))] if rng.random() < 0.8 else value(3)
+    rows = [
+        {
+            "who": users[rng.integers(4)],
+            "to": users[rng.integers(4)],
+            "text": f"{t}",
+            "at": value(t),
+        }
+        for t in rng.permutation(20).tolist()
+    ]
+    its = {"who": zed, "to": zed, "text": "mine", "at": odd}
+    way = int(rng.integers(4))
+    options = {
+        "user_column": "who",
+        "eval_users": 0.3 * int(rng.integers(2)),
+        "eval_examples": way < 2,
+    }
+    if way == 1:
+        options = {"owners": ("who", "to"), "eval_users": 0.0}
+    if way >= 2:
+        for row in (*rows, its):
+            row["case"] = "x"
+        options |= {"conversation_column": "case", "turn_column": "at", "turn_format": form}
+    if way != 2:
+        options |= {"order_column": "at", "order_format": form}
+        if form != "text" and rng.random() < 0.5:
+            options["test_from"] = str(value(10))
+    return rows, its, options, rng.random() < 0.5 and suffix != "parquet"
+
+
+def compared(tmp_path, seed):
+    """Whether a build with Zed was done, too; that it leaves the others alone is asserted."""
+    rng = np.random.default_rng(seed)
+    suffix = SUFFIXES[seed % len(SUFFIXES)]
+    rows, its, options, together = case(rng, suffix)
+    place = int(rng.integers(len(rows) + 1))
+    theirs = write(tmp_path / f"theirs.{suffix}", rows)
+    if together:
+        both = [write(tmp_path / f"both.{suffix}", [*rows[:place], its, *rows[place:]])]
+    else:
+        both = [theirs, write(tmp_path / f"his.{suffix}", [its])][:: 1 if seed % 2 else -1]
+    options |= {"num_workers": 1}
+    without = build(theirs, tmp_path / "without", **options)
+    try:
+        data = build(both, tmp_path / "with", **options)
+    except DataError as error:
+        assert "\n" not in str(error)
+        return False
+    his = str(its["who"]).strip().removesuffix(".0")
+    left = found(data, his)
+    if "conversation_column" not in options:
+        assert left == found(without, his)
+    else:  # what is said to him is his, too, and another's where he is not there
+        kept = {text for texts in left.values() for text in texts}
+        others = {
+            key: [text for text in texts if text in kept]
+            for key, texts in found(without, his).items()
+        }
+        assert left == {key: texts for key, texts in others.items() if texts}
+    return True
+
+
+def test_all_others_stay_as_they_are(tmp_path):
+    done = 0
+    for seed in range(25):
+        (tmp_path / str(seed)).mkdir()
+        done += compared(tmp_path / str(seed), seed)
+    assert 5 <= done < 25  # of what is not refused, there is enough
+
+
+@pytest.mark.slow
+def test_all_others_stay_as_they_are_in_a_wide_search(tmp_path):
+    for seed in range(40, 1_040):
+        (tmp_path / str(seed)).mkdir()
+        compared(tmp_path / str(seed), seed)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_one_text_among_numbers_does_not_order_all_as_texts(kind, tmp_path):
+    rows = [{"user_id": "ann", "text": str(i), "turn": str(i)} for i in (10, 9, 2)]
+    file = write(tmp_path / f"x.{kind}", [*rows, {"user_id": ZED, "text": "x", "turn": "twelve"}])
+    message = (
+        "order_column=turn: expected numbers or times .* another text in row 4; .*order-format"
+    )
+    with pytest.raises(DataError, match=message) as refused:
+        build(file, tmp_path / "out", order_column="turn", num_workers=1)
+    assert "twelve" not in str(refused.value)
+
+
+def test_numbers_are_in_exact_order_whatever_stands_beside_them():
+    rng = np.random.default_rng(0)
+    near = [2**e + int(d) for e in (53, 60, 62, 63, 64, 100) for d in rng.integers(-3, 4, 4)]
+    near = [sign * n for n in near for sign in (1, -1)]
+    reals = [float(n) for n in near] + [0.5, -0.0, 1e300, 5e-324, 2.0**53 + 0.5]
+    values = [*near, *reals, *rng.normal(0, 2.0**54, 50).tolist(), 0, 1, -1]
+    rng.shuffle(values := np.array(values, object))
+    keys = keys_of(pa.array([str(n) for n in values]), "order_column=n", 0, None)
+    whole = np.array([isinstance(n, int) and abs(n) < 2**63 for n in values])
+    typed = keys_of(pa.array([int(n) for n in values[whole]]), "order_column=n", 0, None)
+    assert typed.equals(keys.filter(pa.array(whole)))
+    order = sorted(range(len(values)), key=lambda i: tuple(keys[i].as_py().values()))
+    exact = [Fraction(values[i]) for i in order]
+    assert exact == sorted(exact)
+    for i, j in zip(order[:-1], order[1:], strict=True):
+        assert keys[i].equals(keys[j]) == (Fraction(values[i]) == Fraction(values[j]))
+
+
+def test_times_are_in_exact_order_whatever_their_zone_and_unit():
+    rng = np.random.default_rng(0)
+    micro = rng.integers(-9 * 10**15, 9 * 10**15, 60).tolist()
+    zones = rng.integers(-14 * 60, 14 * 60, 60).tolist()
+    moments = [datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=m) for m in micro]
+    texts = [
+        (moment + timedelta(minutes=zone)).replace(tzinfo=None).isoformat()
+        + f"{'-' if zone < 0 else '+'}{abs(zone) // 60:02}:{abs(zone) % 60:02}"
+        for moment, zone in zip(moments, zones, strict=True)
+    ]
+    keys = keys_of(pa.array(texts), "order_column=n", 0, None)
+    for unit in ("us", "ns"):
+        typed = keys_of(pa.array(moments, pa.timestamp(unit, "UTC")), "order_column=n", 0, None)
+        assert typed.equals(keys)
+    pattern = keys_of(pa.array(texts), "order_column=n", 0, "%Y-%m-%dT%H:%M:%S.%f%z")
+    assert pattern.equals(keys)
+    assert [tuple(k.values()) for k in keys.to_pylist()] == [
+        (m // 10**6, m % 10**6 * 1000) for m in micro
+    ]
