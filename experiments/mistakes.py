@@ -395,6 +395,26 @@ SAMPLING = (
         *("--assumed-population", "400"),
     ),
     one(
+        "one user's text among numbers, by which all are ordered as texts",
+        "data/building/test_one_user_less.py::test_all_others_stay_as_they_are",
+        "data/building/orders.py",
+        "            raise self._refused(others)\n        if",
+        '            return pa.StructArray.from_arrays([self.texts], names=["text"])\n        if',
+    ),
+    one(
+        "large whole numbers ordered as floats",
+        "data/building/test_one_user_less.py::"
+        "test_numbers_are_in_exact_order_whatever_stands_beside_them",
+        "data/building/orders.py",
+        "    rest = whole - number.astype(np.int64)\n",
+        "    rest = np.zeros_like(whole)\n",
+    ),
+    one(
+        "ids of several files cast to the type of the first",
+        "library/test_lists_of_files.py::test_the_order_of_the_files_changes_nobodys_id",
+        *("library/tables.py", "_as_texts(plain(batch[user]), ids)", "plain(batch[user])"),
+    ),
+    one(
         "padding that holds somebody's row",
         "library/test_own_task.py::test_a_users_rows_reach_no_one_elses_unit_through_padding",
         "library/own_task.py",

@@ -121,13 +121,14 @@ def case(rng, suffix):
     """Rows of others, one row of Zed's, options, and where Zed is: a file of his, or in theirs."""
     pool = KINDS | (OF_PARQUET if suffix == "parquet" else {})
     value, form = pool[list(pool)[rng.integers(len(pool))]]
-    users = [["ann", "ben", "7", "007"], [7, 8, 9, 10]][rng.integers(2)]
+    users = [["ann", "ben", "cleo", "dan", "1.0", "2", "7", "007"], list(range(1, 9))]
+    users = users[rng.integers(2)]
     zed = ODD_IDS[rng.integers(len(ODD_IDS))]
     odd = ODD[rng.integers(len(ODD))] if rng.random() < 0.8 else value(3)
     rows = [
         {
-            "who": users[rng.integers(4)],
-            "to": users[rng.integers(4)],
+            "who": users[t % 8 if t % 2 else rng.integers(8)],
+            "to": users[rng.integers(8)],
             "text": f"{t}",
             "at": value(t),
         }
@@ -149,7 +150,7 @@ def case(rng, suffix):
     if way != 2:
         options |= {"order_column": "at", "order_format": form}
         if form != "text" and rng.random() < 0.5:
-            options["test_from"] = str(value(10))
+            options["test_from"] = str(value(12))
     return rows, its, options, rng.random() < 0.5 and suffix != "parquet"
 
 
