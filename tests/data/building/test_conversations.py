@@ -126,6 +126,24 @@ def test_times_with_zones_are_in_order(tmp_path):
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("at", "form"),
+    [
+        (["9:58", "9:59", "10:00"], "%H:%M"),
+        (["12/31/19, 11:58 PM", "12/31/19, 11:59 PM", "1/1/20, 12:00 AM"], "%m/%d/%y, %I:%M %p"),
+    ],
+)
+def test_clock_times_are_in_order_or_refused(at, form, tmp_path):
+    """As texts, 10:00 is before 9:58: the texts of some would be said to others."""
+    rows = [("a", time, name, "x") for time, name in zip(at, ("amy", "bob", "cat"), strict=True)]
+    file = source(tmp_path, rows, "jsonl", turn=str)
+    with pytest.raises(DataError, match="turn_column=turn: expected numbers or .*--turn-format"):
+        built(tmp_path, file)
+    owners = texts(built(tmp_path, file, turn_format=form).train)
+    assert set(owners) == {("amy",), ("amy", "bob"), ("bob", "cat")}
+
+
+@pytest.mark.privacy
 def test_empty_cells_and_words_for_missing_values_are_no_conversation(tmp_path):
     rows = [
         ("", 1, "amy", "one"),

@@ -2,6 +2,9 @@
 
 import csv
 import json
+import re
+import sys
+import unicodedata
 from collections import Counter
 
 import pyarrow as pa
@@ -33,6 +36,7 @@ def write(path, ids):
 
 def built(tmp_path, kind, ids, **options):
     told = []
+    tmp_path.mkdir(exist_ok=True)
     file = write(tmp_path / f"x.{kind}", ids)
     options = {"user_column": "who", "progress": told.append, **ALL_IN_TRAIN, **options}
     return build(file, tmp_path / "out", **options), told
@@ -99,13 +103,86 @@ def test_single_precision_is_exact_up_to_where_it_is():
 
 
 @pytest.mark.parametrize(
-    "ids", [["007", "7"], ["Ann", "ann"], ["a b", "ab"], ["x", "x\u200b"], ["3.1", "3.10"]]
+    "ids",
+    [
+        *(["007", "7"], ["Ann", "ann"], ["a b", "ab"], ["x", "x\u200b"], ["3.1", "3.10"]),
+        *(["7", "7,0"], ["3,1", "3,10"], ["3,1", "3.1"], ["STRASSE", "straße"], ["ab", "a\u2028b"]),
+    ],
 )
 def test_ids_that_look_alike_stay_apart_and_are_said(ids, tmp_path):
     data, told = built(tmp_path, "jsonl", [*ids, "other"])
     assert data.train.num_users == 3
     assert data.metadata["counts"]["users_that_look_alike"] == 2
     assert any(f"as {ids[0]!r} and {ids[1]!r} do" in line for line in told)
+
+
+def unseen():
+    """Characters that one does not see: of format and control, and what Unicode calls ignorable."""
+    ignorable = [0x34F, 0x115F, 0x17B4, 0x180B, 0x3164, 0xFE00, 0xFE0F, 0xFFA0, 0xE0100, 0xE01EF]
+    of_format = [i for i in range(sys.maxunicode + 1) if unicodedata.category(chr(i)) == "Cf"]
+    control = [i for i in range(0x20) if chr(i) not in "\t\n\r\x1f"] + [0x7F, 0x85]
+    return [chr(i) for i in (*ignorable, *of_format, *control)]
+
+
+def test_every_mark_that_one_does_not_see_is_said_and_can_be_stripped(tmp_path):
+    marks = unseen()
+    assert len(marks) > 190 and {"\0", "\u202a", "\u2066", "\u061c", "\u00ad", "\ufe0f"} <= set(
+        marks
+    )
+    names = [f"p{i}x" for i in range(len(marks))]
+    marked = [f"p{mark}{i}x{mark}" for i, mark in enumerate(marks)]
+    column = pa.array([*names, *marked])
+    assert user_ids.look_alikes(column)[0] == 2 * len(marks)
+    tally = Counter()
+    found = user_ids.as_ids(column, "who", range(len(column)), tally, ("strip-marks",))
+    assert found.to_pylist() == names * 2
+    assert tally["user_ids_normalised"] == len(marks)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_what_a_person_says_makes_one_user_of_several_spellings(kind, tmp_path):
+    ids = ["Ann", "ANN\u200b", "\uff21nn", "\u202aann\u202c", "ben", "NAN", "\uff11"]
+    ids += [None, "\u200b", "N\u200bA"]
+    how = {"unowned": "drop"}
+    data, told = built(tmp_path / "none", kind, ids, **how)
+    assert data.train.num_users == 8 + 1 and "normalise_ids" not in data.metadata["columns"]
+    data, told = built(
+        tmp_path / "all", kind, ids, normalise_ids="casefold, nfkc,strip-marks", **how
+    )
+    assert data.train.user_ids() == ["1", "ann", "ben", "nan"]
+    assert data.metadata["counts"]["rows_without_user_dropped"] == 3
+    assert data.metadata["columns"]["normalise_ids"] == list(user_ids.STEPS)
+    assert data.metadata["unicode"] == unicodedata.unidata_version
+    assert "6 rows have a user id that normalise_ids changed" in told
+    data, _ = built(tmp_path / "one", kind, ids, normalise_ids=("casefold",), **how)
+    assert "ann" in data.train.user_ids() and "\uff41nn" in data.train.user_ids()
+    with pytest.raises(DataError, match="normalise_ids=lower: expected some of strip-marks, nfkc"):
+        built(tmp_path / "bad", kind, ids, normalise_ids="lower")
+
+
+def test_a_step_that_is_done_again_changes_nothing():
+    several = [user_ids.STEPS, ("casefold",), ("nfkc", "casefold"), ("strip-marks", "nfkc")]
+    for how in several:
+        for i in (*range(0x3000), 0xFB13, 0xFF21, 0x1D400):
+            once = user_ids.fold(f"a{chr(i)}\u0345", how)
+            assert user_ids.fold(once, how) == once
+
+
+ROUNDED = ["1.23456789012345677E18", "1.34E7", "1,23457E+18", "1E+18", "12e+17", "-1.5E-7"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("number", [*ROUNDED, "1.5D+18", ".5e3"])
+def test_numbers_that_programs_have_rounded_are_refused(kind, number, tmp_path):
+    with pytest.raises(DataError, match=f"got {re.escape(number)} in row 2; ids that were read as"):
+        built(tmp_path, kind, ["ann", number])
+
+
+def test_ids_that_may_have_been_rounded_are_said(tmp_path):
+    data, told = built(tmp_path, "csv", ["1e18", "5e-7", "550e8400", "e5", "ann"])
+    assert data.train.user_ids() == ["1e18", "550e8400", "5e-7", "ann", "e5"]
+    assert data.metadata["counts"]["user_ids_like_exponents"] == 2
+    assert any(line.startswith("2 rows have a user id like 1E18, which") for line in told)
 
 
 def test_owners_of_a_text_are_read_by_the_same_rule(tmp_path):
