@@ -118,6 +118,8 @@ def test_an_owner_is_the_same_one_whatever_column_it_comes_from(task):
     assert any("7.0, which is 7" in line for line in told) and any("white" in line for line in told)
     owner_ids("train", ["Ann", "ann"], told.append)
     assert "'Ann' and 'ann'" in told[-1] and "a user each" in told[-1]
+    one = owner_ids("train", ["Ann", "ANN\u200b"], told.append, "casefold,strip-marks")
+    assert one.tolist() == ["ann", "ann"]
 
 
 @pytest.mark.parametrize("strategy", ["scan:2", "vmap:16"])

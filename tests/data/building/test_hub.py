@@ -243,3 +243,16 @@ def test_a_split_of_a_saved_dictionary_is_chosen(tmp_path, columns):
     assert found.train.num_examples == 9
     with pytest.raises(DataError, match="split=dev: expected one of train, test"):
         build(tmp_path / "saved", tmp_path / "c", split="dev", **columns)
+
+
+@pytest.mark.privacy
+def test_ids_that_change_their_type_are_refused_and_not_cast(
+    repository, tmp_path, columns, monkeypatch
+):
+    """Cast to the numbers before it, the text 007 would be the user 7."""
+    pieces = [pa.table({"who": ids, "what": ["x"]}) for ids in ([7], ["007"])]
+    monkeypatch.setattr(HubStream, "iter", lambda *_, **__: iter(pieces))
+    with pytest.raises(
+        DataError, match="who: expected one type in all files, got int64 and string"
+    ):
+        build(f"hf:{repository}", tmp_path / "out", **columns)

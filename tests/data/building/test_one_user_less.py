@@ -200,7 +200,7 @@ def test_all_others_stay_as_they_are(tmp_path):
 
 @pytest.mark.slow
 def test_all_others_stay_as_they_are_in_a_wide_search(tmp_path):
-    for seed in range(40, 1_040):
+    for seed in range(25, 325):
         (tmp_path / str(seed)).mkdir()
         compared(tmp_path / str(seed), seed)
 
