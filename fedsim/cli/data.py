@@ -104,6 +104,11 @@ class DataBuild:
     encoding: str | None = None
     """Encoding of CSV and JSON files, such as latin1. Default: utf-8."""
 
+    quoting: Literal["none", "minimal"] | None = None
+    """What quotation marks in CSV are: characters like others (none), or marks around what has
+    delimiters or line ends in it (minimal). Default: minimal, but a file that reads as well
+    without is refused."""
+
     split: str | None = None
     """Which split of an hf: or a saved data set is read. Default: train."""
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.data.building import sources
+from fedsim.data.building.column_names import expected_of
 from fedsim.data.building.columns import Columns, is_blank, normalise
 from fedsim.errors import ConfigError, DataError
 from fedsim.files import cache_dir, is_own_directory
@@ -76,7 +77,7 @@ def _of_frame(data: Any, user: str, text: str) -> pa.Table:
     columns = {}
     names = list(map(str, data.columns))
     for field, name in (("user", user), ("text", text)):
-        _expect_column(field, name, names)
+        _expect_column(field, name, names, (user, text))
         if names.count(name) > 1:
             raise DataError(f"{field}={name}: expected one column of that name")
         values = data.iloc[:, names.index(name)]
@@ -95,9 +96,9 @@ def _whole_as_text(owner: Any) -> Any:
     return str(owner) if whole else owner
 
 
-def _expect_column(field: str, name: str, have: list[str]) -> None:
+def _expect_column(field: str, name: str, have: list[str], wanted: tuple[str, str]) -> None:
     if name not in have:
-        raise DataError(f"{field}={name}: no such column, expected one of {', '.join(have)}")
+        raise DataError(f"{field}={name}: {expected_of(have, wanted)}")
 
 
 def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
@@ -122,7 +123,7 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
     try:
         for batch in batches:
             for field, name in (("user", user), ("text", text)):
-                _expect_column(field, name, batch.schema.names)
+                _expect_column(field, name, batch.schema.names, (user, text))
             unowned = np.flatnonzero(is_blank(normalise(batch, columns, rows)["user_id"]))
             if len(unowned):
                 found = f"row {rows + 1 + int(unowned[0])} has a null or empty one"

@@ -113,6 +113,7 @@ def build(
     screen: Screen | None = None,
     delimiter: str | None = None,
     encoding: str = "utf-8",
+    quoting: str | None = None,
     split: str | None = None,
     revision: str | None = None,
     num_workers: int | None = None,
@@ -143,7 +144,7 @@ def build(
       test_from: rows whose order column is at least this become the split "test".
       unowned: "refuse" rows without a user, or "drop" and count them.
       screen: rows to leave out first: near duplicates of other sources, URLs.
-      delimiter, encoding: how CSV and JSON files are written; see `Form`.
+      delimiter, encoding, quoting: how CSV and JSON files are written; see `Form`.
       split, revision: of hf: and saved data sets. Default: train, the newest.
       num_workers: processes; default: one per CPU. Does not change the result.
       progress: is told in a line, every few seconds and at the end of a stage, how far it is.
@@ -168,7 +169,7 @@ def build(
         long_texts,
         screen or Screen(),
         unowned,
-        Form(delimiter, encoding),
+        Form(delimiter, encoding, quoting),
     )
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     try:

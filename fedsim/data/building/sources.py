@@ -86,6 +86,8 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     for file in files.values():
         if not is_saved(file) and not file.name.endswith(SUFFIXES):
             remedy = "rename one with tabs between its columns to .tsv, one with commas to .csv"
+            if file.suffix == ".js":
+                remedy = "one of an archive of Twitter is .json without what stands before its ["
             kinds = ", ".join(SUFFIXES)
             raise DataError(f"data={file}: expected a file ending in {kinds}; {remedy}")
     if not files:

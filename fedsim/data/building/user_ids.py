@@ -20,7 +20,7 @@ from fedsim.errors import DataError
 # What pandas.read_csv takes for a missing value, and NaT, which pandas writes.
 NOBODY = ["", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"]
 NOBODY += ["1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "NaT", "None", "n/a", "nan", "null"]
-RULE = 3  # another number where another rule gives other users
+RULE = 4  # another number where another rule gives other users
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # by a float's bits: whole numbers below are themselves
 DIGITS = 15  # so many are always below 2^53
 WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
