@@ -224,7 +224,10 @@ class Data:
 def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
     """Statistics of every split; as a table unless JSON was asked for."""
     from fedsim.data.dataset import stats
+    from fedsim.run.terminal import Terminal
 
+    if cut_off := dataset.cut_off():
+        Terminal().note(f"warning: {cut_off}")
     splits = {name: stats(store) for name, store in dataset.splits().items()}
     counts = dataset.metadata.get("counts", {})
     if not as_json:

@@ -68,6 +68,8 @@ def train(
     given = {"epsilon": epsilon, "num_steps": num_steps, **settings}
     if run_dir is None:
         run_dir = Path("runs") / f"{algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Columns of a DataFrame without names are numbered.
+    user, text = (str(n) if type(n) is int else n for n in (user, text))
     source = None
     if task is not None:
         source = OwnTask(task, data)

@@ -253,6 +253,8 @@ class _Build:
             "rows_without_user_dropped": sum(record["unowned"] for record in records),
             "empty_texts_dropped": sum(record["empty"] for record in records),
             "long_texts": sum(record["long"] for record in records),
+            "tokens_of_texts": sum(record["tokens"] for record in records),
+            "tokens_cut": sum(record["tokens_cut"] for record in records),
             **dropped(group, counts, options.holdout),
         }
         if options.holdout.test_from is not None:

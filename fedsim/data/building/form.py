@@ -30,7 +30,8 @@ class Form:
             raise DataError(f"quoting={self.quoting}: expected {NONE} or {MINIMAL}")
         try:
             "".encode(self.encoding)
-        except (LookupError, ValueError):
+            codecs.getincrementaldecoder(self.encoding)().decode(memoryview(b""))  # as Arrow does
+        except (AttributeError, LookupError, TypeError, ValueError):  # punycode takes only bytes
             raise DataError(
                 f"encoding={self.encoding}: expected an encoding of text that Python knows, such "
                 "as latin1"

@@ -6,6 +6,7 @@ come in the order of the file as checked batches; complaints name the file, the 
 
 import contextlib
 import gzip
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from fedsim.data.building import csv_records, json_records
 from fedsim.data.building.columns import Columns, normalise, paths, pick
 from fedsim.data.building.form import NONE, Form
-from fedsim.errors import DataError
+from fedsim.errors import DataError, printable
 from fedsim.files import TOO_MANY_FILES
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
@@ -108,7 +110,7 @@ def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     with complaints(part):
         for first_row, batch in readers[part.kind](part, columns):
             for start, piece in _small(batch):
-                yield first_row + start, piece
+                yield first_row + start, with_plain_types(piece)
 
 
 class complaints:
@@ -122,18 +124,59 @@ class complaints:
 
     def __exit__(self, kind, error, trace) -> None:
         if isinstance(error, DataError):
-            raise type(error)(f"{error} (in {self.part.file})") from None
+            raise type(error)(printable(f"{error} (in {self.part.file})")) from None
         if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
             return  # nothing is wrong with this one
         expected = (pa.ArrowException, OSError, EOFError, ValueError, OverflowError)
         expected += (zlib.error, RecursionError)
         if isinstance(error, expected):
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if "utf8" in reason.lower().replace("-", ""):
+            reason = reason_of(error)
+            if isinstance(error, UnicodeError) or "utf8" in reason.lower().replace("-", ""):
                 reason += OTHER
-            raise DataError(
-                f"data={self.part.file}: expected a readable {self.part.kind} file ({reason})"
-            ) from error
+            what = f"data={self.part.file}: expected a readable {self.part.kind} file ({reason})"
+            raise DataError(printable(what)) from None
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of what a library says, without what it quotes of the data."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, pa.ArrowException):
+        reason = re.sub(r"'.*'|\".*\"|(?<=columns, got )(\d+).*", r"\1...", reason)
+        reason = re.sub(r"(?<=Could not convert ).* (?=with type)", "a value ", reason)
+    return reason
+
+
+def with_plain_types(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with values in the place of categories and runs, what extension types are stored
+    as, and lists whose size is not part of their type.
+
+    Raises: DataError: a column has fields inside, whose names are nobody's business.
+    """
+    columns = {name: _plain(batch[name], name) for name in batch.schema.names}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _plain(column: Any, name: str) -> pa.Array:
+    kind, test = column.type, pa.types
+    if isinstance(column, pa.ExtensionArray):
+        return _plain(column.storage, name)
+    inside = kind
+    while test.is_nested(inside) and not (test.is_struct(inside) or test.is_union(inside)):
+        inside = pa.struct([]) if test.is_map(inside) else inside.value_type
+    if test.is_nested(inside):
+        raise DataError(f"column {name}: expected values, or lists of them, got fields inside it")
+    if test.is_dictionary(kind):
+        if test.is_string_view(kind.value_type):  # which Arrow cannot take by number
+            values = column.dictionary.cast(pa.large_string())
+            column = pa.DictionaryArray.from_arrays(column.indices, values)
+        return _plain(column.dictionary_decode(), name)
+    if test.is_run_end_encoded(kind):
+        return _plain(pc.run_end_decode(column), name)  # pyright: ignore
+    if test.is_fixed_size_list(kind) or test.is_list_view(kind):
+        return column.cast(pa.list_(kind.value_type))
+    if test.is_large_list_view(kind):
+        return column.cast(pa.large_list(kind.value_type))
+    return column
 
 
 def _is_utf16(file: Path) -> bool:

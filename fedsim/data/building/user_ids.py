@@ -28,6 +28,7 @@ LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]"  # two parts
 ROUNDED = r"^[+-]?[0-9](\.[0-9]+)?[eE]\+[0-9]+$"  # as programs write large floats
 # What two ids may differ in that looks alike: what one does not see, zeros in front or at the end.
 UNSEEN, ZEROS = r"[\s\x{200b}-\x{200f}\x{2060}\x{feff}]+", r"^0+([0-9])"
+MAIL = r"^(?:mailto:|.*<)([^<>]+@[^<>]+)>?$"  # "Ann" <ann@x.org>, without white space: ann@x.org
 ZEROS_AFTER = r"^([0-9]+\.[0-9]*?)0+$"
 
 TRIMMED, SHORTENED, WORDS = "user_ids_trimmed", "user_ids_without_fraction", "words_for_nobody"
@@ -118,6 +119,7 @@ def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
     people = pc.split_pattern(ids, SEPARATOR).flatten().unique()  # pyright: ignore
     key = _call("utf8_lower", _call("utf8_normalize", people, form="NFKC"))
     key = _call("replace_substring_regex", key, pattern=UNSEEN, replacement="")
+    key = _call("replace_substring_regex", key, pattern=MAIL, replacement=r"\1")
     key = _call("replace_substring_regex", key, pattern=ZEROS, replacement=r"\1")
     key = _call("replace_substring_regex", key, pattern=ZEROS_AFTER, replacement=r"\1")
     counts = key.value_counts()

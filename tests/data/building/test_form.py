@@ -117,7 +117,9 @@ def test_files_with_marks_of_their_byte_order_may_be_joined(tmp_path):
     assert built(tmp_path / "x.jsonl", tmp_path) == sorted(ROWS)
 
 
-@pytest.mark.parametrize("encoding", ["base64", "rot13", "undefined", "no such", "a\0b"])
+@pytest.mark.parametrize(
+    "encoding", ["base64", "rot13", "undefined", "no such", "a\0b", "punycode"]
+)
 def test_an_encoding_that_is_none_of_text_is_refused(encoding):
     with pytest.raises(DataError, match="expected an encoding of text that Python knows"):
         Form(encoding=encoding)
