@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import pyarrow as pa
+
 from fedsim.errors import DataError
 
 NONE, MINIMAL = "none", "minimal"
@@ -30,7 +32,7 @@ class Form:
             raise DataError(f"quoting={self.quoting}: expected {NONE} or {MINIMAL}")
         try:
             "".encode(self.encoding)
-            codecs.getincrementaldecoder(self.encoding)().decode(memoryview(b""))  # as Arrow does
+            codecs.getincrementaldecoder(self.encoding)().decode(pa.py_buffer(b""))  # as Arrow
         except (AttributeError, LookupError, TypeError, ValueError):  # punycode takes only bytes
             raise DataError(
                 f"encoding={self.encoding}: expected an encoding of text that Python knows, such "

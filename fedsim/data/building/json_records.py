@@ -91,13 +91,13 @@ def of_list(stream: TextIO) -> Iterator[Record]:
             except (DataError, RecursionError) as error:
                 raise ValueError(f"entry {number}: {error}") from None
             except ValueError as error:
-                more = stream.read(max(READ_CHARACTERS, len(text)))
+                if len(text) - at > MOST_CHARACTERS:
+                    most = f"expected JSON of at most {MOST_CHARACTERS:,} characters"
+                    raise ValueError(f"entry {number}: {most} ({error})") from None
+                more = stream.read(max(READ_CHARACTERS, len(text) - at))
                 if not more:
                     raise ValueError(f"entry {number}: {error}") from None
                 text, at = text[at:] + more, 0
-                if len(text) > 2 * MOST_CHARACTERS:
-                    most = f"expected JSON of at most {MOST_CHARACTERS:,} characters"
-                    raise ValueError(f"entry {number}: {most} ({error})") from None
         yield Record(end - at, number, _expect_object(row, f"entry {number}"))
         at = end
         following = next_character()
