@@ -45,8 +45,9 @@ def train(
     in a notebook) finishes the step and saves it: the same call with `resume=True` goes on.
     Args:
       algorithm: "els" samples and clips examples, "uls" samples and clips users.
-      data: a pandas DataFrame or chunks of one, a Hugging Face `Dataset`, an Arrow table, files (a path, a pattern,
-        or a list of Parquet files), a directory that `fedsim data build` made, hf:NAME or pydocs.
+      data: a pandas DataFrame or chunks of one, a Hugging Face `Dataset`, an Arrow table, files (a
+        path, a pattern, or a list of Parquet files), a directory that `fedsim data build` made,
+        hf:NAME or pydocs.
         With `task`: whose each of its rows is, [rows], or a dict of that for the splits train,
         eval_users, eval_examples and test.
       epsilon: the target; math.inf trains without noise, and is not private.
