@@ -14,6 +14,7 @@ from fedsim.data.building import csv_records, json_records
 from fedsim.data.building.build import build
 from fedsim.data.building.column_names import expected_of, is_usual
 from fedsim.data.building.readers import reason_of
+from fedsim.data.building.user_ids import look_alikes
 from fedsim.errors import DataError, printable
 
 CASES = Path(__file__).parents[4] / "shared" / "cases"
@@ -235,6 +236,12 @@ def test_lists_of_tokens_are_read_whatever_holds_them(kind, tmp_path):
     pq.write_table(pa.table({"user_id": ids, "text": ["x", "y", "z"]}), tmp_path / "y.parquet")
     data = build(tmp_path / "y.parquet", tmp_path / "shared", **ALL_IN_TRAIN)
     assert data.train.num_users == 3 and data.train.num_examples == 3
+
+
+def test_a_name_around_an_address_of_mail_looks_like_the_address():
+    ids = ['"Ann" <Ann@x.org>', "ann@x.org", "mailto:ann@x.org", "ben@x.org", "a <b> c"]
+    number, examples = look_alikes(pa.array(ids))
+    assert number == 3 and examples == ids[:2]
 
 
 @pytest.mark.parametrize("long_texts, share", [("cut", "60%"), ("split", None)])
