@@ -50,3 +50,10 @@ def expect_count(field: str, value: Any, least: int) -> None:
     """Raise ConfigError unless `value` is a whole number of at least `least`."""
     whole = hasattr(value, "__index__") and not isinstance(value, bool)
     expect(field, value, whole and value >= least, f"a whole number >= {least}")
+
+
+def printable(text: str) -> str:
+    """The text with characters that would change a terminal's state, instead of being shown,
+    escaped: names of files and what is in them may have some."""
+    shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape") for c in text)
+    return "".join(c if isinstance(c, str) else c.decode() for c in shown)

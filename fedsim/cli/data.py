@@ -117,6 +117,11 @@ class DataBuild:
     encoding: str | None = None
     """Encoding of CSV and JSON files, such as latin1. Default: utf-8."""
 
+    quoting: Literal["none", "minimal"] | None = None
+    """What quotation marks in CSV are: characters like others (none), or marks around what has
+    delimiters or line ends in it (minimal). Default: minimal, but a file that reads as well
+    without is refused."""
+
     split: str | None = None
     """Which split of an hf: or a saved data set is read. Default: train."""
 
@@ -232,7 +237,10 @@ class Data:
 def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
     """Statistics of every split; as a table unless JSON was asked for."""
     from fedsim.data.dataset import stats
+    from fedsim.run.terminal import Terminal
 
+    if cut_off := dataset.cut_off():
+        Terminal().note(f"warning: {cut_off}")
     splits = {name: stats(store) for name, store in dataset.splits().items()}
     counts = dataset.metadata.get("counts", {})
     if not as_json:

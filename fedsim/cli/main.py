@@ -22,7 +22,7 @@ from fedsim.cli.models import Export, Generate, Personalize, Pretrain
 from fedsim.cli.train import Evaluate, Train
 from fedsim.cli.trust import Audit, Budget, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, printable
 from fedsim.files import DISK_FULL, cache_dir
 from fedsim.run.signals import terminated
 from fedsim.run.terminal import Terminal
@@ -114,7 +114,7 @@ def _next_step(error: Exception, command: Any) -> str:
 
 
 def _fail(reason: Any, code: int) -> NoReturn:
-    print("fedsim: error:", " ".join(str(reason).split()), file=sys.stderr)
+    print("fedsim: error:", printable(" ".join(str(reason).split())), file=sys.stderr)
     sys.exit(code)
 
 

@@ -10,6 +10,7 @@ from fedsim.data.owners import Owners
 from fedsim.data.users import UserStore, read_metadata
 from fedsim.errors import DataError
 
+SAID_FROM = 0.01  # of the tokens of texts, where they are cut off
 SPLITS = ("train", "eval_users", "eval_examples", "test")
 
 
@@ -55,6 +56,18 @@ class Dataset:
         """The splits there are, by name; "train" first."""
         stores = {name: getattr(self, name) for name in SPLITS}
         return {name: store for name, store in stores.items() if store is not None}
+
+    def cut_off(self) -> str | None:
+        """What a person is told of tokens that long texts lost in the build; None: hardly any."""
+        counts, rules = (self.metadata.get(name, {}) for name in ("counts", "rules"))
+        cut, tokens = counts.get("tokens_cut", 0), counts.get("tokens_of_texts", 0)
+        if not tokens or cut < SAID_FROM * tokens:
+            return None
+        return (
+            f"{cut / tokens:.0%} of the tokens of all texts are cut off: {counts['long_texts']:,} "
+            f"of {counts['rows']:,} are longer than max_length={rules['max_length']}; a larger "
+            "--max-length keeps more, `fedsim data build --long-texts split` all"
+        )
 
 
 def stats(store: UserStore) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data.building import sources
+from fedsim.data.building import readers, sources
+from fedsim.data.building.column_names import expected_of
 from fedsim.data.building.columns import Columns, is_blank, is_list, is_string, normalise, plain
 from fedsim.errors import ConfigError, DataError
 from fedsim.files import cache_dir, is_own_directory
@@ -61,14 +62,41 @@ def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
             yield from table.to_batches()
         return
     if kind.startswith("pandas."):
-        yield from _of_frame(data, user, text).to_batches(ROWS)
+        for table in _of_pandas(data, user, text):
+            yield from table.to_batches(ROWS)
         return
     try:
         table = pa.table(data)
     except (pa.ArrowException, TypeError, ValueError) as error:
         expected = "a path, a DataFrame, a datasets.Dataset or an Arrow table"
-        raise DataError(f"data={kind}: expected {expected} ({error})") from None
+        found = readers.reason_of(error)
+        raise DataError(f"data={kind}: expected {expected} ({found})") from None
     yield from table.to_batches(ROWS)
+
+
+def _of_pandas(data: Any, user: str, text: str) -> Iterator[pa.Table]:
+    """The two columns of a DataFrame, or of each chunk that `read_csv(chunksize=...)` gives."""
+    name, first = type(data).__name__, None
+    if name == "DataFrame":
+        yield _of_frame(data, user, text)
+        return
+    if not (name.endswith("Reader") and hasattr(data, "__next__")):
+        hint = "; reset_index() makes one of a Series"
+        raise DataError(f"data=pandas {name}: expected a DataFrame, or chunks of one{hint}")
+    try:
+        for chunk in data:  # of each pandas guesses the types anew: 007 may be 7 in one of them
+            table = _of_frame(chunk, user, text)
+            kind = table.schema.field(user).type
+            first = first or kind
+            if kind != first:
+                found = f"{first} and {kind}; read them with dtype=str"
+                raise DataError(f"user={user}: expected one type in all chunks, got {found}")
+            yield table
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:  # which may show what is in the file
+        found = type(error).__name__
+        raise DataError(f"data=pandas {name}: expected chunks to read, got a {found}") from None
 
 
 def _of_frame(data: Any, user: str, text: str) -> pa.Table:
@@ -76,7 +104,7 @@ def _of_frame(data: Any, user: str, text: str) -> pa.Table:
     columns = {}
     names = list(map(str, data.columns))
     for field, name in (("user", user), ("text", text)):
-        _expect_column(field, name, names)
+        _expect_column(field, name, names, (user, text))
         if names.count(name) > 1:
             raise DataError(f"{field}={name}: expected one column of that name")
         values = data.iloc[:, names.index(name)]
@@ -95,9 +123,9 @@ def _whole_as_text(owner: Any) -> Any:
     return str(owner) if whole else owner
 
 
-def _expect_column(field: str, name: str, have: list[str]) -> None:
+def _expect_column(field: str, name: str, have: list[str], wanted: tuple[str, str]) -> None:
     if name not in have:
-        raise DataError(f"{field}={name}: no such column, expected one of {', '.join(have)}")
+        raise DataError(f"{field}={name}: {expected_of(have, wanted)}")
 
 
 def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
@@ -122,7 +150,8 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
     try:
         for batch in batches:
             for field, name in (("user", user), ("text", text)):
-                _expect_column(field, name, batch.schema.names)
+                _expect_column(field, name, batch.schema.names, (user, text))
+            batch = readers.with_plain_types(batch)
             ids = normalise(batch, columns, rows)["user_id"]
             unowned = np.flatnonzero(is_blank(ids))
             if len(unowned):
@@ -135,7 +164,8 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
                 writer = pq.ParquetWriter(path, table.schema)
             writer.write_table(table.cast(writer.schema))
     except pa.ArrowException as error:
-        raise DataError(f"data: expected rows with the same types ({error})") from None
+        found = readers.reason_of(error)
+        raise DataError(f"data: expected rows with the same types ({found})") from None
     finally:
         if writer is not None:
             writer.close()

@@ -45,8 +45,9 @@ def train(
     in a notebook) finishes the step and saves it: the same call with `resume=True` goes on.
     Args:
       algorithm: "els" samples and clips examples, "uls" samples and clips users.
-      data: a pandas DataFrame, a Hugging Face `Dataset`, an Arrow table, files (a path, a pattern,
-        or a list of Parquet files), a directory that `fedsim data build` made, hf:NAME or pydocs.
+      data: a pandas DataFrame or chunks of one, a Hugging Face `Dataset`, an Arrow table, files (a
+        path, a pattern, or a list of Parquet files), a directory that `fedsim data build` made,
+        hf:NAME or pydocs.
         With `task`: whose each of its rows is, [rows], or a dict of that for the splits train,
         eval_users, eval_examples and test.
       epsilon: the target; math.inf trains without noise, and is not private.
@@ -68,6 +69,8 @@ def train(
     given = {"epsilon": epsilon, "num_steps": num_steps, **settings}
     if run_dir is None:
         run_dir = Path("runs") / f"{algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Columns of a DataFrame without names are numbered.
+    user, text = (str(n) if type(n) is int else n for n in (user, text))
     source = None
     if task is not None:
         source = OwnTask(task, data, settings.get("normalise_ids"))

@@ -6,7 +6,7 @@ from typing import Any
 
 from fedsim.accounting.rounding import at_most
 from fedsim.config import settings_of
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, printable
 from fedsim.files import read_json
 from fedsim.run import directory, ledger, metrics
 from fedsim.run.console import spent
@@ -74,8 +74,9 @@ def _status(run_dir: Path, ended: bool) -> str:
 
 
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
-    """The rows as a table of plain text; a star where epsilon is no guarantee."""
-    table = [COLUMNS, *(tuple(_cells(row)) for row in rows)]
+    """The rows as a table of plain text; a star where epsilon is no guarantee.
+    Control characters in names are escaped."""
+    table = [COLUMNS, *(tuple(map(printable, _cells(row))) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 from rich.console import Console as RichConsole
 
+from fedsim.errors import printable
+
 REFRESH_S = 0.5  # of a line that is written over
 LINES_S = (3.0, 10.0, 30.0)  # in a log: a line after each of these, and then every thirty seconds
 
@@ -48,7 +50,8 @@ class Terminal:
 
     def note(self, text: str, *, indent: int = 0) -> None:
         """One line; on a terminal as many as it takes, the others `indent` columns from the left.
-        What has no spaces stays whole."""
+        What has no spaces stays whole; control characters are escaped."""
+        text = printable(text)
         if self._out.is_terminal:
             text = textwrap.fill(
                 text,

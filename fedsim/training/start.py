@@ -114,6 +114,7 @@ def train(
                 asked = (opened, algorithm, method, applicant, completed, *facts)
                 completed, plan = _new_plan(*asked, **known)
             doubtful = doubts(plan, opened.data, default_delta=privacy.delta is None)
+            doubtful += filter(None, [opened.data.cut_off()])
             if not (plan.guarantee or uncounted):
                 doubtful.append(NOTHING_PROMISED.format(applicant.place))
         if not hidden:

@@ -157,6 +157,8 @@ def _started(run: RunConfig, console: Console, *, working: bool = True) -> Itera
     """A run before its first step. Args: working: with workers."""
     model = find_model(run.model.source, console)
     data = load_data(run.data, model, console.note)
+    if cut_off := data.cut_off():
+        console.note(f"warning: {cut_off}")
     engine.remember_programs()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
     task, params = make_task(run, model, data, fresh)

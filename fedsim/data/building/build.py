@@ -120,6 +120,7 @@ def build(
     screen: Screen | None = None,
     delimiter: str | None = None,
     encoding: str = "utf-8",
+    quoting: str | None = None,
     split: str | None = None,
     revision: str | None = None,
     num_workers: int | None = None,
@@ -154,7 +155,7 @@ def build(
       test_from: rows whose order column is at least this become the split "test".
       unowned: "refuse" rows without a user, or "drop" and count them.
       screen: rows to leave out first: near duplicates of other sources, URLs.
-      delimiter, encoding: how CSV and JSON files are written; see `Form`.
+      delimiter, encoding, quoting: how CSV and JSON files are written; see `Form`.
       split, revision: of hf: and saved data sets. Default: train, the newest.
       num_workers: processes; default: one per CPU. Does not change the result.
       progress: is told in a line, every few seconds and at the end of a stage, how far it is.
@@ -180,7 +181,7 @@ def build(
         long_texts,
         screen or Screen(),
         unowned,
-        Form(delimiter, encoding),
+        Form(delimiter, encoding, quoting),
     )
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     try:
@@ -269,6 +270,8 @@ class _Build:
             "rows_without_user_dropped": sum(record["unowned"] for record in records),
             "empty_texts_dropped": sum(record["empty"] for record in records),
             "long_texts": sum(record["long"] for record in records),
+            "tokens_of_texts": sum(record["tokens"] for record in records),
+            "tokens_cut": sum(record["tokens_cut"] for record in records),
             **dropped(group, counts, options.holdout),
         }
         if options.holdout.test_from is not None:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedsim.data.building.column_names import expected_of
 from fedsim.data.building.domains import registrable_domain
 from fedsim.data.building.orders import KEYS, check_format, keys_of
 from fedsim.data.building.user_ids import Rows, as_ids, count_lists, steps_of
@@ -133,11 +134,6 @@ class Columns:
             return f"owners={','.join(self.owners)}"
         return f"url_column={self.url}" if self.url else f"user_column={','.join(self.user)}"
 
-    def _expected(self, found: Sequence[str]) -> str:
-        separated = len(found) == 1 and next((s for s in ";\t|" if s in found[0]), "")
-        hint = f"; columns are separated by {separated!r}: `fedsim data build --delimiter`"
-        return f"no such column, expected one of {', '.join(found)}{hint if separated else ''}"
-
     def check(self, found: Sequence[str]) -> None:
         """Raises: DataError: a column is not among those `found`, or is there twice."""
         for name in self.names:
@@ -149,10 +145,10 @@ class Columns:
         for field, names in named.items():
             for name in names:
                 if name is not None and name not in found:
-                    raise MissingColumn(f"{field}_column={name}: {self._expected(found)}")
+                    raise MissingColumn(f"{field}_column={name}: {expected_of(found, self.names)}")
         for name in self.owners:
             if name not in found:
-                raise MissingColumn(f"owners={name}: {self._expected(found)}")
+                raise MissingColumn(f"owners={name}: {expected_of(found, self.names)}")
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import pyarrow as pa
+
 from fedsim.errors import DataError
+
+NONE, MINIMAL = "none", "minimal"
 
 
 @dataclass(frozen=True)
@@ -16,14 +20,20 @@ class Form:
     delimiter: str | None = None
     """What stands between columns. None: a comma, or a tab in a file named .tsv."""
     encoding: str = "utf-8"
+    quoting: str | None = None
+    """What quotation marks in CSV are. "none": characters like others. "minimal": they stand around
+    what has delimiters or line ends in it. None: the same, unless a file reads as well without."""
 
     def __post_init__(self):
         one = self.delimiter is None or len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
         if not one:
             raise DataError(f"delimiter={self.delimiter}: expected one character, such as ; or |")
+        if self.quoting not in (None, NONE, MINIMAL):
+            raise DataError(f"quoting={self.quoting}: expected {NONE} or {MINIMAL}")
         try:
             "".encode(self.encoding)
-        except (LookupError, ValueError):
+            codecs.getincrementaldecoder(self.encoding)().decode(pa.py_buffer(b""))  # as Arrow
+        except (AttributeError, LookupError, TypeError, ValueError):  # punycode takes only bytes
             raise DataError(
                 f"encoding={self.encoding}: expected an encoding of text that Python knows, such "
                 "as latin1"
@@ -38,12 +48,13 @@ class Form:
     @property
     def decoder(self) -> str:
         """The encoding, in which a file may begin with a mark of its byte order."""
-        return "utf-8-sig" if codecs.lookup(self.encoding).name == "utf-8" else self.encoding
+        utf8 = codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
+        return "utf-8-sig" if utf8 else self.encoding
 
     @property
     def has_lines(self) -> bool:
         """Whether the bytes of a line end mean one everywhere, so that a file can be cut there."""
-        return "\n{}".encode(self.encoding) == b"\n{}"
+        return self.decoder == "utf-8-sig" or "\n{}".encode(self.encoding) == b"\n{}"
 
     def opened(self, file: Path, *, errors: str = "strict") -> TextIO:
         """The characters of a file, line ends as they are."""

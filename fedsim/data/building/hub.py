@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from fedsim.data.building.columns import Columns, is_string, paths
 from fedsim.data.building.processes import Pool
+from fedsim.data.building.readers import reason_of
 from fedsim.data.building.sources import identify
 from fedsim.data.network import may_pass
 from fedsim.errors import DataError, Interrupted
@@ -96,7 +97,8 @@ class HubSource:
 
     def failure(self, error: Exception) -> DataError:
         """What went wrong, in one line; Interrupted if it is the network that did."""
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        said = reason_of(error) if isinstance(error, pa.ArrowException) else str(error)
+        reason = " ".join(said.split())[:300] or type(error).__name__
         kind, expected = DataError, "a data set that can be streamed"
         if may_pass(error):
             kind, expected = Interrupted, "to reach the Hugging Face Hub"

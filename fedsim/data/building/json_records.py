@@ -1,44 +1,79 @@
 """Objects of JSON files, one a line or all in one list, and columns of what they hold.
 
-Read through json itself: Arrow's reader would take some texts for dates.
+Read through json itself: Arrow's reader would take some texts for dates. No message shows what a
+file holds: it is a user's.
 """
 
 import json
+import re
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import pyarrow as pa
 
+from fedsim.data.building.column_names import is_usual
+from fedsim.errors import DataError
+
 READ_CHARACTERS = 2**20  # of a list, at a time
+MOST_CHARACTERS = 2**26  # of an object: a file of a few hundred kB may unpack to one of many GB
+NOT_SPACE = re.compile(r"\S")
+KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+KINDS |= {int: "a number", float: "a number", type(None): "null"}
+SCRIPT = re.compile(r"[\w.$ ]{1,100}=\s*[\[{]")
+HALF = re.compile("[\ud800-\udfff]")
+HALVED = r"expected whole characters, got half of a surrogate pair such as \ud83d"
+TELEGRAM = "exports of Telegram hold texts as lists of pieces, whose `text` is to be joined first"
 
-Objects = Iterator[tuple[int, dict[str, Any]]]
+
+class Record(NamedTuple):
+    """An object of a file."""
+
+    size: int
+    """Characters or bytes."""
+    number: int
+    """Of the line or the entry of the list that it is, from 1."""
+    fields: dict[str, Any]
 
 
-def of_lines(lines: Iterator[bytes], before: int, encoding: str) -> Objects:
-    """(size, object) of each line that is not blank. Raises: ValueError: naming the line."""
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of these keys. Raises: DataError: one is there twice, so that it is not certain
+    whose text it is, or which."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise DataError("expected every key of an object once, got one twice")
+    return found
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_once)
+
+
+def of_lines(lines: Iterator[bytes], before: int, encoding: str) -> Iterator[Record]:
+    """The object of each line that is not blank. Raises: ValueError: naming the line."""
     for number, line in enumerate(lines, before + 1):
         if line.isspace():
             continue
         try:
-            row = json.loads(line.decode(encoding))
+            if len(line) > MOST_CHARACTERS:
+                raise ValueError(f"expected a line of at most {MOST_CHARACTERS:,} bytes")
+            row = _decoder.decode(line.decode(encoding))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number}: {error}") from None
-        yield len(line), _expect_object(row, f"line {number}")
+        yield Record(len(line), number, _expect_object(row, f"line {number}"))
 
 
-def of_list(stream: TextIO) -> Objects:
-    """(size, object) of each entry of the list that a file is; it is never in memory as a whole.
+def of_list(stream: TextIO) -> Iterator[Record]:
+    """Each entry of the list that a file is; it is never in memory as a whole.
 
     Raises: ValueError: naming the entry.
     """
-    decoder, text, at, number = json.JSONDecoder(), "", 0, 0
+    text, at, number = "", 0, 0
 
     def next_character() -> str:
         """The next one that is not white space, now at `at`; empty at the end of the file."""
         nonlocal text, at
         while True:
-            at = next((i for i in range(at, len(text)) if not text[i].isspace()), len(text))
-            if at < len(text):
+            if found := NOT_SPACE.search(text, at):
+                at = found.start()
                 return text[at]
             text, at = stream.read(READ_CHARACTERS), 0
             if not text:
@@ -51,16 +86,19 @@ def of_list(stream: TextIO) -> Objects:
         number += 1
         while True:
             try:
-                row, end = decoder.raw_decode(text, at)
+                row, end = _decoder.raw_decode(text, at)
                 break
-            except RecursionError as error:
+            except (DataError, RecursionError) as error:
                 raise ValueError(f"entry {number}: {error}") from None
             except ValueError as error:
-                more = stream.read(max(READ_CHARACTERS, len(text)))
+                if len(text) - at > MOST_CHARACTERS:
+                    most = f"expected JSON of at most {MOST_CHARACTERS:,} characters"
+                    raise ValueError(f"entry {number}: {most} ({error})") from None
+                more = stream.read(max(READ_CHARACTERS, len(text) - at))
                 if not more:
                     raise ValueError(f"entry {number}: {error}") from None
                 text, at = text[at:] + more, 0
-        yield end - at, _expect_object(row, f"entry {number}")
+        yield Record(end - at, number, _expect_object(row, f"entry {number}"))
         at = end
         following = next_character()
         if following == ",":
@@ -70,6 +108,49 @@ def of_list(stream: TextIO) -> Objects:
     at += 1
     if next_character():
         raise ValueError("expected nothing after the list")
+
+
+def other_form(text: str, wanted: list[str]) -> str | None:
+    """What a file is that begins with this text, where it is neither a list of objects nor has one
+    object a line, in which `wanted` are, and how it becomes one; None where that is not certain."""
+    if SCRIPT.match(text):
+        return "a script, as in an archive of Twitter: leave out what stands before its first ["
+    try:
+        first, end = _decoder.raw_decode(text)
+    except (ValueError, RecursionError):
+        first, end = None, len(text)  # something else, or it goes on
+    over_lines = "\n" in text[:end]
+    if isinstance(first, dict) and not over_lines and not {*wanted}.isdisjoint(names(first)):
+        return None
+    key = _list_inside(text) if over_lines or first is not None else None
+    if key is not None:
+        hint = f": jq -c '.{key}[]' makes lines of it" if key.isalpha() and is_usual(key) else ""
+        return f"one object around a list of objects, as in an export of Telegram{hint}"
+    return (
+        "objects over several lines: jq -c . makes lines of them" if over_lines and first else None
+    )
+
+
+def _list_inside(text: str) -> str | None:
+    """The key of the first list of objects in the object that a text begins with, if any."""
+    at = 1 if text.startswith("{") else len(text)
+    try:
+        while at < len(text):
+            key, at = _decoder.raw_decode(text, _next(text, at))
+            at = _next(text, _next(text, at) + 1)  # beyond the colon
+            if text[at] == "[" and text[_next(text, at + 1)] == "{":
+                return key if isinstance(key, str) else None
+            _, at = _decoder.raw_decode(text, at)
+            at = _next(text, at) + 1  # beyond the comma
+    except (ValueError, IndexError, RecursionError):
+        pass  # it is cut off here
+    return None
+
+
+def _next(text: str, at: int) -> int:
+    """Where the next character is that is not white space."""
+    found = NOT_SPACE.search(text, at)
+    return found.start() if found else len(text)
 
 
 def _expect_object(row: Any, where: str) -> dict[str, Any]:
@@ -94,20 +175,73 @@ def value(record: dict[str, Any], name: str) -> Any:
     return value(record[outer], inner) if isinstance(record.get(outer), dict) else None
 
 
-def column(values: list[Any], name: str, first_row: int) -> pa.Array:
+def column(
+    values: list[Any], name: str, where: tuple[str, list[int]], is_text: bool = False
+) -> pa.Array:
     """Numbers and strings mixed in one column become strings; beside lists, others
-    become lists of one. Raises: ValueError: naming the row."""
+    become lists of one. In texts, half of a surrogate pair becomes U+FFFD.
+
+    Args: where: "line" or "entry", and its number for each value. is_text: it holds no ids.
+    Raises: ValueError: values of several kinds, or of one that makes no column, naming the first.
+    """
     kinds = {type(value) for value in values} - {type(None)}
+    refused = None
+    if dict in kinds or list in kinds:
+        refused = next((i for i, value in enumerate(values) if _has_no_place(value, is_text)), None)
     if list in kinds and kinds <= {int, str, list}:
         values = [[v] if isinstance(v, int | str) else v for v in values]
         kinds = {list}
     if str in kinds and kinds <= {int, float, str}:
         values = [None if value is None else str(value) for value in values]
-    try:
-        return pa.array(values)
-    except (pa.ArrowException, UnicodeEncodeError, OverflowError) as error:
+        kinds = {str}
+    if refused is None:
+        try:
+            return pa.array(values)
+        except (pa.ArrowException, UnicodeEncodeError, OverflowError):
+            if is_text and kinds == {str}:
+                return pa.array([v if v is None else HALF.sub("\ufffd", v) for v in values])
+            refused = _first_refused(values, kinds)
+    word, numbers = where
+    reason = _reason(values[refused], kinds, is_text)
+    raise ValueError(f"{word} {numbers[refused]}, {name}: {reason}")
+
+
+def _has_no_place(value: Any, is_text: bool) -> bool:
+    """Whether a value is an object, or a list of what makes no ids or tokens, by its first."""
+    if isinstance(value, list):
+        value = next((each for each in value if each is not None), None)
+        return isinstance(value, dict | list) or is_text and isinstance(value, str)
+    return isinstance(value, dict)
+
+
+def _first_refused(values: list[Any], kinds: set[type]) -> int:
+    """The row of the rarest kind, or the first that makes no column with those before it."""
+    if len({KINDS[kind] for kind in kinds}) > 1:
         rare = min(kinds, key=lambda kind: sum(type(value) is kind for value in values))
-        row = next(i for i, value in enumerate(values) if type(value) is rare)
-        raise ValueError(
-            f"line {first_row + row + 1}, {name}: {' '.join(str(error).split())}"
-        ) from None
+        return next(i for i, value in enumerate(values) if type(value) is rare)
+    low, high = 0, len(values)  # so many make one, so many do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            pa.array(values[:middle])
+            low = middle
+        except (pa.ArrowException, UnicodeEncodeError, OverflowError):
+            high = middle
+    return low
+
+
+def _reason(value: Any, kinds: set[type], is_text: bool) -> str:
+    """Why a value makes no column, without the value."""
+    said = KINDS[type(value)]
+    if isinstance(value, list):
+        inside = {KINDS[type(each)] for each in value}
+        if any(isinstance(each, str) and HALF.search(each) for each in value):
+            return HALVED
+        expected = "whole numbers, which are tokens," if is_text else "texts or whole numbers"
+        hint = f" ({TELEGRAM})" if is_text and inside & {KINDS[dict], KINDS[str]} else ""
+        return f"expected {expected} in a list, got {' and '.join(sorted(inside))}{hint}"
+    if isinstance(value, str) and HALF.search(value):
+        return HALVED
+    if isinstance(value, int | float) and {KINDS[kind] for kind in kinds} == {said}:
+        return "expected a number below 2^63, and below 2^53 beside fractions"
+    return f"expected {'a text' if is_text else 'a text or a number'} as in other rows, got {said}"

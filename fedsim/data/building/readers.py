@@ -6,6 +6,7 @@ come in the order of the file as checked batches; complaints name the file, the 
 
 import contextlib
 import gzip
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from fedsim.data.building import csv_records, json_records
 from fedsim.data.building.columns import Columns, normalise, paths, pick
-from fedsim.data.building.form import Form
-from fedsim.errors import DataError
+from fedsim.data.building.form import NONE, Form
+from fedsim.errors import DataError, printable
 from fedsim.files import TOO_MANY_FILES
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
@@ -71,11 +73,11 @@ def cut(file: Path, columns: Columns, split: str | None = None, form: Form = UTF
             bounds = [*range(0, len(table), PART_ROWS), len(table)]
             spans = zip(bounds[:-1], bounds[1:], strict=True)
             return [Part(file, low, high, low, split) for low, high in spans]
+        if form.decoder == UTF8.decoder and _is_utf16(file):
+            raise ValueError(f"it is UTF-16{OTHER.replace('latin1', 'utf-16')}")
         if whole.kind in ("csv", "tsv"):
-            if form.encoding == UTF8.encoding and _is_utf16(file):
-                raise ValueError(f"it is UTF-16{OTHER.replace('latin1', 'utf-16')}")
             csv_records.check(file, form)
-        if whole.kind == "jsonl" and file.suffix != ".gz":
+        if whole.kind == "jsonl" and file.suffix != ".gz" and form.has_lines:
             return _cut_lines(file, form)
     return [whole]
 
@@ -108,7 +110,7 @@ def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     with complaints(part):
         for first_row, batch in readers[part.kind](part, columns):
             for start, piece in _small(batch):
-                yield first_row + start, piece
+                yield first_row + start, with_plain_types(piece)
 
 
 class complaints:
@@ -122,23 +124,65 @@ class complaints:
 
     def __exit__(self, kind, error, trace) -> None:
         if isinstance(error, DataError):
-            raise type(error)(f"{error} (in {self.part.file})") from None
+            raise type(error)(printable(f"{error} (in {self.part.file})")) from None
         if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
             return  # nothing is wrong with this one
         expected = (pa.ArrowException, OSError, EOFError, ValueError, OverflowError)
         expected += (zlib.error, RecursionError)
         if isinstance(error, expected):
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if "utf8" in reason.lower().replace("-", ""):
+            reason = reason_of(error)
+            if isinstance(error, UnicodeError) or "utf8" in reason.lower().replace("-", ""):
                 reason += OTHER
-            raise DataError(
-                f"data={self.part.file}: expected a readable {self.part.kind} file ({reason})"
-            ) from error
+            what = f"data={self.part.file}: expected a readable {self.part.kind} file ({reason})"
+            raise DataError(printable(what)) from None
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of what a library says, without what it quotes of the data."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, pa.ArrowException):
+        reason = re.sub(r"'.*'|\".*\"|(?<=columns, got )(\d+).*", r"\1...", reason)
+        reason = re.sub(r"(?<=Could not convert ).* (?=with type)", "a value ", reason)
+    return reason
+
+
+def with_plain_types(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with values in the place of categories and runs, what extension types are stored
+    as, and lists whose size is not part of their type.
+
+    Raises: DataError: a column has fields inside, whose names are nobody's business.
+    """
+    columns = {name: _plain(batch[name], name) for name in batch.schema.names}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _plain(column: Any, name: str) -> pa.Array:
+    kind, test = column.type, pa.types
+    if isinstance(column, pa.ExtensionArray):
+        return _plain(column.storage, name)
+    inside = kind
+    while test.is_nested(inside) and not (test.is_struct(inside) or test.is_union(inside)):
+        inside = pa.struct([]) if test.is_map(inside) else inside.value_type
+    if test.is_nested(inside):
+        raise DataError(f"column {name}: expected values, or lists of them, got fields inside it")
+    if test.is_dictionary(kind):
+        if test.is_string_view(kind.value_type):  # which Arrow cannot take by number
+            values = column.dictionary.cast(pa.large_string())
+            column = pa.DictionaryArray.from_arrays(column.indices, values)
+        return _plain(column.dictionary_decode(), name)
+    if test.is_run_end_encoded(kind):
+        return _plain(pc.run_end_decode(column), name)  # pyright: ignore
+    if test.is_fixed_size_list(kind) or test.is_list_view(kind):
+        return column.cast(pa.list_(kind.value_type))
+    if test.is_large_list_view(kind):
+        return column.cast(pa.large_list(kind.value_type))
+    return column
 
 
 def _is_utf16(file: Path) -> bool:
     """Whether a file begins with a byte order mark of UTF-16, as tables exported as Unicode do."""
-    with contextlib.suppress(OSError), open(file, "rb") as opened:
+    opener = gzip.open if file.suffix == ".gz" else open
+    with contextlib.suppress(OSError, EOFError, zlib.error), opener(file, "rb") as opened:
         return opened.read(2) in (b"\xff\xfe", b"\xfe\xff")
     return False
 
@@ -204,7 +248,10 @@ def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBa
 def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     """All is read as it is written: 007 is not 7."""
     between = part.form.between(part.file)
-    parse_options = pa_csv.ParseOptions(delimiter=between, newlines_in_values=True)
+    marks = part.form.quoting != NONE
+    parse_options = pa_csv.ParseOptions(
+        delimiter=between, quote_char=marks and csv_records.MARK, newlines_in_values=marks
+    )
     done = 0
     for block_size in CSV_BLOCKS:  # a row longer than a block needs a larger one
         read_options = pa_csv.ReadOptions(block_size=block_size, encoding=part.form.encoding)
@@ -255,58 +302,71 @@ def _blocks(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 def _read_jsonl(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     """One object a line."""
-    if not part.form.has_lines:
-        raise DataError(f"encoding={part.form.encoding}: expected one that has ASCII in it")
-    opener = gzip.open if part.file.suffix == ".gz" else open
-    with opener(part.file, "rb") as stream:
+    encoding = part.form.decoder
+    if part.form.has_lines:
+        opener = gzip.open if part.file.suffix == ".gz" else open
+        stream: Any = opener(part.file, "rb")
+    else:
+        stream, encoding = part.form.opened(part.file), "utf-8"
+    with stream:
         stream.seek(part.start)
-        lines = _lines(stream, part)
-        records = json_records.of_lines(lines, part.first_row, part.form.decoder)
-        yield from _batches(records, columns, part.first_row, checked=part.start > 0)
+        records = json_records.of_lines(_lines(stream, part), part.first_row, encoding)
+        yield from _batches(records, columns, part.first_row, "line", checked=part.start > 0)
 
 
 def _read_json(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     """One list of objects, or one object a line."""
     with part.form.opened(part.file) as stream:
-        first = next((c for c in iter(lambda: stream.read(1), "") if not c.isspace()), "")
-        if first == "[":
+        begins = ""
+        while not begins and (text := stream.read(json_records.READ_CHARACTERS)):
+            begins = text.lstrip()
+        if begins.startswith("["):
             stream.seek(0)
-            yield from _batches(json_records.of_list(stream), columns, 0)
+            yield from _batches(json_records.of_list(stream), columns, 0, "entry")
             return
+    if hint := json_records.other_form(begins, columns.names):
+        raise ValueError(f"expected a list of objects, or one object a line, got {hint}")
     yield from _read_jsonl(part, columns)
 
 
 def _batches(
-    records: json_records.Objects, columns: Columns, row: int, *, checked: bool = False
+    records: Iterator[json_records.Record],
+    columns: Columns,
+    row: int,
+    word: str,
+    *,
+    checked: bool = False,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Args: word: what a record is of its file, line or entry."""
+    texts = set(columns.text) - {*columns.owner, columns.order, columns.conversation, columns.turn}
     while rows := _some(records):
         if not checked:
-            found = dict.fromkeys(name for record in rows for name in json_records.names(record))
+            found = dict.fromkeys(name for each in rows for name in json_records.names(each.fields))
             columns.check(list(found))
             checked = True
-        values = {name: [json_records.value(each, name) for each in rows] for name in columns.names}
-        yield (
-            row,
-            pa.RecordBatch.from_pydict(
-                {name: json_records.column(each, name, row) for name, each in values.items()}
-            ),
-        )
+        where = word, [each.number for each in rows]
+        arrays = {}
+        for name in columns.names:
+            values = [json_records.value(each.fields, name) for each in rows]
+            arrays[name] = json_records.column(values, name, where, name in texts)
+        yield row, pa.RecordBatch.from_pydict(arrays)
         row += len(rows)
 
 
-def _some(records: Iterator[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+def _some(records: Iterator[json_records.Record]) -> list[json_records.Record]:
     """The next records, until they are many or large."""
     rows, size = [], 0
-    for length, record in records:
+    for record in records:
         rows.append(record)
-        size += length
+        size += record.size
         if size >= READ_BYTES or len(rows) == READ_ROWS:
             break
     return rows
 
 
 def _lines(stream: Any, part: Part) -> Iterator[bytes]:
+    """The lines of a part; of one that is too long the beginning, which is too long, too."""
     left = -1 if part.end is None else part.end - part.start
-    while left and (line := stream.readline()):
+    while left and (line := stream.readline(json_records.MOST_CHARACTERS + 1)):
         left -= len(line) if left > 0 else 0
-        yield line
+        yield line if isinstance(line, bytes) else line.encode("utf-8", "surrogatepass")

@@ -31,7 +31,8 @@ from fedsim.errors import DataError
 from fedsim.files import write_json
 
 RUN_ROWS, RUN_TOKENS = 2**20, 2**24  # a run is closed when it has as many
-FOUND = ("unowned", "empty", "long", "no_order")  # what is counted of texts
+# What is counted of texts, and of their tokens.
+FOUND = ("unowned", "empty", "long", "no_order", "tokens", "tokens_cut")
 BUNDLE_BYTES, MOST_BUNDLES = 4 * 2**20, 4096  # of a bundle, about, and of a build where it can
 
 
@@ -109,8 +110,10 @@ class _Run:
     def is_full(self) -> bool:
         return self._rows >= RUN_ROWS or self._tokens >= RUN_TOKENS
 
-    def add(self, batch: pa.RecordBatch, first_row: int, file: Path) -> tuple[int, int, int, int]:
-        """Tokenises a batch. Returns how many rows had no user, no text, a long text, no order."""
+    def add(self, batch: pa.RecordBatch, first_row: int, file: Path) -> tuple[int, ...]:
+        """Tokenises a batch. Returns how many rows had no user, no text, a long text, no order; how
+        many tokens texts have, and how many of them are cut off (of huge texts those that are read,
+        see `Tokenizer.encode`)."""
         encoding = self._encoding
         unowned = is_blank(batch["user_id"])
         blank = unowned | is_blank(batch["text"])
@@ -146,8 +149,11 @@ class _Run:
         self._values.append(found.values)
         self._rows += len(found.lengths)
         self._tokens += len(found.values)
-        long = int((lengths >= encoding.max_length).sum())
-        return int(unowned.sum()), int((blank & ~unowned).sum()), long, no_order
+        long, tokens = int((lengths >= encoding.max_length).sum()), int(lengths.sum())
+        cut = np.maximum(lengths - (encoding.max_length - 1), 0)
+        num_cut = int(cut.sum()) if encoding.long_texts == "cut" else 0
+        unread = int(unowned.sum()), int((blank & ~unowned).sum())
+        return *unread, long, no_order, tokens, num_cut
 
     def write(self, name: str, names: list[str]) -> None:
         """Sorts and writes what there is and adds `name` to `names`."""

@@ -46,7 +46,7 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     Each is there once, whatever paths lead to it.
     A directory stands for the files in it that can be read; one that `datasets.save_to_disk` wrote
     counts as one file.
-    Raises: DataError: nothing is there, or a file's extension is unknown.
+    Raises: DataError: nothing is there, a file's extension is unknown, or it is there packed, too.
     """
     sources = [sources] if isinstance(sources, str | Path) else sources
     files: dict[Path, Path] = {}
@@ -68,18 +68,27 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     for file in files.values():
         if not is_saved(file) and not file.name.endswith(SUFFIXES):
             remedy = "rename one with tabs between its columns to .tsv, one with commas to .csv"
+            if file.suffix == ".js":
+                remedy = "one of an archive of Twitter is .json without what stands before its ["
             kinds = ", ".join(SUFFIXES)
             raise DataError(f"data={file}: expected a file ending in {kinds}; {remedy}")
+    for file in files.values():  # rows that are there twice count for their user twice
+        if file.suffix == ".gz" and file.with_suffix("").resolve() in files:
+            raise DataError(
+                f"data={file}: expected it or {file.stem}, got both; rename one of them"
+            )
     if not files:
         raise DataError("data=[]: expected at least one file")
     return list(files.values())
 
 
 def files_in(directory: Path) -> list[Path]:
-    """The files in a directory that can be read, by name; none in JSON, in which also settings are
-    kept, those of a built data set among them."""
+    """The files in a directory that can be read, by name; none that is hidden, as those that macOS
+    puts beside others, nor in JSON, in which also settings are kept, those of a built data set
+    among them."""
     kinds = tuple(kind for kind in SUFFIXES if not kind.startswith(".json.") and kind != ".json")
-    return sorted(p for p in directory.iterdir() if p.is_file() and p.name.endswith(kinds))
+    found = (p for p in directory.iterdir() if p.is_file() and p.name.endswith(kinds))
+    return sorted(path for path in found if not path.name.startswith("."))
 
 
 def is_saved(path: Path) -> bool:

@@ -41,6 +41,7 @@ MARKS = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u2800\u3164\ufe00-\ufe0f\uffa0"
     "\ufff0-\ufff8\U000e0000-\U000e0fff]"
 )
+MAIL = r"^(?:mailto:|.*<)([^<>]+@[^<>]+)>?$"  # "Ann" <ann@x.org>, without white space: ann@x.org
 PLAIN = "^[!-~]*$"  # of which only capitals are folded
 
 STEPS = ("strip-marks", "nfkc", "casefold")
@@ -192,6 +193,7 @@ def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
     key = _folded(people, STEPS)
     for pattern, instead in (
         (r"[\s\pZ]+", ""),
+        (MAIL, r"\1"),
         (ZEROS, r"\1"),
         (COMMA, r"\1.\2"),
         (ZEROS_AFTER, r"\1"),

@@ -71,7 +71,7 @@ def test_a_table_in_utf16_is_known_by_its_mark(rows, tmp_path):
 
 
 def of_list(text):
-    return [record for _, record in json_records.of_list(io.StringIO(text))]
+    return [record.fields for record in json_records.of_list(io.StringIO(text))]
 
 
 @pytest.mark.parametrize("characters", [1, 7, 2**20])
@@ -96,13 +96,30 @@ def test_json_is_one_list_or_a_line_each(as_list, encoding, tmp_path):
     assert built(tmp_path / "x.json", tmp_path, encoding=encoding) == sorted(ROWS)
 
 
-def test_lines_in_an_encoding_whose_line_ends_differ_are_refused(tmp_path):
-    (tmp_path / "x.jsonl").write_bytes('{"user_id": "a", "text": "b"}\n'.encode("utf-16"))
-    with pytest.raises(DataError, match="encoding=utf-16: expected one that has ASCII in it"):
-        built(tmp_path / "x.jsonl", tmp_path, encoding="utf-16")
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.json"])
+def test_lines_of_json_are_read_in_any_encoding(name, encoding, tmp_path):
+    rows = [{"user_id": user, "text": text} for user, text in ROWS]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    opener = gzip.open if name.endswith(".gz") else open
+    with opener(tmp_path / name, "wb") as file:
+        file.write(lines.encode(encoding))
+    assert built(tmp_path / name, tmp_path, encoding=encoding) == sorted(ROWS)
+    if encoding == "utf-16":
+        with pytest.raises(DataError, match="it is UTF-16; .* --encoding utf-16"):
+            build(tmp_path / name, tmp_path / "without")
 
 
-@pytest.mark.parametrize("encoding", ["base64", "rot13", "undefined", "no such", "a\0b"])
+def test_files_with_marks_of_their_byte_order_may_be_joined(tmp_path):
+    rows = [json.dumps({"user_id": user, "text": text}) + "\n" for user, text in ROWS]
+    joined = b"".join(row.encode("utf-8-sig") for row in rows)
+    (tmp_path / "x.jsonl").write_bytes(joined)
+    assert built(tmp_path / "x.jsonl", tmp_path) == sorted(ROWS)
+
+
+@pytest.mark.parametrize(
+    "encoding", ["base64", "rot13", "undefined", "no such", "a\0b", "punycode"]
+)
 def test_an_encoding_that_is_none_of_text_is_refused(encoding):
     with pytest.raises(DataError, match="expected an encoding of text that Python knows"):
         Form(encoding=encoding)

@@ -1,0 +1,279 @@
+"""What is said of files: the right line, what to do, and nobody's text."""
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_build import ALL_IN_TRAIN, texts_of
+
+from fedsim.data.building import csv_records, json_records
+from fedsim.data.building.build import build
+from fedsim.data.building.column_names import expected_of, is_usual
+from fedsim.data.building.readers import reason_of
+from fedsim.data.building.user_ids import look_alikes
+from fedsim.errors import DataError, printable
+
+CASES = Path(__file__).parents[4] / "shared" / "cases"
+needs_cases = pytest.mark.skipif(not CASES.is_dir(), reason="needs ../shared/cases")
+HALF = "\ud83d"
+
+
+def said_of(file, content, **options):
+    """What is said of a file of bytes, or of objects as lines or a list."""
+    if not isinstance(content, bytes):
+        rows = [json.dumps(row) for row in content]
+        as_list = file.suffix == ".json"
+        content = (f"[{', '.join(rows)}]" if as_list else "\n\n".join(rows)).encode()
+    file.write_bytes(gzip.compress(content, mtime=0) if file.suffix == ".gz" else content)
+    with pytest.raises(DataError) as error:
+        build(file, file.parent / "out", **options)
+    said = str(error.value)
+    assert "\n" not in said and said.isprintable()
+    return said
+
+
+def row(user="ann", text="fine"):
+    return {"user_id": user, "text": text}
+
+
+BAD_ROWS = [
+    (row(text=[1, "secret"]), "text: expected whole numbers, which are tokens, in a list"),
+    (row(text=["secret ", {"type": "link"}]), "text: .*exports of Telegram hold texts as lists"),
+    (row(text=["secret"]), "text: .*exports of Telegram hold texts as lists"),
+    (row(text={"secret": 1}), "text: expected a text as in other rows, got an object"),
+    (row({"secret": 1}), "user_id: expected a text or a number as in other rows, got an object"),
+    (row([{"secret": 1}]), "user_id: expected texts or whole numbers in a list, got an object"),
+    (row(["a", ["secret"]]), "user_id: expected texts or whole numbers in a list, got a list"),
+    (row(f"secret {HALF}"), "user_id: expected whole characters, got half of a surrogate pair"),
+    (row(text=True), "text: expected a text as in other rows, got true or false"),
+]
+
+
+@pytest.mark.parametrize("bad, message", BAD_ROWS)
+@pytest.mark.parametrize("name, word, number", [("x.jsonl", "line", 5), ("x.json", "entry", 3)])
+def test_a_bad_object_is_named_by_its_line(bad, message, name, word, number, tmp_path):
+    said = said_of(tmp_path / name, [row(), row("ben"), bad, row("cleo")])
+    assert f"{word} {number}, " in said
+    assert "secret" not in said
+    with pytest.raises(DataError, match=message):
+        build(tmp_path / name, tmp_path / "out")
+
+
+@pytest.mark.parametrize("values", [[1, 2, 2**63], [1, 0.5, 2**53 + 1]])
+def test_a_number_that_is_too_large_is_named_by_its_line(values):
+    where = "line", list(range(7, 7 + len(values)))
+    with pytest.raises(ValueError, match="line 9, n: expected a number below 2.63"):
+        json_records.column(values, "n", where)
+
+
+def test_half_of_a_character_in_a_text_is_replaced(tmp_path):
+    rows = [row(text=f"cut {HALF}"), row("ben", "whole \U0001f600")]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = build(tmp_path / "x.jsonl", tmp_path / "out", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == {"ann": ["cut \ufffd"], "ben": ["whole \U0001f600"]}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_a_key_twice_in_an_object_is_refused(kind, tmp_path):
+    inside = '{"user": {"id": "ann", "id": "ben"}, "text": "x"}'
+    for twice in ('{"user_id": "ann", "text": "x", "user_id": "ben"}', inside):
+        text = '{"user_id": "a", "text": "x"}\n' + twice
+        text = text if kind == "jsonl" else f"[{text.replace(chr(10), ',')}]"
+        said = said_of(tmp_path / f"x.{kind}", text.encode())
+        assert "2: expected every key of an object once, got one twice" in said
+
+
+CHAT = {"name": "Group", "id": 1, "messages": [row(), row("ben")]}
+FORMS = [
+    (json.dumps(CHAT), "one object around a list of objects, .*: jq -c '.messages\\[\\]' makes"),
+    (json.dumps(CHAT, indent=1), "one object around a list of objects, .*: jq -c '.messages"),
+    (json.dumps({"a secret": [row()]}), "one object around a list of objects, as in an export"),
+    ("\n".join(json.dumps(row(), indent=1) for _ in range(2)), "objects over several lines: jq -c"),
+    ("window.YTD.tweets.part0 = " + json.dumps([row()]), "a script, as in an archive of Twitter"),
+]
+
+
+@pytest.mark.parametrize("text, message", FORMS)
+def test_json_of_another_form_is_named(text, message, tmp_path):
+    said = said_of(tmp_path / "x.json", text.encode())
+    assert "secret" not in said
+    with pytest.raises(DataError, match=message):
+        build(tmp_path / "x.json", tmp_path / "out")
+
+
+def test_lists_inside_objects_are_no_other_form(tmp_path):
+    rows = [{"links": [{"url": "x"}], **row()}, row("ben")]
+    (tmp_path / "x.json").write_text("\n".join(map(json.dumps, rows)))
+    data = build(tmp_path / "x.json", tmp_path / "out", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == {"ann": ["fine"], "ben": ["fine"]}
+
+
+@needs_cases
+def test_the_given_files_are_read_or_named(tmp_path):
+    columns = {"user_column": "author", "text_column": "body", **ALL_IN_TRAIN}
+    expected = {
+        "01-tsv-quotes-across-rows/posts.tsv": "line 3: expected a quotation that is certain",
+        "01-tsv-quotes-across-rows/posts.csv": "line 3: expected a quotation that is certain",
+        "20-no-header/posts.csv": "the first line of CSV must have the names of the columns",
+        "22-byte-order-marks/le.jsonl": "it is UTF-16",
+        "07-telegram-export/result.json": "jq -c '.messages",
+        "06-lone-surrogate/third_of_four.jsonl": None,
+        "13-appledouble/posts": None,
+        "22-byte-order-marks/two.jsonl": None,
+    }
+    for number, (name, message) in enumerate(expected.items()):
+        out = tmp_path / str(number)
+        if message is None:
+            assert build(CASES / name, out, **columns).train.num_examples
+            continue
+        with pytest.raises(DataError, match=message):
+            build(CASES / name, out, **columns)
+
+
+HEADERLESS = [b"ann,my door code is 4711\nben,I am ill\n", b"ann;my door code\n", b"ann\tmy door\n"]
+HEADERLESS += [b'"my door, 4711",ann\n', b"my door code is 4711\n", b"user_id,my door\nben,I am\n"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "csv.gz"])
+@pytest.mark.parametrize("content", HEADERLESS[:-1])
+def test_a_first_line_that_is_no_header_is_not_shown(content, suffix, tmp_path):
+    said = said_of(tmp_path / f"x.{suffix}", content)
+    assert "ann" not in said and "door" not in said
+    assert (
+        "first line of CSV must have the names" in said or "--delimiter" in said or b'"' in content
+    )
+
+
+def test_columns_are_shown_where_they_are_no_text():
+    wanted = ["user_id", "text"]
+    assert expected_of(["author", "body"], wanted).endswith("expected one of author, body")
+    assert expected_of(["x1", "text"], wanted).endswith("expected one of x1, text")
+    found = expected_of(["author", "ann"], wanted)
+    assert "one of author and 1 whose name is not shown" in found
+    found = expected_of(["text", "likes", "likes.ann", "likes.count"], wanted)
+    assert "ann" not in found and "likes.count and 1 whose name is not shown" in found
+    for name in ("OwnerUserId", "created_at", "user.id", "Tweet Text", "text_2"):
+        assert is_usual(name)
+    for name in ("ann", "code 4711", "I am ill", "", "4711", "last message to the whole group"):
+        assert not is_usual(name)
+
+
+def test_values_in_what_a_library_says_are_left_out():
+    for call in (
+        lambda: pa.array(["1", "it's my 'secret'"]).cast(pa.int64()),
+        lambda: pa.array([1, "secret"]),
+        lambda: pa.csv.read_csv(pa.py_buffer(b"a,b\n1,2\n3,secret,x\n")),
+    ):
+        with pytest.raises(pa.ArrowException) as error:
+            call()
+        assert "secret" in str(error.value)  # else there is nothing to leave out
+        assert "secret" not in reason_of(error.value)
+
+
+def test_control_characters_in_what_is_said_are_escaped(tmp_path):
+    name = "x\x1b[2J.csv"
+    said = said_of(tmp_path / name, b"user_id,text,n\x1b[31m\na,b\n")
+    assert "x\\x1b[2J.csv" in said
+    assert printable("a\x1b]0;title\x07\nb\u200f\ud83d") == "a\\x1b]0;title\\x07\nb\\u200f\\ud83d"
+
+
+def test_hidden_files_are_no_sources_of_a_folder(tmp_path):
+    folder = tmp_path / "posts"
+    folder.mkdir()
+    (folder / "a.csv").write_text("user_id,text\nann,x\n")
+    (folder / "._a.csv").write_bytes(b"\0\5\x16\7")
+    (folder / ".b.csv").write_text("user_id,text\nben,y\n")
+    assert texts_of(build(folder, tmp_path / "out", **ALL_IN_TRAIN).train) == {"ann": ["x"]}
+
+
+@pytest.mark.parametrize("source", ["", "*.csv*", "both"])
+def test_a_file_beside_its_packed_copy_is_refused(source, tmp_path):
+    (tmp_path / "a.csv").write_text("user_id,text\nann,x\n")
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"user_id,text\nann,x\n"))
+    both = [tmp_path / "a.csv.gz", tmp_path / "a.csv"]
+    with pytest.raises(DataError, match="a.csv.gz: expected it or a.csv, got both"):
+        build(both if source == "both" else tmp_path / source, tmp_path / "out")
+
+
+def test_a_script_is_told_how_it_becomes_json(tmp_path):
+    said = said_of(tmp_path / "tweets.js", b"window.YTD = []")
+    assert "one of an archive of Twitter is .json without what stands before its [" in said
+
+
+TEXTS = pa.array(["one", "two", None])
+KINDS = {
+    "categories": TEXTS.dictionary_encode(),
+    "categories of views": pa.DictionaryArray.from_arrays(
+        pa.array([0, 1, None], pa.uint32()), pa.array(["one", "two"], pa.string_view())
+    ),
+    "views": TEXTS.cast(pa.string_view()),
+    "large": TEXTS.cast(pa.large_string()),
+    "runs": pa.RunEndEncodedArray.from_arrays([1, 2, 3], TEXTS),
+    "an extension": pa.ExtensionArray.from_storage(pa.json_(), TEXTS),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_and_ids_are_read_whatever_holds_them(kind, tmp_path, monkeypatch):
+    column = KINDS[kind]
+    from fedsim.data.building.readers import with_plain_types
+
+    batch = pa.RecordBatch.from_arrays([column], ["text"])
+    assert with_plain_types(batch)["text"].to_pylist() == ["one", "two", None]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32(), 2), pa.large_list(pa.int32())])
+def test_lists_of_tokens_are_read_whatever_holds_them(kind, tmp_path):
+    tokens = pa.array([[1, 2], [3, 4], None], kind)
+    pq.write_table(pa.table({"user_id": ["a", "b", "a"], "text": tokens}), tmp_path / "x.parquet")
+    data = build(tmp_path / "x.parquet", tmp_path / "out", **ALL_IN_TRAIN)
+    assert texts_of(data.train) == {"a": ["\1\2"], "b": ["\3\4"]}
+    ids = pa.array([["a", "b"], ["a", "c"], ["c", "b"]], pa.list_(pa.string(), 2))
+    pq.write_table(pa.table({"user_id": ids, "text": ["x", "y", "z"]}), tmp_path / "y.parquet")
+    data = build(tmp_path / "y.parquet", tmp_path / "shared", **ALL_IN_TRAIN)
+    assert data.train.num_users == 3 and data.train.num_examples == 3
+
+
+def test_a_name_around_an_address_of_mail_looks_like_the_address():
+    ids = ['"Ann" <Ann@x.org>', "ann@x.org", "mailto:ann@x.org", "ben@x.org", "a <b> c"]
+    number, examples = look_alikes(pa.array(ids))
+    assert number == 3 and examples == ids[:2]
+
+
+@pytest.mark.parametrize("long_texts, share", [("cut", "60%"), ("split", None)])
+def test_what_share_of_tokens_is_cut_is_counted_and_said(long_texts, share, tmp_path):
+    texts = ["abcdefgh", "ab"]
+    pq.write_table(pa.table({"user_id": ["a", "b"], "text": texts}), tmp_path / "x.parquet")
+    options = {"max_length": 3, "long_texts": long_texts, **ALL_IN_TRAIN}
+    data = build(tmp_path / "x.parquet", tmp_path / "out", **options)
+    counts = data.metadata["counts"]
+    assert (counts["tokens_of_texts"], counts["tokens_cut"]) == (10, 6 if share else 0)
+    said = data.cut_off()
+    assert (share is None and said is None) or said.startswith(
+        f"{share} of the tokens of all texts are cut off: 1 of 2 are longer than max_length=3"
+    )
+
+
+@pytest.mark.parametrize("name", ["x.csv.gz", "x.tsv.gz", "x.jsonl.gz", "x.json.gz", "l.json.gz"])
+def test_a_small_file_that_unpacks_to_a_large_row_is_refused(name, tmp_path, monkeypatch):
+    most = 2**18
+    for module in (csv_records, json_records):
+        monkeypatch.setattr(module, "MOST_CHARACTERS", most)
+    monkeypatch.setattr(json_records, "READ_CHARACTERS", most // 4)
+    begin = {"x": b'{"user_id": "a", "text": "', "l": b'[{"user_id": "a", "text": "'}[name[0]]
+    if "json" not in name:
+        begin = b"user_id\ttext\na\t" if "tsv" in name else b"user_id,text\na,"
+    with gzip.open(tmp_path / name, "wb", 1) as file:
+        file.write(begin)
+        for _ in range(128):
+            file.write(b"a" * most)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=f"at most {most:,}"):
+        build(tmp_path / name, tmp_path / "out")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (tmp_path / name).stat().st_size < 2**18 and peak < 32 * most

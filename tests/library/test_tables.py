@@ -1,0 +1,81 @@
+"""Tables in memory of other libraries: read, or refused in one line."""
+
+import io
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+import fedsim
+from fedsim.library.tables import source_of
+
+FRAME = pd.DataFrame({"author": ["ann", "ben"] * 20, "body": ["a day", "old maps"] * 20})
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def rows_of(data, user="author", text="body"):
+    table = pq.read_table(source_of(data, user, text))
+    return list(zip(*(table[name].to_pylist() for name in (user, text)), strict=True))
+
+
+ROWS = list(FRAME.itertuples(index=False, name=None))
+
+
+def test_chunks_of_a_file_are_read_as_the_whole():
+    chunks = pd.read_csv(io.StringIO(FRAME.to_csv(index=False)), chunksize=7)
+    assert rows_of(chunks) == ROWS
+    lines = io.StringIO(FRAME.to_json(orient="records", lines=True))
+    assert rows_of(pd.read_json(lines, lines=True, chunksize=7)) == ROWS
+
+
+def test_chunks_whose_ids_pandas_reads_in_two_ways_are_refused():
+    text = "author,body\n007,a\n8,b\nx,c\n007,d\n"
+    with pytest.raises(fedsim.ConfigError, match="^user=author: expected one type in all chunks"):
+        source_of(pd.read_csv(io.StringIO(text), chunksize=2), "author", "body")
+    found = rows_of(pd.read_csv(io.StringIO(text), chunksize=2, dtype=str))
+    assert [user for user, _ in found] == ["007", "8", "x", "007"]
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (FRAME.groupby("author"), "data=pandas DataFrameGroupBy: expected a DataFrame"),
+        (FRAME.groupby("author")["body"], "data=pandas SeriesGroupBy: expected a DataFrame"),
+        (FRAME.set_index("author")["body"], "data=pandas Series: expected .*reset_index()"),
+        (FRAME.index, "data=pandas RangeIndex: expected a DataFrame"),
+        ([FRAME, FRAME], "data=builtins.list: expected a path"),
+        ({"author": ["a", "b"], "body": ["secret", 3]}, "data=builtins.dict: expected a path"),
+        (pd.DataFrame([["ben", "a secret"]], columns=["ann", "my secret"]), "user=author: no such"),
+        (pd.read_csv(io.StringIO("author,body\na,secret\nb,c,d,e\n"), chunksize=1), "data=pandas"),
+    ],
+)
+def test_what_is_no_table_is_one_line_without_what_is_in_it(data, message):
+    with pytest.raises(fedsim.ConfigError, match=f"^{message}") as error:
+        source_of(data, "author", "body")
+    said = str(error.value)
+    assert "\n" not in said and "secret" not in said and "ann" not in said
+
+
+def test_columns_are_named_by_numbers(tmp_path):
+    settings = {"epsilon": 8.0, "num_steps": 1, "budget": 1, "model": "micro", "engine": "local"}
+    numbered = FRAME.set_axis([0, 1], axis=1)
+    with pytest.raises(fedsim.ConfigError, match="^user=2: no such column"):
+        fedsim.train("uls", numbered, user=2, text=1, run_dir=tmp_path / "no", **settings)
+    with pytest.raises(fedsim.ConfigError, match="^num_steps=0"):  # the columns are there
+        settings["num_steps"] = 0
+        fedsim.train("uls", numbered, user=0, text=1, run_dir=tmp_path / "no", **settings)
+    assert rows_of(numbered, "0", "1") == ROWS
+
+
+def test_categories_and_views_of_polars_are_read():
+    pl = pytest.importorskip("polars")
+    table = pl.DataFrame({"author": FRAME.author.to_list(), "body": FRAME.body.to_list()})
+    for kind in (pl.String, pl.Categorical, pl.Enum(["ann", "ben"])):
+        assert rows_of(table.with_columns(pl.col("author").cast(kind))) == ROWS
+    for data in (table.lazy(), table["body"], table.group_by("author")):
+        with pytest.raises(fedsim.ConfigError, match="^data=polars"):
+            source_of(data, "author", "body")
