@@ -1,5 +1,6 @@
 """Errors that a person sees as one line, and the check that raises most of them."""
 
+import reprlib
 from typing import Any
 
 GOES_ON = "the same command goes on where it was"
@@ -50,3 +51,10 @@ def expect_count(field: str, value: Any, least: int) -> None:
     """Raise ConfigError unless `value` is a whole number of at least `least`."""
     whole = hasattr(value, "__index__") and not isinstance(value, bool)
     expect(field, value, whole and value >= least, f"a whole number >= {least}")
+
+
+def brief(value: Any, most: int = 60) -> str:
+    """A value of somebody else's file as at most `most` printable characters, for an error."""
+    text = value if isinstance(value, str) else reprlib.repr(value)
+    shown = "".join(c if c.isprintable() else "\ufffd" for c in text[: most + 1])
+    return shown if len(shown) <= most else shown[: most - 3] + "..."
