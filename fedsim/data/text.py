@@ -6,7 +6,7 @@ on the data: a step outside the privacy guarantee, and recorded as one. Any toke
 vocab.txt can be loaded instead, from a file or, as `hf:NAME`, from the Hub.
 
 Every example begins with a begin token, so that a causal model predicts its first real token too
-(see framing.py). Special tokens spelled out in a text are ordinary text.
+(see framing.py): see special_tokens.py for which. Special tokens spelled out in a text are text.
 """
 
 import hashlib
