@@ -1,5 +1,6 @@
 """Errors that a person sees as one line, and the check that raises most of them."""
 
+import reprlib
 from typing import Any
 
 GOES_ON = "the same command goes on where it was"
@@ -57,3 +58,10 @@ def printable(text: str) -> str:
     escaped: names of files and what is in them may have some."""
     shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape") for c in text)
     return "".join(c if isinstance(c, str) else c.decode() for c in shown)
+
+
+def brief(value: Any, most: int = 60) -> str:
+    """A value of somebody else's file as at most `most` printable characters, for an error."""
+    text = value if isinstance(value, str) else reprlib.repr(value)
+    shown = printable(text[: most + 1]).replace("\n", " ")
+    return shown if len(shown) <= most else shown[: most - 3] + "..."

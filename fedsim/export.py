@@ -7,7 +7,7 @@ from fedsim.errors import expect
 from fedsim.models import lora, pretrained
 from fedsim.run import directory, ledger
 from fedsim.run.console import Console
-from fedsim.run.model_source import find_model, parts_of_run
+from fedsim.run.model_source import files_of_run, find_model, parts_of_run
 from fedsim.trust.model_card import FILE, model_card
 
 
@@ -22,14 +22,15 @@ def export(source: str, out: Path, *, adapter: bool = False) -> dict[str, Any]:
         expect("adapter", True, base is not None, f"a run with LoRA, and {source} is none")
         model = directory.load(Path(source)).run.model.source
         card = _card(source, base=model)
-        lora.save(out, config, params, *pretrained.named(model))
+        files = files_of_run(Path(source), base)
+        lora.save(out, config, params, *pretrained.named(model), files)
         _write(card, out)
         return {"out": str(out), "format": "PEFT adapters"}
     model = find_model(source)
     expect("model", source, model is not None, "the directory of a run or a model")
     assert model is not None
     card = _card(source)
-    pretrained.save(out, model.config, model.params, model.tokenizer)
+    pretrained.save(out, model.config, model.params, model.tokenizer, model.files)
     _write(card, out)
     return {"out": str(out), "format": "Hugging Face"}
 

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import ConfigError, FileDamaged
+from fedsim.errors import ConfigError, FileDamaged, brief
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
+MOST_JSON = 2**26  # bytes of a JSON file that somebody else made: ten times the largest in use
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # open, or mapped
 
 
@@ -104,6 +105,26 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileDamaged(f"{path}: expected JSON, cut or changed since ({error})") from None
     if not isinstance(record, dict):
         raise FileDamaged(f"{path}: expected a JSON object")
+    return record
+
+
+def read_object(path: Path, field: str) -> dict[str, Any]:
+    """Read the JSON object in a file that somebody else made.
+
+    Args: field: what the user named it by, for errors.
+    Raises: ConfigError: it cannot be read, is larger than MOST_JSON, or is no JSON object.
+    """
+    record = None
+    try:
+        if path.is_file() and path.stat().st_size <= MOST_JSON:  # a pipe would be waited for
+            record = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{field}={path}: expected a readable file ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{field}={path}: expected JSON ({brief(str(error), 200)})") from None
+    if not isinstance(record, dict):
+        expected = f"a JSON object of at most {MOST_JSON} bytes"
+        raise ConfigError(f"{field}={path}: expected {expected}")
     return record
 
 

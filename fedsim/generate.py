@@ -54,7 +54,7 @@ def generate_text(
     for token in tokens_after(
         model, ids, count, temperature=temperature, top_k=top_k, key=jax.random.key(seed)
     ):
-        if token == tokenizer.end_id:
+        if token in tokenizer.end_ids:
             stopped = "end"
             break
         found.append(token)

@@ -122,7 +122,7 @@ def _cached(
     spec = str(options.get("tokenizer", ""))
     tokenizer = Path(spec)
     if tokenizer.is_file():
-        relevant["tokenizer"] = [tokenizer.name, hashlib.sha256(tokenizer.read_bytes()).hexdigest()]
+        relevant["tokenizer"] = [tokenizer.name, Tokenizer.load(tokenizer).sha256]
     elif spec.startswith("hf:"):
         relevant["tokenizer"] = [spec, Tokenizer.from_spec(spec).sha256]
     if screen := options.get("screen"):

@@ -6,12 +6,13 @@ on the data: a step outside the privacy guarantee, and recorded as one. Any toke
 vocab.txt can be loaded instead, from a file or, as `hf:NAME`, from the Hub.
 
 Every example begins with a begin token, so that a causal model predicts its first real token too
-(see framing.py). Special tokens spelled out in a text are ordinary text.
+(see framing.py): see special_tokens.py for which. Special tokens spelled out in a text are text.
 """
 
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -22,12 +23,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
+from fedsim.data import special_tokens
 from fedsim.data.network import may_pass
 from fedsim.data.shards import token_dtype
-from fedsim.errors import DataError, Interrupted
+from fedsim.errors import DataError, Interrupted, brief
 
-BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
-END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MIN_SIZE, MAX_CHARACTERS = 300, 1000
 SIZE_DIGITS = 7  # the library takes memory for as many pieces as are asked for
@@ -41,28 +41,31 @@ class Tokenizer:
       name: "bytes", "wordpiece:SIZE", "bpe:SIZE", "hf:NAME" or the file's name.
       vocab_size: every id is below it.
       begin, end: the tokens around an example. begin_id, end_id: their ids.
+      end_ids: of all tokens that end a text which the model writes; end_id is among them.
       sha256: hex digest of the tokenizer.json that `save` writes.
       trained_on_data: True if the users' texts made the vocabulary (not private).
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, name: str, trained_on_data: bool = False):
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        name: str,
+        trained_on_data: bool = False,
+        named: Mapping[str, Sequence[str | int]] = special_tokens.NOTHING,
+    ):
         inner.no_padding()  # a tokenizer.json may ask for both; they would corrupt examples
         inner.no_truncation()
+        record, vocab = json.loads(inner.to_str()), inner.get_vocab(with_added_tokens=True)
+        special = special_tokens.tokens_of(name, vocab, record, named)
+        if (changed := special_tokens.with_template(record, vocab, special)) is not None:
+            inner = tokenizers.Tokenizer.from_str(changed)
+        self._json = inner.to_str()
         inner.encode_special_tokens = True  # not kept in the file: "[SEP]" in a text stays text
-        vocab = inner.get_vocab(with_added_tokens=True)
-        begin = _first_of(BEGIN_TOKENS + END_TOKENS, vocab)
-        end = _first_of(END_TOKENS + BEGIN_TOKENS, vocab)
-        if begin is None or end is None:
-            raise DataError(
-                f"tokenizer={name}: expected a begin or end token, one of "
-                f"{', '.join(dict.fromkeys(BEGIN_TOKENS + END_TOKENS))}"
-            )
         self.name, self.trained_on_data = name, trained_on_data
         self.vocab_size = max(vocab.values()) + 1  # ids may have holes
-        self.begin, self.end = begin, end
-        self.begin_id: int = vocab[begin]
-        self.end_id: int = vocab[end]
-        self._inner, self._json = inner, inner.to_str()
+        self.begin_id, self.end_id, self.end_ids = special
+        self.begin, self.end = (inner.id_to_token(number) for number in special[:2])
+        self._inner = inner
         self.sha256 = hashlib.sha256(self._json.encode()).hexdigest()
         self._is_bytes = self._json == _bytes_json()
 
@@ -119,10 +122,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, file: str | Path, name: str | None = None) -> "Tokenizer":
-        """The tokenizer of a tokenizer.json, or of a BERT vocab.txt (lower-case if it has no
-        capital letters).
+        """The tokenizer of a tokenizer.json, with the begin and end tokens that it and the files
+        beside it name, or of a BERT vocab.txt (lower-case if it has no capital letters).
 
-        Raises: DataError: the file is missing, or is neither.
+        Raises: DataError: the file is missing, or is neither, or nothing names special tokens.
         """
         file = Path(file)
         if not file.is_file():
@@ -132,12 +135,14 @@ class Tokenizer:
             )
         try:
             inner = _load_vocab(file) if file.suffix == ".txt" else _load_json(file)
+            return cls(inner, name or file.name, named=special_tokens.beside(file))
+        except DataError:
+            raise
         except Exception as error:  # the library raises bare Exception
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = brief(str(error) or type(error).__name__, 200)
             raise DataError(
                 f"tokenizer={file}: expected a tokenizer.json or a vocab.txt ({reason})"
             ) from None
-        return cls(inner, name or file.name)
 
     @classmethod
     def named(cls, spec: str | Path) -> "Tokenizer | None":
@@ -222,22 +227,24 @@ def _take_apart(text: str) -> Iterable[str]:
 
 
 def _download(spec: str) -> Path:
-    """tokenizer.json of NAME or NAME@REVISION on the Hub, from the cache if it is there."""
+    """tokenizer.json of NAME or NAME@REVISION on the Hub, from the cache if it is there; beside it
+    the files that name its special tokens."""
     import huggingface_hub
 
     name, _, revision = spec.partition("@")
+    wanted = [special_tokens.TOKENIZER, *special_tokens.NAMES, *special_tokens.IDS]
     try:
-        return Path(
-            huggingface_hub.hf_hub_download(name, "tokenizer.json", revision=revision or None)
+        found = huggingface_hub.snapshot_download(
+            name, revision=revision or None, allow_patterns=wanted
         )
+        file = Path(found) / special_tokens.TOKENIZER
+        if not file.is_file():
+            raise FileNotFoundError("it has none")
+        return file
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:200]
         expected = f"tokenizer=hf:{spec}: expected a repository with a tokenizer.json ({reason})"
         raise (Interrupted if may_pass(error) else DataError)(expected) from None
-
-
-def _first_of(tokens: Iterable[str], vocab: dict[str, int]) -> str | None:
-    return next((token for token in tokens if token in vocab), None)
 
 
 def _load_json(file: Path) -> tokenizers.Tokenizer:

@@ -6,10 +6,11 @@ and which third of it (GPT-2 keeps queries, keys and values in one).
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fedsim.errors import ConfigError
+from fedsim.errors import ConfigError, brief
 from fedsim.models.transformer import RopeScaling, TransformerConfig
 
 Path = tuple[str, ...]
@@ -38,28 +39,90 @@ CLASSES = {
 }
 
 
+NEEDED: Any = object()
+HEAD_COUNT = "num_attention_heads"
+TOKENS, LENGTH, WIDTH, LAYERS, HEADS = 2**24, 2**24, 2**20, 2**10, 2**12
+"""Bounds on sizes, above those of every model in use: larger ones would be traced for hours before
+an array is found missing."""
+
+
+def whole(f: Mapping[str, Any], name: str, most: int, default: Any = NEEDED) -> Any:
+    """A field's whole number in [1, most]; null is as if absent, where the default is taken.
+
+    Raises: KeyError: it is absent, and needed. UnsupportedArchitecture: it is something else.
+    """
+    if (value := f.get(name)) is None:
+        return _default(name, default)
+    if type(value) is not int or not 1 <= value <= most:
+        raise _odd(name, value, f"a whole number in [1, {most}]")
+    return value
+
+
+def number(
+    f: Mapping[str, Any], name: str, least: float, most: float, default: Any = NEEDED
+) -> float:
+    """A field's number in [least, most]; else as `whole`."""
+    if (value := f.get(name)) is None:
+        return _default(name, default)
+    if type(value) not in (int, float) or not least <= value <= most:
+        raise _odd(name, value, f"a number in [{least:g}, {most:g}]")
+    return float(value)
+
+
+def _flag(f: Mapping[str, Any], name: str, default: bool) -> bool:
+    if (value := f.get(name)) is None:
+        return default
+    if type(value) is not bool:
+        raise _odd(name, value, "true or false")
+    return value
+
+
+def _default(name: str, default: Any) -> Any:
+    if default is NEEDED:
+        raise KeyError(name)
+    return default
+
+
+def _odd(name: str, value: Any, expected: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(f"{name}={brief(value)}: expected {expected}")
+
+
 def config_of(fields: Mapping[str, Any]) -> TransformerConfig:
     """What a config.json describes. max_length is the longest sequence the model was made for.
 
-    Raises: UnsupportedArchitecture: no Transformer is like that, or a field is missing.
+    Raises: UnsupportedArchitecture: no Transformer is like that, or a field is missing or odd.
     """
     kind = fields.get("model_type")
     if kind not in TYPES:
-        raise UnsupportedArchitecture(f"model_type={kind}: expected one of {', '.join(TYPES)}")
+        raise _odd("model_type", kind, f"one of {', '.join(TYPES)}")
     if (quantised := fields.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         expected = "none: a model that is not quantised, or a GGUF file"
-        raise UnsupportedArchitecture(f"quantization_config={method}: expected {expected}")
+        raise _odd("quantization_config", method, expected)
     try:
-        return _gpt2_config(fields) if kind == GPT2 else _llama_config(str(kind), fields)
+        config = _gpt2_config(fields) if kind == GPT2 else _llama_config(kind, fields)
     except KeyError as error:
         message = f"model_type={kind}: expected {error} in config.json"
         raise UnsupportedArchitecture(message) from None
+    check_heads(config)
+    return config
+
+
+def check_heads(c: TransformerConfig) -> None:
+    """Raises: UnsupportedArchitecture: heads, their groups and their widths do not fit together."""
+    if c.head_width is None and c.width % c.num_heads:
+        names = ("n_head", "n_embd") if c.positions == "learned" else (HEAD_COUNT, "hidden_size")
+        raise _odd(names[0], c.num_heads, f"a divisor of {names[1]}={c.width}")
+    if c.num_heads % c.kv_heads:
+        expected = f"a divisor of {HEAD_COUNT}={c.num_heads}"
+        raise _odd("num_key_value_heads", c.kv_heads, expected)
+    if c.positions == "rope" and c.head % 2:
+        raise _odd("head_dim", c.head, "an even number, for rotary positions")
 
 
 def _need(field: str, value: Any, *allowed: Any) -> None:
     if value not in allowed:
-        raise UnsupportedArchitecture(f"{field}={value}: expected {' or '.join(map(str, allowed))}")
+        raise _odd(field, value, " or ".join(map(str, allowed)))
 
 
 def _gpt2_config(f: Mapping[str, Any]) -> TransformerConfig:
@@ -68,16 +131,16 @@ def _gpt2_config(f: Mapping[str, Any]) -> TransformerConfig:
     _need("scale_attn_by_inverse_layer_idx", f.get("scale_attn_by_inverse_layer_idx", False), False)
     _need("add_cross_attention", f.get("add_cross_attention", False), False)
     return TransformerConfig(
-        vocab_size=f["vocab_size"],
-        max_length=f["n_positions"],
-        width=f["n_embd"],
-        num_layers=f["n_layer"],
-        num_heads=f["n_head"],
-        mlp_width=f.get("n_inner"),
-        norm_epsilon=f.get("layer_norm_epsilon", 1e-5),
+        vocab_size=whole(f, "vocab_size", TOKENS),
+        max_length=whole(f, "n_positions", LENGTH),
+        width=whole(f, "n_embd", WIDTH),
+        num_layers=whole(f, "n_layer", LAYERS),
+        num_heads=whole(f, "n_head", HEADS),
+        mlp_width=whole(f, "n_inner", WIDTH, None),
+        norm_epsilon=number(f, "layer_norm_epsilon", 0, 1, 1e-5),
         query_bias=True,
         out_bias=True,
-        tied=f.get("tie_word_embeddings", True),
+        tied=_flag(f, "tie_word_embeddings", True),
     )
 
 
@@ -86,22 +149,22 @@ GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 def _llama_config(kind: str, f: Mapping[str, Any]) -> TransformerConfig:
     _need("hidden_act", f.get("hidden_act", "silu"), "silu")
-    bias = bool(f.get("attention_bias", False))
+    bias = _flag(f, "attention_bias", False)
     if kind == "qwen3":
         _need("attention_bias", bias, False)
     base, scaling = _rope(f)
-    heads = f["num_attention_heads"]
+    heads = whole(f, HEAD_COUNT, HEADS)
     return TransformerConfig(
-        vocab_size=f["vocab_size"],
-        max_length=f["max_position_embeddings"],
-        width=f["hidden_size"],
-        num_layers=f["num_hidden_layers"],
+        vocab_size=whole(f, "vocab_size", TOKENS),
+        max_length=whole(f, "max_position_embeddings", LENGTH),
+        width=whole(f, "hidden_size", WIDTH),
+        num_layers=whole(f, "num_hidden_layers", LAYERS),
         num_heads=heads,
-        num_kv_heads=f.get("num_key_value_heads") or heads,
-        head_width=f.get("head_dim") or (128 if kind == "qwen3" else None),
-        mlp_width=f["intermediate_size"],
+        num_kv_heads=whole(f, "num_key_value_heads", HEADS, heads),
+        head_width=whole(f, "head_dim", HEADS, 128 if kind == "qwen3" else None),
+        mlp_width=whole(f, "intermediate_size", WIDTH),
         norm="rms",
-        norm_epsilon=f.get("rms_norm_eps", 1e-6),
+        norm_epsilon=number(f, "rms_norm_eps", 0, 1, 1e-6),
         query_key_norm=kind == "qwen3",
         positions="rope",
         rope_base=base,
@@ -110,35 +173,51 @@ def _llama_config(kind: str, f: Mapping[str, Any]) -> TransformerConfig:
         mlp="swiglu",
         query_bias=kind == "qwen2" or bias,
         out_bias=kind == "llama" and bias,
-        mlp_bias=kind == "llama" and bool(f.get("mlp_bias", False)),
-        tied=bool(f.get("tie_word_embeddings", False)),
+        mlp_bias=kind == "llama" and _flag(f, "mlp_bias", False),
+        tied=_flag(f, "tie_word_embeddings", False),
     )
 
 
 def _rope(f: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, where old and new versions of `transformers` write them."""
-    rope = {**(f.get("rope_scaling") or {}), **(f.get("rope_parameters") or {})}
-    base = float(rope.get("rope_theta") or f.get("rope_theta") or 10_000.0)
+    rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if (value := f.get(name)) is not None:
+            if not isinstance(value, dict):
+                raise _odd(name, value, "an object, or null")
+            rope |= value
+    base = number(rope, "rope_theta", *BASES, number(f, "rope_theta", *BASES, 10_000.0))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     _need("rope_type", kind, "default", "llama3")
     _need("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
     if kind == "default":
         return base, None
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return base, RopeScaling(*(rope[name] for name in names))
+    factors = ("factor", "low_freq_factor", "high_freq_factor")
+    factor, low, high = (number(rope, name, 1 / 1024, 2**20) for name in factors)
+    if low >= high:
+        raise _odd("low_freq_factor", low, f"less than high_freq_factor={high}")
+    length = whole(rope, "original_max_position_embeddings", LENGTH)
+    return base, RopeScaling(factor, low, high, length)
+
+
+BASES = (1.0, 1e15)
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def _window(kind: str, f: Mapping[str, Any]) -> int | None:
     """Positions that a position sees. Of Qwen, some layers may have one and others none."""
-    layers = set(f.get("layer_types") or ())
-    window = f.get("sliding_window")
-    if kind == "llama" or window is None or layers == {"full_attention"}:
+    layers = f.get("layer_types") or []
+    if not isinstance(layers, list) or not all(layer in LAYER_TYPES for layer in layers):
+        raise _odd("layer_types", layers, f"a list of {' and '.join(LAYER_TYPES)}")
+    layers = set(layers)
+    if kind == "llama" or f.get("sliding_window") is None or layers == {"full_attention"}:
         return None
     if kind.startswith("qwen"):
-        if not f.get("use_sliding_window", False):
+        if not _flag(f, "use_sliding_window", False):
             return None
         if not layers:  # from max_window_layers on
             layers = {"sliding_attention"} if f.get("max_window_layers") == 0 else {"mixed"}
+    window = whole(f, "sliding_window", LENGTH)
     if len(layers) > 1 or layers == {"mixed"}:
         raise UnsupportedArchitecture(
             f"sliding_window={window} in some layers: expected it in all or in none"
@@ -219,6 +298,16 @@ def family_of(c: TransformerConfig) -> str:
     raise UnsupportedArchitecture("model: expected parts that go together in a known family")
 
 
+BUFFERS = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+"""What older versions of `transformers` wrote beside parameters: constants, which it computes."""
+HEAD = "lm_head.weight"
+
+
+def is_buffer(name: str) -> bool:
+    """Whether an array is no parameter, and `transformers` leaves it out, too."""
+    return BUFFERS.search(name) is not None
+
+
 def places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
     """(parameter of ours, where it is in a file) of every parameter that the family has."""
     yield from _gpt2_places(c) if c.positions == "learned" else _llama_places(c)
@@ -228,7 +317,7 @@ def _llama_places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
     yield ("embed", "embedding"), Place("model.embed_tokens.weight")
     yield ("final_norm", "scale"), Place("model.norm.weight")
     if not c.tied:
-        yield ("head", "kernel"), Place("lm_head.weight", transposed=True)
+        yield ("head", "kernel"), Place(HEAD, transposed=True)
     norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     if c.query_key_norm:
         norms |= {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
@@ -259,7 +348,7 @@ def _gpt2_places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
     yield ("embed", "embedding"), Place("transformer.wte.weight")
     yield ("positions", "embedding"), Place("transformer.wpe.weight")
     if not c.tied:
-        yield ("head", "kernel"), Place("lm_head.weight", transposed=True)
+        yield ("head", "kernel"), Place(HEAD, transposed=True)
     norms = {("final_norm",): "transformer.ln_f"}
     for i in range(c.num_layers):
         block, there = f"block_{i}", f"transformer.h.{i}"

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import traverse_util
 
-from fedsim.errors import ConfigError
+from fedsim.errors import ConfigError, brief
 from fedsim.files import cache_dir, write_atomically
-from fedsim.models.families import UnsupportedArchitecture
+from fedsim.models import families, tensor_files
+from fedsim.models.families import UnsupportedArchitecture, number, whole
 from fedsim.models.transformer import TransformerConfig
 
 SUFFIX = ".gguf"
@@ -34,8 +35,8 @@ class Found(NamedTuple):
 
     config: TransformerConfig
     params: Any
-    tokenizer: Path | None
-    """As `tokenizer_beside`."""
+    files: Path | None
+    """As `files_of`."""
 
 
 def load(file: Path, heard: Callable[[int, int], None]) -> Found:
@@ -45,69 +46,91 @@ def load(file: Path, heard: Callable[[int, int], None]) -> Found:
     Raises: ConfigError: it is none, or of another architecture, or `gguf` is not installed.
     """
     reader = _reader(file)
-    about = {name: field.contents() for name, field in reader.fields.items()}
+    try:
+        about = {name: field.contents() for name, field in reader.fields.items()}
+    except Exception as error:
+        raise _no_file(file, error) from None
     kind = about.get("general.architecture")
     if kind not in ARCHITECTURES:
         expected = ", ".join(ARCHITECTURES)
-        raise UnsupportedArchitecture(f"general.architecture={kind}: expected one of {expected}")
+        message = f"general.architecture={brief(kind)}: expected one of {expected}"
+        raise UnsupportedArchitecture(message)
     from gguf.quants import dequantize
 
-    tensors = {}
-    for number, tensor in enumerate(reader.tensors, 1):
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        values = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
-        tensors[tensor.name] = values.reshape(shape)
-        heard(number, len(reader.tensors))
-    if "rope_freqs.weight" in tensors or f"{kind}.rope.scaling.type" in about:
-        raise UnsupportedArchitecture(f"model={file}: expected rotary positions without scaling")
     try:
-        config = _config(kind, about, tensors)
-        return Found(config, _params(kind, config, tensors), tokenizer_beside(file, about))
+        tensors = {}
+        for done, tensor in enumerate(reader.tensors, 1):
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            values = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+            tensors[tensor.name] = values.reshape(shape)
+            heard(done, len(reader.tensors))
+        return _found(file, str(kind), about, tensors)
     except KeyError as error:
         raise ConfigError(f"model={file}: expected {error} in it") from None
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:  # of a file that is not what it says
+        raise _no_file(file, error) from None
+
+
+def _found(file: Path, kind: str, about: dict[str, Any], tensors: dict[str, np.ndarray]) -> Found:
+    if "rope_freqs.weight" in tensors or f"{kind}.rope.scaling.type" in about:
+        raise UnsupportedArchitecture(f"model={file}: expected rotary positions without scaling")
+    config = _config(kind, about, tensors)
+    used: set[str] = set()
+    params = _params(kind, config, tensors, used)
+    tensor_files.expect_none_left(str(file), [name for name in tensors if name not in used])
+    return Found(config, params, files_of(file, about))
 
 
 def _config(kind: str, about: dict[str, Any], tensors: dict[str, Any]) -> TransformerConfig:
-    heads, width = about[f"{kind}.attention.head_count"], about[f"{kind}.embedding_length"]
-    return TransformerConfig(
+    attention = f"{kind}.attention"
+    heads = whole(about, f"{attention}.head_count", families.HEADS)
+    epsilon = number(about, f"{attention}.layer_norm_rms_epsilon", 0, 1)
+    config = TransformerConfig(
         vocab_size=len(tensors["token_embd.weight"]),
-        max_length=about[f"{kind}.context_length"],
-        width=width,
-        num_layers=about[f"{kind}.block_count"],
+        max_length=whole(about, f"{kind}.context_length", families.LENGTH),
+        width=whole(about, f"{kind}.embedding_length", families.WIDTH),
+        num_layers=whole(about, f"{kind}.block_count", families.LAYERS),
         num_heads=heads,
-        num_kv_heads=about.get(f"{kind}.attention.head_count_kv", heads),
-        head_width=about.get(f"{kind}.attention.key_length"),
-        mlp_width=about[f"{kind}.feed_forward_length"],
+        num_kv_heads=whole(about, f"{attention}.head_count_kv", families.HEADS, heads),
+        head_width=whole(about, f"{attention}.key_length", families.HEADS, None),
+        mlp_width=whole(about, f"{kind}.feed_forward_length", families.WIDTH),
         norm="rms",
-        norm_epsilon=float(np.float32(about[f"{kind}.attention.layer_norm_rms_epsilon"])),
+        norm_epsilon=float(np.float32(epsilon)),
         query_key_norm=kind == "qwen3",
         positions="rope",
-        rope_base=float(about.get(f"{kind}.rope.freq_base", 10_000.0)),
+        rope_base=number(about, f"{kind}.rope.freq_base", *families.BASES, 10_000.0),
         mlp="swiglu",
         query_bias="blk.0.attn_q.bias" in tensors,
         out_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
         tied="output.weight" not in tensors,
     )
+    families.check_heads(config)
+    return config
 
 
-def _params(kind: str, c: TransformerConfig, tensors: dict[str, np.ndarray]) -> Any:
+def _params(kind: str, c: TransformerConfig, tensors: dict[str, np.ndarray], used: set[str]) -> Any:
+    def take(name: str) -> np.ndarray:
+        used.add(name)
+        return tensors[name]
+
     leaves: dict[tuple[str, ...], np.ndarray] = {
-        ("embed", "embedding"): tensors["token_embd.weight"],
-        ("final_norm", "scale"): tensors["output_norm.weight"],
+        ("embed", "embedding"): take("token_embd.weight"),
+        ("final_norm", "scale"): take("output_norm.weight"),
     }
     if not c.tied:
-        leaves["head", "kernel"] = tensors["output.weight"].T
+        leaves["head", "kernel"] = take("output.weight").T
     norms = NORMS | (HEAD_NORMS if c.query_key_norm else {})
     for i in range(c.num_layers):
         for ours, theirs in norms.items():
-            leaves[f"block_{i}", ours, "scale"] = tensors[f"blk.{i}.{theirs}.weight"]
+            leaves[f"block_{i}", ours, "scale"] = take(f"blk.{i}.{theirs}.weight")
         for ours, theirs in DENSE.items():
             for name, suffix in (("kernel", "weight"), ("bias", "bias")):
-                tensor = tensors.get(f"blk.{i}.{theirs}.{suffix}")
-                if tensor is None and name == "bias":
+                if name == "bias" and f"blk.{i}.{theirs}.{suffix}" not in tensors:
                     continue
-                tensor = tensors[f"blk.{i}.{theirs}.{suffix}"]
+                tensor = take(f"blk.{i}.{theirs}.{suffix}")
                 if kind == "llama" and ours in ("query", "key"):
                     heads = c.num_heads if ours == "query" else c.kv_heads
                     tensor = halves_apart(tensor, heads)
@@ -121,28 +144,46 @@ def halves_apart(tensor: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def tokenizer_beside(file: Path, about: dict[str, Any]) -> Path | None:
-    """tokenizer.json beside the file, or the one inside it, written to the cache.
+def files_of(file: Path, about: dict[str, Any]) -> Path | None:
+    """A directory in the cache with tokenizer.json and tokenizer_config.json of a file.
 
-    None where its kind is not known: then the file beside it is needed.
+    The first is the one beside the file, or made of what is inside it; the second says which begin
+    and end tokens, and which chat template, are inside it. None where the tokenizer's kind is not
+    known: then a tokenizer.json beside the file is needed.
     Args: about: the fields of the file.
     """
     beside = file.with_name("tokenizer.json")
-    if beside.is_file():
-        return beside
-    text = _tokenizer(about)
+    text = beside.read_bytes() if beside.is_file() else _tokenizer(about)
     if text is None:
         return None
-    directory = cache_dir() / "tokenizers"
-    directory.mkdir(parents=True, exist_ok=True)
     size, changed = file.stat().st_size, file.stat().st_mtime_ns
-    out = directory / f"{file.stem}-{size}-{changed}.json"
-    if not out.is_file():
-        write_atomically(out, text.encode())
-    return out
+    directory = cache_dir() / "tokenizers" / f"{file.stem}-{size}-{changed}"
+    directory.mkdir(parents=True, exist_ok=True)
+    settings = json.dumps(_settings(about), indent=2, ensure_ascii=False).encode()
+    for name, data in (("tokenizer.json", text), ("tokenizer_config.json", settings)):
+        out = directory / name
+        if not out.is_file() or out.read_bytes() != data:  # whatever a cache has, the file counts
+            write_atomically(out, data)
+    return directory
 
 
-def _tokenizer(about: dict[str, Any]) -> str | None:
+def _settings(about: dict[str, Any]) -> dict[str, Any]:
+    """What `transformers` reads of a tokenizer_config.json, as far as a file says it."""
+    tokens = about.get("tokenizer.ggml.tokens", ())
+    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name in ("bos", "eos", "unknown", "padding"):
+        number = about.get(f"tokenizer.ggml.{name}_token_id")
+        if isinstance(number, int) and 0 <= number < len(tokens):
+            found[f"{SHORT.get(name, name)}_token"] = tokens[number]
+    if (template := about.get("tokenizer.chat_template")) is not None:
+        found["chat_template"] = template
+    return found | {"clean_up_tokenization_spaces": False}
+
+
+SHORT = {"unknown": "unk", "padding": "pad"}
+
+
+def _tokenizer(about: dict[str, Any]) -> bytes | None:
     """The byte-level BPE inside as a tokenizer.json, where it splits words in a way known here."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -160,7 +201,7 @@ def _tokenizer(about: dict[str, Any]) -> str | None:
     types = about.get("tokenizer.ggml.token_type", ())
     special = [t for t, kind in zip(tokens, types, strict=False) if kind == CONTROL]
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    return json.dumps(json.loads(inner.to_str()), ensure_ascii=False)
+    return json.dumps(json.loads(inner.to_str()), ensure_ascii=False).encode()
 
 
 def _reader(file: Path) -> Any:
@@ -174,5 +215,9 @@ def _reader(file: Path) -> Any:
     try:
         return GGUFReader(file)
     except Exception as error:  # as many kinds as there are ways to be no such file
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"model={file}: expected a GGUF file ({reason})") from None
+        raise _no_file(file, error) from None
+
+
+def _no_file(file: Path, error: Exception) -> ConfigError:
+    reason = brief(" ".join(str(error).split()), 200)
+    return ConfigError(f"model={file}: expected a GGUF file ({reason})")

@@ -17,7 +17,7 @@ import numpy as np
 from flax import traverse_util
 
 from fedsim.errors import ConfigError, expect
-from fedsim.models import families, tensor_files
+from fedsim.models import families, side_files, tensor_files
 from fedsim.models.transformer import (
     DENSE,
     LORA_A,
@@ -90,7 +90,12 @@ def merged(c: TransformerConfig, frozen: Any, adapters: Any) -> tuple[Transforme
 
 
 def save(
-    directory: Path, c: TransformerConfig, adapters: Any, base: str, revision: str | None = None
+    directory: Path,
+    c: TransformerConfig,
+    adapters: Any,
+    base: str,
+    revision: str | None = None,
+    files: Path | None = None,
 ) -> None:
     """Write adapters in PEFT's format into a new directory.
 
@@ -98,6 +103,7 @@ def save(
     Args:
       base: the model they belong to: a directory, or its name on the Hub.
       revision: of it there.
+      files: the directory of its tokenizer and chat template, which are put beside the adapters.
     Raises: ConfigError: the directory is there already, or cannot be made.
     """
     assert c.lora is not None
@@ -127,7 +133,9 @@ def save(
     try:
         tensor_files.write(directory / "adapter_model.safetensors", tensors)
         (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    except OSError:
+        if files is not None:
+            side_files.copy(files, directory, but=(side_files.CONFIG,))
+    except (OSError, ConfigError):
         shutil.rmtree(directory)
         raise
 

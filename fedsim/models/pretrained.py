@@ -2,9 +2,11 @@
 
 A directory has config.json, model.safetensors (or several, and their index) and tokenizer.json,
 beside which tokenizer_config.json has `transformers` take it as it is. What is loaded is float32
-whatever it was; what is saved is read by `transformers`.
+whatever it was; what is saved is read by `transformers`, and has the files of the model that it was
+trained from.
 """
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -18,13 +20,15 @@ from flax import traverse_util
 
 from fedsim.data.text import Tokenizer
 from fedsim.errors import ConfigError
-from fedsim.models import families, gguf_files, tensor_files
+from fedsim.files import read_object
+from fedsim.models import families, gguf_files, side_files, tensor_files
+from fedsim.models.side_files import CONFIG, SETTINGS, TOKENIZER
 from fedsim.models.tensor_files import TensorError
 from fedsim.models.transformer import Transformer, TransformerConfig
 
-CONFIG, TOKENIZER, TOKENS = "config.json", "tokenizer.json", "tokenizer_config.json"
 HUB = "hf:"
-WANTED = (CONFIG, TOKENIZER, tensor_files.INDEX, "model*.safetensors")
+ROWS = 4096  # compared at a time
+WANTED = (*side_files.PATTERNS, tensor_files.INDEX, "model*.safetensors")
 
 
 class Pretrained(NamedTuple):
@@ -36,6 +40,8 @@ class Pretrained(NamedTuple):
     """Nested dicts of float32 NumPy arrays."""
     tokenizer: Path | None
     """Its tokenizer.json."""
+    files: Path | None = None
+    """The directory with what else belongs to it: see side_files."""
 
 
 def ignore(done: int, of: int) -> None:
@@ -51,9 +57,9 @@ def load(source: str, heard: Callable[[int, int], None] = ignore) -> Pretrained:
     if source.startswith(HUB):
         return load_directory(_download(source), heard)
     if Path(source).suffix == gguf_files.SUFFIX:
-        config, params, tokenizer = gguf_files.load(Path(source), heard)
+        config, params, files = gguf_files.load(Path(source), heard)
         check_shapes(source, config, params)
-        return Pretrained(config, params, tokenizer)
+        return Pretrained(config, params, files and files / TOKENIZER, files)
     return load_directory(Path(source), heard)
 
 
@@ -68,16 +74,18 @@ def named(source: str) -> tuple[str, str | None]:
 
 def is_directory(path: Path) -> bool:
     """Whether a model of Hugging Face's format lies there."""
-    return (path / CONFIG).is_file() and "model_type" in _fields(path)
+    return (path / CONFIG).is_file() and "model_type" in read_object(path / CONFIG, "model")
 
 
 def load_directory(directory: Path, heard: Callable[[int, int], None] = ignore) -> Pretrained:
     """A model in Hugging Face's format. Args: heard: as of `load`."""
-    config = families.config_of(_fields(directory))
+    if not (directory / CONFIG).is_file():
+        raise ConfigError(f"model={directory}: expected a directory with a {CONFIG}")
+    config = families.config_of(read_object(directory / CONFIG, "model"))
     tensors = tensor_files.read_directory(directory)
     params = from_tensors(str(directory), config, tensors, heard)
     tokenizer = directory / TOKENIZER
-    return Pretrained(config, params, tokenizer if tokenizer.is_file() else None)
+    return Pretrained(config, params, tokenizer if tokenizer.is_file() else None, directory)
 
 
 def from_tensors(
@@ -88,58 +96,114 @@ def from_tensors(
 ) -> Any:
     """Our parameters from arrays under their names. Args: heard: as of `load`.
 
-    Raises: TensorError: one is missing, holds whole numbers (of a quantised model, whose scales
-      are elsewhere), or has another shape than the config says.
+    Nothing is copied before all names, types and shapes are right: what it takes is then bounded by
+    the files.
+    Raises: TensorError: an array is missing, holds whole numbers (of a quantised model, whose
+      scales are elsewhere), has another shape than the config says, or is not of the model.
     """
+    arrays = _arrays_of(source, c, tensors)
+    leaves = {}
+    for number, (path, place) in enumerate(families.places(c), 1):
+        array = arrays[path]
+        if place.third is not None:
+            array = np.split(array, 3, axis=-1)[place.third]
+        with np.errstate(over="ignore"):  # of float64
+            array = np.asarray(array, np.float32)
+        leaves[path] = np.ascontiguousarray(array.T) if place.transposed else array
+        heard(number, len(arrays))
+    return traverse_util.unflatten_dict(leaves)
+
+
+def _arrays_of(
+    source: str, c: TransformerConfig, tensors: Mapping[str, np.ndarray]
+) -> dict[tuple[str, ...], np.ndarray]:
+    """The array that each of our parameters is in. Raises: TensorError: as of `from_tensors`."""
     prefix = "" if any(name.startswith("transformer.") for name in tensors) else "transformer."
-    leaves, places = {}, list(families.places(c))
-    for number, (path, (name, transposed, third)) in enumerate(places, 1):
-        found = tensors.get(name)
-        if found is None:  # the first GPT-2 has no prefix
-            found = tensors.get(name.removeprefix(prefix))
-        if found is None:
+    arrays, used, shapes = {}, set(), shapes_of(c)
+    for path, (name, transposed, third) in families.places(c):
+        found = name if name in tensors else name.removeprefix(prefix)  # as of the first GPT-2
+        if found not in tensors:
             raise TensorError(f"model={source}: expected a tensor {name}, and there is none")
-        if not jnp.issubdtype(found.dtype, jnp.floating):
-            expected = f"expected floating point numbers in {name}, got {found.dtype}"
-            raise TensorError(f"model={source}: {expected}")
+        array, expected = tensors[found], shapes[path]
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            message = f"expected floating point numbers in {name}, got {array.dtype}"
+            raise TensorError(f"model={source}: {message}")
         if third is not None:
-            found = np.split(found, 3, axis=-1)[third]
-        found = np.asarray(found, np.float32)
-        leaves[path] = np.ascontiguousarray(found.T) if transposed else found
-        heard(number, len(places))
-    params = traverse_util.unflatten_dict(leaves)
-    check_shapes(source, c, params)
-    return params
+            expected = (*expected[:-1], 3 * expected[-1])
+        shape = array.shape[::-1] if transposed else array.shape
+        _expect_shape(source, path, shape, expected)
+        arrays[path] = array
+        used.add(found)
+    embedding = arrays["embed", "embedding"]
+    unused = [name for name in tensors if name not in used and not families.is_buffer(name)]
+    why = ""
+    if c.tied and families.HEAD in unused:
+        if _same(tensors[families.HEAD], embedding):
+            unused.remove(families.HEAD)
+        else:
+            why = f"; {families.HEAD} is not the embedding, as tie_word_embeddings would have it"
+    tensor_files.expect_none_left(source, unused, why)
+    return arrays
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays have the same bits; some rows at a time, as both may be large."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    for i in range(0, len(a), ROWS):
+        ours, theirs = (x[i : i + ROWS].view(np.uint8) for x in (a, b))
+        if not np.array_equal(ours, theirs):
+            return False
+    return True
 
 
 def check_shapes(source: str, c: TransformerConfig, params: Any) -> None:
     """Raises: TensorError: an array has another shape than the config says, or is missing."""
-    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    shapes: dict[Any, Any] = jax.eval_shape(Transformer(c).init, jax.random.key(0), tokens)[
-        "params"
-    ]
     found: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
-    expected: dict[Any, Any] = dict(traverse_util.flatten_dict(shapes))
-    for path, leaf in expected.items():
-        name = "/".join(path)
+    shapes = shapes_of(c)
+    tensor_files.expect_none_left(source, ["/".join(path) for path in found if path not in shapes])
+    for path, expected in shapes.items():
         if path not in found:
+            name = "/".join(path)
             raise TensorError(f"model={source}: expected a tensor for {name}, and there is none")
-        if found[path].shape != leaf.shape:
-            shape = found[path].shape
-            raise TensorError(f"model={source}: {name} has shape {shape}: expected {leaf.shape}")
+        _expect_shape(source, path, found[path].shape, expected)
 
 
-def save(directory: Path, c: TransformerConfig, params: Any, tokenizer: Path | None = None) -> None:
+def shapes_of(c: TransformerConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """The shape of every parameter. All blocks are alike: one is traced, however many there are."""
+    one = Transformer(dataclasses.replace(c, num_layers=1))
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    params: Any = jax.eval_shape(one.init, jax.random.key(0), tokens)["params"]
+    leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
+    shapes = {}
+    for path, leaf in leaves.items():
+        same = range(c.num_layers) if path[0] == "block_0" else ()
+        shapes |= {(f"block_{i}", *path[1:]): leaf.shape for i in same} or {path: leaf.shape}
+    return shapes
+
+
+def _expect_shape(source: str, path: tuple[str, ...], shape: Any, expected: Any) -> None:
+    if shape != expected:
+        message = f"{'/'.join(path)} has shape {shape}: expected {expected}"
+        raise TensorError(f"model={source}: {message}")
+
+
+def save(
+    directory: Path,
+    c: TransformerConfig,
+    params: Any,
+    tokenizer: Path | None = None,
+    files: Path | None = None,
+) -> None:
     """Write a model in Hugging Face's format into a new directory, whole or not at all.
 
+    Args: files: the directory of the files of the model that it was trained from, which are taken
+      as they are; of config.json, only the type of the weights is new.
     Raises: ConfigError: the directory is there already, no family has the model's parts, or the
       tokenizer is none (DataError).
     """
-    fields = families.fields_of(c)
+    fields = _fields(c, files, tokenizer)
     tensors = to_tensors(c, params)
-    own = None if tokenizer is None else Tokenizer.load(tokenizer)
-    if own is not None:
-        fields |= {"bos_token_id": own.begin_id, "eos_token_id": own.end_id}
     if directory.exists():
         raise ConfigError(f"out={directory}: expected a directory that is not there yet")
     temporary = directory.with_name(directory.name + ".tmp")
@@ -148,13 +212,40 @@ def save(directory: Path, c: TransformerConfig, params: Any, tokenizer: Path | N
         temporary.mkdir(parents=True)
         tensor_files.write_directory(temporary, tensors)
         _write(temporary / CONFIG, fields)
-        if own is not None and tokenizer is not None:
+        copied = side_files.copy(files, temporary, but=(CONFIG,)) if files else []
+        if tokenizer is not None and TOKENIZER not in copied:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
-            _write(temporary / TOKENS, _about(own))
+        if tokenizer is not None and SETTINGS not in copied:
+            _write(temporary / SETTINGS, _about(Tokenizer.load(tokenizer)))
         temporary.rename(directory)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise ConfigError(f"out={directory}: expected a place to write to ({error})") from None
+
+
+def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) -> dict[str, Any]:
+    """config.json: that of the model it was trained from, or one of our own."""
+    if files is not None and (files / CONFIG).is_file():
+        fields = read_object(files / CONFIG, "model")
+        kind = fields.get("model_type")
+        if kind in families.TYPES and families.config_of(fields) == _as_described(c):
+            kept = {name: value for name, value in fields.items() if name not in OF_WEIGHTS}
+            return {**kept, "architectures": [families.CLASSES[kind]], "dtype": "float32"}
+    fields = families.fields_of(c)
+    if tokenizer is not None:
+        own = Tokenizer.load(tokenizer)
+        fields |= {"bos_token_id": own.begin_id, "eos_token_id": own.end_id}
+    return fields
+
+
+OF_WEIGHTS = ("dtype", "torch_dtype", "auto_map")
+"""Fields of config.json about how the weights were stored, and about code that is not copied."""
+
+
+def _as_described(c: TransformerConfig) -> TransformerConfig:
+    """The config without what a run chooses, as a config.json describes it."""
+    chosen: dict[str, Any] = {"dtype": None, "remat": False, "lora": None}
+    return dataclasses.replace(c, max_length=c.table, num_positions=None, **chosen)
 
 
 def _about(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -182,19 +273,6 @@ def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
             found = np.zeros(leaves[*path[:-1], "kernel"].shape[1], np.float32)
         parts.setdefault(name, []).append(found.T if transposed else found)
     return {name: np.concatenate(found, axis=-1) for name, found in parts.items()}
-
-
-def _fields(directory: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except OSError:
-        expected = f"a directory with a {CONFIG}"
-        raise ConfigError(f"model={directory}: expected {expected}") from None
-    except ValueError as error:
-        raise ConfigError(f"model={directory / CONFIG}: expected JSON ({error})") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"model={directory / CONFIG}: expected a JSON object")
-    return fields
 
 
 def _download(source: str) -> Path:

@@ -6,15 +6,15 @@ models are cut into several files, which an index names.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from fedsim.errors import ConfigError
-from fedsim.files import sync_directory
+from fedsim.errors import ConfigError, brief
+from fedsim.files import read_object, sync_directory
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -25,6 +25,8 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000
+MAX_AXES = 32
+NAMED = 4  # in an error
 ALIGNMENT = 64
 SHARD_BYTES = 5_000_000_000
 
@@ -36,32 +38,38 @@ class TensorError(ConfigError):
 def read_directory(directory: Path) -> dict[str, np.ndarray]:
     """All arrays of model.safetensors, or of the files its index names; views of mapped memory.
 
-    Raises: TensorError: a file is missing or damaged.
+    Raises: TensorError: a file is missing or damaged, or has an array that the index does not name.
     """
     single, index = directory / SINGLE, directory / INDEX
     if single.is_file():
         return read(single)
     if not index.is_file():
         raise TensorError(f"model={directory}: expected {SINGLE} or {INDEX} in it")
-    try:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        files = sorted(set(places.values()))
-        wrong = [name for name in files if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TensorError(f"model={index}: expected an index of files ({error!r})") from None
-    if wrong:
-        raise TensorError(f"model={index}: expected names of files beside it, got {wrong[0]}")
-    parts = {name: read(directory / name) for name in files}
-    try:
-        return {name: parts[file][name] for name, file in places.items()}
-    except KeyError as error:
-        raise TensorError(f"model={index}: expected {error} in the file it names") from None
+    places = read_object(index, "model").get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+        raise TensorError(f"model={index}: expected a weight_map of arrays to files")
+    found: dict[str, np.ndarray] = {}
+    for file in sorted(set(places.values())):
+        if Path(file).name != file:
+            message = f"expected names of files beside it, got {brief(file)}"
+            raise TensorError(f"model={index}: {message}")
+        tensors = read(directory / file)
+        for name in tensors:
+            if places.get(name) != file:
+                message = f"expected the array {brief(name)} of {brief(file)} in it"
+                raise TensorError(f"model={index}: {message}")
+        found |= tensors
+    for name, file in places.items():
+        if name not in found:
+            message = f"expected '{brief(name)}' in the file it names, {brief(file)}"
+            raise TensorError(f"model={index}: {message}")
+    return found
 
 
 def read(file: Path) -> dict[str, np.ndarray]:
     """All arrays of one file, as read-only views of mapped memory.
 
-    Raises: TensorError: it is missing, cut off or damaged.
+    Raises: TensorError: it is missing, cut off or damaged, or has bytes of no array.
     """
     try:
         if not file.stat().st_size:
@@ -70,24 +78,62 @@ def read(file: Path) -> dict[str, np.ndarray]:
         size = int.from_bytes(data[:8].tobytes(), "little")
         if len(data) < 8 or size > min(MAX_HEADER, len(data) - 8):
             raise ValueError("the header is cut off")
-        header = json.loads(data[8 : 8 + size].tobytes())
+        header = json.loads(data[8 : 8 + size].tobytes(), object_pairs_hook=_once)
         header.pop("__metadata__", None)
-        return {name: _view(data[8 + size :], name, about) for name, about in header.items()}
+        data = data[8 + size :]
+        found = {name: _view(data, name, about) for name, about in header.items()}
+        _expect_covered(len(data), [about["data_offsets"] for about in header.values()])
+        return found
     except FileNotFoundError:
         raise TensorError(f"model={file}: expected a file that exists") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = brief(" ".join(str(error).split()), 200)
         raise TensorError(f"model={file}: expected a safetensors file ({reason})") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ: of two arrays of one name, one would not be read."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError("a name twice in the header")
+    return record
 
 
 def _view(data: np.ndarray, name: str, about: dict[str, Any]) -> np.ndarray:
     if about["dtype"] not in DTYPES:
-        raise ValueError(f"{name} has the type {about['dtype']}")
+        raise ValueError(f"{brief(name)} has the type {brief(about['dtype'])}")
     dtype, shape = DTYPES[about["dtype"]], tuple(about["shape"])
     begin, end = about["data_offsets"]
-    if not 0 <= begin <= end <= len(data) or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name} is cut off, or of another size than its shape's")
+    if len(shape) > MAX_AXES or not all(type(size) is int for size in (*shape, begin, end)):
+        raise ValueError(f"{brief(name)} has a shape or place that is none")
+    holds = 0 <= begin <= end <= len(data) and min(shape, default=0) >= 0
+    if not holds or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{brief(name)} is cut off, or of another size than its shape's")
     return data[begin:end].view(dtype).reshape(shape)
+
+
+def _expect_covered(size: int, places: list[tuple[int, int]]) -> None:
+    """Raises ValueError unless each byte belongs to one array, as the format demands."""
+    reached = 0
+    for begin, end in sorted(places):
+        if begin != reached:
+            raise ValueError(f"bytes from {min(begin, reached)} on belong to no array, or to two")
+        reached = end
+    if reached != size:
+        raise ValueError(f"bytes from {reached} on belong to no array")
+
+
+def expect_none_left(source: str, names: Sequence[str], why: str = "") -> None:
+    """Raises TensorError: a model's file has arrays `names` that the model has no place for.
+
+    To leave them out would train another model than the one that was asked for.
+    """
+    if names:
+        shown = ", ".join(brief(name) for name in names[:NAMED])
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        expected = f"only arrays that its settings have a place for, and {shown}{more}"
+        verb = "have" if len(names) > 1 else "has"
+        raise TensorError(f"model={source}: expected {expected} {verb} none{why}")
 
 
 def write_directory(

@@ -4,6 +4,7 @@ config.json    settings, plan and model, written once: a `StoredRun`
 secret.json    the key, mode 0600
 budget.json    where the ledger of the data counts the run
 tokenizer.json of the data, so that the model can be used without them
+model/         files of the model it started from that training does not change
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
 released/      of the steps since the last checkpoint, mode 0700
 report.html   report.md   audit.html   audit.md   audit.json, if they were asked for
@@ -33,12 +34,13 @@ from fedsim.config import (
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import read_json, write_json
 from fedsim.keys import SecretKey
+from fedsim.models import side_files
 from fedsim.plan import Plan
 from fedsim.recipe import UPDATE
 from fedsim.run import ledger
 
 CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "lock"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, MODEL = "tokenizer.json", "model"
 ANOTHER_KEY = "another key than the ledger was begun with"
 PRETRAIN = "pretrain"
 
@@ -79,6 +81,8 @@ class StoredRun:
     """What workers computed on."""
     strategy: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """`name` of the clipping strategy, and `why` it was taken."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """sha256 of each file in model/."""
 
     @property
     def privacy(self) -> PrivacyConfig:
@@ -96,7 +100,10 @@ class StoredRun:
         run = {name: value for name, value in as_dict(self.run).items() if name != "seed"}
         rest = {
             "plan": self.plan and self.plan.as_dict(),
-            **{name: dict(getattr(self, name)) for name in ("versions", "model", "strategy")},
+            **{
+                name: dict(getattr(self, name))
+                for name in ("versions", "model", "strategy", "files")
+            },
             "host": self.host,
         }
         return {
@@ -118,7 +125,8 @@ class StoredRun:
             settings = PrivacyConfig(**{**record["privacy"], "epsilon": epsilon})
             plan = Plan.from_dict(record["plan"])
         run = run_config(**{**record["run"], "run_dir": run_dir})
-        rest = {n: record[n] for n in ("model", "versions", "host", "strategy") if n in record}
+        names = ("model", "versions", "host", "strategy", "files")
+        rest = {name: record[name] for name in names if name in record}
         return cls(identity, settings, run, plan=plan, **rest)
 
 
@@ -159,7 +167,7 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")
     # A run that was killed before its first step leaves its key, and nothing else.
-    leftovers = {LOCK, keys.FILE, keys.FILE + ".tmp", CONFIG + ".tmp", TOKENIZER}
+    leftovers = {LOCK, keys.FILE, keys.FILE + ".tmp", CONFIG + ".tmp", TOKENIZER, MODEL}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
         raise ConfigError(
             f"run_dir={run_dir}: expected a new or empty directory, or one with a run"
@@ -194,10 +202,14 @@ def lock(run_dir: Path, *, to_read: bool = False) -> Iterator[None]:
 
 @contextmanager
 def create(
-    run_dir: Path, stored: StoredRun, key: SecretKey, tokenizer: Path | None = None
+    run_dir: Path,
+    stored: StoredRun,
+    key: SecretKey,
+    tokenizer: Path | None = None,
+    model: Path | None = None,
 ) -> Iterator[None]:
-    """Make the directory and hold it; write key, tokenizer and settings. config.json, the last,
-    marks a run.
+    """Make the directory and hold it; write key, tokenizer, files of the model that it starts from,
+    and settings. config.json, the last, marks a run.
 
     Raises: ConfigError: it cannot be written, or another process was faster.
     """
@@ -211,6 +223,9 @@ def create(
         key.save(run_dir)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, run_dir / TOKENIZER)
+        if model is not None:
+            (run_dir / MODEL).mkdir(exist_ok=True)
+            side_files.copy(model, run_dir / MODEL)
         write_json(run_dir / CONFIG, stored.as_dict())
         yield
 

@@ -14,7 +14,7 @@ from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
 from fedsim.data.text import Tokenizer
 from fedsim.errors import ConfigError, expect
-from fedsim.models import lora, pretrained
+from fedsim.models import lora, pretrained, side_files
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.pretrained import Pretrained
 from fedsim.models.transformer import (
@@ -72,8 +72,23 @@ def model_of_run(run_dir: Path) -> Pretrained:
         config, params = lora.merged(config, base.params, params)
     else:
         params = unstacked(params)
-    tokenizer = run_dir / directory.TOKENIZER
-    return Pretrained(config, params, tokenizer if tokenizer.is_file() else None)
+    files = files_of_run(run_dir, base)
+    places = [files / pretrained.TOKENIZER] if files else []
+    places += [run_dir / directory.TOKENIZER]
+    tokenizer = next((path for path in places if path.is_file()), None)
+    return Pretrained(config, params, tokenizer, files)
+
+
+def files_of_run(run_dir: Path, base: Pretrained | None) -> Path | None:
+    """The directory with the files of the model that a run started from: its own copy, or, of a run
+    of an earlier version with adapters, that of their model.
+
+    Raises: FileDamaged: one was changed since.
+    """
+    if not (stored := directory.load(run_dir)).files:
+        return base and base.files
+    side_files.check(run_dir / directory.MODEL, stored.files)
+    return run_dir / directory.MODEL
 
 
 def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | None]:

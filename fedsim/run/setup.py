@@ -27,6 +27,7 @@ from fedsim.engine import Engine
 from fedsim.engine.environment import versions
 from fedsim.engine.task import Task
 from fedsim.keys import SecretKey
+from fedsim.models import side_files
 from fedsim.models.pretrained import Pretrained
 from fedsim.noise import AddNoise
 from fedsim.run import directory
@@ -114,10 +115,13 @@ class OpenRun:
         """
         if self.stored is not None:
             return self.stored
+        files = self.model and self.model.files
+        if files is not None:
+            known["files"] = side_files.digests(files)
         stored = StoredRun(
             self.identity, self.settings, self.run, task.describe(), versions(), **known
         )
-        place = (self.run.run_dir, stored, self.key, self.data.tokenizer_path)
+        place = (self.run.run_dir, stored, self.key, self.data.tokenizer_path, files)
         self._stack.enter_context(directory.create(*place))
         return stored
 

@@ -8,15 +8,19 @@ import jax
 import numpy as np
 import pytest
 from pretrained_models import command, make_model, make_texts
+from test_pretrained import KEPT, assert_kept, assert_settings, with_files
 from zoo import FAMILIES, random_like
 
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy, clipped_sum
 from fedsim.data.dataset import Dataset
+from fedsim.data.text import Tokenizer
 from fedsim.data.users import UserStore
-from fedsim.errors import ConfigError
+from fedsim.errors import ConfigError, FileDamaged
+from fedsim.export import export
 from fedsim.models import lora, pretrained, tensor_files
 from fedsim.models.language_model import LanguageModelTask
+from fedsim.models.pretrained import CONFIG
 from fedsim.models.transformer import Transformer, stacked, unstacked
 from fedsim.run.checkpoint import latest, load_params
 from fedsim.run.model_source import model_of_run
@@ -178,7 +182,9 @@ def test_gpt2s_joint_layer_gets_one_adapter_of_the_ranks_sum(rng, tmp_path):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     directory = tmp_path_factory.mktemp("lora")
-    return make_model(directory), make_texts(directory), directory
+    model = make_model(directory)
+    with_files(model)
+    return model, make_texts(directory), directory
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +248,51 @@ def test_a_run_is_exported_merged_or_as_adapters(trained, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["export", str(run_dir), "--out", str(tmp_path / "peft"), "--adapter"])
     assert "expected a directory to make" in capsys.readouterr().err
+
+
+def test_exports_have_the_files_of_the_model_that_was_adapted(trained, place, tmp_path):
+    run_dir, model = trained[0], place[0]
+    kept = {name: (model / name).read_text() for name in (*KEPT, "tokenizer.json")}
+    export(str(run_dir), tmp_path / "merged")
+    export(str(run_dir), tmp_path / "peft", adapter=True)
+    assert_kept(tmp_path / "merged", kept)
+    assert_kept(tmp_path / "peft", kept)
+    assert_settings(*(json.loads((d / CONFIG).read_text()) for d in (model, tmp_path / "merged")))
+    assert not (tmp_path / "peft" / CONFIG).exists()
+    found = Tokenizer.load(model_of_run(run_dir).tokenizer)
+    assert (found.begin_id, found.end_id, found.end_ids) == (5, 256, {256, 7})
+    data = Tokenizer.load(run_dir / "tokenizer.json")
+    assert (data.begin_id, data.end_id) == (5, 256)
+
+
+def test_a_file_of_the_model_that_was_changed_in_a_run_is_not_exported(trained, tmp_path):
+    file = trained[0] / "model" / "chat_template.jinja"
+    kept = file.read_text()
+    file.write_text(kept + " ")
+    try:
+        for adapter in (False, True):
+            with pytest.raises(FileDamaged, match="chat_template.jinja: was changed since the run"):
+                export(str(trained[0]), tmp_path / "out", adapter=adapter)
+            assert not (tmp_path / "out").exists()
+    finally:
+        file.write_text(kept)
+
+
+@pytest.mark.slow
+def test_a_whole_model_keeps_the_files_of_the_model_before_it(trained, place, tmp_path):
+    """Of a run that started from a run; the first model is not needed any more."""
+    run_dir, model = trained[0], place[0]
+    flags = {"data": place[1], "model": run_dir, "num_steps": 1}
+    command("train", "uls", run_dir=tmp_path / "whole", **flags)
+    before = json.loads((model / CONFIG).read_text())
+    kept = {name: (model / name).read_text() for name in (*KEPT, "tokenizer.json")}
+    model.rename(tmp_path / "gone")
+    try:
+        export(str(tmp_path / "whole"), tmp_path / "out")
+    finally:
+        (tmp_path / "gone").rename(model)
+    assert_kept(tmp_path / "out", kept)
+    assert_settings(before, json.loads((tmp_path / "out" / CONFIG).read_text()))
 
 
 @pytest.mark.slow

@@ -99,6 +99,28 @@ REFUSED = [
 ]
 
 
+REFUSED += [
+    ({"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000: expected a whole number in \[1"),
+    ({"vocab_size": 29.0}, "vocab_size=29.0: expected a whole number"),
+    ({"hidden_size": True}, "hidden_size=True: expected a whole number"),
+    ({"num_attention_heads": 3}, "num_key_value_heads=2: expected a divisor of num_attention"),
+    ({"num_attention_heads": 6, "head_dim": None}, "num_attention_heads=6: expected a divisor of"),
+    ({"head_dim": 5}, "head_dim=5: expected an even number"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: expected a number"),
+    ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta=inf: expected a number"),
+    ({"rope_scaling": ["x"]}, r"rope_scaling=\['x'\]: expected an object, or null"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings=false: expected true or false"),
+    ({"model_type": "mistral", "sliding_window": -1}, "sliding_window=-1: expected a whole number"),
+    ({"model_type": "mistral", "layer_types": [[]]}, "layer_types="),
+    ({"model_type": "\x1b[2J" + "x" * 999}, "^model_type=.\\[2Jx{50,60}...: expected"),
+    (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4}}
+        | {"rope_scaling": {"high_freq_factor": 4, "original_max_position_embeddings": 64}},
+        "low_freq_factor=4.0: expected less than high_freq_factor=4.0",
+    ),
+]
+
+
 @pytest.mark.parametrize("changed, message", REFUSED)
 def test_what_the_model_cannot_be_is_refused_by_name(changed, message):
     fields = {name: x for name, x in {**FIELDS, **changed}.items() if x is not ...}
@@ -133,6 +155,109 @@ def test_a_tensor_that_is_missing_or_misshapen_is_named(rng, tmp_path):
         pretrained.from_tensors("x", config, whole)
 
 
+def test_arrays_that_the_model_has_no_place_for_are_refused(rng, tmp_path):
+    config = dataclasses.replace(FAMILIES["llama"], tied=True)
+    tensors = pretrained.to_tensors(config, random_like(config, rng))
+    embedding, head = tensors["model.embed_tokens.weight"], "lm_head.weight"
+    more = {  # constants of older versions, and the embedding once more
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32),
+        head: embedding.copy(),
+    }
+    pretrained.from_tensors("x", config, {**tensors, **more})
+    other = embedding.copy()
+    other[-1, -1] = np.nextafter(other[-1, -1], 9)
+    with pytest.raises(ConfigError, match="lm_head.weight has none; lm_head.weight is not the emb"):
+        pretrained.from_tensors("x", config, {**tensors, head: other})
+    with pytest.raises(ConfigError, match="lm_head.weight has none"):
+        pretrained.from_tensors("x", config, {**tensors, head: embedding.astype(np.float16)})
+    biases = {f"model.layers.{i}.self_attn.q_proj.bias": np.ones(16, np.float32) for i in (0, 1)}
+    with pytest.raises(ConfigError, match=r"and .*0.*q_proj.bias, .*1.*q_proj.bias have none$"):
+        pretrained.from_tensors("x", config, {**tensors, **biases})
+    deep = {f"model.layers.{i}.x": np.ones(1, np.float32) for i in range(9)}
+    with pytest.raises(ConfigError, match="and 5 more have none"):
+        pretrained.from_tensors("x", config, {**tensors, **deep})
+    fewer = dataclasses.replace(config, num_layers=1)
+    with pytest.raises(ConfigError, match="model.layers.1"):
+        pretrained.from_tensors("x", fewer, tensors)
+
+
+def test_sizes_are_held_against_the_files_before_anything_is_copied(rng, tmp_path, monkeypatch):
+    config = FAMILIES["gpt2"]
+    tensors = pretrained.to_tensors(config, random_like(config, rng))
+    monkeypatch.setattr(np, "ascontiguousarray", None)
+    for changed, message in (
+        ({"vocab_size": families.TOKENS, "mlp_width": families.WIDTH}, "embed/embedding has shape"),
+        ({"num_layers": families.LAYERS}, "expected a tensor transformer.h.2"),
+        ({"num_positions": families.LENGTH}, "positions/embedding has shape"),
+        ({"width": 18, "num_heads": 2}, "has shape"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            pretrained.from_tensors("x", dataclasses.replace(config, **changed), tensors)
+    joint = "transformer.h.0.attn.c_attn.weight"
+    with pytest.raises(ConfigError, match=r"block_0/query/kernel has shape \(16, 47\)"):
+        pretrained.from_tensors("x", config, {**tensors, joint: tensors[joint][:, 1:]})
+
+
+KEPT = {
+    "generation_config.json": '{"eos_token_id": [256, 7], "temperature": 0.6}',
+    "tokenizer_config.json": '{"eos_token": "<|endoftext|>", "chat_template": "{{ messages }}"}',
+    "special_tokens_map.json": '{"eos_token": {"content": "<|endoftext|>"}}',
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+    "added_tokens.json": '{"<|endoftext|>": 256}',
+}
+
+
+def with_files(model):
+    """Puts files beside the weights that training does not change; returns them by name."""
+    (model / "additional_chat_templates").mkdir()
+    for name, text in KEPT.items():
+        (model / name).write_text(text)
+    fields = json.loads((model / "config.json").read_text())
+    fields |= {"bos_token_id": 5, "eos_token_id": [256, 7], "pad_token_id": 9, "x": [1]}
+    fields |= {"torch_dtype": "bfloat16", "auto_map": {"AutoModel": "code.Model"}}
+    (model / "config.json").write_text(json.dumps(fields))
+    return {**KEPT, "tokenizer.json": (model / "tokenizer.json").read_text()}
+
+
+def assert_kept(out, kept):
+    assert {name: (out / name).read_text() for name in kept} == kept
+
+
+def assert_settings(before, after):
+    """That of config.json only what is about the weights is new."""
+    changed = {"dtype", "torch_dtype", "auto_map"}
+    assert after["dtype"] == "float32" and not {"torch_dtype", "auto_map"} & {*after}
+    rest = [{n: x for n, x in fields.items() if n not in changed} for fields in (before, after)]
+    assert rest[0] == rest[1] and rest[0]["bos_token_id"] == 5
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2 with windows", "qwen3", "gpt2"])
+def test_a_saved_model_has_the_files_of_the_one_it_came_from(name, rng, tmp_path):
+    config = dataclasses.replace(CONFIGS[name], vocab_size=257)
+    Tokenizer.bytes().save(tmp_path / "bytes.json")
+    model, out = tmp_path / "model", tmp_path / "out"
+    pretrained.save(model, config, random_like(config, rng), tmp_path / "bytes.json")
+    kept = with_files(model)
+    found = pretrained.load(str(model))
+    trained = dataclasses.replace(found.config, max_length=8, num_positions=found.config.table)
+    pretrained.save(out, trained, found.params, found.tokenizer, found.files)
+    assert_kept(out, kept)
+    assert_settings(*(json.loads((x / "config.json").read_text()) for x in (model, out)))
+    again = pretrained.load(str(out))
+    assert again.config == found.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
+    assert Tokenizer.load(again.tokenizer).end_ids == {256, 7}
+
+
+def test_settings_of_another_model_are_not_taken(rng, tmp_path):
+    """As where a tokenizer's directory was put beside other weights."""
+    first, other = FAMILIES["llama"], FAMILIES["qwen3"]
+    pretrained.save(tmp_path / "model", first, random_like(first, rng))
+    pretrained.save(tmp_path / "x", other, random_like(other, rng), files=tmp_path / "model")
+    assert pretrained.load(str(tmp_path / "x")).config.query_key_norm
+
+
 def test_a_written_model_says_which_tokens_it_has_and_that_they_are_taken_as_they_are(tmp_path):
     config = dataclasses.replace(FAMILIES["llama"], vocab_size=257)
     Tokenizer.bytes().save(tmp_path / "bytes.json")
@@ -148,9 +273,15 @@ def test_a_written_model_says_which_tokens_it_has_and_that_they_are_taken_as_the
 def test_what_is_no_model_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="expected a directory with a config"):
         pretrained.load(str(tmp_path / "none"))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="config.json: expected JSON"):
-        pretrained.load(str(tmp_path))
+    for text in ("{", "[" * 10**6, '{"vocab_size": ' + "9" * 5000 + "}", "\xff"):
+        (tmp_path / "config.json").write_text(text, encoding="latin1")
+        with pytest.raises(ConfigError, match="config.json: expected JSON") as error:
+            pretrained.load(str(tmp_path))
+        assert "\n" not in str(error.value)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "config.json")  # would be waited for
+    with pytest.raises(ConfigError, match="expected a directory with a config"):
+        pretrained.load(str(tmp_path / "pipe"))
     mixed = dataclasses.replace(FAMILIES["llama"], positions="learned")
     with pytest.raises(ConfigError, match="expected parts that go together in a known family"):
         pretrained.save(tmp_path / "out", mixed, {})
@@ -251,15 +382,21 @@ def test_smollm2_gives_the_references_loss_and_survives_a_round_trip(tmp_path):
     found = pretrained.load(file, lambda done, of: counts.append((done, of)))
     assert counts[0] == (1, len(counts)) and counts[-1] == (len(counts), len(counts))
     own, text = Tokenizer.load(found.tokenizer), module.TEXT[0]
-    ids = np.array([own.begin_id, *own.encode_batch([text])[0]])
+    assert (own.begin, own.end) == ("<|im_start|>", "<|im_end|>")
+    ids = np.array([0, *own.encode_batch([text])[0]])  # after <|endoftext|>
     assert ids.tolist() == [0, *tokenizer.encode(text).ids] and own.decode(ids) == text
-    assert own.sha256 == Tokenizer.load(SHARED / "smollm2_tokenizer.json").sha256
+    (tmp_path / "tokenizer.json").write_bytes((SHARED / "smollm2_tokenizer.json").read_bytes())
+    names = {"bos_token": own.begin, "eos_token": own.end}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    assert own.sha256 == Tokenizer.load(tmp_path / "tokenizer.json").sha256
     expected = module.forward(theirs, about, ids[:-1])
     logits = np.asarray(logits_of(*found[:2], ids[None, :-1]))[0]
     np.testing.assert_allclose(logits, expected, atol=1e-3)
     assert nats(logits, ids) == pytest.approx(module.nll(theirs, about, ids).mean(), abs=1e-3)
     assert nats(logits, ids) == pytest.approx(2.66, abs=0.01)
-    pretrained.save(tmp_path / "model", found.config, found.params, found.tokenizer)
+    pretrained.save(tmp_path / "model", *found)
     again = pretrained.load(str(tmp_path / "model"))
     jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
     assert Tokenizer.load(again.tokenizer).sha256 == own.sha256
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert "<|im_start|>" in settings["chat_template"] and settings["eos_token"] == "<|im_end|>"

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fedsim.errors import ConfigError
 from fedsim.models import tensor_files
 from fedsim.models.tensor_files import TensorError
 
@@ -46,6 +47,22 @@ def header(**about):
     return len(text).to_bytes(8, "little") + text.encode() + bytes(8)
 
 
+def two(first, second, size):
+    """A file of two arrays at these places."""
+    record = {}
+    for name, (begin, end) in (("v", first), ("w", second)):
+        record[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+    text = json.dumps(record)
+    return len(text).to_bytes(8, "little") + text.encode() + bytes(size)
+
+
+def raw(text):
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+ONCE = json.dumps({"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})
+
+
 @pytest.mark.parametrize(
     "data, message",
     [
@@ -56,7 +73,17 @@ def header(**about):
         (header(shape=[3]), "w is cut off, or of another size"),
         (header(data_offsets=[-8, 0]), "w is cut off, or of another size"),
         (header(dtype="F8_E4M3"), "w has the type F8_E4M3"),
+        (header(shape=[-1, -2]), "w is cut off, or of another size"),
+        (header(shape=[2.0]), "w has a shape or place that is none"),
+        (header(shape=[1] * 99), "w has a shape or place that is none"),
+        (header(data_offsets=[False, 8]), "w has a shape or place that is none"),
+        (header(dtype=[]), "expected a safetensors file"),
         (b"\2" + bytes(7) + b"[]", "expected a safetensors file"),
+        (raw("[" * 10**6), "expected a safetensors file"),
+        (raw(f"{ONCE[:-1]}, {ONCE[1:]}"), "a name twice in the header"),
+        (two((0, 4), (4, 8), 9), "bytes from 8 on belong to no array"),
+        (two((0, 4), (5, 9), 9), "bytes from 4 on belong to no array"),
+        (two((0, 4), (3, 9), 9), "bytes from 3 on belong to no array, or to two"),
     ],
 )
 def test_a_damaged_file_is_one_line(data, message, tmp_path):
@@ -80,4 +107,13 @@ def test_an_index_that_does_not_hold_is_refused(tmp_path):
         changed = {"weight_map": {**record["weight_map"], name: file}}
         index.write_text(json.dumps(changed))
         with pytest.raises(TensorError, match=message):
+            tensor_files.read_directory(tmp_path)
+    places = dict(record["weight_map"])
+    del places["a"]  # which nobody would read then
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(TensorError, match="expected the array a of model-00001-of-00002"):
+        tensor_files.read_directory(tmp_path)
+    for wrong in ("[]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "[" * 10**6):
+        index.write_text(wrong)
+        with pytest.raises(ConfigError, match=f"model={index}: expected"):
             tensor_files.read_directory(tmp_path)

@@ -28,7 +28,7 @@ def test_a_model_is_trained_whole_on_its_own_tokens(place):
     config = json.loads((directory / "run" / "config.json").read_text())
     assert config["model"]["max_length"] == 32 and config["model"]["num_positions"] == 64
     again = model_of_run(directory / "run")
-    assert again.tokenizer == directory / "run" / "tokenizer.json"
+    assert again.tokenizer == directory / "run" / "model" / "tokenizer.json"  # as the model has it
     # ... and a run is a model to start from.
     second = command("train", "uls", run_dir=directory / "2", model=directory / "run", data=texts)
     assert second["initial_eval_loss"] == pytest.approx(found["final_eval_loss"], rel=1e-5)

@@ -1,0 +1,139 @@
+"""Begin and end tokens: those that a model's own files name, wherever its tokenizer is taken to."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, processors
+
+from fedsim.data.building.build import build
+from fedsim.data.text import Tokenizer as Ours
+from fedsim.errors import DataError
+
+BOS, EOS, TURN = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜Turn｜>"
+SPECIAL = [EOS, BOS, TURN]  # ids 0, 1, 2
+LISTED = ["<s>", "</s>"]
+
+
+def make(directory, special=SPECIAL, template=None, **files):
+    """tokenizer.json, and the files beside it, by their names without .json; returns its path."""
+    tokens = [*special, "a", "b", "?"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    inner.add_special_tokens([AddedToken(token, special=True) for token in special])
+    if template is not None:
+        inner.post_processor = template
+    directory.mkdir(exist_ok=True)
+    inner.save(str(directory / "tokenizer.json"))
+    for name, fields in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(fields))
+    return directory / "tokenizer.json"
+
+
+def template(begin, end):
+    known = [(token, SPECIAL.index(token)) for token in dict.fromkeys([begin, end])]
+    return processors.TemplateProcessing(single=f"{begin} $A {end}", special_tokens=known)
+
+
+NAMES = {"bos_token": BOS, "eos_token": EOS}
+FOUND = [
+    ({"tokenizer_config": NAMES}, (1, 0, {0})),
+    ({"tokenizer_config": {"bos_token": {"content": BOS}, "eos_token": {"content": TURN}}}, (1, 2)),
+    ({"special_tokens_map": NAMES, "config": {"bos_token_id": 2}}, (1, 0)),
+    # a list, and of several that end a text the tokenizer's own is the one that is trained on
+    ({"config": {"bos_token_id": 1, "eos_token_id": [0, 2]}}, (1, 0, {0, 2})),
+    ({"config": {"bos_token_id": 2, "eos_token_id": [2, 0]}, "tokenizer_config": NAMES}, (1, 0)),
+    (
+        {"config": {"eos_token_id": 0}, "generation_config": {"eos_token_id": [2, 0]}},
+        (2, 2, {0, 2}),
+    ),
+    # names and ids that the vocabulary lacks, and nulls, are passed over
+    ({"tokenizer_config": {"bos_token": "<|endoftext|>"}, "config": {"bos_token_id": 1}}, (1, 1)),
+    ({"tokenizer_config": {"bos_token": None}, "config": {"bos_token_id": 3}}, (3, 3)),
+    ({"config": {"bos_token_id": -1, "eos_token_id": [99, 2]}}, (2, 2, {2})),
+    # what config.json says of an older model is wrong where the template is right
+    ({"template": template(BOS, EOS), "config": {"bos_token_id": 0, "eos_token_id": 1}}, (1, 0)),
+    ({"template": processors.BertProcessing((EOS, 0), (BOS, 1))}, (1, 0, {0})),
+    ({"template": processors.Sequence([processors.ByteLevel(), template(TURN, EOS)])}, (2, 0)),
+    # nothing names any: the only special token, else names in wide use
+    ({"special": [EOS]}, (0, 0, {0})),
+    ({"special": LISTED}, (0, 1, {1})),
+    ({"special": LISTED, "config": {"bos_token_id": 2, "eos_token_id": 3}}, (2, 3, {3})),
+]
+
+
+@pytest.mark.parametrize("files, expected", FOUND)
+def test_tokens_are_those_that_the_files_name(files, expected, tmp_path):
+    found = Ours.load(make(tmp_path, **files))
+    assert (found.begin_id, found.end_id, set(found.end_ids))[: len(expected)] == expected
+    # ... and the file alone, as built data and runs have it, says the same.
+    (tmp_path / "alone").mkdir()
+    found.save(tmp_path / "alone" / "tokenizer.json")
+    again = Ours.load(tmp_path / "alone" / "tokenizer.json")
+    assert (again.begin_id, again.end_id) == (found.begin_id, found.end_id)
+    assert again.sha256 == found.sha256 and again.encode_batch(["a"]) == found.encode_batch(["a"])
+
+
+def test_other_special_tokens_are_another_digest(tmp_path):
+    """By which data in a model's tokens are known."""
+    configs = ({"bos_token_id": 1, "eos_token_id": 0}, {"bos_token_id": 0, "eos_token_id": 0})
+    files = [make(tmp_path / str(i), config=fields) for i, fields in enumerate(configs)]
+    first, second = (Ours.load(file) for file in files)
+    assert first.sha256 != second.sha256
+    assert make(tmp_path / "x", LISTED).read_bytes() == make(tmp_path / "y", LISTED).read_bytes()
+
+
+def test_built_data_have_the_models_tokens_around_each_text(tmp_path):
+    config = {"bos_token_id": 1, "eos_token_id": [2, 0]}
+    file = make(tmp_path / "model", config=config)
+    rows = [{"user_id": f"u{i}", "text": "a"} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = build(tmp_path / "rows.jsonl", tmp_path / "data", tokenizer=file.parent, num_workers=1)
+    tokens, sizes = data.train.gather(np.arange(1), 4)
+    assert tokens.tolist() == [[1, 3, 2, 0]] and sizes.tolist() == [3]
+    assert Ours.load(data.tokenizer_path).begin == BOS
+
+
+@pytest.mark.parametrize(
+    "name, fields, message",
+    [
+        ("config", {"bos_token_id": "x"}, "config.json: expected a token id, .* got x"),
+        ("config", {"eos_token_id": [0, True]}, "as eos_token_id, got"),
+        ("generation_config", {"eos_token_id": 1.5}, "expected a token id, .* got 1.5"),
+        ("tokenizer_config", {"bos_token": 3}, "expected the name of a token as bos_token, got 3"),
+        ("tokenizer_config", {"bos_token": {"x": 1}}, "expected the name of a token as bos_token"),
+        ("special_tokens_map", [], "expected a JSON object"),
+    ],
+)
+def test_odd_values_are_one_line(name, fields, message, tmp_path):
+    with pytest.raises(DataError, match=message) as error:
+        Ours.load(make(tmp_path, **{name: fields}))
+    assert "\n" not in str(error.value)
+
+
+def test_several_special_tokens_that_nothing_names_are_asked_for(tmp_path):
+    with pytest.raises(DataError, match="bos_token and eos_token in a tokenizer_config.json"):
+        Ours.load(make(tmp_path))
+
+
+def test_only_a_tokenizer_json_has_files_beside_it(tmp_path):
+    file = make(tmp_path, LISTED, config={"bos_token_id": 2})
+    other = file.rename(tmp_path / "other.json")
+    assert Ours.load(other).begin_id == 0
+
+
+def test_the_hub_is_asked_for_the_files_that_name_them(tmp_path, monkeypatch):
+    file = make(tmp_path / "there", config={"bos_token_id": 1, "eos_token_id": 2})
+    asked = []
+
+    def download(name, *, revision, allow_patterns):
+        asked.extend([name, revision, *allow_patterns])
+        return str(file.parent)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    found = Ours.from_spec("hf:some/model@v1")
+    assert (found.begin_id, found.end_id) == (1, 2) and asked[:2] == ["some/model", "v1"]
+    assert {"tokenizer_config.json", "generation_config.json", "config.json"} < set(asked)
+    file.unlink()
+    with pytest.raises(DataError, match="tokenizer=hf:x: expected a repository with a tokenizer"):
+        Ours.from_spec("hf:x")

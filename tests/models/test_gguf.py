@@ -1,0 +1,116 @@
+"""GGUF files: tokens, template and arrays are those inside; odd files are one line."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from test_hostile import time_bound
+from zoo import FAMILIES, random_like
+
+from fedsim.data.text import Tokenizer
+from fedsim.errors import ConfigError
+from fedsim.models import gguf_files, pretrained
+from fedsim.models.transformer import unstacked
+
+gguf = pytest.importorskip("gguf")
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab"]
+
+
+def write(file, more=(), **changed):
+    """A random model of Llama's family; `more`: names of arrays beside its own."""
+    config = FAMILIES["llama"]
+    values = unstacked(random_like(config, np.random.default_rng(0)))
+    writer = gguf.GGUFWriter(str(file), "llama")
+    sizes = {
+        "context_length": 12,
+        "embedding_length": 16,
+        "block_count": 2,
+        "feed_forward_length": 20,
+        "head_count": 4,
+        "head_count_kv": 2,
+    }
+    for name, value in {**sizes, **changed}.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([gguf_files.CONTROL] * 3 + [1] * 3)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{{ messages }}")
+    writer.add_tensor("token_embd.weight", values["embed"]["embedding"][: len(TOKENS)])
+    writer.add_tensor("output_norm.weight", values["final_norm"]["scale"])
+    for i in range(2):
+        block = values[f"block_{i}"]
+        for ours, theirs in gguf_files.NORMS.items():
+            writer.add_tensor(f"blk.{i}.{theirs}.weight", block[ours]["scale"])
+        for ours, theirs in gguf_files.DENSE.items():
+            kernel = np.ascontiguousarray(block[ours]["kernel"].T)
+            writer.add_tensor(f"blk.{i}.{theirs}.weight", kernel)
+    for name in more:
+        writer.add_tensor(name, np.ones(16, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_an_export_has_the_tokens_and_the_template_inside(tmp_path):
+    found = pretrained.load(str(write(tmp_path / "a.gguf")))
+    own = Tokenizer.load(found.tokenizer)
+    assert (own.begin, own.end, own.encode_batch(["ab"])) == ("<|im_start|>", "<|im_end|>", [[5]])
+    pretrained.save(tmp_path / "out", *found)
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (settings["bos_token"], settings["eos_token"]) == (own.begin, own.end)
+    assert settings["chat_template"] == "{{ messages }}"
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (fields["bos_token_id"], fields["eos_token_id"]) == (1, 2)
+    assert Tokenizer.load(tmp_path / "out" / "tokenizer.json").sha256 == own.sha256
+
+
+def test_a_changed_file_in_the_cache_is_made_again(tmp_path):
+    file = write(tmp_path / "b.gguf")
+    kept = pretrained.load(str(file)).files / "tokenizer_config.json"
+    before = kept.read_text()
+    kept.write_text("{}")
+    assert pretrained.load(str(file)).files and kept.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"more": ["blk.1.attn_q.bias"]}, "block_1/query/bias has none"),
+        ({"more": ["x.weight"]}, "x.weight has none"),
+        ({"block_count": 10**9}, "llama.block_count=1000000000: expected a whole number in"),
+        ({"block_count": 3}, "expected 'blk.2.attn_norm.weight' in it"),
+        ({"head_count": 3}, "num_attention_heads=3: expected a divisor of hidden_size=16"),
+        ({"embedding_length": 64}, "has shape"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(options, message, tmp_path):
+    with pytest.raises(ConfigError, match=message) as error:
+        pretrained.load(str(write(tmp_path / "a.gguf", **options)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("cases", [25, pytest.param(400, marks=pytest.mark.slow)])
+def test_changed_bytes_are_a_line_or_a_model(cases, tmp_path):
+    data, rng, refused = write(tmp_path / "a.gguf").read_bytes(), random.Random(0), 0
+    file = tmp_path / "changed.gguf"
+    for _ in range(cases):
+        changed = bytearray(data)
+        for _ in range(rng.choice([1, 3])):
+            changed[rng.randrange(2500)] = rng.randrange(256)
+        file.write_bytes(changed[: rng.choice([None, rng.randrange(len(data))])])
+        try:
+            with time_bound():
+                if (tokenizer := pretrained.load(str(file)).tokenizer) is not None:
+                    Tokenizer.load(tokenizer)  # else of a kind that is not known
+        except ConfigError as error:
+            refused += 1
+            assert "\n" not in str(error) and str(error).isprintable()
+    assert 0.2 * cases < refused < cases
