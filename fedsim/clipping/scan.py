@@ -22,8 +22,6 @@ from fedsim.clipping.products import in_one_product
 from fedsim.errors import expect
 
 LossFn = Callable[[Any, Any], jax.Array]
-STORED = "stored"
-"""Scope of the loops of `stored` in a program."""
 MANY_ROWS = 16  # of a pass, from which on `_over_one` gains
 
 
@@ -159,8 +157,7 @@ def stored(compute: Callable[[jax.Array], Any], i: jax.Array, some: jax.Array, b
       some: bool, whether there is anything to compute; without, the result is `before`.
       before: arrays in the shapes of the result, which is written over them.
     """
-    with jax.named_scope(STORED):
-        return jax.lax.fori_loop(i, i + some.astype(i.dtype), lambda j, _: compute(j), before)
+    return jax.lax.fori_loop(i, i + some.astype(i.dtype), lambda j, _: compute(j), before)
 
 
 def _alone(function):
