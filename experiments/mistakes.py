@@ -255,6 +255,13 @@ CLIPPING = (
         *("clipping/contribution.py", "leaf.astype(jnp.float32) for leaf", "leaf for leaf"),
     ),
     one(
+        "a norm of other numbers than are added",
+        "clipping/test_stored.py::test_a_program_without_its_loop_is_not_used",
+        "clipping/scan.py",
+        "return jax.lax.fori_loop(i, i + some.astype(i.dtype), lambda j, _: compute(j), before)",
+        "return compute(i)",
+    ),
+    one(
         "a running sum in float32",
         "clipping/test_contribution.py::"
         "test_a_long_sum_lacks_what_a_missing_user_added_and_nothing_else",

@@ -12,6 +12,14 @@ result by a factor of at most 1 +- u, u = 2^-24, adds in any order, and may take
   |g| being the bound above. SLACK covers the rounding of s itself and of g_i s. Rounding to whole
   numbers moves z by at most sqrt(d)/2. Hence |z| <= s |g| + sqrt(d)/2 <= 2^bits.
 
+It rests on three things beside the arithmetic. That g is one array in memory for both: a compiler
+may compute s, a square or a z anew for each reader, all within the bounds above, but not g itself.
+`scan.stored` sees to that (two programs do in layered.py), and before a program is used
+`engine.arithmetic` looks for its loop, and at what hostile units contribute to programs like it.
+That sums are added up in the order given: XLA merges sums of sums unless a barrier is between
+them, and it drops barriers only after that; LLVM changes no order. And that whole numbers are added
+as such.
+
 z stands for z times `Clip.unit`: C 2^-bits with plain clipping, 2^-bits with normalised, whose
 whole numbers are the same. Sums of whole numbers are exact in any order: a unit that is missing
 changes a sum by its z and by nothing else.

@@ -22,29 +22,30 @@ from fedsim.clipping.observed import Observed, expect_shape
 
 
 def clipped_sum(
-    loss_fn: scan.LossFn, params: Any, batch: Any, mask: jax.Array, clip: Clip, total: Any
+    loss_fn: scan.LossFn, params: Any, chunks: Any, i: jax.Array, clip: Clip, total: Any
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """The sum of `scan.clipped_sum`, of units side by side. It takes the memory of all rows'
     activations, of small layers' gradients, and of one tile.
 
     Guarantees: those of `scan.clipped_sum`. Norms are bounded from above a little less tightly: a
       clipped unit may be shorter than C by a few thousandths.
+    Args: chunks: (batch, mask), whose arrays have an axis of chunks first. i: which is added.
     Raises: UnsupportedModel: a parameter is not in a layer of `LAYERS`.
     """
     model = Observed(loss_fn, params)
-    # Seen once: what a norm is taken of is what is added.
-    inputs, cotangents, losses = jax.lax.optimization_barrier(model.run(batch, mask))
-    formed: dict[tuple[str, ...], jax.Array] = {}
-    factors: dict[tuple[str, ...], Factors] = {}
-    for path, layer, own in model.layers(inputs, cotangents):
-        formed |= {(*path, name): leaf for name, leaf in layer.vectors(own).items()}
-        for name, product in layer.factors().items():
-            shape: Any = own[name].shape
-            if product.is_cheaper(shape):
-                factors[*path, name] = product
-            else:
-                formed[*path, name] = product.formed(shape)
-    formed = jax.lax.optimization_barrier(formed)
+
+    def at(i):
+        return jax.tree.map(lambda leaf: leaf[i], chunks)
+
+    def seen(i):
+        inputs, cotangents, losses = model.run(*at(i))
+        formed = _formed(model, inputs, cotangents)[0]
+        return inputs, cotangents, losses, formed
+
+    mask = at(i)[1]
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(seen, i))
+    inputs, cotangents, losses, formed = scan.stored(seen, i, mask.any(), nothing)
+    _, factors = _formed(model, inputs, cotangents)
     squares = bound_squares = jnp.zeros(len(mask))
     if formed:
         squares, bound_squares = map(jnp.square, jax.vmap(norm_and_bound)(formed))
@@ -73,3 +74,19 @@ def clipped_sum(
         expect_shape(name, parameters[name], formed[name][0])
         leaves[name] = sum((added(grad, u) for u, grad in enumerate(formed[name])), start=sums)
     return traverse_util.unflatten_dict(leaves), jnp.where(real, norms, 0), losses, dropped
+
+
+def _formed(model: Observed, inputs: Any, cotangents: Any) -> tuple[dict, dict[Any, Factors]]:
+    """(units' gradients of small arrays and of those whose norms are cheaper so, [units, ...];
+    those of the others as products), by the parameter's path."""
+    formed: dict[tuple[str, ...], jax.Array] = {}
+    factors: dict[tuple[str, ...], Factors] = {}
+    for path, layer, own in model.layers(inputs, cotangents):
+        formed |= {(*path, name): leaf for name, leaf in layer.vectors(own).items()}
+        for name, product in layer.factors().items():
+            shape: Any = own[name].shape
+            if product.is_cheaper(shape):
+                factors[*path, name] = product
+            else:
+                formed[*path, name] = product.formed(shape)
+    return formed, factors

@@ -63,7 +63,7 @@ class Programs:
     """Functions of one unit on one device, to be compiled one by one.
 
     In all of them: rows, tree of arrays [group, ...]; real, bool [group]; found, a gradient of the
-    mean loss over the real rows, float32; squares, the sum of its squares.
+    mean loss over the real rows, float32.
     """
 
     def __init__(self, layers: Layers):
@@ -96,15 +96,20 @@ class Programs:
         return loss, of_own, dx
 
     def block_back(self, own: Params, fixed: Params, x: jax.Array, dx: jax.Array) -> Any:
-        """(found, squares, dx before the block) from dx after it."""
+        """(found, dx before the block) from dx after it."""
         _, pull = jax.vjp(lambda own, x: self._block(own, fixed, x), own, x)
         found, dx = pull(dx)
-        return *_with_squares(found), dx
+        return _in_float32(found), dx
 
     def stem_back(self, own: Params, fixed: Params, rows: Any, of_head: Any, dx: jax.Array) -> Any:
-        """(found, squares) of all but the blocks."""
+        """What is found of all but the blocks."""
         _, pull = jax.vjp(lambda own: self._stem(own, fixed, rows), own)
-        return _with_squares(jax.tree.map(jnp.add, of_head, *pull(dx)))
+        return _in_float32(jax.tree.map(jnp.add, of_head, *pull(dx)))
+
+    def squares(self, found: Any) -> jax.Array:
+        """The sum of squares of what another program found. In that program XLA might compute an
+        elementwise gradient once more for its squares, with other roundings."""
+        return sum_of_squares(found)
 
 
 def norm_and_scale(
@@ -130,7 +135,5 @@ def norm_and_scale(
     return jnp.where(some, found, 0), scale, dropped
 
 
-def _with_squares(grad):
-    # As it is, before anything is done with it.
-    found = jax.lax.optimization_barrier(jax.tree.map(lambda g: g.astype(jnp.float32), grad))
-    return found, sum_of_squares(found)
+def _in_float32(grad):
+    return jax.tree.map(lambda g: g.astype(jnp.float32), grad)

@@ -103,43 +103,71 @@ def clipped_sum(
     Source: Charles et al. 2024, Algorithms 1 and 2.
     """
 
-    def one(rows, real):
-        arguments = (params, rows, real)
-        grad, loss = gradient.after(local, *arguments) if local else gradient(*arguments)
-        grad = jax.lax.optimization_barrier(grad)  # what a norm is taken of is what is added
-        added, norm, dropped = (scaled if clip.in_float32 else contribution)(grad, real.any(), clip)
-        return added, (norm, loss, dropped)
+    def at(i):
+        """(rows, mask) of pass i: arrays [side_by_side, group, ...]."""
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=side_by_side)
+        return jax.tree.map(lambda leaf: cut(leaf, i * side_by_side), (batch, mask))
 
     def add(i, carry):
-        total, *values = carry
-        first = i * side_by_side
-        some = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, side_by_side), (batch, mask)
-        )
+        total, found, *values = carry
+        real = at(i)[1].any(axis=1)
+        found = stored(lambda j: each(gradient)(*at(j)), i, real.any(), found)
         # Whole numbers of several units, each a function of its own rows. Added in one go: adding
         # reads and writes the whole sum.
-        added, found = jax.vmap(one)(*some) if side_by_side > 1 else _first(one, *some)
+        added, norms, dropped = each(clipped)(found[0], real)
         total = jax.tree.map(lambda t, z: functools.reduce(jnp.add, list(z), t), total, added)
-        update = jax.lax.dynamic_update_slice_in_dim
-        return total, *(update(o, new, first, 0) for o, new in zip(values, found, strict=True))
+        new, update = (norms, jnp.where(real, found[1], 0), dropped), jax.lax.dynamic_update_slice
+        return (
+            total,
+            found,
+            *(
+                update(old, some, (i * side_by_side,))
+                for old, some in zip(values, new, strict=True)
+            ),
+        )
 
-    gradient = _UnitGradient(loss_fn, rows_per_pass, direct, buckets)
+    unit = _UnitGradient(loss_fn, rows_per_pass, direct, buckets)
+    gradient = functools.partial(unit.after, local) if local else unit
+    gradient = functools.partial(gradient, params)
+    clipped = functools.partial(scaled if clip.in_float32 else contribution, clip=clip)
+    each = jax.vmap if side_by_side > 1 else _alone
     units = len(mask)
     batch, mask = jax.tree.map(
         lambda leaf: _to_multiple(jnp.asarray(leaf), side_by_side), (batch, mask)
     )
     dtype = jnp.float32 if clip.in_float32 else jnp.int32
     total = zeros_like(params, dtype) if total is None else total
+    nothing = jax.tree.map(lambda leaf: jnp.zeros((side_by_side, *leaf.shape)), params)
     # Loops of dynamic length cost less than loops that skip: a branch copies what passes through.
     number = -(-reach(mask.any(axis=1)) // side_by_side)
-    total, *values = jax.lax.fori_loop(0, number, add, (total, *no_values(len(mask))))
+    start = (total, (nothing, jnp.zeros(side_by_side)), *no_values(len(mask)))
+    total, _, *values = jax.lax.fori_loop(0, number, add, start)
     return total, *(value[:units] for value in values)
 
 
-def _first(function, *arguments):
+def stored(compute: Callable[[jax.Array], Any], i: jax.Array, some: jax.Array, before: Any) -> Any:
+    """compute(i), written to memory once, before anything reads it.
+
+    XLA computes each number of an elementwise gradient again for every reader, and LLVM may turn a
+    product and a sum into one rounding for one reader alone: the norm would not be that of what is
+    added. On processors `optimization_barrier` does nothing against it. The result of a loop whose
+    length is not known when it is compiled has to be in memory when the loop ends.
+    Args:
+      i: the body of the loop depends on it: else it would be moved out.
+      some: bool, whether there is anything to compute; without, the result is `before`.
+      before: arrays in the shapes of the result, which is written over them.
+    """
+    return jax.lax.fori_loop(i, i + some.astype(i.dtype), lambda j, _: compute(j), before)
+
+
+def _alone(function):
     """vmap over an axis of length one: XLA for processors is slower with that axis."""
-    result = function(*jax.tree.map(lambda leaf: leaf[0], arguments))
-    return jax.tree.map(lambda leaf: leaf[None], result)
+
+    def run(*arguments):
+        result = function(*jax.tree.map(lambda leaf: leaf[0], arguments))
+        return jax.tree.map(lambda leaf: leaf[None], result)
+
+    return run
 
 
 def no_values(units: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -66,6 +66,10 @@ class Strategy:
         at_once = self.units_at_once(group)
         return -(-UNITS_PER_CALL // at_once) * at_once
 
+    def for_examples(self, group: int) -> "Strategy":
+        """The same for units of one row, as many at once as there are of groups of so many."""
+        return dataclasses.replace(self, rows=self.units_at_once(group))
+
     def splits_units(self, group: int) -> bool:
         """Whether a unit's rows are seen in several passes, each of which may have its length."""
         return self.name in FORMED and self.rows < group
@@ -104,10 +108,10 @@ def clipped_sum(
 
     def add_chunk(i, carry):
         total, *values = carry
-        batch, mask = jax.tree.map(lambda leaf: leaf[i], chunks)
         if module is ghost:
-            total, *found = ghost.clipped_sum(loss_fn, params, batch, mask, clip, total)
+            total, *found = ghost.clipped_sum(loss_fn, params, chunks, i, clip, total)
         else:
+            batch, mask = jax.tree.map(lambda leaf: leaf[i], chunks)
             chunk_sum, *found = module.clipped_sum(loss_fn, params, batch, mask, clip)
             chunk_sum = chunk_sum if clip.in_float32 else on_lattice(chunk_sum, clip)
             total = jax.tree.map(jnp.add, total, chunk_sum)

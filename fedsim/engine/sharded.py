@@ -108,7 +108,8 @@ class ShardedWorker(Worker):
     def _run(self) -> dict[str, Any]:
         """The programs for one device, by name."""
         own = Programs(layers_of(self.task, self.shape))
-        parts = (own.stem, own.block, own.nats, own.head, own.block_back, own.stem_back)
+        forward, back = (own.stem, own.block, own.nats), (own.head, own.block_back, own.stem_back)
+        parts = (*forward, *back, own.squares)
         return {each.__name__: jax.jit(each, compiler_options=self._options) for each in parts}
 
     def place(self, params: Any) -> Any:
@@ -319,11 +320,12 @@ class _Units:
         other parameters, layer being None."""
         for layer in reversed(range(self.model.num_layers)):
             before = dx
-            *found, dx = self.worker.run("block_back", *self.model.layer(layer), seen[layer], dx)
-            yield layer, found.pop(0), found.pop()
+            found, dx = self.worker.run("block_back", *self.model.layer(layer), seen[layer], dx)
+            yield layer, found, self.worker.run("squares", found)
+            del found
             jax.block_until_ready(before)
-        arguments = (*self.model.rest, self.batch, of_head, dx)
-        yield None, *self.worker.run("stem_back", *arguments)
+        found = self.worker.run("stem_back", *self.model.rest, self.batch, of_head, dx)
+        yield None, found, self.worker.run("squares", found)
 
 
 def _no_sum(whole):

@@ -22,7 +22,7 @@ from fedsim.clipping.clip import lattice_capacity, num_coordinates
 from fedsim.clipping.observed import UnsupportedModel
 from fedsim.clipping.packing import Chunk, chunks, padded
 from fedsim.clipping.scan import zeros_like
-from fedsim.engine.arithmetic import check_arithmetic
+from fedsim.engine.arithmetic import check_arithmetic, check_contributions, check_stored
 from fedsim.engine.calls import EVAL_FEW, EVAL_ROWS_PER_CHUNK, in_calls
 from fedsim.engine.engine import Stats, Trial
 from fedsim.engine.environment import versions
@@ -39,6 +39,7 @@ TRIAL_SECONDS = 3.0  # a trial that takes longer is not repeated, nor done with 
 GIVE_UP = 1.5  # times the best so far: the same
 SAME_NORMS = 0.02  # strategies agree to 1e-5 in float32; in bfloat16 to less
 
+_fit = functools.cache(check_arithmetic)
 _zeros = jax.jit(zeros_like, static_argnums=1)  # leaf by leaf costs a small model a hundredth
 
 
@@ -89,8 +90,8 @@ class Worker:
 
     def facts(self) -> dict[str, Any]:
         """Where this worker computes, and with what. Raises: UnfitDevice."""
-        if (device := jax.local_devices()[0]).platform != "cpu":
-            check_arithmetic(device)
+        device = jax.local_devices()[0]
+        _fit(device)
         return {
             "device": str(device),
             "host": socket.gethostname(),
@@ -113,6 +114,8 @@ class Worker:
           rows: [units, group], -1 = padding.
         """
         params = self._on_device(version, params)
+        if strategy.proven and not clip.in_float32:
+            check_contributions(strategy.for_examples(rows.shape[1]), params)
         return self._add_lane(params, rows, clip, strategy)
 
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
@@ -304,6 +307,7 @@ class Worker:
         """The program of a chunk, looked at before it is used for the first time."""
         program = self._chunk_program(total, params, chunk, clip, strategy)
         if id(program) not in self._checked and strategy.proven and not clip.in_float32:
+            check_stored(program)
             fresh = functools.partial(no_sum, params, clip)
             arguments = (params, *self._of_chunk(chunk, clip))
             if _checked_side_by_side(program, fresh, arguments, chunk, strategy):
