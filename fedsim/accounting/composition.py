@@ -19,7 +19,7 @@ from fedsim.errors import ConfigError
 COMPOSED_TAIL_MASS = 1e-15
 """Probability that composition may send to infinite loss, as dp_accounting's default."""
 
-LARGEST_DELTA = 1 - 1e-9
+LARGEST_DELTA = 1 - 1e-6
 """Nearer to one, sums of probabilities are not resolved; epsilon is that of this delta."""
 
 MAX_GRID_POINTS = 2**23
@@ -108,6 +108,8 @@ def pmf_epsilon_at(pmf: DensePLDPmf, delta: float) -> float:
         return math.inf
     grid, descending = pmf._discretization, pmf._probs[::-1]
     reached = pmf._infinity_mass + np.cumsum(descending)
+    if delta > 0.5:  # a part of all probabilities is lost to rounding: here it would matter
+        reached += max(0.0, 1 - reached[-1])
     # paid[j] = sum over losses l >= l_j of p(l) e^(l_j - grid - l), by its recurrence.
     decay = math.exp(-grid)
     paid = np.asarray(signal.lfilter([decay], [1.0, -decay], descending))
