@@ -441,6 +441,14 @@ CLAIMS = (
         '"by the theorem"',
     ),
     one(
+        "steps that begin, whatever their noise makes them cost",
+        "test_train.py"
+        "::test_noise_that_costs_more_than_was_asked_for_ends_a_run_before_its_first_step",
+        "training/start.py",
+        "            expect_affordable(plan, planned)\n",
+        "            pass\n",
+    ),
+    one(
         "noise as a file of the cache says",
         "accounting/test_calibration.py"
         "::test_a_value_in_the_cache_that_was_changed_is_as_if_absent[noise_multiplier]",

@@ -19,6 +19,7 @@ from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import PrivacyConfig, run_config
 from fedsim.engine import autotune
+from fedsim.plan import making
 from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.console import Console, guarantee_line
 from fedsim.run.setup import key_context
@@ -184,6 +185,19 @@ CHANGES = {
     **{"clip-norm": 0.5, "clipping": "plain", "sampling": "shuffle", "model": "small"},
     **{"learning-rate": 0.2, "optimizer": "adam", "seed": 4},
 }
+
+
+@pytest.mark.privacy
+def test_noise_that_costs_more_than_was_asked_for_ends_a_run_before_its_first_step(
+    texts, run_dir, monkeypatch, capsys
+):
+    """Wherever it comes from: nothing is trained, written or counted."""
+    monkeypatch.setattr(making, "calibrate", lambda method, privacy: 0.01)
+    with pytest.raises(SystemExit) as stop:
+        main(command(texts, run_dir))
+    assert stop.value.code == 2 and not run_dir.exists()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("fedsim: error: noise_multiplier=0.01: expected more: all steps cost")
 
 
 @pytest.mark.parametrize("name, value", CHANGES.items())

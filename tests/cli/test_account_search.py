@@ -1,4 +1,4 @@
-"""`account` and `calibrate` over all ranges of their inputs: an answer, which is right, or a line."""
+"""`account` and `calibrate` over all ranges of their inputs: an answer that is right, or a line."""
 
 import contextlib
 import io
