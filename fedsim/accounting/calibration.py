@@ -64,7 +64,7 @@ def calibrate(
         def excess(parameter: float) -> float:
             spent = spend(parameter, accuracy)
             report(f"{name} {parameter:.6g}: epsilon {spent:.6g}")
-            return math.log(min(max(spent, 1 / UNBOUNDED), UNBOUNDED) / target)
+            return math.log(min(max(spent, 1 / UNBOUNDED), UNBOUNDED)) - math.log(target)
 
         return excess
 

@@ -129,6 +129,11 @@ def test_calibration_of_a_large_epsilon_finds_the_gaussian_mechanism():
     assert 2000 * (1 - 1e-3) < exact <= 2000
 
 
+def test_a_target_far_above_what_can_be_spent_takes_the_least_noise_that_is_looked_for():
+    given = dict(algorithm="els", num_steps=10, sampling_prob=7e-4, epsilon=1e300, delta=0.1)
+    assert run(Calibrate, given)["noise_multiplier"] == pytest.approx(0.01)
+
+
 def test_a_large_release_before_the_steps_is_added():
     given = dict(algorithm="uls", num_steps=2, sampling_prob=0.1, noise_multiplier=1.0, delta=1e-6)
     alone, found = run(Account, given)["epsilon"], run(Account, {**given, "before": 800})["epsilon"]
