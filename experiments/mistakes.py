@@ -442,15 +442,23 @@ CLAIMS = (
         "epsilon copied from the target",
         "test_train.py::test_epsilon_comes_from_the_ledger",
         "training/trainer.py",
-        "epsilon = released_epsilon(self.run.run_dir, self.plan.delta)",
+        "epsilon = claimed_epsilon(self.run.run_dir, self.plan)",
         "epsilon = self.plan.target_epsilon / 2",
     ),
     one(
-        "a run stopped early that reports the epsilon of its plan",
-        "test_train.py::test_a_stop_signal_ends_the_step_and_saves_it",
-        "training/trainer.py",
-        "epsilon = released_epsilon(self.run.run_dir, self.plan.delta)",
-        "epsilon = self.running_epsilon(self.plan.num_steps)",
+        "a run that may be stopped by looking at it, claimed for the steps until there",
+        "trust/test_stopping.py::test_no_rule_of_stopping_gets_more_than_the_claim",
+        "plan/records.py",
+        "left = max(0, plan.num_steps - done)",
+        "left = 0",
+    ),
+    one(
+        "a stopped run that the budget counts only as far as it came",
+        "budget/test_spending.py"
+        "::test_a_run_that_was_stopped_counts_whole_where_one_may_have_looked",
+        "budget/spending.py",
+        "fixed = [phase for each in reserving for phase in each.reserved or []]",
+        "fixed = [phase for each in counted for phase in each.released or []]",
     ),
     one(
         "an add-or-remove claim that hides what it takes as known",
@@ -458,6 +466,22 @@ CLAIMS = (
         "trust/claim.py",
         '"taking as known how many users and texts there are"',
         '"by the theorem"',
+    ),
+    one(
+        "steps that begin, whatever their noise makes them cost",
+        "test_train.py"
+        "::test_noise_that_costs_more_than_was_asked_for_ends_a_run_before_its_first_step",
+        "training/start.py",
+        "            expect_affordable(plan, planned)\n",
+        "            pass\n",
+    ),
+    one(
+        "noise as a file of the cache says",
+        "accounting/test_calibration.py"
+        "::test_a_value_in_the_cache_that_was_changed_is_as_if_absent[noise_multiplier]",
+        "accounting/calibration.py",
+        "if (kept := _kept(path)) is not None and meets(kept):",
+        "if (kept := _kept(path)) is not None:",
     ),
     one(
         "another gradient under the same noise after a crash",

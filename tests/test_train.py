@@ -19,9 +19,13 @@ from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import PrivacyConfig, run_config
 from fedsim.engine import autotune
+from fedsim.plan import making
 from fedsim.run import checkpoint, directory, ledger
+from fedsim.run.console import Console, guarantee_line
 from fedsim.run.setup import key_context
 from fedsim.run.state import APART
+from fedsim.trust import report
+from fedsim.trust.items import items
 
 NUM_STEPS = 24
 
@@ -151,8 +155,14 @@ def test_a_stop_signal_ends_the_step_and_saves_it(texts, undisturbed, stopped_ru
     args = command(texts, run_dir)
     stopped = summary(run_dir)
     assert 3 <= stopped["steps_done"] < NUM_STEPS
-    assert 0 < stopped["epsilon"] < undisturbed["uls"]["epsilon"]  # of what was released
+    assert stopped["epsilon"] == undisturbed["uls"]["epsilon"]  # it may have looked at itself
     assert stopped["steps_done"] == len(lines(run_dir, "ledger.jsonl")) - 1
+    reported = report.read(run_dir, Console())
+    shown = dict(items(reported).rows)
+    assert shown["steps accounted"].startswith(f"{NUM_STEPS} of {NUM_STEPS} planned, of which")
+    ideal = stopped["epsilon"] + stopped["slack"]["epsilon"]
+    assert ideal <= reported.epsilon < ideal + 1e-3
+    assert f", what all {NUM_STEPS} planned steps cost" in guarantee_line(stopped)
     main([*args, "--resume"])
     assert summary(run_dir)["params_sha256"] == undisturbed["uls"]["params_sha256"]
 
@@ -175,6 +185,19 @@ CHANGES = {
     **{"clip-norm": 0.5, "clipping": "plain", "sampling": "shuffle", "model": "small"},
     **{"learning-rate": 0.2, "optimizer": "adam", "seed": 4},
 }
+
+
+@pytest.mark.privacy
+def test_noise_that_costs_more_than_was_asked_for_ends_a_run_before_its_first_step(
+    texts, run_dir, monkeypatch, capsys
+):
+    """Wherever it comes from: nothing is trained, written or counted."""
+    monkeypatch.setattr(making, "calibrate", lambda method, privacy: 0.01)
+    with pytest.raises(SystemExit) as stop:
+        main(command(texts, run_dir))
+    assert stop.value.code == 2 and not run_dir.exists()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("fedsim: error: noise_multiplier=0.01: expected more: all steps cost")
 
 
 @pytest.mark.parametrize("name, value", CHANGES.items())
@@ -247,7 +270,8 @@ def test_private_values_are_named_so(finished):
 def test_epsilon_comes_from_the_ledger(finished):
     run_dir = finished / "uls"
     found = summary(run_dir)
-    assert ledger.released_epsilon(run_dir, found["delta"]) == found["epsilon"]
+    released = ledger.phases(ledger.read(run_dir))
+    assert ledger.epsilon_of(released, found["delta"]) == found["epsilon"]
     recorded = [line["epsilon"] for line in lines(run_dir, "ledger.jsonl")[1:] if line["epsilon"]]
     assert (
         len(recorded) == 3

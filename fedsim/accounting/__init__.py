@@ -24,6 +24,7 @@ from fedsim.accounting.accountant import (
     privacy_curve,
 )
 from fedsim.accounting.events import (
+    MOST_CONTRIBUTIONS,
     MOST_NOISE,
     MOST_STEPS,
     Event,
@@ -42,6 +43,7 @@ from fedsim.accounting.unknowns import calibrate_noise, noise_multiplier, num_st
 from fedsim.accounting.words import of_words, to_words
 
 __all__ = [
+    "MOST_CONTRIBUTIONS",
     "MOST_NOISE",
     "MOST_STEPS",
     "RELATIVE_ACCURACY",

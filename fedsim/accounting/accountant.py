@@ -162,6 +162,9 @@ def _answer(
         try:
             return _refine(phases, query, progress=progress)[0]
         except composition.GridTooLargeError:
+            pure = max((e.epsilon for e, _ in merged if isinstance(e, PureEvent)), default=0.0)
+            least = "less: nothing so large is added up, and it protects nobody"
+            expect("before", pure, 2 * pure < composition.MAX_GRID_POINTS, least)
             steps = [event for event, _ in merged if isinstance(event, StepEvent)]
             if not steps:
                 raise

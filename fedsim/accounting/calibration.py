@@ -1,4 +1,5 @@
-"""Finding the parameter that spends a privacy budget, and keeping what was found on disk.
+"""Finding the parameter that spends a privacy budget, and keeping what was found on disk, where
+it is a hint that is checked.
 
 Knows nothing of mechanisms: `accountant` says what a parameter spends. Root finding is SciPy's.
 """
@@ -12,13 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 from scipy import optimize
 
 from fedsim.errors import ConfigError
 from fedsim.files import cache_dir
 
-ACCOUNTANT_VERSION = 4
+ACCOUNTANT_VERSION = 5
 """Raised whenever a number may change, so that calibrations kept on disk are not reused."""
 
 SPEND_ACCURACY = 1e-4
@@ -28,6 +30,15 @@ PARAMETER_ACCURACY = 1e-5
 """Relative distance between a calibrated parameter and the best one."""
 
 SKETCH_ACCURACY = 1e-2  # enough to find where to look closely
+
+NEXT = 1e-3
+"""Relative distance between a calibrated parameter and one that certainly spends too much."""
+
+UNBOUNDED = 1e100
+"""The epsilon that stands for an infinite one."""
+
+LONGEST_FILE = 2**16  # bytes that are read of a file of the cache
+LARGEST_VALUE = 1e10  # of anything that is calibrated
 
 Progress = Callable[[str], None] | None
 
@@ -53,7 +64,7 @@ def calibrate(
         def excess(parameter: float) -> float:
             spent = spend(parameter, accuracy)
             report(f"{name} {parameter:.6g}: epsilon {spent:.6g}")
-            return math.log(min(max(spent, 1e-100), 1e100) / target)
+            return math.log(min(max(spent, 1 / UNBOUNDED), UNBOUNDED)) - math.log(target)
 
         return excess
 
@@ -67,6 +78,9 @@ def calibrate(
     within = [parameter for parameter, excess in fine.items() if excess <= 0]
     if not within:
         least = target * math.exp(min(fine.values()))
+        if least >= UNBOUNDED * (1 - 1e-9):
+            found = "spends no finite epsilon at this delta: expected a larger delta, or more noise"
+            raise ConfigError(f"{name}={limits[0]:g}: even that {found}")
         raise ConfigError(
             f"epsilon={target}: expected at least {least:.4g}, which {name}={limits[0]:g} spends"
         )
@@ -127,15 +141,38 @@ def _search(
     return seen
 
 
-def cached(name: str, key: tuple, solve: Callable[[], float]) -> float:
-    """solve(), or what it returned for the same arguments and version of the accountant."""
+def cached(
+    name: str,
+    key: tuple,
+    solve: Callable[[], float],
+    spend: Callable[[float], float],
+    target: float,
+    dearer: Callable[[float], float | None],
+) -> float:
+    """solve(), or what it returned for the same arguments and version of the accountant.
+
+    What is kept on disk is a hint that anyone may have changed. It counts only if it spends no more
+    than the target, and hardly less; whatever else is there is as if absent.
+    Args:
+      spend: epsilon of a value.
+      dearer: a value next to one, that spends a little more; None: there is none.
+    """
     words = [name, *map(repr, key), str(ACCOUNTANT_VERSION), version("dp-accounting")]
     digest = hashlib.sha256("|".join(words).encode()).hexdigest()
     path = cache_dir() / f"{digest[:32]}.json"
-    try:
-        return json.loads(path.read_text())["value"]
-    except (OSError, ValueError, KeyError, TypeError):
-        value = solve()
+
+    def meets(value: float) -> bool:
+        try:
+            if spend(value) > target:
+                return False
+            after = dearer(value)
+            return after is None or spend(after) > target
+        except ConfigError:  # out of range
+            return False
+
+    if (kept := _kept(path)) is not None and meets(kept):
+        return kept
+    value = solve()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -144,6 +181,17 @@ def cached(name: str, key: tuple, solve: Callable[[], float]) -> float:
     except OSError:
         pass  # a cache that cannot be written costs time, never an answer
     return value
+
+
+def _kept(path: Path) -> float | None:
+    """The number in a file of the cache; None: there is no such file, or no number in it."""
+    try:
+        with open(path, "rb") as file:
+            value = json.loads(file.read(LONGEST_FILE))["value"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if number and 0 < value <= LARGEST_VALUE else None
 
 
 def throttled(progress: Progress) -> Callable[[str], None]:

@@ -19,6 +19,9 @@ from fedsim.errors import ConfigError
 COMPOSED_TAIL_MASS = 1e-15
 """Probability that composition may send to infinite loss, as dp_accounting's default."""
 
+LARGEST_DELTA = 1 - 1e-6
+"""Nearer to one, sums of probabilities are not resolved; epsilon is that of this delta."""
+
 MAX_GRID_POINTS = 2**23
 """Longest discretised privacy loss, before or after composition: about half a gigabyte."""
 
@@ -49,6 +52,8 @@ def compose_pmfs(steps: Sequence[tuple[DensePLDPmf, int]]) -> DensePLDPmf:
     grid = steps[0][0]._discretization
     if [count for _, count in steps] == [1]:
         return steps[0][0]
+    if any(pmf._infinity_mass >= 1 for pmf, _ in steps):
+        return DensePLDPmf(grid, 0, np.zeros(1), 1.0, True)
     low, high = _composed_range(steps)
     check_size(high - low + 1, grid)
     longest = max(pmf.size for pmf, _ in steps)
@@ -91,12 +96,20 @@ def check_size(size: int, discretization: float) -> None:
         )
 
 
+def least_delta(num_steps: int) -> float:
+    """What delta has to exceed for so many steps, or epsilon is infinite, whatever the noise."""
+    return 1.01 * (COMPOSED_TAIL_MASS + _FFT_ROUNDING * num_steps)  # a hundredth for tails of steps
+
+
 def pmf_epsilon_at(pmf: DensePLDPmf, delta: float) -> float:
     """The smallest epsilon for this delta, in one direction alone."""
+    delta = min(delta, LARGEST_DELTA)
     if pmf._infinity_mass > delta:
         return math.inf
     grid, descending = pmf._discretization, pmf._probs[::-1]
     reached = pmf._infinity_mass + np.cumsum(descending)
+    if delta > 0.5:  # a part of all probabilities is lost to rounding: here it would matter
+        reached += max(0.0, 1 - reached[-1])
     # paid[j] = sum over losses l >= l_j of p(l) e^(l_j - grid - l), by its recurrence.
     decay = math.exp(-grid)
     paid = np.asarray(signal.lfilter([decay], [1.0, -decay], descending))
@@ -138,8 +151,9 @@ def _composed_range(steps: Sequence[tuple[DensePLDPmf, int]]) -> tuple[int, int]
     A sketch of each loss tells which order is best; the bound is that of the whole loss.
     """
     upper = sum(count * (pmf.size - 1) for pmf, count in steps)
-    losses = [(np.arange(pmf.size), pmf._probs, count) for pmf, count in steps]
-    sketches = [(*_sketch(positions, probs), count) for positions, probs, count in losses]
+    whole = [(np.arange(pmf.size), pmf._probs, count) for pmf, count in steps]
+    sketches = [(*_sketch(positions, probs), count) for positions, probs, count in whole]
+    losses, sketches = _with_logarithms(whole), _with_logarithms(sketches)
     longest, bounds = max(pmf.size for pmf, _ in steps), [0, upper]
     for side, sign in ((0, -1), (1, 1)):
 
@@ -154,6 +168,14 @@ def _composed_range(steps: Sequence[tuple[DensePLDPmf, int]]) -> tuple[int, int]
     return max(0, bounds[0]), min(upper, bounds[1])
 
 
+def _with_logarithms(
+    losses: list[tuple[np.ndarray, np.ndarray, int]],
+) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    """The positions that have any probability, with its logarithm in place of it."""
+    found = [(probs > 0, positions, probs, count) for positions, probs, count in losses]
+    return [(at[kept], np.log(probs[kept]), count) for kept, at, probs, count in found]
+
+
 def _sketch(positions: np.ndarray, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A loss on at most 4096 points, each the middle of what it stands for."""
     width = -(-positions.size // 4096)
@@ -162,9 +184,13 @@ def _sketch(positions: np.ndarray, probs: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _chernoff(losses: list[tuple[np.ndarray, np.ndarray, int]], order: float) -> float:
-    """What the sum of `count` draws of each loss exceeds (order > 0) or falls short of, rarely."""
+    """What the sum of `count` draws of each loss exceeds (order > 0) or falls short of, rarely.
+
+    Args: losses: positions, logarithms of their probabilities, and the count of each.
+    """
     total = math.log(2 / COMPOSED_TAIL_MASS)
-    for positions, probs, count in losses:
-        end = positions[-1] if order > 0 else positions[0]
-        total += count * (math.log(probs @ np.exp(order * (positions - end))) + order * end)
+    for positions, logs, count in losses:
+        terms = logs + order * positions
+        largest = terms.max()  # the end of the grid may have no probability to speak of
+        total += count * (largest + math.log(np.exp(terms - largest).sum()))
     return total / order

@@ -12,7 +12,7 @@ from fedsim.accounting.selection import SelectionEvent
 from fedsim.errors import expect, expect_count
 
 # Beyond these the accountant has no answers, or wrong ones, and nobody has a use for them.
-MOST_STEPS = 10**7
+MOST_STEPS = MOST_CONTRIBUTIONS = 10**7
 LEAST_NOISE, MOST_NOISE = 1e-10, 1e10
 LEAST_PROB = 1e-12
 LEAST_MEAN = 1e-13
@@ -38,12 +38,12 @@ class StepEvent:
     sampling_prob: float
     """p or q: probability that a sampling unit takes part in a step. In [1e-12, 1]."""
     max_contributions: int = 1
-    """How many sampling units one user can have in a step. A whole number >= 1."""
+    """How many sampling units one user can have in a step. A whole number in [1, 10^7]."""
     cycle: int = 1
     """A user can take part in one of so many successive steps, the same in every cycle, and what
     they add is in no more than one cycle's steps. A whole number >= 1."""
     max_changed: int = 0
-    """How many units of others one user can change. A whole number >= 0."""
+    """How many units of others one user can change. A whole number in [0, 10^7]."""
     allocated: bool = False
     """Random allocation: a user takes part in exactly one step of a cycle, each as probably;
     sampling_prob is then 1, and a user is one unit."""
@@ -60,6 +60,9 @@ class StepEvent:
         expect_count("max_contributions", self.max_contributions, 1)
         expect_count("cycle", self.cycle, 1)
         expect_count("max_changed", self.max_changed, 0)
+        for name in ("max_contributions", "max_changed"):
+            value = getattr(self, name)
+            expect(name, value, value <= MOST_CONTRIBUTIONS, f"at most {MOST_CONTRIBUTIONS}")
         if self.allocated:
             expect("sampling_prob", prob, prob == 1, "1 with random allocation")
             expect("max_contributions", self.max_contributions, self._is_one, "1, and no others")

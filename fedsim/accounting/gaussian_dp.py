@@ -8,6 +8,7 @@ Steps with sampling are not exactly Gaussian in their farthest tails. So a small
 aside: with it a mechanism may give everything away, and otherwise it is mu-GDP.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -17,8 +18,7 @@ from scipy import optimize, special
 
 from fedsim.accounting import composition
 from fedsim.accounting.accountant import composed_loss
-from fedsim.accounting.calibration import cached
-from fedsim.accounting.events import Phases
+from fedsim.accounting.events import Event, Phases
 from fedsim.errors import expect
 
 POINTS = 20_000  # of the curve that is compared
@@ -31,19 +31,14 @@ def gaussian_mu(phases: Phases, set_aside: float) -> float:
 
     Guarantees: with d = set_aside, for every epsilon, in both directions, their delta is at most
       (1 - d) delta_mu(epsilon) + d. So they are a post-processing of this: with probability d give
-      everything away, else release N(0, 1) or N(mu, 1). Kept on disk.
+      everything away, else release N(0, 1) or N(mu, 1).
     Returns: inf where no mu up to 1,000 is enough.
     Source: Dong et al. 2022, Corollary 2.13; Blackwell's theorem.
     """
     expect("set_aside", set_aside, 0 < set_aside < 1, "in (0, 1)")
     if not any(count for _, count in phases):
         return 0.0
-
-    def solve() -> float:
-        loss = composed_loss(phases, set_aside)
-        return max(_mu_of(pmf, set_aside) for pmf in composition.directions(loss))
-
-    return float(cached("gaussian_mu", (set_aside, *phases), solve))
+    return _gaussian_mu(tuple((event, count) for event, count in phases), set_aside)
 
 
 def gaussian_delta(epsilon: float | np.ndarray, mu: float) -> np.ndarray:
@@ -75,6 +70,12 @@ def zcdp_delta(epsilon: float | np.ndarray, rho: float) -> np.ndarray:
     orders = 1 + np.geomspace(1e-4, 1e4, 4001)
     logs = (orders - 1) * (orders * rho - epsilon[..., None]) - np.log(orders - 1)
     return np.exp(np.minimum(0.0, (logs + orders * np.log1p(-1 / orders)).min(-1)))
+
+
+@functools.lru_cache(maxsize=1024)  # never on disk: claims and limits rest on it
+def _gaussian_mu(phases: tuple[tuple[Event, int], ...], set_aside: float) -> float:
+    loss = composed_loss(phases, set_aside)
+    return max(_mu_of(pmf, set_aside) for pmf in composition.directions(loss))
 
 
 def _mu_of(pmf: DensePLDPmf, set_aside: float) -> float:

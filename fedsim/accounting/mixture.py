@@ -19,6 +19,7 @@ Every departure from the exact distributions makes the answer larger:
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -54,15 +55,24 @@ def binomial_mixture(stddev: float, max_contributions: int, sampling_prob: float
 
     Guarantees: the counts left out have at most TAIL_MASS probability, which is in `tail`.
     """
-    every = np.arange(max_contributions + 1)
-    at_most = stats.binom.cdf(every, max_contributions, sampling_prob)
-    above = stats.binom.sf(every, max_contributions, sampling_prob)
-    low = int(np.count_nonzero(at_most <= TAIL_MASS / 4))
-    high = int(np.argmax(above <= TAIL_MASS / 4))
-    tail = float(above[high] + (at_most[low - 1] if low else 0.0))
+    trials = (max_contributions, sampling_prob)
+    rare = TAIL_MASS / 4
+    low = _first(max_contributions, lambda k: bool(stats.binom.cdf(k, *trials) > rare))
+    high = _first(max_contributions, lambda k: bool(stats.binom.sf(k, *trials) <= rare))
+    below = stats.binom.cdf(low - 1, *trials) if low else 0.0
+    tail = float(stats.binom.sf(high, *trials) + below)
     counts = np.arange(low, high + 1)
     probs = stats.binom.pmf(counts, max_contributions, sampling_prob)
     return Mixture(stddev, counts.astype(np.float64), probs, tail)
+
+
+def _first(last: int, holds: Callable[[int], bool]) -> int:
+    """The first number up to `last` from which on it holds; it does for `last`."""
+    low, high = -1, last
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def changing_mixture(

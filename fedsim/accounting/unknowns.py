@@ -11,7 +11,7 @@ from typing import Any
 from fedsim.accounting import calibration
 from fedsim.accounting.accountant import RELATIVE_ACCURACY, spent
 from fedsim.accounting.calibration import Progress, cached
-from fedsim.accounting.composition import COMPOSED_TAIL_MASS
+from fedsim.accounting.composition import least_delta
 from fedsim.accounting.events import (
     LEAST_MEAN,
     LEAST_PROB,
@@ -20,9 +20,10 @@ from fedsim.accounting.events import (
     StepEvent,
     cyclic_event,
 )
+from fedsim.accounting.rounding import at_most
 from fedsim.errors import expect, expect_count
 
-_MOST_NOISE = 1e6  # that is looked for
+_MOST_NOISE, _LEAST_NOISE = 1e6, 1e-2  # that is looked for
 
 
 def calibrate_noise(
@@ -36,13 +37,15 @@ def calibrate_noise(
 ) -> float:
     """The smallest sigma that keeps num_steps steps, and `before`, within (epsilon, delta).
 
-    Guarantees: the module's epsilon() of the result is at most `epsilon`. Kept on disk.
+    Guarantees: the module's epsilon() of the result is at most `epsilon`. Kept on disk, and checked
+      when it is taken from there.
     Args: event: sigma -> what one step with it is; a sampler's or an algorithm's `event`.
     Raises: ConfigError: an argument is out of range, or no sigma up to 1e6 is enough.
     """
-    _expect_target(epsilon, delta)
     _expect_steps(num_steps)
     unit = event(1.0)
+    composed = math.ceil(num_steps / unit.cycle) + sum(count for _, count in before)
+    _expect_target(epsilon, delta, composed)
     # A Gaussian mechanism with the mean contribution as its sensitivity is the right size.
     blocks = math.ceil(num_steps / unit.cycle)
     most = unit.max_contributions + 2 * unit.max_changed
@@ -56,11 +59,17 @@ def calibrate_noise(
     def solve() -> float:
         most = min(_MOST_NOISE, unit.sampling_prob / LEAST_MEAN)
         return calibration.calibrate(
-            "noise_multiplier", spend, epsilon, guess, (most, 1e-2), progress
+            "noise_multiplier", spend, epsilon, guess, (most, _LEAST_NOISE), progress
         )
 
+    def finely(sigma: float) -> float:
+        return spend(sigma, calibration.SPEND_ACCURACY)
+
+    def dearer(sigma: float) -> float | None:
+        return sigma * (1 - calibration.NEXT) if sigma > _LEAST_NOISE else None
+
     key = (epsilon, delta, num_steps, unit, *before)
-    return cached("noise_multiplier", key, solve)
+    return cached("noise_multiplier", key, solve, finely, epsilon, dearer)
 
 
 def noise_multiplier(
@@ -95,8 +104,8 @@ def sampling_prob(
     With several bands, that of cyclic sampling: at most 1 / bands.
     Raises: ConfigError: an argument is out of range, or even 1e-12 is too much.
     """
-    _expect_target(epsilon, delta)
     _expect_steps(num_steps)
+    _expect_target(epsilon, delta, math.ceil(num_steps / bands))
     event = StepEvent(noise_multiplier, 1.0, max_contributions, bands, max_changed)
     limits = (max(LEAST_PROB, noise_multiplier * LEAST_MEAN), 1.0 / bands)
 
@@ -107,7 +116,14 @@ def sampling_prob(
     def solve() -> float:
         return calibration.calibrate("sampling_prob", spend, epsilon, 1e-2, limits, progress)
 
-    return cached("sampling_prob", (epsilon, delta, num_steps, event), solve)
+    def finely(prob: float) -> float:
+        return spend(prob, calibration.SPEND_ACCURACY)
+
+    def dearer(prob: float) -> float | None:
+        return prob * (1 + calibration.NEXT) if prob * (1 + calibration.NEXT) < limits[1] else None
+
+    key = (epsilon, delta, num_steps, event)
+    return cached("sampling_prob", key, solve, finely, epsilon, dearer)
 
 
 def num_steps(
@@ -125,7 +141,7 @@ def num_steps(
 
     Raises: ConfigError: an argument is out of range, or even one step is too much.
     """
-    _expect_target(epsilon, delta)
+    _expect_target(epsilon, delta, 1)
     event = cyclic_event(noise_multiplier, sampling_prob, max_contributions, bands, max_changed)
     report = calibration.throttled(progress)
 
@@ -146,7 +162,14 @@ def num_steps(
             low, high = (middle, high) if spent_by(middle) <= epsilon else (low, middle)
         return low
 
-    return int(cached("num_steps", (epsilon, delta, event), solve))
+    def finely(steps: float) -> float:
+        expect_count("num_steps", steps, 1)
+        return spent([(event, int(steps))], delta, RELATIVE_ACCURACY)
+
+    def dearer(steps: float) -> float | None:
+        return steps + 1 if steps < MOST_STEPS else None
+
+    return int(cached("num_steps", (epsilon, delta, event), solve, finely, epsilon, dearer))
 
 
 def _expect_steps(num_steps: int) -> None:
@@ -154,7 +177,9 @@ def _expect_steps(num_steps: int) -> None:
     expect("num_steps", num_steps, num_steps <= MOST_STEPS, f"at most {MOST_STEPS}")
 
 
-def _expect_target(epsilon: float, delta: float) -> None:
+def _expect_target(epsilon: float, delta: float, composed: int) -> None:
     expect("epsilon", epsilon, 0 < epsilon < math.inf, "> 0 and finite")
     expect("delta", delta, 0 < delta < 1, "in (0, 1)")
-    expect("delta", delta, delta > COMPOSED_TAIL_MASS, "above 1e-15: nothing smaller is resolved")
+    least = least_delta(composed)
+    above = f"above {at_most(least, '.2g')}: with so many steps nothing smaller is resolved"
+    expect("delta", delta, delta > least, above)

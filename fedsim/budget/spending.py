@@ -2,14 +2,15 @@
 
 Two numbers, both from the runs' losses, neither from adding up epsilons:
 
-- `fixed` is the composition of all that was released. It holds if nobody chose a run's settings, or
+- `fixed` is the composition of all runs' losses. It holds if nobody chose a run's settings, or
   whether to run at all, by looking at what earlier ones had released (Zhu et al. 2022, Theorem 10).
 - `adaptive` holds however runs were chosen, for a limit that was fixed before the first of them: it
   is a privacy filter. The first run counts with its loss. Every later one counts as mu-GDP but for
   a probability that is set aside for it, and mu^2 adds up (`accounting.gaussian_mu`; docs/budget.md
-  has the theorem). A run counts with all it planned, for it may have been stopped by looking at it.
+  has the theorem).
 
-`adaptive` is what limits are held against.
+In both a run counts with all it planned, for it may have been stopped by looking at what it had
+released. `adaptive` is what limits are held against.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ class Charge:
 
     @property
     def reserved(self) -> Released:
-        """What the filter charges: the plan, unless the run ended before it released anything."""
+        """What is charged: the plan, unless the run ended before it released anything."""
         return self.entry.planned if self.released is None or self.released else []
 
     @property
@@ -86,8 +87,8 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
     if any(each.nothing for each in counted):
         return Total(math.inf, math.inf, delta, math.inf)
     slacks = [each.entry.slack for each in counted]
-    fixed = [phase for each in counted for phase in each.released or []]
     reserving = [each for each in counted if each.reserved]
+    fixed = [phase for each in reserving for phase in each.reserved or []]
     adaptive = [phase for each in reserving[:1] for phase in each.reserved or []]
     squares = 0.0
     for each in reserving[1:]:
@@ -103,7 +104,7 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
         reserved = accounting.epsilon_with(slacks, adaptive, delta, aside)
     added = 0.0
     if sums:
-        added = sum(accounting.epsilon(each.released or [], delta) for each in counted)
+        added = sum(accounting.epsilon(each.reserved or [], delta) for each in counted)
     return Total(accounting.epsilon_with(slacks, fixed, delta), reserved, delta, added)
 
 

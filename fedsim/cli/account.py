@@ -43,10 +43,12 @@ class Account:
     [1e-10, 1e10]."""
 
     group_size: int = 1
-    """G_ELS: most examples of a user in the pool. ULS's epsilon does not depend on it. >= 1."""
+    """G_ELS: most examples of a user in the pool. ULS's epsilon does not depend on it. In
+    [1, 10000000]."""
 
     max_changed: int = 0
-    """k of ULS where texts have several owners: most groups of others with a user's texts. >= 0."""
+    """k of ULS where texts have several owners: most groups of others with a user's texts. In
+    [0, 10000000]."""
 
     sampling: SamplingName = None
     """The same flag as that of train."""
@@ -97,8 +99,7 @@ class Account:
         elif epsilon is not None:
             delta = accounting.delta(phases, epsilon, progress=_progress)
         if epsilon == math.inf:
-            least = "nothing below about 1e-15 is resolved; try --delta 1e-14"
-            _progress(f"delta={delta}: too small for an answer: {least}")
+            _progress(f"delta={delta}: too small for an answer{_enough(phases)}")
         if not self.json:
             assert epsilon is not None and delta is not None, "one is given, the other found"
             found = f"epsilon {at_most(epsilon, '.6g')} at delta {at_most(delta, '.3e')}"
@@ -139,10 +140,12 @@ class Calibrate:
     [1e-10, 1e10]."""
 
     group_size: int = 1
-    """G_ELS: most examples of a user in the pool. ULS's noise does not depend on it. >= 1."""
+    """G_ELS: most examples of a user in the pool. ULS's noise does not depend on it. In
+    [1, 10000000]."""
 
     max_changed: int = 0
-    """k of ULS where texts have several owners: most groups of others with a user's texts. >= 0."""
+    """k of ULS where texts have several owners: most groups of others with a user's texts. In
+    [0, 10000000]."""
 
     sampling: SamplingName = None
     """The same flag as that of train."""
@@ -231,7 +234,10 @@ class Calibrate:
 
 def _max_contributions(command: Account | Calibrate) -> int:
     """G_ELS is the cap of a user's contributions; G_ULS must never reach the accountant."""
-    expect("group_size", command.group_size, command.group_size >= 1, ">= 1")
+    from fedsim.accounting import MOST_CONTRIBUTIONS
+
+    within = 1 <= command.group_size <= MOST_CONTRIBUTIONS
+    expect("group_size", command.group_size, within, f"in [1, {MOST_CONTRIBUTIONS}]")
     return command.group_size if command.algorithm == "els" else 1
 
 
@@ -269,6 +275,16 @@ def _window(command: Account | Calibrate) -> int:
     expected = "participations / num_steps, of participations that divide num_steps"
     expect("sampling_prob", prob, whole, expected)
     return steps // count
+
+
+def _enough(phases: Any) -> str:
+    """A delta for which there is an answer: with many steps more is unresolved than with few."""
+    from fedsim import accounting
+
+    for power in range(-15, 0):
+        if accounting.epsilon(phases, 10.0**power) < math.inf:
+            return f": nothing below about 1e{power} is resolved here; try --delta 1e{power}"
+    return ""
 
 
 def _label(command: Account | Calibrate) -> dict[str, str]:

@@ -45,8 +45,9 @@ class Run:
 
     @property
     def epsilon(self) -> float:
-        """The user-level epsilon of all released steps, at `delta`, with the slack of noise that is
-        not ideal; inf without noise."""
+        """The user-level epsilon that is claimed, at `delta`, with the slack of noise that is not
+        ideal; inf without noise. Of a run that ended before its last step, that of all steps that
+        it planned: it may have been stopped by looking at what it had released."""
         return spent(self.summary)
 
     @property

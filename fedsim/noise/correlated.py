@@ -38,7 +38,7 @@ from fedsim.noise.toeplitz import coefficients, inverse
 
 PIECE = 2**13  # numbers that fit into the processor's cache, with all that is made of them
 HALF = np.int64(-(2**27))  # mask: the first 26 bits of what float64 holds
-MIDDLE, FAR = 1.6, 16.0
+MIDDLE, FAR = 1.62, 16.0
 """How much larger the grid's share of eta is beyond two standard deviations, and beyond TAIL."""
 BEYOND_TWO = 0.046  # more than the probability that a number lies there
 FINEST = 24  # bits after the point of the coefficients, or fewer where there is much noise

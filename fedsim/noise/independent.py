@@ -122,7 +122,7 @@ def blocks(sizes: Sequence[int]) -> list[tuple[int, int, slice]]:
 def gaussian(rng: np.random.Generator, out: np.ndarray) -> np.ndarray:
     """Fill float64 `out` [n] with standard normal numbers, fine-grained in the tails, too.
 
-    NumPy's ziggurat is a grid of 2^-52 TAIL or finer up to TAIL, and coarser the farther out. The
+    NumPy's ziggurat is a grid of 3.911 * 2^-52 or finer up to TAIL, and coarser farther out. The
     numbers beyond TAIL, one of 3,900, are drawn again as it should be.
     """
     rng.standard_normal(out=out)

@@ -4,6 +4,7 @@ complete    fills in what the user left out, and names what that looked at
 method_for, make_plan    the algorithm and its `Plan`, noise calibrated
 Evaluations    what evaluating held-out users with noise costs them
 ledger_head, claimed_fields    what of it ledger and summary say
+claimed_phases    what a claim counts, also of a run that was stopped
 label_of, holds    what epsilon holds under, or what makes it no guarantee
 """
 
@@ -14,13 +15,14 @@ from fedsim.plan.making import (
     MOST_PARAMETERS,
     before_of,
     calibrate,
+    expect_affordable,
     make_plan,
     method_for,
     planned_phases,
     sharing,
 )
 from fedsim.plan.plan import Plan
-from fedsim.plan.records import claimed_fields, ledger_head
+from fedsim.plan.records import claimed_fields, claimed_phases, ledger_head
 
 __all__ = [
     "ADJACENCY",
@@ -35,9 +37,11 @@ __all__ = [
     "before_of",
     "calibrate",
     "claimed_fields",
+    "claimed_phases",
     "complete",
     "delta_of",
     "evaluations_of",
+    "expect_affordable",
     "holds",
     "label_of",
     "ledger_head",

@@ -86,6 +86,21 @@ def planned_phases(plan: Plan, method: ELS | ULS) -> list[tuple[Event, int]] | N
     return [*plan.before, (method.event(plan.noise_multiplier), plan.num_steps)]
 
 
+def expect_affordable(plan: Plan, phases: list[tuple[Event, int]] | None) -> None:
+    """Raises ConfigError: with its noise the steps of a plan cost more than was asked for.
+
+    Calibration sees to it that they do not. This looks once more before the first step, wherever
+    plan and noise come from.
+    Args: phases: of `planned_phases`.
+    """
+    if phases is None:
+        return
+    spent, sigma = accounting.epsilon(phases, plan.delta), plan.noise_multiplier
+    most = plan.target_epsilon * (1 + accounting.RELATIVE_ACCURACY)
+    wanted = f"more: all steps cost epsilon = {spent:.6g} of {plan.target_epsilon:g}"
+    expect("noise_multiplier", sigma, spent <= most, wanted)
+
+
 def make_plan(
     algorithm: Algorithm,
     privacy: PrivacyConfig,

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from fedsim.accounting import Event, StepEvent
 from fedsim.config import to_json
 from fedsim.plan.plan import Plan
 
@@ -20,10 +21,32 @@ def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, A
     }
 
 
+def claimed_phases(
+    plan: Plan, released: list[tuple[Event, int]] | None
+) -> list[tuple[Event, int]] | None:
+    """What a claim counts, to the accountant: all that was released, and the steps that were left.
+
+    A run that ended before its last step may have been stopped because of what it had released, and
+    then the steps until there give away more than if their number had been fixed beforehand. How it
+    ended follows from all the steps it would have released: their epsilon holds for every rule of
+    stopping (docs/budget.md).
+    Args: released: of a ledger; None: without noise. Where nothing was released, nothing counts.
+    """
+    event = plan.event()
+    if not released or event is None:
+        return released
+    done = sum(n for each, n in released if isinstance(each, StepEvent))
+    left = max(0, plan.num_steps - done)
+    last, count = released[-1]
+    if last == event:  # one cycle may hold the last step that was released and the next one
+        return [*released[:-1], (event, count + left)]
+    return [*released, (event, left)]
+
+
 def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
     """What `summary.json` says of the guarantee: it follows from the plan and the ledger.
 
-    Args: chain: the ledger's last link.
+    Args: epsilon: of `claimed_phases`. chain: the ledger's last link.
     """
     realised = "gradients_computed and wall_seconds (sizes of the draws)"
     return {

@@ -73,7 +73,7 @@ class Console(Terminal):
 
 
 def spent(summary: dict[str, Any]) -> float:
-    """Epsilon of all released steps, with what is to be added to it for noise that is not ideal.
+    """Epsilon of all planned steps, with what is to be added to it for noise that is not ideal.
     What is to be added to delta, the summary's `slack` has; a report's claim has both in epsilon.
     """
     slack = summary.get("slack") or {"epsilon": 0.0}  # pre-training has no noise
@@ -86,6 +86,8 @@ def guarantee_line(summary: dict[str, Any]) -> str:
         return "non-private: trained without noise"
     epsilon, delta = at_most(spent(summary), ".4f"), at_most(summary["delta"], ".2e")
     guarantee = f"epsilon {epsilon} at delta {delta}"
+    if 0 < summary["steps_done"] < summary["num_steps"]:
+        guarantee += f", what all {summary['num_steps']} planned steps cost"
     if label := label_of(summary):
         return f"{guarantee}: {label}"
     return f"user-level DP: {guarantee} ({summary['adjacency']})"

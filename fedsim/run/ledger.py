@@ -27,6 +27,7 @@ from fedsim.accounting import Event, StepEvent, epsilon, event_fields, event_of
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.errors import FedsimError
 from fedsim.files import named, remove_cut_off_line, sync_directory
+from fedsim.plan import Plan, claimed_phases
 
 FILE = "ledger.jsonl"
 PIECE = 2**20  # bytes, of what is hashed at a time
@@ -144,9 +145,10 @@ def gradient_sha256(gradient: Any) -> str:
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def released_epsilon(directory: Path, delta: float) -> float:
-    """Epsilon of what a run has released, recomputed from its ledger; inf without noise."""
-    return epsilon_of(phases(read(directory)), delta)
+def claimed_epsilon(directory: Path, plan: Plan) -> float:
+    """What a run may claim, recomputed from its ledger: the epsilon of its `claimed_phases` at the
+    plan's delta; inf without noise."""
+    return epsilon_of(claimed_phases(plan, phases(read(directory))), plan.delta)
 
 
 def epsilon_of(released: list[tuple[Event, int]] | None, delta: float) -> float:

@@ -18,8 +18,9 @@ COLUMNS = ("run", "algorithm", "data", "epsilon", "steps", "loss", "status")
 def runs_in(place: Path) -> list[dict[str, Any]]:
     """The runs in a directory and below, by path: `COLUMNS`, `num_steps`, and `guarantee`.
 
-    epsilon is what was released when it was last written down; loss is the last one on users who
-    are not trained on. status: finished, running, stopped (--resume goes on), or damaged.
+    epsilon is what a run may claim: that of its plan, once a step was released. loss is the last
+    one on users who are not trained on. status: finished, running, stopped (--resume goes on), or
+    damaged.
     """
     found = sorted(place.rglob(directory.CONFIG))
     return [row for row in (_row(path.parent, place) for path in found) if row is not None]
@@ -46,11 +47,12 @@ def _facts(run_dir: Path, stored: StoredRun) -> dict[str, Any]:
         loss = float(summary["final_eval_loss"] or math.nan)
     else:
         lines = ledger.read(run_dir)[1:]
-        known = [line["epsilon"] for line in lines if line.get("epsilon") is not None]
         logged = metrics.read(run_dir)
         losses = [float(line["eval/loss"]) for line in logged if "eval/loss" in line]
         steps = len(lines) or max((line["step"] for line in logged), default=0)
-        epsilon = float(known[-1]) if known else math.nan if stored.private else math.inf
+        if stored.private:
+            plan = stored.plan if lines else None
+            epsilon = plan.target_epsilon + plan.slack.epsilon if plan else math.nan
         loss = losses[-1] if losses else math.nan
     plan, num_steps = stored.plan, stored.settings.num_steps
     return {

@@ -1,6 +1,7 @@
 """Draws of a step's units: Poisson sampling, and the shuffling that it is compared with."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import numpy as np
@@ -84,7 +85,9 @@ def binomial(num_units: int, prob: float, rng: np.random.Generator) -> int:
 
     NumPy draws up to 30 expected ones by inversion, and more of them by rejection, whose tails were
     off by up to a part in 6 k at k successes before NumPy 2.5. Inversion has the same bits in all.
+    docs/noise.md says how far from a binomial number it is.
     """
+    prob = math.floor(prob * 2.0**53) / 2.0**53  # so that 1 - prob, which NumPy goes by, is exact
     num_parts = int(num_units * min(prob, 1 - prob) / (MOST_INVERTED - 1)) + 1
     sizes = np.full(num_parts, num_units // num_parts)
     sizes[: num_units % num_parts] += 1

@@ -21,6 +21,7 @@ from fedsim.plan import (
     before_of,
     complete,
     evaluations_of,
+    expect_affordable,
     make_plan,
     method_for,
     planned_phases,
@@ -122,6 +123,8 @@ def train(
         asked_for = rehearsed or run.engine
         expect_trust(asked_for, plan, audited=plant is not None, goes_on=goes_on)
         planned = planned_phases(plan, method)
+        with unshown(hidden):
+            expect_affordable(plan, planned)
         entry = applicant.entry(opened.key.seal("ledger"), planned, plan.slack, plan.label)
         counted = Counted.of(applicant, entry, plan, opened.data, opened.key)
         if not uncounted:

@@ -35,7 +35,7 @@ from fedsim.optimizers import (
 from fedsim.plan import Plan, claimed_fields, ledger_head
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
-from fedsim.run.ledger import Ledger, OtherBits, released_epsilon
+from fedsim.run.ledger import Ledger, OtherBits, claimed_epsilon
 from fedsim.run.metrics import Metrics, table
 from fedsim.run.progress import EVALUATED
 from fedsim.run.setup import Plant
@@ -247,7 +247,7 @@ class Trainer:
     def _diverged(self, step: int, what: str) -> Diverged:
         """What ends a run of which nothing can come any more. What it looks at is released, or of
         held-out users."""
-        epsilon = released_epsilon(self.run.run_dir, self.plan.delta)
+        epsilon = claimed_epsilon(self.run.run_dir, self.plan)
         spent = (
             f"epsilon {epsilon:.4f} is spent" if math.isfinite(epsilon) else "no privacy is left"
         )
@@ -330,7 +330,7 @@ class Trainer:
 
     def _summary(self, state: State, chain: str) -> dict[str, Any]:
         """What `summary.json` holds; epsilon is recomputed from the ledger."""
-        epsilon = released_epsilon(self.run.run_dir, self.plan.delta)
+        epsilon = claimed_epsilon(self.run.run_dir, self.plan)
         return {
             **claimed_fields(self.plan, epsilon, chain),
             **results(vars(state)),

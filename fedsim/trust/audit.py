@@ -24,8 +24,8 @@ from fedsim.files import write_atomically, write_json
 from fedsim.group_size import median_group_size
 from fedsim.keys import SecretKey
 from fedsim.models.language_model import LanguageModelTask
-from fedsim.plan import ADJACENCY, REPRODUCTION
-from fedsim.run import checkpoint, ledger
+from fedsim.plan import ADJACENCY, REPRODUCTION, claimed_phases
+from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
 from fedsim.sampling import examples_per_user, graph_of
@@ -91,7 +91,9 @@ def audit(
     newest = checkpoint.latest(run.run_dir)
     assert newest is not None, "a run that ended has a checkpoint"
     phases, delta = ledger.phases(ledger.read(run.run_dir)), summary["delta"]
-    claim = _claim(phases, delta)
+    plan = directory.load(run.run_dir).plan
+    assert plan is not None, "a run of train has one"
+    claim = _claim(claimed_phases(plan, phases), delta)
     found = attack(planted, checkpoint.load_params(newest), data, settings, delta, claim)
     if phases is not None:
         bound = audit_noise(planted.noise, phases, delta, SHARP * (1 - settings.confidence))

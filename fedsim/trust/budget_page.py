@@ -124,7 +124,7 @@ def left(known: Books, limit: Limit) -> float:
 
 def _row(charge: Charge, delta: float) -> dict[str, Any]:
     entry, released = charge.entry, charge.released
-    alone = math.inf if released is None else accounting.epsilon(released, delta)
+    alone = math.inf if released is None else accounting.epsilon(charge.reserved or [], delta)
     return {
         "run": Path(entry.place).name or entry.kind,
         "place": entry.place,

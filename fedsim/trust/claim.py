@@ -39,14 +39,22 @@ class Released:
     plan: Plan
     lines: list[dict[str, Any]]
     phases: list[tuple[Event, int]] | None
+    """What is claimed of it: all of its steps, also those that were left when it ended."""
     epsilon: float
     """With the slack of noise that is not ideal, at the plan's delta with its slack."""
     checks: list[Check]
 
     @property
-    def num_steps(self) -> int:
+    def num_released(self) -> int:
         """Steps released."""
         return len(self.lines) - 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that count: all that were planned, once anything was released."""
+        if self.phases is None:
+            return self.num_released
+        return sum(count for event, count in self.phases if isinstance(event, StepEvent))
 
     @property
     def label(self) -> str:
@@ -200,7 +208,8 @@ def gaussian(released: Released) -> Gaussian:
 
 
 def over_steps(released: Released) -> tuple[list[int], list[float]]:
-    """Epsilon after some of the steps, with the slack of noise as in the claim, which is the last.
+    """Epsilon of some numbers of steps, each as if fixed beforehand, with the slack of noise as in
+    the claim, which is the last.
 
     Of delta, the slack of all steps is set aside for each, which is more than it needs.
     """

@@ -62,7 +62,7 @@ def items(released: Released) -> Table:
         ("divided by", f"{plan.expected_count}, the expected number, whatever was drawn"),
         ("epsilon, delta", f"{epsilon}, {at_most(plan.delta, '.3e')}{label}"),
         ("of it, for noise that is not ideal", slack(released)),
-        ("steps accounted", f"{released.num_steps} of {plan.num_steps} planned"),
+        ("steps accounted", _steps(released)),
         ("accountant", f"privacy loss distribution, upper bound; each step {law}"),
         ("sampling that was run", plan.sampling_run),
         ("sampling that was accounted", plan.sampling_accounted),
@@ -72,6 +72,17 @@ def items(released: Released) -> Table:
         ("all runs on these users", all_runs(released)),
     ]
     return Table(("item", "this run"), rows)
+
+
+def _steps(released: Released) -> str:
+    counted, planned = released.num_steps, f"of {released.plan.num_steps} planned"
+    if counted == released.num_released:
+        return f"{counted} {planned}"
+    return (
+        f"{counted} {planned}, of which {released.num_released} were released: a run that ended "
+        "before its last step costs what all of them cost, for it may have been stopped by looking "
+        "at what it had released"
+    )
 
 
 def mechanism(plan: Plan) -> str:

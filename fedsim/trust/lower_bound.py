@@ -32,8 +32,12 @@ class Bound:
 
 
 def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """The most probable that (epsilon, delta)-DP can make so many correct guesses.
+    """How probable (epsilon, delta)-DP can make so many correct guesses at most.
 
+    Exact for delta = 0: randomised response makes them that probable. With delta it is the bound of
+    the theorem, which may be larger than what any attack achieves. Compared with exact linear
+    programming it was found too small in 238 of 3,779 cases, where it is 0.71 or more: far above
+    every significance that is asked for, so that no bound on epsilon follows from it.
     Args:
       canaries: m; each was included with probability 1/2, independently.
       guesses: r, decided on before the run; correct: v of them were right.

@@ -5,6 +5,7 @@ Every number about privacy is computed from the ledger when the report is writte
 is rounded up. A run that breaks any promise that `verify` looks at gets no report.
 """
 
+import dataclasses
 import math
 import shlex
 from pathlib import Path
@@ -14,7 +15,7 @@ from fedsim.accounting.rounding import at_most
 from fedsim.config import Algorithm, settings_of, to_json
 from fedsim.config.cells import INDEPENDENT
 from fedsim.files import make_place, read_json, write_atomically
-from fedsim.plan import Plan
+from fedsim.plan import Plan, claimed_phases
 from fedsim.run import directory, ledger
 from fedsim.run.console import Console
 from fedsim.trust import registry
@@ -64,13 +65,15 @@ def read(run_dir: Path, console: Console) -> Released:
         if check.holds is False:
             raise ReportError(f"nothing to report: {check.promise} violated: {check.found}")
     stored, lines = directory.load(run_dir), ledger.read(run_dir)
-    plan, phases = stored.plan, ledger.phases(lines)
+    plan = stored.plan
     assert plan is not None, "verify() found one"
     if plan.planted is not None:
         raise ReportError("nothing to report: an audit's run, some of whose users were made up")
-    slack = plan.slack_after(len(lines) - 1)
+    phases = claimed_phases(plan, ledger.phases(lines))
+    found = Released(run_dir, stored, plan, lines, phases, math.inf, checks)
+    slack = plan.slack_after(found.num_steps)
     epsilon = ledger.epsilon_of(phases, plan.delta - slack.delta) + slack.epsilon
-    return Released(run_dir, stored, plan, lines, phases, epsilon, checks)
+    return dataclasses.replace(found, epsilon=epsilon)
 
 
 def compose(released: Released) -> Document:
@@ -114,8 +117,8 @@ def _charts(released: Released) -> list[Any]:
     if len(steps) > 1:
         goal = Series("asked for", [steps[0], steps[-1]], [target, target], dashed=True)
         delta = at_most(released.plan.delta, ".2e")
-        title = f"Epsilon after each step, at delta = {delta}{label}"
-        lines = [Series("released", steps, spent), goal]
+        title = f"Epsilon of so many steps, fixed beforehand, at delta = {delta}{label}"
+        lines = [Series("accounted", steps, spent), goal]
         blocks.append(Chart(title, "steps", "epsilon", lines, bounds=True))
     return blocks
 

@@ -24,7 +24,7 @@ from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
 from fedsim.noise.bands import predicted_error
-from fedsim.plan import Plan, claimed_fields, method_for, sharing
+from fedsim.plan import Plan, claimed_fields, claimed_phases, method_for, sharing
 from fedsim.run import checkpoint, directory, ledger, metrics
 from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
@@ -199,13 +199,13 @@ def _events(evidence: Evidence) -> str:
 
 
 def _epsilon(evidence: Evidence) -> str:
-    """All steps together cost no more than was asked for."""
+    """All steps together, also those that were left, cost no more than was asked for."""
     plan = evidence.plan
-    released = ledger.phases(evidence.lines)
-    if released is None:
+    claimed = claimed_phases(plan, ledger.phases(evidence.lines))
+    if claimed is None:
         demand(math.isinf(plan.target_epsilon), "steps without noise: epsilon is infinite")
         return "no noise: epsilon is infinite, as asked for"
-    spent = accounting.epsilon(released, plan.delta)
+    spent = accounting.epsilon(claimed, plan.delta)
     most = plan.target_epsilon * (1 + EPSILON_TOLERANCE)
     demand(spent <= most, f"epsilon={spent}: expected at most {plan.target_epsilon}")
     path = evidence.run_dir / ledger.FILE
@@ -306,9 +306,10 @@ def _summary(evidence: Evidence) -> str:
 
 
 def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
-    """What the summary says: the epsilon of all released steps, the rest of the last state."""
+    """What the summary says: the epsilon that is claimed, the rest of the last state."""
     plan, chain = evidence.plan, evidence.lines[-1]["chain"]
-    epsilon = ledger.epsilon_of(ledger.phases(evidence.lines), plan.delta)
+    claimed = claimed_phases(plan, ledger.phases(evidence.lines))
+    epsilon = ledger.epsilon_of(claimed, plan.delta)
     yield from claimed_fields(plan, epsilon, chain).items()
     if (newest := checkpoint.latest(evidence.run_dir)) is None:
         yield "steps_done", 0

@@ -70,6 +70,39 @@ def test_calibrations_are_kept_on_disk(cache, monkeypatch):
     assert accounting.noise_multiplier(**target) == 8.0
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["noise_multiplier", "sampling_prob", "num_steps"])
+def test_a_value_in_the_cache_that_was_changed_is_as_if_absent(name, cache):
+    """Whoever can write to the cache decides no noise: neither too little of it nor too much."""
+    given = {"noise_multiplier": 2.0, "sampling_prob": 0.1, "num_steps": 3}
+    del given[name]
+    target = dict(epsilon=0.5, delta=1e-2, **given)
+    first = getattr(accounting, name)(**target)
+    (file,) = cache.iterdir()
+    for value in (0.5 * first, 1.01 * first, 3.5, 1e-9):
+        file.write_text(json.dumps({"value": value}))
+        assert getattr(accounting, name)(**target) == first, value
+        assert json.loads(file.read_text())["value"] == first
+
+
+def test_what_is_no_positive_number_in_the_cache_is_as_if_absent(tmp_path):
+    file = tmp_path / "file.json"
+    odd = ("nan", "null", '"2.5"', "-1", "0", "1e308", "1e400", "true", "[]", "{}", "7" * 500)
+    whole = ("", "null", "3", "[" * 10**5, "[2]", "\xff", '{"value": 1' + " " * 2**17 + "}")
+    for text in (*(f'{{"value": {value}}}' for value in odd), *whole):
+        file.write_text(text, encoding="latin-1")
+        assert calibration._kept(file) is None, text[:50]
+    assert calibration._kept(tmp_path) is None and calibration._kept(tmp_path / "none") is None
+    file.write_text('{"value": 2}')
+    assert calibration._kept(file) == 2
+
+
+@pytest.mark.privacy
+def test_mu_by_which_runs_are_admitted_and_claimed_is_on_no_disk(cache):
+    assert accounting.gaussian_mu([(StepEvent(3.25, 0.5), 2)], 1e-7) > 0
+    assert not list(cache.iterdir())
+
+
 def test_cache_directory_follows_xdg_and_need_not_be_writable(tmp_path, monkeypatch):
     monkeypatch.delenv("FEDSIM_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

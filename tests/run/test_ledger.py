@@ -145,7 +145,7 @@ def test_a_ledger_is_refused_with_a_line(how, tmp_path):
     for use in (
         lambda: ledger.read(tmp_path),
         lambda: Ledger(tmp_path, HEAD),
-        lambda: ledger.released_epsilon(tmp_path, 1e-6),
+        lambda: spent(tmp_path, 1e-6),
     ):
         with pytest.raises(LedgerError, match="was changed, or one before it removed"):
             use()
@@ -249,9 +249,13 @@ def test_a_half_written_head_is_written_again(tmp_path):
     assert write(tmp_path).read_bytes() == whole
 
 
+def spent(run_dir, delta):
+    return ledger.epsilon_of(ledger.phases(ledger.read(run_dir)), delta)
+
+
 def test_the_released_epsilon_is_that_of_the_recorded_steps(tmp_path):
     write(tmp_path, [EVENT] * 7)
-    found = ledger.released_epsilon(tmp_path, 1e-5)
+    found = spent(tmp_path, 1e-5)
     assert found == accounting.epsilon([(EVENT, 7)], 1e-5)
     assert found > accounting.epsilon([(EVENT, 6)], 1e-5) > 0
 
@@ -259,15 +263,15 @@ def test_the_released_epsilon_is_that_of_the_recorded_steps(tmp_path):
 def test_the_released_epsilon_composes_steps_that_differ(tmp_path):
     write(tmp_path, [EVENT, OTHER, EVENT])
     expected = accounting.epsilon([(EVENT, 2), (OTHER, 1)], 1e-5)
-    assert ledger.released_epsilon(tmp_path, 1e-5) == pytest.approx(expected, rel=1e-9)
+    assert spent(tmp_path, 1e-5) == pytest.approx(expected, rel=1e-9)
 
 
 def test_nothing_is_spent_before_the_first_step(tmp_path):
     write(tmp_path, [])
-    assert ledger.released_epsilon(tmp_path, 1e-5) == 0
+    assert spent(tmp_path, 1e-5) == 0
 
 
 @pytest.mark.parametrize("events", [[None], [EVENT, None, EVENT]])
 def test_one_step_without_noise_spends_everything(events, tmp_path):
     write(tmp_path, events)
-    assert ledger.released_epsilon(tmp_path, 1e-5) == math.inf
+    assert spent(tmp_path, 1e-5) == math.inf

@@ -1,0 +1,179 @@
+"""`account` and `calibrate` over all ranges of their inputs: an answer that is right, or a line."""
+
+import contextlib
+import io
+import math
+import random
+import warnings
+
+import pytest
+
+from fedsim import accounting
+from fedsim.accounting import StepEvent
+from fedsim.accounting.gaussian_dp import gaussian_epsilon
+from fedsim.cli.account import Account, Calibrate
+from fedsim.errors import ConfigError
+
+ODD = {
+    "delta": (1e-15, 1.000001e-15, 5e-324, 0.5, 1e-14, 0.0, 1.0, math.nan, 1 - 2**-53, 1 - 1e-14),
+    "epsilon": (0.0, 1e-300, 700.0, 710.0, 1e9, 1e300, math.inf, math.nan, -1.0),
+    "num_steps": (-1, 0, 1, 2, 10**7, 10**7 + 1, 10**20),
+    "sampling_prob": (1e-12, 1.0, 1 - 2**-53, 0.0, 1.1, math.nan, 5e-324),
+    "noise_multiplier": (1e-10, 1e10, 1e-5, 0.0, -1.0, math.inf, math.nan),
+    "group_size": (0, 1, 2**20, 10**7, 9_999_999_999, 10**30),
+    "max_changed": (-1, 10**7, 10**10),
+    "before": (0.0, 1e-300, 800.0, 1e4, 1e300, math.inf),
+    "bands": (0, 1, 10**6, 10**9),
+}
+USUAL = {
+    "delta": (1e-12, 1e-2),
+    "epsilon": (1e-3, 1e3),
+    "num_steps": (1, 3000),
+    "sampling_prob": (1e-4, 1),
+    "noise_multiplier": (0.1, 100),
+    "group_size": (1, 300),
+    "max_changed": (1, 30),
+    "before": (1e-4, 20),
+    "bands": (1, 30),
+}
+
+
+def drawn(rng):
+    """A command with settings from all ranges, and now and then from beyond."""
+
+    def value(name):
+        if rng.random() < 0.12:
+            return rng.choice(ODD[name])
+        found = math.exp(rng.uniform(*map(math.log, USUAL[name])))
+        return int(found) if isinstance(ODD[name][0], int) else found
+
+    algorithm = rng.choice(["els", "uls"])
+    fields = {"algorithm": algorithm}
+    for name, share in (("group_size", 0.6), ("max_changed", 0.1), ("bands", 0.2)):
+        if rng.random() < share:
+            fields[name] = value(name)
+    if "bands" in fields or rng.random() < 0.2:
+        fields["sampling"] = rng.choice(["cyclic", "allocation", "poisson", "shuffle", None])
+        fields["noise"] = rng.choice(["correlated", "independent"])
+    names = ["num_steps", "sampling_prob", "noise_multiplier"]
+    command = rng.choice([Account, Account, Calibrate])
+    if command is Account:
+        fields |= {name: value(name) for name in (*names, rng.choice(["delta", "epsilon"]))}
+        if rng.random() < 0.2:
+            fields["before"] = value("before")
+    else:
+        names.remove(rng.choice(names))
+        fields |= {name: value(name) for name in (*names, "epsilon", "delta")}
+    if fields.get("sampling") == "allocation" and rng.random() < 0.9:
+        window, count = rng.randint(1, 200), rng.randint(1, 50)
+        fields |= {"algorithm": "uls", "num_steps": window * count, "sampling_prob": 1 / window}
+        fields |= {"noise": "independent"}
+        fields = {n: v for n, v in fields.items() if n not in ("bands", "max_changed")}
+    return command, fields
+
+
+def run(command, fields):
+    """What it found, or its one line; everything else is a fault."""
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            return command(**fields, json=True)()
+        except ConfigError as error:
+            assert "\n" not in str(error) and "=" in str(error), error
+            return str(error)
+
+
+def search(seed, count):
+    rng, answers = random.Random(seed), 0
+    for _ in range(count):
+        command, fields = drawn(rng)
+        try:
+            found = run(command, fields)
+        except Exception as error:
+            raise AssertionError(f"{command.__name__}(**{fields})") from error
+        if isinstance(found, str):
+            continue
+        answers += 1
+        for name in ("epsilon", "delta", "noise_multiplier", "sampling_prob", "num_steps"):
+            assert float(found[name]) >= 0, (name, command, fields, found)
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_hundred_random_settings_end_in_an_answer_or_in_one_line():
+    assert search(0, 200) > 60
+
+
+def test_a_few_random_settings_end_in_an_answer_or_in_one_line():
+    assert search(3, 8) > 3
+
+
+@pytest.mark.parametrize(
+    "sigma, steps, group",
+    [(1.0, 2, 120), (0.01, 2, 1), (0.0295144, 3, 1), (0.05, 40, 3), (0.004, 87, 1), (9.0, 7, 500)],
+)
+def test_losses_far_from_zero_add_up_to_what_a_gaussian_mechanism_costs(sigma, steps, group):
+    """With everybody in every step all of it is one Gaussian mechanism, whose epsilon is known."""
+    event = StepEvent(sigma, 1.0, group)
+    exact = gaussian_epsilon(group * math.sqrt(steps) / sigma, 1e-6)
+    found = accounting.epsilon([(event, steps)], 1e-6)
+    assert exact * (1 - 1e-9) <= found <= exact * (1 + 1e-3)
+
+
+def test_calibration_of_a_large_epsilon_finds_the_gaussian_mechanism():
+    found = run(
+        Calibrate, dict(algorithm="uls", epsilon=2000, num_steps=3, sampling_prob=1.0, delta=1e-6)
+    )
+    exact = gaussian_epsilon(math.sqrt(3) / found["noise_multiplier"], 1e-6)
+    assert 2000 * (1 - 1e-3) < exact <= 2000
+
+
+def test_a_target_far_above_what_can_be_spent_takes_the_least_noise_that_is_looked_for():
+    given = dict(algorithm="els", num_steps=10, sampling_prob=7e-4, epsilon=1e300, delta=0.1)
+    assert run(Calibrate, given)["noise_multiplier"] == pytest.approx(0.01)
+
+
+def test_a_large_release_before_the_steps_is_added():
+    given = dict(algorithm="uls", num_steps=2, sampling_prob=0.1, noise_multiplier=1.0, delta=1e-6)
+    alone, found = run(Account, given)["epsilon"], run(Account, {**given, "before": 800})["epsilon"]
+    assert 800 < found < 800 * (1 + 1e-4) + alone
+
+
+@pytest.mark.parametrize("delta", [1 - 1e-5, 1 - 1e-9, 1 - 1e-14, 1 - 2**-53])
+def test_a_delta_of_almost_one_has_an_answer_from_above(delta):
+    event = StepEvent(0.05, 1.0)
+    found = accounting.epsilon([(event, 4)], delta)
+    assert gaussian_epsilon(40.0, min(delta, 1 - 1e-6)) * (1 - 1e-9) <= found < 900
+
+
+@pytest.mark.parametrize(
+    "changed, line",
+    [
+        ({"group_size": 9_999_999_999}, "^group_size=9999999999: expected in .1, 10000000.$"),
+        ({"max_changed": 10**10, "algorithm": "uls"}, "^max_changed=10000000000: expected at most"),
+        ({"before": 1e300}, "^before=1e.300: expected less"),
+    ],
+)
+def test_what_is_beyond_all_ranges_is_one_line(changed, line):
+    given = dict(algorithm="els", num_steps=2, sampling_prob=0.1, noise_multiplier=1.0, delta=1e-6)
+    with pytest.raises(ConfigError, match=line):
+        Account(**{**given, **changed})()
+
+
+@pytest.mark.parametrize("steps, delta", [(10**7, 1e-15), (1000, 1e-300), (1, 1e-30)])
+def test_the_delta_that_a_hint_names_has_an_answer(steps, delta, capsys):
+    given = dict(algorithm="uls", num_steps=steps, sampling_prob=0.01, noise_multiplier=1.0)
+    Account(**given, delta=delta)()
+    out, err = capsys.readouterr()
+    assert out.startswith("epsilon inf at") and "too small for an answer" in err
+    hinted = float(err.rpartition("--delta ")[2])
+    assert hinted < 1e-10 and math.isfinite(Account(**given, delta=hinted)()["epsilon"])
+
+
+def test_a_delta_that_is_not_resolved_for_so_many_steps_is_refused_before_a_search():
+    given = dict(algorithm="uls", epsilon=3.0, sampling_prob=0.01, delta=1.5e-15)
+    with pytest.raises(ConfigError, match="^delta=1.5e-15: expected above 4.4e-12: with so many"):
+        Calibrate(**given, num_steps=10**7)()
+    with pytest.raises(ConfigError, match="^sampling_prob=1e-12: even that spends no finite"):
+        Calibrate("uls", 3.0, 1e-6, num_steps=10, noise_multiplier=1e-10)()
