@@ -157,7 +157,7 @@ def test_a_run_that_was_stopped_before_it_caught_up_keeps_its_promises(
     assert found["steps_done"] == done and len(ledger.read(run_dir)) == 1 + step + 1
     code, checks = verify(capsys, run_dir)
     assert code == 0 and f"{done} steps of {step + 1} that were released" in checks["summary"][1]
-    less = ledger.epsilon_of(ledger.phases(ledger.read(run_dir)[: step + 1]), found["delta"])
+    less = 0.9 * found["epsilon"]  # than the plan's, which is what a stopped run claims
     for name, value in (("epsilon", less), ("steps_done", step + 1), ("steps_done", step + 2)):
         edit_json(run_dir / "summary.json", **{**found, name: value})
         code, checks = verify(capsys, run_dir)
