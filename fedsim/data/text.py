@@ -25,6 +25,7 @@ from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 from fedsim.data.network import may_pass
 from fedsim.data.shards import token_dtype
 from fedsim.errors import DataError, Interrupted
+from fedsim.files import expand_home
 
 BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
 END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
@@ -124,7 +125,7 @@ class Tokenizer:
 
         Raises: DataError: the file is missing, or is neither.
         """
-        file = Path(file)
+        file = Path(expand_home("tokenizer", file))
         if not file.is_file():
             raise DataError(
                 f"tokenizer={file}: expected bytes, wordpiece:SIZE, bpe:SIZE, hf:NAME, or a "
@@ -199,11 +200,12 @@ class Tokenizer:
 
     def save(self, file: str | Path) -> None:
         """Writes tokenizer.json: the same tokenizer gives the same bytes."""
-        Path(file).write_text(self._json, encoding="utf-8")
+        Path(expand_home("file", file)).write_text(self._json, encoding="utf-8")
 
 
 def file_of(spec: str | Path) -> str:
     """A directory with a tokenizer.json, as of a model, stands for that file."""
+    spec = expand_home("tokenizer", spec)
     file = Path(spec) / "tokenizer.json"
     return str(file if file.is_file() else spec)
 
