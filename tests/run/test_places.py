@@ -117,6 +117,13 @@ def test_two_working_directories_have_one_ledger(home, capfd, monkeypatch, tmp_p
     assert not [*(tmp_path / "work").iterdir(), *(tmp_path / "elsewhere").iterdir()]
 
 
+def built_at_home(path):
+    made = Path(os.environ["HOME"]) / "a"
+    made.mkdir()
+    (made / "metadata.json").write_text('{"kind": "dataset"}')
+    return made if corpora.is_built(path) else "not seen"
+
+
 HOW = {"num_tokens": 1, "temperature": 1.0, "top_k": 0, "seed": 0}
 BUILT = {"user_column": "user_id", "text_column": "text"}
 ASKED = {"epsilon": 1, "num_steps": 1, "run_dir": "r", "engine": "local"}
@@ -130,8 +137,7 @@ ENTRIES = {
     "a ledger": lambda path: run_config(data="x", run_dir="r", budget_ledger=path).budget_ledger,
     "data.load": load,
     "data.load of the Hub's form": lambda path: HubSource.parse(f"hf:{path}", None, None),
-    "is_built": lambda path: (Path(str(path).replace("~", os.environ["HOME"])).mkdir(),
-                              corpora.is_built(path)),
+    "is_built": built_at_home,
     "find_files": find_files,
     "a pattern": lambda path: find_files(f"{path}/*.csv"),
     "what is built": lambda path: build(["texts.csv"], path, **BUILT).path,
@@ -155,13 +161,14 @@ def test_wherever_a_path_enters_a_tilde_is_the_home_directory(entry, home, monke
     """What is there shows it, or what is said of its absence."""
     Path("~").mkdir()  # as versions before made it
     (Path("~") / "a").mkdir()
+    (Path("~") / "a" / "b.csv").write_text("user_id,text\na,b\n")
     Path("texts.csv").write_text("user_id,text\na,b\nc,d\n")
     try:
         found = str(entry("~/a"))
     except (ConfigError, OSError) as error:
         found = str(error)
-    assert str(home / "a") in found or (home / "a").exists(), found
-    assert not list((Path("~") / "a").iterdir())
+    assert str(home / "a") in found, found
+    assert [file.name for file in (Path("~") / "a").iterdir()] == ["b.csv"]
 
 
 @pytest.mark.parametrize(
