@@ -35,7 +35,7 @@ def expand_home(field: str, path: str | Path) -> str:
     expanded = os.path.expanduser(text)
     known = os.path.isabs(expanded) and os.environ.get("HOME") != ""
     name = text.partition("/")[0]
-    expect(field, text, known, f"a known home directory {name}; write the path from / or ./ on")
+    expect(field, text, known, f"a known home directory {name}, or the whole path, from / on")
     return expanded
 
 
