@@ -56,7 +56,8 @@ def plain(problem: Problem, rows: int, products: bool):
 def cells(model: Model, turns: int, quick: bool) -> list[dict[str, Any]]:
     """A row for examples, and one for users of four rows.
 
-    Args: quick: plain gradients of all rows in one pass alone, for compiling takes longest.
+    Args: quick: all rows of plain gradients in one pass, and two strategies; compiling takes
+      longest.
     """
     problem = Problem(model)
     arguments = problem.frozen, problem.params, problem.tokens
@@ -70,7 +71,7 @@ def cells(model: Model, turns: int, quick: bool) -> list[dict[str, Any]]:
 
     plain_programs = compiled(plains)
     for group in (1, 4):
-        tried = {str(each): each for each in candidates(group, count)}
+        tried = {str(each): each for each in candidates(group, count)[: 2 if quick else None]}
         clipped = {n: problem.clipped(group, each) for n, each in tried.items()}
         programs = plain_programs | compiled(clipped)
         calls = {n: functools.partial(each, *arguments) for n, each in programs.items()}
