@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from fedsim.engine.environment import expect_usable_jax
 from fedsim.errors import expect
+from fedsim.files import expand_home
 from fedsim.models import lora, pretrained
 from fedsim.run import directory, ledger
 from fedsim.run.console import Console
@@ -11,12 +13,14 @@ from fedsim.run.model_source import files_of_run, find_model, parts_of_run
 from fedsim.trust.model_card import FILE, model_card
 
 
-def export(source: str, out: Path, *, adapter: bool = False) -> dict[str, Any]:
+def export(source: str, out: str | Path, *, adapter: bool = False) -> dict[str, Any]:
     """Write the model that `source` names into the new directory `out`.
 
     Args: adapter: write the adapters of a run alone, in PEFT's format, instead of merging them.
     Raises: ConfigError: there is no such model, `out` exists, or no known family has its parts.
     """
+    expect_usable_jax()
+    source, out = expand_home("model", source), Path(expand_home("out", out))
     if adapter:
         config, params, base = parts_of_run(Path(source))
         expect("adapter", True, base is not None, f"a run with LoRA, and {source} is none")

@@ -9,17 +9,60 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import ConfigError, FileDamaged, brief
+from fedsim.errors import ConfigError, FileDamaged, brief, expect
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
 MOST_JSON = 2**26  # bytes of a JSON file that somebody else made: ten times the largest in use
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # open, or mapped
 
 
+CACHE, LEDGER = "FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER"
+_DEFAULT_PLACES = {
+    CACHE: ("XDG_CACHE_HOME", "~/.cache", "fedsim"),
+    LEDGER: ("XDG_STATE_HOME", "~/.local/state", "fedsim/budget"),
+}
+
+
+def expand_home(field: str, path: str | Path) -> str:
+    """`path` with a leading ~ or ~NAME replaced by that home directory, as a shell does it.
+
+    Values from files, environment variables and Python did not pass through a shell. Kept as they
+    are, they would name a directory called ~ in each working directory.
+    Raises: ConfigError: the home directory is unknown.
+    """
+    text = str(path)
+    if not text.startswith("~"):
+        return text
+    expanded = os.path.expanduser(text)
+    known = os.path.isabs(expanded) and os.environ.get("HOME") != ""
+    name = text.partition("/")[0]
+    expect(field, text, known, f"a known home directory {name}, or the whole path, from / on")
+    return expanded
+
+
 def cache_dir() -> Path:
     """Where fedsim keeps what it can make again: FEDSIM_CACHE_DIR, or fedsim/ in ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("FEDSIM_CACHE_DIR") or Path(base) / "fedsim")
+    return directory_of(CACHE)
+
+
+def directory_of(variable: str) -> Path:
+    """The directory that CACHE or LEDGER names, or its default in the home directory.
+
+    Raises: ConfigError: there is no home directory, and the variable is not set; or the ledger's
+      place would depend on the working directory.
+    """
+    base_variable, base, inside = _DEFAULT_PLACES[variable]
+    for name, below in ((variable, ""), (base_variable, inside)):
+        if value := os.environ.get(name):
+            found = Path(expand_home(name, value)) / below
+            # A ledger for each working directory would count a part of the runs.
+            expect(name, value, variable != LEDGER or found.is_absolute(), "a path from / or ~ on")
+            return found
+    try:
+        return Path(expand_home("HOME", base)) / inside
+    except ConfigError:
+        expected = f"a home directory; or set {CACHE} and {LEDGER} to directories to write to"
+        raise ConfigError(f"HOME={os.environ.get('HOME')}: expected {expected}") from None
 
 
 def is_own_directory(path: Path) -> bool:

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.data.text import Tokenizer
+from fedsim.engine.environment import expect_usable_jax
 from fedsim.errors import expect
+from fedsim.files import expand_home
 from fedsim.models.language_model import lengths_up_to
 from fedsim.models.pretrained import HUB, TOKENIZER, Pretrained
 from fedsim.models.transformer import Transformer, TransformerConfig
@@ -34,9 +36,11 @@ def generate_text(
     Raises: ConfigError: there is no such model, it has no tokenizer, the prompt is too long, or a
       number is out of range.
     """
+    expect_usable_jax()
     expect("num_tokens", num_tokens, num_tokens >= 1, ">= 1")
     expect("temperature", temperature, temperature >= 0, ">= 0")
     expect("top_k", top_k, top_k >= 0, ">= 0")
+    source = expand_home("model", source)
     there = Path(source).exists() or source.startswith(HUB)
     kinds = "the directory of a run or of a Hugging Face model, hf:NAME, or a GGUF file"
     model = find_model(source) if there else None

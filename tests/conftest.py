@@ -8,12 +8,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jaxlib.version  # alone starts nothing
+
 os.environ["NPROC"] = "1"  # before JAX starts its client
 os.environ["JAX_PLATFORMS"] = "cpu"
 if not os.environ.get("FEDSIM_TEST_AS_COMPILED"):  # as users' programs are; compiling takes twice
-    os.environ["XLA_FLAGS"] = (
-        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    )
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    if jaxlib.version.__version_info__ < (0, 11, 1):  # XLA aborts on flags that it does not know
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("FEDSIM_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fedsim-test-cache"))
 os.environ["FEDSIM_BUDGET_LEDGER"] = tempfile.mkdtemp(prefix="fedsim-test-budget-")
 os.environ.pop("RAY_ADDRESS", None)

@@ -2,10 +2,10 @@
 
     python -m experiments.benchmarks.accounting [--quick] [--json]   (25 minutes; quick: 7 s)
 
-Settings: the paper's own (SETTINGS), and the grid of tests/recorded_epsilons.csv. For each:
-dp_accounting at its default discretisation of 1e-4, fedsim on the same grid where it fits, and
-fedsim as it is used, on an adaptive grid. fedsim's times are cold: no one-step loss is reused. All
-are processor seconds, which other work on the machine disturbs little; both run on one core.
+Settings: the paper's own (SETTINGS), and the grid of tests/accounting/recorded_epsilons.csv. For
+each: dp_accounting at its default discretisation of 1e-4, fedsim on the same grid where it fits,
+and fedsim as it is used, on an adaptive grid. fedsim's times are cold: no one-step loss is reused.
+All are processor seconds, which other work on the machine disturbs little; both run on one core.
 
 dp_accounting gets CAP_S processor seconds and CAP_BYTES of memory per setting, in a process of its
 own. Where that is not enough (`capped`), its row counts with the seconds it had, so that the
@@ -44,7 +44,7 @@ from fedsim.accounting import StepEvent, accountant, composition
 GRID = 1e-4
 CAP_S = 30.0
 CAP_BYTES = 8 * 2**30
-RECORDED = Path(__file__).parents[2] / "tests" / "recorded_epsilons.csv"
+RECORDED = Path(__file__).parents[2] / "tests" / "accounting" / "recorded_epsilons.csv"
 WHOLE = ("max_contributions", "num_steps")
 FIELDS = (*WHOLE, "noise_multiplier", "sampling_prob", "delta")
 

@@ -53,18 +53,27 @@ def plain(problem: Problem, rows: int, products: bool):
     return gradient
 
 
-def cells(model: Model, turns: int) -> list[dict[str, Any]]:
-    """A row for examples, and one for users of four rows."""
+def cells(model: Model, turns: int, quick: bool) -> list[dict[str, Any]]:
+    """A row for examples, and one for users of four rows.
+
+    Args: quick: all rows of plain gradients in one pass, and two strategies; compiling takes
+      longest.
+    """
     problem = Problem(model)
     arguments = problem.frozen, problem.params, problem.tokens
     count, found = num_coordinates(problem.params), []
-    passes = [rows for rows in (1, 2, 4, 8) if rows <= model.rows]
+    passes = [rows for rows in (1, 2, 4, 8) if rows <= model.rows][-1 if quick else 0 :]
     plains = {f"plain:{rows}": plain(problem, rows, False) for rows in passes}
     plains |= {f"products:{rows}": plain(problem, rows, True) for rows in passes}
+
+    def compiled(functions):
+        return {n: jax.jit(each).lower(*arguments).compile() for n, each in functions.items()}
+
+    plain_programs = compiled(plains)
     for group in (1, 4):
-        tried = {str(each): each for each in candidates(group, count)}
-        functions = plains | {n: problem.clipped(group, each) for n, each in tried.items()}
-        programs = {n: jax.jit(each).lower(*arguments).compile() for n, each in functions.items()}
+        tried = {str(each): each for each in candidates(group, count)[: 2 if quick else None]}
+        clipped = {n: problem.clipped(group, each) for n, each in tried.items()}
+        programs = plain_programs | compiled(clipped)
         calls = {n: functools.partial(each, *arguments) for n, each in programs.items()}
         times = {name: median(own) for name, own in in_turn(calls, turns).items()}
         best = min((n for n in times if n.startswith("plain")), key=lambda name: times[name])
@@ -97,7 +106,7 @@ def main() -> None:
     given = parser.parse_args()
     as_a_worker(__spec__.name)
     model = MODELS[given.quick]
-    rows = cells(model, given.turns)
+    rows = cells(model, given.turns, given.quick)
     if not (given.quick or given.no_peers):
         rows[0]["seconds"] |= peft(model, given.turns)
     found = [

@@ -91,12 +91,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one strategy")
     parser.add_argument("--json", action="store_true", help="last line: one JSON object")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--turns", type=int, default=3)
     given = parser.parse_args()
     as_a_worker(__spec__.name)
+    if given.quick:  # every length is compiled for every strategy
+        given.strategies, given.turns = ["direct:4"], 1
     found = shares(CONFIGS[given.quick], given.strategies, given.turns)
     best = max(given.strategies, key=lambda name: found["shares"][name])
     bars = [

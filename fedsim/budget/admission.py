@@ -17,7 +17,17 @@ import numpy as np
 from fedsim import accounting
 from fedsim.accounting import Event, Phases
 from fedsim.accounting.rounding import at_least, at_most
-from fedsim.budget.ledger import FILE, BudgetLedger, Entry, Limit, Released, hold, look, place_of
+from fedsim.budget.ledger import (
+    ELSEWHERE,
+    FILE,
+    BudgetLedger,
+    Entry,
+    Limit,
+    Released,
+    hold,
+    look,
+    place_of,
+)
 from fedsim.budget.people import union
 from fedsim.budget.spending import Books, Charge, Total
 from fedsim.config import PrivacyConfig, RunConfig
@@ -124,8 +134,7 @@ class Applicant:
         """Raises ConfigError: the ledger could not be written; found before anything is."""
         made = next(p for p in (self.place, *self.place.parents) if os.path.exists(p))
         writes = made.is_dir() and os.access(made, os.W_OK | os.X_OK)
-        wanted = "a place to write to; --budget-ledger names another one"
-        expect("budget_ledger", self.place, writes, wanted)
+        expect("budget_ledger", self.place, writes, f"a place to write to; {ELSEWHERE}")
 
     def expect_room(self, entry: Entry) -> None:
         """Raises ConfigError: with this run a limit would be broken."""

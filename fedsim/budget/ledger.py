@@ -31,15 +31,23 @@ import numpy as np
 from fedsim.accounting import Event, of_words, to_words
 from fedsim.budget import people
 from fedsim.errors import ConfigError, FileDamaged
-from fedsim.files import read_json, remove_cut_off_line, sync_directory, write_json
+from fedsim.files import (
+    LEDGER,
+    directory_of,
+    expand_home,
+    read_json,
+    remove_cut_off_line,
+    sync_directory,
+    write_json,
+)
 from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
 from fedsim.run.ledger import LedgerError, parse, sealed
 
 FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
 SHARED = 0o660
-PLACE = "FEDSIM_BUDGET_LEDGER"
 OPENED, CLOSED, LIMIT = "opened", "closed", "limit"
+ELSEWHERE = f"--budget-ledger or {LEDGER} names another one"
 
 Released = list[tuple[Event, int]] | None
 """Events, each with its number of times; None: without noise."""
@@ -83,9 +91,13 @@ class Limit:
 
 def place_of(directory: str | Path | None) -> Path:
     """Where the ledger is: the directory that was given, that of FEDSIM_BUDGET_LEDGER, or fedsim/
-    in the account's state."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(directory or os.environ.get(PLACE) or Path(state) / "fedsim" / "budget").absolute()
+    in the account's state.
+
+    Raises: ConfigError: it depends on the working directory, or no home directory is known.
+    """
+    if directory:
+        return Path(expand_home("budget_ledger", directory)).absolute()
+    return directory_of(LEDGER).absolute()
 
 
 class BudgetLedger:
@@ -225,7 +237,7 @@ def hold(directory: Path) -> Iterator[BudgetLedger]:
         lock = open(directory / LOCK, "a")
     except OSError as error:
         place = f"budget_ledger={directory}: expected a place to write to ({error})"
-        raise ConfigError(f"{place}; --budget-ledger names another one") from None
+        raise ConfigError(f"{place}; {ELSEWHERE}") from None
     with lock:
         if os.fstat(lock.fileno()).st_uid == os.getuid():
             os.fchmod(lock.fileno(), _mode(directory))

@@ -1,6 +1,7 @@
 """Arguments of the command line: tyro over dataclasses, defaults from TOML, one-line errors."""
 
 import contextlib
+import dataclasses
 import difflib
 import io
 import itertools
@@ -15,6 +16,7 @@ from fedsim.cli.flags import commands, flags, named
 from fedsim.cli.help import page
 from fedsim.config import PretrainConfig, PrivacyConfig, RunConfig, flags_of
 from fedsim.errors import ConfigError, expect
+from fedsim.files import expand_home
 
 HELP = {"-h", "--help", "--help-all"}
 # What people look for, and what there is instead.
@@ -42,10 +44,25 @@ def parse(command: Any, args: list[str]) -> Any:
     try:
         with contextlib.redirect_stderr(shown):
             how = {"prog": "fedsim", "config": (tyro.conf.DisallowNone,)}
-            return tyro.cli(command, args=_with_file(args), **how)
+            made = tyro.cli(command, args=_with_file(args), **how)
+        return _in_home(made)
     except SystemExit:
         fault = _unknown(name, kind, rest) or _first_fault(shown.getvalue(), name, kind)
     raise ConfigError(fault)
+
+
+def _in_home(command: Any) -> Any:
+    """The command with ~ expanded in each path: `--out=~/x` is one that no shell expands, and
+    values of a TOML file did not pass through one. Paths that are texts (data, models) are expanded
+    where they are read."""
+    changes = {}
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name)
+        if isinstance(value, Path):
+            changes[field.name] = Path(expand_home(field.name, value))
+        elif dataclasses.is_dataclass(value):
+            changes[field.name] = _in_home(value)
+    return dataclasses.replace(command, **changes)
 
 
 def _unknown(name: str, kind: Any, rest: list[str]) -> str:
@@ -76,7 +93,7 @@ def _with_file(args: list[str]) -> list[str]:
     parts = {"train": PrivacyConfig, "pretrain": PretrainConfig}
     if not named or not args or args[0] not in parts:
         return args
-    path = Path(named[-1])
+    path = Path(expand_home("config", named[-1]))
     try:
         defaults = tomllib.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -22,8 +22,8 @@ from fedsim.cli.models import Export, Generate, Personalize, Pretrain
 from fedsim.cli.train import Evaluate, Train
 from fedsim.cli.trust import Audit, Budget, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
-from fedsim.errors import FedsimError, printable
-from fedsim.files import DISK_FULL, cache_dir
+from fedsim.errors import ConfigError, FedsimError, printable
+from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of
 from fedsim.run.signals import terminated
 from fedsim.run.terminal import Terminal
 
@@ -106,11 +106,24 @@ def _next_step(error: Exception, command: Any) -> str:
     if error.errno in DISK_FULL and isinstance(command, Train | Pretrain):
         then = f"; {command.run.run_dir} is safe up to its last checkpoint"
         then += ": free space, and go on with --resume"
-    elif error.filename and Path(error.filename).is_relative_to(cache_dir()):
-        then = "; set FEDSIM_CACHE_DIR to a directory that can be written to"
+    elif error.filename and (names := _variables_of(Path(error.filename))):
+        then = f"; set {' and '.join(names)} to a directory that can be written to"
     else:
         then = ""
     return f"{path}{error.strerror}{then}"
+
+
+def _variables_of(path: Path) -> list[str]:
+    """The variables that would name another place than one that `path` is in, or leads to."""
+    names = []
+    for name in (CACHE, LEDGER):
+        try:
+            place = directory_of(name)
+        except ConfigError:  # not looked at by what failed
+            continue
+        if path.is_relative_to(place) or place.is_relative_to(path):
+            names.append(name)
+    return names
 
 
 def _fail(reason: Any, code: int) -> NoReturn:

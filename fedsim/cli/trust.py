@@ -194,9 +194,10 @@ class Verify:
 
         try:
             run = directory.load(self.run_dir).run
-            set_threads(changed_run(run, engine=self.engine or run.engine.kind).engine)
         except FedsimError:
             pass  # named below
+        else:
+            set_threads(changed_run(run, engine=self.engine or run.engine.kind).engine)
         from fedsim.run.console import Console
         from fedsim.trust.verify import plan_of, verify
 

@@ -34,7 +34,7 @@ def run_config(**settings: Any) -> RunConfig:
         else:
             own.setdefault(group, {})[field.name] = value
     made = {group: kind(**own.pop(group, {})) for group, (_, kind) in _GROUPS.items()}
-    return RunConfig(**{**own, **made, "run_dir": Path(own["run_dir"])})
+    return RunConfig(**own, **made)
 
 
 def changed_run(run: RunConfig, **settings: Any) -> RunConfig:

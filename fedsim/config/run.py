@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fedsim.config.mesh import LAYERED, MeshShape
 from fedsim.errors import expect
+from fedsim.files import expand_home
 
 try:
     import tyro.conf
@@ -51,6 +52,9 @@ class DataConfig:
 
     def __post_init__(self):
         expect("data", self.source, self.source != "", "a directory, files, or pydocs")
+        object.__setattr__(self, "source", expand_home("data", self.source))
+        if self.tokenizer is not None:
+            object.__setattr__(self, "tokenizer", expand_home("tokenizer", self.tokenizer))
         _expect_least(self, max_length=2)
 
     @property
@@ -88,6 +92,7 @@ class ModelConfig:
     """Type of the model's computation. Parameters, norms, sums and noise are float32 always."""
 
     def __post_init__(self):
+        object.__setattr__(self, "source", expand_home("model", self.source))
         _expect_least(self, lora_rank=0)
         alpha = self.lora_alpha
         expect("lora_alpha", alpha, alpha is None or 0 < alpha < math.inf, "> 0 and finite")
@@ -240,6 +245,10 @@ class RunConfig:
         _expect_least(
             self, eval_examples=1, checkpoint_every=1, local_steps=1, log_every=1, eval_every=1
         )
+        object.__setattr__(self, "run_dir", Path(expand_home("run_dir", self.run_dir)))
+        if self.budget_ledger is not None:
+            place = Path(expand_home("budget_ledger", self.budget_ledger))
+            object.__setattr__(self, "budget_ledger", place)
         for name in ("learning_rate", "local_learning_rate"):
             rate = getattr(self, name)
             expect(name, rate, rate is None or 0 < rate < math.inf, "> 0 and finite")

@@ -36,7 +36,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
       build_options: as for `build`.
     Raises: DataError: bad input, as `build` raises it.
     """
-    source = str(source)
+    source = files.expand_home("data", source)
     if "tokenizer" in build_options:
         build_options["tokenizer"] = file_of(build_options["tokenizer"])
     if source == "pydocs":
@@ -59,7 +59,7 @@ def is_built(source: str | Path) -> bool:
     """Whether a source is a directory that `build` made, to be opened as it is: one that says so,
     whatever lies in it beside, or one that holds no files to be read, which is told what it lacks.
     """
-    path = Path(source)
+    path = Path(files.expand_home("data", source))
     named = bool(str(source).strip())  # Path("") is the current directory
     if not named or not path.is_dir() or is_saved(path):
         return False
@@ -133,7 +133,11 @@ def _cached(
         relevant["public_suffix_list"] = domains.list_version()  # says whose a text is
     key = json.dumps([FORMAT, facts, relevant], sort_keys=True, default=str)
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    out = Path(cache_dir or files.cache_dir()) / "data" / name
+    if cache_dir:
+        cache = Path(files.expand_home("cache_dir", cache_dir))
+    else:
+        cache = files.cache_dir()
+    out = cache / "data" / name
     if not out.is_dir():
         out.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # text of people
         try:

@@ -9,6 +9,7 @@ import numpy as np
 from fedsim.data.owners import Owners
 from fedsim.data.users import UserStore, read_metadata
 from fedsim.errors import DataError
+from fedsim.files import expand_home
 
 SAID_FROM = 0.01  # of the tokens of texts, where they are cut off
 SPLITS = ("train", "eval_users", "eval_examples", "test")
@@ -38,7 +39,7 @@ class Dataset:
 
         Raises: DataError: it is not one, or its files do not belong together.
         """
-        path = Path(directory).absolute()
+        path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "dataset")
         if not (path / "tokenizer.json").is_file():
             raise DataError(f"data={path}: expected its tokenizer.json")

@@ -27,6 +27,7 @@ from fedsim.data import special_tokens
 from fedsim.data.network import may_pass
 from fedsim.data.shards import token_dtype
 from fedsim.errors import DataError, Interrupted, brief
+from fedsim.files import expand_home
 
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MIN_SIZE, MAX_CHARACTERS = 300, 1000
@@ -127,7 +128,7 @@ class Tokenizer:
 
         Raises: DataError: the file is missing, or is neither, or nothing names special tokens.
         """
-        file = Path(file)
+        file = Path(expand_home("tokenizer", file))
         if not file.is_file():
             raise DataError(
                 f"tokenizer={file}: expected bytes, wordpiece:SIZE, bpe:SIZE, hf:NAME, or a "
@@ -204,11 +205,12 @@ class Tokenizer:
 
     def save(self, file: str | Path) -> None:
         """Writes tokenizer.json: the same tokenizer gives the same bytes."""
-        Path(file).write_text(self._json, encoding="utf-8")
+        Path(expand_home("file", file)).write_text(self._json, encoding="utf-8")
 
 
 def file_of(spec: str | Path) -> str:
     """A directory with a tokenizer.json, as of a model, stands for that file."""
+    spec = expand_home("tokenizer", spec)
     file = Path(spec) / "tokenizer.json"
     return str(file if file.is_file() else spec)
 

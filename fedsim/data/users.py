@@ -24,6 +24,7 @@ from fedsim.data.owners import Owners
 from fedsim.data.shards import FORMAT, encode_stream, encode_users, fingerprint, seal, token_dtype
 from fedsim.data.tokens import TokenReader
 from fedsim.errors import DataError
+from fedsim.files import expand_home
 
 SCAN_ROWS = 2**18
 TABLES = ("users.parquet", "owners.parquet", "people.parquet")  # the last two: of several owners
@@ -83,7 +84,7 @@ class UserStore:
 
         Raises: DataError: `directory` is not a store, or its files do not belong together.
         """
-        path = Path(directory).absolute()
+        path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "users")
         _expect_names(metadata)
         names = sorted(p.name for p in path.glob("data-*.arrow"))

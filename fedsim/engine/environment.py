@@ -10,10 +10,18 @@ from jax._src import xla_bridge
 
 from fedsim.config import EngineConfig
 from fedsim.engine.resources import driver_environment
+from fedsim.errors import ConfigError, expect
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
 PACKAGES += ("dp-accounting",)
 WHERE_INSTALLED = ("jax-cuda12-plugin", "nvidia-cublas-cu12", "jax-cuda13-plugin", "nvidia-cublas")
+USABLE: dict[str, tuple] = {
+    "jax_enable_x64": (False,),
+    "jax_numpy_dtype_promotion": ("standard",),
+    "jax_disable_jit": (False,),
+    "jax_transfer_guard": (None, "allow", "log"),
+}
+"""Options of JAX without whose defaults programs fail, each with its values that they work with."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
@@ -23,6 +31,7 @@ def set_threads(config: EngineConfig) -> bool:
     JAX reads them when it starts to compute, so a process that has computed before keeps what it
     has. `Worker.host` says with how many threads a run was computed.
     Returns: whether they are what is asked for.
+    Raises: ConfigError: JAX could not compute so; see `expect_usable_jax`.
     """
     variables = driver_environment(config.threads_per_worker)
     if config.kind == "local":  # this process computes, on whatever there is
@@ -30,13 +39,34 @@ def set_threads(config: EngineConfig) -> bool:
         if config.mesh_shape is not None:  # where there is no accelerator
             variables["JAX_NUM_CPU_DEVICES"] = str(config.mesh_shape.devices)
     if xla_bridge.backends_are_initialized():
+        expect_usable_jax()
         return all(os.environ.get(name) == value for name, value in variables.items())
     os.environ.update(variables)
     if "JAX_NUM_CPU_DEVICES" in variables:
         jax.config.update("jax_num_cpu_devices", int(variables["JAX_NUM_CPU_DEVICES"]))
     if "JAX_PLATFORMS" in variables:  # JAX has read the variable when it was imported
         jax.config.update("jax_platforms", variables["JAX_PLATFORMS"])
+    expect_usable_jax()
     return True
+
+
+def expect_usable_jax() -> None:
+    """Raises ConfigError: JAX is set to something that programs are not written for, or to compute
+    on devices that this machine does not have. Said before JAX says it in a traceback."""
+    for name, usable in USABLE.items():
+        value = getattr(jax.config, name)
+        value = getattr(value, "value", value)  # of an enumeration
+        how = f"unset it, or jax.config.update({name!r}, {usable[0]!r}) in Python"
+        expect(name.upper(), value, value in usable, f"{usable[0]}, JAX's default: {how}")
+    try:
+        jax.local_devices()
+    except (AssertionError, RuntimeError) as error:
+        asked = {"JAX_PLATFORMS": jax.config.values["jax_platforms"]}
+        asked["JAX_PLATFORM_NAME"] = os.environ.get("JAX_PLATFORM_NAME")  # which JAX reads, too
+        fields = ", ".join(f"{name}={value}" for name, value in asked.items() if value)
+        reason = " ".join(str(error).partition("(set JAX")[0].split())[:200] or "JAX finds none"
+        expected = f"devices that this machine has ({reason}); unset it, or set it to cpu"
+        raise ConfigError(f"{fields}: expected {expected}") from None
 
 
 def keep_memory() -> bool:

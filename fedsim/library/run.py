@@ -8,7 +8,7 @@ from typing import Any
 from fedsim.config import changed_run
 from fedsim.engine.environment import set_threads
 from fedsim.errors import ConfigError, expect
-from fedsim.files import read_json
+from fedsim.files import expand_home, read_json
 from fedsim.run import checkpoint, directory
 from fedsim.run.console import Console, guarantee_line, spent
 from fedsim.run.directory import StoredRun
@@ -25,7 +25,7 @@ class Run:
 
     def __init__(self, run_dir: str | Path):
         """Raises: ConfigError: `run_dir` holds no run. FileDamaged: its settings were changed."""
-        self.run_dir = Path(run_dir)
+        self.run_dir = Path(expand_home("run_dir", run_dir))
         self.stored: StoredRun = directory.load(self.run_dir)
 
     def __repr__(self) -> str:
@@ -109,7 +109,7 @@ class Run:
         from fedsim.trust.verify import verify
 
         again = "whole" if whole else "last" if replay else ""
-        place = None if data is None else str(data)
+        place = None if data is None else expand_home("data", data)
         return verify(self.run_dir, data=place, again=again, console=Console())
 
     def report(self, out: str | Path | None = None) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Run:
         """
         from fedsim.trust.report import report
 
-        return report(self.run_dir, Path(out or self.run_dir), Console())
+        return report(self.run_dir, Path(expand_home("out", out or self.run_dir)), Console())
 
     def generate(
         self,
@@ -146,12 +146,10 @@ class Run:
         """Write the model as a Hugging Face directory, adapters merged; returns the directory."""
         from fedsim.export import export
 
-        export(str(self.run_dir), Path(out))
-        return Path(out)
+        return Path(export(str(self.run_dir), out)["out"])
 
     def to_peft(self, out: str | Path) -> Path:
         """Write the adapters of a run with LoRA in PEFT's format; returns the directory."""
         from fedsim.export import export
 
-        export(str(self.run_dir), Path(out), adapter=True)
-        return Path(out)
+        return Path(export(str(self.run_dir), out, adapter=True)["out"])

@@ -20,7 +20,7 @@ from flax import traverse_util
 
 from fedsim.data.text import Tokenizer
 from fedsim.errors import ConfigError
-from fedsim.files import read_object
+from fedsim.files import expand_home, read_object
 from fedsim.models import families, gguf_files, side_files, tensor_files
 from fedsim.models.side_files import CONFIG, SETTINGS, TOKENIZER
 from fedsim.models.tensor_files import TensorError
@@ -54,6 +54,7 @@ def load(source: str, heard: Callable[[int, int], None] = ignore) -> Pretrained:
     Args: heard: told how many of how many arrays are read.
     Raises: ConfigError: there is none, it is of an unsupported architecture, or lacks an array.
     """
+    source = expand_home("model", source)
     if source.startswith(HUB):
         return load_directory(_download(source), heard)
     if Path(source).suffix == gguf_files.SUFFIX:

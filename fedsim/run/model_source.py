@@ -14,6 +14,7 @@ from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
 from fedsim.data.text import Tokenizer
 from fedsim.errors import ConfigError, expect
+from fedsim.files import expand_home
 from fedsim.models import lora, pretrained, side_files
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.pretrained import Pretrained
@@ -50,6 +51,7 @@ def find_model(source: str, console: Terminal | None = None) -> Pretrained | Non
     """
     if source in PRESETS:
         return None
+    source = expand_home("model", source)
     path = Path(source)
     if (path / directory.CONFIG).is_file() and not pretrained.is_directory(path):
         return model_of_run(path)

@@ -33,7 +33,7 @@ from fedsim.config import (
     types_of,
 )
 from fedsim.errors import ConfigError, FedsimError, expect
-from fedsim.files import cache_dir, write_atomically
+from fedsim.files import cache_dir, expand_home, write_atomically
 from fedsim.keys import SecretKey
 from fedsim.run import directory, metrics
 from fedsim.run.console import Console
@@ -332,6 +332,7 @@ def _job(settings: Settings, out: Path) -> Job:
     missing = [name for name in ("data", "epsilon", "num_steps") if name not in given]
     where = "a value in the file or as --set NAME=VALUE"
     expect(", ".join(missing), None, not missing, where)
+    given["data"] = expand_home("data", given["data"])
     if Path(given["data"]).exists():  # processes may run elsewhere
         given["data"] = str(Path(given["data"]).absolute())
     privacy_flags, run_flags = flags_of(PrivacyConfig).keys(), flags_of(RunConfig).keys()

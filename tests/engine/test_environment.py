@@ -1,12 +1,16 @@
 """What a process computes with: its memory, its host, and what else its bits depend on."""
 
+import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from fedsim.config import EngineConfig
 from fedsim.engine import environment, host
 from fedsim.engine.worker import Worker
+from fedsim.errors import ConfigError
 
 AGAIN = """
 import resource, sys
@@ -100,3 +104,48 @@ def test_packages_of_accelerators_are_named_where_they_are_installed(monkeypatch
     known = environment.versions()
     monkeypatch.setattr(environment, "WHERE_INSTALLED", ("no-such-plugin", "pytest"))
     assert environment.versions().keys() - known.keys() == {"pytest"}
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("jax_enable_x64", True),
+        ("jax_numpy_dtype_promotion", "strict"),
+        ("jax_disable_jit", True),
+        ("jax_transfer_guard", "disallow"),
+    ],
+)
+def test_an_option_of_jax_that_programs_fail_with_is_refused(option, value):
+    before = getattr(jax.config, option)
+    environment.expect_usable_jax()
+    jax.config.update(option, value)
+    try:
+        for kind in ("local", "ray"):
+            with pytest.raises(ConfigError) as refused:
+                environment.set_threads(EngineConfig(kind))
+    finally:
+        jax.config.update(option, before)
+    assert str(refused.value).startswith(f"{option.upper()}={value}: expected ")
+    assert f"unset it, or jax.config.update({option!r}, " in str(refused.value)
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no gpu\nhere (set JAX_...)")])
+def test_devices_that_are_not_there_are_refused(error, monkeypatch):
+    """JAX says it with an empty assertion where a platform's plugin is not installed."""
+
+    def absent():
+        raise error
+
+    monkeypatch.setattr(jax, "local_devices", absent)
+    monkeypatch.setenv("JAX_PLATFORM_NAME", "gpu")
+    with pytest.raises(ConfigError, match=r"JAX_PLATFORM_NAME=gpu: expected devices .*; unset it"):
+        environment.set_threads(EngineConfig("local"))
+
+
+def test_a_platform_that_is_not_there_is_one_line():
+    command = [sys.executable, "-m", "fedsim.cli.main", "export", "x", "--out", "y"]
+    how = {"env": {**os.environ, "JAX_PLATFORMS": "absent"}, "capture_output": True, "text": True}
+    done = subprocess.run(command, **how)
+    said = done.stderr.splitlines()
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert said[-1].startswith("fedsim: error: JAX_PLATFORMS=absent: expected devices ")

@@ -42,7 +42,7 @@ from fedsim.data.shards import (
 from fedsim.data.splits import Holdout, SplitRows, divide, dropped
 from fedsim.data.text import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
-from fedsim.files import DISK_FULL, TOO_MANY_FILES, write_json
+from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_json
 
 UNOWNED = ("refuse", "drop")
 VERSIONS = (  # of one build: what reads, compares, owns or encodes texts
@@ -167,7 +167,7 @@ def build(
     """
     if num_workers is not None and num_workers < 1:
         raise DataError(f"num_workers={num_workers}: expected >= 1")
-    out = Path(out).absolute()
+    out = Path(expand_home("out", out)).absolute()
     talk = (conversation_column, turn_column)
     named = (user_column, text_column, order_column, url_column, owners)
     how = (order_format, turn_format, normalise_ids)

@@ -24,7 +24,7 @@ from fedsim.data.building.readers import reason_of
 from fedsim.data.building.sources import identify
 from fedsim.data.network import may_pass
 from fedsim.errors import DataError, Interrupted
-from fedsim.files import DISK_FULL
+from fedsim.files import DISK_FULL, expand_home
 
 PREFIX = "hf:"
 FETCH_ROWS = 1_000
@@ -55,6 +55,7 @@ class HubSource:
         name, _, config = source.removeprefix(PREFIX).partition(":")
         if not name:
             raise DataError(f"data={source}: expected hf:NAME or hf:NAME:CONFIG")
+        name = expand_home("data", name)  # a local directory
         return cls(name, config or None, split or "train", revision)
 
     def __str__(self) -> str:

@@ -22,6 +22,7 @@ from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, cut, read
 from fedsim.data.shards import fingerprint
 from fedsim.errors import DataError
+from fedsim.files import expand_home
 
 SHOWN_ROWS = 5
 
@@ -53,8 +54,9 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     for source in sources:
         if not str(source).strip():  # as of an unset variable of the shell
             raise DataError("data=: expected the name of a file or glob, got an empty one")
+        source = expand_home("data", source)
         here = Path(source)
-        found = [here] if here.exists() else map(Path, sorted(glob.glob(str(source))))
+        found = [here] if here.exists() else map(Path, sorted(glob.glob(source)))
         if here.is_dir() and not is_saved(here):
             found = files_in(here)
             if not found:
