@@ -16,7 +16,7 @@ from importlib.metadata import version
 from scipy import optimize
 
 from fedsim.errors import ConfigError
-from fedsim.files import cache_dir
+from fedsim.files import NotOurs, cache_dir, own_directory
 
 ACCOUNTANT_VERSION = 4
 """Raised whenever a number may change, so that calibrations kept on disk are not reused."""
@@ -131,13 +131,15 @@ def cached(name: str, key: tuple, solve: Callable[[], float]) -> float:
     """solve(), or what it returned for the same arguments and version of the accountant."""
     words = [name, *map(repr, key), str(ACCOUNTANT_VERSION), version("dp-accounting")]
     digest = hashlib.sha256("|".join(words).encode()).hexdigest()
-    path = cache_dir() / f"{digest[:32]}.json"
+    try:
+        path = own_directory(cache_dir()) / f"{digest[:32]}.json"
+    except NotOurs:
+        return solve()
     try:
         return json.loads(path.read_text())["value"]
     except (OSError, ValueError, KeyError, TypeError):
         value = solve()
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump({"arguments": words, "value": value}, file)
         os.replace(file.name, path)

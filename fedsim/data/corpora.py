@@ -130,9 +130,9 @@ def _cached(
         relevant["public_suffix_list"] = domains.list_version()  # says whose a text is
     key = json.dumps([FORMAT, facts, relevant], sort_keys=True, default=str)
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    out = Path(cache_dir or files.cache_dir()) / "data" / name
+    # Text of people: nobody else can have put it there, nor put other text in its place.
+    out = files.own_directory(Path(cache_dir or files.cache_dir()) / "data") / name
     if not out.is_dir():
-        out.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # text of people
         try:
             return make(out)
         except DataError:

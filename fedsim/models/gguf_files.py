@@ -14,7 +14,7 @@ import numpy as np
 from flax import traverse_util
 
 from fedsim.errors import ConfigError
-from fedsim.files import cache_dir, write_atomically
+from fedsim.files import cache_dir, own_directory, write_atomically
 from fedsim.models.families import UnsupportedArchitecture
 from fedsim.models.transformer import TransformerConfig
 
@@ -133,8 +133,7 @@ def tokenizer_beside(file: Path, about: dict[str, Any]) -> Path | None:
     text = _tokenizer(about)
     if text is None:
         return None
-    directory = cache_dir() / "tokenizers"
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = own_directory(cache_dir() / "tokenizers")
     size, changed = file.stat().st_size, file.stat().st_mtime_ns
     out = directory / f"{file.stem}-{size}-{changed}.json"
     if not out.is_file():
