@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import ConfigError, FileDamaged
+from fedsim.errors import ConfigError, FileDamaged, expect
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
 ELSEWHERE = "FEDSIM_CACHE_DIR can name another place"
@@ -65,6 +65,22 @@ def _expect_ours(directory: Path, *, alone: bool = False) -> None:
         f"cache={directory}: {why}; expected a directory of your own, in such directories; "
         f"{ELSEWHERE}"
     )
+
+
+def private_directory(field: str, path: Path) -> None:
+    """Make `path` with mode 0700. One that is there keeps its mode, which has to be that.
+
+    Raises: ConfigError: it cannot be made, is another user's, or others can look into it.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{field}={path}: expected a place to write to ({error})") from None
+    mode = stat.S_IMODE(found.st_mode)
+    ours = found.st_uid == os.getuid() and not mode & 0o077
+    why = f"a new directory, or one of yours with mode 700 (this one: mode {mode:o})"
+    expect(field, path, ours, why)
 
 
 @contextmanager

@@ -29,10 +29,16 @@ from ray._private import ray_constants
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
+from fedsim import keys
 from fedsim.engine import warden
 from fedsim.errors import ConfigError, expect
 
 REACH_S = 5.0  # to connect to a cluster's head
+ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # asks for the token as all of Ray's calls do
+OPEN = (
+    "warning: RAY_ADDRESS={}: this cluster asks nobody for a token: whoever reaches it can read "
+    "this run's files, key and texts among them (start it with RAY_AUTH_MODE=token)"
+)
 PREFIX, LOCK = "fedsim-", "held"  # of private directories
 _held: dict[Path, int] = {}  # descriptors of the locks of this process's
 
@@ -46,6 +52,7 @@ class Cluster:
         self._processes: set[warden.Process] = set()
         self._warden: subprocess.Popen | None = None
         self._asked = False
+        self.warning = ""  # what its user should know before anything is computed on it
         if self._owned and "RAY_ADDRESS" in os.environ:
             self._join(os.environ["RAY_ADDRESS"])
         elif self._owned:
@@ -53,6 +60,7 @@ class Cluster:
 
     def _join(self, address: str) -> None:
         _expect_reachable(address)
+        _expect_no_key(Path.cwd())
         try:
             with _own_handlers():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -61,6 +69,8 @@ class Cluster:
             raise ConfigError(
                 f"RAY_ADDRESS={address}: expected a cluster that can be joined ({reason})"
             ) from error
+        if not _is_authenticated(ray.get_runtime_context().gcs_address):
+            self.warning = OPEN.format(address)
 
     def _start(self, num_cpus: int) -> None:
         if "RAY_AUTH_TOKEN" not in os.environ:
@@ -186,6 +196,33 @@ def _expect_reachable(address: str) -> None:
         raise ConfigError(f"RAY_ADDRESS={address}: expected a running cluster ({reason})") from None
     finally:
         channel.close()
+
+
+def _is_authenticated(address: str) -> bool:
+    """Whether a cluster turns away who has no token, or no certificate."""
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return True
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(ALIVE)(b"", timeout=REACH_S)
+        except grpc.RpcError as error:
+            return error.code() == grpc.StatusCode.UNAUTHENTICATED  # pyright: ignore
+    return False
+
+
+def _expect_no_key(directory: Path) -> None:
+    """A package that a job came with (`--working-dir`) lies on every node and with the cluster.
+
+    Raises: ConfigError: the directory is in one, and the key of a run, too.
+    """
+    for package in (directory, *directory.parents):
+        if package.name.startswith("_ray_pkg_"):
+            for key in package.rglob(keys.FILE):
+                raise ConfigError(
+                    f"working_dir={key.relative_to(package)}: the key of a run came with the job, "
+                    "so that all who use the cluster may have it; expected a package without "
+                    "run directories: name them in `excludes` of the runtime environment"
+                )
 
 
 def short_directory() -> Path:

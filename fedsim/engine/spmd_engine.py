@@ -93,6 +93,8 @@ class SpmdEngine(Engine):
         super().__init__(task, num_lanes, note)
         self.trusted = trusted
         self._actors = Actors(task, **actors)
+        if self._actors.warning:
+            note(self._actors.warning)
         self._monitor = Monitor()
         self.num_workers = self._actors.placement.num_workers
         self._health = Health(patience)

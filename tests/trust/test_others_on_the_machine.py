@@ -5,6 +5,7 @@ Other users are emulated by giving files away, which takes root; else those test
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jax._src import compilation_cache
+from test_verify import command
+from test_verify import write_texts as write_verify_texts
 
 from fedsim import files
 from fedsim.accounting import calibration
@@ -23,6 +26,8 @@ from fedsim.data import corpora
 from fedsim.engine import autotune
 from fedsim.engine.host import keep_compiled
 from fedsim.files import NotOurs, own_directory
+from fedsim.run.console import Console
+from fedsim.trust.verify import verify
 
 SOMEBODY = 12345
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
@@ -240,3 +245,78 @@ def test_tables_are_not_written_where_others_can_change_them(attack, cache):
     with pytest.raises(NotOurs):
         tables._written(iter([pa.record_batch({"u": ["a"], "t": ["b"]})]), "u", "t")
     assert files.cache_dir() == cache and list(cache.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def run_of_ours(tmp_path_factory):
+    """(what begins and resumes a run, its directory): a finished one; not to be changed."""
+    place = tmp_path_factory.mktemp("runs")
+    texts = write_verify_texts(place / "texts.parquet")
+    main(command(texts, place / "run", **{"num-steps": 2}))
+    return texts, place / "run"
+
+
+def give_away_all(run_dir):
+    for path in (run_dir, *run_dir.rglob("*")):
+        given_away(path)
+
+
+def give_away(name):
+    return lambda run_dir: given_away(run_dir / name)
+
+
+def lead_elsewhere(name):
+    def attack(run_dir):
+        (run_dir / name).rename(run_dir.parent / "elsewhere")
+        (run_dir / name).symlink_to(run_dir.parent / "elsewhere")
+
+    return attack
+
+
+TAMPERED = {
+    "all": pytest.param(give_away_all, "belongs to another user", marks=needs_root),
+    "directory": pytest.param(given_away, "belongs to another user", marks=needs_root),
+    "key": pytest.param(give_away("secret.json"), "belongs to another user", marks=needs_root),
+    "checkpoints": pytest.param(give_away("checkpoints"), "another user", marks=needs_root),
+    **{name: pytest.param(lead_elsewhere(name), "a link to") for name in
+       ("secret.json", "ledger.jsonl", "checkpoints", "metrics.jsonl", "tb")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack, says", TAMPERED.values(), ids=TAMPERED)
+def test_a_run_that_is_anothers_or_leads_elsewhere_is_refused(
+    attack, says, run_of_ours, run_dir, capsys
+):
+    texts, done = run_of_ours
+    shutil.copytree(done, run_dir)
+    attack(run_dir)
+    with pytest.raises(SystemExit) as stop:
+        main([*command(texts, run_dir, **{"num-steps": 2}), "--resume"])
+    *_, last = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and last.startswith(f"fedsim: error: run_dir={run_dir}: ")
+    assert says in last
+    broken = [check for check in verify(run_dir, console=Console()) if check.holds is False]
+    assert [check.promise for check in broken] == ["key"] and says in broken[0].found
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_a_directory_that_somebody_made_beforehand_gets_no_run(mode, run_of_ours, run_dir, capsys):
+    run_dir.mkdir()
+    run_dir.chmod(mode)
+    given_away(run_dir)
+    with pytest.raises(SystemExit) as stop:
+        main(command(run_of_ours[0], run_dir, **{"num-steps": 2}))
+    assert stop.value.code == 2 and f"run_dir={run_dir}: " in capsys.readouterr().err
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_directory_that_others_can_look_into_gets_no_key(run_of_ours, run_dir, capsys):
+    run_dir.mkdir()
+    run_dir.chmod(0o755)
+    with pytest.raises(SystemExit) as stop:
+        main(command(run_of_ours[0], run_dir, **{"num-steps": 2}))
+    assert stop.value.code == 2 and "mode 700 (this one: mode 755)" in capsys.readouterr().err
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o755 and list(run_dir.iterdir()) == []
+    run_dir.chmod(0o700)
+    main(command(run_of_ours[0], run_dir, **{"num-steps": 2}))
