@@ -45,9 +45,9 @@ def flips(path, number, seed=0):
     """Flip bits of a file, one at a time; yields (byte, bit) while it is flipped."""
     whole = path.read_bytes()
     rng = np.random.default_rng(seed)
-    places = {0, 8 * len(whole) - 1, *rng.integers(0, 8 * len(whole), number).tolist()}
+    places = [0, 8 * len(whole) - 1, *rng.integers(0, 8 * len(whole), number).tolist()][:number]
     try:
-        for place in sorted(places)[: max(number, 1)]:
+        for place in places:
             at, bit = divmod(place, 8)
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
             yield at, bit
