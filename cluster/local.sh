@@ -20,12 +20,23 @@ dir=${FEDSIM_CLUSTER_DIR:-/tmp/fedsim-$UID-$port}
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$dir/token RAY_USAGE_STATS_ENABLED=0
 export RAY_JOB_STOP_WAIT_TIME_S=120 # until a stopped job is killed: it finishes its step and saves
 export RAY_memory_usage_threshold=${RAY_memory_usage_threshold:-0.95}
+# Listens on 127.0.0.1 alone, as Ray does where it has no clusters of several machines; `ray start` would
+# put the machine's own address in place of 127.0.0.1, and its agents on all interfaces.
+export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 dashboard=http://127.0.0.1:$((port + 1))
+
+ray_on_loopback() {
+  python3 -c 'from ray._private import ray_constants, services
+from ray.scripts.scripts import main
+services.resolve_ip_for_localhost = lambda host: host
+ray_constants.ENABLE_RAY_CLUSTER = True # of several nodes
+main()' "$@"
+}
 
 node() { # node NUMBER CPUS ARGUMENT...: processes, ports and workers of one node
   local number=$1 cpus=$2
   shift 2
-  env -u RAY_ADDRESS ray start "$@" --node-ip-address 127.0.0.1 --num-cpus "$cpus" \
+  RAY_ADDRESS="" ray_on_loopback start "$@" --node-ip-address 127.0.0.1 --num-cpus "$cpus" \
     --object-store-memory "${FEDSIM_CLUSTER_STORE:-300000000}" --disable-usage-stats \
     --dashboard-agent-listen-port $((port + 10 + number)) \
     --metrics-export-port $((port + 30 + number)) \

@@ -5,7 +5,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fedsim.errors import ConfigError, FileDamaged, brief, expect
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
 MOST_JSON = 2**26  # bytes of a JSON file that somebody else made: ten times the largest in use
+ELSEWHERE = "FEDSIM_CACHE_DIR can name another place"
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # open, or mapped
 
 
@@ -65,21 +66,65 @@ def directory_of(variable: str) -> Path:
         raise ConfigError(f"HOME={os.environ.get('HOME')}: expected {expected}") from None
 
 
-def is_own_directory(path: Path) -> bool:
-    """Whether nobody else can put anything into `path`, which is made so if it is not there.
+class NotOurs(ConfigError):
+    """A directory into which others could put something, or have."""
 
-    Whoever can write to the directory that it is in could put another one in its place: if that is
-    our own, others lose the right to.
+
+def own_directory(path: Path) -> Path:
+    """`path` without links, made with mode 0700 if it is not there: a directory into which nobody
+    else can put anything, nor another one in its place. Nothing is made safe that was not.
+
+    To be asked each time before something that is there is believed or run: modes change.
+    Raises: NotOurs: another user owns it or can write to it, or to a directory that it is in.
     """
-    others = stat.S_IWGRP | stat.S_IWOTH
+    found = Path(os.path.realpath(path))
+    try:
+        for each in (*reversed(found.parents), found):
+            if not each.exists():
+                with suppress(FileExistsError):
+                    each.mkdir(mode=0o700)  # whatever the umask
+            _expect_ours(each, alone=each == found)
+    except OSError as error:
+        expected = "expected a directory that can be written to"
+        raise NotOurs(f"cache={path}: {expected} ({error.strerror}); {ELSEWHERE}") from None
+    return found
+
+
+def _expect_ours(directory: Path, *, alone: bool = False) -> None:
+    """Raises NotOurs where others could put another directory in the place of one that is in this.
+
+    Args: alone: where they could put anything in it, as they may in /tmp and other sticky ones.
+    """
+    found = directory.lstat()
+    writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(found.st_mode):
+        why = "is no directory"
+    elif found.st_uid not in ({os.getuid()} if alone else {os.getuid(), 0}):
+        why = f"belongs to another user, {found.st_uid}"
+    elif writable and (alone or not found.st_mode & stat.S_ISVTX):
+        why = f"can be written to by others (mode {stat.S_IMODE(found.st_mode):o})"
+    else:
+        return
+    raise NotOurs(
+        f"cache={directory}: {why}; expected a directory of your own, in such directories; "
+        f"{ELSEWHERE}"
+    )
+
+
+def private_directory(field: str, path: Path) -> None:
+    """Make `path` with mode 0700. One that is there keeps its mode, which has to be that.
+
+    Raises: ConfigError: it cannot be made, is another user's, or others can look into it.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        above, found = path.parent.stat(), path.stat()
-        if above.st_uid == os.getuid() and above.st_mode & others:
-            path.parent.chmod(stat.S_IMODE(above.st_mode) & ~others)
-    except OSError:
-        return False
-    return {above.st_uid, found.st_uid} == {os.getuid()} and not found.st_mode & others
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{field}={path}: expected a place to write to ({error})") from None
+    mode = stat.S_IMODE(found.st_mode)
+    ours = found.st_uid == os.getuid() and not mode & 0o077
+    why = f"a new directory, or one of yours with mode 700 (this one: mode {mode:o})"
+    expect(field, path, ours, why)
 
 
 @contextmanager

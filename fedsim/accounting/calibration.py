@@ -18,7 +18,7 @@ from pathlib import Path
 from scipy import optimize
 
 from fedsim.errors import ConfigError
-from fedsim.files import cache_dir
+from fedsim.files import NotOurs, cache_dir, own_directory
 
 ACCOUNTANT_VERSION = 5
 """Raised whenever a number may change, so that calibrations kept on disk are not reused."""
@@ -159,7 +159,10 @@ def cached(
     """
     words = [name, *map(repr, key), str(ACCOUNTANT_VERSION), version("dp-accounting")]
     digest = hashlib.sha256("|".join(words).encode()).hexdigest()
-    path = cache_dir() / f"{digest[:32]}.json"
+    try:
+        path = own_directory(cache_dir()) / f"{digest[:32]}.json"
+    except NotOurs:
+        return solve()
 
     def meets(value: float) -> bool:
         try:
@@ -174,7 +177,6 @@ def cached(
         return kept
     value = solve()
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump({"arguments": words, "value": value}, file)
         os.replace(file.name, path)

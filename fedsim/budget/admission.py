@@ -356,6 +356,8 @@ def together(run_dir: Path, delta: float) -> Together | None:
 def expect_receipt(run_dir: Path, run: str, label: str) -> tuple[bool, str]:
     """(Whether the ledger of the data is here, and has this run; what is there to say of it).
 
+    Where the ledger is, is nobody's business who reads a report.
+
     Args: run, label: see `Entry`.
     Raises: LedgerError, FileDamaged: the ledger was cut, has another run in its place, or a label
       where there is none, or none where there is one.
@@ -365,13 +367,13 @@ def expect_receipt(run_dir: Path, run: str, label: str) -> tuple[bool, str]:
         return False, "in no ledger of the data: what other runs on them spent is not known"
     place = Path(receipt["ledger"])
     if not _is_here(place):
-        return False, f"the ledger of the data, {place}, is not here"
+        return False, f"the ledger of the data, which {RECEIPT} names, is not here"
     with hold(place) as ledger:
         _expect_own(ledger, receipt, run_dir, run)
         if bool(ledger.line(receipt["line"])["label"]) != bool(label):
             said = "a guarantee" if label else "no guarantee"
             raise LedgerError(f"{run_dir}: {place} has epsilon as {said}: the plan was changed")
-        return True, f"line {receipt['line']} of {ledger.num_lines} in {place}"
+        return True, f"line {receipt['line']} of {ledger.num_lines} in the ledger of the data"
 
 
 def _expect_own(ledger: BudgetLedger, receipt: dict[str, Any], run_dir: Path, run: str) -> None:

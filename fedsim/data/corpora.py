@@ -133,13 +133,10 @@ def _cached(
         relevant["public_suffix_list"] = domains.list_version()  # says whose a text is
     key = json.dumps([FORMAT, facts, relevant], sort_keys=True, default=str)
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    if cache_dir:
-        cache = Path(files.expand_home("cache_dir", cache_dir))
-    else:
-        cache = files.cache_dir()
-    out = cache / "data" / name
+    cache = files.expand_home("cache_dir", cache_dir) if cache_dir else files.cache_dir()
+    # Text of people: nobody else can have put it there, nor put other text in its place.
+    out = files.own_directory(Path(cache) / "data") / name
     if not out.is_dir():
-        out.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # text of people
         try:
             return make(out)
         except DataError:

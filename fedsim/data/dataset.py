@@ -1,5 +1,7 @@
 """Dataset: a tokenizer and splits of users' text; and the numbers of the paper's Table 1."""
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from fedsim.errors import DataError
 from fedsim.files import expand_home
 
 SAID_FROM = 0.01  # of the tokens of texts, where they are cut off
+SUMS = "SHA256SUMS"  # of what the fingerprints of the splits do not cover
 SPLITS = ("train", "eval_users", "eval_examples", "test")
 
 
@@ -47,6 +50,7 @@ class Dataset:
         if not isinstance(splits, list) or "train" not in splits or not set(splits) <= set(SPLITS):
             raise DataError(f"data={path}/metadata.json: expected splits, train and perhaps others")
         stores = {split: UserStore.open(path / split) for split in splits}
+        _expect_sums(path, splits)
         return cls(**stores, tokenizer_path=path / "tokenizer.json", metadata=metadata, path=path)
 
     def people(self) -> list[str]:
@@ -69,6 +73,28 @@ class Dataset:
             f"of {counts['rows']:,} are longer than max_length={rules['max_length']}; a larger "
             "--max-length keeps more, `fedsim data build --long-texts split` all"
         )
+
+
+def sums(directory: Path, splits: Iterable[str]) -> str:
+    """What `sha256sum` says of tokenizer and metadata of a data set and of its splits."""
+    names = ["metadata.json", "tokenizer.json", *(f"{split}/metadata.json" for split in splits)]
+    digests = (hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in names)
+    return "".join(f"{d}  {name}\n" for d, name in zip(digests, names, strict=True))
+
+
+def _expect_sums(path: Path, splits: list[str]) -> None:
+    if not (path / SUMS).is_file():
+        return  # of an earlier version
+    known = (path / SUMS).read_bytes().split(b"\n")
+    try:
+        found = sums(path, splits).encode().split(b"\n")
+    except OSError as error:
+        raise DataError(f"data={error.filename}: expected a file ({error.strerror})") from None
+    for line in found[:-1]:
+        if line not in known:
+            raise DataError(f"data={path / line.decode()[66:]}: changed since it was built")
+    if known != found:
+        raise DataError(f"data={path / SUMS}: changed since it was built")
 
 
 def stats(store: UserStore) -> dict[str, Any]:

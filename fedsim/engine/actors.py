@@ -51,6 +51,7 @@ class Actors:
         except BaseException:
             self._cluster.close()
             raise
+        self.warning = self._cluster.warning
         self._cache_dir = cache_dir
         self._versions = versions()
         self._kind: str | None = None  # of the host of the first worker that has answered

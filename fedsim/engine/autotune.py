@@ -16,7 +16,7 @@ from fedsim.clipping.clip import num_coordinates
 from fedsim.clipping.strategy import candidates, choose
 from fedsim.engine.engine import TRIAL_UNITS, Engine, Trial, ignore
 from fedsim.errors import ConfigError
-from fedsim.files import write_json
+from fedsim.files import NotOurs, own_directory, write_json
 
 AUTO = "auto"
 LEAST_TRIALS_S, TRIALS_SHARE = 10.0, 0.02  # what trials may take: seconds, or of the run
@@ -67,7 +67,8 @@ def choose_strategy(
     tried = candidates(group, count, on_cpu=", cpu," in machine)
     digest = _digest(machine, params, (most, together, group), tried)
     of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{num_units:.0f}.json"
-    known = _remembered(of_all, tried) or _remembered(of_some, tried)
+    ours = _is_ours(cache)
+    known = (_remembered(of_all, tried) or _remembered(of_some, tried)) if ours else None
     if known is not None:
         return known, "as on this machine before"
     began, trials = time.monotonic(), []
@@ -81,10 +82,18 @@ def choose_strategy(
             break
     strategy = choose([(t.strategy, None if t.fault else t.seconds) for t in trials])
     why = "; ".join(map(_describe, trials))
-    cache.mkdir(parents=True, exist_ok=True)
-    file = of_all if len(trials) == len(tried) else of_some
-    write_json(file, {"strategy": str(strategy), "trials": why})
+    if ours:
+        file = of_all if len(trials) == len(tried) else of_some
+        write_json(file, {"strategy": str(strategy), "trials": why})
     return strategy, why
+
+
+def _is_ours(cache: Path) -> bool:
+    try:
+        own_directory(cache)
+    except NotOurs:  # what is remembered there may be anybody's
+        return False
+    return True
 
 
 def _remembered(file: Path, tried: Sequence[Strategy]) -> Strategy | None:

@@ -5,12 +5,14 @@ process that started it: not before it, as long as nobody uses SIGKILL, and neve
 """
 
 import atexit
+import fcntl
 import functools
 import logging
 import os
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -23,13 +25,22 @@ from pathlib import Path
 
 import grpc
 import ray
+from ray._private import ray_constants
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
+from fedsim import keys
 from fedsim.engine import warden
 from fedsim.errors import ConfigError, expect
 
 REACH_S = 5.0  # to connect to a cluster's head
+ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # asks for the token as all of Ray's calls do
+OPEN = (
+    "warning: RAY_ADDRESS={}: this cluster asks nobody for a token: whoever reaches it can read "
+    "this run's files, key and texts among them (start it with RAY_AUTH_MODE=token)"
+)
+PREFIX, LOCK = "fedsim-", "held"  # of private directories
+_held: dict[Path, int] = {}  # descriptors of the locks of this process's
 
 
 class Cluster:
@@ -38,9 +49,10 @@ class Cluster:
     def __init__(self, num_cpus: int):
         self._owned = not ray.is_initialized()
         self._directory: Path | None = None
-        self._processes: set[int] = set()
+        self._processes: set[warden.Process] = set()
         self._warden: subprocess.Popen | None = None
         self._asked = False
+        self.warning = ""  # what its user should know before anything is computed on it
         if self._owned and "RAY_ADDRESS" in os.environ:
             self._join(os.environ["RAY_ADDRESS"])
         elif self._owned:
@@ -48,6 +60,7 @@ class Cluster:
 
     def _join(self, address: str) -> None:
         _expect_reachable(address)
+        _expect_no_key(Path.cwd())
         try:
             with _own_handlers():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -56,6 +69,8 @@ class Cluster:
             raise ConfigError(
                 f"RAY_ADDRESS={address}: expected a cluster that can be joined ({reason})"
             ) from error
+        if not _is_authenticated(ray.get_runtime_context().gcs_address):
+            self.warning = OPEN.format(address)
 
     def _start(self, num_cpus: int) -> None:
         if "RAY_AUTH_TOKEN" not in os.environ:
@@ -63,8 +78,9 @@ class Cluster:
             # has read the variable for it when it was imported.
             os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
         self._directory = short_directory()
+        within = self._directory / "r"  # Ray gives everybody all rights to the one it is given
         before = warden.children(os.getpid())
-        with warnings.catch_warnings(), _own_handlers(), _deaf():
+        with _on_loopback(), warnings.catch_warnings(), _own_handlers(), _deaf():
             # JAX warns of every fork; those of Ray exec at once, and no JAX runs in between.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(
@@ -73,7 +89,9 @@ class Cluster:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                _temp_dir=str(self._directory),
+                _temp_dir=str(within),
+                # What the agent of a node shows, it shows to all who ask.
+                _system_config={"enable_metrics_collection": False},
             )
             self._processes = warden.children(os.getpid()) - before
             self._warden = _start_warden(self._directory, self._processes)
@@ -102,7 +120,7 @@ class Cluster:
         if self._owned:
             ray.shutdown()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            _remove(self._directory)
         if self._warden is not None:
             self._warden.communicate()
 
@@ -131,19 +149,31 @@ def _own_handlers() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start_warden(directory: Path, processes: set[int]) -> subprocess.Popen:
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A cluster that starts in here listens on 127.0.0.1 alone, as Ray does where it knows none of
+    several machines: else gRPC, and the agents without a token, would on all interfaces."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _start_warden(directory: Path, processes: set[warden.Process]) -> subprocess.Popen:
     words = [sys.executable, "-ISB", warden.__file__, str(directory), *map(str, processes)]
     return subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def _end_with(processes: set[int]) -> None:
+def _end_with(processes: set[warden.Process]) -> None:
     """Kill a private cluster as soon as Ray has ended the first of its processes: it waits a second
     for each of them, one after the other, before it does."""
     here = processes & warden.children(os.getpid())
     family = warden.family(here)
     while here and here <= warden.children(os.getpid()):
         time.sleep(0.02)
-    warden.end(family, os.getsid(0))
+    warden.end(family)
 
 
 def _expect_reachable(address: str) -> None:
@@ -168,19 +198,80 @@ def _expect_reachable(address: str) -> None:
         channel.close()
 
 
+def _is_authenticated(address: str) -> bool:
+    """Whether a cluster turns away who has no token, or no certificate."""
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return True
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(ALIVE)(b"", timeout=REACH_S)
+        except grpc.RpcError as error:
+            return error.code() == grpc.StatusCode.UNAUTHENTICATED  # pyright: ignore
+    return False
+
+
+def _expect_no_key(directory: Path) -> None:
+    """A package that a job came with (`--working-dir`) lies on every node and with the cluster.
+
+    Raises: ConfigError: the directory is in one, and the key of a run, too.
+    """
+    for package in (directory, *directory.parents):
+        if package.name.startswith("_ray_pkg_"):
+            for key in package.rglob(keys.FILE):
+                raise ConfigError(
+                    f"working_dir={key.relative_to(package)}: the key of a run came with the job, "
+                    "so that all who use the cluster may have it; expected a package without "
+                    "run directories: name them in `excludes` of the runtime environment"
+                )
+
+
 def short_directory() -> Path:
-    """A new private directory whose path leaves room for those of Unix sockets (107 bytes)."""
+    """A new private directory whose path leaves room for those of Unix sockets (107 bytes).
+
+    It goes with this process: at its end or, if it is killed, when the next one makes its own.
+    """
     base = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="fedsim-", dir=base if len(base) < 30 else "/tmp"))
+    base = Path(base if len(base) <= 25 else "/tmp")
+    for path in base.glob(f"{PREFIX}*"):
+        _remove_if_left(path)
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    _held[directory] = os.open(directory / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(_held[directory], fcntl.LOCK_EX)
+    os.write(_held[directory], b"held")  # before, it is no one's to remove
+    atexit.register(_remove, directory)
+    return directory
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    if (descriptor := _held.pop(directory, None)) is not None:
+        os.close(descriptor)
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove a directory of ours whose process was killed: nobody holds it."""
+    try:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            return
+        descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:  # none of short_directory's, or one that is just being made or removed
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_size:
+            shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(descriptor)
 
 
 @functools.cache
 def _token_file() -> Path:
     """The secret of this process's clusters, readable by its owner alone. One for all of them: Ray
     remembers the first that it reads."""
-    directory = short_directory()
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    path = directory / "auth_token"
+    path = short_directory() / "auth_token"
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
     return path

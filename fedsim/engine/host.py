@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+from jax._src import compilation_cache
+from jax._src.lru_cache import LRUCache
 
-from fedsim.files import is_own_directory
+from fedsim.files import NotOurs, own_directory
 
 # Of /proc/cpuinfo: what equal hosts have in common. Steppings and microcode differ between them.
 GENERATION = "vendor_id|cpu family|model|CPU implementer|CPU architecture|CPU part"
@@ -19,16 +21,39 @@ GENERATION = "vendor_id|cpu family|model|CPU implementer|CPU architecture|CPU pa
 NUMERIC = re.compile(r"\b(?:s?sse|avx|fma|f16c|amx|bmi|fp|asimd|neon|sve|sme|bf16|i8mm)\w*")
 
 
+class _OwnPrograms(LRUCache):
+    """JAX's directory of compiled programs, as long as nobody else can write to it."""
+
+    def get(self, key: str) -> bytes | None:
+        """A program, or None: there is none, or it might be somebody else's."""
+        return super().get(key) if self._is_ours() else None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a program, if it is safe there."""
+        if self._is_ours():
+            super().put(key, value)
+
+    def _is_ours(self) -> bool:
+        place = Path(str(self.path))
+        try:
+            return own_directory(place) == place
+        except NotOurs:
+            return False
+
+
 def keep_compiled(cache_dir: Path) -> None:
     """Keep this process's compiled programs in a directory, and use those that are there.
 
-    They are run as they are read, so a directory that others can write to is not used.
+    They are run as they are read, so a directory that others can write to is not used; which is
+    looked at again before each program that is read or kept.
     """
-    if not is_own_directory(cache_dir):
-        whose = "others could put programs there: remove it"
-        print(f"fedsim: cache={cache_dir}: not used, {whose}", file=sys.stderr)
+    try:
+        place = own_directory(cache_dir / host_kind())
+    except NotOurs as error:
+        print(f"fedsim: compiled programs are not kept: {error}", file=sys.stderr)
         return
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir / host_kind()))
+    compilation_cache.get_file_cache = lambda path: (_OwnPrograms(path, max_size=-1), path)
+    jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -120,6 +120,8 @@ class RayEngine(Engine):
             layers_of(task, mesh)
             self.least_units = max(self.least_units, mesh.devices)
         self._actors = Actors(task, **actors)
+        if self._actors.warning:
+            note(self._actors.warning)
         self._monitor = Monitor()
         self.num_workers = self._actors.placement.num_workers
         self._health = Health(patience)

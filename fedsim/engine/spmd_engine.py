@@ -6,6 +6,7 @@ started again, at a new port, and the step is computed once more. Sums of whole 
 for any numbers of processes and devices; those of floating-point numbers depend on them.
 """
 
+import functools
 import socket
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import ray
+from jaxlib import _jax  # pyright: ignore
 from ray.exceptions import RayError, RayTaskError
 
 from fedsim.clipping import Strategy
@@ -43,10 +45,14 @@ class SpmdWorker(MeshWorker):
 
     def join(self, coordinator: str, num_processes: int, rank: int, task: Task) -> dict[str, Any]:
         """Become a process of the mesh; once in its life. Returns its `facts`."""
+        host = {"hostname": ray.util.get_node_ip_address()}  # else what the host's name stands for
+        made = functools.partial(_jax.make_gloo_tcp_collectives, **host)
+        _jax.make_gloo_tcp_collectives = made
         jax.distributed.initialize(
             coordinator,
             num_processes,
             rank,
+            coordinator_bind_address=coordinator,  # else on all interfaces
             heartbeat_timeout_seconds=HEARTBEAT_S,
             initialization_timeout=int(START_S),
         )
@@ -87,6 +93,8 @@ class SpmdEngine(Engine):
         super().__init__(task, num_lanes, note)
         self.trusted = trusted
         self._actors = Actors(task, **actors)
+        if self._actors.warning:
+            note(self._actors.warning)
         self._monitor = Monitor()
         self.num_workers = self._actors.placement.num_workers
         self._health = Health(patience)

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from fedsim.data.building import readers, sources
 from fedsim.data.building.column_names import expected_of
 from fedsim.data.building.columns import Columns, is_blank, is_list, is_string, normalise, plain
-from fedsim.errors import ConfigError, DataError
-from fedsim.files import cache_dir, is_own_directory
+from fedsim.errors import DataError
+from fedsim.files import cache_dir, own_directory
 
 ROWS = 10_000
 """Rows that are written at a time."""
@@ -129,10 +129,11 @@ def _expect_column(field: str, name: str, have: list[str], wanted: tuple[str, st
 
 
 def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
-    """The rows as a file that is named by what is in it."""
-    home = cache_dir() / "tables"
-    if not is_own_directory(home):
-        raise ConfigError(f"data: expected a place of our own for it, and {home} is not")
+    """The rows as a file that is named by what is in it.
+
+    Raises: NotOurs: others could change it.
+    """
+    home = own_directory(cache_dir() / "tables")
     temporary = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
     try:
         _write(temporary, batches, user, text)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import traverse_util
 
 from fedsim.errors import ConfigError, brief
-from fedsim.files import cache_dir, write_atomically
+from fedsim.files import cache_dir, own_directory, write_atomically
 from fedsim.models import families, tensor_files
 from fedsim.models.families import UnsupportedArchitecture, number, whole
 from fedsim.models.transformer import TransformerConfig
@@ -157,8 +157,7 @@ def files_of(file: Path, about: dict[str, Any]) -> Path | None:
     if text is None:
         return None
     size, changed = file.stat().st_size, file.stat().st_mtime_ns
-    directory = cache_dir() / "tokenizers" / f"{file.stem}-{size}-{changed}"
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = own_directory(cache_dir() / "tokenizers" / f"{file.stem}-{size}-{changed}")
     settings = json.dumps(_settings(about), indent=2, ensure_ascii=False).encode()
     for name, data in (("tokenizer.json", text), ("tokenizer_config.json", settings)):
         out = directory / name

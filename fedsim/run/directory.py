@@ -14,7 +14,9 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +34,7 @@ from fedsim.config import (
     run_config,
 )
 from fedsim.errors import ConfigError, FileDamaged, expect
-from fedsim.files import read_json, write_json
+from fedsim.files import private_directory, read_json, write_json
 from fedsim.keys import SecretKey
 from fedsim.models import side_files
 from fedsim.plan import Plan
@@ -83,6 +85,8 @@ class StoredRun:
     """`name` of the clipping strategy, and `why` it was taken."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """sha256 of each file in model/."""
+    tokenizer: str = ""
+    """sha256 of tokenizer.json; empty: there is none, or an earlier version kept no digest."""
 
     @property
     def privacy(self) -> PrivacyConfig:
@@ -105,6 +109,7 @@ class StoredRun:
                 for name in ("versions", "model", "strategy", "files")
             },
             "host": self.host,
+            "tokenizer": self.tokenizer,
         }
         return {
             "identity": dataclasses.asdict(self.identity),
@@ -125,7 +130,7 @@ class StoredRun:
             settings = PrivacyConfig(**{**record["privacy"], "epsilon": epsilon})
             plan = Plan.from_dict(record["plan"])
         run = run_config(**{**record["run"], "run_dir": run_dir})
-        names = ("model", "versions", "host", "strategy", "files")
+        names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         return cls(identity, settings, run, plan=plan, **rest)
 
@@ -133,7 +138,8 @@ class StoredRun:
 def load(run_dir: Path) -> StoredRun:
     """What a run was started with.
 
-    Raises: ConfigError: there is none. FileDamaged: it is not what the ledger was begun with.
+    Raises: ConfigError: there is none. FileDamaged: it is not what the ledger was begun with, or
+      the tokenizer is another one.
     """
     path = run_dir / CONFIG
     if not path.is_file():
@@ -143,16 +149,20 @@ def load(run_dir: Path) -> StoredRun:
     if recorded != config_sha256(run_dir):
         raise FileDamaged(f"{path}: was changed since the run was started")
     try:
-        return StoredRun.from_dict(record, run_dir)
+        stored = StoredRun.from_dict(record, run_dir)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FileDamaged(f"{path}: expected the settings of a run ({error})") from None
+    kept = run_dir / TOKENIZER
+    if stored.tokenizer and kept.is_file() and _sha256(kept) != stored.tokenizer:
+        raise FileDamaged(f"{kept}: was changed since the run was started")
+    return stored
 
 
 def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     """The run that `run_dir` holds, or None if a run may start there.
 
     Raises: ConfigError: it holds a run and `resume` is false, or something that is no run, or
-      nothing can be written there. FileDamaged: its ledger is gone.
+      nothing can be written there, or somebody else could have. FileDamaged: its ledger is gone.
     """
     path = run_dir / CONFIG
     if path.exists() and not resume:
@@ -160,6 +170,7 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
             f"run_dir={run_dir}: expected a new directory, or --resume to go on with its run"
         )
     if path.exists():
+        _expect_ours(run_dir)
         stored, book = load(run_dir), run_dir / ledger.FILE
         if stored.private and (run_dir / RECEIPT).exists() and not book.exists():
             raise FileDamaged(f"{book}: expected what was released: {RECEIPT} says it was begun")
@@ -172,6 +183,9 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         raise ConfigError(
             f"run_dir={run_dir}: expected a new or empty directory, or one with a run"
         )
+    if run_dir.exists():
+        _expect_ours(run_dir)
+        private_directory("run_dir", run_dir)
     there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     try:
         TemporaryDirectory(dir=there).cleanup()
@@ -179,6 +193,26 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         why = f"{there}: {error.strerror}"
         raise ConfigError(f"run_dir={run_dir}: expected a place to write to ({why})") from None
     return None
+
+
+def of_others(run_dir: Path) -> str:
+    """The first thing of a run that is not our own, or lies elsewhere; empty if there is none.
+
+    A link would have a run write, or trust, what lies where somebody else says.
+    """
+    for path in (run_dir, *sorted(run_dir.rglob("*"))):
+        found = path.lstat()
+        if found.st_uid != os.getuid():
+            return f"{path}: belongs to another user, {found.st_uid}"
+        if path != run_dir and stat.S_ISLNK(found.st_mode):
+            return f"{path}: a link to {os.readlink(path)}"
+    there = run_dir.stat().st_uid
+    return "" if there == os.getuid() else f"{run_dir}: belongs to another user, {there}"
+
+
+def _expect_ours(run_dir: Path) -> None:
+    if found := of_others(run_dir):
+        raise ConfigError(f"run_dir={run_dir}: expected your own files and no links; {found}")
 
 
 @contextmanager
@@ -213,16 +247,13 @@ def create(
 
     Raises: ConfigError: it cannot be written, or another process was faster.
     """
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        run_dir.chmod(0o700)
-    except OSError as error:
-        raise ConfigError(f"run_dir={run_dir}: expected a place to write to ({error})") from None
+    private_directory("run_dir", run_dir)
     with lock(run_dir):
         find(run_dir, resume=False)
         key.save(run_dir)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, run_dir / TOKENIZER)
+            stored = dataclasses.replace(stored, tokenizer=_sha256(run_dir / TOKENIZER))
         if model is not None:
             (run_dir / MODEL).mkdir(exist_ok=True)
             side_files.copy(model, run_dir / MODEL)
@@ -290,4 +321,8 @@ def other_bits(stored: StoredRun, versions: Mapping[str, str], host: str) -> str
 
 def config_sha256(run_dir: Path) -> str:
     """The digest of a run's settings as they were written."""
-    return hashlib.sha256((run_dir / CONFIG).read_bytes()).hexdigest()
+    return _sha256(run_dir / CONFIG)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

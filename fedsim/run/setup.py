@@ -159,7 +159,8 @@ def open_run(
         else:
             data = load_data(run.data, model, console.note)
         if stored and stored.private:
-            data.train.check()
+            for store in data.splits().values():
+                store.check()
         data = plant.data(data) if plant else data
         sha256 = model_sha256(model)
         if stored:

@@ -18,6 +18,7 @@ from fedsim.accounting.rounding import at_least, at_most
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm
 from fedsim.config.cells import CORRELATED, sampling_of
+from fedsim.data.dataset import SUMS
 from fedsim.els import ELS
 from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
@@ -50,6 +51,7 @@ PREDICTION_TOLERANCE = 1e-3  # relative: strategies are found to less, and matte
 RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # of grids chosen at other steps
 LOOKED_AT = 12  # of the epsilons that were shown on the way; all others lie between these
 SHOWN = ("privacy/", "comparison_only/")
+UNPROTECTED = (metrics.FILE, "progress.json", "tb/")
 ELSEWHERE = "; if they are elsewhere now, say so with --data"
 PLANNED = ("num_steps", "participations", "delta", "clip_norm", "adjacency", "clipping", "noise")
 PLANNED += ("bands", "group_size", "group_size_epsilon", "clip_quantile", "loss_bound")
@@ -273,7 +275,8 @@ def _metrics(evidence: Evidence) -> str:
         others = {n for n in line if n.startswith(SHOWN) and "epsilon" in n} - {name}
         demand(not others, f"{path}: step {line['step']}: {min(others, default='')}: not {name}")
     _running(evidence, path, [(line["step"], line.get(name)) for line in lines])
-    return _of_steps(evidence, len({line["step"] for line in lines} - {0}))
+    found = _of_steps(evidence, len({line["step"] for line in lines} - {0}))
+    return f"{found}; no digest covers {', '.join(UNPROTECTED)}: another number there may pass"
 
 
 def _of_steps(evidence: Evidence, count: int) -> str:
@@ -330,6 +333,8 @@ def _key(evidence: Evidence) -> str:
     planned = f"seeded={evidence.plan.seeded} in the plan: expected {seeded}, as in {path}"
     demand(seeded == evidence.plan.seeded, planned)
     evidence.key = key
+    foreign = directory.of_others(evidence.run_dir)
+    demand(not foreign, f"{foreign}: expected your own files, and no links")
     for each, most in ((evidence.run_dir, 0o700), (path, 0o600)):
         mode = stat.S_IMODE(each.stat().st_mode)
         demand(not mode & ~most, f"{each}: mode {mode:o}: expected {most:o}")
@@ -347,9 +352,8 @@ def _data(evidence: Evidence) -> str:
     key, users = evidence.key, evidence.dataset.train
     held_out, how = evidence.dataset.eval_users, evidence.plan.evaluations
     try:
-        users.check()
-        if how is not None and held_out is not None:
-            held_out.check()
+        for store in evidence.dataset.splits().values():
+            store.check()
     except (DataError, OSError) as error:
         raise Violated(str(error)) from None
     if evidence.plan.planted is not None:
@@ -364,7 +368,10 @@ def _data(evidence: Evidence) -> str:
     planned = (evidence.plan.num_users, evidence.plan.num_examples)
     demand(found == planned, f"{where}: {found} users, examples, not {planned}")
     evidence.users = users
-    return f"{users.num_users} users, {users.num_examples} examples, every byte as it was"
+    path = evidence.dataset.path
+    sealed = path is None or (path / SUMS).exists()
+    but = "" if sealed else f", but tokenizer and metadata: there is no {SUMS}"
+    return f"{users.num_users} users, {users.num_examples} examples, every byte as it was{but}"
 
 
 def _where(evidence: Evidence) -> str:

@@ -25,7 +25,7 @@ from fedsim.config import changed_run, to_json
 from fedsim.data.dataset import Dataset
 from fedsim.errors import FedsimError, expect
 from fedsim.evaluate import last_model
-from fedsim.files import read_json, write_json
+from fedsim.files import private_directory, read_json, write_json
 from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
 from fedsim.models.transformer import PRESETS
@@ -132,8 +132,7 @@ def select(
     priced = price(jobs, data, how)
     for line in sentences(priced, len(jobs), how):
         console.note(line)
-    out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    out.chmod(0o700)
+    private_directory("out", out)
     for name in (RUNS, LOGS):
         (out / name).mkdir(exist_ok=True)
     if not any((out / name).exists() for name in (KEY, BEGAN)):

@@ -33,7 +33,7 @@ from fedsim.config import (
     types_of,
 )
 from fedsim.errors import ConfigError, FedsimError, expect
-from fedsim.files import cache_dir, expand_home, write_atomically
+from fedsim.files import cache_dir, expand_home, private_directory, write_atomically
 from fedsim.keys import SecretKey
 from fedsim.run import directory, metrics
 from fedsim.run.console import Console
@@ -143,8 +143,7 @@ def sweep(
     _expect_place(out)
     expect_same_inputs(jobs, console)
     if not entries(out):
-        out.mkdir(mode=0o700, parents=True, exist_ok=True)
-        out.chmod(0o700)
+        private_directory("out", out)
     for name in (LOGS, RUNS):
         (out / name).mkdir(mode=0o700, exist_ok=True)
     errors: dict[str, str] = {}

@@ -179,9 +179,9 @@ def test_a_stop_that_all_processes_hear_ends_none_of_the_cluster(ray_cluster, rn
     expected, _ = pool.clipped_sum(params, rows, clip)
     family = warden.family(ray_cluster._processes)
     assert len(family) > len(ray_cluster._processes) > 2
-    for pid in family:
-        os.kill(pid, signal.SIGTERM)
-        os.kill(pid, signal.SIGHUP)
+    for each in family:
+        os.kill(each.pid, signal.SIGTERM)
+        os.kill(each.pid, signal.SIGHUP)
     total, _ = pool.clipped_sum(params, rows, clip)
     assert np.array_equal(total, expected)
     assert pool.measurements()["performance/worker_restarts"] == 0
@@ -202,7 +202,7 @@ def test_what_an_autoscaler_was_asked_for_is_withdrawn(ray_cluster, rng, monkeyp
 def test_who_waits_for_a_cluster_to_end_sees_that_it_has(monkeypatch):
     monkeypatch.setattr(warden, "children", lambda pid: set())
     monkeypatch.setattr(cluster.time, "sleep", None)
-    cluster._end_with({2**22 + 1})
+    cluster._end_with({warden.Process(2**22 + 1, 0)})
 
 
 def test_versions_that_differ_are_named():

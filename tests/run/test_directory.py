@@ -61,7 +61,7 @@ def test_only_the_owner_can_look_into_a_run(run_dir, key):
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_may_start_where_there_is_nothing(resume, run_dir):
     assert directory.find(run_dir, resume=resume) is None
-    run_dir.mkdir()
+    run_dir.mkdir(mode=0o700)
     assert directory.find(run_dir, resume=resume) is None
 
 

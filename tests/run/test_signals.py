@@ -193,7 +193,8 @@ def test_systemd_saves_the_run(args, run_dir):
 def test_a_private_cluster_does_not_outlive_a_killed_driver(args):
     before = set(Path(tempfile.gettempdir()).glob("fedsim-*"))
     process = begun(args, start_new_session=True)
-    family = warden.family({process.pid}) - {process.pid}
+    itself = warden.process(process.pid)
+    family = {each.pid for each in warden.family({itself}) - {itself}}
     places = set(Path(tempfile.gettempdir()).glob("fedsim-*")) - before
     assert len(family) > 5 and places
     process.kill()
@@ -202,7 +203,7 @@ def test_a_private_cluster_does_not_outlive_a_killed_driver(args):
     while any(map(there, family)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in family if there(pid)]
-    assert not [path for path in places if (path / "session_latest").exists()]
+    assert not [path for path in places if (path / "r" / "session_latest").exists()]
 
 
 def there(pid):

@@ -75,6 +75,20 @@ def test_a_run_that_is_in_no_ledger_of_the_data_says_so(trained, tmp_path, capsy
     assert "| all runs on these users | not known: their epsilons add up with" in text
 
 
+def test_nothing_says_where_the_ledger_of_the_data_is(trained, tmp_path, capsys):
+    shutil.copytree(trained / "private", tmp_path / "copy")
+    receipt = tmp_path / "copy" / "budget.json"
+    place = json.loads(receipt.read_text())["ledger"]
+    _, text, page = read(capsys, tmp_path / "copy", tmp_path / "whole")
+    assert "in the ledger of the data |" in text
+    elsewhere = {**json.loads(receipt.read_text()), "ledger": str(tmp_path / "gone")}
+    receipt.write_text(json.dumps(elsewhere))
+    _, *gone = read(capsys, tmp_path / "copy", tmp_path / "lost")
+    assert "which budget.json names, is not here" in gone[0]
+    for each in (text, page, *gone, *(p.read_text() for p in tmp_path.rglob("registry.yaml"))):
+        assert place not in each and str(tmp_path / "gone") not in each
+
+
 def test_everything_to_be_reported_is_there(trained, tmp_path, capsys):
     _, text, page = read(capsys, trained / "private", tmp_path)
     for words in (

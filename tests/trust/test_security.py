@@ -3,15 +3,12 @@
 import ast
 import copy
 import logging
-import os
 import pickle
 import re
-import stat
 import tomllib
 import traceback
 from importlib.metadata import packages_distributions
 
-import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +20,6 @@ from fedsim import keys
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.els import ELS
-from fedsim.engine.host import keep_compiled
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.errors import FileDamaged
 from fedsim.keys import SecretKey
@@ -138,54 +134,9 @@ def test_no_text_of_the_data_is_part_of_a_path(tmp_path):
     names = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")}
     assert all(name.startswith("inside") or name == "t.parquet" for name in names)
     assert not any("evil" in name or ".." in name for name in names)
-    known = (
-        r"inside(/out(/(metadata\.json|tokenizer\.json|(train|eval_\w+)(/[\w.-]+)?))?)?|t.parquet"
-    )
+    files = r"metadata\.json|tokenizer\.json|SHA256SUMS"
+    known = rf"inside(/out(/({files}|(train|eval_\w+)(/[\w.-]+)?))?)?|t.parquet"
     assert [name for name in names if not re.fullmatch(known, name)] == []
-
-
-def test_built_data_in_the_cache_are_their_owners_alone(tmp_path, monkeypatch):
-    from fedsim.data import corpora
-
-    monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))
-    pq.write_table(
-        pa.table({"user_id": ["a", "b"] * 9, "text": ["x"] * 18}), tmp_path / "t.parquet"
-    )
-    corpora.load(tmp_path / "t.parquet", max_length=8)
-    assert (tmp_path / "cache" / "data").stat().st_mode & 0o777 == 0o700
-
-
-@pytest.fixture
-def compiled_in():
-    """Where JAX keeps compiled programs; as before at the end."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield lambda: jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
-def test_compiled_programs_are_kept_where_their_owner_alone_can_write(tmp_path, compiled_in):
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    cache.chmod(0o777)
-    keep_compiled(cache / "compiled")
-    assert compiled_in().startswith(str(cache / "compiled"))
-    assert stat.S_IMODE((cache / "compiled").stat().st_mode) == 0o700
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o755  # nobody puts another one in its place
-
-
-@pytest.mark.parametrize("mode, user", [(0o770, 0), (0o702, 0), (0o700, 1)])
-def test_programs_that_others_could_have_put_there_are_not_run(
-    mode, user, tmp_path, compiled_in, monkeypatch, capsys
-):
-    (tmp_path / "compiled").mkdir()
-    (tmp_path / "compiled").chmod(mode)
-    me = os.getuid() + user
-    monkeypatch.setattr(os, "getuid", lambda: me)
-    keep_compiled(tmp_path / "compiled")
-    assert compiled_in() is None
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and f"cache={tmp_path / 'compiled'}: not used" in err
 
 
 def test_whatever_starts_ray_for_others_turns_authentication_on():

@@ -29,7 +29,7 @@ from fedsim.data.building.screen import Against, Screen, collect, screen_parts
 from fedsim.data.building.sorted_runs import Encoding, bundled, training_texts, write_runs
 from fedsim.data.building.sources import Sources, examine, find_files, survey
 from fedsim.data.building.staging import resume, staging
-from fedsim.data.dataset import Dataset
+from fedsim.data.dataset import SUMS, Dataset, sums
 from fedsim.data.framing import LONG_TEXTS
 from fedsim.data.owners import decided_by_texts, is_shared
 from fedsim.data.shards import (
@@ -42,7 +42,7 @@ from fedsim.data.shards import (
 from fedsim.data.splits import Holdout, SplitRows, divide, dropped
 from fedsim.data.text import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
-from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_json
+from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_atomically, write_json
 
 UNOWNED = ("refuse", "drop")
 VERSIONS = (  # of one build: what reads, compares, owns or encodes texts
@@ -458,6 +458,7 @@ class _Build:
         if options.columns.url is not None:
             metadata["public_suffix_list"] = domains.list_version()
         write_json(self.out / "metadata.json", metadata, sort_keys=True)
+        write_atomically(self.out / SUMS, sums(self.out, splits).encode())
 
 
 def _described(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""What listens on which address during a run on a private cluster: the table of SECURITY.md."""
+
+import os
+import re
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from problems import mean_problem
+
+from fedsim.clipping import Clip
+from fedsim.engine import warden
+
+SECURITY = Path(__file__).parents[2] / "SECURITY.md"
+LISTENS = "0A"
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="/proc"),
+]
+
+
+def table():
+    """{process: address} as the document says it."""
+    section = SECURITY.read_text().split("## What listens")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\w+) \| ([\d.:]+) \|", section, re.MULTILINE)
+    return dict(rows)
+
+
+def bound():
+    """{inode: address} of all TCP sockets of this machine on which something listens."""
+    found = {}
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        path = Path("/proc/net") / name
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == LISTENS:
+                raw = bytes.fromhex(local.split(":")[0])
+                raw = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
+                address = socket.inet_ntop(family, raw)
+                found[inode] = address.removeprefix("::ffff:")
+    return found
+
+
+def name_of(pid):
+    """What the document calls a process."""
+    if pid == os.getpid():
+        return "driver"
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
+    if words[0].startswith("ray::"):
+        agent = words[0].removeprefix("ray::").strip()
+        return agent if agent.endswith("Agent") else "worker"
+    programs = [Path(word).name.removesuffix(".py") for word in words if "/ray/" in word]
+    return next(program for program in programs if program != "python")
+
+
+def sockets_of(pid):
+    """The inodes of a process's sockets; none where it has just ended."""
+    found = set()
+    with suppress(FileNotFoundError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                found |= set(re.findall(r"^socket:\[(\d+)\]", os.readlink(path)))
+    return found
+
+
+def listening():
+    """{(process, address)} of this process and all that it has started."""
+    sockets, found = bound(), set()
+    for each in warden.family({warden.process(os.getpid())}):
+        for inode in sockets_of(each.pid) & sockets.keys():
+            found.add((name_of(each.pid), sockets[inode]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ray", "spmd"])
+def test_what_listens_during_a_run_is_what_the_document_says(kind, ray_cluster, rng):
+    from fedsim.engine.ray_engine import RayEngine
+    from fedsim.engine.spmd_engine import SpmdEngine
+
+    if not ray_cluster._processes:
+        pytest.skip("a cluster that was there before")
+    _, task = mean_problem(rng, [5] * 8)
+    with socket.create_server(("0.0.0.0", 0)):  # what the test must be able to see
+        assert ("driver", "0.0.0.0") in listening()
+    before = {name for name, address in listening() if address == "0.0.0.0"}
+    assert not before, "something of this process listens on all interfaces already"
+    engine = {"ray": RayEngine, "spmd": SpmdEngine}[kind]
+    workers = engine(task, num_lanes=4, num_workers=2, threads=1)
+    workers.ready()
+    workers.clipped_sum(np.zeros(6, np.float32), np.arange(8)[:, None], Clip(1.0))
+    found = listening()
+    workers.close()
+    assert found == set(table().items())
+
+
+def test_other_users_cannot_look_into_the_clusters_directory(ray_cluster):
+    """Ray gives everybody all rights to the directory that it is given."""
+    if ray_cluster._directory is None:
+        pytest.skip("a cluster that was there before")
+    within = next(ray_cluster._directory.glob("*/session_latest")).parent
+    assert stat.S_IMODE(within.stat().st_mode) == 0o777  # else ours need not be there
+    assert stat.S_IMODE(ray_cluster._directory.stat().st_mode) == 0o700
+    assert ray_cluster._directory.stat().st_uid == os.getuid()

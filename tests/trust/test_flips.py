@@ -1,0 +1,142 @@
+"""Bits that flip on a disk: in all that a resume, an export or a generation reads, it is seen."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from test_verify import command, write_texts
+
+from fedsim.cli.main import main
+from fedsim.data.dataset import Dataset
+from fedsim.errors import DataError, FedsimError
+from fedsim.run.console import Console
+from fedsim.run.model_source import find_model
+from fedsim.trust.verify import UNPROTECTED, verify
+
+BUILT = [
+    *("SHA256SUMS", "metadata.json", "tokenizer.json"),
+    *(
+        f"{split}/{name}"
+        for split in ("train", "eval_users", "eval_examples", "test")
+        for name in ("metadata.json", "users.parquet", "data-00000-of-00001.arrow")
+    ),
+]
+"""Files of built data."""
+RUN = ["config.json", "tokenizer.json", "ledger.jsonl", "summary.json", "secret.json", "checkpoint"]
+FLIPS = 40  # of each file, in the storm
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(built data, a run on them): files are put back as they were by who changes one."""
+    place = tmp_path_factory.mktemp("flips")
+    texts = write_texts(place / "texts.parquet", num_users=60)
+    built = place / "built"
+    order = ["--order-column", "user_id", "--test-from", "user55"]
+    words = ["data", "build", str(texts), "--out", str(built), "--max-length", "24", *order]
+    main([*words, "--eval-users", "0.2"])
+    assert {str(path.relative_to(built)) for path in built.rglob("*") if path.is_file()} == {*BUILT}
+    main(command(built, place / "run", **{"num-steps": 3, "max-length": None}))
+    return built, place / "run"
+
+
+def flips(path, number, seed=0):
+    """Flip bits of a file, one at a time; yields (byte, bit) while it is flipped."""
+    whole = path.read_bytes()
+    rng = np.random.default_rng(seed)
+    places = [0, 8 * len(whole) - 1, *rng.integers(0, 8 * len(whole), number).tolist()][:number]
+    try:
+        for place in places:
+            at, bit = divmod(place, 8)
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            yield at, bit
+    finally:
+        path.write_bytes(whole)
+
+
+def unnoticed(run_dir):
+    """Whether verify finds no promise broken."""
+    try:
+        return all(check.holds is not False for check in verify(run_dir, console=Console()))
+    except FedsimError:
+        return False
+
+
+def path_of(made, where, name):
+    built, run_dir = made
+    if name == "checkpoint":
+        return max((run_dir / "checkpoints").glob("*.msgpack"))
+    return (built if where == "built" else run_dir) / name
+
+
+FILES = [("built", name) for name in BUILT] + [("run", name) for name in RUN]
+
+
+@pytest.mark.parametrize("where, name", FILES)
+def test_a_bit_that_flips_in_any_file_is_noticed_by_verify(where, name, made):
+    path = path_of(made, where, name)
+    for at in flips(path, 2, seed=len(name)):
+        assert not unnoticed(made[1]), at
+    assert unnoticed(made[1])
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.timeout(3000)
+def test_a_storm_of_flips_is_noticed(made):
+    """Every one of about a thousand; the numbers are printed."""
+    counts = {}
+    for where, name in FILES:
+        path = path_of(made, where, name)
+        passed = [at for at in flips(path, FLIPS, seed=7) if unnoticed(made[1])]
+        counts[f"{where}/{name}"] = (len(passed), FLIPS)
+    print(json.dumps(counts, indent=1))
+    assert {name: found for name, found in counts.items() if found[0]} == {}
+
+
+def test_verify_says_what_is_not_protected(made):
+    found = {check.promise: check.found for check in verify(made[1], console=Console())}
+    assert "no digest covers metrics.jsonl, progress.json, tb/" in found["metrics"]
+    for name in UNPROTECTED:
+        assert (made[1] / name).exists()
+
+
+def test_built_data_of_an_earlier_version_are_read_and_said_to_have_no_digest(made):
+    sums = made[0] / "SHA256SUMS"
+    whole = sums.read_bytes()
+    try:
+        sums.unlink()
+        found = {check.promise: check for check in verify(made[1], console=Console())}
+        assert found["data"].holds and "but tokenizer and metadata" in found["data"].found
+    finally:
+        sums.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "tokenizer.json", "test/metadata.json"])
+def test_built_data_that_were_changed_are_not_opened(name, made):
+    for _ in flips(made[0] / name, 9, seed=3):
+        with pytest.raises(DataError):
+            Dataset.open(made[0])
+    Dataset.open(made[0])
+
+
+def test_a_resume_a_generation_and_an_export_refuse_what_was_changed(made, capsys, tmp_path):
+    built, run_dir = made
+    resume = [*command(built, run_dir, **{"num-steps": 3, "max-length": None}), "--resume"]
+    export = ["export", str(run_dir), "--out", str(tmp_path / "out")]
+    generate = ["generate", str(run_dir), "--prompt", "red"]
+    cases = [(run_dir / "tokenizer.json", [resume, export, generate])]
+    for name in ("tokenizer.json", "eval_users/data-00000-of-00001.arrow", "test/metadata.json"):
+        cases.append((built / name, [resume]))
+    for path, commands in cases:
+        for _ in flips(path, 1):
+            for words in commands:
+                with pytest.raises(SystemExit) as stop:
+                    main(words)
+                *_, last = capsys.readouterr().err.splitlines()
+                assert stop.value.code in (1, 2) and last.startswith("fedsim: error: "), words
+                named = f"{path.parent}.*(changed|built by)|{path.name}.*: cut off"
+                assert re.search(named, last)
+    assert not (tmp_path / "out").exists()
+    assert find_model(str(run_dir)) is not None
