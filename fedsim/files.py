@@ -79,6 +79,14 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0
     sync_directory(path.parent)
 
 
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory, and those above it, unless it exists; its name is durable on return."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    for each in missing:
+        sync_directory(each.parent)
+
+
 def sync_directory(directory: Path) -> None:
     """Make the names of new files in it durable."""
     descriptor = os.open(directory, os.O_RDONLY)
