@@ -263,11 +263,11 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
 def other_bits(stored: StoredRun, versions: Mapping[str, str], host: str) -> str:
     """Why computing on `host` may give other bits than the run that was started has; empty if it
     gives the same. Accelerators add up in any order."""
-    was = stored.versions
-    changed = [name for name, now in versions.items() if now != was.get(name)]
-    other = [f"{name} {versions[name]}, not {was.get(name)}" for name in changed]
+    was, known = stored.versions, dict.fromkeys((*stored.versions, *versions))
+    changed = [name for name in known if versions.get(name) != was.get(name)]
+    other = [f"{name} {versions.get(name)}, not {was.get(name)}" for name in changed]
     if other:
-        return "other packages: " + ", ".join(other)
+        return "other packages or settings: " + ", ".join(other)
     if (stored.host or host) != host:
         return f"another kind of host: {host}, not {stored.host}"
     return "" if ", cpu," in host else f"{host} adds up in no fixed order"

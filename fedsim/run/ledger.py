@@ -77,6 +77,7 @@ class Ledger:
             raise LedgerError(f"{path}: has {other}: one of the two is of another run")
         remove_cut_off_line(path)
         self._steps = [_identity(line) for line in lines[1:]]
+        self._rows = [line.get("noise_row") for line in lines[1:]]
         self._directory = directory
         self._file = open(path, "ab")
         if not lines:
@@ -98,6 +99,7 @@ class Ledger:
         if step == self.num_steps:
             self._append(line)
             self._steps.append(_identity(line))
+            self._rows.append(line.get("noise_row"))
             note(self._directory, self.num_steps, self.chain)
             return
         (was, digest), (now, found) = self._steps[step], _identity(line)
@@ -112,6 +114,10 @@ class Ledger:
     def digest(self, step: int) -> str | None:
         """What was noted of the gradient that `step` released."""
         return self._steps[step][1]
+
+    def noise_row(self, step: int) -> str | None:
+        """The seal of the row of correlated noise that `step` was released with, if it is kept."""
+        return self._rows[step]
 
     def chain_after(self, num_steps: int) -> str:
         """Stands for the head and the lines of the first `num_steps` steps."""

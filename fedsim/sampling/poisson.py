@@ -1,6 +1,7 @@
 """Draws of a step's units: Poisson sampling, and the shuffling that it is compared with."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -38,6 +39,11 @@ class Poisson:
     def accounted_prob(self) -> float:
         """p or q as it is accounted."""
         return self.sampling_prob * self.assumed_share
+
+    def drawn_once(self, key: SecretKey, num_steps: int) -> Iterator[np.ndarray]:
+        """Arrays that are drawn once for several steps of `num_steps`: other ones in later steps
+        than in earlier ones would break the guarantee."""
+        return iter(())
 
     def draw(self, key: SecretKey, step: int) -> np.ndarray:
         """Units of `step`, int64 [drawn], ascending."""

@@ -21,6 +21,7 @@ from fedsim.plan import (
     Plan,
     before_of,
     complete,
+    drawn_once,
     evaluations_of,
     make_plan,
     method_for,
@@ -230,9 +231,15 @@ def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
     same = sharing(opened.data.train, method, opened.key) == stored.plan.shared
     again = "the pool or the groups that the run began with: go on with its packages"
     expect("data", "other texts of the same ones", same, again)
-    if stored.plan.sampling_run in (Cyclic.name, Allocation.name):
-        was, now = stored.versions.get("numpy"), versions()["numpy"]
-        expect("numpy", now, now == was, f"{was}, by which it was drawn when users take part")
+    changed = directory.other_bits(stored, versions(), stored.host) or "as they were"
+    if stored.plan.drawn_once:
+        same = drawn_once(method, stored.plan.num_steps, opened.key) == stored.plan.drawn_once
+    else:  # of an earlier version, which kept no seal
+        turns, now = stored.plan.sampling_run in (Cyclic.name, Allocation.name), versions()
+        drawing = ("numpy", "randomgen")
+        same = not turns or all(stored.versions.get(name) == now[name] for name in drawing)
+    again = "those that draw the pool and users' turns as when it began"
+    expect("packages", changed, same, again)
     if (how := stored.plan.evaluations) is not None:
         again = "the held-out users that the run began with"
         expect("data", opened.run.data.source, how.seal == _held_out_seal(opened), again)
