@@ -13,7 +13,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +30,7 @@ from fedsim.config import (
     run_config,
 )
 from fedsim.errors import ConfigError, FileDamaged, expect
-from fedsim.files import read_json, write_json
+from fedsim.files import make_directory, read_json, write_atomically, write_json
 from fedsim.keys import SecretKey
 from fedsim.plan import Plan
 from fedsim.recipe import UPDATE
@@ -159,7 +158,8 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")
     # A run that was killed before its first step leaves its key, and nothing else.
-    leftovers = {LOCK, keys.FILE, keys.FILE + ".tmp", CONFIG + ".tmp", TOKENIZER}
+    leftovers = {LOCK, *(name + end for name in (keys.FILE, TOKENIZER) for end in ("", ".tmp"))}
+    leftovers |= {CONFIG + ".tmp"}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
         raise ConfigError(
             f"run_dir={run_dir}: expected a new or empty directory, or one with a run"
@@ -202,7 +202,7 @@ def create(
     Raises: ConfigError: it cannot be written, or another process was faster.
     """
     try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(run_dir, 0o700)
         run_dir.chmod(0o700)
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir}: expected a place to write to ({error})") from None
@@ -210,7 +210,7 @@ def create(
         find(run_dir, resume=False)
         key.save(run_dir)
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, run_dir / TOKENIZER)
+            write_atomically(run_dir / TOKENIZER, tokenizer.read_bytes())
         write_json(run_dir / CONFIG, stored.as_dict())
         yield
 
@@ -267,7 +267,7 @@ def other_bits(stored: StoredRun, versions: Mapping[str, str], host: str) -> str
     changed = [name for name in known if versions.get(name) != was.get(name)]
     other = [f"{name} {versions.get(name)}, not {was.get(name)}" for name in changed]
     if other:
-        return "other packages or settings: " + ", ".join(other)
+        return "other packages: " + ", ".join(other)
     if (stored.host or host) != host:
         return f"another kind of host: {host}, not {stored.host}"
     return "" if ", cpu," in host else f"{host} adds up in no fixed order"
