@@ -156,6 +156,29 @@ def test_an_older_copy_of_a_killed_run_is_refused(place, tmp_path, ended):
         run(place, tmp_path / "a")
 
 
+@pytest.mark.privacy
+def test_an_older_copy_of_evaluations_is_refused(place, tmp_path):
+    """They have no ledger of their own, but what was released is known."""
+    losses = []
+    (tmp_path / "run").mkdir()
+    killed = Killed(place, PEOPLE, "evaluation", None, tmp_path / "run")
+    entry = killed.entry("key", PLANNED, (0.0, 0.0), "")
+
+    def admitted():
+        return killed.admitted(entry, lambda: [(STEP, len(losses))])
+
+    with admitted():
+        for count in (1, 2, 3):
+            losses.append(0.0)
+            ledger_module.note(tmp_path / "run", count, "")
+    with admitted():  # goes on from where it was
+        pass
+    losses.pop()
+    with pytest.raises(LedgerError, match="is an older copy .* 3 steps of it, and here are 2"):
+        with admitted():
+            pass
+
+
 def test_a_crash_between_a_step_and_its_mark_is_no_older_copy(place, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ledger_module, "note", lambda *_: None)
