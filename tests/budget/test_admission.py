@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedsim.accounting import StepEvent, epsilon, noise_multiplier
@@ -154,6 +155,44 @@ def test_an_older_copy_of_a_killed_run_is_refused(place, tmp_path, ended):
     put_back(tmp_path / "a", 5)
     with pytest.raises(LedgerError, match="a: is an older copy .* 6 steps of it, and here are 5"):
         run(place, tmp_path / "a")
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("number", range(100))
+def test_whatever_is_copied_killed_and_put_back_a_step_is_released_once(number, place, tmp_path):
+    """Random histories of a run: on hosts that compute otherwise, no step has two gradients."""
+    rng, released, copies = np.random.default_rng(number), {}, []
+    run(place, tmp_path / "a", steps=0, killed=True)
+    for turn in range(12):
+        what = rng.choice(["train", "copy", "put back", "move"], p=[0.55, 0.2, 0.2, 0.05])
+        if what == "copy":
+            copies.append(tmp_path / f"copy-{turn}")
+            shutil.copytree(tmp_path / "a", copies[-1])
+        elif what == "put back" and copies:
+            shutil.rmtree(tmp_path / "a")
+            shutil.copytree(rng.choice(copies), tmp_path / "a")
+        elif what == "move":
+            (tmp_path / "a").rename(tmp_path / "b")
+            (tmp_path / "b").rename(tmp_path / "a")
+        else:
+            key = SecretKey.load(tmp_path / "a")
+            kind = Killed if rng.random() < 0.7 else Applicant
+            applicant = kind(place, PEOPLE, "train", None, tmp_path / "a")
+            try:
+                entry = applicant.entry(key.seal("ledger"), PLANNED, (0.0, 0.0), "")
+                with directory.lock(tmp_path / "a"), applicant.admitted(entry):
+                    book = Ledger(tmp_path / "a", {"key_seal": key.seal("ledger")})
+                    for step in range(book.num_steps, min(STEPS, book.num_steps + 4)):
+                        if rng.random() < 0.2:
+                            break
+                        digest = rng.bytes(8).hex()  # the host is another one each time
+                        book.record(step, STEP, gradient_sha256=digest)
+                        assert released.setdefault(step, digest) == digest
+                    book.close()
+            except LedgerError as error:
+                assert "copy" in str(error)
+    assert charges(place)[0].reserved in (PLANNED, [])
 
 
 @pytest.mark.privacy
