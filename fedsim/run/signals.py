@@ -76,6 +76,8 @@ def _at_first(act: Callable[[], None]) -> Iterator[None]:
     def handle(number, frame):
         nonlocal first
         now = time.monotonic()
+        if number == REPEATED:  # it would end what is left to be done, once this is over, too
+            signal.signal(number, signal.SIG_IGN)
         if first is None:
             first = now
             act()
@@ -89,4 +91,5 @@ def _at_first(act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         for number, then in before.items():
-            signal.signal(number, then)
+            if number != REPEATED or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, then)
