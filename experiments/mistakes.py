@@ -518,6 +518,46 @@ CLAIMS = (
     ),
 )
 
+ADMISSION, DRAWS = "budget/test_admission.py::", "test_other_draws.py::"
+COPIES = (
+    one(
+        "an older copy of a killed run taken for the run",
+        ADMISSION + "test_an_older_copy_of_a_killed_run_is_refused",
+        *("budget/marks.py", "if (steps := len(chains) - 1) < self.steps:", "if not (steps := 1):"),
+    ),
+    one(
+        "a step shown before the ledger of the data has it",
+        DRAWS + "test_a_copy_of_a_killed_run_does_not_go_on_with_other_gradients",
+        *("run/ledger.py", "            note(self._directory, self.num_steps, self.chain)\n", ""),
+    ),
+    one(
+        "a killed run counted with what its directory shows",
+        ADMISSION + "test_a_killed_run_counts_whole_whatever_its_directory_shows",
+        "budget/admission.py",
+        "return Charge(entry, entry.planned, _state(entry))",
+        "return Charge(entry, run_ledger.phases(run_ledger.read(Path(entry.place))), KILLED)",
+    ),
+    one(
+        "turns drawn anew by other packages",
+        DRAWS
+        + "test_turns_that_other_packages_draw_otherwise_are_refused_and_the_same_ones_are_not",
+        "training/start.py",
+        "same = drawn_once(method, stored.plan.num_steps, opened.key) == stored.plan.drawn_once",
+        "same = True",
+    ),
+    one(
+        "noise taken back that nobody added",
+        DRAWS + "test_rows_of_noise_that_would_be_others_are_refused",
+        *("training/trainer.py", "ledger.noise_row(step) in (None, seal)", "seal"),
+    ),
+    one(
+        "a group size drawn before it is paid for",
+        "test_dry_run.py::"
+        "test_a_private_draw_is_counted_before_anything_is_refused_that_follows_from_it",
+        *("plan/completion.py", "            pay(delta)\n", "            pass\n"),
+    ),
+)
+
 HELD_OUT = "budget/test_evaluation_in_training.py::"
 EVALUATIONS = (
     one(
@@ -544,4 +584,4 @@ EVALUATIONS = (
     ),
 )
 
-MISTAKES = (*NOISE_AND_SENSITIVITY, *CLIPPING, *SAMPLING, *CLAIMS, *EVALUATIONS)
+MISTAKES = (*NOISE_AND_SENSITIVITY, *CLIPPING, *SAMPLING, *CLAIMS, *COPIES, *EVALUATIONS)

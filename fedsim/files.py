@@ -117,7 +117,7 @@ def private_directory(field: str, path: Path) -> None:
     Raises: ConfigError: it cannot be made, is another user's, or others can look into it.
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path, 0o700)
         found = path.stat()
     except OSError as error:
         raise ConfigError(f"{field}={path}: expected a place to write to ({error})") from None
@@ -166,6 +166,14 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory, and those above it, unless it exists; its name is durable on return."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    for each in missing:
+        sync_directory(each.parent)
 
 
 def sync_directory(directory: Path) -> None:

@@ -5,12 +5,8 @@ The private one is the exponential mechanism (McSherry and Talwar 2007) on a pub
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
-
-from fedsim.errors import ConfigError
 
 GRID = np.unique(np.round(2 ** (np.arange(81) / 4)).astype(np.int64))
 """What the answer may be, whatever the data: four values per octave from 1 to 2^20."""
@@ -40,26 +36,6 @@ def private_median(sizes: np.ndarray, epsilon: float, rng: np.random.Generator) 
     scores = epsilon * utility(sizes[sizes > 0])  # sensitivity 1/2, so exp(epsilon u / (2 * 1/2))
     weights = np.exp(scores - scores.max())
     return int(rng.choice(GRID, p=weights / weights.sum()))
-
-
-@contextmanager
-def unshown(hidden: bool) -> Iterator[None]:
-    """Where a group size was drawn that nobody has paid for yet, errors do not say what follows.
-
-    Args: hidden: whether it was; else errors are as they are.
-    Raises: ConfigError that names the setting alone.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        if not hidden:
-            raise
-        name = str(error).partition("=")[0]
-        setting = name if name.isidentifier() else "settings"
-        raise ConfigError(
-            f"{setting}: expected another value: which ones fit depends on the group size drawn by "
-            "group_size_epsilon, and is not shown before that is counted"
-        ) from None
 
 
 def utility(sizes: np.ndarray) -> np.ndarray:

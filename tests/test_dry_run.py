@@ -12,6 +12,9 @@ from test_console import PLAN
 from test_verify import command, write_texts
 
 from fedsim import engine
+from fedsim.accounting.pure_dp import PureEvent
+from fedsim.budget.admission import Applicant, charge_of
+from fedsim.budget.ledger import hold
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm, EngineConfig, PrivacyConfig
@@ -21,7 +24,9 @@ from fedsim.engine import environment
 from fedsim.engine.engine import Trial
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
-from fedsim.plan import complete, method_for
+from fedsim.plan import complete, completion, method_for
+from fedsim.run import directory
+from fedsim.run.console import Console
 from fedsim.run.cost import cost
 from fedsim.run.doubts import doubts
 
@@ -58,28 +63,74 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(texts, run_dir, 
 MEDIAN = {"group-size": None, "group-size-epsilon": 0.5, "delta": 1e-3}
 
 
+DRAWN = [(PureEvent(0.5), 1)]
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    "setting, flags",
+    "said, flags",
     [
-        ("budget", {"budget": 100_000, "adjacency": "add-or-remove"}),
-        ("limit_epsilon", {"limit-epsilon": 0.1}),
+        ("budget=100000: expected <= ", {"budget": 100_000, "adjacency": "add-or-remove"}),
+        ("limit_epsilon=0.55: expected a run that fits: ", {"limit-epsilon": 0.55}),
     ],
 )
-def test_what_follows_from_a_private_draw_is_not_shown_before_it_is_counted(
-    texts, run_dir, capsys, setting, flags
+def test_a_private_draw_is_counted_before_anything_is_refused_that_follows_from_it(
+    texts, run_dir, capsys, tmp_path, said, flags
 ):
-    """Each call draws anew, and none of these is counted."""
-    args = command(texts, run_dir, "els", **{**MEDIAN, "epsilon": 0.6, **flags})
-    with pytest.raises(SystemExit) as stop:
-        main(args)
-    said = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and not run_dir.exists()
-    assert said[-1] == (
-        f"fedsim: error: {setting}: expected another value: which ones fit depends on the group "
-        "size drawn by group_size_epsilon, and is not shown before that is counted"
-    )
-    assert not any("warning" in line or "group" in line for line in said[:-1])
+    """That some draws are refused and others are not tells of the draw, and whoever is refused may
+    draw again: for the price of another one, until there is no room for that."""
+    place = tmp_path / "ledger"
+    args = {**MEDIAN, "epsilon": 0.6, "budget-ledger": place, **flags}
+    for drawn in (1, 2):
+        with pytest.raises(SystemExit) as stop:
+            main(command(texts, run_dir, "els", **args))
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert stop.value.code == 2 and not run_dir.exists()
+        assert error.startswith(f"fedsim: error: {said}")
+        with hold(place) as ledger:
+            found = [charge_of(entry) for entry in ledger.entries.values()]
+        counted = 1 if "limit-epsilon" in flags else drawn  # no second one fits, so none is drawn
+        assert [(each.state, each.released) for each in found] == [("released", DRAWN)] * counted
+        assert found[0].reserved == DRAWN
+
+
+@pytest.mark.privacy
+def test_a_run_with_a_private_draw_pays_for_it_once(texts, run_dir, tmp_path, monkeypatch, capsys):
+    place, order = tmp_path / "ledger", []
+    args = {**MEDIAN, "epsilon": 0.6, "budget-ledger": place, "limit-epsilon": 0.7}
+    for where, name in ((completion, "private_median"), (Applicant, "released"), (Console, "plan")):
+        real = getattr(where, name)
+
+        def called(*args, name=name, real=real):
+            order.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(where, name, called)
+    main(command(texts, run_dir, "els", **args))
+    assert order == ["released", "private_median", "plan"]
+    planned = directory.load(run_dir).plan
+    with hold(place) as ledger:
+        (entry,) = ledger.entries.values()
+        assert entry.kind == "train" and entry.planned == entry.released
+        assert entry.planned == [*DRAWN, (planned.event(), planned.num_steps)]
+        assert [line["what"] for line in map(ledger.line, range(1, 5))] == ["opened", "closed"] * 2
+    (run_dir / "summary.json").unlink()
+    main([*command(texts, run_dir, "els", **args), "--resume"])
+    assert order.count("released") == 1  # the same draw
+
+
+@pytest.mark.privacy
+def test_a_mistake_that_has_nothing_to_do_with_a_private_draw_costs_nothing(
+    texts, run_dir, capsys, tmp_path, monkeypatch
+):
+    def refused(*_):
+        raise ConfigError("model=micro: expected another one")
+
+    place = tmp_path / "ledger"
+    monkeypatch.setattr("fedsim.run.setup.make_task", refused)
+    args = {**MEDIAN, "epsilon": 0.6, "budget-ledger": place}
+    said = refusal(command(texts, run_dir, "els", **args), capsys)
+    assert said == "fedsim: error: model=micro: expected another one" and not place.exists()
 
 
 @pytest.mark.privacy
@@ -98,13 +149,6 @@ def test_no_budget_is_refused_by_a_private_draw():
             assert done.group_size * len(sizes) >= budget
             found.add(done.group_size)
     assert len(found) > 3  # it is drawn
-
-
-def test_the_warnings_of_a_private_draw_come_when_it_is_counted(texts, run_dir, capsys):
-    main(command(texts, run_dir, "els", **{**MEDIAN, "epsilon": 0.6}))
-    said = capsys.readouterr().err
-    counted, shown = said.index("clipped sum"), said.index("group size")
-    assert counted < said.index("warning: the noise of a step is") < shown
 
 
 def estimate(averaged=False, **engine):

@@ -118,7 +118,7 @@ def test_killed_again_and_again_it_ends_with_the_same_parameters(
     main([*args, "--resume"])
     expected, found = undisturbed[algorithm], summary(run_dir)
     # The chain is of the settings, run_dir among them, and seals are each run's own.
-    own = {"wall_seconds", "ledger_chain", "data_seal"}
+    own = {"wall_seconds", "ledger_chain", "data_seal", "drawn_once"}
     assert {k: v for k, v in found.items() if k not in own} == {
         k: v for k, v in expected.items() if k not in own
     }

@@ -2,13 +2,14 @@
 
 `admit` writes the run with all that it plans into the ledger of the data, under the ledger's lock:
 of two runs that would fit alone, the second one is refused. When the run ends, `settle` writes what
-it released. One that is killed stays as it is: whoever reads the ledger looks into the run's own.
+it released. One that is killed stays as it is, and counts with its plan. How far it has come is
+noted while it runs, such that an older copy of it is not accepted as its continuation.
 """
 
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,33 +44,32 @@ from fedsim.uls import ULS
 
 RUNNING, KILLED, GONE = "running", "killed", "gone"
 RELEASED, STOPPED = "released", "stopped"
+GROUP_SIZE = "group size"
+"""The kind of a run that has drawn its group size privately, and is not counted otherwise yet."""
 ROOM = 1e-4
 """By how much noise is taken to be less than it is when steps are counted that fit: calibrating it
 anew for so many steps comes that near."""
 
 
 def charge_of(entry: Entry) -> Charge:
-    """What a run counts with: what it said when it ended, what its own ledger shows if it was
-    killed, all that it planned while it runs or if its directory is gone."""
+    """What a run counts with: what it said that it released when it ended, and until then all that
+    it planned. The directory of one that was killed may be a copy from before its last steps."""
     if entry.outcome:
         return Charge(entry, entry.released, entry.outcome)
-    found = _seen(Path(entry.place), entry) if entry.place else GONE
-    if isinstance(found, str):
-        return Charge(entry, entry.planned, found)
-    return Charge(entry, found[0], KILLED)
+    return Charge(entry, entry.planned, _state(entry))
 
 
-def _seen(run_dir: Path, entry: Entry) -> str | tuple[Released]:
-    """What a run's own ledger says that it released, or why that cannot be said."""
+def _state(entry: Entry) -> str:
+    """How a run stands that has not ended."""
+    run_dir = Path(entry.place)
     try:
         with directory.lock(run_dir, to_read=True):
-            lines = run_ledger.read(run_dir)
+            own = run_ledger.head(run_dir).get("key_seal") == entry.run
     except directory.Busy:
         return RUNNING
     except (FedsimError, OSError):
         return GONE
-    own = lines and lines[0]["head"].get("key_seal") == entry.run
-    return (run_ledger.phases(lines),) if own else GONE
+    return KILLED if entry.place and own else GONE
 
 
 def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None = None) -> Books:
@@ -154,9 +154,21 @@ class Applicant:
 
             return known.steps_that_fit(charge, most)
 
+    def released(self, entry: Entry) -> None:
+        """Count what is released at once, when this returns.
+
+        Raises: ConfigError: with it a limit would be broken.
+        """
+        with hold(self.place) as ledger:
+            self._expect_room(ledger, entry)
+            users = ledger.save_users(ledger.users(self.ids))
+            ledger.begin(dataclasses.replace(entry, users=users))
+            ledger.end(entry.run, entry.planned, RELEASED)
+
     @contextmanager
     def admitted(self, entry: Entry, seen: Callable[[], Released] | None = None) -> Iterator[None]:
-        """Count the run, and when the block ends what it released.
+        """Count the run, what it has come to while the block runs, and when it ends what it
+        released.
 
         Args: seen: says what that is, where it is not in a run's own ledger.
         Raises: ConfigError: with this run a limit would be broken. LedgerError: it is not all that
@@ -165,22 +177,31 @@ class Applicant:
         """
         lines = run_ledger.read(self.run_dir)
         own = seen() if seen else run_ledger.phases(lines) if lines else None
+        chains = [line["chain"] for line in lines] or [""] * (1 + _number(own or []))
         if (elsewhere := self._counted_elsewhere()) is not None:
             with hold(elsewhere) as ledger:
                 if entry.run in ledger.entries:  # else that one was moved, and another is there
-                    self._expect_newest(ledger, entry, own)
-        with hold(self.place) as ledger:
-            self._expect_newest(ledger, entry, own)
-            self._expect_same(ledger, entry)
-            self._expect_room(ledger, entry)
-            users = ledger.save_users(ledger.users(self.ids))
-            ledger.begin(dataclasses.replace(entry, users=users))
-            receipt = {"ledger": str(self.place), "line": ledger.num_lines, "chain": ledger.chain}
-            write_json(self.run_dir / RECEIPT, receipt, mode=0o600)
-        try:
-            yield
-        finally:
-            self._settle(entry.run, seen)
+                    self._expect_newest(ledger, entry, own, chains)
+        with ExitStack() as stack:
+            with hold(self.place) as ledger:
+                self._expect_newest(ledger, entry, own, chains)
+                self._expect_same(ledger, entry)
+                self._expect_room(ledger, entry)
+                if promises := entry.planned is not None and not entry.label:
+                    reached = stack.enter_context(ledger.marking(entry.run, self.run_dir))
+                    reached(
+                        len(chains) - 1, chains[-1]
+                    )  # more than was noted, if a crash came between the two
+                    stack.enter_context(run_ledger.witness(self.run_dir, reached))
+                users = ledger.save_users(ledger.users(self.ids))
+                ledger.begin(dataclasses.replace(entry, users=users, marked=promises))
+                receipt = {"ledger": str(self.place), "line": ledger.num_lines}
+                receipt |= {"chain": ledger.chain}
+                write_json(self.run_dir / RECEIPT, receipt, mode=0o600)
+            try:
+                yield
+            finally:
+                self._settle(entry.run, seen)
 
     def _counted_elsewhere(self) -> Path | None:
         """Another ledger that has counted the run, where that can be held here."""
@@ -190,10 +211,12 @@ class Applicant:
         place = Path(receipt["ledger"])
         return place if (place / FILE).is_file() and os.access(place, os.W_OK) else None
 
-    def _expect_newest(self, ledger: BudgetLedger, entry: Entry, own: Released) -> None:
+    def _expect_newest(
+        self, ledger: BudgetLedger, entry: Entry, own: Released, chains: list[str]
+    ) -> None:
         """Raises LedgerError: the ledger knows of more that the run released, or of it elsewhere.
 
-        Args: own: what it released, as far as is known here.
+        Args: own: what it released, as far as is known here. chains: see `Mark.expect_reached`.
         """
         receipt, known = _receipt(self.run_dir), ledger.entries.get(entry.run)
         if receipt is not None and receipt["ledger"] == str(ledger.directory):
@@ -203,17 +226,21 @@ class Applicant:
                 place = self.run_dir / RECEIPT
                 remedy = f"put the ledger back, or remove {place} to count the run anew"
                 raise LedgerError(f"{error}; {remedy}") from None
-        if known is None or own is None or entry.planned is None or entry.label:
+        if known is None or entry.planned is None or entry.label:
             return  # it is new, or nothing is promised
-        if _number(own) == _number(entry.planned):
+        if own is not None and _number(own) == _number(entry.planned):
             return  # nothing is left to be released
+        if (mark := ledger.mark(entry.run)) is not None:
+            mark.expect_reached(chains, self.run_dir, ledger.directory)
+        if own is None:
+            return
         if _number(own) < _number(known.released or []):
             more = f"{_number(known.released or [])} releases of it, and here are {_number(own)}"
             found = f"is an older copy of a run: {ledger.directory} has {more}"
             raise LedgerError(f"{self.run_dir}: {found}")
         place = Path(known.place)
         same = place.exists() and self.run_dir.exists() and place.samefile(self.run_dir)
-        if not same and _seen(place, known) != GONE:
+        if not same and _state(known) != GONE:
             there = f"{place} has the same run: go on there, or remove it"
             raise LedgerError(f"{self.run_dir}: is a copy: {there}")
 
@@ -222,7 +249,8 @@ class Applicant:
 
         Of the label it matters whether there is one: its words, as the slack, are the version's.
         """
-        if (known := ledger.entries.get(entry.run)) is None:
+        known = ledger.entries.get(entry.run)
+        if known is None or known.kind == GROUP_SIZE:  # which the plan begins with
             return
         same = {
             "other planned releases": known.planned == entry.planned,
@@ -287,12 +315,17 @@ class Applicant:
 
 
 def shortened(
-    applicant: Applicant, method: ELS | ULS, privacy: PrivacyConfig, plan: Plan, before: Phases
+    applicant: Applicant,
+    run: str,
+    method: ELS | ULS,
+    privacy: PrivacyConfig,
+    plan: Plan,
+    before: Phases,
 ) -> PrivacyConfig:
     """The settings with as many steps as fit, under the noise of all of them, and their epsilon.
 
     Where users take part once in a window of steps, in whole windows.
-    Args: plan: of all steps.
+    Args: run: see `Entry`; plan: of all steps.
     Raises: ConfigError: not even one fits, or fewer than there are bands.
     """
     if not plan.noise_multiplier:
@@ -306,7 +339,7 @@ def shortened(
     def entry(windows: int) -> Entry:
         spent = accounting.epsilon(phases(windows), plan.delta)
         fewer = dataclasses.replace(plan, num_steps=windows * window, target_epsilon=spent)
-        return applicant.entry("", phases(windows), fewer.slack, "")
+        return applicant.entry(run, phases(windows), fewer.slack, "")
 
     windows = applicant.steps_that_fit(entry, plan.num_steps // window)
     if (most := windows * window) == plan.num_steps:

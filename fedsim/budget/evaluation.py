@@ -21,7 +21,7 @@ from fedsim.config import ZERO_OUT, RunConfig
 from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError, expect
 from fedsim.evaluate import last_model
-from fedsim.files import write_json
+from fedsim.files import make_directory, write_json
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
 from fedsim.plan import ADJACENCY, noise_of
@@ -78,7 +78,7 @@ def evaluate_privately(
     applicant = Applicant(place, ids, "evaluation", limit, out, delta)
     entry = applicant.entry(key.seal("evaluation"), [(StepEvent(sigma, 1.0), 1)], part, "")
     applicant.expect_room(entry)
-    out.mkdir(mode=0o700, parents=True)
+    make_directory(out, 0o700)
     with applicant.admitted(entry):
         losses = user_losses(task, params, how.split)
         rng = key.generator("evaluation")

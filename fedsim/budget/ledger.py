@@ -4,6 +4,7 @@
                    released); lines are never changed, so a run that is deleted stays
     last.json      the last line's number and link: lines that are cut off show
     users/         whose texts runs saw; see `people`
+    steps/         how far runs that have not ended have come; see `marks`
     secret.json    the key of links and fingerprints
     lock           held while a process reads and writes
 
@@ -22,19 +23,20 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedsim.accounting import Event, of_words, to_words
-from fedsim.budget import people
+from fedsim.budget import marks, people
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.files import (
     LEDGER,
     directory_of,
     expand_home,
+    make_directory,
     read_json,
     remove_cut_off_line,
     sync_directory,
@@ -42,7 +44,7 @@ from fedsim.files import (
 )
 from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
-from fedsim.run.ledger import LedgerError, parse, sealed
+from fedsim.run.ledger import LedgerError, Reached, parse, sealed
 
 FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
 SHARED = 0o660
@@ -78,6 +80,8 @@ class Entry:
     outcome: str = ""
     """How it ended; empty: it has not, or was killed."""
     began: str = ""
+    marked: bool = False
+    """Whether the ledger notes how far it has come, until it ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +146,14 @@ class BudgetLedger:
 
     def save_users(self, users: np.ndarray) -> str:
         """Write fingerprints of users to a file; returns the name that entries call them by."""
-        place = self.directory / people.DIRECTORY
-        if not place.exists():
-            place.mkdir()
-            place.chmod(0o770 if self._mode == SHARED else 0o700)
+        self._make(people.DIRECTORY)
         return people.save(self.directory, users, self._mode)
+
+    def _make(self, name: str) -> None:
+        place = self.directory / name
+        if not place.exists():
+            make_directory(place)
+            place.chmod(0o770 if self._mode == SHARED else 0o700)
 
     def users_of(self, name: str) -> np.ndarray:
         """The fingerprints that were saved under a name. Raises: FileDamaged."""
@@ -156,13 +163,32 @@ class BudgetLedger:
         """Count a run with all that it plans, durable when this returns: a new one, or one that
         goes on."""
         planned = None if entry.planned is None else to_words(entry.planned)
-        fields = {n: getattr(entry, n) for n in ("run", "kind", "place", "users", "label")}
+        names = ("run", "kind", "place", "users", "label", "marked")
+        fields = {name: getattr(entry, name) for name in names}
         self._append({"what": OPENED, **fields, "slack": [*entry.slack], "planned": planned})
 
     def end(self, run: str, released: Released, outcome: str) -> None:
-        """Note what a run released, and how it ended."""
+        """Note what a run released, and how it ended; its mark is not needed any more."""
         words = None if released is None else to_words(released)
         self._append({"what": CLOSED, "run": run, "outcome": outcome, "released": words})
+        marks.path_of(self.directory, run).unlink(missing_ok=True)
+
+    def mark(self, run: str) -> marks.Mark | None:
+        """How far a run has come that has not ended; None if that is not noted.
+
+        Raises: FileDamaged: it was, and the file is gone or was changed.
+        """
+        known, path = self.entries.get(run), marks.path_of(self.directory, run)
+        found = marks.read(path, self.key.seal)
+        if found is None and known is not None and known.marked and not known.outcome:
+            raise FileDamaged(f"{path}: expected how far {known.place} has come")
+        return found
+
+    def marking(self, run: str, name: Path) -> AbstractContextManager[Reached]:
+        """What notes how far a run has come. Args and Raises: see `marks.held`."""
+        self._make(marks.DIRECTORY)
+        path = marks.path_of(self.directory, run)
+        return marks.held(path, self.key.seal, self._mode, name)
 
     def limit(self, limit: Limit) -> None:
         """Set a limit for some users."""
@@ -222,6 +248,7 @@ class BudgetLedger:
                 planned=_phases(line["planned"]),
                 slack=(float(line["slack"][0]), float(line["slack"][1])),
                 released=known.released if known else [],
+                marked=bool(line.get("marked")),  # earlier versions noted nothing
                 began=known.began if known else line["time"],
             )
 
@@ -233,7 +260,7 @@ def hold(directory: Path) -> Iterator[BudgetLedger]:
     Raises: ConfigError: it cannot be written there. LedgerError, FileDamaged: it was changed.
     """
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(directory, 0o700)
         lock = open(directory / LOCK, "a")
     except OSError as error:
         place = f"budget_ledger={directory}: expected a place to write to ({error})"

@@ -4,9 +4,11 @@ A user's mistake ends with exit code 2 and one line, `fedsim: error: ...`; never
 `--json`, stdout holds one JSON object and nothing else; progress goes to stderr.
 """
 
+import contextlib
 import io
 import json
 import os
+import resource
 import signal
 import sys
 from importlib.metadata import version
@@ -51,6 +53,9 @@ Command = (
 
 def main(args: list[str] | None = None) -> None:
     """Entry point of the command `fedsim`."""
+    _open_streams()
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))  # a core would hold the key and the texts
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal has no characters for is escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -59,10 +64,46 @@ def main(args: list[str] | None = None) -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough: end without a word, as SIGPIPE would
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):
-            os.dup2(nowhere, stream)
+        _drop(1, 2)
         sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:  # of the flush: what is written to is full
+        _drop(1)
+        _fail(f"stdout: {error.strerror}", 1)
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _drop(2)
+
+
+def _open_streams() -> None:
+    """Open what was closed, so that no file is opened in its place, with a library's messages."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))
+
+
+def _drop(*streams: int) -> None:
+    """Let what is still to be written there, and all that follows, go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
+def _answer(command: Any, result: dict[str, Any]) -> None:
+    """Print the result. That of a training is in its directory, whoever reads what is printed."""
+    try:
+        print(json.dumps(result), flush=True)
+    except OSError:
+        if not isinstance(command, Train | Pretrain):
+            raise
+        _drop(1)
 
 
 def _run(words: list[str]) -> None:
@@ -78,7 +119,7 @@ def _run(words: list[str]) -> None:
         with terminated():
             result = command()
     except FedsimError as error:
-        print(error.details, end="", file=sys.stderr)
+        _say(error.details)
         _fail(error, error.exit_code)
     except BrokenPipeError:
         raise
@@ -89,7 +130,7 @@ def _run(words: list[str]) -> None:
             _fail("interrupted; the same command with --resume goes on", UNFINISHED)
         _fail("interrupted", 130)
     if command.json:
-        print(json.dumps(result))
+        _answer(command, result)
     if "steps_done" in result and result["steps_done"] < result["num_steps"]:
         sys.exit(UNFINISHED)
     if result.get("holds") is False:
@@ -127,8 +168,14 @@ def _variables_of(path: Path) -> list[str]:
 
 
 def _fail(reason: Any, code: int) -> NoReturn:
-    print("fedsim: error:", printable(" ".join(str(reason).split())), file=sys.stderr)
+    _say(f"fedsim: error: {printable(' '.join(str(reason).split()))}\n")
     sys.exit(code)
+
+
+def _say(text: str) -> None:
+    """Write to stderr, if it can be written to: the exit code says that something is wrong."""
+    with contextlib.suppress(OSError):
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

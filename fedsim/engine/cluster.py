@@ -133,7 +133,8 @@ def _deaf() -> Iterator[None]:
     this one could not finish its step, and without their cluster it would end with them. What Ray
     does about Ctrl-C, for the signals that it leaves out; they are this process's to pass on.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    heard = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPIPE}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from fedsim.engine.resources import driver_environment
 from fedsim.errors import ConfigError, expect
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
-PACKAGES += ("dp-accounting",)
+PACKAGES += ("dp-accounting", "scipy", "cryptography")
 WHERE_INSTALLED = ("jax-cuda12-plugin", "nvidia-cublas-cu12", "jax-cuda13-plugin", "nvidia-cublas")
 USABLE: dict[str, tuple] = {
     "jax_enable_x64": (False,),
@@ -22,6 +22,12 @@ USABLE: dict[str, tuple] = {
     "jax_transfer_guard": (None, "allow", "log"),
 }
 """Options of JAX without whose defaults programs fail, each with its values that they work with."""
+JAX_SETTINGS = ("jax_threefry_partitionable", "jax_random_seed_offset", "jax_enable_x64")
+JAX_SETTINGS += ("jax_default_matmul_precision",)
+"""Of JAX, by variables or by the program: bits of fresh parameters and gradients follow them."""
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "GLIBC_TUNABLES")
+VARIABLES += ("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "OPENBLAS_CORETYPE")
+"""Of the driver: they choose how the compiler, NumPy and the C library compute."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
@@ -84,7 +90,8 @@ def keep_memory() -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages on which the bits of a run depend, as they are in this process."""
+    """Python, packages, settings and variables on which draws, noise and the bits of a run depend,
+    as they are in this process."""
     found = {"python": platform.python_version()}
     for name in (*PACKAGES, *WHERE_INSTALLED):
         try:
@@ -92,10 +99,14 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             if name in PACKAGES:
                 found[name] = "none"
+    found |= {name: str(getattr(jax.config, name, "none")) for name in JAX_SETTINGS}
+    for name in VARIABLES:
+        words = [word for word in os.environ.get(name, "").split() if "dump" not in word]
+        found |= {name: " ".join(words)} if words else {}
     return found
 
 
 def difference(driver: dict[str, str], worker: dict[str, str]) -> str:
-    """How the two differ, for people; empty if they do not."""
-    names = [name for name in driver if driver[name] != worker.get(name)]
+    """How the two differ, for people; empty if they do not. Workers have variables of their own."""
+    names = [name for name in driver if driver[name] != worker.get(name) and name not in VARIABLES]
     return ", ".join(f"{name} {worker.get(name)} instead of {driver[name]}" for name in names)

@@ -19,7 +19,7 @@ import functools
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -155,6 +155,8 @@ class Correlated:
         """w of the steps before, the newest first."""
         self._next: tuple[object, ...] = ()
         """What the rows are of: the step that they are for, key and noise."""
+        self.drawn: Callable[[int, list[np.ndarray]], None] | None = None
+        """Called with each step's row, also where one is drawn again: the row must be the same."""
 
     def __call__(
         self, sums: Sequence[np.ndarray], *, stddev: float, key: SecretKey, step: int
@@ -205,5 +207,7 @@ class Correlated:
                 out[piece] = difference(fresh[piece], plan.stddev, back, free)
 
         in_blocks(fill, row)
+        if self.drawn is not None:
+            self.drawn(step, row)
         self._rows.appendleft(row)
         return row

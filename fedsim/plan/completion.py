@@ -5,6 +5,7 @@ Where that looks at the data without protection, as the paper does, it is named:
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from fedsim.config.cells import (
 from fedsim.data.dataset import Dataset
 from fedsim.data.owners import decided_by_texts
 from fedsim.errors import ConfigError, expect
-from fedsim.group_size import median_group_size, private_median, unshown
+from fedsim.group_size import median_group_size, private_median
 from fedsim.keys import SecretKey
 from fedsim.noise.bands import Prediction, best, predictions
 from fedsim.plan.plan import assumed_share, events_before
@@ -29,11 +30,18 @@ from fedsim.sampling import Users, examples_per_user, graph_of
 
 
 def complete(
-    algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset, *, key: SecretKey | None = None
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    data: Dataset,
+    *,
+    key: SecretKey | None = None,
+    pay: Callable[[float], None] | None = None,
 ) -> tuple[PrivacyConfig, list[str]]:
     """Fill in delta and group size; also returns all that the guarantee does not cover.
 
-    Args: key: the run's; what group_size_epsilon asks for is drawn from it.
+    Args:
+      key: the run's; what group_size_epsilon asks for is drawn from it.
+      pay: called with delta before that is drawn.
     """
     users = data.train
     if shared := graph_of(users) is not None:
@@ -63,10 +71,11 @@ def complete(
         expect("group_size_epsilon", share, algorithm == Algorithm.ELS, "nothing with uls")
         expect("group_size", group_size, group_size is None, "none, or no group_size_epsilon")
         assert key is not None, "a private choice needs a key"
+        if pay is not None:
+            pay(delta)
         group_size = private_median(examples_per_user(users), share, key.generator("median"))
         if privacy.adjacency == ZERO_OUT:
-            # Room for the budget, whatever was drawn: that a draw is refused would tell of it, and
-            # whoever is refused draws again.
+            # Room for the budget, whatever was drawn: who is refused has paid for nothing.
             places = privacy.budget * (privacy.bands or 1)  # of each of the groups that take turns
             group_size = max(group_size, -(-places // users.num_users))
     if group_size is None and algorithm == Algorithm.ELS:
@@ -83,8 +92,7 @@ def complete(
     if privacy.sampling == ALLOCATION:
         privacy = allocated(algorithm, privacy, users.num_users)
     if privacy.bands is None and privacy.noise == CORRELATED and math.isfinite(privacy.epsilon):
-        with unshown(share is not None):
-            bands = best(bands_predicted(algorithm, privacy, users)).bands
+        bands = best(bands_predicted(algorithm, privacy, users)).bands
         privacy = dataclasses.replace(privacy, bands=bands)
     return privacy, found
 

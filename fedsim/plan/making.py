@@ -1,6 +1,7 @@
 """From completed settings to the algorithm and its plan: the noise is calibrated here."""
 
 import hashlib
+import itertools
 import math
 from typing import Any
 
@@ -160,11 +161,26 @@ def make_plan(
         trial=trial,
         evaluations=evaluations,
         planted=getattr(users, "canaries", None),
+        drawn_once=drawn_once(method, privacy.num_steps, method.key),
     )
     part = plan.slack.delta
     wanted = f"a smaller one, or inf: the slack of its noise, {part:.1g}, is all of delta"
     expect("epsilon", plan.target_epsilon, part < plan.delta, wanted)
     return plan
+
+
+def drawn_once(method: ELS | ULS, num_steps: int, key: SecretKey) -> str:
+    """A seal of the pool of ELS, and of who takes part in which turn or window; "" if none of these
+    is drawn. By it a run that goes on with other packages knows whether they draw the same.
+
+    Args: key: the run's own.
+    """
+    arrays = [*([method.pool] if isinstance(method, ELS) else [])]
+    digest, count = hashlib.sha256(), 0
+    for array in itertools.chain(arrays, method.sampler.drawn_once(method.key, num_steps)):
+        digest.update(np.ascontiguousarray(array).data)
+        count += 1
+    return key.seal(f"drawn once {digest.hexdigest()}") if count else ""
 
 
 def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> dict[str, Any] | None:

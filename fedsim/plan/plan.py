@@ -19,7 +19,7 @@ from fedsim.plan.labels import ADJACENCY, SHARED, holds, label_of
 
 LEFT_OUT_AT_DEFAULTS = (
     *("planted", "shared", "bands", "noise", "participations", "trial", "loss_bound"),
-    "evaluations",
+    *("evaluations", "drawn_once"),
 )
 """Fields of a plan that are written down where they are not at their defaults."""
 
@@ -85,6 +85,8 @@ class Plan:
     planted: dict[str, int] | None = None
     """How many canaries of each kind an audit tossed coins for. The run of an audit is none to
     release. None: it is no audit."""
+    drawn_once: str = ""
+    """A seal of what was drawn once for several steps; see `plan.drawn_once`."""
 
     def __eq__(self, other: object) -> bool:
         """Whether all fields are equal. Lists take math.nan for itself; what dataclasses generate

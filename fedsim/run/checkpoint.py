@@ -26,7 +26,7 @@ import numpy as np
 from flax import serialization
 
 from fedsim.errors import FedsimError
-from fedsim.files import write_pieces
+from fedsim.files import make_directory, write_pieces
 from fedsim.placement import any_cut, beside, is_cut, slabs
 
 DIRECTORY = "checkpoints"
@@ -52,7 +52,7 @@ def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Pa
       chain: of the ledger after that step; empty: there is no ledger.
     """
     directory = run_dir / DIRECTORY
-    directory.mkdir(exist_ok=True)
+    make_directory(directory)
     path = directory / name(step)
     chained = {CHAIN: np.frombuffer(bytes.fromhex(chain), np.uint8)} if chain else {}
     write_pieces(path, _pieces(serialization.to_state_dict(state) | chained))

@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +33,13 @@ from fedsim.config import (
     run_config,
 )
 from fedsim.errors import ConfigError, FileDamaged, expect
-from fedsim.files import private_directory, read_json, write_json
+from fedsim.files import (
+    make_directory,
+    private_directory,
+    read_json,
+    write_atomically,
+    write_json,
+)
 from fedsim.keys import SecretKey
 from fedsim.models import side_files
 from fedsim.plan import Plan
@@ -178,7 +183,8 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")
     # A run that was killed before its first step leaves its key, and nothing else.
-    leftovers = {LOCK, keys.FILE, keys.FILE + ".tmp", CONFIG + ".tmp", TOKENIZER, MODEL}
+    leftovers = {LOCK, *(name + end for name in (keys.FILE, TOKENIZER) for end in ("", ".tmp"))}
+    leftovers |= {CONFIG + ".tmp", MODEL}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
         raise ConfigError(
             f"run_dir={run_dir}: expected a new or empty directory, or one with a run"
@@ -252,10 +258,10 @@ def create(
         find(run_dir, resume=False)
         key.save(run_dir)
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, run_dir / TOKENIZER)
+            write_atomically(run_dir / TOKENIZER, tokenizer.read_bytes())
             stored = dataclasses.replace(stored, tokenizer=_sha256(run_dir / TOKENIZER))
         if model is not None:
-            (run_dir / MODEL).mkdir(exist_ok=True)
+            make_directory(run_dir / MODEL)
             side_files.copy(model, run_dir / MODEL)
         write_json(run_dir / CONFIG, stored.as_dict())
         yield
@@ -309,9 +315,9 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
 def other_bits(stored: StoredRun, versions: Mapping[str, str], host: str) -> str:
     """Why computing on `host` may give other bits than the run that was started has; empty if it
     gives the same. Accelerators add up in any order."""
-    was = stored.versions
-    changed = [name for name, now in versions.items() if now != was.get(name)]
-    other = [f"{name} {versions[name]}, not {was.get(name)}" for name in changed]
+    was, known = stored.versions, dict.fromkeys((*stored.versions, *versions))
+    changed = [name for name in known if versions.get(name) != was.get(name)]
+    other = [f"{name} {versions.get(name)}, not {was.get(name)}" for name in changed]
     if other:
         return "other packages: " + ", ".join(other)
     if (stored.host or host) != host:

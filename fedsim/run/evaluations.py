@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedsim.errors import FileDamaged
-from fedsim.files import remove_cut_off_line, whole_lines
+from fedsim.files import remove_cut_off_line, sync_directory, whole_lines
 
 FILE = "evaluations.jsonl"
 
@@ -34,9 +34,12 @@ class Evaluated:
         if step not in self.losses:
             loss = compute()
             remove_cut_off_line(self._path)
+            is_new = not self._path.exists()
             with open(self._path, "a") as file:
                 file.write(json.dumps({"step": step, "loss": loss}) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
+            if is_new:
+                sync_directory(self._path.parent)
             self.losses[step] = loss
         return self.losses[step]

@@ -15,8 +15,9 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ LINK_SIZE = len(LINK.format("0" * 64))
 
 Link = Callable[[str, bytes], str]
 """The chain after a line, from the one before it and the line's bytes up to its own."""
+Reached = Callable[[int, str], None]
+"""Notes durably that a run has come so many steps far, and its chain after them."""
+
+_WITNESSES: dict[Path, Reached] = {}
 
 
 class LedgerError(FedsimError):
@@ -73,13 +78,16 @@ class Ledger:
             raise LedgerError(f"{path}: has {other}: one of the two is of another run")
         remove_cut_off_line(path)
         self._steps = [_identity(line) for line in lines[1:]]
+        self._rows = [line.get("noise_row") for line in lines[1:]]
+        self._directory = directory
         self._file = open(path, "ab")
         if not lines:
             self._append({"head": head})
             sync_directory(directory)
 
     def record(self, step: int, event: StepEvent | None, **fields: Any) -> None:
-        """Note that `step` (from 0) is about to be released; durable when this returns.
+        """Note that `step` (from 0) is about to be released; durable when this returns, here and
+        where `witness` says.
 
         Args:
           event: what the step is to the accountant; None for a step without noise.
@@ -92,6 +100,8 @@ class Ledger:
         if step == self.num_steps:
             self._append(line)
             self._steps.append(_identity(line))
+            self._rows.append(line.get("noise_row"))
+            note(self._directory, self.num_steps, self.chain)
             return
         (was, digest), (now, found) = self._steps[step], _identity(line)
         if now != was:
@@ -105,6 +115,10 @@ class Ledger:
     def digest(self, step: int) -> str | None:
         """What was noted of the gradient that `step` released."""
         return self._steps[step][1]
+
+    def noise_row(self, step: int) -> str | None:
+        """The seal of the row of correlated noise that `step` was released with, if it is kept."""
+        return self._rows[step]
 
     def chain_after(self, num_steps: int) -> str:
         """Stands for the head and the lines of the first `num_steps` steps."""
@@ -131,6 +145,24 @@ class Ledger:
             self._file.flush()
             os.fsync(self._file.fileno())
         self._chains.append(chain)
+
+
+@contextmanager
+def witness(directory: Path, reached: Reached) -> Iterator[None]:
+    """Call `reached` for each step of the run in `directory`, before the step becomes visible. By
+    the directory, so that no ledger can be opened there that it does not hear of."""
+    place = directory.absolute()
+    _WITNESSES[place] = reached
+    try:
+        yield
+    finally:
+        del _WITNESSES[place]
+
+
+def note(directory: Path, num_steps: int, chain: str) -> None:
+    """Tell the witness of the run in `directory`, if there is one, how far the run has come."""
+    if (reached := _WITNESSES.get(directory.absolute())) is not None:
+        reached(num_steps, chain)
 
 
 def gradient_sha256(gradient: Any) -> str:

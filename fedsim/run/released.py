@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import serialization
 
-from fedsim.files import write_atomically
+from fedsim.files import make_directory, write_atomically
 from fedsim.mechanism import NoisyMean
 from fedsim.run import checkpoint
 from fedsim.run.ledger import gradient_sha256
@@ -52,7 +52,7 @@ def keep(run_dir: Path, step: int, what: Step) -> bool:
     record = {"arrays": dict(zip(map(str, range(len(arrays))), arrays, strict=True))}
     record |= {"unit": noisy.unit, "clip_norm": what.clip_norm}
     record |= {} if what.loss is None else {"loss": what.loss}
-    (run_dir / DIRECTORY).mkdir(mode=0o700, exist_ok=True)
+    make_directory(run_dir / DIRECTORY, 0o700)
     write_atomically(_path(run_dir, step), serialization.msgpack_serialize(record))
     return True
 

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
+"""SIGPIPE is none of them: Python ignores it, and a run whose reader has gone trains on."""
+REPEATED = signal.SIGXCPU  # by the kernel, for every second above the limit of processor time
 ECHO_S = 0.5  # `timeout` sends its signal to the process and to its group: twice, at once
 
 
@@ -15,7 +17,7 @@ _asked, _depth = threading.Event(), 0
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what is inside as Ctrl-C does, so that it clears up behind itself.
+    """Each of STOPS ends what is inside as Ctrl-C does, so that it clears up behind itself.
 
     What runs at that moment may eat the KeyboardInterrupt, as callbacks of the garbage collector
     and half of an import do, or make another exception of it: so it is remembered, and an exception
@@ -74,10 +76,12 @@ def _at_first(act: Callable[[], None]) -> Iterator[None]:
     def handle(number, frame):
         nonlocal first
         now = time.monotonic()
+        if number == REPEATED:  # it would end what is left to be done, once this is over, too
+            signal.signal(number, signal.SIG_IGN)
         if first is None:
             first = now
             act()
-        elif now - first > ECHO_S:
+        elif now - first > ECHO_S and number != REPEATED:
             signal.signal(number, before[number])
             signal.raise_signal(number)
 
@@ -87,4 +91,5 @@ def _at_first(act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         for number, then in before.items():
-            signal.signal(number, then)
+            if number != REPEATED or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, then)

@@ -3,11 +3,13 @@
 Imports nothing that takes time: the first line of a command is there at once.
 """
 
+import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
 
@@ -15,6 +17,23 @@ from fedsim.errors import printable
 
 REFRESH_S = 0.5  # of a line that is written over
 LINES_S = (3.0, 10.0, 30.0)  # in a log: a line after each of these, and then every thirty seconds
+
+
+class _Stderr:
+    """The stderr of the moment. What cannot be written there is lost: that nobody reads any more,
+    or that a log is full, ends no run."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError, AttributeError):  # none, or closed
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
 
 
 class Phase:
@@ -44,7 +63,8 @@ class Terminal:
 
     def __init__(self):
         # In a notebook rich would make a display of every line.
-        self._out = RichConsole(stderr=True, highlight=False, emoji=False, force_jupyter=False)
+        file = cast(TextIO, _Stderr())
+        self._out = RichConsole(file=file, highlight=False, emoji=False, force_jupyter=False)
         self._show: Callable[[str], None] | None = None
         """What writes a phase over the line in which steps are shown, where there is one."""
 

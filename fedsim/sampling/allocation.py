@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -29,6 +30,11 @@ class Allocation(Poisson):
     def sampling_prob(self) -> float:
         """The share of all users that is expected in a step."""
         return 1 / self.window
+
+    def drawn_once(self, key: SecretKey, num_steps: int) -> Iterator[np.ndarray]:
+        """Everyone's step, window by window."""
+        for number in range(-(-num_steps // self.window)):
+            yield _places(self, key, number)
 
     def draw(self, key: SecretKey, step: int) -> np.ndarray:
         """Users of `step`, int64 [drawn], ascending."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -39,6 +39,10 @@ class Cyclic(Poisson):
         most = self.num_units // self.expected_count
         holds = self.bands * self.expected_count <= self.num_units
         expect("bands", self.bands, holds, f"<= {most}: a step draws from one of so many groups")
+
+    def drawn_once(self, key: SecretKey, num_steps: int) -> Iterator[np.ndarray]:
+        """The groups."""
+        yield from _groups(self, key)
 
     def draw(self, key: SecretKey, step: int) -> np.ndarray:
         """Units of `step`, int64 [drawn], ascending."""

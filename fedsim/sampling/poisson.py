@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -39,6 +40,11 @@ class Poisson:
     def accounted_prob(self) -> float:
         """p or q as it is accounted."""
         return self.sampling_prob * self.assumed_share
+
+    def drawn_once(self, key: SecretKey, num_steps: int) -> Iterator[np.ndarray]:
+        """Arrays that are drawn once for several steps of `num_steps`: other ones in later steps
+        than in earlier ones would break the guarantee."""
+        return iter(())
 
     def draw(self, key: SecretKey, step: int) -> np.ndarray:
         """Units of `step`, int64 [drawn], ascending."""

@@ -12,10 +12,12 @@ from fedsim.budget.ledger import Entry, Limit
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
 from fedsim.evaluate import VALIDATION
+from fedsim.files import make_directory
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
 from fedsim.plan import REPRODUCTION, Evaluations, Plan
 from fedsim.run.evaluations import Evaluated
+from fedsim.run.ledger import note
 
 DIRECTORY = "evaluations/training"
 """Of the receipt that held-out users were counted, in the run's directory."""
@@ -42,7 +44,7 @@ def begin_noisy_evaluate(
         return lambda: {VALIDATION[SPLIT]: released.losses[step]}
     wait = workers.begin_group_losses(params, SPLIT, how.groups(store.offsets))
 
-    def loss() -> float:
+    def compute() -> float:
         return noisy_mean_loss(
             wait(),
             bound=how.loss_bound,
@@ -51,7 +53,12 @@ def begin_noisy_evaluate(
             rng=key.generator("held-out loss", step),
         )
 
-    return lambda: {VALIDATION[SPLIT]: released.release(step, loss)}
+    def release() -> dict[str, float]:
+        loss = released.release(step, compute)
+        note(run_dir / DIRECTORY, len(released.losses), "")
+        return {VALIDATION[SPLIT]: loss}
+
+    return release
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +104,7 @@ class Counted:
             for applicant, entry in self.applicants:
                 of_evaluations = applicant.kind == "evaluation"
                 if of_evaluations:
-                    applicant.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    make_directory(applicant.run_dir, 0o700)
                 seen = self._evaluated if of_evaluations else None
                 stack.enter_context(applicant.admitted(entry, seen))
             yield

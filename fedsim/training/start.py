@@ -1,12 +1,13 @@
 """A run, from its settings to its first step: what is asked is checked, planned and counted."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from fedsim.budget.admission import Applicant, shortened
+from fedsim.budget.admission import GROUP_SIZE, Applicant, shortened
 from fedsim.clipping import Strategy
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
@@ -14,12 +15,13 @@ from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.engine.environment import versions
 from fedsim.errors import expect
-from fedsim.group_size import unshown
 from fedsim.plan import (
+    REPRODUCTION,
     Evaluations,
     Plan,
     before_of,
     complete,
+    drawn_once,
     evaluations_of,
     expect_affordable,
     make_plan,
@@ -92,59 +94,48 @@ def train(
     with open_run(algorithm, privacy, run, console, source=source, plant=plant) as opened:
         if not held_out:
             opened.data = dataclasses.replace(opened.data, eval_users=None)
-        goes_on = opened.stored is not None
-        # A group size that is drawn privately is a release: it is counted before anyone sees it, or
-        # anything that follows from it.
-        hidden = share is not None and not goes_on
-        completed, non_private = _completed(opened, algorithm, privacy)
-        with unshown(hidden):
-            method = method_for(algorithm, completed, opened.data.train, opened.key)
+        goes_on, uncounted = opened.stored is not None, trial or not count
+        draws = share is not None and not goes_on and not uncounted
+        # A draw is paid for, so all that can be refused without it is refused before it.
+        started = opened.start_engine() if draws else None
+        pay = functools.partial(_pay, opened, privacy) if draws else None
+        completed, non_private = _completed(opened, algorithm, privacy, pay)
+        method = method_for(algorithm, completed, opened.data.train, opened.key)
         kind = "train" if plant is None else "audit"
         applicant = Applicant.of(run, opened.data.train, completed.delta, kind)
-        uncounted = trial or not count
         if not uncounted and rehearsed is None:
             applicant.expect_place()
-        workers, task, params = opened.start_engine()
+        workers, task, params = started or opened.start_engine()
         doubtful: list[str] = []
         if opened.stored:
             plan = _plan_again(opened.stored, opened, method)
         else:
             facts = (num_coordinates(params), non_private, opened.identity.data_seal)
             known = {"unproven": unproven, "trial": trial}
-            with console.phase("calibrating the noise"), unshown(hidden):
+            with console.phase("calibrating the noise"):
                 asked = (opened, algorithm, method, applicant, completed, *facts)
                 completed, plan = _new_plan(*asked, **known)
             doubtful = doubts(plan, opened.data, default_delta=privacy.delta is None)
             doubtful += filter(None, [opened.data.cut_off()])
             if not (plan.guarantee or uncounted):
                 doubtful.append(NOTHING_PROMISED.format(applicant.place))
-        if not hidden:
-            _warn(console, doubtful)
+        for doubt in doubtful:
+            console.note(f"warning: {doubt}")
         asked_for = rehearsed or run.engine
         expect_trust(asked_for, plan, audited=plant is not None, goes_on=goes_on)
         planned = planned_phases(plan, method)
-        with unshown(hidden):
-            expect_affordable(plan, planned)
+        expect_affordable(plan, planned)
         entry = applicant.entry(opened.key.seal("ledger"), planned, plan.slack, plan.label)
         counted = Counted.of(applicant, entry, plan, opened.data, opened.key)
         if not uncounted:
-            with unshown(hidden):
-                counted.expect_room()
+            counted.expect_room()
         wait_for(workers, console)
         run = settled_by(plan, opened.stored, run, fresh=opened.model is None)
         opened.run = run
-
-        def show() -> None:
-            if hidden:
-                _warn(console, doubtful)
-            console.plan(plan, workers)
-            console.update(run)
-
-        if not hidden:
-            show()
+        console.plan(plan, workers)
+        console.update(run)
         update = update_of(run, plan.num_steps)
-        with unshown(hidden):
-            strategy, why = _strategy(opened, workers, params, method, plan)
+        strategy, why = _strategy(opened, workers, params, method, plan)
         if rehearsed is not None:
             drawn = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
             asked = (workers, task, drawn, params, plan, strategy, update, rehearsed)
@@ -173,31 +164,31 @@ def train(
             callback=callback,
         )
         admitted = nullcontext() if uncounted else counted.admitted()
-        return trainer.fit(params, opened.key, _then(admitted, show) if hidden else admitted)
+        return trainer.fit(params, opened.key, admitted)
 
 
-def _warn(console: Console, doubtful: list[str]) -> None:
-    """Say what of a plan will probably disappoint."""
-    for doubt in doubtful:
-        console.note(f"warning: {doubt}")
+def _pay(opened: OpenRun, privacy: PrivacyConfig, delta: float) -> None:
+    """Count the draw of a group size, before anyone sees it or anything that follows from it: even
+    that the run is refused. Counted again with all that it plans, the run takes its place.
 
-
-@contextmanager
-def _then(admitted: AbstractContextManager[None], show: Callable[[], None]) -> Iterator[None]:
-    """Admitted, and then shown."""
-    with ExitStack() as stack:
-        with unshown(True):
-            stack.enter_context(admitted)
-        show()
-        yield
+    Raises: ConfigError: a limit would be broken.
+    """
+    applicant = Applicant.of(opened.run, opened.data.train, delta, GROUP_SIZE)
+    applicant.expect_place()
+    label = "" if opened.key.seed is None else REPRODUCTION
+    run, drawn = opened.key.seal("ledger"), before_of(privacy)
+    applicant.released(applicant.entry(run, drawn, (0.0, 0.0), label))
 
 
 def _completed(
-    opened: OpenRun, algorithm: Algorithm, privacy: PrivacyConfig
+    opened: OpenRun,
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    pay: Callable[[float], None] | None,
 ) -> tuple[PrivacyConfig, list[str]]:
     """The settings with nothing left out, and all that the guarantee does not cover."""
     run, own_task = opened.run, opened.source is not None
-    completed, non_private = complete(algorithm, privacy, opened.data, key=opened.key)
+    completed, non_private = complete(algorithm, privacy, opened.data, key=opened.key, pay=pay)
     if opened.stored and opened.stored.plan:  # of versions that might choose otherwise
         completed = dataclasses.replace(completed, bands=opened.stored.plan.bands_given)
     expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
@@ -225,7 +216,8 @@ def _new_plan(
 
     plan = plan_of(completed)
     if opened.run.spend_rest:
-        fewer = shortened(applicant, method, completed, plan, before_of(completed))
+        asked = (method, completed, plan, before_of(completed))
+        fewer = shortened(applicant, opened.key.seal("ledger"), *asked)
         if fewer is not completed:
             completed, plan = fewer, plan_of(fewer)
         fitting = {name: getattr(completed, name) for name in FITTED}
@@ -242,9 +234,15 @@ def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
     same = sharing(opened.data.train, method, opened.key) == stored.plan.shared
     again = "the pool or the groups that the run began with: go on with its packages"
     expect("data", "other texts of the same ones", same, again)
-    if stored.plan.sampling_run in (Cyclic.name, Allocation.name):
-        was, now = stored.versions.get("numpy"), versions()["numpy"]
-        expect("numpy", now, now == was, f"{was}, by which it was drawn when users take part")
+    changed = directory.other_bits(stored, versions(), stored.host) or "as they were"
+    if stored.plan.drawn_once:
+        same = drawn_once(method, stored.plan.num_steps, opened.key) == stored.plan.drawn_once
+    else:  # of an earlier version, which kept no seal
+        turns, now = stored.plan.sampling_run in (Cyclic.name, Allocation.name), versions()
+        drawing = ("numpy", "randomgen")
+        same = not turns or all(stored.versions.get(name) == now[name] for name in drawing)
+    again = "those that draw the pool and users' turns as when it began"
+    expect("packages", changed, same, again)
     if (how := stored.plan.evaluations) is not None:
         again = "the held-out users that the run began with"
         expect("data", opened.run.data.source, how.seal == _held_out_seal(opened), again)

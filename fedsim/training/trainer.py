@@ -5,6 +5,7 @@ again after a crash is the same step: same units, same noise, same parameters.
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +22,11 @@ from fedsim.config import RunConfig, as_dict, settings_of, to_json
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine, Stats
+from fedsim.errors import ConfigError
 from fedsim.evaluate import VALIDATION, begin_evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
+from fedsim.noise import Correlated
 from fedsim.optimizers import (
     Diverged,
     averaged,
@@ -35,7 +38,7 @@ from fedsim.optimizers import (
 from fedsim.plan import Plan, claimed_fields, ledger_head
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import Console
-from fedsim.run.ledger import Ledger, OtherBits, claimed_epsilon
+from fedsim.run.ledger import Ledger, OtherBits, claimed_epsilon, gradient_sha256
 from fedsim.run.metrics import Metrics, table
 from fedsim.run.progress import EVALUATED
 from fedsim.run.setup import Plant
@@ -77,7 +80,8 @@ class Trainer:
             self.running_epsilon = accounting.RunningEpsilon(
                 self.event, self.plan.delta, self.plan.before
             )
-        add_noise = self.plan.add_noise()
+        self.own_noise = add_noise = self.plan.add_noise()
+        self.noise_row: dict[str, str] = {}
         self.add_noise = self.plant.hearing(add_noise) if self.plant else add_noise
         evaluations = self.plan.evaluations
         every = evaluations.every if evaluations else self.run.eval_every
@@ -103,6 +107,8 @@ class Trainer:
         settings = directory.config_sha256(self.run.run_dir)
         first = ledger_head(self.plan, config_sha256=settings, key_seal=key.seal("ledger"))
         ledger = Ledger(self.run.run_dir, first, least=state.step, least_chain=state.chain)
+        if isinstance(self.own_noise, Correlated):
+            self.own_noise.drawn = functools.partial(self._row_drawn, ledger, key)
         metrics = Metrics(self.run.run_dir, last_step=state.step or -1)
         with closing(ledger), closing(metrics), counted:
             if state.step < self.plan.num_steps:  # a summary of fewer steps than will be released
@@ -277,6 +283,7 @@ class Trainer:
                 sampling_accounted=self.plan.sampling_accounted,
                 epsilon=to_json(epsilon),
                 gradient_sha256=sha256,
+                **self.noise_row,
             )
             return what
         except OtherBits:
@@ -289,6 +296,22 @@ class Trainer:
         why = f"was released before with other bits ({self.other_bits})"
         self.console.note(f"step {step} {why}: {outcome}")
         return before
+
+    def _row_drawn(self, ledger: Ledger, key: SecretKey, step: int, row: list[np.ndarray]) -> None:
+        """Seal a row of correlated noise for the ledger; compare it with that of a released step.
+
+        Raises: OtherBits: it is another one, so that later steps would take back noise that nobody
+          added. ConfigError: where that follows from other packages or another kind of host.
+        """
+        seal = key.seal(f"noise row {step} {gradient_sha256(row)}")
+        self.noise_row = {"noise_row": seal}
+        if step >= ledger.num_steps or ledger.noise_row(step) in (None, seal):
+            return
+        again = f"step={step}: expected the row of noise that was drawn before: go on with the "
+        again += "packages, and on the kind of host, that the run was started with"
+        if self.other_bits:
+            raise ConfigError(f"{again} ({self.other_bits})")
+        raise OtherBits(again)
 
     def _due(self, step: int, interval: int) -> bool:
         """Whether what is done every `interval` steps, and after the last, is done after `step`."""

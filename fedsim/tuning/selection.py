@@ -25,7 +25,7 @@ from fedsim.config import changed_run, to_json
 from fedsim.data.dataset import Dataset
 from fedsim.errors import FedsimError, expect
 from fedsim.evaluate import last_model
-from fedsim.files import private_directory, read_json, write_json
+from fedsim.files import make_directory, private_directory, read_json, sync_directory, write_json
 from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
 from fedsim.models.transformer import PRESETS
@@ -134,7 +134,7 @@ def select(
         console.note(line)
     private_directory("out", out)
     for name in (RUNS, LOGS):
-        (out / name).mkdir(exist_ok=True)
+        make_directory(out / name)
     if not any((out / name).exists() for name in (KEY, BEGAN)):
         SecretKey.create().save(out)
     key = SecretKey.load(out)
@@ -201,6 +201,7 @@ def _keep_best(out: Path) -> None:
     chosen = out / RUNS / read_json(out / CHOSEN)["name"]
     if chosen.exists():
         chosen.rename(out / BEST)
+        sync_directory(out)  # before what says that it is to be done is gone
     for name in (RUNS, LOGS):
         if (out / name).exists():
             shutil.rmtree(out / name)
@@ -336,7 +337,7 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
     part = (each * priced.event.slack[0], each * priced.event.slack[1])
     own = [("selection", data.train, priced.delta, priced.phases, part, priced.label, out)]
     if (found := priced.evaluations) is not None and data.eval_users is not None:
-        (out / EVALUATIONS).mkdir(exist_ok=True)
+        make_directory(out / EVALUATIONS)
         facts = (found.delta, found.phases, found.slack, "", out / EVALUATIONS)
         own.append(("evaluation", data.eval_users, *facts))
     applicants = []

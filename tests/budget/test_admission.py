@@ -12,14 +12,16 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedsim.accounting import StepEvent, epsilon, noise_multiplier
 from fedsim.budget.admission import Applicant, books, charge_of, expect_receipt, together
 from fedsim.budget.ledger import FILE, Limit, hold
-from fedsim.errors import ConfigError
+from fedsim.errors import ConfigError, FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.run import directory
+from fedsim.run import ledger as ledger_module
 from fedsim.run.directory import LOCK, RECEIPT
 from fedsim.run.ledger import Ledger, LedgerError
 
@@ -36,8 +38,11 @@ class Killed(Applicant):
         pass
 
 
-def run(place, run_dir, *, limit=None, steps=STEPS, killed=False, kind="train", label=""):
-    """A run that releases so many of its steps, and ends or is killed."""
+def run(place, run_dir, *, limit=None, steps=STEPS, killed=False, kind="train", label="", at=None):
+    """A run that releases so many of its steps, and ends or is killed.
+
+    Args: at: called after each step that is released, with how many there are, and first with 0.
+    """
     again = run_dir.exists()
     run_dir.mkdir(exist_ok=True)
     key = SecretKey.load(run_dir) if again else SecretKey.create()
@@ -48,8 +53,30 @@ def run(place, run_dir, *, limit=None, steps=STEPS, killed=False, kind="train", 
     with directory.lock(run_dir), applicant.admitted(entry):
         book = Ledger(run_dir, {"key_seal": key.seal("ledger")})
         for step in range(steps):
+            if at is not None and step == book.num_steps:
+                at(step)
             book.record(step, STEP)
+        if at is not None:
+            at(steps)
         book.close()
+
+
+def copied(run_dir, step):
+    """Keep a copy of a run as it is after a step."""
+    shutil.copytree(run_dir, run_dir.with_name(f"copy-{step}"))
+
+
+def put_back(run_dir, step):
+    """Put the copy of that step in the place of the run."""
+    shutil.rmtree(run_dir)
+    shutil.copytree(run_dir.with_name(f"copy-{step}"), run_dir)
+
+
+def mark(place):
+    """How far the one run of a ledger has come."""
+    with hold(place) as ledger:
+        (entry,) = ledger.entries.values()
+        return ledger.mark(entry.run).steps
 
 
 def charges(place):
@@ -82,7 +109,7 @@ def test_a_run_is_counted_when_it_ends_as_when_it_is_stopped(place, tmp_path):
 @pytest.mark.privacy
 def test_a_run_that_was_killed_is_counted_and_one_that_is_gone_whole(place, tmp_path):
     run(place, tmp_path / "a", steps=7, killed=True)
-    assert states(place) == [("killed", [(STEP, 7)])]
+    assert states(place) == [("killed", PLANNED)]
     assert charges(place)[0].reserved == PLANNED  # someone may have looked, and killed it
     with open(tmp_path / "a" / LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -97,14 +124,158 @@ def test_a_run_that_was_killed_is_counted_and_one_that_is_gone_whole(place, tmp_
 
 
 @pytest.mark.privacy
-def test_one_that_was_killed_before_its_first_step_released_nothing_if_its_ledger_says_so(
-    place, tmp_path
-):
-    run(place, tmp_path / "a", steps=0, killed=True)
-    assert states(place) == [("killed", [])]
+def test_a_killed_run_counts_whole_whatever_its_directory_shows(place, tmp_path):
+    """It may be a copy from before the first step, put back."""
+    run(place, tmp_path / "a", steps=7, killed=True, at=lambda step: copied(tmp_path / "a", step))
+    for step in range(7):
+        put_back(tmp_path / "a", step)
+        assert states(place) == [("killed", PLANNED)]
+        with pytest.raises(ConfigError, match="expected a run that fits: 1 runs"):
+            run(place, tmp_path / "b", limit=1.05 * ONE)
+        shutil.rmtree(tmp_path / "b")
     (tmp_path / "a" / directory.CONFIG).write_text("{}")
     (tmp_path / "a" / "ledger.jsonl").unlink()
     assert states(place) == [("gone", PLANNED)]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("ended", [0, 2])
+def test_an_older_copy_of_a_killed_run_is_refused(place, tmp_path, ended):
+    """Its next step could be another gradient under the noise of the one that was released. Every
+    step of the copy and of the kill, after the run began and after it ended once before."""
+    if ended:
+        run(place, tmp_path / "a", steps=ended)
+    run(place, tmp_path / "a", steps=5, killed=True, at=lambda step: copied(tmp_path / "a", step))
+    for step in range(ended, 5):
+        put_back(tmp_path / "a", step)
+        with pytest.raises(LedgerError, match=f"a: is an older copy .* 5 steps .* here are {step}"):
+            run(place, tmp_path / "a", steps=8)
+    put_back(tmp_path / "a", 5)
+    run(place, tmp_path / "a", steps=6, killed=True)
+    put_back(tmp_path / "a", 5)
+    with pytest.raises(LedgerError, match="a: is an older copy .* 6 steps of it, and here are 5"):
+        run(place, tmp_path / "a")
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("number", range(100))
+def test_whatever_is_copied_killed_and_put_back_a_step_is_released_once(number, place, tmp_path):
+    """Random histories of a run: on hosts that compute otherwise, no step has two gradients."""
+    rng, released, copies = np.random.default_rng(number), {}, []
+    run(place, tmp_path / "a", steps=0, killed=True)
+    for turn in range(12):
+        what = rng.choice(["train", "copy", "put back", "move"], p=[0.55, 0.2, 0.2, 0.05])
+        if what == "copy":
+            copies.append(tmp_path / f"copy-{turn}")
+            shutil.copytree(tmp_path / "a", copies[-1])
+        elif what == "put back" and copies:
+            shutil.rmtree(tmp_path / "a")
+            shutil.copytree(rng.choice(copies), tmp_path / "a")
+        elif what == "move":
+            (tmp_path / "a").rename(tmp_path / "b")
+            (tmp_path / "b").rename(tmp_path / "a")
+        else:
+            key = SecretKey.load(tmp_path / "a")
+            kind = Killed if rng.random() < 0.7 else Applicant
+            applicant = kind(place, PEOPLE, "train", None, tmp_path / "a")
+            try:
+                entry = applicant.entry(key.seal("ledger"), PLANNED, (0.0, 0.0), "")
+                with directory.lock(tmp_path / "a"), applicant.admitted(entry):
+                    book = Ledger(tmp_path / "a", {"key_seal": key.seal("ledger")})
+                    for step in range(book.num_steps, min(STEPS, book.num_steps + 4)):
+                        if rng.random() < 0.2:
+                            break
+                        digest = rng.bytes(8).hex()  # the host is another one each time
+                        book.record(step, STEP, gradient_sha256=digest)
+                        assert released.setdefault(step, digest) == digest
+                    book.close()
+            except LedgerError as error:
+                assert "copy" in str(error)
+    assert charges(place)[0].reserved in (PLANNED, [])
+
+
+@pytest.mark.privacy
+def test_an_older_copy_of_evaluations_is_refused(place, tmp_path):
+    """They have no ledger of their own, but what was released is known."""
+    losses = []
+    (tmp_path / "run").mkdir()
+    killed = Killed(place, PEOPLE, "evaluation", None, tmp_path / "run")
+    entry = killed.entry("key", PLANNED, (0.0, 0.0), "")
+
+    def admitted():
+        return killed.admitted(entry, lambda: [(STEP, len(losses))])
+
+    with admitted():
+        for count in (1, 2, 3):
+            losses.append(0.0)
+            ledger_module.note(tmp_path / "run", count, "")
+    with admitted():  # goes on from where it was
+        pass
+    losses.pop()
+    with pytest.raises(LedgerError, match="is an older copy .* 3 steps of it, and here are 2"):
+        with admitted():
+            pass
+
+
+def test_a_crash_between_a_step_and_its_mark_is_no_older_copy(place, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_module, "note", lambda *_: None)
+        run(place, tmp_path / "a", steps=1, killed=True)
+    run(place, tmp_path / "a", steps=1, killed=True)  # it is noted when the run goes on
+    assert mark(place) == 1
+    run(place, tmp_path / "a")
+    assert states(place) == [("released", PLANNED)] and not list((place / "steps").iterdir())
+
+
+@pytest.mark.privacy
+def test_a_copy_that_took_other_steps_is_refused(place, tmp_path):
+    """It went on where nothing noted that, and released other gradients under the same noise."""
+    run(place, tmp_path / "a", steps=2, killed=True)
+    copied(tmp_path / "a", 2)
+    run(place, tmp_path / "a", steps=4, killed=True)
+    put_back(tmp_path / "a", 2)
+    book = Ledger(tmp_path / "a", {"key_seal": SecretKey.load(tmp_path / "a").seal("ledger")})
+    for step in range(2, 6):
+        book.record(step, STEP, gradient_sha256="other")
+    book.close()
+    with pytest.raises(LedgerError, match="a: is a copy that went another way: .* step 4 of it"):
+        run(place, tmp_path / "a")
+
+
+@pytest.mark.privacy
+def test_of_two_copies_that_do_not_see_each_other_one_goes_on(place, tmp_path):
+    """On two hosts with one ledger."""
+    run(place, tmp_path / "a", steps=2, killed=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+
+    def other_host(step):
+        if step == 2:
+            (tmp_path / "a").rename(tmp_path / "hidden")
+            with pytest.raises(LedgerError, match="b: is a copy: another process works on"):
+                run(place, tmp_path / "b")
+            (tmp_path / "hidden").rename(tmp_path / "a")
+
+    run(place, tmp_path / "a", at=other_host)
+    assert states(place) == [("released", PLANNED)]
+
+
+@pytest.mark.privacy
+def test_a_mark_that_was_changed_or_is_gone_is_refused_and_one_that_was_cut_off_is_not(
+    place, tmp_path
+):
+    run(place, tmp_path / "a", steps=3, killed=True)
+    (path,) = (place / "steps").iterdir()
+    whole = path.read_text()
+    path.write_text(whole + "9 ")
+    run(place, tmp_path / "a", steps=3, killed=True)
+    for changed in (whole.replace("\n3 ", "\n1 "), whole + "nothing\n"):
+        path.write_text(changed)
+        with pytest.raises(FileDamaged, match=f"{path.name}: expected how far a run has come"):
+            run(place, tmp_path / "a")
+    path.unlink()
+    with pytest.raises(FileDamaged, match=f"{path.name}: expected how far .*a has come"):
+        run(place, tmp_path / "a")
 
 
 @pytest.mark.privacy

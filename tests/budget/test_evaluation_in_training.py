@@ -26,6 +26,7 @@ from fedsim.library.training import train
 from fedsim.plan import Evaluations, evaluations_of
 from fedsim.run import metrics
 from fedsim.run.evaluations import FILE
+from fedsim.run.ledger import witness
 from fedsim.training import held_out
 from fedsim.training.held_out import begin_noisy_evaluate
 
@@ -108,7 +109,10 @@ def test_what_is_released_has_the_noise_of_the_plan_and_a_user_moves_it_by_littl
 def test_a_step_is_released_once(rng, tmp_path, monkeypatch):
     engine, data, theta = problem(rng, [2] * 6)
     args = Evaluations(1.0, 1e-3, 3.0, 1, 4, 6, 2, 5.0), SecretKey.create()
-    first = begin_noisy_evaluate(engine, theta, data, *args, 5, tmp_path)()
+    noted = []
+    with witness(tmp_path / held_out.DIRECTORY, lambda count, _: noted.append(count)):
+        first = begin_noisy_evaluate(engine, theta, data, *args, 5, tmp_path)()
+    assert noted == [1]  # by which the ledger of the data knows an older copy
     monkeypatch.setattr(held_out, "noisy_mean_loss", None)  # nothing is computed again
     for params in (theta, theta + 1):  # other bits under the same noise would give both away
         assert begin_noisy_evaluate(engine, params, data, *args, 5, tmp_path)() == first

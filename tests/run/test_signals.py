@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import re
+import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +20,7 @@ from test_verify import command, write_texts
 from fedsim.cli import main as cli
 from fedsim.cli.main import main
 from fedsim.engine import warden
-from fedsim.run import checkpoint, directory, signals
+from fedsim.run import checkpoint, directory, ledger, signals
 from fedsim.run.console import Console
 from fedsim.run.signals import stop_signals, terminated
 
@@ -33,12 +35,32 @@ def test_a_signal_that_comes_twice_at_once_counts_once(monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("sent", sorted(signals.STOPS))
+def test_a_second_signal_does_what_it_would_have_done_but_for_the_one_that_the_kernel_repeats(
+    sent, monkeypatch
+):
+    """Above the soft limit of processor time SIGXCPU comes every second, while the step ends."""
+    monkeypatch.setattr(signals, "ECHO_S", 0.0)
+    then = []
+    before = signal.signal(sent, lambda number, _: then.append(number))
+    try:
+        with stop_signals() as stop:
+            signal.raise_signal(sent)
+            assert stop.is_set() and not then
+            for _ in range(3):
+                signal.raise_signal(sent)
+        assert then == ([] if sent == signal.SIGXCPU else [sent] * 3)
+    finally:
+        signal.signal(sent, before)
+
+
+@pytest.mark.parametrize("sent", [s for s in sorted(signals.STOPS) if s != signal.SIGINT])
 def test_a_signal_to_stop_ends_what_takes_no_steps_as_ctrl_c_does(sent):
     before = signal.getsignal(sent)
     with pytest.raises(KeyboardInterrupt), terminated():
         signal.raise_signal(sent)
-    assert signal.getsignal(sent) == before
+    after = signal.signal(sent, before)
+    assert after == (signal.SIG_IGN if sent == signal.SIGXCPU else before)  # it comes every second
 
 
 def test_a_signal_that_is_eaten_by_what_ran_then_is_heeded_all_the_same():
@@ -125,6 +147,75 @@ def test_a_run_that_was_stopped_shows_no_loss_of_another_step(capsys, tmp_path):
     assert capsys.readouterr().err.startswith("7 steps, 90 gradients, 12 s\n")
 
 
+@pytest.fixture
+def alone(tmp_path, run_dir):
+    """A training in one process that takes long, whose checkpoints are far apart."""
+    texts = write_texts(tmp_path / "texts.parquet")
+    rare = {"checkpoint-every": 10**6, "eval-every": 10**6, "log-every": 1}
+    return command(texts, run_dir, **rare, **{"num-steps": 10**5, "budget": 12})
+
+
+AS_BY_HAND = """import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores both for what is in the
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # background
+from fedsim.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        signal.SIGQUIT,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in signals.STOPS if each != 3),
+    ],
+)
+def test_a_signal_to_the_group_of_a_run_without_workers_saves_it(sent, alone, run_dir):
+    process = begun(alone, *(sys.executable, "-c", AS_BY_HAND), start_new_session=True)
+    os.killpg(process.pid, signal.SIGPIPE)  # which changes nothing
+    os.killpg(process.pid, sent)
+    expect_saved(process, run_dir)
+
+
+@pytest.mark.slow
+def test_a_run_stops_at_its_limit_of_processor_time(alone, run_dir):
+    """SIGXCPU comes from the kernel, and again every second until the step is saved."""
+    process = begun(alone, *(sys.executable, "-c", AS_BY_HAND), start_new_session=True)
+    used = sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().split()[13:15]))
+    seconds = used // os.sysconf("SC_CLK_TCK") + 2
+    resource.prlimit(process.pid, resource.RLIMIT_CPU, (seconds, seconds + 60))
+    expect_saved(process, run_dir)
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [
+        ">&- 2>&-",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (">&-", "2>&-", ">/dev/full")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("2>/dev/full", "<&- >&- 2>&-")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("| true", "2>&1 | true")),
+    ],
+)
+def test_a_run_that_nobody_hears_ends_as_it_does(streams, tmp_path, run_dir):
+    texts = write_texts(tmp_path / "texts.parquet")
+    args = [*command(texts, run_dir, **{"num-steps": 2}), "--json"]
+    script = f"set -o pipefail; {shlex.join([sys.executable, '-m', 'fedsim.cli', *args])} {streams}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((run_dir / "summary.json").read_text())["steps_done"] == 2
+    assert "Traceback" not in done.stderr
+    # What libraries write to the streams is in no file of the run that was opened in their place.
+    assert [line["step"] for line in ledger.read(run_dir)[1:]] == [0, 1]
+
+
+def test_what_cannot_be_written_to_stdout_is_one_line():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "fedsim.cli", "--version"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "fedsim: error: stdout: No space left on device\n"
+
+
 # The same with the real thing: `timeout`, a process group, systemd, SIGKILL.
 
 
@@ -138,8 +229,9 @@ def args(tmp_path, run_dir):
 
 
 def begun(args, *before, **options):
-    """The process of a training whose first steps are done."""
-    words = [*before, sys.executable, "-m", "fedsim.cli", *args]
+    """The process of a training whose first steps are done. Args: before: what starts it."""
+    started = "-c" in before
+    words = [*before, *([] if started else [sys.executable, "-m", "fedsim.cli"]), *args]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
     for line in process.stderr:
         assert not line.startswith("[2"), line  # as Ray's core writes: [2026-11-22 ...
@@ -162,9 +254,10 @@ def expect_saved(process, run_dir):
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.ray
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("sent", signals.STOPS)
 def test_a_signal_to_the_whole_group_saves_the_run(sent, args, run_dir):
-    process = begun(args, start_new_session=True)
+    process = begun(args, *(sys.executable, "-c", AS_BY_HAND), start_new_session=True)
+    os.killpg(process.pid, signal.SIGPIPE)  # which changes nothing
     os.killpg(process.pid, sent)
     expect_saved(process, run_dir)
 

@@ -44,7 +44,8 @@ def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys, monkeyp
     with monkeypatch.context() as patch:
         shown = []
         patch.setattr(Console, "plan", lambda *_: shown.append("plan"))
-        patch.setattr(Applicant, "admitted", lambda *_: shown.append("counted") or nullcontext())
+        patch.setattr(Applicant, "released", lambda *_: shown.append("counted"))
+        patch.setattr(Applicant, "admitted", lambda *_: nullcontext())
         trained("els", texts, run_dir.with_name("other"), capsys, group_size_epsilon=0.5)
         assert shown == ["counted", "plan"]
     again, _ = trained("els", texts, run_dir, capsys, "--resume", group_size_epsilon=0.5)

@@ -1,0 +1,244 @@
+"""A run that goes on as something else: as an older copy of itself, or with other draws."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim import keys
+from fedsim.budget.admission import Applicant
+from fedsim.engine import environment
+from fedsim.errors import ConfigError
+from fedsim.keys import SecretKey
+from fedsim.noise import correlated, independent
+from fedsim.plan import drawn_once
+from fedsim.run import ledger
+from fedsim.run.ledger import LedgerError, OtherBits
+from fedsim.sampling import Allocation, Cyclic, Poisson
+from fedsim.training import start
+
+NUM_USERS, STEPS = 60, 8
+SETTINGS = {"epsilon": 4, "delta": 1e-3, "num_steps": STEPS, "budget": 10, "optimizer": "sgd"}
+SETTINGS |= {"learning_rate": 0.1, "engine": "local", "strategy": "scan", "checkpoint_every": 1}
+CYCLIC = {"sampling": "cyclic", "bands": 3}
+ALLOCATION = {"sampling": "allocation", "participations": 2}
+CORRELATED = {"noise": "correlated", "bands": 3}
+
+
+class Mean(fedsim.Task):
+    """Squared distances from rows of eight numbers."""
+
+    rows = np.random.default_rng(0).normal(size=(3 * NUM_USERS, 8)).astype(np.float32)
+    factor = 1.0
+
+    def init(self, key):
+        return {"w": np.zeros(8, np.float32)}
+
+    def read(self, split, rows):
+        return {"x": self.rows[rows]}
+
+    def losses(self, params, batch):
+        return 0.5 * self.factor * jnp.sum((params["w"][None] - batch["x"]) ** 2, axis=1)
+
+
+class Killed(BaseException):
+    pass
+
+
+def train(run_dir, task=None, *, resume=False, at=None, algorithm="uls", **settings):
+    """A run of this module. Args: at: called after each step."""
+    data = np.arange(3 * NUM_USERS) % NUM_USERS
+    settings = {**SETTINGS, **({"group_size": 2} if algorithm == "els" else {}), **settings}
+    return fedsim.train(
+        algorithm,
+        task=task or Mean(),
+        data=data,
+        run_dir=run_dir,
+        resume=resume,
+        callback=at and (lambda step, _: at(step)),
+        **settings,
+    )
+
+
+def stopped(run_dir, step, **settings):
+    """A run that a signal stops after a step."""
+
+    def stop(now):
+        if now == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    train(run_dir, at=stop, **settings)
+
+
+def with_other(monkeypatch, package):
+    """Say that another version of a package is installed."""
+    real = environment.versions()
+    monkeypatch.setattr(start, "versions", lambda: {**real, package: "99.0"})
+
+
+@pytest.mark.privacy
+def test_a_copy_of_a_killed_run_does_not_go_on_with_other_gradients(run_dir, monkeypatch):
+    """Steps 2 and 3 would be released again, as other gradients under the same noise."""
+
+    def kill(step):
+        if step == 2:
+            shutil.copytree(run_dir, run_dir.with_name("copy"))
+        if step == 4:
+            raise Killed
+
+    rare = {"checkpoint_every": 100}
+    with monkeypatch.context() as patch:
+        patch.setattr(Applicant, "_settle", lambda *_: None)
+        with pytest.raises(Killed):
+            train(run_dir, at=kill, **rare)
+    seen = ledger.read(run_dir)
+    run_dir.rename(run_dir.with_name("seen"))
+    shutil.copytree(run_dir.with_name("copy"), run_dir)
+    other = Mean()
+    other.factor = 1 + 2.0**-10
+    with_other(monkeypatch, "jax")
+    with pytest.raises(LedgerError, match="is an older copy of a run: .* 4 steps .* here are 2"):
+        train(run_dir, other, resume=True, **rare)
+    assert ledger.read(run_dir) == seen[:3]
+    shutil.rmtree(run_dir)
+    run_dir.with_name("seen").rename(run_dir)
+    assert train(run_dir, resume=True, **rare).finished
+    assert ledger.read(run_dir)[:5] == seen
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("uls", CYCLIC),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [("els", CYCLIC), ("uls", ALLOCATION), ("els", {})]
+        ),
+    ],
+)
+def test_turns_that_other_packages_draw_otherwise_are_refused_and_the_same_ones_are_not(
+    algorithm, settings, run_dir, monkeypatch
+):
+    """A user could take part in two steps of a cycle, or of a window."""
+    stopped(run_dir, 4, algorithm=algorithm, **settings)
+    with_other(monkeypatch, "randomgen")
+    at = keys.Streams.at
+    with monkeypatch.context() as patch:
+        patch.setattr(keys.Streams, "at", lambda self, index: at(self, index + 1))
+        with pytest.raises(ConfigError, match="^packages=other packages: randomgen 99.0, not "):
+            train(run_dir, resume=True, algorithm=algorithm, **settings)
+    assert train(run_dir, resume=True, algorithm=algorithm, **settings).finished
+
+
+@pytest.mark.privacy
+def test_every_draw_that_is_made_once_is_in_the_seal(key):
+    """One more or less, of any window, group or place of a pool."""
+    samplers = {
+        "cyclic": (Cyclic(40, 5, bands=4), 1),
+        "one by one": (Cyclic(40, 5, bands=4, balanced=False), 1),
+        "allocation": (Allocation(40, 5, window=4), 3),
+    }
+    for name, (sampler, draws) in samplers.items():
+        seen = list(sampler.drawn_once(key, 12))
+        assert len(seen) == (draws if name == "allocation" else 2)
+        taken = [set(sampler.draw(key, step)) for step in range(12)]
+        for step, units in enumerate(taken):  # a function of what is sealed, and of Poisson coins
+            if name == "allocation":
+                assert units == set(np.flatnonzero(seen[step // 4] == step % 4))
+            else:
+                order, starts = seen
+                assert units <= set(order[starts[step % 4] : starts[step % 4 + 1]])
+    assert not list(Poisson(40, 5).drawn_once(key, 12))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("doubt", [True, False])
+def test_rows_of_noise_that_would_be_others_are_refused(doubt, run_dir, monkeypatch):
+    """What later steps take back must be what was added, to the last number of the last row, also
+    where one number of thousands is drawn otherwise."""
+    stopped(run_dir, 4, **CORRELATED)
+    seals = [line["noise_row"] for line in ledger.read(run_dir)[1:]]
+    assert len(set(seals)) == 4 and all(len(bytes.fromhex(seal)) == 32 for seal in seals)
+    real, calls = correlated.gaussian, []
+
+    def another(rng, out):
+        calls.append(real(rng, out))
+        if len(calls) == 2:  # step 1
+            out[-1] *= 1 + 2.0**-20
+        return out
+
+    if doubt:
+        with_other(monkeypatch, "numpy")
+    with monkeypatch.context() as patch:
+        patch.setattr(correlated, "gaussian", another)
+        error, said = (ConfigError, "numpy 99.0, not") if doubt else (OtherBits, "went|go on")
+        with pytest.raises(error, match=f"step=1: expected the row of noise .*{said}"):
+            train(run_dir, resume=True, **CORRELATED)
+    run = train(run_dir, resume=True, **CORRELATED)
+    assert run.finished and len(ledger.read(run_dir)) == STEPS + 1
+    assert independent.gaussian is real
+
+
+@pytest.mark.privacy
+def test_the_context_of_a_run_has_whatever_draws_and_bits_depend_on(monkeypatch):
+    found = environment.versions()
+    assert {"numpy", "scipy", "randomgen", "cryptography", "jax"} <= found.keys()
+    assert found["jax_threefry_partitionable"] in ("True", "False")
+    monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX512F")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/home/someone --xla_cpu_max_isa=AVX2")
+    now = environment.versions()
+    assert now["NPY_DISABLE_CPU_FEATURES"] == "AVX512F"
+    assert now["XLA_FLAGS"] == "--xla_cpu_max_isa=AVX2"
+    assert environment.difference(found, now) == ""  # workers have variables of their own
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_its_packages_alone(run_dir, monkeypatch):
+    """It has no seal of its groups."""
+    with monkeypatch.context() as patch:
+        patch.setattr("fedsim.plan.making.drawn_once", lambda *_: "")
+        stopped(run_dir, 4, **CYCLIC)
+    with monkeypatch.context() as patch:
+        with_other(patch, "randomgen")
+        with pytest.raises(ConfigError, match="^packages=other packages: randomgen 99.0, not "):
+            train(run_dir, resume=True, **CYCLIC)
+    assert train(run_dir, resume=True, **CYCLIC).finished
+
+
+def test_the_seal_of_draws_says_nothing_without_the_key():
+    sampler = Cyclic(40, 5, bands=4)
+    methods = [type("Method", (), {"sampler": sampler, "key": SecretKey.create(n)}) for n in (1, 1)]
+    seals = {drawn_once(method, 8, method.key) for method in methods}
+    assert len(seals) == 2  # of two keys from one seed, which has the same groups
+
+
+@pytest.mark.privacy
+def test_the_name_of_every_file_is_durable(run_dir, tmp_path, monkeypatch):
+    """A power failure after a step was shown must not take away what says that it was released."""
+    durable, fsync = set(), os.fsync
+
+    def seen(descriptor):
+        fsync(descriptor)
+        place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if place.is_dir():
+            durable.update(place / name for name in os.listdir(descriptor))
+
+    monkeypatch.setattr(os, "fsync", seen)
+    place = tmp_path / "state" / "ledger"
+    shown = []
+
+    def look(step):
+        there = [*run_dir.rglob("*"), run_dir, *place.rglob("*"), place, place.parent]
+        shown.append({path for path in there if not path.name.endswith(".tmp")} - durable)
+
+    train(run_dir / "inner", at=look, budget_ledger=place, num_steps=2)
+    unnoticed = {"lock", "metrics.jsonl", "tb"}  # nothing depends on them
+    for missing in shown:
+        lost = {path for path in missing if not unnoticed & {path.name, path.parent.name}}
+        assert lost == set()
+    assert durable >= {run_dir / "inner" / "ledger.jsonl", place / "budget.jsonl", place / "steps"}
