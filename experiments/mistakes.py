@@ -472,8 +472,8 @@ CLAIMS = (
         "test_train.py"
         "::test_noise_that_costs_more_than_was_asked_for_ends_a_run_before_its_first_step",
         "training/start.py",
-        "            expect_affordable(plan, planned)\n",
-        "            pass\n",
+        "        expect_affordable(plan, planned)\n",
+        "",
     ),
     one(
         "noise as a file of the cache says",

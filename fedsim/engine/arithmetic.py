@@ -23,8 +23,8 @@ from fedsim.errors import FedsimError
 
 NUMBERS = 2**14
 LARGE = 2.0**17  # squares of its size are rounded by more than 1
-MOST_SHAPES, MOST_NUMBERS = 2, 2**18
 KNOWN_SHAPE = 4, 128
+MOST_SHAPES, NUMBERS_OF_SHAPES = 2, range(2**12, 2**18 + 1)
 LAYER = 128, 4
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
     "products": (jnp.multiply, np.multiply, 1),
@@ -81,10 +81,12 @@ def check_contributions(strategy: Strategy, params: Any) -> None:
     that zeros and rounding errors hang on how a compiler ordered the two; and large constants.
     Args:
       strategy: for units of one row.
-      params: arrays whose shapes the gradients have: the largest of them, up to MOST_NUMBERS.
+      params: arrays whose shapes the gradients have: the largest of them with NUMBERS_OF_SHAPES,
+        and a small one.
     Raises: UnfitDevice: one contributes more than C.
     """
-    shapes = {leaf.shape for leaf in jax.tree.leaves(params) if 1 < leaf.size <= MOST_NUMBERS}
+    leaves = jax.tree.leaves(params)
+    shapes = {leaf.shape for leaf in leaves if leaf.size in NUMBERS_OF_SHAPES}
     largest = sorted(shapes, key=lambda shape: (math.prod(shape), shape))[-MOST_SHAPES:]
     _check_contributions(strategy, (KNOWN_SHAPE, *largest))
 

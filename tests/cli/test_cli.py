@@ -332,7 +332,7 @@ def as_flags(values):
         (account(noise_multiplier=0), "noise_multiplier=0.0: expected"),
         (account(delta=0), "delta=0.0: expected"),
         (account(epsilon=1), "delta=1e-05: expected a delta or an epsilon, and not both"),
-        (account(group_size=0), "group_size=0: expected >= 1"),
+        (account(group_size=0), r"group_size=0: expected in \[1, 10000000\]"),
         (account(num_steps=0), "num_steps=0: expected"),
         (account(num_steps=10**8), "num_steps=100000000: expected at most 10000000$"),
         (train(num_steps=10**9), "num_steps=1000000000: expected at most 10000000$"),

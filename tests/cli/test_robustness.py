@@ -214,7 +214,7 @@ SETTINGS = {
         [*train(), "--encoding", "latin1"],
         "^--encoding: expected a flag of fedsim train; `fedsim data build` has it",
     ),
-    "a delta that nothing resolves": (train(delta=1e-17), "^delta=1e-17: expected above 1e-15"),
+    "a delta that nothing resolves": (train(delta=1e-17), r"^delta=1e-17: expected above 1\.1e-15"),
     "noise that protects nobody": (
         ["account", "uls", *flags(num_steps=10**5, sampling_prob=0.5, noise_multiplier=0.01)]
         + flags(delta=1e-6),

@@ -112,7 +112,7 @@ REFUSED += [
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings=false: expected true or false"),
     ({"model_type": "mistral", "sliding_window": -1}, "sliding_window=-1: expected a whole number"),
     ({"model_type": "mistral", "layer_types": [[]]}, "layer_types="),
-    ({"model_type": "\x1b[2J" + "x" * 999}, "^model_type=.\\[2Jx{50,60}...: expected"),
+    ({"model_type": "\x1b[2J" + "x" * 999}, r"^model_type=\\x1b\[2Jx{50,60}...: expected"),
     (
         {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4}}
         | {"rope_scaling": {"high_freq_factor": 4, "original_max_position_embeddings": 64}},

@@ -226,7 +226,7 @@ def test_a_home_that_cannot_be_written_is_said_with_the_remedy(home, capfd, monk
     (home / "file").touch()
     said = answer(TRAIN, capfd)
     assert f"{home}/file" in said
-    assert said.endswith("; set FEDSIM_CACHE_DIR to a directory that can be written to")
+    assert said.endswith("; FEDSIM_CACHE_DIR can name another place")
     denied = PermissionError(errno.EACCES, "Permission denied", str(home / "file"))
     assert "; set FEDSIM_CACHE_DIR and FEDSIM_BUDGET_LEDGER to" in _next_step(denied, None)
     monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path / "cache"))

@@ -4,6 +4,8 @@ import json
 import re
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from test_verify import command, write_texts
 
@@ -32,8 +34,11 @@ def made(tmp_path_factory):
     """(built data, a run on them): files are put back as they were by who changes one."""
     place = tmp_path_factory.mktemp("flips")
     texts = write_texts(place / "texts.parquet", num_users=60)
+    table = pq.read_table(texts)
+    turns = [int(user.as_py()[len("user") :]) for user in table["user_id"]]
+    pq.write_table(table.append_column("turn", pa.array(turns)), texts)
     built = place / "built"
-    order = ["--order-column", "user_id", "--test-from", "user55"]
+    order = ["--order-column", "turn", "--test-from", "55"]
     words = ["data", "build", str(texts), "--out", str(built), "--max-length", "24", *order]
     main([*words, "--eval-users", "0.2"])
     assert {str(path.relative_to(built)) for path in built.rglob("*") if path.is_file()} == {*BUILT}

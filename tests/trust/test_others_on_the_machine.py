@@ -191,7 +191,7 @@ def test_numbers_of_others_are_not_believed(attack, cache):
         for path in cache.glob("*.json"):
             path.write_text(json.dumps({"value": 0.01}))
 
-    asked = ("sigma", (1, 2), solve)
+    asked = ("sigma", (1, 2), solve, lambda value: 1 / value, 100.0, lambda _: None)
     assert calibration.cached(*asked) == 2.5
     poison()
     attack(cache)

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from fedsim.data.building import csv_records, json_records
 from fedsim.data.building.columns import Columns, normalise, paths, pick
 from fedsim.data.building.form import NONE, Form
+from fedsim.data.owners import SEPARATOR
 from fedsim.errors import DataError, printable
 from fedsim.files import TOO_MANY_FILES
 
@@ -152,7 +153,11 @@ def with_plain_types(batch: pa.RecordBatch) -> pa.RecordBatch:
 
     Raises: DataError: a column has fields inside, whose names are nobody's business.
     """
-    columns = {name: _plain(batch[name], name) for name in batch.schema.names}
+    names = batch.schema.names  # those that a build itself has made begin with SEPARATOR
+    columns = {
+        name: batch[name] if name.startswith(SEPARATOR) else _plain(batch[name], name)
+        for name in names
+    }
     return pa.RecordBatch.from_pydict(columns)
 
 
