@@ -19,7 +19,6 @@ def test_benchmarks_that_have_tests_of_their_own_are_there():
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("name", sorted(BENCHMARKS - ELSEWHERE))
 def test_the_quick_form_of_a_benchmark_runs(name, tmp_path):
     """As a user would start it: with the flags of the tests' own process, times mean nothing."""

@@ -137,7 +137,8 @@ def test_runs_are_listed_with_what_they_released_and_how_they_ended(tmp_path, ca
         main(["runs", str(place), "--json"])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["status"] for row in rows] == ["finished", "damaged", "running"]
-    assert rows[2]["guarantee"] and 3 < float(rows[2]["epsilon"]) <= 4
+    # What the plan costs, with the slack of noise that is not ideal, as of runs that have ended.
+    assert rows[2]["guarantee"] and 0 <= float(rows[2]["epsilon"]) - 4 < 1e-6
 
 
 def test_a_run_that_was_stopped_shows_no_loss_of_another_step(capsys, tmp_path):
