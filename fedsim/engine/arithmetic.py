@@ -134,7 +134,7 @@ def _of_layer():
 
     def losses(params, rows):
         ((x, y, z),) = rows
-        output = model.apply({"params": params}, jnp.broadcast_to(seen, (len(x), 1, inputs)))
+        output: Any = model.apply({"params": params}, jnp.broadcast_to(seen, (len(x), 1, inputs)))
         return jnp.sum(output[:, 0] * (x * y - z), axis=1)
 
     params = model.init(jax.random.key(0), seen)["params"]
