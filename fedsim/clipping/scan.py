@@ -117,14 +117,9 @@ def clipped_sum(
         added, norms, dropped = each(clipped)(found[0], real)
         total = jax.tree.map(lambda t, z: functools.reduce(jnp.add, list(z), t), total, added)
         new, update = (norms, jnp.where(real, found[1], 0), dropped), jax.lax.dynamic_update_slice
-        return (
-            total,
-            found,
-            *(
-                update(old, some, (i * side_by_side,))
-                for old, some in zip(values, new, strict=True)
-            ),
-        )
+        first = (i * side_by_side,)
+        values = (update(old, some, first) for old, some in zip(values, new, strict=True))
+        return total, found, *values
 
     unit = _UnitGradient(loss_fn, rows_per_pass, direct, buckets)
     gradient = functools.partial(unit.after, local) if local else unit

@@ -297,7 +297,11 @@ class Worker:
 
         key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, clip.in_float32, strategy)
         arguments = (total, params, *self._of_chunk(chunk, clip))
-        return self._program(key, add, *arguments, donate_argnums=0)
+        is_new = key not in self.programs
+        program = self._program(key, add, *arguments, donate_argnums=0)
+        if is_new and strategy.proven and not clip.in_float32:
+            check_stored(program)
+        return program
 
     def _of_chunk(self, chunk, clip):
         """What a chunk's program gets beside the sum and the parameters."""
@@ -307,7 +311,6 @@ class Worker:
         """The program of a chunk, looked at before it is used for the first time."""
         program = self._chunk_program(total, params, chunk, clip, strategy)
         if id(program) not in self._checked and strategy.proven and not clip.in_float32:
-            check_stored(program)
             fresh = functools.partial(no_sum, params, clip)
             arguments = (params, *self._of_chunk(chunk, clip))
             if _checked_side_by_side(program, fresh, arguments, chunk, strategy):
