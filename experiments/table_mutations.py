@@ -102,7 +102,8 @@ def python(copy: Path, *args: str, where: Path | None = None) -> subprocess.Comp
 
 def tests_say(copy: Path, tests: str) -> str:
     """The test that fails, or "-"."""
-    done = python(copy, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{tests}")
+    options = ["-x", "-q", "-m", "", "-p", "no:cacheprovider"]  # slow ones, too
+    done = python(copy, "-m", "pytest", *options, f"tests/{tests}")
     failed = re.search(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
     if done.returncode == 1 and failed:
         return failed[1].removeprefix("tests/").partition("[")[0]

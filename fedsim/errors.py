@@ -54,14 +54,14 @@ def expect_count(field: str, value: Any, least: int) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with characters that would change a terminal's state, instead of being shown,
-    escaped: names of files and what is in them may have some."""
-    shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape") for c in text)
+    """The text with escapes for what would change a terminal's state: names of files, what is in
+    them, and what a model has learnt may have such characters."""
+    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape") for c in text)
     return "".join(c if isinstance(c, str) else c.decode() for c in shown)
 
 
 def brief(value: Any, most: int = 60) -> str:
     """A value of somebody else's file as at most `most` printable characters, for an error."""
     text = value if isinstance(value, str) else reprlib.repr(value)
-    shown = printable(text[: most + 1]).replace("\n", " ")
+    shown = printable(text[: most + 1]).replace("\n", " ").replace("\t", " ")
     return shown if len(shown) <= most else shown[: most - 3] + "..."

@@ -104,6 +104,7 @@ def test_more_groups_than_a_step_can_be_drawn_from_are_refused():
         Cyclic(23, 3, 1.0, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     "cap, sigma, prob, bands, steps", [(1, 1.1, 0.01, 8, 100), (4, 2.0, 0.02, 3, 40)]
@@ -148,6 +149,8 @@ def test_calibration_and_epsilon_agree(wanted):
     assert found == pytest.approx(best, rel=1e-2)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  # noqa: F811
     algorithm = "els"
     flags = {"sampling": "cyclic", "bands": 2, "epsilon": 8}

@@ -42,6 +42,8 @@ def test_uls_by_hand_fits_on_a_screen():
     assert len((EXAMPLES / "uls_by_hand.py").read_text().splitlines()) <= 45
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_uls_by_hand_has_the_bits_of_uls(monkeypatch, capsys):
     steps = 2
     found = run(monkeypatch, "uls_by_hand.py", str(steps))

@@ -108,6 +108,8 @@ def test_the_average_is_the_weighted_mean_of_all_steps(rng):
     np.testing.assert_allclose(average, weights @ steps / weights.sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["uls", "els"])
 def test_a_run_hands_out_the_average_of_its_steps(algorithm, tmp_path):
     run_dir = tmp_path / "run"

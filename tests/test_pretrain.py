@@ -85,6 +85,8 @@ def test_it_learns_and_says_that_nobody_is_protected(undisturbed):
     assert not any("privacy/epsilon" in line for line in lines)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_what_was_pretrained_is_fine_tuned_evaluated_and_generates(
     undisturbed, texts, tmp_path, capsys
 ):
@@ -104,6 +106,8 @@ def args_of(texts, run_dir, *more):
     return ["pretrain", *shown, "--engine", "local", "--seed", "1", *more]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_terminal_shows_how_far_it_is_and_where_it_wrote(texts, run_dir, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "50")

@@ -48,6 +48,8 @@ def test_cells_without_a_guarantee_are_refused(flags, message):
         PrivacyConfig(1.0, 10, **flags)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  # noqa: F811
     flags = {"sampling": "allocation", "participations": 2}
     main([*train_command(texts, run_dir, **flags), "--json"])

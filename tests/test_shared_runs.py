@@ -198,6 +198,7 @@ def test_a_seeded_run_has_the_pool_that_its_plan_says(chat, run_dir, capsys):
     assert all(holds for holds, _ in verified(capsys, run_dir).values())
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_a_run_goes_on_with_its_pool_or_groups_or_not_at_all(

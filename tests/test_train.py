@@ -150,6 +150,8 @@ def stopped_run(texts, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_stop_signal_ends_the_step_and_saves_it(texts, undisturbed, stopped_run, run_dir):
     shutil.copytree(stopped_run, run_dir)
     args = command(texts, run_dir)
@@ -243,6 +245,8 @@ def test_a_changed_ledger_is_refused(texts, stopped_run, capsys):
     path.write_text(kept)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_key_is_in_no_file_but_its_own(texts, run_dir, capfd):
     main(command(texts, run_dir, seed=271828182845))
     secret = json.loads((run_dir / "secret.json").read_text())["secret"]
@@ -305,6 +309,8 @@ def test_a_ledger_of_another_key_is_refused(texts, stopped_run, capsys):
     assert "fedsim: error: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_summary_of_fewer_steps_does_not_outlive_a_resumption(texts, stopped_run, run_dir):
     shutil.copytree(stopped_run, run_dir)
     args = command(texts, run_dir)
@@ -332,6 +338,8 @@ def test_a_seeds_key_depends_on_neither_defaults_nor_places():
     assert len({first, *others}) == 6
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_runs_with_other_settings_share_no_noise_though_they_share_a_seed(texts, tmp_path):
     changes = {"a": {}, "b": {"learning-rate": 0.2}, "c": {"num-workers": 2}}
     for name, flags in changes.items():
@@ -375,6 +383,8 @@ def test_every_strategy_trains_alike(algorithm, texts, tmp_path):
     assert losses == pytest.approx([losses[0]] * 3, rel=0.2)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_in_half_precision_learns_the_same_and_stays_so(texts, tmp_path, capsys):
     for dtype in ("float32", "bfloat16"):
         # At 0.05, this seed's draws end 0.4 apart on processors that multiply bfloat16 themselves.
@@ -389,6 +399,8 @@ def test_a_run_in_half_precision_learns_the_same_and_stays_so(texts, tmp_path, c
     assert "compute_dtype=bfloat16: expected float32" in message
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_resumed_run_keeps_its_strategy_whatever_is_remembered(
     texts, run_dir, tmp_path, monkeypatch
 ):

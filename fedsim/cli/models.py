@@ -9,6 +9,7 @@ import tyro
 
 from fedsim.cli.reading import ReadsSources
 from fedsim.config import Personalization, PretrainConfig, RunConfig, changed_run
+from fedsim.errors import printable
 
 Flat = tyro.conf.OmitArgPrefixes
 
@@ -115,16 +116,10 @@ class Generate:
         found = generate_text(self.model, self.prompt, **options)
         if not self.json:
             text = found["prompt"] + found["text"]
-            print(harmless(text) if sys.stdout.isatty() else text)
+            print(printable(text) if sys.stdout.isatty() else text)
             if found["stopped"] == "length":
                 print(f"(the model's length is {found['max_length']} tokens)", file=sys.stderr)
         return found
-
-
-def harmless(text: str) -> str:
-    """Without what would change a terminal's state instead of being shown: a model may have learnt
-    escape sequences, and makes some by chance."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 @dataclasses.dataclass(frozen=True)

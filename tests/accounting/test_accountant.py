@@ -141,6 +141,8 @@ def test_everyone_every_step_is_the_gaussian_mechanism(group, sigma, steps, delt
     assert truth <= epsilon <= truth * (1 + 2e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-12])
 @pytest.mark.parametrize("setting", [(1.0, 1, 0.01), (1.0, 1, 1e-5), (2.0, 8, 0.3), (1.0, 8, 1e-3)])
 def test_one_step_is_the_integral(setting, delta):

@@ -152,6 +152,7 @@ def shown(run_dir):
     return {line["step"]: line[SHOWN] for line in metrics.read(run_dir) if SHOWN in line}
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_every_number_of_a_training_has_noise_and_is_counted(texts, run_dir, capsys):
     main([*arguments(texts, run_dir), "--json"])

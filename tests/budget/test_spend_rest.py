@@ -43,6 +43,7 @@ def refused(args, capsys):
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts, tmp_path, capsys):
     cell = {"sampling": "allocation", "participations": 8, "epsilon": 1.5, "checkpoint-every": 1}
@@ -69,6 +70,7 @@ def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts,
         assert known.total(DELTA).adaptive <= LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_what_fits_leaves_room_for_noise_that_is_not_ideal(texts, tmp_path, monkeypatch):
     main(arguments(texts, tmp_path / "first", epsilon=1.5))

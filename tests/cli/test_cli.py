@@ -76,6 +76,7 @@ def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run
     assert code == 0 and json.loads(out)["eval/loss"] == pytest.approx(summary["final_eval_loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     "words",

@@ -552,7 +552,7 @@ def test_a_terminal_without_the_characters_gets_them_escaped(monkeypatch):
 
 
 def test_no_control_bytes_of_a_model_reach_a_terminal(monkeypatch):
-    for terminal, text in ((True, "a\ufffd[31mb\tc\n"), (False, "a\x1b[31mb\tc\n")):
+    for terminal, text in ((True, "a\\x1b[31mb\tc\n"), (False, "a\x1b[31mb\tc\n")):
         shown = io.StringIO()
         shown.isatty = lambda terminal=terminal: terminal
         monkeypatch.setattr(sys, "stdout", shown)

@@ -70,6 +70,8 @@ def no_fallback(monkeypatch):
     monkeypatch.setattr(bookkeeping.scan, "clipped_sum", fallback)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_both_ways_to_norms_are_tested(monkeypatch):
     taken = {}
 
@@ -95,6 +97,8 @@ def test_both_ways_to_norms_are_tested(monkeypatch):
         assert ("_cross" in taken) == (name == "tied wide")
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", quick_is("tied wide"))
 @settings(deadline=None, max_examples=25)
 @given(
@@ -130,6 +134,8 @@ def test_ordinary_units_are_not_left_to_scan(name, no_fallback, rng):
     assert np.isfinite(flat(total)).all() and np.isfinite(norms).all() and not dropped.any()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_half_precision_is_scan_up_to_its_rounding_and_sums_are_float32(rng):
     batch, mask = random_batch(rng, UNITS, GROUP), np.ones((UNITS, GROUP), bool)
     params = random_params(Tied(16), rng)

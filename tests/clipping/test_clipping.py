@@ -115,6 +115,8 @@ EXTREME = [0.0, 1.0, -1.0, 1e-45, 1e-38, 1e-20, 1e20, 3e38, np.inf, -np.inf, np.
 CASES = 2500
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "clip", [Clip(1.0), Clip(0.1, True), Clip(1e-4), Clip(30.0, True)], ids=str

@@ -100,6 +100,7 @@ def search(seconds, rng):
     return tried, worst
 
 
+@pytest.mark.slow
 def test_no_gradient_contributes_more_than_c(rng):
     tried, worst = search(8, rng)
     assert tried > 300 and 0.99 < worst <= 1
@@ -170,6 +171,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model, dtype, text, normalised, local", CASES)
 def test_a_missing_unit_changes_the_sum_by_its_contribution_and_by_nothing_else(
     model, dtype, text, normalised, local, rng
@@ -241,6 +243,7 @@ def cohort(rng, units, group):
     return np.where(rng.random((units, group)) < 0.2, -1, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, group", [("direct:4", 1), ("scan:2", 3), ("ghost:4", 1)])
 def test_of_a_drawn_cohort_every_unit_can_be_taken_away(text, group, task, params, rng):
     strategy, clip = Strategy.parse(text), Clip(0.02)
@@ -275,6 +278,7 @@ def test_workers_give_the_same_whole_numbers(
     engine.close()
 
 
+@pytest.mark.slow
 def test_more_units_than_fit_into_int32_are_added_all_the_same(task, params, rng, monkeypatch):
     rows, clip = cohort(rng, 70, 1), Clip(0.02)
     expected = LocalEngine(task, num_lanes=3).clipped_sum(params, rows, clip)[0]

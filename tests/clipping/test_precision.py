@@ -52,6 +52,7 @@ def beside_the_model(operations):
 ARITHMETIC = "add|subtract|multiply|divide|sqrt|rsqrt|reduce|dot_general|convolution|scatter"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_norms_and_sums_have_no_product_of_reduced_precision(name):
     operations = lowered(Strategy(name, 4), "bfloat16" if name in FORMED else None)

@@ -41,6 +41,8 @@ def ids_of(rng, *shape):
     return jnp.asarray(rng.integers(19, size=shape))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("remat", [False, True])

@@ -47,6 +47,8 @@ SLOW += [("gpt2", "bookkeeping", False)]
 CASES = [("qwen3", "direct", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("family, name, remat", CASES)
 def test_every_strategy_gives_the_sum_of_scan_without_it(family, name, remat, batch):
     config = dataclasses.replace(FAMILIES[family], num_layers=1)

@@ -69,6 +69,8 @@ def sums(strategy, dtype, normalised, cases, norms, with_last):
     return jax.lax.map(one, (cases, norms))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "strategy, dtype, normalised",
     [

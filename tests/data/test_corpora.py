@@ -77,6 +77,8 @@ def test_pydocs_records_versions(corpus):
     assert packages == pydocs.made_of() and set(packages) == {"numpy", "scipy", "jax", "python"}
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_harvest_is_deterministic(tmp_path, monkeypatch):
     monkeypatch.setattr(pydocs, "PACKAGES", ("numpy",))
     monkeypatch.setattr(pydocs.sysconfig, "get_path", lambda name: str(tmp_path / "stdlib"))

@@ -48,6 +48,8 @@ def test_wordpiece_learns_words_and_says_so():
     assert len(ids) == 3 and tokenizer.decode(ids) == "the cat sat"
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_wordpiece_is_the_same_in_every_process():
     code = (
         "from fedsim.data.text import Tokenizer\n"

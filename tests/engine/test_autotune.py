@@ -62,6 +62,8 @@ def no_trial(monkeypatch):
     return lambda: monkeypatch.setattr(Engine, "try_strategies", fail)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_choice_is_made_once(tmp_path, no_trial):
     engine, params = local()
     strategy, why = choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path / "c")
@@ -89,6 +91,8 @@ def test_engines_with_the_same_threads_make_the_same_choice(ray_cluster, tmp_pat
     assert again == (first, "as on this machine before")
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("change", ["model", "group", "threads"])
 def test_another_model_group_or_machine_is_tried_anew(change, tmp_path, no_trial, monkeypatch):
     engine, params = local()

@@ -49,6 +49,8 @@ def join(address, timeout):
 TIMEOUTS = [300, pytest.param(30, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("timeout", TIMEOUTS)
 def test_an_unreachable_address_is_refused_at_once(timeout):
     with socket.socket() as unused:  # bound, so nobody else has it; not listening
@@ -58,6 +60,8 @@ def test_an_unreachable_address_is_refused_at_once(timeout):
     assert f"RAY_ADDRESS={address}: expected a running cluster" in said
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("timeout", TIMEOUTS)
 def test_a_server_that_is_no_cluster_is_refused(timeout):
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -100,6 +104,8 @@ def test_room_that_others_have_taken_is_an_error_after_a_while(ray_cluster, rng,
     ray.kill(neighbour)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_worker_that_cannot_see_the_data_says_so(ray_cluster, tmp_path):
     source = tmp_path / "texts.jsonl"
     rows = [{"user_id": f"u{i % 5}", "text": "some words"} for i in range(40)]
@@ -136,6 +142,7 @@ def test_a_worker_with_other_versions_is_refused(ray_cluster, rng, tmp_path, mon
     pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_workers_of_two_kinds_are_refused(ray_cluster, rng, monkeypatch):
     """Who computes a unit may depend on who else was drawn; its bits may not."""
@@ -168,6 +175,8 @@ def test_workers_have_the_same_packages_of_accelerators_also_where_the_driver_ha
     made.close()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_stop_that_all_processes_hear_ends_none_of_the_cluster(ray_cluster, rng):
     """As `timeout`, a closed terminal, systemd and Slurm send it; the driver decides."""
     if not ray_cluster._processes:

@@ -94,6 +94,8 @@ def engine(request, task):
     return request.getfixturevalue("pool")
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_sum_is_that_of_all_units_whatever_the_lanes(engine, rng, task, params):
     rows = groups(rng, 21, 3)
     total, stats = engine.clipped_sum(params, rows, CLIP)
@@ -209,6 +211,8 @@ def test_a_frozen_worker_is_replaced(ray_cluster, task, rng, params):
     pool.close()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.ray
 def test_an_answer_that_is_there_is_not_late_however_long_the_driver_was_away(pool, rng, params):
     import ray
@@ -234,6 +238,8 @@ class DeadlyTask(TokensTask):
         os._exit(1)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.ray
 def test_an_exception_in_a_workers_code_ends_the_run_with_its_cause(ray_cluster, params):
     engine = ray_pool(FailingTask(), num_workers=1)

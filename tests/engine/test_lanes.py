@@ -111,6 +111,8 @@ def test_where_nothing_is_gained_units_stay_in_order(task):
     np.testing.assert_array_equal(order, np.arange(9))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_sums_and_statistics_do_not_depend_on_lanes():
     """Statistics are in the order of the rows, whatever the order of the lanes."""
     rng = np.random.default_rng(0)

@@ -77,6 +77,8 @@ def listening():
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["ray", "spmd"])
 def test_what_listens_during_a_run_is_what_the_document_says(kind, ray_cluster, rng):
     from fedsim.engine.ray_engine import RayEngine

@@ -79,6 +79,8 @@ def same(first, second):
     return all(np.array_equal(a, b) and a.shape == b.shape for a, b in pairs)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("units", [0, 1, 3, 61])
 def test_it_agrees_with_the_lanes_added_one_by_one(engine, problem, rng, units):
     task, params = problem
@@ -229,6 +231,8 @@ def test_a_length_that_comes_for_the_first_time_has_the_patience_of_a_first_call
     assert lengths == [(16,), (16,), (8, 16), (8,)]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_an_exception_in_a_workers_code_ends_the_run_with_its_cause(ray_cluster, problem):
     task, params = problem
     engine = spmd_engine(TreeTask(task, poison=17), num_workers=1)

@@ -112,6 +112,8 @@ def lane(request, task, params):
     return rows, run(params, batch, rows >= 0)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("text", STRATEGIES)
 def test_a_lane_is_the_sum_of_its_units_in_their_order(text, lane, task, params):
     rows, (expected, norms, losses, _) = lane
@@ -194,6 +196,7 @@ def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
         assert (scan.fault, other.fault) == (None, "other norms than simpler ones find")
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("moved", ["", "sum", "norms", "losses", "nan"])
 def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(moved, monkeypatch):

@@ -56,6 +56,8 @@ def test_smoke(name, out, monkeypatch):
     assert ({".csv"} if name.startswith("table") else {".csv", ".png"}) <= suffixes
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", ["small", "paper"])
 def test_a_dry_run_says_what_would_be_run_and_runs_nothing(
@@ -90,6 +92,8 @@ def test_the_papers_data_are_asked_for_in_one_line(tmp_path, monkeypatch, capsys
     assert capsys.readouterr().err.startswith("experiments: error: data=data/stack-overflow: ")
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("scale, done", [("small", 1), ("paper", 0)])
 def test_a_dry_run_counts_the_trainings_of_its_own_scale(
     scale, done, tmp_path, monkeypatch, capsys
@@ -111,6 +115,8 @@ def test_every_experiment_and_every_figure_is_in_the_index_once():
     assert sorted(int(n) for where in numbers for n in where.split(",")) == list(range(1, 19))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_what_is_reported_are_test_losses_of_the_runs_that_were_tuned_on_others(tmp_path):
     arguments = finetuning.Arguments("smoke", tmp_path, None, dry_run=False)
     training = dataclasses.replace(finetuning.SMOKE_TRAINING, learning_rates=(1e-6, 0.1))

@@ -291,6 +291,8 @@ def test_the_regime_judges_each_claim_of_the_paper():
     assert not any(holds for what, holds in opposite.items())
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_training_that_comes_to_no_number_is_the_worst_and_decides_nothing_else():
     def loss(algorithm, epsilon, group):
         return 4.8 + 0.1 / epsilon
@@ -435,6 +437,8 @@ def test_what_is_reported_of_a_real_model_compares_trainings_that_are_alike():
     assert not any("rank 32" in what for what, *_ in alone)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
 def test_no_attack_that_noise_allows_has_a_larger_area(sigma):
     """Two normals a distance of 1 / sigma apart, if all users are in every step; and less if they

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from experiments import regime
 from experiments.regime_claims import ALL
 
@@ -41,6 +43,8 @@ def test_of_a_block_the_rows_count_that_start_from_the_model_of_most():
     assert regime.that_count([*rows, more], TODO) == [False, True, False, True]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_all_planned_cells_of_the_paper_are_there_once_each():
     norms = {str(2**n): [15.0 / 1.3**n] for n in range(5)}
     look = {"num_users": 7_014, "median_examples": 154, "norms": norms}

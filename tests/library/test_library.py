@@ -93,6 +93,8 @@ def test_the_command_gives_the_same_bits(run, files, run_dir, capsys):
     assert json.loads(capsys.readouterr().out)["params_sha256"] == run.summary["params_sha256"]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["arrow", "hf", "hf_selected", "files", "file", "pattern"])
 def test_the_same_rows_give_the_same_bits_whatever_holds_them(kind, run, posts, files, run_dir):
     hf = datasets.Dataset.from_pandas(posts)
@@ -149,6 +151,8 @@ def test_a_callback_sees_every_step(posts, run_dir):
     assert seen[-1][1]["privacy/epsilon"] == pytest.approx(8, rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_ctrl_c_ends_the_step_and_the_same_call_goes_on(run, posts, run_dir):
     def interrupt(step, metrics):
         if step == 1:

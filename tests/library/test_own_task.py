@@ -49,6 +49,8 @@ def owners(rng):
     return {"train": rng.permutation(ROWS) % 30, "eval_users": 30 + np.arange(ROWS) % 10}
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("algorithm, group", [("els", 5), ("uls", 4)])
 def test_it_learns_and_its_claim_is_verified(algorithm, group, task, owners, run_dir):
     settings = {**SETTINGS, "group_size": group, "engine": "local", "num_steps": 20}
@@ -64,6 +66,8 @@ def test_it_learns_and_its_claim_is_verified(algorithm, group, task, owners, run
         run.generate("x")
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.ray
 def test_ray_gives_the_same_bits(task, owners, tmp_path):
     def sha256(name, **how):

@@ -201,6 +201,8 @@ CASES = 40
 MANY = [pytest.param(seed, 300, marks=[pytest.mark.slow]) for seed in range(1, 4)]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("seed, cases", [(0, CASES), *MANY])
 def test_a_changed_config_is_a_line_or_a_model(seed, cases, models, tmp_path):
     outcomes = search(models, seed, cases, change_config, tmp_path)

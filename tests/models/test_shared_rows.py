@@ -62,6 +62,8 @@ def test_a_row_begins_only_where_no_other_has_room():
     assert (found["targets"] >= 0).sum(axis=1).tolist() == [12, 11, 4]  # 8+3+1, 6+5, 2+2
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("in_one_tree", [False, True])
 def test_losses_are_those_of_texts_in_rows_of_their_own(family, in_one_tree, rng):
@@ -115,6 +117,8 @@ def task_of(sizes, *, adapters, length=200):
     return LanguageModelTask(data, config, frozen=frozen), store
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("adapters", [False, True])
 def test_an_evaluation_is_that_of_texts_one_by_one(adapters, rng):
     sizes = [*rng.integers(2, 60, 80), 190, 150, 130, 129, 128]

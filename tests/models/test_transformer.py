@@ -224,6 +224,8 @@ def test_the_open_families_are_those_of_the_plain_loops(family, rng):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_one_by_one_give_the_logits_of_all_at_once(family, rng):
     config = FAMILIES[family]

@@ -20,6 +20,8 @@ def place(tmp_path_factory):
     return make_model(directory), make_texts(directory), directory
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_model_is_trained_whole_on_its_own_tokens(place):
     model, texts, directory = place
     found = command("train", "els", run_dir=directory / "run", model=model, data=texts)

@@ -85,6 +85,8 @@ def audited(
     return lower_bound.audit(plant.gradient_scores(), included, DELTA, 0.95)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("epsilon", [1.0, 4.0])
 def test_the_bound_is_below_the_claim(epsilon):
     bounds = [audited(epsilon, trial).epsilon for trial in range(3)]
@@ -177,6 +179,8 @@ def run(args, capsys):
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_training_command_is_audited(texts, run_dir, capsys):
     flags = {"group-size": 2, "epsilon": 2}
     code, found = run(arguments(texts, run_dir, "els", **flags), capsys)
@@ -204,6 +208,8 @@ def test_a_training_command_is_audited(texts, run_dir, capsys):
     assert "an audit's run" in capsys.readouterr().err and not (run_dir / "report.html").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_training_without_noise_is_seen_through(texts, run_dir, capsys):
     flags = {
         "epsilon": "inf",
@@ -228,6 +234,8 @@ def test_text_canaries_are_recognised_in_a_pretrained_model_with_adapters(
     assert found["gradient"] is None and found["text"]["auc"] > 0.9
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_refuted_claim_is_an_exit_code(texts, run_dir, capsys, monkeypatch):
     monkeypatch.setattr(ULS, "event", weaker(ULS.event))
     flags = {"epsilon": 0.05, "gradient-canaries": 150, "text-canaries": 0, "attacked-users": 0}
@@ -250,6 +258,8 @@ def test_a_claim_that_could_not_be_refuted_is_not_said_to_hold(texts, run_dir, c
     assert f"takes at least {found['canaries_needed']} canaries" in page
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_an_audit_takes_the_local_steps_that_are_asked_for(texts, run_dir, capsys, monkeypatch):
     tasks, create = [], engine.create
 

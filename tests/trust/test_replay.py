@@ -164,6 +164,7 @@ def test_a_run_that_was_stopped_before_it_caught_up_keeps_its_promises(
         assert code == 1 and name in checks["summary"][1], checks
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_what_was_released_is_replayed_where_bits_would_be_others(
     texts, run_dir, tmp_path, monkeypatch, capsys
@@ -215,6 +216,8 @@ def test_what_was_not_kept_is_left_out_and_paid_for(texts, run_dir, monkeypatch,
     assert len(ledger.read(run_dir)) == 1 + 6
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_without_noise_no_step_is_left_out(texts, run_dir, monkeypatch, capsys):
     """There is nothing to protect: a step that is run again is taken with the bits it has now."""
     crashed(run_dir, texts, epsilon="inf")

@@ -77,6 +77,8 @@ def verify(capsys, run_dir, *args):
     return code, {each["promise"]: (each["holds"], each["found"]) for each in found["checks"]}
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_a_run_keeps_its_promises_and_gives_the_same_bits_again(algorithm, trained, capsys):
     before = {p: p.read_bytes() for p in trained[algorithm].rglob("*") if p.is_file()}

@@ -30,6 +30,8 @@ def fitted(files, capsys, monkeypatch, memory, **flags):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_model_is_trained_the_simplest_way_for_which_there_is_room(files, capsys, monkeypatch):
     found = fitted(files, capsys, monkeypatch, "4.8MB")
     own, layers, twice, adapters = found["fits"]

@@ -49,6 +49,7 @@ def priced(settings, out, how):
     return price(jobs, load_data(jobs[0].run.data, None, print), how)
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, tmp_path):
     out = tmp_path / "out"

@@ -25,6 +25,7 @@ def trained(algorithm, texts, run_dir, capsys, *more, **flags):  # noqa: F811
     return json.loads(out), err
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys, monkeypatch):  # noqa: F811
     summary, err = trained("els", texts, run_dir, capsys, group_size_epsilon=0.5)
@@ -76,6 +77,7 @@ def test_a_clip_norm_that_moves_costs_nothing_more(algorithm, clipping, texts, r
     assert summary["final_clip_norm"] not in norms  # of the step after the last
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("quantile", [None, 0.5])
 @pytest.mark.parametrize("algorithm", ["els", "uls"])

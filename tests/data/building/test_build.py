@@ -692,6 +692,8 @@ def test_a_build_is_of_one_version_of_what_it_depends_on(tmp_path, monkeypatch, 
     assert "going on with the build that was interrupted" not in lines
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypatch):
     """SIGKILL in the middle of tokenising, in a process with workers; 8 bundles of a part each."""
     for number in range(8):

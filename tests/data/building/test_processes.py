@@ -77,6 +77,8 @@ print(build(Path("texts.csv"), Path("built"), num_workers=2).train.num_users)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("given", ["-", "script.py"])
 def test_a_script_needs_no_guard(given, tmp_path):
     """Workers do not run the program again: it may do its work where it is imported."""
