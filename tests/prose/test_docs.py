@@ -28,7 +28,7 @@ from fedsim.cli import main as cli
 from fedsim.cli.arguments import parse
 from fedsim.config import PrivacyConfig, RunConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *(page for page in DOCS if "_build" not in page.parts)]
 LINKED = [*PAGES, *map(ROOT.joinpath, ("SECURITY.md", "CHANGELOG.md"))]
