@@ -195,8 +195,8 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         if stored.private and (run_dir / RECEIPT).exists() and not book.exists():
             raise FileDamaged(f"{book}: expected what was released: {RECEIPT} says it was begun")
         for name, value in stored.removed.items():
-            why = f"this version reads {run_dir}, but cannot go on with it"
-            raise ConfigError(f"{name}={value}: expected a run without this setting: {why}")
+            expected = "a run without it: one of an earlier version can be read, but not resumed"
+            expect(name, value, False, expected)
         return stored
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")

@@ -111,8 +111,8 @@ def test_a_directory_without_a_run_cannot_be_loaded(run_dir):
     "engine, trust, message",
     [
         ("ray", False, None),
-        ("spmd", False, "^engine=spmd: expected a run without this setting"),
-        ("spmd", True, "^trust_workers_with_noise=True: expected a run without this setting"),
+        ("spmd", False, "^engine=spmd: expected a run without it"),
+        ("spmd", True, "^trust_workers_with_noise=True: expected a run without it"),
     ],
 )
 def test_a_run_with_settings_that_are_no_more_is_read_and_does_not_go_on(
