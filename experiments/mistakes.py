@@ -92,7 +92,7 @@ NOISE_AND_SENSITIVITY = (
     one(
         "the same noise for all layers",
         "test_mechanism.py::test_the_noise_of_leaves_and_steps_is_independent",
-        *("noise/independent.py", "step, array, first + number)", "step, 0, first + number)"),
+        *("noise/independent.py", "step, first + leaf, number)", "step, 0, number)"),
     ),
     both(
         "the same noise in every step",
@@ -110,8 +110,8 @@ NOISE_AND_SENSITIVITY = (
         "noise and draws from one random stream",
         "test_keys.py::test_noise_and_sampling_are_independent_streams",
         "noise/independent.py",
-        'key.generator("noise", step, array, first + number)',
-        'key.generator("units", step, *((array, number) if array or number else ()))',
+        'key.generator("noise", step, first + leaf, number)',
+        'key.generator("units", step, *((first + leaf, number) if first + leaf or number else ()))',
     ),
     one(
         "sensitivity C after scaling to norm 1",

@@ -10,7 +10,6 @@ secret: whoever has it can subtract the noise. It is in no log, ledger or report
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +77,6 @@ class SecretKey:
         """2^64 generators for one purpose and index, for draws of many users."""
         return Streams(self._derive(purpose, index))
 
-    def given(self, purpose: str, indices: Iterable[tuple[int, ...]]) -> "GivenStreams":
-        """The keys of some streams of one purpose, to be handed out."""
-        return GivenStreams({(purpose, *i): self._derive(purpose, i) for i in indices})
-
     def jax_key(self, purpose: str, *index: int) -> jax.Array:
         """A JAX key (Threefry, 64 bits) for one purpose and index."""
         words = np.frombuffer(self._derive(purpose, index)[:8], np.uint32)
@@ -112,21 +107,6 @@ class SecretKey:
         except (KeyError, TypeError, ValueError):
             pass  # nothing of it may be shown
         raise FileDamaged(f"{directory / FILE}: expected the key of a run")
-
-
-class GivenStreams:
-    """Keys of a few streams. They may leave the process; no other key follows from them."""
-
-    def __init__(self, keys: dict[tuple, bytes]):
-        """Args: keys: 128 bits for each (purpose, *index)."""
-        self._keys = keys
-
-    def __repr__(self) -> str:
-        return "GivenStreams(hidden)"
-
-    def generator(self, purpose: str, *index: int) -> np.random.Generator:
-        """What `SecretKey.generator` returns. Raises: KeyError: the stream is not among these."""
-        return Streams(self._keys[purpose, *index]).at(0)
 
 
 class Streams:

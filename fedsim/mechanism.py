@@ -13,7 +13,7 @@ from fedsim.clipping import Clip
 from fedsim.clipping.clip import lattice_bits
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise import AddNoise, HeldSum, add_gaussian, in_blocks, release_shift
+from fedsim.noise import AddNoise, add_gaussian, in_blocks, release_shift
 from fedsim.placement import any_cut, beside
 
 
@@ -62,8 +62,7 @@ def noisy_mean(
       rounded to a lattice that is public, up to `noise.slack`. Every step has noise of its own,
       the same one whenever it is run; so has every number of grad_sum.
     Args:
-      grad_sum: whole numbers in units of `clip.unit`, or float32 with `clip.in_float32`; or a
-        `HeldSum` of whole numbers, to which workers add the noise.
+      grad_sum: whole numbers in units of `clip.unit`, or float32 with `clip.in_float32`.
       noise_multiplier: sigma; 0 with `clip.in_float32`.
       count: B or M, the *expected* number of units; it must not depend on the draw.
       add_noise: what takes the place of independent noise; what its steps guarantee together is
@@ -76,15 +75,11 @@ def noisy_mean(
     if clip.in_float32:
         expect("noise_multiplier", noise_multiplier, not noise_multiplier, "0 for float32 sums")
         return NoisyMean(grad_sum, 1 / count)
-    held = grad_sum if isinstance(grad_sum, HeldSum) else None
-    leaves, treedef = jax.tree.flatten(held.like if held else grad_sum)
+    leaves, treedef = jax.tree.flatten(grad_sum)
     dimensions = sum(np.size(leaf) for leaf in leaves)
     stddev = noise_multiplier * 2.0 ** lattice_bits(dimensions)  # in units of clip.unit
     own = {"stddev": stddev, "key": key, "step": step}
-    if held is not None:
-        expect("noise", add_noise, add_noise is add_gaussian, "independent, where workers add it")
-        noisy = held.noisy(**own)
-    elif add_noise is add_gaussian and any_cut(grad_sum):  # of which no two have to be here at once
+    if add_noise is add_gaussian and any_cut(grad_sum):  # of which no two have to be here at once
         noisy = [_taken(leaf, number, own) for number, leaf in enumerate(leaves)]
     else:
         noisy = add_noise([np.ravel(leaf) for leaf in leaves], **own)
@@ -95,7 +90,7 @@ def noisy_mean(
 
 def _taken(leaf: Any, number: int, own: dict[str, Any]) -> np.ndarray:
     """An array of the sum with its noise. The sum itself is let go of: nobody needs it any more."""
-    noisy = add_gaussian([np.ravel(leaf)], places=[(number, 0)], **own)[0]
+    noisy = add_gaussian([np.ravel(leaf)], first=number, **own)[0]
     if isinstance(leaf, jax.Array):
         leaf.delete()
     return noisy

@@ -45,9 +45,16 @@ def refusal(args, capsys):
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(texts, run_dir, capsys):
+def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
+    texts, run_dir, capsys, monkeypatch
+):
+    computing, set_threads = [], environment.set_threads
+    monkeypatch.setattr(
+        environment, "set_threads", lambda config: computing.append(config) or set_threads(config)
+    )
     args = command(texts, run_dir, engine="ray")  # of which it needs no worker
     main([*args, "--dry-run", "--json"])
+    assert [config.kind for config in computing] == ["local"]
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert not run_dir.exists()
@@ -183,26 +190,6 @@ def test_a_dry_run_has_the_workers_and_devices_of_the_engine(monkeypatch):
 def test_a_dry_run_of_what_does_not_fit_says_so():
     with pytest.raises(ConfigError, match="expected one that fits here: needs 9 MiB"):
         estimate(kind="local", fault="needs 9 MiB, and 1 are free")
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ({"engine": "spmd"}, ""),
-        ({"engine": "ray"}, "trust_workers_with_noise=True: expected False, or --engine spmd"),
-    ],
-)
-def test_a_dry_run_is_refused_what_the_run_would_be(
-    flags, says, texts, run_dir, capsys, monkeypatch
-):
-    computing = []
-    monkeypatch.setattr(environment, "set_threads", computing.append)
-    args = [*command(texts, run_dir, **flags), "--trust-workers-with-noise", "--dry-run"]
-    if says:
-        assert says in refusal(args, capsys)
-    else:
-        main(args)
-    assert [config.kind for config in computing] == ["local"]
 
 
 def test_a_dry_run_layer_by_layer_says_what_a_device_needs(texts, run_dir, capsys):

@@ -91,7 +91,7 @@ class Evaluate:
     budget_ledger: Path | None = None
     """Private: directory of the ledger of the data. Default: that of the run."""
 
-    engine: Literal["ray", "local", "spmd"] = "local"
+    engine: Literal["ray", "local"] = "local"
     """Where to compute; see train. With --epsilon: in this process."""
 
     num_workers: int | None = None

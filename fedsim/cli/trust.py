@@ -177,7 +177,7 @@ class Verify:
     whole: bool = False
     """Compute all steps again, from the first on. This takes as long as the training."""
 
-    engine: Literal["ray", "local", "spmd"] | None = None
+    engine: Literal["ray", "local"] | None = None
     """Where --replay and --whole compute; see train. Default: as the run was started."""
 
     json: bool = False

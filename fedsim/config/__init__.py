@@ -21,7 +21,6 @@ from fedsim.config.others import AuditConfig, Personalization, PretrainConfig
 from fedsim.config.privacy import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.config.run import (
     OPERATIONAL,
-    SAME_BITS,
     DataConfig,
     EngineConfig,
     ModelConfig,
@@ -42,7 +41,6 @@ __all__ = [
     "ADD_OR_REMOVE",
     "ZERO_OUT",
     "RunConfig",
-    "SAME_BITS",
     "as_dict",
     "changed",
     "changed_run",

@@ -22,8 +22,6 @@ OPERATIONAL = frozenset(
     {"data", "run_dir", "engine", "mesh", "num_workers", "num_lanes", "wait_for_workers"}
     | {"checkpoint_every", "log_every", "resume", "budget_ledger", "limit_epsilon", "spend_rest"}
 )
-SAME_BITS = OPERATIONAL | {"trust_workers_with_noise"}
-"""Settings of which a seed's key is no function."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +100,8 @@ class ModelConfig:
 class EngineConfig:
     """The processes that compute."""
 
-    kind: Annotated[Literal["ray", "local", "spmd"], flag(name="engine")] = "ray"
-    """ray: processes on the cluster of RAY_ADDRESS or a private one. local: this process. spmd:
-    like ray, the processes joined by jax.distributed, for large models on many nodes."""
+    kind: Annotated[Literal["ray", "local"], flag(name="engine")] = "ray"
+    """ray: processes on the cluster of RAY_ADDRESS or a private one. local: this process."""
 
     num_workers: int | None = None
     """Worker processes. Default: one per accelerator, or one per CPU (per threads_per_worker)."""
@@ -121,8 +118,8 @@ class EngineConfig:
 
     mesh: str | None = None
     """How the devices of each worker, or of this process, share a model that one cannot hold:
-    fsdp:4, data:2,fsdp:4, or fsdp:4,tensor:2, in 4 x 2 parts. With engine=ray or local and strategy
-    layers or twice. No part of the result's bits."""
+    fsdp:4, data:2,fsdp:4, or fsdp:4,tensor:2, in 4 x 2 parts. With strategy layers or twice. No
+    part of the result's bits."""
 
     strategy: str = "auto"
     """How clipped sums are computed: scan, direct, ghost, bookkeeping or vmap, each with :ROWS at a
@@ -134,11 +131,6 @@ class EngineConfig:
     """What workers compute on. auto: the accelerators that the cluster has when workers first find
     room; where nodes are waited for, say which."""
 
-    trust_workers_with_noise: bool = False
-    """With engine=spmd: workers keep the sum and add the noise, each its share, for which they are
-    given the keys of that step's noise. Whoever reads a worker's memory can then take the noise
-    away. No part of the result's bits."""
-
     wait_for_workers: float = 0.0
     """Seconds to wait for nodes, which an autoscaler is asked for, until num_workers find room."""
 
@@ -148,9 +140,6 @@ class EngineConfig:
         expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
         shape, given = self.mesh_shape, self.devices_per_worker
         if shape is not None:
-            known = self.kind in ("ray", "local")
-            expected = "ray or local, with a mesh or strategy layers or twice"
-            expect("engine", self.kind, known, expected)
             whole = self.strategy in LAYERED
             expect("strategy", self.strategy, whole, f"{' or '.join(LAYERED)}, with a mesh")
             number = given is None or given == shape.devices

@@ -1,6 +1,5 @@
 """Engines: where gradients are computed. Ray is imported below this package alone."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,17 +36,12 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
         from fedsim.engine.local_engine import LocalEngine
 
         return LocalEngine(task, num_lanes=config.num_lanes, mesh=mesh)
-    if config.kind == "spmd":
-        from fedsim.engine.spmd_engine import SpmdEngine
+    from fedsim.engine.ray_engine import RayEngine
 
-        create_engine = functools.partial(SpmdEngine, trusted=config.trust_workers_with_noise)
-    else:
-        from fedsim.engine.ray_engine import RayEngine
-
-        create_engine = functools.partial(RayEngine, mesh=mesh)
-    return create_engine(
+    return RayEngine(
         task,
         num_lanes=config.num_lanes,
+        mesh=mesh,
         num_workers=config.num_workers,
         threads=config.threads_per_worker,
         devices=mesh.devices if mesh else config.devices_per_worker,
@@ -79,18 +73,10 @@ def reduction(config: EngineConfig, *, exact: bool) -> str:
     the same bits.
 
     Args: exact: whether sums are of whole numbers, as with noise; then nothing matters.
-    Raises: ConfigError: with spmd and floating-point sums, the number of workers is part of it and
-      has to be given; layers and twice add up whole numbers alone; and there is no noise to trust
-      workers with.
+    Raises: ConfigError: layers and twice add up whole numbers alone.
     """
     if exact:
         return "whole numbers"
     cut, why = config.mesh_shape, "another one without noise (epsilon=inf): it adds whole numbers"
     expect("strategy", config.strategy, cut is None, why)
-    trust = config.trust_workers_with_noise
-    expect("trust_workers_with_noise", trust, not trust, "False where there is no noise")
-    if config.kind != "spmd":
-        return f"{config.num_lanes} lanes in order"
-    given, why = config.num_workers is not None, "bits depend on it with engine=spmd"
-    expect("num_workers", config.num_workers, given, f"a number: without noise {why}")
-    return f"psum over {config.num_workers} workers"
+    return f"{config.num_lanes} lanes in order"

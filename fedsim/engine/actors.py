@@ -1,8 +1,4 @@
-"""Workers as Ray actors: where they come from, and what their failures mean.
-
-What `ray_engine` and `spmd_engine` share. Both retry; neither lets Ray do it
-(`resources.actor_options`).
-"""
+"""Workers as Ray actors: where they come from, and what their failures mean."""
 
 import os
 import re
@@ -57,13 +53,12 @@ class Actors:
         self._kind: str | None = None  # of the host of the first worker that has answered
         self.fixed = num_workers is not None
 
-    def create(self, worker_class: type, *arguments: Any, **options: Any) -> Any:
+    def create(self, worker_class: type, *arguments: Any) -> Any:
         """A new actor, on its way up; it has no task yet.
 
         Args: arguments: of its constructor, beside the directory of compiled programs.
         """
-        chosen = {**actor_options(self.placement), **options}
-        actor = ray.remote(worker_class).options(**chosen)
+        actor = ray.remote(worker_class).options(**actor_options(self.placement))
         return actor.remote(*arguments, cache_dir=self._cache_dir)
 
     def wanted(self) -> int:

@@ -29,8 +29,8 @@ from fedsim.config import MeshShape
 from fedsim.engine.actors import MAX_LOSSES, PULL_S, START_S, Actors, Shared, cause, failure
 from fedsim.engine.engine import Engine, EngineError, ignore
 from fedsim.engine.health import Health, Patience, State
-from fedsim.engine.mesh import MeshWorker
 from fedsim.engine.monitor import Monitor
+from fedsim.engine.multi_device import MultiDeviceWorker
 from fedsim.engine.resources import store_bytes
 from fedsim.engine.sharded import RemoteShardedWorker, layers_of
 from fedsim.engine.task import Task
@@ -330,8 +330,8 @@ class RayEngine(Engine):
         if self._mesh is not None:
             self._workers[worker] = self._actors.create(RemoteShardedWorker, None, self._mesh)
         else:
-            several = self._actors.placement.devices > 1
-            self._workers[worker] = self._actors.create(MeshWorker if several else Worker)
+            kind = MultiDeviceWorker if self._actors.placement.devices > 1 else Worker
+            self._workers[worker] = self._actors.create(kind)
         self._health.join(worker, time.monotonic())
         self._probe_at[worker] = 0.0
 

@@ -1,7 +1,6 @@
 """The noise of a step, as Gaussian numbers on a lattice.
 
 independent    of every step for itself, and how far it is from the ideal
-held           the same, added by workers that are trusted with it
 correlated     each step takes back part of the noise of the steps before
 toeplitz       how much of it, and what that does to sums of steps
 bands          of how many steps
@@ -14,7 +13,6 @@ import numpy as np
 
 from fedsim.keys import SecretKey
 from fedsim.noise.correlated import Correlated
-from fedsim.noise.held import HeldSum, Share
 from fedsim.noise.independent import (
     CELL_ERRORS,
     add_gaussian,
@@ -30,8 +28,6 @@ __all__ = [
     "CELL_ERRORS",
     "AddNoise",
     "Correlated",
-    "HeldSum",
-    "Share",
     "add_gaussian",
     "gaussian",
     "in_blocks",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedsim.keys import GivenStreams, SecretKey
+from fedsim.keys import SecretKey
 
 if TYPE_CHECKING:
     from fedsim.accounting.noise_slack import Errors, Slack
@@ -48,9 +48,9 @@ def add_gaussian(
     sums: Sequence[np.ndarray],
     *,
     stddev: float,
-    key: SecretKey | GivenStreams,
+    key: SecretKey,
     step: int,
-    places: Sequence[tuple[int, int]] | None = None,
+    first: int = 0,
 ) -> list[np.ndarray]:
     """round((sum + N(0, stddev^2 I)) / 2^release_shift(stddev)) for every array.
 
@@ -61,8 +61,7 @@ def add_gaussian(
     Args:
       sums: whole numbers [n] each.
       stddev: in units of the sums.
-      places: of each array, if these are not all of the step: which one it is or is a part of, and
-        with which block it begins.
+      first: the place of the first array among all of the step's.
     """
     if not stddev:
         return [leaf.astype(np.int64) for leaf in sums]
@@ -72,8 +71,7 @@ def add_gaussian(
     own = threading.local()  # of each thread: fresh memory takes half as long as drawing
 
     def fill(leaf: int, number: int, part: slice) -> None:
-        array, first = (leaf, 0) if places is None else places[leaf]
-        rng = key.generator("noise", step, array, first + number)
+        rng = key.generator("noise", step, first + leaf, number)
         total, out = sums[leaf][part], released[leaf][part]
         if not hasattr(own, "room"):
             own.room = np.empty(BLOCK)

@@ -50,6 +50,8 @@ CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "
 TOKENIZER, MODEL = "tokenizer.json", "model"
 ANOTHER_KEY = "another key than the ledger was begun with"
 PRETRAIN = "pretrain"
+REMOVED = {"trust_workers_with_noise": False}
+"""Settings that only earlier versions had, each with the value that changes nothing."""
 
 
 class Busy(ConfigError):
@@ -92,6 +94,8 @@ class StoredRun:
     """sha256 of each file in model/."""
     tokenizer: str = ""
     """sha256 of tokenizer.json; empty: there is none, or an earlier version kept no digest."""
+    removed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of an earlier version that this one cannot train with."""
 
     @property
     def privacy(self) -> PrivacyConfig:
@@ -134,10 +138,20 @@ class StoredRun:
             epsilon = float(record["privacy"]["epsilon"])
             settings = PrivacyConfig(**{**record["privacy"], "epsilon": epsilon})
             plan = Plan.from_dict(record["plan"])
-        run = run_config(**{**record["run"], "run_dir": run_dir})
+        known, removed = _without_removed(record["run"])
+        run = run_config(**{**known, "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
-        return cls(identity, settings, run, plan=plan, **rest)
+        return cls(identity, settings, run, plan=plan, removed=removed, **rest)
+
+
+def _without_removed(run: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the settings of a run that this version has, those that it has no more)."""
+    removed = {n: run[n] for n, unused in REMOVED.items() if run.get(n, unused) != unused}
+    known = {name: value for name, value in run.items() if name not in REMOVED}
+    if known.get("engine") == "spmd":
+        removed["engine"] = known.pop("engine")
+    return known, removed
 
 
 def load(run_dir: Path) -> StoredRun:
@@ -166,8 +180,9 @@ def load(run_dir: Path) -> StoredRun:
 def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     """The run that `run_dir` holds, or None if a run may start there.
 
-    Raises: ConfigError: it holds a run and `resume` is false, or something that is no run, or
-      nothing can be written there, or somebody else could have. FileDamaged: its ledger is gone.
+    Raises: ConfigError: it holds a run and `resume` is false, or one of an earlier version with
+      settings that are no more, or something that is no run, or nothing can be written there, or
+      somebody else could have. FileDamaged: its ledger is gone.
     """
     path = run_dir / CONFIG
     if path.exists() and not resume:
@@ -179,6 +194,9 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         stored, book = load(run_dir), run_dir / ledger.FILE
         if stored.private and (run_dir / RECEIPT).exists() and not book.exists():
             raise FileDamaged(f"{book}: expected what was released: {RECEIPT} says it was begun")
+        for name, value in stored.removed.items():
+            expected = "a run without it: one of an earlier version can be read, but not resumed"
+            expect(name, value, False, expected)
         return stored
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")

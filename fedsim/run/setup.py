@@ -15,7 +15,7 @@ import numpy as np
 
 from fedsim import engine
 from fedsim.config import (
-    SAME_BITS,
+    OPERATIONAL,
     PretrainConfig,
     PrivacyConfig,
     RunConfig,
@@ -189,7 +189,7 @@ def key_context(
     """
     if isinstance(settings, PretrainConfig):  # the order of examples, which hides nothing
         return directory.PRETRAIN
-    own = {n: v for n, v in as_dict(run).items() if n not in SAME_BITS | {"seed"}}
+    own = {n: v for n, v in as_dict(run).items() if n not in OPERATIONAL | {"seed"}}
     if model is not None:
         del own["model"]
     changes = [changed(PrivacyConfig, as_dict(settings)), changed(RunConfig, own)]

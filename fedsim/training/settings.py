@@ -37,8 +37,6 @@ def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> lis
     facts = [] if fresh_model else [f"what model={run.model.source} was trained on"]
     if own_task:
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")
-    if run.engine.trust_workers_with_noise:
-        facts.append("what workers hold: they add the noise, and whoever reads it can take it away")
     timed = "the strategy of the clipped sum (timed on units of a draw)"
     return [*facts, timed] if run.engine.strategy == AUTO else facts
 
@@ -63,16 +61,6 @@ def unproven_strategy(config: EngineConfig) -> str | None:
     """The strategy that was asked for, if its contributions are not proven to be at most C."""
     named = None if config.strategy == AUTO else Strategy.parse(config.strategy)
     return None if named is None or named.proven else str(named)
-
-
-def expect_trust(config: EngineConfig, plan: Plan, *, audited: bool, goes_on: bool) -> None:
-    """Raises ConfigError: workers are to add the noise, and cannot. A run that goes on may do so
-    with another engine: then the driver adds it."""
-    name, trust = "trust_workers_with_noise", config.trust_workers_with_noise
-    if trust:
-        expect(name, trust, config.kind == "spmd" or goes_on, "False, or --engine spmd")
-        expect(name, trust, plan.strategy is None, "False, or --noise independent")
-        expect(name, trust, not audited, "False in an audit, which hears the sums")
 
 
 def expect_local_steps(run: RunConfig, group_size: int | None) -> None:

@@ -42,7 +42,6 @@ from fedsim.training.settings import (
     FITTED,
     as_started,
     expect_local_steps,
-    expect_trust,
     outside,
     settled_by,
     strategy_for,
@@ -121,8 +120,6 @@ def train(
                 doubtful.append(NOTHING_PROMISED.format(applicant.place))
         for doubt in doubtful:
             console.note(f"warning: {doubt}")
-        asked_for = rehearsed or run.engine
-        expect_trust(asked_for, plan, audited=plant is not None, goes_on=goes_on)
         planned = planned_phases(plan, method)
         expect_affordable(plan, planned)
         entry = applicant.entry(opened.key.seal("ledger"), planned, plan.slack, plan.label)

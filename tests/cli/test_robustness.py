@@ -166,10 +166,7 @@ SETTINGS = {
     "share of epsilon": (train(group_size_epsilon=5), "group_size_epsilon=5.0: expected > 0"),
     "share of epsilon, uls": (train(group_size_epsilon=1), "group_size_epsilon=1.0: expected no"),
     "chosen on data": (train(chosen_on_data="luck"), "chosen_on_data=luck: expected names"),
-    "spmd without workers": (
-        train(engine="spmd", epsilon="inf"),
-        "num_workers=None: expected a number",
-    ),
+    "engine of earlier versions": (train(engine="spmd"), "spmd"),
     "length of built data": (train(max_length=16), "max_length=16: expected nothing"),
     "seed in words": (train(seed="lucky"), "seed=lucky: expected a whole number"),
     "no such flag": ([*train(), "--epsilom", "1"], "epsilom"),

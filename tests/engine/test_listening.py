@@ -79,10 +79,8 @@ def listening():
 
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", ["ray", "spmd"])
-def test_what_listens_during_a_run_is_what_the_document_says(kind, ray_cluster, rng):
+def test_what_listens_during_a_run_is_what_the_document_says(ray_cluster, rng):
     from fedsim.engine.ray_engine import RayEngine
-    from fedsim.engine.spmd_engine import SpmdEngine
 
     if not ray_cluster._processes:
         pytest.skip("a cluster that was there before")
@@ -91,8 +89,7 @@ def test_what_listens_during_a_run_is_what_the_document_says(kind, ray_cluster, 
         assert ("driver", "0.0.0.0") in listening()
     before = {name for name, address in listening() if address == "0.0.0.0"}
     assert not before, "something of this process listens on all interfaces already"
-    engine = {"ray": RayEngine, "spmd": SpmdEngine}[kind]
-    workers = engine(task, num_lanes=4, num_workers=2, threads=1)
+    workers = RayEngine(task, num_lanes=4, num_workers=2, threads=1)
     workers.ready()
     workers.clipped_sum(np.zeros(6, np.float32), np.arange(8)[:, None], Clip(1.0))
     expected, until = set(table().items()), time.monotonic() + WAIT_S

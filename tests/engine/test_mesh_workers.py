@@ -66,7 +66,6 @@ def test_a_second_step_compiles_nothing(problem):
     [
         ({"mesh": "fsdp:4,model:2"}, "mesh=fsdp:4,model:2: expected data:N, fsdp:N and tensor:N"),
         ({"mesh": "fsdp"}, "mesh=fsdp: expected data:N, fsdp:N and tensor:N"),
-        ({"kind": "spmd"}, "engine=spmd: expected ray or local, with a mesh"),
         ({"strategy": "auto"}, "strategy=auto: expected layers or twice"),
         ({"devices_per_worker": 4}, "devices_per_worker=4: expected 2, those of mesh=data:1,fsdp"),
     ],

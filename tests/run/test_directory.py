@@ -107,6 +107,29 @@ def test_a_directory_without_a_run_cannot_be_loaded(run_dir):
         directory.load(run_dir)
 
 
+@pytest.mark.parametrize(
+    "engine, trust, message",
+    [
+        ("ray", False, None),
+        ("spmd", False, "^engine=spmd: expected a run without it"),
+        ("spmd", True, "^trust_workers_with_noise=True: expected a run without it"),
+    ],
+)
+def test_a_run_with_settings_that_are_no_more_is_read_and_does_not_go_on(
+    engine, trust, message, run_dir, key
+):
+    start(run_dir, key)
+    config = json.loads((run_dir / "config.json").read_text())
+    config["run"] |= {"engine": engine, "trust_workers_with_noise": trust}
+    (run_dir / "config.json").write_text(json.dumps(config))
+    assert directory.load(run_dir).run == stored(run_dir).run
+    if message is None:
+        assert directory.find(run_dir, resume=True) == stored(run_dir)
+        return
+    with pytest.raises(ConfigError, match=message):
+        directory.find(run_dir, resume=True)
+
+
 def test_the_same_settings_are_accepted(run_dir):
     directory.expect_same(stored(run_dir), stored(run_dir, plan=None))
 
