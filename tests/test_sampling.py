@@ -1,5 +1,8 @@
 """Each guarantee of a sampler has one check."""
 
+from fractions import Fraction
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from problems import users_of_sizes
@@ -8,7 +11,7 @@ from scipy import stats
 from fedsim.accounting import StepEvent
 from fedsim.keys import SecretKey
 from fedsim.sampling import PADDING, Poisson, Shuffle, draw_groups, limit_contributions, places
-from fedsim.sampling.poisson import binomial
+from fedsim.sampling.poisson import UNIFORM, _cumulative, binomial
 
 STEPS = 4000
 
@@ -37,13 +40,32 @@ def test_the_size_of_a_draw_is_binomial(draws):
 
 @pytest.mark.parametrize("num_units, prob", [(100, 0.5), (9973, 0.01), (9973, 0.7), (50, 1.0)])
 def test_the_size_of_a_draw_is_a_sum_of_quantiles(key, num_units, prob):
-    """NumPy's inversion: its rejection, which it takes for many, had other tails before 2.5."""
+    """By NumPy's inversion it would be the same number, but for one in 10^13."""
     for step in range(20):
-        found = binomial(num_units, prob, key.generator("units", step))
+        generators = key.generator("units", step), key.generator("sizes of draws", step)
+        found = binomial(num_units, prob, *generators)
         parts = np.array_split(np.arange(num_units), num_units * min(prob, 1 - prob) // 29 + 1)
         uniform, less = key.generator("units", step).random(len(parts)), min(prob, 1 - prob)
         expected = int(stats.binom.ppf(uniform, list(map(len, parts)), less).sum())
         assert found == (expected if prob <= 0.5 else num_units - expected)
+
+
+@pytest.mark.parametrize("size, prob", [(1, 0.5), (40, 0.25), (300, 0.09), (20, 1e-9)])
+def test_sizes_have_the_probabilities_of_a_binomial(size, prob):
+    """In exact arithmetic, far out as well: what is off, e^epsilon multiplies in delta."""
+    p, exact, left = Fraction(prob), [], Fraction(1)
+    mass = (1 - p) ** size
+    table = _cumulative(size, prob)
+    for k, (before, here) in enumerate(pairwise([0, *table])):
+        exact.append(abs(here - before - UNIFORM * mass))
+        left -= mass
+        mass *= p / (1 - p) * (size - k) / (k + 1)
+    assert table[-1] == UNIFORM
+    assert sum(exact) + UNIFORM * left < UNIFORM * Fraction(2) ** -300
+    found = np.diff([0, *(each / UNIFORM for each in table)])
+    np.testing.assert_allclose(
+        found[:30], stats.binom.pmf(range(len(table)), size, prob)[:30], 1e-6, 1e-15
+    )
 
 
 def test_units_and_steps_are_independent(draws):
