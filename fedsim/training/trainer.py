@@ -269,12 +269,17 @@ class Trainer:
         """What `step` releases, durable.
 
         Guarantees: a step with noise releases once. One that is run again releases what it did
-          before: the same bits, or what was kept of them, or nothing (None), but is paid for.
+          before: the same bits, or, where bits may be others, what was kept of them, or nothing
+          (None), but is paid for.
         Raises: OtherBits: where the same bits could be had.
         """
-        run_dir, sha256 = self.run.run_dir, released.digest(what)
-        if step == ledger.num_steps and self.plan.noise_multiplier:
+        run_dir, noise = self.run.run_dir, self.plan.noise_multiplier
+        again = step < ledger.num_steps and bool(noise and self.other_bits)
+        if step == ledger.num_steps and noise:
             released.keep(run_dir, step, what)
+        # Where bits may be others they are not compared: under the same noise they are the same
+        # where the sums are, so that a step that is left out would tell of its sum.
+        sha256 = str(ledger.digest(step)) if again else released.digest(what)
         try:
             ledger.record(
                 step,
@@ -285,15 +290,14 @@ class Trainer:
                 gradient_sha256=sha256,
                 **self.noise_row,
             )
-            return what
         except OtherBits:
-            if not self.other_bits:
+            if noise or not self.other_bits:
                 raise
-        if not self.plan.noise_multiplier:  # two gradients without noise give no noise away
+        if not again:  # two gradients without noise give no noise away
             return what
-        before = released.kept(run_dir, step, what.noisy, str(ledger.digest(step)))
+        before = released.kept(run_dir, step, what.noisy, sha256)
         outcome = "what it released is taken, as it was kept" if before else "is left out"
-        why = f"was released before with other bits ({self.other_bits})"
+        why = f"was released before, and bits may be others here ({self.other_bits})"
         self.console.note(f"step {step} {why}: {outcome}")
         return before
 

@@ -201,12 +201,14 @@ def test_what_was_released_is_replayed_where_bits_would_be_others(
 
 
 @pytest.mark.privacy
-def test_what_was_not_kept_is_left_out_and_paid_for(texts, run_dir, monkeypatch, capsys):
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_what_was_not_kept_is_left_out_and_paid_for(sign, texts, run_dir, monkeypatch, capsys):
+    """The same bits, too: they say that the sum is the same, of an empty draw, say."""
     crashed(run_dir, texts)
     shutil.rmtree(run_dir / "released")
     before = params_of(run_dir)
     right = LanguageModelTask.losses
-    monkeypatch.setattr(LanguageModelTask, "losses", lambda self, *args: -right(self, *args))
+    monkeypatch.setattr(LanguageModelTask, "losses", lambda self, *args: sign * right(self, *args))
     monkeypatch.setattr(directory, "other_bits", lambda *_: "another kind of host")
     main([*command(texts, run_dir), "--resume"])
     assert capsys.readouterr().err.count("is left out") == 2
