@@ -168,9 +168,10 @@ class Applicant:
     @contextmanager
     def admitted(self, entry: Entry, seen: Callable[[], Released] | None = None) -> Iterator[None]:
         """Count the run, what it has come to while the block runs, and when it ends what it
-        released.
+        released. What has no ledger of its own releases everything when the block ends, or, after
+        an exception, may be continued.
 
-        Args: seen: says what that is, where it is not in a run's own ledger.
+        Args: seen: says what was released, where it is not in a run's own ledger.
         Raises: ConfigError: with this run a limit would be broken. LedgerError: it is not all that
           there is of the run, whose steps would be released a second time, or the ledger has the
           run with other users or releases.
@@ -198,10 +199,12 @@ class Applicant:
                 receipt = {"ledger": str(self.place), "line": ledger.num_lines}
                 receipt |= {"chain": ledger.chain}
                 write_json(self.run_dir / RECEIPT, receipt, mode=0o600)
+            finished = False
             try:
                 yield
+                finished = True
             finally:
-                self._settle(entry.run, seen)
+                self._settle(entry.run, seen, finished)
 
     def _counted_elsewhere(self) -> Path | None:
         """Another ledger that has counted the run, where that can be held here."""
@@ -226,16 +229,15 @@ class Applicant:
                 place = self.run_dir / RECEIPT
                 remedy = f"put the ledger back, or remove {place} to count the run anew"
                 raise LedgerError(f"{error}; {remedy}") from None
-        if known is None or entry.planned is None or entry.label:
+        if known is None or known.kind == GROUP_SIZE or entry.planned is None or entry.label:
             return  # it is new, or nothing is promised
         if own is not None and _number(own) == _number(entry.planned):
             return  # nothing is left to be released
         if (mark := ledger.mark(entry.run)) is not None:
             mark.expect_reached(chains, self.run_dir, ledger.directory)
-        if own is None:
-            return
-        if _number(own) < _number(known.released or []):
-            more = f"{_number(known.released or [])} releases of it, and here are {_number(own)}"
+        here = _number(own or [])
+        if here < _number(known.released or []):
+            more = f"{_number(known.released or [])} releases of it, and here are {here}"
             found = f"is an older copy of a run: {ledger.directory} has {more}"
             raise LedgerError(f"{self.run_dir}: {found}")
         place = Path(known.place)
@@ -264,13 +266,22 @@ class Applicant:
                     f"{self.run_dir}: {self.place} has the same run with {what}: {again}"
                 )
 
-    def _settle(self, run: str, seen: Callable[[], Released] | None) -> None:
-        """Note what the run has released, by its own ledger."""
+    def _settle(self, run: str, seen: Callable[[], Released] | None, finished: bool) -> None:
+        """Note what the run has released, by its own ledger.
+
+        Raises: LedgerError: its directory was put back to what it was before; it stays open.
+        """
         lines = run_ledger.read(self.run_dir)
         with hold(self.place) as ledger:
             planned = ledger.entries[run].planned
             released = run_ledger.phases(lines) if lines else planned  # pre-training has no ledger
-            released = seen() if seen else released
+            if seen:
+                released = seen()
+            elif not (lines or finished or planned is None):
+                return
+            if (mark := ledger.mark(run)) is not None and (lines or seen):
+                chains = [line["chain"] for line in lines] or [""] * (1 + _number(released or []))
+                mark.expect_reached(chains, self.run_dir, ledger.directory)
             ledger.end(run, released, RELEASED if released == planned else STOPPED)
 
     def _expect_room(self, ledger: BudgetLedger, entry: Entry) -> None:

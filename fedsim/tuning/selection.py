@@ -158,29 +158,30 @@ def select(
             scores.append(_score(trial, number, data, priced, key, console))
         best = min(range(len(trials)), key=lambda number: scores[number])
         expect("settings", "", math.isfinite(scores[best]), "a trial that ends with a loss")
-    result = {
-        "out": str(out),
-        "best": str(out / BEST),
-        "settings": trials[best].settings,
-        METRIC: scores[best],
-        "epsilon": to_json(priced.epsilon_of_all if priced.all_once else priced.epsilon),
-        "delta": priced.delta,
-        "all_once": priced.all_once,
-        "epsilon_of_selection": to_json(priced.epsilon),
-        "epsilon_of_all": to_json(priced.epsilon_of_all),
-        "epsilon_of_one": to_json(priced.epsilon_of_one),
-        "candidates": len(jobs),
-        "expected_trials": priced.event.mean,
-        "shape": priced.event.shape,
-        "eval_epsilon": how.eval_epsilon,
-        "eval_delta": priced.evaluations and priced.evaluations.delta,
-        "guarantee": not priced.label,
-        "non_private": list(priced.non_private),
-        "claim": "\n".join(sentences(priced, len(jobs), how)),
-    }
-    # The choice is made once: from here on the same command only puts things into their places.
-    write_json(out / CHOSEN, {"name": trials[best].name}, mode=0o600)
-    write_json(out / RESULT, result, mode=0o600)
+        result = {
+            "out": str(out),
+            "best": str(out / BEST),
+            "settings": trials[best].settings,
+            METRIC: scores[best],
+            "epsilon": to_json(priced.epsilon_of_all if priced.all_once else priced.epsilon),
+            "delta": priced.delta,
+            "all_once": priced.all_once,
+            "epsilon_of_selection": to_json(priced.epsilon),
+            "epsilon_of_all": to_json(priced.epsilon_of_all),
+            "epsilon_of_one": to_json(priced.epsilon_of_one),
+            "candidates": len(jobs),
+            "expected_trials": priced.event.mean,
+            "shape": priced.event.shape,
+            "eval_epsilon": how.eval_epsilon,
+            "eval_delta": priced.evaluations and priced.evaluations.delta,
+            "guarantee": not priced.label,
+            "non_private": list(priced.non_private),
+            "claim": "\n".join(sentences(priced, len(jobs), how)),
+        }
+        # The choice is made once: from here on the same command only puts things into their
+        # places. Made before the ledger says that it is released: from then on it is not made anew.
+        write_json(out / CHOSEN, {"name": trials[best].name}, mode=0o600)
+        write_json(out / RESULT, result, mode=0o600)
     _keep_best(out)
     return result
 
