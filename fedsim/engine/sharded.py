@@ -154,7 +154,7 @@ class ShardedWorker(Worker):
         model = _Model(self, self._on_device(version, params))
         size = EVAL_ROWS_PER_CHUNK * len(self._devices)
         found = np.zeros((2, len(rows)))
-        for chunk in self._chunks(split, rows[:, None], size, 1, in_passes=False):
+        for chunk in self._chunks(split, rows[:, None], size, in_passes=False):
             batch = jax.tree.map(
                 lambda leaf: leaf.reshape(-1, EVAL_ROWS_PER_CHUNK, *leaf.shape[2:]), chunk.batch
             )

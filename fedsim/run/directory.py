@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fedsim import keys
+from fedsim.clipping import Strategy
 from fedsim.config import (
     OPERATIONAL,
     Algorithm,
@@ -134,10 +135,21 @@ class StoredRun:
             epsilon = float(record["privacy"]["epsilon"])
             settings = PrivacyConfig(**{**record["privacy"], "epsilon": epsilon})
             plan = Plan.from_dict(record["plan"])
+            name = str(record.get("strategy", {}).get("name", ""))
+            if name and _only_earlier_versions_have(name):
+                plan = dataclasses.replace(plan, unproven=name)
         run = run_config(**{**record["run"], "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         return cls(identity, settings, run, plan=plan, **rest)
+
+
+def _only_earlier_versions_have(strategy: str) -> bool:
+    try:
+        Strategy.parse(strategy)
+    except ConfigError:
+        return True
+    return False
 
 
 def load(run_dir: Path) -> StoredRun:
@@ -166,8 +178,9 @@ def load(run_dir: Path) -> StoredRun:
 def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     """The run that `run_dir` holds, or None if a run may start there.
 
-    Raises: ConfigError: it holds a run and `resume` is false, or something that is no run, or
-      nothing can be written there, or somebody else could have. FileDamaged: its ledger is gone.
+    Raises: ConfigError: it holds a run and `resume` is false, or one that an earlier version
+      planned otherwise, or something that is no run, or nothing can be written there, or somebody
+      else could have. FileDamaged: its ledger is gone.
     """
     path = run_dir / CONFIG
     if path.exists() and not resume:
@@ -179,6 +192,9 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         stored, book = load(run_dir), run_dir / ledger.FILE
         if stored.private and (run_dir / RECEIPT).exists() and not book.exists():
             raise FileDamaged(f"{book}: expected what was released: {RECEIPT} says it was begun")
+        if (plan := stored.plan) is not None:
+            same = plan.as_dict() == read_json(path)["plan"] and plan.unproven is None
+            expect("run_dir", run_dir, same, "a run of this version, not of an earlier one")
         return stored
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")
