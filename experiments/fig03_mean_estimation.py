@@ -27,8 +27,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import common
-from fedsim.clipping import Clip, Strategy, vmap
-from fedsim.clipping.contribution import on_lattice
+from fedsim.clipping import Clip, Strategy
+from fedsim.clipping.contribution import contribution
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.keys import SecretKey
 from fedsim.models.mean import MeanTask
@@ -128,13 +128,20 @@ class Trials:
         mask = rows >= 0
         batch = self.task.read("train", np.where(mask, rows + self.first_rows, rows).ravel())
         batch = batch.reshape(*rows.shape, -1)
-        return on_lattice(_sums(self.task.losses, self.norms, params, batch, mask), clip), None
+        return _sums(self.task.losses, self.norms, params, batch, mask), None
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sums(losses, norms, params, batch, mask):
     def of_setting(norm, params, batch, mask):
-        return vmap.clipped_sum(losses, params, batch, mask, Clip(norm, normalised=True))[0]
+        def of_unit(rows, real):
+            def loss(params):
+                return jnp.where(real, losses(params, rows), 0).sum() / jnp.maximum(real.sum(), 1)
+
+            clip = Clip(norm, normalised=True)
+            return contribution(jax.grad(loss)(params), real.any(), clip)[0]
+
+        return jax.vmap(of_unit)(batch, mask).sum(axis=0)
 
     def of_trial(inputs):
         over_rates = jax.vmap(of_setting, (None, 0, None, None))

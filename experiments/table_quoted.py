@@ -9,10 +9,7 @@ tests/trust/test_audit.py, the story of a budget in tests/budget/test_story.py.
 
 import dataclasses
 import itertools
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,17 +20,6 @@ from experiments.rows import Row, Rows
 RUN_STEPS, RUN_DELTA = 500, 1e-6
 """Of the three runs of docs/budget.md, with q = 0.1 and sigma = 2; trials have other steps."""
 HOW = ("composed by losses", "chosen by looking", "added up")
-QUOTED = (
-    ("350M", "24GiB", 0, "direct:1"),
-    ("350M", "24GiB", 8, "direct:1"),
-    ("1.7B", "24GiB", 0, "layers"),
-    ("1.7B", "24GiB", 8, "direct:1"),
-    ("8B", "24GiB", 0, "twice"),
-    ("8B", "24GiB", 8, "layers"),
-    ("1.7B", "6GiB", 8, "layers"),
-    ("8B", "80GiB", 0, "twice"),
-)
-"""Model, memory of a device, rank of adapters (0: trained whole), strategy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +35,10 @@ class Settings:
         (350_000_000, 2_000, 8),
     )
     """Parameters, steps, bands; at epsilon 4, delta 1e-6, sigma 1.3."""
-    memory: bool = True
 
 
 SETTINGS = {
-    "smoke": Settings(correlated=(), slacks=((124_000, 500, 8),), memory=False),
+    "smoke": Settings(correlated=(), slacks=((124_000, 500, 8),)),
     "small": Settings(),
     "paper": Settings(),
 }
@@ -62,8 +47,7 @@ SETTINGS = {
 def run(settings: Settings) -> Rows:
     """All of them."""
     found = [*several_runs(), *evaluations(), *training_loss(), *audits(), *selections()]
-    found += [*correlated(settings), *slacks(settings), *papers_delta()]
-    return found + (list(memory()) if settings.memory else [])
+    return [*found, *correlated(settings), *slacks(settings), *papers_delta()]
 
 
 def row(page: str, what: str, value: float) -> Row:
@@ -199,22 +183,6 @@ def papers_delta() -> Iterator[Row]:
                 yield row(page, what, papers)
             less = f"share that sigma is less, epsilon {epsilon:g}, G = {group}{name}"
             yield row(page, less, 1 - ours / papers)
-
-
-def memory() -> Iterator[Row]:
-    """GiB of a device, as `fedsim recommend --device-memory` says them."""
-    words = "recommend --data pydocs --epsilon 4 --num-steps 100 --plan-only --json"
-    words += " --noise independent --sampling poisson"
-    for room in dict.fromkeys(each for _, each, *_ in QUOTED):
-        call = [sys.executable, "-m", "fedsim.cli", *words.split(), "--device-memory", room]
-        said = subprocess.run(call, check=True, capture_output=True, text=True)
-        fits = json.loads(said.stdout)["fits"]
-        for model, asked, rank, strategy in QUOTED:
-            for each in fits:
-                own = (each["model"], each["lora_rank"], each["strategy"])
-                if asked == room and own == (model, rank, strategy):
-                    what = f"{model}, adapters of rank {rank}, {strategy}, {room}"
-                    yield row("accelerators.md", what, each["device_bytes"] / 2**30)
 
 
 def check(rows: Rows) -> common.Claims:

@@ -192,16 +192,15 @@ def test_a_dry_run_of_what_does_not_fit_says_so():
         estimate(kind="local", fault="needs 9 MiB, and 1 are free")
 
 
-def test_a_dry_run_layer_by_layer_says_what_a_device_needs(texts, run_dir, capsys):
+def test_a_dry_run_layer_by_layer_says_what_a_step_takes(texts, run_dir, capsys):
     # Of so few units that many steps have none.
     args = command(texts, run_dir, engine="local", strategy="twice", budget=2)
     main([*args, "--dry-run", "--json"])
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert not run_dir.exists() and found["seconds"] > 0
-    assert found["device_bytes"] == sum(found["device_parts"].values())
-    assert found["device_parts"]["parameters"] >= 4 * found["num_parameters"]
-    assert "a device" in next(line for line in err.splitlines() if line.startswith("memory "))
+    assert found["driver_bytes"] == 8 * found["num_parameters"] and "worker_bytes" not in found
+    assert "release" in next(line for line in err.splitlines() if line.startswith("memory "))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from problems import users_of_sizes
 
 from fedsim import accounting
-from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig
+from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.config.cells import COMPARISON_ONLY
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
@@ -19,7 +19,6 @@ from fedsim.plan import (
     ADJACENCY,
     MOST_PARAMETERS,
     REPRODUCTION,
-    UNPROVEN,
     Plan,
     calibrate,
     claimed_fields,
@@ -29,7 +28,6 @@ from fedsim.plan import (
     method_for,
 )
 from fedsim.plan.plan import LEFT_OUT_AT_DEFAULTS
-from fedsim.training import unproven_strategy
 
 SIZES = [1, 2, 2, 3, 5, 9, 30, 4]  # median 3.5, 56 examples
 
@@ -151,17 +149,12 @@ def test_an_assumed_population_is_accounted_for_and_never_drawn(algorithm, users
         np.testing.assert_array_equal(method.draw(step), own.draw(step))
 
 
-def test_a_seeded_run_and_an_unproven_strategy_are_labelled(users, key):
+def test_a_seeded_run_is_labelled(users, key):
     plan, *_ = planned(Algorithm.ULS, users, key)
     assert key.seed is not None and plan.seeded and not plan.guarantee
     assert plan.epsilon_holds == REPRODUCTION and "not a guarantee" in REPRODUCTION
     plan, *_ = planned(Algorithm.ULS, users, SecretKey.create())
     assert plan.guarantee and not plan.seeded and plan.epsilon_holds == ADJACENCY[ZERO_OUT]
-    by_name = unproven_strategy(EngineConfig(strategy="bookkeeping:4"))
-    named = dataclasses.replace(plan, unproven=by_name)
-    assert named.epsilon_holds == UNPROVEN and not named.guarantee
-    for proven in ("auto", "scan:2", "direct"):
-        assert unproven_strategy(EngineConfig(strategy=proven)) is None
 
 
 def test_the_slack_of_the_noise_is_that_of_all_numbers_drawn(users, key):

@@ -74,11 +74,6 @@ class Recommend(ReadsSources):
     """Compute no gradient, and answer at once: clip_norm is 1, and ULS takes an example of each
     user."""
 
-    device_memory: str | None = None
-    """Of a device, as 80GiB: say, too, on how many devices this model, and models of 350 M, 1.7 B
-    and 8 B parameters, can be trained, with which strategy, and what each device needs. Takes half
-    a minute: programs are compiled, not run."""
-
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -101,16 +96,12 @@ class Recommend(ReadsSources):
         set_threads(self.run.engine)
         from fedsim.run.console import Console
         from fedsim.tuning.advice import report
-        from fedsim.tuning.fitting import table
         from fedsim.tuning.recommend import recommend
 
         options = {"num_users": self.users, "plot": self.plot, "plan_only": self.plan_only}
-        options["device_memory"] = self.device_memory
         result = recommend(privacy, self.run, Console(), **options)
         if not self.json:
             print(wrapped(report(result)))
-            if self.device_memory is not None:
-                print(*table(result["fits"], result["device_memory"]), sep="\n")
         return result
 
 

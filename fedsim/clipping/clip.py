@@ -67,10 +67,3 @@ def lattice_bits(dimensions: int) -> int:
 def lattice_capacity(dimensions: int) -> int:
     """How many contributions an int32 sum can hold, whatever they are."""
     return 2 ** (31 - lattice_bits(dimensions)) - 1
-
-
-def global_norm(tree: Any) -> jax.Array:
-    """L2 norm over all leaves, float32 whatever their type: half precision would underflow to 0
-    and let a gradient pass unclipped."""
-    leaves = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(leaves, start=jnp.float32(0)))

@@ -139,10 +139,3 @@ def scaled(grad: Any, real: jax.Array, clip: Clip) -> tuple[Any, jax.Array, jax.
     scale, finite = clip.scale(norm), jnp.isfinite(norm)
     added = jax.tree.map(lambda leaf: jnp.where(finite & real, leaf * scale, 0), grad)
     return added, norm, ~finite
-
-
-def on_lattice(total: Any, clip: Clip) -> Any:
-    """A float32 sum of clipped gradients, rounded to whole numbers of `Clip.unit`: no proof."""
-    dimensions = num_coordinates(total)
-    per_unit = jnp.float32(2.0 ** lattice_bits(dimensions)) / clip.sensitivity
-    return jax.tree.map(lambda leaf: jnp.round(leaf * per_unit).astype(jnp.int32), total)

@@ -1,9 +1,9 @@
 """The strategy `ghost`: norms of gradients that are not formed, then gradients a tile at a time.
 
 `direct` writes every unit's gradient and reads it twice, for its norm and for the sum. Of a large
-model that is what it costs. Here one forward and one backward pass stop at the layers, as in
-`bookkeeping`. Inputs and cotangents give a proven bound on each unit's norm, see factors.py (ghost
-norms: Goodfellow 2015; Li et al. 2022). Then each unit's gradient is formed, scaled, rounded and
+model that is what it costs. Here one forward and one backward pass stop at the layers. Inputs and
+cotangents give a proven bound on each unit's norm, see factors.py (ghost norms: Goodfellow 2015;
+Li et al. 2022). Then each unit's gradient is formed, scaled, rounded and
 added tile by tile, in the processor's cache. So every unit has whole numbers of its own, as in
 `scan`: other units change nothing of them.
 """

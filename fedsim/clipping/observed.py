@@ -1,7 +1,7 @@
 """A model as layers: inputs of those that have parameters, and cotangents of their outputs.
 
 The backward pass stops at the outputs of these layers. The model stays a plain `flax.linen` model:
-its calls are intercepted. `bookkeeping` and `ghost` take units' gradients from what is seen here.
+its calls are intercepted. `ghost` takes units' gradients from what is seen here.
 """
 
 import jax

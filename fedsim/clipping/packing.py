@@ -4,7 +4,6 @@ On the host, in NumPy. A unit's rows are sorted by length, so that passes over s
 one kind; units are sorted by their longest row, and a chunk is cut to the bucket that holds it.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ def chunks(
     mask: np.ndarray,
     units_per_chunk: int,
     buckets: Buckets | None,
-    units_at_once: int = 1,
     few: int | None = None,
 ) -> Iterator[Chunk]:
     """All units of a lane, each in one chunk; a pure function of its arguments.
@@ -40,7 +38,6 @@ def chunks(
     Args:
       batch: tree of arrays [units, group, ...].
       mask: bool [units, group], true where a row is real.
-      units_at_once: so many cost as much as one of them.
       few: units of the chunks of what does not fill a chunk; None: it is one, padded.
     Raises ConfigError: a row is longer than the last bucket.
     """
@@ -52,22 +49,14 @@ def chunks(
     rows = units[:, None]
     batch = jax.tree.map(lambda leaf: leaf[rows, order], batch)
     mask, longest = mask[rows, order], sizes.max(axis=1, initial=0)
-    return _by_length(batch, mask, longest, sizes_of_chunks, buckets, units_at_once)
+    return _by_length(batch, mask, longest, sizes_of_chunks, buckets)
 
 
-def _by_length(batch, mask, longest, sizes_of_chunks, buckets, units_at_once):
-    """Chunks of each length. What does not fill the last pass of a length goes to the next longer
-    one where that is cheaper."""
-    lengths = buckets.lengths
+def _by_length(batch, mask, longest, sizes_of_chunks, buckets):
+    """Chunks of each length. The length of a unit is its own, whoever else is there."""
     needed = buckets.holding(longest)
-    left = np.zeros(0, np.int64)
-    for number, length in enumerate(lengths):
-        waiting = np.concatenate([left, np.flatnonzero(needed == length)])
-        over = len(waiting) % units_at_once
-        longer = lengths[number + 1] if number + 1 < len(lengths) else math.inf
-        keep = len(waiting) - (over if over * longer < units_at_once * length else 0)
-        left = waiting[keep:]
-        for part in _parts(waiting[:keep], *sizes_of_chunks):
+    for length in buckets.lengths:
+        for part in _parts(np.flatnonzero(needed == length), *sizes_of_chunks):
             chunk = _chunk(batch, mask, *part)
             yield chunk._replace(batch=buckets.trim(chunk.batch, length), length=length)
 

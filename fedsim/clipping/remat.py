@@ -1,8 +1,8 @@
 """Rematerialisation that every strategy can live with.
 
-A rematerialised module forgets what it computed until its gradient is asked for; `bookkeeping`
-lives on what the layers inside saw. So under book-keeping a module stays as it is, and only what
-has no parameters is computed again.
+A rematerialised module forgets what it computed until its gradient is asked for; `ghost` lives on
+what the layers inside saw. So under `ghost` a module stays as it is, and only what has no
+parameters is computed again.
 """
 
 from collections.abc import Callable, Iterator

@@ -7,15 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedsim.clipping import bookkeeping, ghost, observed, scan, vmap
+from fedsim.clipping import ghost, observed, scan
 from fedsim.clipping.clip import MODEL, Clip
-from fedsim.clipping.contribution import on_lattice
 from fedsim.config.mesh import LAYERED
 from fedsim.errors import expect
 
-NAMES = ("scan", "direct", "ghost", "bookkeeping", "vmap")  # the simpler ones first
-FORMED = ("scan", "direct")  # every unit's gradient is, whole
-PROVEN = (*FORMED, "ghost")
+NAMES = ("scan", "direct", "ghost")  # the simpler ones first
 UNITS_PER_CALL = 32
 FEW_PARAMETERS = 20_000
 MANY_PARAMETERS = 10_000_000  # whose gradient is far from fitting into a processor's cache
@@ -29,8 +26,7 @@ class Strategy:
     name: str = "scan"
     rows: int = 8
     """Rows of one forward and backward pass. `scan` takes one unit at a time, `direct` several
-    whole ones where they fit, the others whole ones. `layers` and `twice` take all rows of a unit.
-    """
+    whole ones where they fit, `ghost` whole ones. `layers` and `twice` take all rows of a unit."""
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
@@ -44,12 +40,6 @@ class Strategy:
 
     def __str__(self) -> str:
         return self.name if self.layered else f"{self.name}:{self.rows}"
-
-    @property
-    def proven(self) -> bool:
-        """Whether a unit's contribution is a function of its own rows, of a proven norm. Where
-        units share a sum of floating-point numbers, its rounding depends on the others."""
-        return self.name in PROVEN + LAYERED
 
     @property
     def layered(self) -> bool:
@@ -72,7 +62,7 @@ class Strategy:
 
     def splits_units(self, group: int) -> bool:
         """Whether a unit's rows are seen in several passes, each of which may have its length."""
-        return self.name in FORMED and self.rows < group
+        return self.name in ("scan", "direct") and self.rows < group
 
 
 def clipped_sum(
@@ -89,32 +79,25 @@ def clipped_sum(
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """sum over units of clip(mean over the unit's rows of grad loss, C), by any strategy.
 
-    Arguments and results are those of `scan.clipped_sum`; so are the guarantees where the strategy
-    is `proven`.
+    Arguments, results and guarantees are those of `scan.clipped_sum`.
     Raises: UnsupportedModel: the strategy cannot do it.
     """
+    assert not strategy.layered, "a sum of layers is computed by `engine.sharded`"
     units, group = mask.shape
     loss_fn = jax.named_scope(MODEL)(loss_fn)
     at_once = min(units, strategy.units_at_once(group))
-    if strategy.name in FORMED:
+    if strategy.name != "ghost":
         options = {"rows_per_pass": strategy.rows, "buckets": buckets, "local": local}
         options["direct"] = strategy.name == "direct"
         options["side_by_side"] = 1 if local else at_once  # own steps are loops of various lengths
         return scan.clipped_sum(loss_fn, params, batch, mask, clip, total=total, **options)
     if local is not None:
         raise observed.UnsupportedModel("only scan and direct take users' own steps")
-    module = {"bookkeeping": bookkeeping, "ghost": ghost, "vmap": vmap}[strategy.name]
     chunks = jax.tree.map(lambda leaf: scan.in_parts(leaf, at_once), (batch, mask))
 
     def add_chunk(i, carry):
         total, *values = carry
-        if module is ghost:
-            total, *found = ghost.clipped_sum(loss_fn, params, chunks, i, clip, total)
-        else:
-            batch, mask = jax.tree.map(lambda leaf: leaf[i], chunks)
-            chunk_sum, *found = module.clipped_sum(loss_fn, params, batch, mask, clip)
-            chunk_sum = chunk_sum if clip.in_float32 else on_lattice(chunk_sum, clip)
-            total = jax.tree.map(jnp.add, total, chunk_sum)
+        total, *found = ghost.clipped_sum(loss_fn, params, chunks, i, clip, total)
         return total, *(old.at[i].set(new) for old, new in zip(values, found, strict=True))
 
     values = (jnp.stack([value] * len(chunks[1])) for value in scan.no_values(at_once))
@@ -127,8 +110,8 @@ def clipped_sum(
 
 
 def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[Strategy]:
-    """What is worth timing for units of so many rows; all are `proven`. First the simplest, which
-    others are held against, then in the order of their promise: trials end early in short runs."""
+    """What is worth timing for units of so many rows. First the simplest, which others are held
+    against, then in the order of their promise: trials end early in short runs."""
     # A processor's cache holds the activations of few rows, but each pass adds up all parameters.
     # An accelerator wants to be filled.
     passes = (4, 16) if on_cpu else (8, 32, 128)

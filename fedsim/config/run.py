@@ -122,10 +122,9 @@ class EngineConfig:
     part of the result's bits."""
 
     strategy: str = "auto"
-    """How clipped sums are computed: scan, direct, ghost, bookkeeping or vmap, each with :ROWS at a
-    time if you like; layers or twice, layer by layer, for a mesh (twice needs less memory, and 2.3
-    times the products); or auto: the fastest of a few, timed at the start. Part of the result's
-    bits."""
+    """How clipped sums are computed: scan, direct or ghost, each with :ROWS at a time if you like;
+    layers or twice, layer by layer, for a mesh (twice needs less memory, and 2.3 times the
+    products); or auto: the fastest of a few, timed at the start. Part of the result's bits."""
 
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     """What workers compute on. auto: the accelerators that the cluster has when workers first find

@@ -5,8 +5,6 @@ from typing import Any
 
 import jax
 
-from fedsim.clipping import Buckets
-
 EVAL_ROWS_PER_CHUNK = 16
 EVAL_FEW = 4  # of what is left of a length: with a large model, padding costs more than calls
 EVAL_TOKENS_PER_CALL = 2048  # where short texts share rows
@@ -20,10 +18,3 @@ def in_calls(batch: Any) -> Iterator[tuple[Any, int]]:
         rows = min(most, 1 << (left.bit_length() - 1))
         yield jax.tree.map(lambda leaf: leaf[start : start + rows], batch), rows  # noqa: B023
         start += rows
-
-
-def longest_rows_of_call(buckets: Buckets | None) -> int:
-    """How many examples of the longest length a call has."""
-    if buckets is None or buckets.packed is None:
-        return EVAL_ROWS_PER_CHUNK
-    return max(1, EVAL_TOKENS_PER_CALL // buckets.lengths[-1])

@@ -213,8 +213,8 @@ class Engine(ABC):
     ) -> tuple[Any, Stats]:
         """The clipped sum over units.
 
-        Guarantees: with a strategy that is `proven`, a unit's part in it is a function of params,
-          its rows and C, of norm at most `clip.sensitivity`; sums are exact.
+        Guarantees: a unit's part in it is a function of params, its rows and C, of norm at most
+          `clip.sensitivity`; sums are exact.
         Args:
           rows: example indices int [units, group], -1 = padding; units may be 0.
           strategy: how workers compute it.

@@ -9,7 +9,6 @@ and add whole numbers; they do no arithmetic that rounds. So the numbers are the
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,17 +72,6 @@ def specs_of(params: Any, mesh: MeshShape) -> Any:
         name: jax.tree.map(functools.partial(spec, first=int(name == BLOCKS)), leaf)
         for name, leaf in params.items()
     }
-
-
-def bytes_of_part(params: Any, mesh: MeshShape) -> int:
-    """What one device has of arrays, or of shapes, that are cut so."""
-
-    def of(leaf, spec):
-        names = ((each,) if isinstance(each, str) else each for each in spec if each)
-        parts = math.prod(getattr(mesh, axis) for each in names for axis in each)
-        return leaf.size * leaf.dtype.itemsize // parts
-
-    return sum(jax.tree.leaves(jax.tree.map(of, params, specs_of(params, mesh))))
 
 
 class ShardedWorker(Worker):
@@ -154,7 +142,7 @@ class ShardedWorker(Worker):
         model = _Model(self, self._on_device(version, params))
         size = EVAL_ROWS_PER_CHUNK * len(self._devices)
         found = np.zeros((2, len(rows)))
-        for chunk in self._chunks(split, rows[:, None], size, 1, in_passes=False):
+        for chunk in self._chunks(split, rows[:, None], size, in_passes=False):
             batch = jax.tree.map(
                 lambda leaf: leaf.reshape(-1, EVAL_ROWS_PER_CHUNK, *leaf.shape[2:]), chunk.batch
             )

@@ -114,7 +114,7 @@ class Worker:
           rows: [units, group], -1 = padding.
         """
         params = self._on_device(version, params)
-        if strategy.proven and not clip.in_float32:
+        if not clip.in_float32:
             check_contributions(strategy.for_examples(rows.shape[1]), params)
         return self._add_lane(params, rows, clip, strategy)
 
@@ -136,7 +136,7 @@ class Worker:
         """(batch of a call of `nats`, how many of its rows are real) for all examples `rows`."""
         if self.buckets is None or (packed := self.buckets.packed) is None:
             size, few = EVAL_ROWS_PER_CHUNK, EVAL_FEW
-            for chunk in self._chunks(split, rows[:, None], size, 1, few=few, in_passes=False):
+            for chunk in self._chunks(split, rows[:, None], size, few=few, in_passes=False):
                 yield jax.tree.map(lambda leaf: leaf[:, 0], chunk.batch), len(chunk.units)
             return
 
@@ -247,16 +247,13 @@ class Worker:
         at_once = strategy.units_at_once(group)
         expect_fit(strategy, at_once, most)
         units = min(strategy.units_per_call(group), most // at_once * at_once)
-        # The length of a unit of a proven strategy is its own: none goes to a longer bucket.
-        at_once = 1 if strategy.proven else at_once
-        return self._chunks("train", rows, units, at_once, in_passes=strategy.splits_units(group))
+        return self._chunks("train", rows, units, in_passes=strategy.splits_units(group))
 
     def _chunks(
         self,
         split: str,
         rows: np.ndarray,
         units_per_chunk: int,
-        at_once: int,
         *,
         in_passes: bool,
         few: int | None = None,
@@ -280,7 +277,7 @@ class Worker:
             some = rows[start : start + units]
             shape = some.shape
             batch = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)  # noqa: B023
-            for chunk in chunks(batch, some >= 0, units_per_chunk, buckets, at_once, few):
+            for chunk in chunks(batch, some >= 0, units_per_chunk, buckets, few):
                 yield chunk._replace(units=chunk.units + start)
 
     def _chunk_program(self, total, params, chunk, clip, strategy):
@@ -299,7 +296,7 @@ class Worker:
         arguments = (total, params, *self._of_chunk(chunk, clip))
         is_new = key not in self.programs
         program = self._program(key, add, *arguments, donate_argnums=0)
-        if is_new and strategy.proven and not clip.in_float32:
+        if is_new and not clip.in_float32:
             check_stored(program)
         return program
 
@@ -310,7 +307,7 @@ class Worker:
     def _checked_program(self, total, params, chunk, clip, strategy):
         """The program of a chunk, looked at before it is used for the first time."""
         program = self._chunk_program(total, params, chunk, clip, strategy)
-        if id(program) not in self._checked and strategy.proven and not clip.in_float32:
+        if id(program) not in self._checked and not clip.in_float32:
             fresh = functools.partial(no_sum, params, clip)
             arguments = (params, *self._of_chunk(chunk, clip))
             if _checked_side_by_side(program, fresh, arguments, chunk, strategy):

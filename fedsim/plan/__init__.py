@@ -10,7 +10,7 @@ label_of, holds    what epsilon holds under, or what makes it no guarantee
 
 from fedsim.plan.completion import bands_predicted, complete
 from fedsim.plan.evaluations import TWO_HELD_OUT, Evaluations, delta_of, evaluations_of, noise_of
-from fedsim.plan.labels import ADJACENCY, REPRODUCTION, TRIAL, UNPROVEN, holds, label_of
+from fedsim.plan.labels import ADJACENCY, REPRODUCTION, TRIAL, holds, label_of
 from fedsim.plan.making import (
     MOST_PARAMETERS,
     before_of,
@@ -31,7 +31,6 @@ __all__ = [
     "REPRODUCTION",
     "TWO_HELD_OUT",
     "TRIAL",
-    "UNPROVEN",
     "Evaluations",
     "Plan",
     "bands_predicted",

@@ -16,6 +16,7 @@ ADJACENCY = {
 REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
 TRIAL = "of one trial of a private selection, which costs more: not a guarantee"
 UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
+"""Of earlier versions, which had such strategies."""
 
 
 def holds(plan: Mapping[str, Any]) -> str:

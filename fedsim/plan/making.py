@@ -111,7 +111,6 @@ def make_plan(
     non_private: list[str],
     data_seal: str,
     *,
-    unproven: str | None = None,
     trial: bool = False,
     evaluations: Evaluations | None = None,
 ) -> Plan:
@@ -156,7 +155,6 @@ def make_plan(
         noise=privacy.noise,
         predicted_error=predicted_error(sigma, privacy.num_steps, correlated),
         seeded=method.key.seed is not None,
-        unproven=unproven,
         shared=sharing(users, method, method.key),
         trial=trial,
         evaluations=evaluations,

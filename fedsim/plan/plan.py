@@ -19,7 +19,7 @@ from fedsim.plan.labels import ADJACENCY, SHARED, holds, label_of
 
 LEFT_OUT_AT_DEFAULTS = (
     *("planted", "shared", "bands", "noise", "participations", "trial", "loss_bound"),
-    *("evaluations", "drawn_once"),
+    *("evaluations", "drawn_once", "unproven"),
 )
 """Fields of a plan that are written down where they are not at their defaults."""
 
@@ -64,8 +64,8 @@ class Plan:
     seeded: bool = False
     """Whether the key came from a seed: such a run reproduces another one, and claims nothing."""
     unproven: str | None = None
-    """The strategy, where it was asked for by name and its contributions are not proven to be at
-    most C."""
+    """The strategy, where an earlier version had it and this one has not, because contributions are
+    not proven to be at most C."""
     bands: int = 1
     """b: groups of users that steps draw from in turn, and steps that noise reaches."""
     participations: int | None = None

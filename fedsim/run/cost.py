@@ -3,7 +3,6 @@
 Measured on a few units in this process. Evaluations, checkpoints and noise come on top.
 """
 
-import dataclasses
 import os
 import time
 from typing import Any
@@ -17,7 +16,6 @@ from fedsim.clipping.clip import num_coordinates
 from fedsim.config import EngineConfig, RunConfig, changed_run
 from fedsim.engine import Engine, Task
 from fedsim.engine.autotune import TRIAL_UNITS
-from fedsim.engine.memory import Footprint
 from fedsim.engine.resources import place_workers
 from fedsim.errors import ConfigError
 from fedsim.plan import Plan
@@ -53,23 +51,17 @@ def cost(
     """
     rows, state = rows[:TRIAL_UNITS], jax.eval_shape(transformation.init, params)
     workers, devices = _workers(config)
-    if (mesh := config.mesh_shape) is not None:
+    if (mesh := config.mesh_shape) is not None:  # its programs are many: their memory is not said
         few = rows[: mesh.devices]
         step_s = _seconds(worker, params, few, plan, strategy) / len(few) * plan.expected_count
-        unit = jax.tree.map(_shape, task.read("train", rows[0]))
-        own, fixed = (jax.tree.map(_shape, tree) for tree in (params, task.frozen or {}))
-        after, driver = [state, [own] * averaged], 8 * num_coordinates(params)  # what is released
+        driver = 8 * num_coordinates(params)  # what is released
         if config.kind != "local":  # which alone has the update where the parameters are
-            after = []
             driver += 2 * _num_bytes(params) + _num_bytes(state)
-        need = Footprint(task, own, fixed, unit, after).need(strategy, mesh)
         step_s /= workers
         return {
             "num_workers": workers,
             "step_seconds": step_s,
             "seconds": step_s * plan.num_steps,
-            "device_bytes": need.total,
-            "device_parts": dataclasses.asdict(need),
             "driver_bytes": driver,
         }
     (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
@@ -109,14 +101,11 @@ def _workers(config: EngineConfig) -> tuple[int, int]:
 def cost_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values of what `cost` found as a person wants to read them."""
     step, steps = _time(found["step_seconds"]), _time(found["seconds"])
-    driver, of_device = _size(found["driver_bytes"]), found.get("device_bytes")
-    if of_device is not None:
+    driver = _size(found["driver_bytes"])
+    if "worker_bytes" not in found:
         return [
             ("time", f"about {step} a step, {steps} in all, for gradients on devices like these"),
-            (
-                "memory",
-                f"about {_size(of_device)} a device, {driver} here for a step's release",
-            ),
+            ("memory", f"about {driver} here for a step's release"),
         ]
     worker = _size(found["worker_bytes"])
     workers = f"{found['num_workers']} worker(s) like this process"
@@ -136,10 +125,6 @@ def _seconds(
         jax.block_until_ready(worker.clipped_sum(params, rows, plan.clip, strategy)[0])
         seconds = time.perf_counter() - start
     return seconds
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
 
 
 def _time(seconds: float) -> str:

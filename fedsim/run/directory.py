@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fedsim import keys
+from fedsim.clipping import Strategy
 from fedsim.config import (
     OPERATIONAL,
     Algorithm,
@@ -138,6 +139,9 @@ class StoredRun:
             epsilon = float(record["privacy"]["epsilon"])
             settings = PrivacyConfig(**{**record["privacy"], "epsilon": epsilon})
             plan = Plan.from_dict(record["plan"])
+            name = str(record.get("strategy", {}).get("name", ""))
+            if name and _only_earlier_versions_have(name):
+                plan = dataclasses.replace(plan, unproven=name)
         known, removed = _without_removed(record["run"])
         run = run_config(**{**known, "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "tokenizer")
@@ -152,6 +156,14 @@ def _without_removed(run: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     if known.get("engine") == "spmd":
         removed["engine"] = known.pop("engine")
     return known, removed
+
+
+def _only_earlier_versions_have(strategy: str) -> bool:
+    try:
+        Strategy.parse(strategy)
+    except ConfigError:
+        return True
+    return False
 
 
 def load(run_dir: Path) -> StoredRun:
@@ -181,8 +193,9 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     """The run that `run_dir` holds, or None if a run may start there.
 
     Raises: ConfigError: it holds a run and `resume` is false, or one of an earlier version with
-      settings that are no more, or something that is no run, or nothing can be written there, or
-      somebody else could have. FileDamaged: its ledger is gone.
+      settings that are no more, or that would be planned otherwise now, or something that is no
+      run, or nothing can be written there, or somebody else could have. FileDamaged: its ledger is
+      gone.
     """
     path = run_dir / CONFIG
     if path.exists() and not resume:
@@ -197,6 +210,9 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         for name, value in stored.removed.items():
             expected = "a run without it: one of an earlier version can be read, but not resumed"
             expect(name, value, False, expected)
+        if (plan := stored.plan) is not None:
+            same = plan.as_dict() == read_json(path)["plan"] and plan.unproven is None
+            expect("run_dir", run_dir, same, "a run of this version, not of an earlier one")
         return stored
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")

@@ -6,8 +6,8 @@
 An algorithm (`els`, `uls`) gives the privatised gradient of a step; the rest is here.
 """
 
-from fedsim.training.settings import outside, settled_by, strategy_for, unproven_strategy
+from fedsim.training.settings import expect_strategy, outside, settled_by, strategy_for
 from fedsim.training.start import train
 from fedsim.training.trainer import Trainer
 
-__all__ = ["Trainer", "outside", "settled_by", "strategy_for", "train", "unproven_strategy"]
+__all__ = ["Trainer", "expect_strategy", "outside", "settled_by", "strategy_for", "train"]

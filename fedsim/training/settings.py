@@ -57,10 +57,10 @@ def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: b
     return settled(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)
 
 
-def unproven_strategy(config: EngineConfig) -> str | None:
-    """The strategy that was asked for, if its contributions are not proven to be at most C."""
-    named = None if config.strategy == AUTO else Strategy.parse(config.strategy)
-    return None if named is None or named.proven else str(named)
+def expect_strategy(config: EngineConfig) -> None:
+    """Raises ConfigError: a strategy that there is not."""
+    if config.strategy != AUTO:
+        Strategy.parse(config.strategy)
 
 
 def expect_local_steps(run: RunConfig, group_size: int | None) -> None:

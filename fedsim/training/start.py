@@ -42,10 +42,10 @@ from fedsim.training.settings import (
     FITTED,
     as_started,
     expect_local_steps,
+    expect_strategy,
     outside,
     settled_by,
     strategy_for,
-    unproven_strategy,
     update_of,
 )
 from fedsim.training.trainer import Callback, Trainer
@@ -87,7 +87,8 @@ def train(
     """
     privacy = as_started(privacy, run)
     update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)  # a mistake is found now
-    unproven, share = unproven_strategy(run.engine), privacy.group_size_epsilon
+    expect_strategy(run.engine)
+    share = privacy.group_size_epsilon
     counts = "none in a dry run, where nothing counts what a draw costs: give it --group-size"
     expect("group_size_epsilon", share, share is None or rehearsed is None, counts)
     with open_run(algorithm, privacy, run, console, source=source, plant=plant) as opened:
@@ -110,10 +111,9 @@ def train(
             plan = _plan_again(opened.stored, opened, method)
         else:
             facts = (num_coordinates(params), non_private, opened.identity.data_seal)
-            known = {"unproven": unproven, "trial": trial}
             with console.phase("calibrating the noise"):
                 asked = (opened, algorithm, method, applicant, completed, *facts)
-                completed, plan = _new_plan(*asked, **known)
+                completed, plan = _new_plan(*asked, trial=trial)
             doubtful = doubts(plan, opened.data, default_delta=privacy.delta is None)
             doubtful += filter(None, [opened.data.cut_off()])
             if not (plan.guarantee or uncounted):
@@ -200,16 +200,16 @@ def _new_plan(
     applicant: Applicant,
     completed: PrivacyConfig,
     *facts: Any,
-    **known: Any,
+    trial: bool,
 ) -> tuple[PrivacyConfig, Plan]:
     """The settings and the plan of a run that begins; --spend-rest leaves them the steps that fit.
 
-    Args: facts, known: of `make_plan`.
+    Args: facts, trial: of `make_plan`.
     """
 
     def plan_of(settings: PrivacyConfig) -> Plan:
         asked = (algorithm, settings, opened.data.train, method, *facts)
-        return make_plan(*asked, **known, evaluations=_evaluations(opened, settings))
+        return make_plan(*asked, trial=trial, evaluations=_evaluations(opened, settings))
 
     plan = plan_of(completed)
     if opened.run.spend_rest:

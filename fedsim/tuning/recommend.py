@@ -27,7 +27,6 @@ from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.models.language_model import LanguageModelTask
 from fedsim.noise.bands import predicted_error
 from fedsim.plan import calibrate, method_for
 from fedsim.plan.labels import holds
@@ -40,7 +39,6 @@ from fedsim.shared_uls import SharedULS
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, draw
 from fedsim.tuning.cells import compare, least
-from fedsim.tuning.fitting import bytes_of, fits
 from fedsim.tuning.heuristics import LEAST_COHORT, Heuristics, filled, share_used, units_of
 from fedsim.tuning.norms import NUM_USERS, GradientNorms
 from fedsim.tuning.timing import UnitTimes
@@ -54,17 +52,13 @@ class Start:
     """A run before its first step, which is what recommendations look at."""
 
     run: RunConfig
-    task: LanguageModelTask
+    data: Dataset
     params: Any
     key: SecretKey
     """Of samples."""
     workers: Engine | None
     """None: no gradient is computed."""
     console: Console
-
-    @property
-    def data(self) -> Dataset:
-        return self.task.dataset
 
     @contextmanager
     def telling(self, what: str) -> Iterator[None]:
@@ -94,7 +88,6 @@ def recommend(
     num_users: int = NUM_USERS,
     plot: Path | None = None,
     plan_only: bool = False,
-    device_memory: str | None = None,
 ) -> dict[str, Any]:
     """Advice for both algorithms on a run's data at its starting model, and which to choose.
 
@@ -104,7 +97,6 @@ def recommend(
       num_users: how many users' gradients are looked at.
       plot: a PNG to draw: noise per step against group size.
       plan_only: compute no gradient: what follows from the sizes of the data alone.
-      device_memory: say, too, on how many devices of this memory (`80GiB`) models fit.
     Raises: ConfigError (a user's mistake), EngineError (workers).
     """
     expect(
@@ -115,7 +107,6 @@ def recommend(
     drawn = plot is None or importlib.util.find_spec("matplotlib") is not None
     expect("plot", plot, drawn, "matplotlib, as in pip install 'fedsim[experiments]'")
     expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
-    room = None if device_memory is None else bytes_of(device_memory)
     with _started(run, console, working=not plan_only) as start:
         most = max(1, privacy.budget // (LEAST_COHORT if plot else doubling.START.cohort_size // 2))
         norms = None if plan_only else _norms(start, privacy, num_users, most)
@@ -131,9 +122,6 @@ def recommend(
             "reason": reason,
             "non_private": found.non_private,
         }
-        if room is not None:
-            ways = fits(run, start.task, best, privacy.num_steps, room)
-            result |= {"device_memory": room, "fits": [dataclasses.asdict(way) for way in ways]}
         if plot is not None:
             curve = heuristics.curve(found.clip_norms[Algorithm.ELS])
             draw(curve, plot, start.data.train.num_users)
@@ -168,7 +156,9 @@ def _started(run: RunConfig, console: Console, *, working: bool = True) -> Itera
             workers = engine.create(run.engine, task, note=console.note)
             stack.callback(workers.close)
             wait_for(workers, console)
-        yield Start(run, task, params, SecretKey.create(run.seed, "recommend"), workers, console)
+        yield Start(
+            run, task.dataset, params, SecretKey.create(run.seed, "recommend"), workers, console
+        )
 
 
 def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> GradientNorms:

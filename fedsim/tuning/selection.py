@@ -45,7 +45,7 @@ from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
 from fedsim.sampling import graph_of
-from fedsim.training import outside, unproven_strategy
+from fedsim.training import expect_strategy, outside
 from fedsim.tuning.same_selection import BEGAN, Began
 from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, entries, jobs_of, outcomes_of
 
@@ -224,6 +224,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
     expect("data", source, num_users > 0, "data with held-out users")  # before anyone is counted
     for job in jobs:
         privacy, run = job.privacy, job.run
+        expect_strategy(run.engine)
         expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
         share = privacy.group_size_epsilon
         expect("group_size_epsilon", share, share is None, "none in a private selection")
@@ -234,8 +235,7 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         non_private += outside(run, fresh_model=run.model.source in PRESETS)
         method = method_for(job.algorithm, completed, data.train, key)
         facts = (MOST_PARAMETERS, non_private, "")
-        doubt, users = unproven_strategy(run.engine), data.train
-        plan = make_plan(job.algorithm, completed, users, method, *facts, unproven=doubt)
+        plan = make_plan(job.algorithm, completed, data.train, method, *facts)
         candidates.append(tuple(planned_phases(plan, method) or ()))
         not_covered.update(dict.fromkeys(plan.non_private))
         slacks.append(plan.slack)

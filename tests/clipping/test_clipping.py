@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from problems import SoftmaxTask
 
 from fedsim.clipping import Clip, Strategy, clipped_sum
-from fedsim.clipping.clip import global_norm, lattice_bits
+from fedsim.clipping.clip import lattice_bits
 from fedsim.clipping.contribution import norm_and_bound
 
 CLIPS = [Clip(0.7), Clip(0.7, normalised=True), Clip(1e6, in_float32=True), Clip(1e-3)]
@@ -158,7 +158,6 @@ def test_a_norm_that_is_not_finite_has_scale_zero():
 def test_norms_do_not_underflow_in_half_precision():
     gradient = jnp.full(10**6, 1e-4, jnp.float16)  # squares underflow in float16
     assert abs(float(norm_and_bound({"w": gradient})[0]) - 0.1) < 1e-4
-    assert abs(float(global_norm({"w": gradient})) - 0.1) < 1e-4
     total, norms, _, _ = summed(np.full((1, 1, 10**6), 1e-4), Clip(0.01), jnp.float16)
     assert abs(np.linalg.norm(np.asarray(total, np.float64)) - 0.01) < 2e-5
 
@@ -206,7 +205,8 @@ def test_gradients_equal_finite_differences_of_a_transformer():
                 (d * g).sum()
                 for d, g in zip(*map(jax.tree.leaves, (direction, total)), strict=True)
             )
-            assert abs(float(dot) - slope) < 1e-5 * float(global_norm(direction))
+            length = np.sqrt(sum((d**2).sum() for d in jax.tree.leaves(direction)))
+            assert abs(float(dot) - slope) < 1e-5 * length
 
 
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # theirs

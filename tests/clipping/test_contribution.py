@@ -290,7 +290,7 @@ def test_more_units_than_fit_into_int32_are_added_all_the_same(task, params, rng
 
 
 def test_a_units_length_is_its_own(rng):
-    """Whoever else is there, a unit of a proven strategy is cut to the bucket of its own rows."""
+    """Whoever else is there, a unit is cut to the bucket of its own rows."""
     buckets = Buckets((2, 4, 8), lambda b: b["sizes"], lambda b, n: b)
     sizes = rng.integers(1, 9, size=(50, 1))
     for kept in (np.arange(50), rng.permutation(50)[:23]):

@@ -90,10 +90,9 @@ def test_direct_takes_them_too(rng):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["bookkeeping", "vmap"])
-def test_other_strategies_refuse(strategy, rng):
+def test_ghost_refuses(rng):
     with pytest.raises(UnsupportedModel, match="own steps"):
-        computed(*problem(rng), LocalSteps(2, 0.1), strategy=strategy)
+        computed(*problem(rng), LocalSteps(2, 0.1), strategy="ghost")
 
 
 def test_a_run_takes_local_steps(texts, run_dir):  # noqa: F811

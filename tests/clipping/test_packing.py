@@ -34,15 +34,14 @@ def rows_of(tokens, mask):
     longest=st.sampled_from([0, 3, 8, 17, 20]),
     density=st.sampled_from([0.0, 0.5, 1.0]),
     per_chunk=st.integers(1, 9),
-    at_once=st.integers(1, 4),
     buckets=st.sampled_from([None, BUCKETS]),
     seed=st.integers(0, 2**32),
 )
 def test_every_unit_is_in_one_chunk_and_no_row_is_cut(
-    units, group, longest, density, per_chunk, at_once, buckets, seed
+    units, group, longest, density, per_chunk, buckets, seed
 ):
     batch, mask = lane(np.random.default_rng(seed), units, group, longest, density)
-    found = list(chunks(batch, mask, per_chunk, buckets, at_once))
+    found = list(chunks(batch, mask, per_chunk, buckets))
     placed = np.concatenate([chunk.units for chunk in found] or [np.zeros(0, int)])
     assert sorted(placed) == list(range(units))
     partial = [chunk for chunk in found if len(chunk.units) < per_chunk]
@@ -72,20 +71,8 @@ def test_short_units_are_cut_short(rng):
     longer, _ = lane(rng, 40, 2, longest=20)
     mixed = {name: np.concatenate([batch[name], longer[name]]) for name in batch}
     every = np.ones((80, 2), bool)
-    found = [chunk.length for chunk in chunks(mixed, every, 8, BUCKETS, 8)]
+    found = [chunk.length for chunk in chunks(mixed, every, 8, BUCKETS)]
     assert found == sorted(found) and found.count(4) >= 5 and 1 <= found.count(20) < 5
-
-
-def test_few_units_more_join_longer_ones_where_that_costs_less(rng):
-    batch, mask = lane(rng, 12, 1, density=1)
-    batch["sizes"] = np.array([4] * 5 + [8] * 7)[:, None]
-    lengths = {
-        at_once: [
-            (chunk.length, len(chunk.units)) for chunk in chunks(batch, mask, 12, BUCKETS, at_once)
-        ]
-        for at_once in (1, 4)
-    }
-    assert lengths == {1: [(4, 5), (8, 7)], 4: [(4, 4), (8, 8)]}
 
 
 def test_padding_is_what_the_last_pass_of_each_length_lacks():

@@ -13,12 +13,13 @@ import pytest
 
 from fedsim.clipping import Clip, Strategy, clipped_sum
 from fedsim.clipping.clip import MODEL
-from fedsim.clipping.strategy import FORMED, NAMES
+from fedsim.clipping.strategy import NAMES
 from fedsim.models.loss import next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 pytestmark = pytest.mark.privacy
 UNITS, GROUP, LENGTH = 2, 2, 6
+FORMED = ("scan", "direct")  # every unit's gradient is, whole
 
 
 @functools.cache

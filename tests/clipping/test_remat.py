@@ -42,8 +42,8 @@ def clipped(config, name):
 
 
 # Between them, the two have every part of the families. Compiling takes seconds.
-SLOW = [("qwen3", name, True) for name in ("scan", "bookkeeping", "vmap")]
-SLOW += [("gpt2", "bookkeeping", False)]
+SLOW = [("qwen3", name, True) for name in ("scan", "ghost")]
+SLOW += [("gpt2", "ghost", False)]
 CASES = [("qwen3", "direct", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
@@ -65,10 +65,10 @@ def test_every_strategy_gives_the_sum_of_scan_without_it(family, name, remat, ba
         np.testing.assert_allclose(a, b, atol=2e-5 * size)
 
 
-def test_blocks_are_computed_again_and_under_book_keeping_what_has_no_parameters(batch):
+def test_blocks_are_computed_again_and_under_ghost_what_has_no_parameters(batch):
     plain = dataclasses.replace(FAMILIES["qwen3"], num_layers=1)
     params = random_like(plain, np.random.default_rng(0))
-    for name in ("scan", "bookkeeping"):
+    for name in ("scan", "ghost"):
         without, with_it = (
             str(jax.make_jaxpr(clipped(config, name))(params, batch))
             for config in (plain, dataclasses.replace(plain, remat=True))

@@ -18,7 +18,7 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.errors import ConfigError
 
 CLIP, ROWS = Clip(0.1), np.arange(24).reshape(-1, 2)
-SCAN, BOOK = Strategy("scan", 2), Strategy("bookkeeping", 4)
+SCAN, GHOST = Strategy("scan", 2), Strategy("ghost", 4)
 
 
 class NamedTask(ModelTask):
@@ -29,7 +29,7 @@ class NamedTask(ModelTask):
 
 
 class Unknown(nn.Module):
-    """Has a parameter in no layer that book-keeping knows."""
+    """Has a parameter in no layer that `ghost` knows."""
 
     @nn.compact
     def __call__(self, batch):
@@ -39,7 +39,7 @@ class Unknown(nn.Module):
 
 @pytest.fixture(autouse=True)
 def two_candidates(monkeypatch):
-    monkeypatch.setattr(autotune, "candidates", lambda *_, **__: [SCAN, BOOK])
+    monkeypatch.setattr(autotune, "candidates", lambda *_, **__: [SCAN, GHOST])
 
 
 def given(model=None):
@@ -67,8 +67,8 @@ def no_trial(monkeypatch):
 def test_the_choice_is_made_once(tmp_path, no_trial):
     engine, params = local()
     strategy, why = choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path / "c")
-    assert strategy in (SCAN, BOOK)
-    assert "scan:2 " in why and "; bookkeeping:4 " in why and why.count(" MiB") == 2
+    assert strategy in (SCAN, GHOST)
+    assert "scan:2 " in why and "; ghost:4 " in why and why.count(" MiB") == 2
     (file,) = (tmp_path / "c").iterdir()
     assert json.loads(file.read_text())["strategy"] == str(strategy)
     no_trial()
@@ -107,33 +107,33 @@ def test_another_model_group_or_machine_is_tried_anew(change, tmp_path, no_trial
         choose_strategy(engine, params, rows, CLIP, "auto", tmp_path)
 
 
-DAMAGED = ("", "{}", "[]", '{"strategy": 3}', '{"strategy": "best"}')
-NOT_TRIED = ('{"strategy": "vmap:8"}', '{"strategy": "scan:3"}')
+DAMAGED = ("", "{}", "[]", '{"strategy": 3}', '{"strategy": "vmap:8"}')
+NOT_TRIED = ('{"strategy": "direct:8"}', '{"strategy": "scan:3"}')
 
 
 @pytest.mark.parametrize("text", [*DAMAGED, *NOT_TRIED])
 def test_a_memory_that_is_damaged_or_of_what_is_not_tried_is_made_anew(text, tmp_path, monkeypatch):
     engine, params = local()
-    trials = [Trial(SCAN, 2.0), Trial(BOOK, 1.0)]
+    trials = [Trial(SCAN, 2.0), Trial(GHOST, 1.0)]
     monkeypatch.setattr(Engine, "try_strategies", lambda *_: trials)
     choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text(text)
-    assert choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)[0] == BOOK
-    assert json.loads(file.read_text())["strategy"] == "bookkeeping:4"
+    assert choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)[0] == GHOST
+    assert json.loads(file.read_text())["strategy"] == "ghost:4"
 
 
 @pytest.mark.parametrize(
-    "seconds, fault, expected", [(1.0, None, SCAN), (0.5, None, BOOK), (0.5, "no", SCAN)]
+    "seconds, fault, expected", [(1.0, None, SCAN), (0.5, None, GHOST), (0.5, "no", SCAN)]
 )
 def test_the_fastest_that_can_be_used_is_taken(seconds, fault, expected, tmp_path, monkeypatch):
-    trials = [Trial(SCAN, 1.02), Trial(BOOK, seconds, 0, fault)]
+    trials = [Trial(SCAN, 1.02), Trial(GHOST, seconds, 0, fault)]
     monkeypatch.setattr(Engine, "try_strategies", lambda *_: trials)
     assert choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)[0] == expected
 
 
 def test_a_choice_that_ended_early_is_not_that_of_a_longer_run(tmp_path, no_trial, monkeypatch):
-    trials = [Trial(SCAN, 2.0), Trial(BOOK, 1.0)]
+    trials = [Trial(SCAN, 2.0), Trial(GHOST, 1.0)]
     monkeypatch.setattr(Engine, "try_strategies", lambda *_: trials)
     monkeypatch.setattr(autotune, "LEAST_TRIALS_S", 0.0)
 
@@ -141,16 +141,16 @@ def test_a_choice_that_ended_early_is_not_that_of_a_longer_run(tmp_path, no_tria
         asked = (*local(), ROWS, CLIP, "auto", tmp_path)
         return choose_strategy(*asked, num_units=num_units)[0]
 
-    assert choose(0) == SCAN and choose(1e6) == BOOK  # a second more is nothing to the long run
+    assert choose(0) == SCAN and choose(1e6) == GHOST  # a second more is nothing to the long run
     no_trial()
-    assert choose(0) == BOOK
+    assert choose(0) == GHOST
 
 
 def test_a_trial_that_would_end_too_late_is_not_begun(tmp_path, monkeypatch):
     begun = []
 
     def trials(*_):
-        for trial in (Trial(SCAN, 2.0), Trial(BOOK, 1.0)):
+        for trial in (Trial(SCAN, 2.0), Trial(GHOST, 1.0)):
             begun.append(trial)
             time.sleep(0.3)
             yield trial
@@ -162,7 +162,7 @@ def test_a_trial_that_would_end_too_late_is_not_begun(tmp_path, monkeypatch):
 
 
 def test_runs_of_a_length_keep_a_choice_that_ended_early(tmp_path, no_trial, monkeypatch):
-    monkeypatch.setattr(Engine, "try_strategies", lambda *_: [Trial(SCAN, 2.0), Trial(BOOK, 1.0)])
+    monkeypatch.setattr(Engine, "try_strategies", lambda *_: [Trial(SCAN, 2.0), Trial(GHOST, 1.0)])
     monkeypatch.setattr(autotune, "LEAST_TRIALS_S", 0.0)
     first = choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)
     no_trial()
@@ -172,14 +172,14 @@ def test_runs_of_a_length_keep_a_choice_that_ended_early(tmp_path, no_trial, mon
 
 def test_a_model_that_is_not_known_is_left_to_scan(tmp_path):
     strategy, why = choose_strategy(*local(Unknown()), ROWS, CLIP, "auto", tmp_path)
-    assert strategy == SCAN and "bookkeeping:4 parameter gain: expected one of a layer" in why
-    with pytest.raises(ConfigError, match="^strategy=bookkeeping:8: .* parameter gain: .*$"):
-        choose_strategy(*local(Unknown()), ROWS, CLIP, "bookkeeping:8", tmp_path)
+    assert strategy == SCAN and "ghost:4 parameter gain: expected one of a layer" in why
+    with pytest.raises(ConfigError, match="^strategy=ghost:8: .* parameter gain: .*$"):
+        choose_strategy(*local(Unknown()), ROWS, CLIP, "ghost:8", tmp_path)
 
 
 def test_a_strategy_that_is_asked_for_is_taken_and_not_remembered(tmp_path):
-    found = choose_strategy(*local(), ROWS, CLIP, "bookkeeping:8", tmp_path / "c")
-    assert found == (Strategy("bookkeeping", 8), "as asked for")
+    found = choose_strategy(*local(), ROWS, CLIP, "ghost:8", tmp_path / "c")
+    assert found == (Strategy("ghost", 8), "as asked for")
     assert not (tmp_path / "c").exists()
 
 

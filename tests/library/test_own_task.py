@@ -126,7 +126,7 @@ def test_an_owner_is_the_same_one_whatever_column_it_comes_from(task):
     assert one.tolist() == ["ann", "ann"]
 
 
-@pytest.mark.parametrize("strategy", ["scan:2", "vmap:16"])
+@pytest.mark.parametrize("strategy", ["scan:2", "direct:16"])
 def test_a_users_rows_reach_no_one_elses_unit_through_padding(task, strategy):
     """Padding that read somebody's row would spoil all units with it where that row is nan."""
     owners = np.repeat(np.arange(8), ROWS // 8)

@@ -23,7 +23,6 @@ NOT_MEASURED = {
     "experiments/README.md": {"0.5", "3.1"},  # of the paper: sigma, and its conjecture
     "docs/accelerators.md": {
         *("3.11", "0.11", "3.13", "3.14", "3.15", "2.4", "2.5"),  # versions
-        *("1.7", "3.1", "24 GiB", "80 GiB"),  # models and devices
         *("1.3", "2.3"),  # products, counted: 4 and 7 of 3
         *("64 MB", "95 %", "40 %"),  # parts of a file, and the aims
     },

@@ -9,6 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedsim.cli.main import main
+from fedsim.clipping import Strategy
+from fedsim.plan import Plan
+from fedsim.plan.labels import UNPROVEN
 from fedsim.run import checkpoint, directory, ledger
 
 NUM_STEPS = 6
@@ -185,7 +188,7 @@ def unproven_strategy(run_dir):
 
 
 BROKEN = {
-    "a strategy without a bound": ("settings", unproven_strategy),
+    "a strategy without a bound": ("summary", unproven_strategy),
     "ledger cut": ("summary", lambda r: rewrite_ledger(r, lambda lines: lines[:-1])),
     "ledger of more noise": ("events", lambda r: rewrite_ledger(r, more_noise)),
     "ledger of another sampling": ("events", lambda r: rewrite_ledger(r, one_as_shuffled)),
@@ -231,6 +234,38 @@ BROKEN = {
         lambda r: checkpoint.latest(r).rename(r / "checkpoints" / "step-00000005.msgpack"),
     ),
 }
+
+
+@pytest.mark.parametrize("strategy", ["bookkeeping:4", "scan:2"])
+def test_a_run_of_an_earlier_version_is_read_with_its_label(
+    strategy, texts, run_dir, capsys, monkeypatch
+):
+    """Whose plan named the strategy where its contributions were not proven to be at most C."""
+    unproven, args = None if strategy == "scan:2" else strategy, command(texts, run_dir)
+    with monkeypatch.context() as earlier:
+        written = Plan.as_dict
+        earlier.setattr(Plan, "as_dict", lambda plan: {**written(plan), "unproven": unproven})
+        earlier.setattr(Strategy, "__str__", lambda _: strategy)
+        main(args)
+    assert json.loads((run_dir / "config.json").read_text())["strategy"]["name"] == strategy
+    capsys.readouterr()
+    main(["verify", str(run_dir), "--replay", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["holds"] and found["guarantee"] is (False if unproven else None)
+    assert (found["epsilon_holds"] == UNPROVEN) == bool(unproven)
+    (replay,) = (each for each in found["checks"] if each["promise"] == "replay")
+    assert replay["holds"] is None and "cannot be computed again" in replay["found"]
+    main(["report", str(run_dir)])
+    report = (run_dir / "report.md").read_text()
+    for words in ("with the strategy bookkeeping:4, for which no privacy is claimed", UNPROVEN):
+        assert (words in report) == bool(unproven)
+    assert ("of a length that is proven" in report) == (unproven is None)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main([*args, "--resume"])
+    *_, last = capsys.readouterr().err.splitlines()
+    says = f"run_dir={run_dir}: expected a run of this version, not of an earlier one"
+    assert stop.value.code == 2 and last == f"fedsim: error: {says}"
 
 
 @pytest.mark.parametrize("what", BROKEN)

@@ -16,7 +16,7 @@ from fedsim.budget.ledger import hold, place_of
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.errors import ConfigError
-from fedsim.plan import TRIAL, UNPROVEN
+from fedsim.plan import TRIAL
 from fedsim.run import checkpoint
 from fedsim.run.console import Console
 from fedsim.run.model_source import load_data
@@ -197,12 +197,11 @@ def test_evaluations_have_the_delta_of_training_where_it_is_smaller(settings, tm
     assert found is not None and found.delta == 1e-6
 
 
-@pytest.mark.privacy
-def test_a_strategy_without_a_proof_gives_a_selection_its_label(settings, tmp_path):
+def test_a_strategy_that_there_is_not_is_refused_before_anything_is_paid(settings, tmp_path):
     assert priced(settings, tmp_path, Selection()).label == ""
-    for each in settings:
-        each["strategy"] = "vmap:8"
-    assert UNPROVEN in priced(settings, tmp_path, Selection()).label
+    settings[-1]["strategy"] = "vmap:8"
+    with pytest.raises(ConfigError, match="^strategy=vmap:8: expected auto, or scan"):
+        priced(settings, tmp_path, Selection())
 
 
 @pytest.mark.privacy

@@ -1,4 +1,4 @@
-"""The other strategies are scan, only faster; what book-keeping does not know it refuses."""
+"""The other strategies are scan, only faster; what `ghost` does not know it refuses."""
 
 import functools
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import LENGTH, VOCAB, Tied, Untied, losses_of, random_batch, random_params
 
-from fedsim.clipping import Buckets, Clip, Strategy, bookkeeping, clipped_sum, layers
+from fedsim.clipping import Buckets, Clip, Strategy, clipped_sum
 from fedsim.clipping.observed import UnsupportedModel
 
 UNITS, GROUP = 4, 2
@@ -19,9 +19,7 @@ BUCKETS = Buckets(
     (2, LENGTH), lambda b: b["sizes"], lambda b, n: b | {"tokens": b["tokens"][:, :n]}
 )
 OTHERS = {
-    "bookkeeping": (Strategy("bookkeeping"), None),
     "ghost": (Strategy("ghost"), None),
-    "vmap": (Strategy("vmap"), None),
     "direct, row by row": (Strategy("direct", 1), None),
     "direct": (Strategy("direct"), None),
     "scan, row by row in buckets": (Strategy("scan", 1), BUCKETS),
@@ -58,45 +56,6 @@ def flat(tree):
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
 
 
-@pytest.fixture
-def no_fallback(monkeypatch):
-    """What book-keeping leaves to scan fails."""
-
-    def fallback(loss_fn, params, batch, mask, clip, total):
-        left = mask.any(axis=1)
-        spoilt = jnp.where(left.any(), jnp.nan, 0)
-        return jax.tree.map(lambda t: t + spoilt, total), left + spoilt, left + spoilt, left
-
-    monkeypatch.setattr(bookkeeping.scan, "clipped_sum", fallback)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_both_ways_to_norms_are_tested(monkeypatch):
-    taken = {}
-
-    def spy(name):
-        real = getattr(layers, name)
-
-        def spied(*args):
-            taken.setdefault(name, []).append(real(*args))
-            return taken[name][-1]
-
-        monkeypatch.setattr(layers, name, spied)
-
-    spy("_gram_is_cheaper")
-    spy("_cross")
-    for name, model in MODELS.items():
-        taken.clear()
-        rng = np.random.default_rng(0)
-        batch, mask = random_batch(rng, UNITS, GROUP), np.ones((UNITS, GROUP), bool)
-        run = functools.partial(bookkeeping.clipped_sum, losses_of(model), clip=Clip(1.0))
-        params = random_params(model, rng)
-        jax.eval_shape(lambda p, run=run, args=(batch, mask): run(p, *args), params)
-        assert any(taken["_gram_is_cheaper"]) == ("wide" in name)
-        assert ("_cross" in taken) == (name == "tied wide")
-
-
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("name", quick_is("tied wide"))
@@ -124,16 +83,6 @@ def test_every_strategy_equals_scan(name, density, norm, seed):
         assert error <= 1e-5 * np.linalg.norm(flat(total))
 
 
-@pytest.mark.parametrize("name", quick_is("untied"))
-def test_ordinary_units_are_not_left_to_scan(name, no_fallback, rng):
-    model, batch = MODELS[name], random_batch(rng, UNITS, GROUP)
-    mask = np.ones((UNITS, GROUP), bool)
-    mask[1], mask[2, 1] = False, False  # no rows, one row
-    run = jax.jit(functools.partial(bookkeeping.clipped_sum, losses_of(model), clip=Clip(1.0)))
-    total, norms, _, dropped = run(random_params(model, rng), batch, mask)
-    assert np.isfinite(flat(total)).all() and np.isfinite(norms).all() and not dropped.any()
-
-
 @pytest.mark.slow
 @pytest.mark.ci
 def test_half_precision_is_scan_up_to_its_rounding_and_sums_are_float32(rng):
@@ -147,7 +96,7 @@ def test_half_precision_is_scan_up_to_its_rounding_and_sums_are_float32(rng):
 
     batch, mask = jax.tree.map(jnp.asarray, (batch, mask))
     exact = run("scan", None, params)
-    for name in ("scan", "bookkeeping"):
+    for name in ("scan", "ghost"):
         total, norms, losses, _ = run(name, jnp.bfloat16, params)
         assert {x.dtype for x in (*jax.tree.leaves(total), norms, losses)} == {jnp.dtype("float32")}
         np.testing.assert_allclose(norms, exact[1], rtol=0.05)
@@ -157,7 +106,7 @@ def test_half_precision_is_scan_up_to_its_rounding_and_sums_are_float32(rng):
 
 
 class Own(nn.Module):
-    """A model with one thing that book-keeping does not know."""
+    """A model with one thing that `ghost` does not know."""
 
     part: str
 
@@ -218,8 +167,7 @@ def test_what_is_not_known_is_refused_by_name(part, message, units, rng):
     rows = jax.tree.map(lambda leaf: leaf[0], batch)
     params = jax.eval_shape(model.init, jax.random.key(0), rows)["params"]
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), params)
-    mask = np.ones((units, GROUP), bool)
+    mask, strategy = np.ones((units, GROUP), bool), Strategy("ghost", units * GROUP)
+    given = losses_of(model), batch, mask, Clip(1.0), strategy
     with pytest.raises(UnsupportedModel, match=message):
-        jax.eval_shape(
-            lambda p: bookkeeping.clipped_sum(losses_of(model), p, batch, mask, Clip(1.0)), params
-        )
+        jax.eval_shape(lambda p: clipped_sum(given[0], p, *given[1:]), params)
