@@ -344,8 +344,8 @@ def test_a_run_that_is_known_is_not_counted_as_something_else(
     """What it released would be gone from the books, or be somebody else's."""
     (tmp_path / "run").mkdir()
     began = Applicant(place, PEOPLE, "selection", None, tmp_path / "run")
-    with began.admitted(began.entry("key", PLANNED, (0.0, 0.0), "")):
-        pass
+    with pytest.raises(KeyboardInterrupt), began.admitted(of_selection(began)):
+        raise KeyboardInterrupt
     before = (place / FILE).read_bytes()
     again = Applicant(place, ids, "selection", None, tmp_path / "run")
     with pytest.raises(LedgerError, match=f"run: .*ledger has the same run with {what}"):
@@ -354,6 +354,46 @@ def test_a_run_that_is_known_is_not_counted_as_something_else(
     assert (place / FILE).read_bytes() == before
     with began.admitted(began.entry("key", PLANNED, (0.1, 1e-9), "")):  # of another version
         pass
+
+
+def of_selection(applicant):
+    """The entry of what has no ledger of its own."""
+    return applicant.entry("key", PLANNED, (0.0, 0.0), "")
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("where", ["run", "copy"])
+def test_what_has_no_ledger_of_its_own_is_released_once(where, place, tmp_path):
+    """An older copy of a private selection, say, comes to another model under the same entry."""
+    (tmp_path / "run").mkdir()
+    began = Applicant(place, PEOPLE, "selection", None, tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt), began.admitted(of_selection(began)):
+        raise KeyboardInterrupt  # nothing is released yet, and it may go on
+    assert states(place) == [("gone", PLANNED)]  # until then it counts with its plan
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with began.admitted(of_selection(began)):
+        pass
+    assert states(place) == [("released", PLANNED)]
+    again = Applicant(place, PEOPLE, "selection", None, tmp_path / where)
+    with pytest.raises(LedgerError, match=f"{where}: is an older copy .* {STEPS} releases"):
+        with again.admitted(of_selection(again)):
+            pass
+    assert states(place) == [("released", PLANNED)]
+
+
+@pytest.mark.privacy
+def test_a_run_that_is_put_back_while_it_runs_does_not_count_less(place, tmp_path):
+    def at(step):
+        if step == 2:
+            copied(tmp_path / "a", step)
+        if step == 7:
+            put_back(tmp_path / "a", 2)
+
+    with pytest.raises(LedgerError, match="a: is an older copy of a run: .* 10 steps of it, and"):
+        run(place, tmp_path / "a", steps=10, at=at)
+    assert states(place) == [("killed", PLANNED)] and mark(place) == 10
+    with pytest.raises(LedgerError, match="is an older copy"):
+        run(place, tmp_path / "a")
 
 
 @pytest.mark.privacy

@@ -19,6 +19,7 @@ from fedsim.errors import ConfigError
 from fedsim.plan import TRIAL
 from fedsim.run import checkpoint
 from fedsim.run.console import Console
+from fedsim.run.ledger import LedgerError
 from fedsim.run.model_source import load_data
 from fedsim.trust.budget_page import budget
 from fedsim.tuning import selection
@@ -160,8 +161,11 @@ def test_a_selection_that_was_killed_goes_on_only_as_it_began(
         with pytest.raises(ConfigError, match=match):
             select(given, killed, how, Console())
     with hold(place_of(None)) as ledger:
-        assert ledger.num_lines == 2  # it began and was killed
+        assert ledger.num_lines == 1  # it began, and may go on
+    shutil.copytree(killed, tmp_path / "copy")
     found = select(settings, killed, KILLED, Console())
+    with pytest.raises(LedgerError, match="copy: is an older copy of a run"):
+        select(settings, tmp_path / "copy", KILLED, Console())
     best = json.loads((killed / "best" / "summary.json").read_text())
     assert found["epsilon_of_one"] >= best["epsilon"]
     assert {path.name for path in killed.iterdir()} == {
