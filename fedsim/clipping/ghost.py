@@ -22,29 +22,54 @@ from fedsim.clipping.observed import Observed, expect_shape
 
 
 def clipped_sum(
-    loss_fn: scan.LossFn, params: Any, chunks: Any, i: jax.Array, clip: Clip, total: Any
+    loss_fn: scan.LossFn,
+    params: Any,
+    batch: Any,
+    mask: jax.Array,
+    clip: Clip,
+    *,
+    side_by_side: int,
+    total: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
-    """The sum of `scan.clipped_sum`, of units side by side. It takes the memory of all rows'
-    activations, of small layers' gradients, and of one tile.
+    """The sum of `scan.clipped_sum`. It takes the memory of all activations of the rows of a pass,
+    of small layers' gradients, and of one tile.
 
     Guarantees: those of `scan.clipped_sum`. Norms are bounded from above a little less tightly: a
       clipped unit may be shorter than C by a few thousandths.
-    Args: chunks: (batch, mask), whose arrays have an axis of chunks first. i: which is added.
+    Args: side_by_side: units of one pass.
     Raises: UnsupportedModel: a parameter is not in a layer of `LAYERS`.
     """
-    model = Observed(loss_fn, params)
+    model, units = Observed(loss_fn, params), len(mask)
+    chunks = jax.tree.map(lambda leaf: scan.in_parts(leaf, side_by_side), (batch, mask))
 
     def at(i):
         return jax.tree.map(lambda leaf: leaf[i], chunks)
 
     def seen(i):
         inputs, cotangents, losses = model.run(*at(i))
-        formed = _formed(model, inputs, cotangents)[0]
-        return inputs, cotangents, losses, formed
+        return inputs, cotangents, losses, _formed(model, inputs, cotangents)[0]
 
-    mask = at(i)[1]
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(seen, i))
-    inputs, cotangents, losses, formed = scan.stored(seen, i, mask.any(), nothing)
+    def add(i, carry):
+        total, found, *values = carry
+        mask = at(i)[1]
+        found = scan.stored(seen, i, mask.any(), found)
+        total, *new = _added(model, params, found, mask, clip, total)
+        return total, found, *(old.at[i].set(one) for old, one in zip(values, new, strict=True))
+
+    nothing = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(seen, jnp.int32(0))
+    )
+    values = (jnp.stack([value] * len(chunks[1])) for value in scan.no_values(len(chunks[1][0])))
+    dtype = jnp.float32 if clip.in_float32 else jnp.int32
+    start = (scan.zeros_like(params, dtype) if total is None else total, nothing, *values)
+    number = scan.reach(chunks[1].any(axis=(1, 2)))
+    total, _, *values = jax.lax.fori_loop(0, number, add, start)
+    return total, *(value.reshape(-1)[:units] for value in values)
+
+
+def _added(model: Observed, params: Any, found: Any, mask: jax.Array, clip: Clip, total: Any):
+    """(total and what the units of a pass add to it, their norms, losses, whether dropped)."""
+    inputs, cotangents, losses, formed = found
     _, factors = _formed(model, inputs, cotangents)
     squares = bound_squares = jnp.zeros(len(mask))
     if formed:

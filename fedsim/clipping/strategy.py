@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fedsim.clipping import ghost, observed, scan
 from fedsim.clipping.clip import MODEL, Clip
@@ -93,20 +92,7 @@ def clipped_sum(
         return scan.clipped_sum(loss_fn, params, batch, mask, clip, total=total, **options)
     if local is not None:
         raise observed.UnsupportedModel("only scan and direct take users' own steps")
-    chunks = jax.tree.map(lambda leaf: scan.in_parts(leaf, at_once), (batch, mask))
-
-    def add_chunk(i, carry):
-        total, *values = carry
-        total, *found = ghost.clipped_sum(loss_fn, params, chunks, i, clip, total)
-        return total, *(old.at[i].set(new) for old, new in zip(values, found, strict=True))
-
-    values = (jnp.stack([value] * len(chunks[1])) for value in scan.no_values(at_once))
-    dtype = jnp.float32 if clip.in_float32 else jnp.int32
-    start = (scan.zeros_like(params, dtype) if total is None else total, *values)
-    number = scan.reach(chunks[1].any(axis=(1, 2)))
-    total, *values = jax.lax.fori_loop(0, number, add_chunk, start)
-    norms, losses, dropped = (value.reshape(-1)[:units] for value in values)
-    return total, norms, losses, dropped
+    return ghost.clipped_sum(loss_fn, params, batch, mask, clip, side_by_side=at_once, total=total)
 
 
 def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[Strategy]:

@@ -15,6 +15,8 @@ from rich import progress
 from rich.console import Console as RichConsole
 from rich.text import Text
 
+from fedsim.accounting.rounding import at_most
+
 SHOWN = {
     "privacy/epsilon": "epsilon",
     "comparison_only/epsilon_as_if_poisson": "epsilon as if Poisson sampled",
@@ -39,7 +41,12 @@ def items(values: dict[str, float]) -> list[str]:
     there = {n: v for n, v in known.items() if v is not None and not math.isnan(v)}
     of_step = f" after step {values[EVALUATED]:g}" if EVALUATED in values else ""
     of = {SHOWN["eval/loss"]: of_step}
-    return [f"{name} {value:.4g}{of.get(name, '')}" for name, value in there.items()]
+    return [f"{name} {_shown(name, value)}{of.get(name, '')}" for name, value in there.items()]
+
+
+def _shown(name: str, value: float) -> str:
+    """Four digits; an epsilon is rounded up."""
+    return at_most(value, ".4g") if "epsilon" in name else f"{value:.4g}"
 
 
 def line(values: dict[str, float]) -> str:

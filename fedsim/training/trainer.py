@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from fedsim import accounting
+from fedsim.accounting.rounding import at_most
 from fedsim.clipping import Strategy
 from fedsim.config import RunConfig, as_dict, settings_of, to_json
 from fedsim.data.dataset import Dataset
@@ -255,7 +256,9 @@ class Trainer:
         held-out users."""
         epsilon = claimed_epsilon(self.run.run_dir, self.plan)
         spent = (
-            f"epsilon {epsilon:.4f} is spent" if math.isfinite(epsilon) else "no privacy is left"
+            f"epsilon {at_most(epsilon + self.plan.slack.epsilon, '.4f')} is spent"
+            if math.isfinite(epsilon)
+            else "no privacy is left"
         )
         return diverged(self.run, step, what, f"; {spent}")
 

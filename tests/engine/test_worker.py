@@ -12,6 +12,7 @@ from fedsim.clipping import Clip, Strategy, clipped_sum, layers
 from fedsim.clipping.observed import UnsupportedModel
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
+from fedsim.engine.arithmetic import UnfitDevice
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task
 from fedsim.engine.worker import Worker
@@ -232,6 +233,18 @@ def test_units_that_add_nothing_do_not_tell_whether_others_change_each_other(fir
     rows = np.concatenate([np.full(first, -1), np.arange(len(points))])[:, None]
     with pytest.raises(UnsupportedModel, match="side by side, units change"):
         Worker(MeanTask(points)).lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 4))
+
+
+@pytest.mark.privacy
+def test_hostile_units_are_looked_at_before_a_lane_is_added(monkeypatch):
+    def unfit(strategy, params):
+        raise UnfitDevice("a unit contributes 2 C")
+
+    worker, rows = Worker(MeanTask(np.ones((9, 1)))), np.arange(9)[:, None]
+    monkeypatch.setattr("fedsim.engine.worker.check_contributions", unfit)
+    with pytest.raises(UnfitDevice, match="contributes 2 C"):
+        worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 4))
+    worker.lane_sum(0, np.zeros(1), rows, ALL_DIGITS, Strategy("direct", 4))  # nothing is promised
 
 
 def test_what_does_not_fit_into_memory_is_not_run(monkeypatch):
