@@ -36,17 +36,10 @@ class Patch:
         place = functools.reduce(getattr, outer, import_module(self.module))
         return place, name, inspect.getattr_static(place, name)
 
-    def function(self) -> Callable[..., Any] | None:
-        """What is replaced; None: a constant."""
-        right = self.target()[2]
-        if isinstance(right, property):
-            return right.fget
-        right = inspect.unwrap(getattr(right, "__func__", right))  # of a static method
-        return right if callable(right) else None
-
     def expect_callable(self) -> None:
         """Raises: TypeError: the change cannot take the arguments of what it replaces."""
-        if (right := self.function()) is None:
+        right = _function(self.target()[2])
+        if not callable(right):
             return
         kinds = inspect.Parameter
         of_right = [*inspect.signature(right).parameters.values()]
@@ -54,16 +47,15 @@ class Patch:
         named = {p.name for p in own if p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)}
         if other := named - {p.name for p in of_right}:
             raise TypeError(f"{self.module}.{self.name} has no {', '.join(sorted(other))}")
-        by_name = [p.name for p in of_right if p.kind is kinds.KEYWORD_ONLY]
-        by_place = [
-            p for p in of_right if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-        ]
-        inspect.signature(self.change).bind(right, *by_place, **dict.fromkeys(by_name))
+        by_place = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        args = [p for p in of_right if p.kind in by_place]
+        options = {p.name: p for p in of_right if p.kind is kinds.KEYWORD_ONLY}
+        inspect.signature(self.change).bind(right, *args, **options)
 
     def plant(self, put: Callable[[Any, str, Any], None] = setattr) -> None:
         """Replace it. Args: put: what sets an attribute, and may take it back."""
         place, name, whole = self.target()
-        right = getattr(whole, "fget", None) or getattr(whole, "__func__", whole)
+        right = _function(whole)
         if not callable(right):
             put(place, name, self.change(right))
             return
@@ -72,8 +64,12 @@ class Patch:
         def wrong(*args: Any, **kwargs: Any) -> Any:
             return self.change(right, *args, **kwargs)
 
-        wrapped = isinstance(whole, property | staticmethod | classmethod)
-        put(place, name, type(whole)(wrong) if wrapped else wrong)
+        put(place, name, wrong if whole is right else type(whole)(wrong))
+
+
+def _function(whole: Any) -> Any:
+    """Of a property or a static method: its function; else the same."""
+    return whole.fget if isinstance(whole, property) else getattr(whole, "__func__", whole)
 
 
 @dataclasses.dataclass(frozen=True)

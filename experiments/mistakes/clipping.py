@@ -74,8 +74,10 @@ def in_float32(clipped_sum, *args, total=None, **options):
     """The units' sum, added to that of earlier ones as floating-point numbers."""
     added, *values = clipped_sum(*args, **options)
     if total is not None:
-        both = lambda t, z: (t.astype(jnp.float32) + z.astype(jnp.float32)).astype(t.dtype)  # noqa: E731
-        added = jax.tree.map(both, total, added)
+        floats = jax.tree.map(
+            lambda t, z: t.astype(jnp.float32) + z.astype(jnp.float32), total, added
+        )
+        added = jax.tree.map(lambda t, x: x.astype(t.dtype), total, floats)
     return added, *values
 
 
