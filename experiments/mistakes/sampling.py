@@ -79,6 +79,7 @@ SAMPLING = (
                 lambda limit, offsets, group_size, key: limit(offsets, 10**9, key),
             ),
         ),
+        ("--adjacency", "add-or-remove"),
     ),
     Mistake(
         "the cap on a user's examples not accounted",
@@ -142,7 +143,7 @@ SAMPLING = (
         "users redrawn in every step, accounted as of a group in turn",
         "test_cyclic.py::test_no_user_takes_part_in_two_steps_of_a_cycle",
         (Patch("fedsim.sampling.cyclic", "Cyclic.draw", from_all),),
-        ("--sampling", "cyclic", "--bands", "4"),
+        ("--sampling", "cyclic", "--bands", "3"),
     ),
     Mistake(
         "shuffling, reported as Poisson",
