@@ -1,8 +1,9 @@
-"""The classic mistakes of private training, planted in a copy of fedsim: what notices each?
+"""The classic mistakes of private training, planted in fedsim: what notices each?
 
 Claim: each is caught, by a test, by `fedsim verify --replay` on what the broken code trained (run
 with the code as it is), by the audit's lower bound, or by several of these. `smoke` plants two and
-asks the tests, `small` plants all and asks the tests, `paper` asks all three.
+asks the tests, `small` plants all and asks the tests, `paper` asks all three. Nothing is written to
+the code: `planting` says how a mistake gets into a test and all processes that it starts.
 
     python -m experiments.table_mutations --scale paper
 """
@@ -11,7 +12,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments import common
-from experiments.mistakes import MISTAKES, SAMPLING, Mistake
+from experiments.mistakes import MISTAKES, NOISE_AND_SENSITIVITY, SAMPLING
+from experiments.planting import Mistake
 
 ROOT = Path(__file__).parents[1]
 AT_ONCE = 2
@@ -32,6 +33,7 @@ CLAIM = 1.0
 WEAK = 0.25  # of the bound of the code as it is
 AUDIT = f"""
 import json
+import conftest  # with which tests find each other
 from test_audit import ELS, ULS, audited
 print(json.dumps([audited({CLAIM}, 0, algorithm=each).epsilon for each in (ELS, ULS)]))
 """
@@ -63,74 +65,77 @@ class Settings:
 
 
 SETTINGS = {
-    "smoke": Settings((MISTAKES[0].name, SAMPLING[0].name)),
+    "smoke": Settings((NOISE_AND_SENSITIVITY[0].name, SAMPLING[0].name)),
     "small": Settings(),
     "paper": Settings(everything=True),
 }
 
 
-def copy_of(scratch: Path) -> Path:
-    """A copy of the project in a new directory."""
-    copy = Path(tempfile.mkdtemp(dir=scratch))
-    for name in ("fedsim", "tests"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, copy / name)
-    return copy
-
-
-def python(copy: Path, *args: str, where: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Python with the fedsim of a copy, in a cache of its own: what one mistake made, no other run
-    may find. JAX's compiled programs are named by all that they were made of, so those are shared.
-
-    Args: where: the directory to be in; default: the copy.
-    """
-    cache, compiled = copy / "cache", copy.parent / "compiled"
-    for directory in (cache, compiled):
+def place(scratch: Path, mistake: Mistake | None = None) -> Path:
+    """A new directory for what one mistake makes, where no other run finds it, and for the hook
+    that plants it."""
+    own = Path(tempfile.mkdtemp(dir=scratch))
+    compiled = scratch / "compiled"  # JAX names programs by all that they were made of
+    for directory in (own / "cache", own / "runs", own / "ledger", compiled):
         directory.mkdir(mode=0o700, exist_ok=True)
-    if not (cache / "compiled").exists():
-        (cache / "compiled").symlink_to(compiled)
+    (own / "cache" / "compiled").symlink_to(compiled)
+    if mistake is not None:
+        (own / "sitecustomize.py").write_text(mistake.hook())
+    return own
+
+
+def python(own: Path, *args: str, where: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Python with the mistake of a `place`. Args: where: the directory to be in."""
     environment = {
         **os.environ,
-        **{"PYTHONPATH": f"{copy}{os.pathsep}{copy / 'tests'}", "FEDSIM_CACHE_DIR": str(cache)},
-        **{"JAX_PLATFORMS": "cpu", "NPROC": "1"},
+        "PYTHONPATH": os.pathsep.join(map(str, (own, ROOT, ROOT / "tests"))),
+        "FEDSIM_CACHE_DIR": str(own / "cache"),
+        "FEDSIM_BUDGET_LEDGER": str(own / "ledger"),
+        "JAX_PLATFORMS": "cpu",
+        "NPROC": "1",
     }
     return subprocess.run(
-        [sys.executable, *args], cwd=where or copy, env=environment, capture_output=True, text=True
+        [sys.executable, *args], cwd=where, env=environment, capture_output=True, text=True
     )
 
 
-def tests_say(copy: Path, tests: str) -> str:
-    """The test that fails, or "-"."""
-    options = ["-x", "-q", "-m", "", "-p", "no:cacheprovider"]  # slow ones, too
-    done = python(copy, "-m", "pytest", *options, f"tests/{tests}")
-    failed = re.search(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
-    if done.returncode == 1 and failed:
-        return failed[1].removeprefix("tests/").partition("[")[0]
+def tests_say(own: Path, test: str) -> str:
+    """The test that fails, or "-". Raises: RuntimeError: what was planted cannot run."""
+    options = ["-x", "-q", "-m", "", "--tb=short", "-p", "no:cacheprovider"]  # slow ones, too
+    done = python(own, "-m", "pytest", *options, f"tests/{test}")
+    if done.returncode == 1 and (failed := failing(done.stdout)):
+        return failed
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
     return "-"
 
 
-def verify_says(sound: Path, copy: Path, mistake: Mistake, texts: Path) -> str:
+def failing(said: str) -> str | None:
+    """The test that failed, by what pytest said; None: no test did, or what was planted raised the
+    error, and not fedsim or the test, which says nothing of the mistake."""
+    failed = re.search(r"^FAILED tests/([^\s\[]+)", said, re.MULTILINE)
+    ours = r"^(fedsim|tests|experiments)/\S+:\d+: in "
+    frames = re.findall(ours, said.partition("\nE  ")[0], re.MULTILINE)
+    return failed[1] if failed and frames[-1:] != ["experiments"] else None
+
+
+def verify_says(sound: Path, own: Path, mistake: Mistake, texts: Path) -> str:
     """The promises that `verify --replay`, of the code as it is, finds broken, or "-"."""
     settings = [str(x) for name, v in TRAINING.items() for x in (f"--{name}", v)]
-    runs = copy / "runs"  # a directory without a fedsim, which Python would import before others
-    runs.mkdir()
     args = ("--data", str(texts), *settings, *mistake.flags)
-    trained = python(copy, "-c", TRAIN, *args, where=runs)
+    trained = python(own, "-c", TRAIN, *args, where=own / "runs")
     if trained.returncode:
         return "the training fails"
-    done = python(sound, "-c", VERIFY, where=runs)
+    done = python(sound, "-c", VERIFY, where=own / "runs")
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
     broken = set(re.findall(r"^VIOLATED\s+(\w+)", done.stdout, re.MULTILINE))
     return " ".join(sorted(broken)) or "-"
 
 
-def bounds(copy: Path) -> list[float] | None:
+def bounds(own: Path) -> list[float] | None:
     """The audit's lower bounds on epsilon, of ELS and ULS; None: it fails."""
-    done = python(copy, "-c", AUDIT)
+    done = python(own, "-c", AUDIT)
     return None if done.returncode else json.loads(done.stdout)
 
 
@@ -157,19 +162,18 @@ def run(settings: Settings) -> list[dict[str, str]]:
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as threads:
         texts = Path(scratch) / "texts.parquet"
         write_texts(texts)
-        sound = copy_of(Path(scratch))
+        sound = place(Path(scratch))
         usual = bounds(sound) if settings.everything else None
         if settings.everything:
             assert usual and 0 < min(usual) <= max(usual) <= CLAIM, usual
 
         def row(mistake: Mistake) -> dict[str, str]:
-            copy = copy_of(Path(scratch))
-            mistake.plant(copy / "fedsim")
-            found = {"mistake": mistake.name, "test": tests_say(copy, mistake.tests)}
+            own = place(Path(scratch), mistake)
+            found = {"mistake": mistake.name, "test": tests_say(own, mistake.test)}
             if usual is None:
                 return {**found, "verify": "not asked", "audit": "not asked"}
-            found["verify"] = verify_says(sound, copy, mistake, texts)
-            return {**found, "audit": audit_says(bounds(copy), usual)}
+            found["verify"] = verify_says(sound, own, mistake, texts)
+            return {**found, "audit": audit_says(bounds(own), usual)}
 
         rows = []
         for found in threads.map(row, [m for m in MISTAKES if m.name in settings.mistakes]):

@@ -20,7 +20,10 @@ os.environ.setdefault("FEDSIM_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fed
 os.environ["FEDSIM_BUDGET_LEDGER"] = tempfile.mkdtemp(prefix="fedsim-test-budget-")
 os.environ.pop("RAY_ADDRESS", None)
 os.environ["PYTHONPATH"] = os.pathsep.join(  # what several test files, and workers, import
-    str(path) for path in Path(__file__).parent.glob("**/") if path.name != "__pycache__"
+    [
+        os.environ.get("PYTHONPATH", str(Path(__file__).parent)),  # by which mistakes are planted
+        *(str(path) for path in Path(__file__).parent.glob("**/") if path.name != "__pycache__"),
+    ]
 )
 sys.path.extend(os.environ["PYTHONPATH"].split(os.pathsep))
 

@@ -1,6 +1,7 @@
 """A pulse of every experiment: its smallest scale runs, and it says what it would cost."""
 
 import dataclasses
+import inspect
 import json
 import re
 import runpy
@@ -10,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import common, finetuning, table_mutations, testing
+from experiments import common, finetuning, planting, table_mutations, testing
 from experiments.mistakes import MISTAKES
 from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[2]
 HELPERS = (
-    "__init__ common finetuning heuristics mistakes processes real_model_claims records"
+    "__init__ common finetuning heuristics planting processes real_model_claims records"
     " regime_claims regime_plots rows screens stand_ins starting_model synthetic testing updates"
 )
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
@@ -165,12 +166,49 @@ def test_rates_are_tried_beyond_the_grid_until_the_best_is_inside(
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_every_mistake_can_be_made_and_has_its_test(mistake):
-    for file, old, new in mistake.edits:
-        assert old in (ROOT / "fedsim" / file).read_text() and old != new, file
-    file, _, test = mistake.tests.partition("::")
+def test_every_mistake_can_be_planted_and_has_its_test(mistake, monkeypatch):
+    """In the code as it is: what a patch replaces is there, and takes the arguments it names."""
+    for patch in mistake.patches:
+        place, name, right = patch.target()
+        patch.expect_callable()
+        patch.plant(monkeypatch.setattr)
+        assert inspect.getattr_static(place, name) is not right
+    file, _, test = mistake.test.partition("::")
     test, *_ = test.partition("[")  # of its parameters
     assert f"def {test}(" in (ROOT / "tests" / file).read_text()
+
+
+def test_a_patch_that_no_longer_fits_is_noticed(monkeypatch):
+    monkeypatch.setattr(common, "right", lambda epsilon, *, delta: epsilon + delta, raising=False)
+    patch = planting.Patch("experiments.common", "right", lambda right, epsilon, *, delta: epsilon)
+    patch.expect_callable()
+    patch.plant(monkeypatch.setattr)
+    assert common.right(3, delta=0.5) == 3
+    for change in (
+        lambda right, epsilon: epsilon,
+        lambda right, epsilon, *, sigma, delta=0: epsilon,
+        lambda right, sigma, **options: sigma,
+    ):
+        with pytest.raises(TypeError):
+            dataclasses.replace(patch, change=change).expect_callable()
+    with pytest.raises(AttributeError):
+        dataclasses.replace(patch, name="wrong").plant(monkeypatch.setattr)
+
+
+def test_a_mistake_that_cannot_run_is_not_what_a_test_noticed():
+    said = """tests/test_uls.py:9: in test_a_step
+    uls.gradient()
+experiments/planting.py:71: in wrong
+    return self.change(right, *args, **kwargs)
+{frame}
+E   TypeError: unsupported operand
+FAILED tests/test_uls.py::test_a_step[plain] - TypeError: unsupported operand
+"""
+    own, right = "experiments/mistakes/noise.py:9: in draw", "fedsim/uls.py:80: in gradient"
+    library = "../venv/numpy/core.py:5: in add"
+    frames = [right, f"{own}\n{right}\n{library}", own, f"{own}\n{library}"]
+    found = [table_mutations.failing(said.replace("{frame}", frame)) for frame in frames]
+    assert found == ["test_uls.py::test_a_step"] * 2 + [None] * 2
 
 
 def test_what_the_audit_says_of_a_mistake_is_about_its_bounds():
@@ -183,10 +221,12 @@ def test_what_the_audit_says_of_a_mistake_is_about_its_bounds():
     assert list(map(table_mutations.caught, rows)) == [True, False, False, False]
 
 
-def test_a_planted_mistake_leaves_nothing_in_the_cache_of_others(tmp_path):
-    copies = [table_mutations.copy_of(tmp_path) for _ in range(2)]
-    script = "import fedsim.files as f; print(f.__file__, f.cache_dir())"
-    for copy in copies:
-        found = table_mutations.python(copy, "-c", script).stdout.split()
-        assert found == [str(copy / "fedsim" / "files.py"), str(copy / "cache")]
-    assert len({(copy / "cache" / "compiled").resolve() for copy in copies}) == 1
+def test_a_mistake_is_in_what_a_test_starts_and_what_it_made_in_the_cache_of_no_other(tmp_path):
+    (mistake,) = (each for each in MISTAKES if each.name == "the key in whatever prints it")
+    sound, own = (table_mutations.place(tmp_path, each) for each in (None, mistake))
+    show = "from fedsim import files, keys; print(keys.SecretKey(bytes(32)), files.cache_dir())"
+    start = f"import conftest, subprocess, sys; subprocess.run([sys.executable, '-c', {show!r}])"
+    found = table_mutations.python(own, "-c", start, where=tmp_path).stdout.split()
+    assert found == [f"SecretKey({bytes(32).hex()})", str(own / "cache")]
+    assert own != sound and not (sound / "sitecustomize.py").exists()
+    assert len({(each / "cache" / "compiled").resolve() for each in (own, sound)}) == 1

@@ -1,0 +1,201 @@
+"""Draws and groups that are not what the accountant is told, and whose rows are whose."""
+
+import copy
+import dataclasses
+
+import numpy as np
+
+from experiments.planting import Mistake, Patch
+
+ELS, POISSON = "fedsim.els", "fedsim.sampling.poisson"
+CONTRIBUTIONS, ORDERS = "fedsim.sampling.contributions", "fedsim.data.building.orders"
+
+
+def repeated(draw_groups, *args, **options):
+    """Groups without padding, but of users without rows."""
+    groups = draw_groups(*args, **options)
+    for group in groups:
+        if len(own := group[group >= 0]):
+            group[:] = np.resize(own, len(group))
+    return groups
+
+
+def knowing_users(init, self, users, **settings):
+    """With what may not be known after the pool was drawn."""
+    init(self, users, **settings)
+    self.users, self.settings = users, settings
+
+
+def of_the_largest_user(_right, self, noise_multiplier):
+    """With the number of examples of the largest user."""
+    largest = int(np.diff(self.users.offsets).max())
+    most = min(self.group_size, largest)
+    return self.sampler.event(noise_multiplier, max_contributions=most)
+
+
+def from_a_new_pool(draw, self, step):
+    """From a pool of the step's own."""
+    from fedsim.sampling import pool_of
+
+    method, key = copy.copy(self), self.key.bound(f"pool {step}")
+    adjacency = self.settings.get("adjacency", "zero-out")
+    method.pool = pool_of(self.users, self.group_size, key, adjacency)
+    return draw(method, step)
+
+
+def from_all(_right, self, key, step):
+    """From everybody, in every step."""
+    from fedsim.sampling import Poisson
+
+    return Poisson.draw(self, key, step)
+
+
+def all_as_texts(keys, self):
+    """Where one is no number and no time, all as texts."""
+    import pyarrow as pa
+
+    from fedsim.errors import DataError
+
+    try:
+        return keys(self)
+    except DataError:
+        return pa.StructArray.from_arrays([self.texts], names=["text"])
+
+
+def as_floats(exact, values):
+    """Without what floats leave."""
+    number, rest = exact(values)
+    return number, np.zeros_like(rest)
+
+
+SAMPLING = (
+    Mistake(
+        "the cap on a user's examples ignored",
+        "test_sampling.py::test_contributions_are_limited_to_the_group_size",
+        (
+            Patch(
+                CONTRIBUTIONS,
+                "limit_contributions",
+                lambda limit, offsets, group_size, key: limit(offsets, 10**9, key),
+            ),
+        ),
+        ("--adjacency", "add-or-remove"),
+    ),
+    Mistake(
+        "the cap on a user's examples not accounted",
+        "test_els.py::test_the_event_is_theorem_1_with_the_cap_as_contributions",
+        (
+            Patch(
+                ELS,
+                "ELS.event",
+                lambda _right, self, noise_multiplier: self.sampler.event(noise_multiplier),
+            ),
+        ),
+    ),
+    Mistake(
+        "the largest user's number of examples accounted, not the cap",
+        "test_els.py::test_the_event_is_theorem_1_with_the_cap_as_contributions",
+        (
+            Patch(ELS, "ELS.__init__", knowing_users),
+            Patch(ELS, "ELS.event", of_the_largest_user),
+        ),
+        ("--group-size", "12"),
+    ),
+    Mistake(
+        "a user's pool drawn again in every step",
+        "test_els.py::test_a_step_equals_the_oracle",
+        (
+            Patch(ELS, "ELS.__init__", knowing_users),
+            Patch(ELS, "ELS.draw", from_a_new_pool),
+        ),
+    ),
+    Mistake(
+        "a user's rows repeated to fill the group",
+        "test_sampling.py::test_groups_are_a_users_own_examples_without_repeats",
+        (Patch(CONTRIBUTIONS, "draw_groups", repeated),),
+        ("--group-size", "4"),
+    ),
+    Mistake(
+        "draws of a fixed size, accounted as Poisson",
+        "test_sampling.py::test_the_size_of_a_draw_is_binomial",
+        (
+            Patch(
+                POISSON,
+                "binomial",
+                lambda _right, num_units, prob, rng: round(num_units * prob),
+            ),
+        ),
+    ),
+    Mistake(
+        "draws cut to a largest size",
+        "test_sampling.py::test_the_size_of_a_draw_is_binomial",
+        (
+            Patch(
+                POISSON,
+                "binomial",
+                lambda binomial, num_units, prob, rng: min(
+                    round(num_units * prob), binomial(num_units, prob, rng)
+                ),
+            ),
+        ),
+    ),
+    Mistake(
+        "users redrawn in every step, accounted as of a group in turn",
+        "test_cyclic.py::test_no_user_takes_part_in_two_steps_of_a_cycle",
+        (Patch("fedsim.sampling.cyclic", "Cyclic.draw", from_all),),
+        ("--sampling", "cyclic", "--bands", "3"),
+    ),
+    Mistake(
+        "shuffling, reported as Poisson",
+        "test_plan.py::test_the_plan_says_what_is_run_and_what_is_accounted",
+        (
+            Patch(
+                "fedsim.plan.making",
+                "make_plan",
+                lambda make_plan, *args, **options: dataclasses.replace(
+                    make_plan(*args, **options), sampling_run="poisson"
+                ),
+            ),
+        ),
+        ("--sampling", "shuffle"),
+    ),
+    Mistake(
+        "an assumed population without its label",
+        "test_plan.py::test_an_assumed_population_is_labelled_as_one",
+        (
+            Patch(
+                "fedsim.plan.labels",
+                "label_of",
+                lambda label_of, plan: label_of({**plan, "assumed_population": None}),
+            ),
+        ),
+        ("--assumed-population", "400"),
+    ),
+    Mistake(
+        "one user's text among numbers, by which all are ordered as texts",
+        "data/building/test_one_user_less.py::test_all_others_stay_as_they_are",
+        (Patch(ORDERS, "_Texts.keys", all_as_texts),),
+    ),
+    Mistake(
+        "large whole numbers ordered as floats",
+        "data/building/test_one_user_less.py::"
+        "test_numbers_are_in_exact_order_whatever_stands_beside_them",
+        (Patch(ORDERS, "_exact", as_floats),),
+    ),
+    Mistake(
+        "ids of several files cast to the type of the first",
+        "library/test_lists_of_files.py::test_the_order_of_the_files_changes_nobodys_id",
+        (Patch("fedsim.library.tables", "_as_texts", lambda _right, owners, ids: owners),),
+    ),
+    Mistake(
+        "padding that holds somebody's row",
+        "library/test_own_task.py::test_a_users_rows_reach_no_one_elses_unit_through_padding",
+        (
+            Patch(
+                "fedsim.library.own_task",
+                "OwnedTask.read",
+                lambda read, self, split, rows: read(self, split, np.maximum(rows, 0)),
+            ),
+        ),
+    ),
+)
