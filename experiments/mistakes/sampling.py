@@ -122,7 +122,7 @@ SAMPLING = (
             Patch(
                 POISSON,
                 "binomial",
-                lambda _right, num_units, prob, rng: round(num_units * prob),
+                lambda _right, num_units, prob, *_: round(num_units * prob),
             ),
         ),
     ),
@@ -133,8 +133,8 @@ SAMPLING = (
             Patch(
                 POISSON,
                 "binomial",
-                lambda binomial, num_units, prob, rng: min(
-                    round(num_units * prob), binomial(num_units, prob, rng)
+                lambda binomial, num_units, prob, *generators: min(
+                    round(num_units * prob), binomial(num_units, prob, *generators)
                 ),
             ),
         ),
