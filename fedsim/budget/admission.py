@@ -204,7 +204,9 @@ class Applicant:
                 yield
                 finished = True
             finally:
-                self._settle(entry.run, seen, finished)
+                # What has no ledger of its own, and was interrupted, may go on: it stays open.
+                if finished or seen or entry.planned is None or run_ledger.read(self.run_dir):
+                    self._settle(entry.run, seen)
 
     def _counted_elsewhere(self) -> Path | None:
         """Another ledger that has counted the run, where that can be held here."""
@@ -266,7 +268,7 @@ class Applicant:
                     f"{self.run_dir}: {self.place} has the same run with {what}: {again}"
                 )
 
-    def _settle(self, run: str, seen: Callable[[], Released] | None, finished: bool) -> None:
+    def _settle(self, run: str, seen: Callable[[], Released] | None) -> None:
         """Note what the run has released, by its own ledger.
 
         Raises: LedgerError: its directory was put back to what it was before; it stays open.
@@ -275,10 +277,7 @@ class Applicant:
         with hold(self.place) as ledger:
             planned = ledger.entries[run].planned
             released = run_ledger.phases(lines) if lines else planned  # pre-training has no ledger
-            if seen:
-                released = seen()
-            elif not (lines or finished or planned is None):
-                return
+            released = seen() if seen else released
             if (mark := ledger.mark(run)) is not None and (lines or seen):
                 chains = [line["chain"] for line in lines] or [""] * (1 + _number(released or []))
                 mark.expect_reached(chains, self.run_dir, ledger.directory)

@@ -34,7 +34,7 @@ ONE = epsilon(PLANNED, DELTA)
 class Killed(Applicant):
     """A run that is killed: nothing is written when it ends."""
 
-    def _settle(self, run, seen=None, finished=True):
+    def _settle(self, run, seen=None):
         pass
 
 
