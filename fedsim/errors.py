@@ -53,15 +53,18 @@ def expect_count(field: str, value: Any, least: int) -> None:
     expect(field, value, whole and value >= least, f"a whole number >= {least}")
 
 
-def printable(text: str) -> str:
+def printable(text: str, kept: str = "\n") -> str:
     """The text with escapes for what would change a terminal's state: names of files, what is in
-    them, and what a model has learnt may have such characters."""
-    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape") for c in text)
+    them, and what a model has learnt may have such characters.
+
+    Args: kept: of these, what is shown as it is.
+    """
+    shown = (c if c.isprintable() or c in kept else c.encode("unicode_escape") for c in text)
     return "".join(c if isinstance(c, str) else c.decode() for c in shown)
 
 
 def brief(value: Any, most: int = 60) -> str:
     """A value of somebody else's file as at most `most` printable characters, for an error."""
     text = value if isinstance(value, str) else reprlib.repr(value)
-    shown = printable(text[: most + 1]).replace("\n", " ").replace("\t", " ")
+    shown = printable(text[: most + 1]).replace("\n", " ")
     return shown if len(shown) <= most else shown[: most - 3] + "..."

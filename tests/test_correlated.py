@@ -340,5 +340,14 @@ def test_a_run_resumes_to_the_same_bits_and_its_rows_are_nowhere(
         assert found["replay"][1].startswith(steps)
     kept = checkpoint.load(checkpoint.latest(run_dir))
     assert set(kept) == {
-        *("params", "opt_state", "average", "step", "lost_steps", "clip_norm", "chain"),
+        *(
+            "params",
+            "opt_state",
+            "average",
+            "step",
+            "lost_steps",
+            "resumed_elsewhere",
+            "clip_norm",
+            "chain",
+        ),
     }

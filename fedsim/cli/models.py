@@ -116,7 +116,7 @@ class Generate:
         found = generate_text(self.model, self.prompt, **options)
         if not self.json:
             text = found["prompt"] + found["text"]
-            print(printable(text) if sys.stdout.isatty() else text)
+            print(printable(text, "\n\t") if sys.stdout.isatty() else text)
             if found["stopped"] == "length":
                 print(f"(the model's length is {found['max_length']} tokens)", file=sys.stderr)
         return found

@@ -35,6 +35,8 @@ class State:
     step: int = 0
     lost_steps: int = 0
     """Steps that were released and paid for, and whose gradient was lost to a crash."""
+    resumed_elsewhere: int = 0
+    """How often the run was resumed where bits may be others: on another host, say."""
     gradients_computed: int = 0
     wall_seconds: float = 0.0
     clip_norm: float = math.nan
@@ -115,7 +117,9 @@ def results(state: dict[str, Any]) -> dict[str, Any]:
     counted = {name: state[name] for name in REALISED if name in state}
     if "wall_seconds" in counted:
         counted["wall_seconds"] = round(counted["wall_seconds"], 3)
+    elsewhere = "resumed_elsewhere"  # of earlier versions' checkpoints none has it
     return {
+        **({elsewhere: int(state[elsewhere])} if elsewhere in state else {}),
         "final_clip_norm": float(state["clip_norm"]),
         "steps_done": int(state["step"]),
         "lost_steps": int(state["lost_steps"]),

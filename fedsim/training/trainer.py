@@ -105,6 +105,7 @@ class Trainer:
             clip_norm=self.plan.clip_norm,
         )
         state = restored(self.run.run_dir, state, self.console)
+        state.resumed_elsewhere += bool(state.step and self.other_bits)
         settings = directory.config_sha256(self.run.run_dir)
         first = ledger_head(self.plan, config_sha256=settings, key_seal=key.seal("ledger"))
         ledger = Ledger(self.run.run_dir, first, least=state.step, least_chain=state.chain)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from fedsim.engine.environment import versions
 from fedsim.errors import ConfigError
-from fedsim.files import read_json
 from fedsim.run import checkpoint, directory, evaluations, ledger
 from fedsim.run.evaluations import Evaluated
 from fedsim.run.signals import terminated
@@ -72,14 +71,15 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
 
 
 def _moved(evidence: Evidence) -> str:
-    """What says that a run went on where bits may be others; empty if nothing does."""
-    path, started = evidence.run_dir / directory.SUMMARY, evidence.stored.host
-    summary = read_json(path) if path.exists() else {}
-    if (host := summary.get("host", started)) != started:
-        return f"the run went on with another kind of host: {host}, not {started}"
-    if lost := summary.get("lost_steps"):
-        return f"the run went on with another kind of host or other packages, and lost {lost} steps"
-    return ""
+    """What says that a run went on where bits may be others; empty if nothing does. The last
+    checkpoint does, which the ledger's link is in; nothing is computed from `summary.json`."""
+    if (newest := checkpoint.latest(evidence.run_dir)) is None:
+        return ""
+    state = checkpoint.load(newest)
+    elsewhere = "the run went on with another kind of host or other packages"
+    if lost := int(state["lost_steps"]):
+        return f"{elsewhere}, and lost {lost} steps"
+    return elsewhere if int(state.get("resumed_elsewhere", 0)) else ""
 
 
 def _trained(path: Path) -> str:

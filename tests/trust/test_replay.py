@@ -80,7 +80,7 @@ def test_other_bits_of_other_packages_are_no_broken_promise(copy, monkeypatch, c
 @pytest.mark.parametrize(
     "released, change, says",
     [
-        (True, {"host": "EPYC, cpu, 1 threads"}, "another kind of host: EPYC, cpu, 1 threads, not"),
+        (True, {"resumed_elsewhere": 1}, "another kind of host or other packages"),
         (False, {"lost_steps": 2}, "and lost 2 steps"),
     ],
 )
@@ -93,12 +93,19 @@ def test_other_bits_of_a_run_that_went_on_elsewhere_are_no_broken_promise(
     else:
         other_params(copy)
     state = checkpoint.load(checkpoint.latest(copy))
-    state["lost_steps"] = np.asarray(change.get("lost_steps", 0))
+    state |= {name: np.asarray(value) for name, value in change.items()}
     checkpoint.save(copy, 6, state, ledger.read(copy)[-1]["chain"])
     edit_json(copy / "summary.json", **change)
     code, found = verify(capsys, copy, "--replay")
     holds, found_says = found["replay"]
     assert code == 0 and holds is None and "cannot tell" in found_says and says in found_says
+
+
+def test_a_summary_alone_does_not_excuse_other_bits(copy, capsys):
+    other_params(copy)
+    edit_json(copy / "summary.json", host="EPYC, cpu, 1 threads", resumed_elsewhere=1)
+    code, found = verify(capsys, copy, "--replay")
+    assert code == 1 and found["replay"][0] is False and found["summary"][0] is False
 
 
 def test_what_cannot_be_computed_again_is_no_broken_promise(copy, monkeypatch, capsys):
