@@ -214,7 +214,7 @@ class Applicant:
         if receipt is None or receipt["ledger"] == str(self.place):
             return None
         place = Path(receipt["ledger"])
-        return place if (place / FILE).is_file() and os.access(place, os.W_OK) else None
+        return place if _can_be_held(place) else None
 
     def _expect_newest(
         self, ledger: BudgetLedger, entry: Entry, own: Released, chains: list[str]
@@ -322,6 +322,21 @@ class Applicant:
             plans = f"--delta {at_least(broken.delta, '.4g')} plans the run for it"
             found += f"; the limit is at a smaller delta than the run: {plans}"
         return found
+
+
+def close(run_dir: Path) -> None:
+    """Note that all was released that was planned, where a crash came before that was noted.
+
+    Raises: LedgerError, FileDamaged: the ledger was cut or changed.
+    """
+    receipt = _receipt(run_dir)
+    if receipt is None or not _can_be_held(place := Path(receipt["ledger"])):
+        return
+    with hold(place) as ledger:
+        ledger.expect_line(receipt["line"], receipt["chain"], str(run_dir / RECEIPT))
+        run = ledger.line(receipt["line"])["run"]
+        if not ledger.entries[run].outcome:
+            ledger.end(run, ledger.entries[run].planned, RELEASED)
 
 
 def shortened(
@@ -438,6 +453,11 @@ def _number(released: Sequence[tuple[Event, int]]) -> int:
 def _is_here(ledger: str | Path) -> bool:
     """Whether a ledger can be read on this machine."""
     return os.access(ledger, os.R_OK | os.X_OK)
+
+
+def _can_be_held(ledger: Path) -> bool:
+    """Whether there is a ledger that can be written here."""
+    return (ledger / FILE).is_file() and os.access(ledger, os.W_OK)
 
 
 def _receipt(run_dir: Path) -> dict[str, Any] | None:

@@ -98,7 +98,12 @@ def _added(model: Observed, params: Any, found: Any, mask: jax.Array, clip: Clip
             continue
         expect_shape(name, parameters[name], formed[name][0])
         leaves[name] = sum((added(grad, u) for u, grad in enumerate(formed[name])), start=sums)
-    return traverse_util.unflatten_dict(leaves), jnp.where(real, norms, 0), losses, dropped
+    return (
+        traverse_util.unflatten_dict(leaves),
+        jnp.where(real, norms, 0),
+        jnp.where(real, losses, 0),
+        dropped,
+    )
 
 
 def _formed(model: Observed, inputs: Any, cotangents: Any) -> tuple[dict, dict[Any, Factors]]:

@@ -36,7 +36,7 @@ class State:
     lost_steps: int = 0
     """Steps that were released and paid for, and whose gradient was lost to a crash."""
     resumed_elsewhere: int = 0
-    """How often the run was resumed where bits may be others: on another host, say."""
+    """How often steps were taken by a process that resumed the run where bits may be others."""
     gradients_computed: int = 0
     wall_seconds: float = 0.0
     clip_norm: float = math.nan

@@ -118,7 +118,7 @@ def binomial(
 @functools.lru_cache(maxsize=64)
 def _cumulative(size: int, prob: float) -> list[int]:
     """UNIFORM times the probability of at most k successes in `size` coins, for k = 0, 1, ...; the
-    last is UNIFORM, what is left out beyond it less than one."""
+    last is UNIFORM, what is left out beyond it less than two."""
     found: list[int] = []
     with localcontext(prec=DIGITS):
         total, fails = Decimal(0), 1 - Decimal(prob)

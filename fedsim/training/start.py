@@ -157,6 +157,8 @@ def train(
             console=console,
             host=host,
             other_bits=_other_bits(opened, stored, host),
+            resumed=goes_on,
+            replays=not count,
             plant=plant,
             callback=callback,
         )

@@ -69,6 +69,10 @@ class Trainer:
     """What workers compute on."""
     other_bits: str
     """Why a step that is run again may have other bits; empty if it may not."""
+    resumed: bool = False
+    """Whether the run began in another process."""
+    replays: bool = False
+    """Whether steps are computed again only to be compared with what was released."""
     plant: Plant | None = None
     """Of an audit, which watches every privatised gradient, and hears the sum in it."""
     callback: Callback | None = None
@@ -105,7 +109,6 @@ class Trainer:
             clip_norm=self.plan.clip_norm,
         )
         state = restored(self.run.run_dir, state, self.console)
-        state.resumed_elsewhere += bool(state.step and self.other_bits)
         settings = directory.config_sha256(self.run.run_dir)
         first = ledger_head(self.plan, config_sha256=settings, key_seal=key.seal("ledger"))
         ledger = Ledger(self.run.run_dir, first, least=state.step, least_chain=state.chain)
@@ -138,6 +141,8 @@ class Trainer:
             rows = threads.submit(self.method.draw, state.step)
             first = state.step
             while state.step < self.plan.num_steps and not stop.is_set():
+                if state.step == first:  # hence a checkpoint will have it
+                    state.resumed_elsewhere += bool(self.resumed and self.other_bits)
                 drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
                 with self._first_of(state.step - first):
                     values = self._step(state, ledger, threads, drawn)
@@ -278,7 +283,7 @@ class Trainer:
         Raises: OtherBits: where the same bits could be had.
         """
         run_dir, noise = self.run.run_dir, self.plan.noise_multiplier
-        again = step < ledger.num_steps and bool(noise and self.other_bits)
+        again = step < ledger.num_steps and bool(noise and self.other_bits) and not self.replays
         if step == ledger.num_steps and noise:
             released.keep(run_dir, step, what)
         # Where bits may be others they are not compared: under the same noise they are the same
@@ -295,8 +300,9 @@ class Trainer:
                 **self.noise_row,
             )
         except OtherBits:
-            if noise or not self.other_bits:
+            if not self.other_bits or (noise and not self.replays):
                 raise
+            again = bool(noise)
         if not again:  # two gradients without noise give no noise away
             return what
         before = released.kept(run_dir, step, what.noisy, sha256)

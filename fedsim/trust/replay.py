@@ -76,7 +76,7 @@ def _moved(evidence: Evidence) -> str:
     if (newest := checkpoint.latest(evidence.run_dir)) is None:
         return ""
     state = checkpoint.load(newest)
-    elsewhere = "the run went on with another kind of host or other packages"
+    elsewhere = "the run went on where bits may be others"
     if lost := int(state["lost_steps"]):
         return f"{elsewhere}, and lost {lost} steps"
     return elsewhere if int(state.get("resumed_elsewhere", 0)) else ""

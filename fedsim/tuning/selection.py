@@ -18,7 +18,7 @@ from fedsim.accounting import Phases, SelectionEvent, StepEvent, calibration
 from fedsim.accounting.accountant import spent
 from fedsim.accounting.rounding import at_most
 from fedsim.accounting.selection import draw_trials
-from fedsim.budget.admission import Applicant
+from fedsim.budget.admission import Applicant, close
 from fedsim.budget.evaluation import largest_loss, user_losses
 from fedsim.budget.ledger import Limit, place_of
 from fedsim.config import changed_run, to_json
@@ -123,7 +123,9 @@ def select(
       `out` has a selection that began with other settings or data.
     """
     if (out / RESULT).exists():
-        _keep_best(out)  # it may have been cut off there
+        for counted in (out, out / EVALUATIONS):
+            close(counted)  # it may have been cut off there
+        _keep_best(out)  # or there
         return read_json(out / RESULT)
     expect("out", out, not (out / BEST).exists(), "a directory without a chosen model")
     _expect_place(out)

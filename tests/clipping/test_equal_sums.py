@@ -20,6 +20,7 @@ BUCKETS = Buckets(
 )
 OTHERS = {
     "ghost": (Strategy("ghost"), None),
+    "ghost:1": (Strategy("ghost", 1), None),  # units without rows have passes of their own
     "direct, row by row": (Strategy("direct", 1), None),
     "direct": (Strategy("direct"), None),
     "scan, row by row in buckets": (Strategy("scan", 1), BUCKETS),

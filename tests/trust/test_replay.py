@@ -77,10 +77,32 @@ def test_other_bits_of_other_packages_are_no_broken_promise(copy, monkeypatch, c
     assert code == 0 and holds is None and "cannot tell" in says and "jax 0.0.1, not" in says
 
 
+@pytest.mark.privacy
+def test_a_replay_compares_bits_where_they_may_be_others(copy, monkeypatch, capsys):
+    """As on an accelerator: nothing is released, and the same bits say that all is as it was."""
+    monkeypatch.setattr(directory, "other_bits", lambda *_: "no fixed order")
+    for flag in ("--replay", "--whole"):
+        code, found = verify(capsys, copy, flag)
+        assert code == 0 and found["replay"][0] is True
+    other_params(copy)
+    assert verify(capsys, copy, "--replay")[1]["replay"][0] is None
+
+
+def test_a_run_says_that_it_was_resumed_elsewhere_once_a_step_was_taken_there(
+    texts, run_dir, monkeypatch, capsys
+):
+    crashed(run_dir, texts, step=0)  # before its first checkpoint
+    monkeypatch.setattr(directory, "other_bits", lambda *_: "another kind of host")
+    for _ in range(2):  # the second time it has ended
+        main([*command(texts, run_dir), "--resume"])
+        assert json.loads((run_dir / "summary.json").read_text())["resumed_elsewhere"] == 1
+        assert verify(capsys, run_dir)[0] == 0
+
+
 @pytest.mark.parametrize(
     "released, change, says",
     [
-        (True, {"resumed_elsewhere": 1}, "another kind of host or other packages"),
+        (True, {"resumed_elsewhere": 1}, "went on where bits may be others"),
         (False, {"lost_steps": 2}, "and lost 2 steps"),
     ],
 )

@@ -12,6 +12,7 @@ from test_verify import write_texts
 
 from fedsim import accounting
 from fedsim.accounting import SelectionEvent
+from fedsim.budget.admission import Applicant
 from fedsim.budget.ledger import hold, place_of
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
@@ -105,7 +106,11 @@ def test_held_out_users_are_evaluated_with_noise_and_pay_for_it(settings, tmp_pa
 def test_a_selection_that_is_cut_off_at_its_end_is_not_made_again(settings, tmp_path, monkeypatch):
     out, how = tmp_path / "out", Selection(mean=2, here=True)
     with monkeypatch.context() as patched:
-        patched.setattr(selection, "_keep_best", None)  # whose call fails
+        patched.setattr(Applicant, "_settle", None)  # whose call fails
+        with pytest.raises(TypeError):
+            select(settings, out, how, Console())
+    with monkeypatch.context() as patched:
+        patched.setattr(selection, "_keep_best", None)
         with pytest.raises(TypeError):
             select(settings, out, how, Console())
     with monkeypatch.context() as patched:
@@ -115,6 +120,8 @@ def test_a_selection_that_is_cut_off_at_its_end_is_not_made_again(settings, tmp_
     model = checkpoint.kept(out / "best")[-1].read_bytes()
     monkeypatch.setattr(selection, "outcomes_of", None)  # nothing is trained
     found = select(settings, out, how, Console())
+    with hold(place_of(None)) as ledger:
+        assert [entry.outcome for entry in ledger.entries.values()] == ["released"]
     assert {path.name for path in out.iterdir()} == {
         *("best", "selection.json", "secret.json", "budget.json")
     }
