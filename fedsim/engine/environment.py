@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 import jax
@@ -28,6 +29,8 @@ JAX_SETTINGS += ("jax_default_matmul_precision",)
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "GLIBC_TUNABLES")
 VARIABLES += ("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "OPENBLAS_CORETYPE")
 """Of the driver: they choose how the compiler, NumPy and the C library compute."""
+NO_BITS = r"dump|^glibc\.malloc"
+"""Words in them that change no bit; the allocator's are set for workers."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
@@ -101,7 +104,10 @@ def versions() -> dict[str, str]:
                 found[name] = "none"
     found |= {name: str(getattr(jax.config, name, "none")) for name in JAX_SETTINGS}
     for name in VARIABLES:
-        words = [word for word in os.environ.get(name, "").split() if "dump" not in word]
+        words = re.split(
+            r"[\s:]+" if name == "GLIBC_TUNABLES" else r"\s+", os.environ.get(name, "")
+        )
+        words = [word for word in words if word and not re.search(NO_BITS, word)]
         found |= {name: " ".join(words)} if words else {}
     return found
 

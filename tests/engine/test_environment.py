@@ -149,3 +149,10 @@ def test_a_platform_that_is_not_there_is_one_line():
     said = done.stderr.splitlines()
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert said[-1].startswith("fedsim: error: JAX_PLATFORMS=absent: expected devices ")
+
+
+def test_the_allocator_of_workers_is_nothing_that_bits_depend_on(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1:glibc.malloc.hugetlb=1")
+    assert "GLIBC_TUNABLES" not in environment.versions()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1:glibc.cpu.hwcaps=-FMA")
+    assert environment.versions()["GLIBC_TUNABLES"] == "glibc.cpu.hwcaps=-FMA"
