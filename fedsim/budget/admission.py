@@ -178,7 +178,7 @@ class Applicant:
         """
         lines = run_ledger.read(self.run_dir)
         own = seen() if seen else run_ledger.phases(lines) if lines else None
-        chains = [line["chain"] for line in lines] or [""] * (1 + _number(own or []))
+        chains = _chains(lines, own)
         if (elsewhere := self._counted_elsewhere()) is not None:
             with hold(elsewhere) as ledger:
                 if entry.run in ledger.entries:  # else that one was moved, and another is there
@@ -279,7 +279,7 @@ class Applicant:
             released = run_ledger.phases(lines) if lines else planned  # pre-training has no ledger
             released = seen() if seen else released
             if (mark := ledger.mark(run)) is not None and (lines or seen):
-                chains = [line["chain"] for line in lines] or [""] * (1 + _number(released or []))
+                chains = _chains(lines, released)
                 mark.expect_reached(chains, self.run_dir, ledger.directory)
             ledger.end(run, released, RELEASED if released == planned else STOPPED)
 
@@ -448,6 +448,11 @@ def _expect_own(ledger: BudgetLedger, receipt: dict[str, Any], run_dir: Path, ru
 def _number(released: Sequence[tuple[Event, int]]) -> int:
     """How many releases these are."""
     return sum(count for _, count in released)
+
+
+def _chains(lines: Sequence[dict[str, Any]], released: Released) -> list[str]:
+    """The links of a run's own ledger after 0, 1, ... steps; empty ones where it has none."""
+    return [line["chain"] for line in lines] or [""] * (1 + _number(released or []))
 
 
 def _is_here(ledger: str | Path) -> bool:
