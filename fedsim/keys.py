@@ -102,7 +102,8 @@ class SecretKey:
         record = read_json(directory / FILE)
         try:
             secret, sealing = (bytes.fromhex(record[name]) for name in ("secret", "sealing"))
-            if len(secret) == len(sealing) == KEY_BYTES:
+            as_written = (secret.hex(), sealing.hex()) == (record["secret"], record["sealing"])
+            if as_written and len(secret) == len(sealing) == KEY_BYTES:
                 return cls(secret, record["seed"], sealing)
         except (KeyError, TypeError, ValueError):
             pass  # nothing of it may be shown

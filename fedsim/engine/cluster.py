@@ -39,6 +39,7 @@ OPEN = (
     "warning: RAY_ADDRESS={}: this cluster asks nobody for a token: whoever reaches it can read "
     "this run's files, key and texts among them (start it with RAY_AUTH_MODE=token)"
 )
+FIXED_PORTS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
 PREFIX, LOCK = "fedsim-", "held"  # of private directories
 _held: dict[Path, int] = {}  # descriptors of the locks of this process's
 
@@ -153,13 +154,18 @@ def _own_handlers() -> Iterator[None]:
 @contextmanager
 def _on_loopback() -> Iterator[None]:
     """A cluster that starts in here listens on 127.0.0.1 alone, as Ray does where it knows none of
-    several machines: else gRPC, and the agents without a token, would on all interfaces."""
+    several machines: else gRPC, and the agents without a token, would on all interfaces. Two of its
+    processes have one port each for all clusters of a machine unless they are told to take any."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
+    unset = [name for name in FIXED_PORTS if name not in os.environ]
+    os.environ.update(dict.fromkeys(unset, "0"))
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+        for name in unset:
+            os.environ.pop(name, None)
 
 
 def _start_warden(directory: Path, processes: set[warden.Process]) -> subprocess.Popen:

@@ -290,7 +290,8 @@ def _summary(evidence: Evidence) -> str:
         raise Unknown("the run has not ended: nothing is claimed yet")
     claimed = read_json(path)
     for name, value in _claims(evidence):
-        found = claimed.get(name)
+        demand(name in claimed, f"{path}: expected {name}")
+        found = claimed[name]
         if name == "epsilon" and isinstance(value, float) and isinstance(found, float):
             same = math.isclose(found, value, rel_tol=EPSILON_TOLERANCE)
         else:
@@ -315,6 +316,8 @@ def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
         return
     state = checkpoint.load(newest)
     yield from results(state | apart(evidence.run_dir, int(state["step"]))).items()
+    if not state.get("resumed_elsewhere"):  # else no file says where the last step was computed
+        yield "host", evidence.stored.host
 
 
 def _key(evidence: Evidence) -> str:
