@@ -11,7 +11,7 @@ from pathlib import Path
 import jaxlib.version  # alone starts nothing
 
 os.environ["NPROC"] = "1"  # before JAX starts its client
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = os.environ.get("FEDSIM_TEST_PLATFORM", "cpu")
 if not os.environ.get("FEDSIM_TEST_AS_COMPILED"):  # as users' programs are; compiling takes twice
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     if jaxlib.version.__version_info__ < (0, 11, 1):  # XLA aborts on flags that it does not know

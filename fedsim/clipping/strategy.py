@@ -46,7 +46,13 @@ class Strategy:
         return self.name in LAYERED
 
     def units_at_once(self, group: int) -> int:
-        """Units of one forward and backward pass, for groups of so many rows."""
+        """Units of one forward and backward pass, for groups of so many rows.
+
+        More than one are for processors. On an NVIDIA H100 a unit's gradient was seen to depend on
+        its place among several, in float32 in a tenth to a half of the looks and in bfloat16 in
+        all, with deterministic kernels too: others' texts, by which places are given, would change
+        what it contributes.
+        """
         return 1 if self.name in ("scan", *LAYERED) else max(1, self.rows // group)
 
     def units_per_call(self, group: int) -> int:
@@ -99,9 +105,9 @@ def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[
     """What is worth timing for units of so many rows. First the simplest, which others are held
     against, then in the order of their promise: trials end early in short runs."""
     # A processor's cache holds the activations of few rows, but each pass adds up all parameters.
-    # An accelerator wants to be filled.
+    # An accelerator wants to be filled, but with rows of one unit: see `Strategy.units_at_once`.
     passes = (4, 16) if on_cpu else (8, 32, 128)
-    side_by_side = (4, 8) if on_cpu and num_parameters > FEW_PARAMETERS else (8, 32)
+    side_by_side = ((4, 8) if num_parameters > FEW_PARAMETERS else (8, 32)) if on_cpu else ()
     parts = {min(group, rows) for rows in passes}  # of one unit
     several = {rows for rows in side_by_side if rows >= 2 * group}
     one_by_one = [Strategy("scan", rows) for rows in sorted(parts)]

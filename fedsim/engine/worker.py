@@ -242,9 +242,15 @@ class Worker:
         return total, stats
 
     def _lane_chunks(self, params, rows, clip, strategy):
-        """Raises UnsupportedModel: a sum might not hold the units of one pass."""
+        """Raises UnsupportedModel: a sum might not hold the units of one pass, or what a unit
+        contributes might depend on its place there."""
         group, most = rows.shape[1], sum_holds(params, clip)
         at_once = strategy.units_at_once(group)
+        if at_once > 1 and not clip.in_float32 and jax.default_backend() != "cpu":
+            raise UnsupportedModel(
+                f"strategy={strategy}: {at_once} units at once; expected one at a time on an "
+                "accelerator, where what a unit contributes depends on its place: auto does that"
+            )
         expect_fit(strategy, at_once, most)
         units = min(strategy.units_per_call(group), most // at_once * at_once)
         return self._chunks("train", rows, units, in_passes=strategy.splits_units(group))

@@ -221,6 +221,20 @@ def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("name, group", [("direct:4", 1), ("direct:8", 2), ("ghost:4", 1)])
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_an_accelerator_takes_one_unit_at_a_time(name, group, backend, monkeypatch):
+    """There a unit's place among several was seen to change its contribution, and no look shows it
+    surely."""
+    rows = np.arange(40).reshape(-1, group)
+    monkeypatch.setattr("fedsim.engine.worker.jax.default_backend", lambda: backend)
+    monkeypatch.setattr(Worker, "_program", lambda *args, **options: pytest.fail("compiled"))
+    worker = Worker(MeanTask(np.ones((40, 1))))
+    with pytest.raises(UnsupportedModel, match=f"{name}: 4 units at once; expected one at a time"):
+        worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy.parse(name))
+
+
+@pytest.mark.privacy
 @pytest.mark.parametrize("first", [4, 32, 0])
 def test_units_that_add_nothing_do_not_tell_whether_others_change_each_other(first, monkeypatch):
     def wrong(*args, **options):
