@@ -45,6 +45,8 @@ def refusal(args, capsys):
     return capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
     texts, run_dir, capsys, monkeypatch
 ):

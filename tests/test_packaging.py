@@ -13,6 +13,8 @@ REPOSITORY = ROOT.parent
 BUILD = "from setuptools import build_meta; build_meta.build_sdist('dist')"
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_source_distribution_has_every_file_of_the_repository(tmp_path):
     needed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]["requires"]
     pytest.importorskip("setuptools", needed[0].partition(">=")[2])

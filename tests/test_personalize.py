@@ -74,6 +74,8 @@ def test_the_best_learning_rate_counts(rng):
     assert [row["learning_rate"] for row in found["rates"]] == [1e-6, 0.1, 1e30]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_is_personalized_from_the_command_line(texts, run_dir, capsys):  # noqa: F811
     main(command(texts, run_dir, **{"num-steps": 2}))
     options = ["--users", "2", "--num-epochs", "1", "--learning-rates", "0.01", "0.1", "--json"]

@@ -44,6 +44,8 @@ def test_every_example_comes_once_in_a_pass_and_like_lengths_come_together(key):
     np.testing.assert_array_equal(again.draw(7), drawn[7])
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_sum_is_the_mean_gradient_of_the_batch(rng):
     users = {"a": [rng.integers(11, size=n) for n in (9, 4, 12, 7, 12, 5, 3, 8)]}
     store = UserStore.from_examples(users, max_length=12, vocab_size=11)

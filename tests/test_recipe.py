@@ -82,6 +82,8 @@ def test_an_optimizer_without_a_rule_needs_a_rate():
         rate(0.01, optimizer="lion")
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_keeps_what_was_found_and_goes_on_with_it(run_dir, capsys):
     flags = ["train", "uls", "--data", "pydocs", *FLAGS, "--run-dir", str(run_dir)]
     main(flags)

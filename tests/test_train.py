@@ -176,6 +176,8 @@ def test_a_finished_run_is_not_run_again(texts, run_dir, finished):
     assert summary(run_dir) == before and len(lines(run_dir, "ledger.jsonl")) == NUM_STEPS + 1
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.ray
 def test_ray_gives_the_same_parameters_as_one_process(texts, undisturbed, run_dir, ray_cluster):
     main(command(texts, run_dir, engine="ray", **{"num-workers": 2, "num-lanes": 3}))
@@ -359,6 +361,8 @@ def refused(args, capsys):
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_a_strategy_that_was_tried_is_named_as_not_private(algorithm, texts, run_dir, monkeypatch):
     # One candidate: what trials find is test_autotune.py's.

@@ -186,6 +186,8 @@ EVENTS = st.builds(
 )
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 @hypothesis.given(event=EVENTS, steps=st.integers(1, 300), log_delta=st.floats(-22, -5))
 def test_epsilon_is_monotone_in_every_argument(event, steps, log_delta):

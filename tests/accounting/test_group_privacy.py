@@ -8,6 +8,8 @@ from fedsim import accounting
 from fedsim.accounting import StepEvent, group_privacy
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_black_box_group_privacy():
     single = StepEvent(2.0, 0.01)
     assert group_privacy.black_box_epsilon(single, 2000, 1e-6) == pytest.approx(

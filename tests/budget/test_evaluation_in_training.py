@@ -183,6 +183,7 @@ def test_every_number_of_a_training_has_noise_and_is_counted(texts, run_dir, cap
     assert "without noise" not in page.split("texts of held-out users")[1].split("\n")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_a_run_goes_on_with_the_held_out_users_that_it_began_with(tmp_path, run_dir, capsys):
     """Were one missing, another might count twice."""
@@ -223,6 +224,7 @@ def test_the_loss_as_it_is_goes_nowhere(texts, run_dir, capsys, monkeypatch):
         assert not any(f": {loss}" in path.read_text() for loss in clear), path
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_a_run_that_goes_on_shows_what_it_has_shown(texts, run_dir, capsys, monkeypatch):
     args = arguments(texts, run_dir, num_steps=6, checkpoint_every=1)

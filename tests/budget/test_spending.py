@@ -27,6 +27,7 @@ def charges(runs=RUNS):
     return [charge(number, run) for number, run in enumerate(runs, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_runs_of_any_kind_compose_as_in_dp_accounting():
     accountant = PLDAccountant(
@@ -115,6 +116,8 @@ def test_everybody_pays_for_the_runs_that_saw_them():
     assert Books.of(people + np.uint64(10), own, grown).total(DELTA).fixed == 0
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_as_many_steps_fit_as_fit():
     people = np.arange(3, dtype=np.uint64)
     spent = total(charges(RUNS[:1]), DELTA).fixed

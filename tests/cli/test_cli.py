@@ -55,6 +55,8 @@ def train_args(texts, run_dir, **flags):
     return [x for k, v in flags.items() if v is not None for x in (f"--{k.replace('_', '-')}", v)]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run_dir, capsys):
     args = train_args(texts, run_dir)
@@ -109,6 +111,8 @@ def test_shuffling_is_labelled_everywhere(texts, run_dir, capsys):
     assert {line["sampling_run"] for line in lines[1:]} == {"shuffle"}
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_infinite_epsilon_is_labelled_non_private(texts, run_dir, capsys):
     args = train_args(texts, run_dir, epsilon="inf")
     code, out, err = run("train", "els", *args, "--json", capsys=capsys)
@@ -117,6 +121,8 @@ def test_infinite_epsilon_is_labelled_non_private(texts, run_dir, capsys):
     assert summary["epsilon"] == "inf" and summary["noise_multiplier"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_toml_file_gives_defaults_that_flags_override(texts, run_dir, capsys, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
@@ -148,6 +154,8 @@ def test_a_mistake_in_a_toml_file_is_named(content, message, texts, run_dir, cap
     assert code == 2 and re.search(message, err), err
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_build_then_stats_then_train(texts, run_dir, tmp_path, capsys, monkeypatch):
     built = tmp_path / "built"
     code, out, err = run("data", "build", texts, "--out", built, "--max-length", 24, capsys=capsys)

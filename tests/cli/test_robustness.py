@@ -490,6 +490,8 @@ SLOW_PLACES = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("written", ["ledger", *SLOW_PLACES])
 def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
     written, here, monkeypatch, capfd, undisturbed
@@ -580,6 +582,8 @@ def undisturbed(place):
     return json.loads((place / "undisturbed" / "summary.json").read_text())["params_sha256"]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_clock_that_jumps_changes_nothing(here, monkeypatch, undisturbed):
     times = iter(range(10**9, 0, -7919))
     monkeypatch.setattr(time, "time", lambda: float(next(times)))

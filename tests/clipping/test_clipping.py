@@ -41,6 +41,8 @@ def compiled(normalised, in_float32, rows_per_pass):
     return jax.jit(run)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
 @pytest.mark.parametrize("rows_per_pass", [1, 3, 16])
 @settings(deadline=None, max_examples=30)
@@ -170,6 +172,8 @@ def test_a_running_sum_of_half_precision_gradients_does_not_drift():
     np.testing.assert_allclose(total, expected, rtol=1e-4, atol=512 * 1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_gradients_equal_finite_differences_of_a_transformer():
     from fedsim.models.loss import next_token_nats
     from fedsim.models.transformer import Transformer, TransformerConfig

@@ -95,6 +95,8 @@ def test_ghost_refuses(rng):
         computed(*problem(rng), LocalSteps(2, 0.1), strategy="ghost")
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_takes_local_steps(texts, run_dir):  # noqa: F811
     flags = {"num-steps": 2, "group-size": 4, "local-learning-rate": 1.0}
     found = set()

@@ -177,6 +177,8 @@ def test_a_model_that_is_not_known_is_left_to_scan(tmp_path):
         choose_strategy(*local(Unknown()), ROWS, CLIP, "ghost:8", tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_strategy_that_is_asked_for_is_taken_and_not_remembered(tmp_path):
     found = choose_strategy(*local(), ROWS, CLIP, "ghost:8", tmp_path / "c")
     assert found == (Strategy("ghost", 8), "as asked for")

@@ -83,6 +83,8 @@ def test_no_room_for_the_workers_is_an_error(ray_cluster, rng):
         ray_pool(task, threads=9)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_room_that_others_have_taken_is_an_error_after_a_while(ray_cluster, rng, monkeypatch):
     import ray
 
@@ -122,6 +124,8 @@ def test_a_worker_that_cannot_see_the_data_says_so(ray_cluster, tmp_path):
     pool.close()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_worker_with_other_versions_is_refused(ray_cluster, rng, tmp_path, monkeypatch):
     other = tmp_path / "jaxlib-9.9.dist-info"
     other.mkdir()

@@ -158,6 +158,8 @@ def test_any_number_of_workers_gives_the_same_bits(
     other.close()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.ray
 def test_a_killed_worker_changes_nothing(pool, rng, task, params):
     rows = groups(rng, 200, 2)

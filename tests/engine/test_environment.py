@@ -30,6 +30,8 @@ print(faults())
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
 def test_memory_that_is_freed_is_had_again_without_fresh_pages():
     def again(*args):
@@ -142,6 +144,8 @@ def test_devices_that_are_not_there_are_refused(error, monkeypatch):
         environment.set_threads(EngineConfig("local"))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_platform_that_is_not_there_is_one_line():
     command = [sys.executable, "-m", "fedsim.cli.main", "export", "x", "--out", "y"]
     how = {"env": {**os.environ, "JAX_PLATFORMS": "absent"}, "capture_output": True, "text": True}

@@ -45,6 +45,8 @@ def test_a_worker_that_gets_its_task_later_sends_the_same_sum_as_numpy(problem):
     assert np.array_equal(stats.norms, known.norms) and stats.norms.all()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_second_step_compiles_nothing(problem):
     task, params = problem
     worker = ShardedWorker(task, MeshShape())

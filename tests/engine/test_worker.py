@@ -267,6 +267,7 @@ def test_what_does_not_fit_into_memory_is_not_run(monkeypatch):
     assert all("MiB, and 0 are free" in trial.fault for trial in try_two())
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_no_call_adds_more_units_than_int32_holds(monkeypatch):
     worker, rows = Worker(MeanTask(np.ones((9, 1)))), np.arange(9)[:, None]

@@ -50,6 +50,8 @@ TRAIN = (
 SLOW |= dict.fromkeys(TRAIN, [pytest.mark.slow, pytest.mark.ci])
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in NAMES])
 def test_smoke(name, out, monkeypatch):
     before = set(out.iterdir())

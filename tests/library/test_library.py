@@ -125,6 +125,8 @@ def test_a_run_is_verified_reported_and_written_for_others(run, tmp_path):
         run.to_peft(tmp_path / "peft")
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_adapters_of_an_exported_model_are_trained_and_written(run, posts, tmp_path):
     model = run.to_hf(tmp_path / "base")
     tuned = train(posts, tmp_path / "run", model=str(model), lora_rank=2, num_steps=1)
@@ -132,6 +134,8 @@ def test_adapters_of_an_exported_model_are_trained_and_written(run, posts, tmp_p
     assert (tuned.to_peft(tmp_path / "peft") / "adapter_config.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_adapters_name_their_base_as_the_hub_does(run, posts, tmp_path, monkeypatch):
     model = run.to_hf(tmp_path / "base")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(model))

@@ -209,6 +209,8 @@ def test_a_changed_config_is_a_line_or_a_model(seed, cases, models, tmp_path):
     assert 0.05 < outcomes.count("loaded") / cases < 0.9
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("seed, cases", [(0, CASES), *MANY])
 def test_other_changed_files_are_a_line_or_a_model(seed, cases, models, tmp_path):
     outcomes = search(models, seed, cases, change, tmp_path)

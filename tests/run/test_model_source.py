@@ -69,6 +69,8 @@ def test_data_of_other_tokens_are_refused(place, capsys):
     assert "expected tokens of model=" in refused(place, capsys, data=built, max_length=None)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_data_built_with_the_models_directory_as_tokenizer_fit(place):
     model, texts, directory = place
     main(

@@ -96,6 +96,8 @@ def test_a_variable_names_no_ledger_for_each_working_directory(home, monkeypatch
         place_of(None)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_two_working_directories_have_one_ledger(home, capfd, monkeypatch, tmp_path):
     monkeypatch.setenv("FEDSIM_CACHE_DIR", CACHE)
     (home / "run.toml").write_text(

@@ -115,6 +115,8 @@ def test_a_checkpoint_is_due_every_so_many_steps_and_every_minute(monkeypatch):
     assert saved == [11]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_runs_are_listed_with_what_they_released_and_how_they_ended(tmp_path, capsys, monkeypatch):
     texts = write_texts(tmp_path / "texts.parquet")
     place = tmp_path / "runs"

@@ -245,6 +245,8 @@ def test_a_refuted_claim_is_an_exit_code(texts, run_dir, capsys, monkeypatch):
     assert "THE CLAIM IS REFUTED" in (run_dir / "audit.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_claim_that_could_not_be_refuted_is_not_said_to_hold(texts, run_dir, capsys, monkeypatch):
     # One candidate: what trials find is test_autotune.py's.
     monkeypatch.setattr(autotune, "candidates", lambda *_, **__: [Strategy("scan", 2)])
@@ -302,6 +304,8 @@ def test_a_verdict_is_about_what_is_claimed(given, holds, verdict):
     assert found["verdict"] in sentence({**given, **found})
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_what_an_audit_does_otherwise_and_what_is_not_claimed_is_on_its_page(
     texts, run_dir, capsys
 ):

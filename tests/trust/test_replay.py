@@ -67,6 +67,8 @@ def test_a_signal_before_the_first_step_leaves_no_key(copy, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_other_bits_of_other_packages_are_no_broken_promise(copy, monkeypatch, capsys):
     other_params(copy)
     assert verify(capsys, copy, "--replay")[1]["replay"][0] is False
@@ -99,6 +101,8 @@ def test_a_run_says_that_it_was_resumed_elsewhere_once_a_step_was_taken_there(
         assert verify(capsys, run_dir)[0] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "released, change, says",
     [
@@ -176,6 +180,8 @@ def stopped_again(run_dir, texts, monkeypatch, step, place, name):
     return json.loads((run_dir / "summary.json").read_text())
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "step, place, name, done", [(3, Ledger, "record", 3), (0, trainer, "begin_evaluate", 0)]
 )
@@ -229,6 +235,7 @@ def test_what_was_released_is_replayed_where_bits_would_be_others(
     assert not list((other / "released").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_what_was_not_kept_is_left_out_and_paid_for(sign, texts, run_dir, monkeypatch, capsys):

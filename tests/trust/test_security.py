@@ -68,6 +68,8 @@ def test_a_damaged_key_is_named_and_not_shown(damage, tmp_path):
     assert SECRET.hex()[:20] not in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_training_that_fails_shows_no_key(tmp_path, monkeypatch, capfd, caplog):
     """Whatever goes wrong in a step, and however loudly it is told."""
     users = [f"user{u}" for u in range(20) for _ in range(3)]
@@ -148,6 +150,8 @@ def test_whatever_starts_ray_for_others_turns_authentication_on():
         assert re.search(r"RAY_AUTH_MODE=token|authOptions", path.read_text()), path
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_list_of_dependencies_is_short_used_and_pinned():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[\[>=<]", line)[0].lower() for line in project["dependencies"]}

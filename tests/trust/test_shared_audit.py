@@ -68,6 +68,7 @@ def audited(algorithm, epsilon, *, max_changed=1, trial=0):
     return audit_curve(plant.gradient_scores(), plant.included, claim, DELTA, 0.95)
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("algorithm", list(Algorithm))
 def test_the_bound_is_below_the_claim(algorithm):

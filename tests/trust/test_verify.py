@@ -411,6 +411,8 @@ def test_a_checkpoint_of_another_run_is_named(texts, another_run, copy, capsys):
     assert stop.value.code == 1 and "than the checkpoint: one of the two is of another run" in last
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_checkpoint_of_an_earlier_version_is_read_as_before(texts, copy, capsys):
     """It has no chain: nobody can tell whose it is."""
     digest = json.loads((copy / "summary.json").read_text())["params_sha256"]

@@ -50,6 +50,8 @@ def test_training_has_the_noise_that_is_said_of_each(algorithm):
     assert len(lines) == 1 + len(found) and sum(line.endswith("least") for line in lines) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_correlated_noise_is_not_for_optimizers_that_undo_it():
     for run in ({"optimizer": "adam"}, {"recipe": "paper"}):
         found = compared(Algorithm.ULS, run=run)

@@ -88,6 +88,8 @@ def test_a_selection_removes_nothing_that_is_not_its_own(name, settings, tmp_pat
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_held_out_users_are_evaluated_with_noise_and_pay_for_it(settings, tmp_path):
     out, how = tmp_path / "out", Selection(mean=2, here=True, eval_epsilon=3.0)
     found = select(settings, out, how, Console())
@@ -146,6 +148,7 @@ def killed(settings, tmp_path, monkeypatch):
 KILLED = Selection(mean=2, here=True)
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_a_selection_that_was_killed_goes_on_only_as_it_began(
     settings, killed, tmp_path, monkeypatch

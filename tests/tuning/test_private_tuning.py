@@ -60,6 +60,8 @@ def test_a_dry_run_draws_nothing_privately(texts, run_dir, capsys):  # noqa: F81
     assert code == 2 and "group_size_epsilon=0.5: expected none in a dry run" in err and not out
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("algorithm, clipping", [("els", "plain"), ("uls", "normalised")])
 def test_a_clip_norm_that_moves_costs_nothing_more(algorithm, clipping, texts, run_dir, capsys):  # noqa: F811
     flags = {"clip_quantile": 0.5, "clip_norm": 0.1, "num_steps": 6, "clipping": clipping}
@@ -102,6 +104,8 @@ def test_a_loss_that_is_released_costs_nothing_more(algorithm, quantile, texts, 
     assert "VIOLATED" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_that_moves_its_clip_norm_resumes_to_the_same_bits(texts, run_dir, capsys):  # noqa: F811
     flags = {"clip_quantile": 0.5, "num_steps": 6, "checkpoint_every": 2, "group_size": 2}
     whole, _ = trained("uls", texts, run_dir, capsys, **flags)

@@ -144,6 +144,8 @@ def test_the_share_of_data_used_is_what_draws_use(algorithm, group_size, key):
     assert np.mean(shares) == pytest.approx(expected, abs=5 * np.std(shares) / math.sqrt(repeats))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_plain_clipping_adds_noise_in_the_units_of_the_gradient(texts, capsys):  # noqa: F811
     args = [
         "recommend",

@@ -274,6 +274,8 @@ def test_mistakes_are_one_line(args, message, capsys, tmp_path, monkeypatch):
     assert os.listdir() == []
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_finished_run_of_other_data_at_the_same_place_is_not_taken(tmp_path):
     source = tmp_path / "texts.jsonl"
 

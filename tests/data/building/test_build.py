@@ -523,6 +523,8 @@ def test_many_shards_hold_every_split_whole(tmp_path, monkeypatch, rng):
         assert texts_of(getattr(data, name)) == {u: t for u, t in of_user.items() if t}
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_huge_document_is_cut_or_split(tmp_path):
     """Its pieces are tokenised one after another; 2 MB here, 100 MB among the slow tests."""
     words = "some words that are repeated " * 60_000
@@ -763,6 +765,8 @@ def test_a_directory_that_is_being_built_is_refused(tmp_path):
     assert refused and Dataset.open(out).train.num_examples
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
     """A limit on the size of a file stands for a full disk: the same error on the same path."""
     file = parquet(tmp_path / "a.parquet", [(f"u{i}", "x" * 2_000) for i in range(300)])

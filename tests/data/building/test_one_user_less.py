@@ -190,6 +190,7 @@ def compared(tmp_path, seed):
     return True
 
 
+@pytest.mark.slow
 def test_all_others_stay_as_they_are(tmp_path):
     done = 0
     for seed in range(25):

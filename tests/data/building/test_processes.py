@@ -47,6 +47,8 @@ def test_results_are_in_order_and_progress_reaches_the_end(workers):
     assert found.map(square, []) == []
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_an_error_ends_it_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "SMALL_BYTES", 0)
     end = tmp_path / "end"
@@ -57,6 +59,8 @@ def test_an_error_ends_it_at_once(tmp_path, monkeypatch):
     assert not end.exists()  # ... and were not waited for
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_killed_worker_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(processes, "SMALL_BYTES", 0)
     killed = "num_workers=2: a worker process was killed.*the same command goes on where it was"
