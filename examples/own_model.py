@@ -100,7 +100,7 @@ def main() -> None:
             data={"train": train_owners, "eval_users": held_out_owners},
             epsilon=4,
             num_steps=given.num_steps,
-            budget=512,
+            batch_size=512,
             group_size=4,
             optimizer="adam",
             learning_rate=0.02,

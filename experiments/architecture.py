@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fedsim"
 FOLDERS = ("fedsim", "tests", "experiments")
 LONGEST = 10
-TINY = "--engine local --model micro --budget 8 --num-steps 1 --epsilon 4 --delta 1e-6".split()
+TINY = "--engine local --model micro --batch-size 8 --num-steps 1 --epsilon 4 --delta 1e-6".split()
 WALKS = ("step", "train", "build", "recommend", "verify")
 
 

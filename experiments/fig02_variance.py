@@ -73,7 +73,7 @@ def _row(
         "budget": budget,
         "els_group_size": els_group,
         "uls_group_size": uls_group or "",
-        "els": variance.els_noise_variance(setting, budget=budget, group_size=els_group),
+        "els": variance.els_noise_variance(setting, batch_size=budget, group_size=els_group),
         "uls_aligned": "",
         "uls_orthogonal": "",
     }
@@ -84,7 +84,7 @@ def _row(
         if uls_group:
             norm = grad_norm(settings.example_grad_norm, uls_group)
             row[key] = variance.uls_noise_variance(
-                setting, budget=budget, group_size=uls_group, user_grad_norm=norm
+                setting, batch_size=budget, group_size=uls_group, user_grad_norm=norm
             )
     return row
 

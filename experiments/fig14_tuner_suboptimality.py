@@ -48,8 +48,8 @@ def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[d
         for epsilon, cells in by(own, lambda row: row["epsilon"]).items():
             losses = {Configuration(r["group_size"], r["cohort_size"]): r["loss"] for r in cells}
             noise = doubling.uls_noise(epsilon, delta, training.num_steps[name], users)
-            for budget in sorted({at.budget for at in losses}):
-                choices = doubling.with_budget(list(losses), budget)
+            for budget in sorted({at.batch_size for at in losses}):
+                choices = doubling.with_batch_size(list(losses), budget)
                 if len(choices) == 1:
                     continue
                 best = min(losses[at] for at in choices)
@@ -70,7 +70,7 @@ def strategies(losses: dict[Configuration, float], budget: int, norms, noise) ->
     return {
         "estimate-and-double": losses[chosen],
         "greedy local oracle": losses[oracle],
-        "random": float(np.mean([losses[at] for at in doubling.with_budget(grid, budget)])),
+        "random": float(np.mean([losses[at] for at in doubling.with_batch_size(grid, budget)])),
         "max cohort": losses[doubling.max_cohort(grid, budget)],
         "max group size": losses[doubling.max_group_size(grid, budget)],
     }

@@ -435,7 +435,7 @@ def uls_grid_losses(
             "dataset": name,
             "epsilon": epsilon,
             "algorithm": "uls",
-            "budget": at.budget,
+            "budget": at.batch_size,
             "group_size": at.group_size,
             "cohort_size": at.cohort_size,
         }

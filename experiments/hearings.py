@@ -112,7 +112,10 @@ def _trained(
     settings: Settings, data: Any, run_dir: Path, algorithm: str, changes: dict[str, Any]
 ) -> dict[str, Any]:
     privacy = PrivacyConfig(
-        epsilon=settings.epsilon, num_steps=settings.num_steps, budget=settings.budget, **changes
+        epsilon=settings.epsilon,
+        num_steps=settings.num_steps,
+        batch_size=settings.budget,
+        **changes,
     )
     run = run_config(
         data=str(data.path),

@@ -138,7 +138,7 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     )
     model = find_model(run.model.source)
     data = load_data(run.data, model, lambda text: None)
-    privacy = PrivacyConfig(epsilon=cell.epsilon, num_steps=cell.num_steps, budget=budget)
+    privacy = PrivacyConfig(epsilon=cell.epsilon, num_steps=cell.num_steps, batch_size=budget)
     key = SecretKey.create(cell.seed, str(cell.group))
     task, params = make_task(run, model, data, key.jax_key("parameters"))
     plan, method = common.planned(Algorithm(cell.algorithm), privacy, data, key, params)

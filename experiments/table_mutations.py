@@ -52,7 +52,7 @@ for algorithm in ("els", "uls"):
         pass  # with a promise that is broken
 """
 TRAINING = {
-    **{"epsilon": 4, "num-steps": 4, "budget": 24, "group-size": 2, "max-length": 24},
+    **{"epsilon": 4, "num-steps": 4, "batch-size": 24, "group-size": 2, "max-length": 24},
     **{"engine": "local", "checkpoint-every": 2, "strategy": "scan:2", "eval-every": 4},
 }
 

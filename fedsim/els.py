@@ -34,7 +34,7 @@ class ELS:
         self,
         users: Users,
         *,
-        budget: int,
+        batch_size: int,
         group_size: int,
         sampling: Sampling,
         key: SecretKey,
@@ -45,8 +45,8 @@ class ELS:
         self.group_size = group_size  # ............................................ G_ELS
         self.pool = pool_of(users, group_size, key, adjacency)  # .................. D_sub
         most = len(self.pool)
-        expect("budget", budget, budget <= most, f"<= {most}, the places of the pool")
-        self.expected_batch_size = budget  # ....................................... B = p |D_sub|
+        expect("batch_size", batch_size, batch_size <= most, f"<= {most}, the places of the pool")
+        self.expected_batch_size = batch_size  # ................................... B = p |D_sub|
         owners = partial(owners_of, users.offsets, self.pool, group_size)
         self.sampler = sampling.over(most, self.expected_batch_size, owners)  # .... p
         self.key = drawing or key

@@ -33,7 +33,7 @@ class ULS:
         self,
         users: Users,
         *,
-        budget: int,
+        batch_size: int,
         group_size: int,
         sampling: Sampling,
         key: SecretKey,
@@ -42,10 +42,11 @@ class ULS:
     ):
         """Args: drawing: the key of the steps, if it is another than that of pool or groups."""
         self.group_size = group_size  # ............................................ G_ULS
-        expect("budget", budget, budget % group_size == 0, f"a multiple of group_size={group_size}")
+        whole = batch_size % group_size == 0
+        expect("batch_size", batch_size, whole, f"a multiple of group_size={group_size}")
         most = users.num_users * group_size
-        expect("budget", budget, budget <= most, f"<= {most}, group_size x the users")
-        self.expected_cohort_size = budget // group_size  # ........................ M = q N
+        expect("batch_size", batch_size, batch_size <= most, f"<= {most}, group_size x the users")
+        self.expected_cohort_size = batch_size // group_size  # ........................ M = q N
         self.sampler = sampling.over(users.num_users, self.expected_cohort_size)  # . q
         self.offsets = users.offsets
         self.key = drawing or key

@@ -55,7 +55,7 @@ def mean_problem(rng, sizes, width=6):
 
 def two_steps(run_dir, **options):
     """The summary of two steps of ULS on `pydocs` with a seed. Args: options: of `run_config`."""
-    privacy = PrivacyConfig(epsilon=8.0, num_steps=2, budget=8, group_size=2)
+    privacy = PrivacyConfig(epsilon=8.0, num_steps=2, batch_size=8, group_size=2)
     settings = {"data": "pydocs", "model": "micro", "seed": 3, "eval_examples": 4}
     run = run_config(run_dir=run_dir, **settings, checkpoint_every=1, **options)
     return train(Algorithm.ULS, privacy, run, Console())

@@ -196,7 +196,9 @@ def test_a_step_that_failed_leaves_nothing_to_go_on_from(key, monkeypatch):
 )
 def test_the_error_against_independent_noise_at_the_same_epsilon(num_users, steps, cohort, ratios):
     for epsilon, ratio in zip((1, 4, 8), ratios, strict=True):
-        privacy = PrivacyConfig(epsilon, steps, budget=cohort, delta=num_users**-1.1, group_size=1)
+        privacy = PrivacyConfig(
+            epsilon, steps, batch_size=cohort, delta=num_users**-1.1, group_size=1
+        )
         privacy = dataclasses.replace(privacy, noise="correlated")
         found = bands_predicted(Algorithm.ULS, privacy, users_of_sizes([1] * num_users))
         assert best(found).error / found[0].error == pytest.approx(ratio, abs=0.01)
@@ -212,7 +214,7 @@ def test_bands_are_tried_until_more_are_worse():
 def planned(key, **changes):
     users = users_of_sizes([4] * 100)
     data = type("Data", (), {"train": users, "metadata": {}})
-    settings = {"epsilon": 8.0, "num_steps": 40, "budget": 5, "noise": "correlated", **changes}
+    settings = {"epsilon": 8.0, "num_steps": 40, "batch_size": 5, "noise": "correlated", **changes}
     privacy, non_private = complete(Algorithm.ULS, PrivacyConfig(**settings), data, key=key)
     method = method_for(Algorithm.ULS, privacy, users, key)
     return make_plan(Algorithm.ULS, privacy, users, method, 1000, non_private, "abc")

@@ -48,7 +48,7 @@ def test_a_user_takes_part_in_steps_of_one_group_alone_with_the_groups_probabili
 def test_all_examples_of_a_user_are_in_one_group(key, adjacency):
     offsets = users_of_sizes(SIZES).offsets
     sampling = Sampling("cyclic", BANDS, adjacency == ZERO_OUT)
-    own = {"budget": 3, "group_size": 3, "key": key, "adjacency": adjacency}
+    own = {"batch_size": 3, "group_size": 3, "key": key, "adjacency": adjacency}
     els = ELS(users_of_sizes(SIZES), sampling=sampling, **own)
     groups = [set() for _ in SIZES]
     for step in range(400):
@@ -176,7 +176,7 @@ def test_a_run_is_accounted_verified_and_reported_so(texts, run_dir, capsys):  #
 @pytest.mark.privacy
 @pytest.mark.parametrize("method", [ELS, ULS])
 def test_no_user_takes_part_in_two_steps_of_a_cycle(method, key):
-    users, own = users_of_sizes([4] * 40), {"budget": 8, "group_size": 2, "key": key}
+    users, own = users_of_sizes([4] * 40), {"batch_size": 8, "group_size": 2, "key": key}
     drawn = method(users, sampling=Sampling("cyclic", BANDS), **own)
     who = [set(drawn.draw(step)[:, 0] // 4) for step in range(60)]
     for step in range(60):

@@ -79,7 +79,7 @@ DRAWN = [(PureEvent(0.5), 1)]
 @pytest.mark.parametrize(
     "said, flags",
     [
-        ("budget=100000: expected <= ", {"budget": 100_000, "adjacency": "add-or-remove"}),
+        ("batch_size=100000: expected <= ", {"batch_size": 100_000, "adjacency": "add-or-remove"}),
         ("limit_epsilon=0.55: expected a run that fits: ", {"limit-epsilon": 0.55}),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_dry_run_of_what_does_not_fit_says_so():
 
 def test_a_dry_run_layer_by_layer_says_what_a_step_takes(texts, run_dir, capsys):
     # Of so few units that many steps have none.
-    args = command(texts, run_dir, engine="local", strategy="twice", budget=2)
+    args = command(texts, run_dir, engine="local", strategy="twice", batch_size=2)
     main([*args, "--dry-run", "--json"])
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -249,7 +249,7 @@ def test_a_delta_that_was_left_to_its_default_is_called_weak():
 
 def test_warnings_come_before_workers_start(tmp_path, run_dir, capsys):
     texts = write_texts(tmp_path / "three.parquet", num_users=3)
-    main(command(texts, run_dir, budget=2, delta=0.4, epsilon=0.1))
+    main(command(texts, run_dir, batch_size=2, delta=0.4, epsilon=0.1))
     lines = capsys.readouterr().err.splitlines()
     where = [i for i, line in enumerate(lines) if line.startswith("warning: ")]
     assert len(where) == 2 and where[-1] < lines.index("starting the workers")

@@ -18,9 +18,9 @@ from fedsim.sampling import Sampling
 POISSON, SIZES = Sampling(), [1, 4, 9, 2, 30]
 
 
-def make(users, key, *, budget=8, group_size=4, sampling=POISSON, adjacency=ADD_OR_REMOVE):
+def make(users, key, *, batch_size=8, group_size=4, sampling=POISSON, adjacency=ADD_OR_REMOVE):
     own = {"group_size": group_size, "sampling": sampling, "adjacency": adjacency}
-    return ELS(users, budget=budget, key=key, **own)
+    return ELS(users, batch_size=batch_size, key=key, **own)
 
 
 @pytest.mark.parametrize("clip", [Clip(0.5), Clip(0.5, normalised=True)], ids=str)
@@ -46,7 +46,7 @@ def test_a_step_equals_the_oracle(rng, key, clip):
 
 def test_without_clipping_noise_and_sampling_it_is_gradient_descent(rng, key):
     users, task = mean_problem(rng, SIZES)
-    els = make(users, key, budget=users.num_examples, group_size=30)
+    els = make(users, key, batch_size=users.num_examples, group_size=30)
     theta = jnp.ones(6)
     grad, _ = els.gradient(
         theta,
@@ -62,7 +62,7 @@ def test_without_clipping_noise_and_sampling_it_is_gradient_descent(rng, key):
 def test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn(rng, key):
     users, task = mean_problem(rng, [1] * 40)
     task.points[:] = 1.0  # every clipped gradient is the same
-    els, engine = make(users, key, budget=10, group_size=1), LocalEngine(task, num_lanes=2)
+    els, engine = make(users, key, batch_size=10, group_size=1), LocalEngine(task, num_lanes=2)
     sizes = set()
     for step in range(6):
         grad, stats = els.gradient(jnp.zeros(6), step, engine, clip=Clip(1.0), noise_multiplier=0)
@@ -74,7 +74,7 @@ def test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn(rng, key):
 
 def test_the_noise_has_the_standard_deviation_c_sigma_over_b(rng, key):
     users, task = mean_problem(rng, [1] * 8, width=40_000)
-    els, engine = make(users, key, budget=4, group_size=1), LocalEngine(task, num_lanes=1)
+    els, engine = make(users, key, batch_size=4, group_size=1), LocalEngine(task, num_lanes=1)
     for clip, stddev in ((Clip(0.25), 0.25 * 3 / 4), (Clip(0.25, normalised=True), 3 / 4)):
         noisy, quiet = (
             els.gradient(jnp.zeros(40_000), 1, engine, clip=clip, noise_multiplier=sigma)[
@@ -87,7 +87,7 @@ def test_the_noise_has_the_standard_deviation_c_sigma_over_b(rng, key):
 
 def test_an_empty_draw_is_a_step_of_noise_alone(rng, key):
     users, task = mean_problem(rng, [1] * 20)
-    els = make(users, key, budget=1, group_size=1)
+    els = make(users, key, batch_size=1, group_size=1)
     step = next(t for t in range(100) if len(els.sampler.draw(key, t)) == 0)
     grad, stats = els.gradient(
         jnp.zeros(6), step, LocalEngine(task, num_lanes=2), clip=Clip(1.0), noise_multiplier=2.0
@@ -129,8 +129,8 @@ def test_the_pool_is_the_same_in_every_step(rng, key):
 
 def test_a_budget_beyond_the_pool_is_refused(rng, key):
     users, _ = mean_problem(rng, SIZES)
-    with pytest.raises(ConfigError, match="budget=16: expected <= 15, the places of the pool"):
-        make(users, key, budget=16)
+    with pytest.raises(ConfigError, match="batch_size=16: expected <= 15, the places of the pool"):
+        make(users, key, batch_size=16)
 
 
 def test_with_zero_out_everyone_has_as_many_places_and_nothing_depends_on_a_users_texts(rng, key):
@@ -138,7 +138,7 @@ def test_with_zero_out_everyone_has_as_many_places_and_nothing_depends_on_a_user
     sizes = [1, 4, 9, 2, 30]
     without = [1, 4, 0, 2, 30]  # the third user's texts are gone
     first, second = (
-        make(mean_problem(rng, each)[0], key, group_size=3, budget=6, adjacency=ZERO_OUT)
+        make(mean_problem(rng, each)[0], key, group_size=3, batch_size=6, adjacency=ZERO_OUT)
         for each in (sizes, without)
     )
     assert first.sampler.num_units == second.sampler.num_units == 5 * 3
@@ -153,7 +153,7 @@ def test_with_zero_out_everyone_has_as_many_places_and_nothing_depends_on_a_user
 
 def test_empty_places_are_drawn_and_contribute_nothing(rng, key):
     users, task = mean_problem(rng, [1] * 40)
-    els = make(users, key, budget=40, group_size=4, adjacency=ZERO_OUT)
+    els = make(users, key, batch_size=40, group_size=4, adjacency=ZERO_OUT)
     engine, drawn = LocalEngine(task, num_lanes=2), []
     for step in range(40):
         grad, stats = els.gradient(jnp.zeros(6), step, engine, clip=Clip(1.0), noise_multiplier=0)

@@ -50,7 +50,7 @@ def test_uls_by_hand_has_the_bits_of_uls(monkeypatch, capsys):
     before, after, epsilon, delta = numbers(capsys.readouterr().out)
     assert after < before and 7.9 < epsilon <= 8 and delta == 1e-6
 
-    uls = ULS(found["users"], budget=64, group_size=2, sampling=Sampling(), key=found["key"])
+    uls = ULS(found["users"], batch_size=64, group_size=2, sampling=Sampling(), key=found["key"])
     assert uls.event(found["sigma"]) == found["sampler"].event(found["sigma"])
     params, state = found["first_params"], found["optimizer"].init(found["first_params"])
     for step in range(steps):
@@ -149,7 +149,7 @@ def train(name, wait=0.0, **more):
         print("done", step, flush=True)
         time.sleep(wait)
     return fedsim.train(
-        "uls", data=posts, epsilon=8, num_steps=20, budget=8, max_length=32, eval_examples=8,
+        "uls", data=posts, epsilon=8, num_steps=20, batch_size=8, max_length=32, eval_examples=8,
         seed=3, engine="local", strategy="scan:1", run_dir=f"runs/{name}", callback=watch, **more,
     )
 """

@@ -23,7 +23,7 @@ from fedsim.sampling import Allocation, Cyclic, Poisson
 from fedsim.training import start
 
 NUM_USERS, STEPS = 60, 8
-SETTINGS = {"epsilon": 4, "delta": 1e-3, "num_steps": STEPS, "budget": 10, "optimizer": "sgd"}
+SETTINGS = {"epsilon": 4, "delta": 1e-3, "num_steps": STEPS, "batch_size": 10, "optimizer": "sgd"}
 SETTINGS |= {"learning_rate": 0.1, "engine": "local", "strategy": "scan", "checkpoint_every": 1}
 CYCLIC = {"sampling": "cyclic", "bands": 3}
 ALLOCATION = {"sampling": "allocation", "participations": 2}

@@ -43,7 +43,7 @@ def data_of(users, **tokenizer):
 
 
 def privacy(**fields):
-    return PrivacyConfig(**{"epsilon": 3.0, "num_steps": 8, "budget": 6, **fields})
+    return PrivacyConfig(**{"epsilon": 3.0, "num_steps": 8, "batch_size": 6, **fields})
 
 
 def planned(algorithm, users, key, **fields):

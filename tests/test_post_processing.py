@@ -17,7 +17,7 @@ from fedsim.recipe import settled
 from fedsim.run import checkpoint
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
-FLAGS += ["--num-steps", "12", "--budget", "8", "--eval-examples", "8", "--seed", "1"]
+FLAGS += ["--num-steps", "12", "--batch-size", "8", "--eval-examples", "8", "--seed", "1"]
 FLAGS += ["--strategy", "scan:1", "--checkpoint-every", "4"]
 
 

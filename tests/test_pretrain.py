@@ -172,6 +172,6 @@ def test_a_run_of_one_kind_is_not_resumed_as_the_other(undisturbed, texts, capsy
     with pytest.raises(SystemExit):
         main(
             f"train uls --data {texts} --run-dir {undisturbed[0]} --epsilon 8 --num-steps 2 "
-            "--budget 8 --max-length 32 --engine local --resume".split()
+            "--batch-size 8 --max-length 32 --engine local --resume".split()
         )
     assert "algorithm=uls: expected pretrain" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from fedsim.recipe import MOMENTUM_RATES, PAPER, UPDATE, Noise, settled
 from fedsim.run import directory
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
-FLAGS += ["--num-steps", "4", "--budget", "8", "--eval-examples", "8", "--strategy", "scan:1"]
+FLAGS += ["--num-steps", "4", "--batch-size", "8", "--eval-examples", "8", "--strategy", "scan:1"]
 
 NOISE = Noise(0.01, 1.0, 100)
 

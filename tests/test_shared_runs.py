@@ -54,8 +54,10 @@ def test_content_moves_a_sum_by_its_own_units_once_and_by_changed_ones_twice(rng
         graph = Graph(rng, most_users=8, most_texts=5)
         points = rng.normal(size=(graph.num_examples + 1, 4)) * 10.0 ** rng.integers(-1, 3)
         engine, theta = LocalEngine(MeanTask(points), num_lanes=2), jnp.zeros(4)
-        els = ELS(graph, budget=1, group_size=2, sampling=Sampling(), key=key)
-        uls = SharedULS(graph, budget=2, group_size=2, sampling=Sampling(), key=key, max_changed=1)
+        els = ELS(graph, batch_size=1, group_size=2, sampling=Sampling(), key=key)
+        uls = SharedULS(
+            graph, batch_size=2, group_size=2, sampling=Sampling(), key=key, max_changed=1
+        )
         groups = uls.groups
         drawn = draw_groups(groups.offsets, range(groups.num_users), 2, key, 0)  # of everyone
         for user in range(graph.num_users):
@@ -112,7 +114,14 @@ def chat(tmp_path_factory):
 
 
 def command(algorithm, data, run_dir, **flags):
-    flags = {"data": data, "run_dir": run_dir, "epsilon": 8, "num_steps": 3, "budget": 8, **flags}
+    flags = {
+        "data": data,
+        "run_dir": run_dir,
+        "epsilon": 8,
+        "num_steps": 3,
+        "batch_size": 8,
+        **flags,
+    }
     flags = {"model": "micro", "engine": "local", "strategy": "scan:1", "max_length": 24, **flags}
     flags["user_column"] = "who"
     if str(data).endswith("chat"):
@@ -182,7 +191,14 @@ def test_data_are_refused_in_which_what_a_text_says_decides_how_many_rows_there_
 
 
 def test_recommendations_are_for_the_pool_and_the_groups(chat, tmp_path, capsys):
-    flags = {"data": chat, "epsilon": 8, "num-steps": 3, "budget": 8, "users": 8, "max-changed": 2}
+    flags = {
+        "data": chat,
+        "epsilon": 8,
+        "num-steps": 3,
+        "batch_size": 8,
+        "users": 8,
+        "max-changed": 2,
+    }
     flags |= {"model": "micro", "engine": "local", "run-dir": tmp_path, "strategy": "scan:1"}
     main(["recommend", *(str(x) for n, v in flags.items() for x in (f"--{n}", v)), "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -229,7 +245,7 @@ def test_a_run_goes_on_with_its_pool_or_groups_or_not_at_all(
         ("els", {"sampling": "cyclic", "bands": 2}, "sampling=cyclic: expected poisson where"),
         ("els", {"group_size_epsilon": 1}, "group_size_epsilon=1.0: expected none where"),
         ("uls", {"max_changed": -1}, "max_changed=-1: expected >= 0"),
-        ("uls", {"budget": 2**20}, "budget=1048576: expected <= "),
+        ("uls", {"batch_size": 2**20}, "batch_size=1048576: expected <= "),
     ],
 )
 def test_settings_that_do_not_go_with_several_owners(

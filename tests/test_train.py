@@ -42,7 +42,13 @@ def texts(tmp_path_factory):
 
 def command(texts, run_dir, algorithm="uls", engine="local", **flags):
     flags = {
-        **{"data": texts, "run-dir": run_dir, "epsilon": 4, "num-steps": NUM_STEPS, "budget": 24},
+        **{
+            "data": texts,
+            "run-dir": run_dir,
+            "epsilon": 4,
+            "num-steps": NUM_STEPS,
+            "batch_size": 24,
+        },
         **{
             "group-size": 2,
             "max-length": 24,
@@ -185,7 +191,7 @@ def test_ray_gives_the_same_parameters_as_one_process(texts, undisturbed, run_di
 
 
 CHANGES = {
-    **{"epsilon": 5, "budget": 36, "group-size": 3, "num-steps": 13, "delta": 1e-5},
+    **{"epsilon": 5, "batch_size": 36, "group-size": 3, "num-steps": 13, "delta": 1e-5},
     **{"clip-norm": 0.5, "clipping": "plain", "sampling": "shuffle", "model": "small"},
     **{"learning-rate": 0.2, "optimizer": "adam", "seed": 4},
 }
@@ -332,7 +338,7 @@ def test_a_seeds_key_depends_on_neither_defaults_nor_places():
     first = context(settings)
     # As before there were settings that it does not name.
     assert first == json.dumps([{"algorithm": "uls", "model": None}, settings, {}, "abc"])
-    assert first == context({**settings, "budget": 128}, optimizer=None, local_steps=1)
+    assert first == context({**settings, "batch_size": 128}, optimizer=None, local_steps=1)
     assert first == context(settings, num_workers=2, data="c", run_dir="d", seed=3)
     assert context(settings, "12ab", model="here") == context(settings, "12ab", model="there")
     others = [context(settings, local_steps=2), context({**settings, "num_steps": 4})]

@@ -19,14 +19,14 @@ from fedsim.uls import ULS
 POISSON, SIZES = Sampling(), [1, 4, 9, 2, 30]
 
 
-def make(users, key, *, budget=8, group_size=4, sampling=POISSON):
-    return ULS(users, budget=budget, group_size=group_size, sampling=sampling, key=key)
+def make(users, key, *, batch_size=8, group_size=4, sampling=POISSON):
+    return ULS(users, batch_size=batch_size, group_size=group_size, sampling=sampling, key=key)
 
 
 @pytest.mark.parametrize("clip", [Clip(0.5), Clip(0.5, normalised=True)], ids=str)
 def test_a_step_equals_the_oracle(rng, key, clip):
     users, task, theta = softmax_problem(rng, SIZES)
-    uls = make(users, key, budget=16)
+    uls = make(users, key, batch_size=16)
     # Of one user, clipping after the sum would be the same.
     step = next(t for t in range(99) if len(uls.sampler.draw(key, t)) == 4)
     zero = np.zeros(theta.shape, np.int32)
@@ -49,7 +49,7 @@ def test_a_step_equals_the_oracle(rng, key, clip):
 
 def test_without_clipping_noise_and_sampling_it_is_gradient_descent(rng, key):
     users, task = mean_problem(rng, [3] * 7)  # equal users: the mean of means is the mean
-    uls = make(users, key, budget=21, group_size=3)
+    uls = make(users, key, batch_size=21, group_size=3)
     theta = jnp.ones(6)
     grad, _ = uls.gradient(
         theta,
@@ -65,7 +65,7 @@ def test_without_clipping_noise_and_sampling_it_is_gradient_descent(rng, key):
 def test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn(rng, key):
     users, task = mean_problem(rng, [1] * 40)
     task.points[:] = 1.0  # every clipped gradient is the same
-    uls, engine = make(users, key, budget=10, group_size=1), LocalEngine(task, num_lanes=2)
+    uls, engine = make(users, key, batch_size=10, group_size=1), LocalEngine(task, num_lanes=2)
     sizes = set()
     for step in range(6):
         grad, stats = uls.gradient(jnp.zeros(6), step, engine, clip=Clip(1.0), noise_multiplier=0)
@@ -77,7 +77,7 @@ def test_the_sum_is_divided_by_the_expected_count_whatever_was_drawn(rng, key):
 
 def test_the_noise_has_the_standard_deviation_c_sigma_over_m(rng, key):
     users, task = mean_problem(rng, [2] * 8, width=40_000)
-    uls, engine = make(users, key, budget=8, group_size=2), LocalEngine(task, num_lanes=1)
+    uls, engine = make(users, key, batch_size=8, group_size=2), LocalEngine(task, num_lanes=1)
     for clip, stddev in ((Clip(0.25), 0.25 * 3 / 4), (Clip(0.25, normalised=True), 3 / 4)):
         noisy, quiet = (
             uls.gradient(jnp.zeros(40_000), 1, engine, clip=clip, noise_multiplier=sigma)[
@@ -90,7 +90,7 @@ def test_the_noise_has_the_standard_deviation_c_sigma_over_m(rng, key):
 
 def test_an_empty_draw_is_a_step_of_noise_alone(rng, key):
     users, task = mean_problem(rng, [1] * 20)
-    uls = make(users, key, budget=1, group_size=1)
+    uls = make(users, key, batch_size=1, group_size=1)
     step = next(t for t in range(100) if len(uls.sampler.draw(key, t)) == 0)
     grad, stats = uls.gradient(
         jnp.zeros(6), step, LocalEngine(task, num_lanes=2), clip=Clip(1.0), noise_multiplier=2.0
@@ -115,19 +115,19 @@ def test_the_noise_is_fresh_in_every_step_and_repeated_when_a_step_is(rng, key):
 def test_the_event_is_theorem_2_and_does_not_know_the_group_size(rng, key):
     users, _ = mean_problem(rng, SIZES)
     assert make(users, key).event(1.5) == StepEvent(1.5, 2 / 5, 1)
-    assert make(users, key, budget=16, group_size=8).event(1.5) == StepEvent(1.5, 2 / 5, 1)
+    assert make(users, key, batch_size=16, group_size=8).event(1.5) == StepEvent(1.5, 2 / 5, 1)
 
 
 def test_a_cohort_beyond_the_users_is_refused(rng, key):
     users, _ = mean_problem(rng, SIZES)
-    with pytest.raises(ConfigError, match="budget=24: expected <= 20, group_size x the users"):
-        make(users, key, budget=24)
+    with pytest.raises(ConfigError, match="batch_size=24: expected <= 20, group_size x the users"):
+        make(users, key, batch_size=24)
 
 
 def test_a_budget_that_the_group_size_does_not_divide_is_refused(rng, key):
     users, _ = mean_problem(rng, SIZES)
-    with pytest.raises(ConfigError, match="budget=10: expected a multiple of group_size=4"):
-        make(users, key, budget=10)
+    with pytest.raises(ConfigError, match="batch_size=10: expected a multiple of group_size=4"):
+        make(users, key, batch_size=10)
 
 
 def test_with_one_example_per_user_the_two_algorithms_coincide(rng, key):
@@ -136,13 +136,13 @@ def test_with_one_example_per_user_the_two_algorithms_coincide(rng, key):
     for group_size in (1, 2):
         els = ELS(
             users,
-            budget=8,
+            batch_size=8,
             group_size=group_size,
             sampling=POISSON,
             key=key,
             adjacency=ADD_OR_REMOVE,
         )
-        uls = make(users, key, budget=8 * group_size, group_size=group_size)
+        uls = make(users, key, batch_size=8 * group_size, group_size=group_size)
         for step in range(3):
             settings = {"clip": Clip(0.5), "noise_multiplier": 1.0}
             first, second = (

@@ -208,7 +208,7 @@ def private_run(quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         place, console = Path(scratch), Console()
         steps, budget = (2, 4) if quick else (20, 64)
-        privacy = PrivacyConfig(epsilon=8.0, num_steps=steps, budget=budget, group_size=2)
+        privacy = PrivacyConfig(epsilon=8.0, num_steps=steps, batch_size=budget, group_size=2)
         settings: dict[str, Any] = {"data": "pydocs", "engine": "local"}
         settings |= {"model": "micro" if quick else "small", "eval_examples": 8}
         settings |= {"strategy": "direct:2" if quick else "auto"}

@@ -23,7 +23,9 @@ import pyarrow.parquet as pq
 
 from experiments.benchmarks.common import at_most, circumstances
 
-SHORT = "--epsilon 8 --num-steps 4 --budget 8 --max-length 24 --model micro --engine local".split()
+SHORT = (
+    "--epsilon 8 --num-steps 4 --batch-size 8 --max-length 24 --model micro --engine local".split()
+)
 ACCOUNT = "--num-steps 100 --sampling-prob 0.01 --delta 1e-6".split()
 COMMANDS = {
     "train": ["train", "uls", "--data", "texts.parquet", "--run-dir", "new", *SHORT],

@@ -20,7 +20,7 @@ from pathlib import Path
 from experiments.benchmarks.common import circumstances
 from experiments.benchmarks.first_line import write_texts
 
-STEPS = "--epsilon 4 --num-steps 2 --budget 32 --data texts.parquet".split()
+STEPS = "--epsilon 4 --num-steps 2 --batch-size 32 --data texts.parquet".split()
 COMMANDS = {
     "train": ["train", "uls", "--eval-examples", "64", "--run-dir", "new"],
     "recommend": ["recommend"],

@@ -14,7 +14,8 @@ import tyro
 
 from fedsim.cli.flags import commands, flags, named
 from fedsim.cli.help import page
-from fedsim.config import PretrainConfig, PrivacyConfig, RunConfig, flags_of
+from fedsim.config import PretrainConfig, PrivacyConfig, RunConfig, flags_of, renamed
+from fedsim.config.flags import RENAMED
 from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
 
@@ -33,6 +34,7 @@ def parse(command: Any, args: list[str]) -> Any:
 
     Raises: ConfigError: they describe none. SystemExit: after printing help.
     """
+    args = _with_new_names(args)
     path, kind = named(command, args)
     name, rest = " ".join(["fedsim", *path]), args[len(path) :]
     if HELP.intersection(rest):
@@ -49,6 +51,18 @@ def parse(command: Any, args: list[str]) -> Any:
     except SystemExit:
         fault = _unknown(name, kind, rest) or _first_fault(shown.getvalue(), name, kind)
     raise ConfigError(fault)
+
+
+def _with_new_names(args: list[str]) -> list[str]:
+    """The arguments with settings that were renamed by their present names."""
+    if args[:1] not in (["train"], ["recommend"]):
+        return args
+    flags = {f"--{old}": f"--{new.replace('_', '-')}" for old, new in RENAMED.items()}
+    found = []
+    for word in args:
+        flag, equals, value = word.partition("=")
+        found.append(flags.get(flag, flag) + equals + value)
+    return found
 
 
 def _in_home(command: Any) -> Any:
@@ -98,6 +112,7 @@ def _with_file(args: list[str]) -> list[str]:
         defaults = tomllib.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"config={path}: expected a TOML file ({error})") from None
+    defaults = renamed(defaults) if args[0] == "train" else defaults
     known = flags_of(parts[args[0]]) | flags_of(RunConfig)
     flags = []
     for name, value in defaults.items():

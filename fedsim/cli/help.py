@@ -10,7 +10,7 @@ from typing import Any
 from fedsim.cli.flags import Flag, commands, flags, sentence
 
 COMMON = frozenset(
-    "--at-once --batch-size --budget --clip-norm --config --delimiter --delta --dry-run --encoding "
+    "--at-once --batch-size --clip-norm --config --delimiter --delta --dry-run --encoding "
     "--engine --epsilon --gradient-canaries --group-size --json --lora-rank --max-length --model "
     "--no-eval-examples --noise-multiplier --num-workers --owners --resume --run-dir "
     "--sampling-prob --seed --set --text-column --tokenizer --unowned --user-column".split()

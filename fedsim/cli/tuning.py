@@ -40,7 +40,7 @@ class Recommend(ReadsSources):
 
     run: tyro.conf.OmitArgPrefixes[AdvisedRun]
 
-    budget: int = 128
+    batch_size: int = 128
     """Expected gradients per step, for either algorithm. >= 1."""
 
     delta: float | None = None
@@ -83,7 +83,7 @@ class Recommend(ReadsSources):
         names = (
             "epsilon",
             "num_steps",
-            "budget",
+            "batch_size",
             "delta",
             "clipping",
             "sampling",

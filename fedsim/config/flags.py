@@ -4,6 +4,7 @@ import dataclasses
 import math
 import operator
 import typing
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,18 @@ from fedsim.errors import ConfigError, expect
 # The groups of a RunConfig, each with the field whose flag is named like the group.
 _GROUPS = {"data": ("source", DataConfig), "model": ("source", ModelConfig)}
 _GROUPS |= {"engine": ("kind", EngineConfig)}
+
+
+RENAMED = {"budget": "batch_size"}
+"""Settings that version 0.3 renamed, which 0.3 still takes by their old names."""
+
+
+def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by their present names. Raises: ConfigError: one has both of its names."""
+    for old in RENAMED.keys() & settings.keys():
+        new = RENAMED[old]
+        expect(old, settings[old], new not in settings, f"{new} alone, which is its name now")
+    return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 
 def run_config(**settings: Any) -> RunConfig:

@@ -34,7 +34,7 @@ class PrivacyConfig:
     num_steps: int
     """T: number of steps. In [1, 10000000]."""
 
-    budget: int = 128
+    batch_size: int = 128
     """Expected gradients per step: B for ELS, where empty places of the pool count, or group size
     times cohort size for ULS. >= 1."""
 
@@ -64,8 +64,8 @@ class PrivacyConfig:
     cyclic with correlated noise."""
 
     participations: int | None = None
-    """K of random allocation: steps that each user takes part in. Divides num_steps; budget follows
-    from it. Default: what comes closest to the budget."""
+    """K of random allocation: steps that each user takes part in. Divides num_steps; the batch
+    size follows from it. Default: what comes closest to batch_size."""
 
     noise: Literal["independent", "correlated"] = "independent"
     """correlated: each step takes back part of the noise of the bands - 1 steps before, so that
@@ -116,7 +116,7 @@ class PrivacyConfig:
         expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
         expect("num_steps", self.num_steps, self.num_steps <= MOST_STEPS, f"at most {MOST_STEPS}")
-        expect("budget", self.budget, self.budget >= 1, ">= 1")
+        expect("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
         cell = sampling_of(self.sampling, self.noise), self.noise
         own = {"bands": self.bands, "participations": self.participations}
         expect_cell(*cell, **own, num_steps=self.num_steps)

@@ -11,6 +11,7 @@ from fedsim.config import (
     PrivacyConfig,
     RunConfig,
     flags_of,
+    renamed,
     run_config,
     typed,
     types_of,
@@ -58,8 +59,8 @@ def train(
       callback: called after every step with its number, from 1, and its metrics, the last known
         eval/loss among them. Those named `non_private/...` were computed from the data without
         protection.
-      settings: the flags of `fedsim train`, with underscores: budget, group_size, model, lora_rank,
-        engine, seed, resume, ...
+      settings: the flags of `fedsim train`, with underscores: batch_size, group_size, model,
+        lora_rank, engine, seed, resume, ...
     Raises: ConfigError: a mistake of yours, in one line, as the command says it. EngineError: the
       workers are lost.
     """
@@ -102,7 +103,7 @@ def configs_of(given: dict[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
 
     Raises: ConfigError: a name is unknown, or a value of another type.
     """
-    types = types_of(PrivacyConfig) | types_of(RunConfig)
+    given, types = renamed(given), types_of(PrivacyConfig) | types_of(RunConfig)
     for name in given.keys() - types.keys():
         raise ConfigError(f"{name}={given[name]}: expected the name of a setting of train")
     values = {n: v if n == "run_dir" else typed(n, v, types[n]) for n, v in given.items()}

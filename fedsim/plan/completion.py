@@ -75,8 +75,9 @@ def complete(
             pay(delta)
         group_size = private_median(examples_per_user(users), share, key.generator("median"))
         if privacy.adjacency == ZERO_OUT:
-            # Room for the budget, whatever was drawn: who is refused has paid for nothing.
-            places = privacy.budget * (privacy.bands or 1)  # of each of the groups that take turns
+            # Room for the batch size, whatever was drawn: who is refused has paid for nothing.
+            bands = privacy.bands or 1  # groups that take turns
+            places = privacy.batch_size * bands
             group_size = max(group_size, -(-places // users.num_users))
     if group_size is None and algorithm == Algorithm.ELS:
         group_size = median_group_size(examples_per_user(users))
@@ -98,7 +99,7 @@ def complete(
 
 
 def allocated(algorithm: Algorithm, privacy: PrivacyConfig, num_users: int) -> PrivacyConfig:
-    """The settings of random allocation, with participations and the budget that follows.
+    """The settings of random allocation, with participations and the batch size that follows.
 
     Raises: ConfigError: it is for users alone, and those that there are.
     """
@@ -106,11 +107,11 @@ def allocated(algorithm: Algorithm, privacy: PrivacyConfig, num_users: int) -> P
     assumed = privacy.assumed_population
     expect("assumed_population", assumed, assumed is None, f"none with {ALLOCATION} sampling")
     steps, each = privacy.num_steps, privacy.group_size or 1
-    wanted = max(1, privacy.budget // each) / num_users * steps
+    wanted = max(1, privacy.batch_size // each) / num_users * steps
     divisors = [count for count in range(1, steps + 1) if steps % count == 0]
     found = privacy.participations or min(divisors, key=lambda count: abs(math.log(count / wanted)))
-    budget = each * max(1, round(num_users * found / steps))
-    return dataclasses.replace(privacy, participations=found, budget=budget)
+    batch_size = each * max(1, round(num_users * found / steps))
+    return dataclasses.replace(privacy, participations=found, batch_size=batch_size)
 
 
 def bands_predicted(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> list[Prediction]:
@@ -124,7 +125,7 @@ def bands_predicted(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) 
         cap, each = privacy.group_size, 1
         sizes = np.minimum(np.diff(users.offsets), cap)
         units = units * cap if privacy.adjacency == ZERO_OUT else int(sizes.sum())
-    count = max(1, privacy.budget // each)
+    count = max(1, privacy.batch_size // each)
     share = assumed_share(privacy.assumed_population, users.num_users)
 
     def noise_multiplier(bands: int) -> float:

@@ -45,7 +45,7 @@ def method_for(
         kind, own = SharedULS, {"max_changed": privacy.max_changed}
     return kind(
         users,
-        budget=privacy.budget,
+        batch_size=privacy.batch_size,
         group_size=privacy.group_size,
         sampling=Sampling(
             sampling_of(privacy.sampling, privacy.noise),
@@ -131,7 +131,7 @@ def make_plan(
         num_examples=users.num_examples,
         num_units=method.sampler.num_units,
         num_steps=privacy.num_steps,
-        budget=privacy.budget,
+        budget=privacy.batch_size,
         group_size=method.group_size,
         expected_count=method.sampler.expected_count,
         sampling_prob=method.sampler.sampling_prob,

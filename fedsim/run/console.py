@@ -65,7 +65,7 @@ class Console(Terminal):
         if found and losses[1] > losses[0]:
             self.note(
                 "warning: the held-out loss rose: this model is worse than what it started from; "
-                "a smaller --learning-rate, a larger --budget or more steps may do better"
+                "a smaller --learning-rate, a larger --batch-size or more steps may do better"
             )
         self.note(guarantee_line(summary))
         board = shlex.quote(f"{run_dir}/tb")

@@ -31,6 +31,7 @@ from fedsim.config import (
     PrivacyConfig,
     RunConfig,
     as_dict,
+    renamed,
     run_config,
 )
 from fedsim.errors import ConfigError, FileDamaged, expect
@@ -137,7 +138,7 @@ class StoredRun:
         else:
             Algorithm(identity.algorithm)
             epsilon = float(record["privacy"]["epsilon"])
-            settings = PrivacyConfig(**{**record["privacy"], "epsilon": epsilon})
+            settings = PrivacyConfig(**{**renamed(record["privacy"]), "epsilon": epsilon})
             plan = Plan.from_dict(record["plan"])
             name = str(record.get("strategy", {}).get("name", ""))
             if name and _only_earlier_versions_have(name):

@@ -29,7 +29,7 @@ def doubts(plan: Plan, data: Dataset, *, default_delta: bool = False) -> list[st
         found.append(
             f"the noise of a step is {noise / plan.expected_count:.1f} times as large, in every "
             f"direction, as the gradient of {plan.expected_count} {unit} can be: expect nothing to "
-            "be learnt without more of them in a step (--budget) or a larger epsilon"
+            "be learnt without more of them in a step (--batch-size) or a larger epsilon"
         )
     if data.eval_users is None:
         found.append("no users are held out, so that there will be no eval loss")

@@ -143,7 +143,7 @@ def _settings(evidence: Evidence) -> str:
     plan, privacy = evidence.plan, evidence.privacy
     asked = {name: (getattr(privacy, name), getattr(plan, name)) for name in PLANNED}
     asked |= {
-        "budget": (None if plan.participations else privacy.budget, plan.budget),
+        "budget": (None if plan.participations else privacy.batch_size, plan.budget),
         "sampling": (sampling_of(privacy.sampling, privacy.noise), plan.sampling_run),
         "epsilon": (privacy.epsilon, plan.target_epsilon),
     }
@@ -404,7 +404,7 @@ def _method(evidence: Evidence, drawing: SecretKey) -> ELS | ULS:
     """The algorithm as the run drew with it."""
     plan = evidence.plan
     found = {"delta": plan.delta, "group_size": plan.group_size, "bands": plan.bands_given}
-    found |= {"participations": plan.participations, "budget": plan.budget}
+    found |= {"participations": plan.participations, "batch_size": plan.budget}
     privacy = dataclasses.replace(evidence.privacy, **found)
     return method_for(plan.algorithm, privacy, evidence.users, evidence.key, drawing)
 

@@ -19,7 +19,7 @@ class Advice:
 
     algorithm: Algorithm
     group_size: int
-    budget: int
+    batch_size: int
     """Gradients per step, expected at most: B, or G M."""
     expected_count: int
     """B (ELS) or M (ULS)."""
@@ -66,8 +66,8 @@ def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
     best, other = (els, uls) if els.noise_on_sums <= uls.noise_on_sums else (uls, els)
     ratio = best.noise_on_sums / other.noise_on_sums
     reason = (
-        f"for {best.budget:,} gradients a step, {best.algorithm.upper()} adds {ratio:.2f} times "
-        f"the noise of {other.algorithm.upper()} to sums of mean gradients "
+        f"for {best.batch_size:,} gradients a step, {best.algorithm.upper()} adds {ratio:.2f} "
+        f"times the noise of {other.algorithm.upper()} to sums of mean gradients "
         f"({best.noise_on_sums:.3g} against {other.noise_on_sums:.3g})"
     )
     return best, reason
@@ -78,7 +78,7 @@ def command(
 ) -> list[str]:
     """`fedsim train` with these settings. A delta that was not given is derived again."""
     flags: dict[str, Any] = {"data": run.data.source}
-    for name in ("epsilon", "delta", "num_steps", "budget", "group_size", "clip_norm"):
+    for name in ("epsilon", "delta", "num_steps", "batch_size", "group_size", "clip_norm"):
         if name != "delta" or given.delta is not None:
             flags[name] = getattr(settings, name)
     usual = settings_of(PrivacyConfig(1.0, 1))
@@ -118,7 +118,7 @@ def report(result: dict[str, Any]) -> str:
         ("noise per step", "{noise_per_step:.3g}"),
         ("noise on sums", "{noise_on_sums:.3g}"),
         ("data used", "{data_used:.1%}"),
-        ("gradients per step", "{budget:,}"),
+        ("gradients per step", "{batch_size:,}"),
         ("gradients", "{gradients:,.0f}"),
         ("minutes", "{minutes}"),
     ]

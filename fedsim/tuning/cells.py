@@ -25,7 +25,7 @@ ADDING = ("momentum", "sgd")
 """Optimizers that add gradients up, for which correlated noise is."""
 MEMORY_SHARE = 1 / 4  # of this machine's, that rows of noise may take
 
-MOST_GRADIENTS = 9 / 8  # of the budget, of random allocation, for K divides the number of steps
+MOST_GRADIENTS = 9 / 8  # of the batch size, of random allocation, for K divides the number of steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Cell:
     noise: str
     bands: int | None
     participations: int | None
-    budget: int
+    batch_size: int
     """Gradients per step, expected at most."""
     noise_multiplier: float
     """sigma."""
@@ -53,7 +53,7 @@ class Cell:
         """The settings of a PrivacyConfig that it takes, but for what is so by default."""
         if self.sampling == POISSON:
             return {}
-        names = ("sampling", "noise", "bands", "participations", "budget")
+        names = ("sampling", "noise", "bands", "participations", "batch_size")
         return {name: getattr(self, name) for name in names}
 
 
@@ -76,13 +76,14 @@ def compare(
     steps, group = privacy.num_steps, privacy.group_size if algorithm == Algorithm.ULS else 1
     poisson, *cyclic = bands_predicted(algorithm, privacy, users)
 
-    def on_means(error: float, budget: int) -> float:
+    def on_means(error: float, batch_size: int) -> float:
         """An error, which is in units of the sensitivity, in units of the mean of a step."""
-        return error / (budget // group)
+        return error / (batch_size // group)
 
     def cell(found: Prediction, sampling: str, noise: str, **own: Any) -> Cell:
-        settings = {"bands": None, "participations": None, "budget": privacy.budget, **own}
-        ratio = on_means(found.error, settings["budget"]) / on_means(poisson.error, privacy.budget)
+        settings = {"bands": None, "participations": None, "batch_size": privacy.batch_size, **own}
+        usual = on_means(poisson.error, privacy.batch_size)
+        ratio = on_means(found.error, settings["batch_size"]) / usual
         costs = {"row_bytes": 0, "against": "", **settings}
         return Cell(sampling, noise, noise_multiplier=found.noise_multiplier, ratio=ratio, **costs)
 
@@ -90,9 +91,9 @@ def compare(
     if algorithm == Algorithm.ULS:
         settings = dataclasses.replace(privacy, sampling=ALLOCATION)
         settings = allocated(algorithm, settings, users.num_users)
-        own = {"participations": settings.participations, "budget": settings.budget}
-        if settings.budget > MOST_GRADIENTS * privacy.budget:
-            own["against"] = "more gradients than the budget"
+        own = {"participations": settings.participations, "batch_size": settings.batch_size}
+        if settings.batch_size > MOST_GRADIENTS * privacy.batch_size:
+            own["against"] = "more gradients than the batch size"
         cells.append(cell(_of_allocation(settings), ALLOCATION, INDEPENDENT, **own))
     optimizer = settled(dataclasses.replace(run, learning_rate=1.0), Noise(1.0, 1.0, 1)).optimizer
     assert optimizer is not None, "it is settled"
@@ -133,7 +134,7 @@ def table(cells: Sequence[Cell]) -> list[str]:
     head = ("sampling", "noise", "b", "K", "sigma", "on sums", "gradients", "MB")
     lines, chosen = [shape(*head, "").rstrip()], least(cells)
     for each in cells:
-        numbers = f"{each.noise_multiplier:.4g}", f"{each.ratio:.3f}", f"{each.budget:,}"
+        numbers = f"{each.noise_multiplier:.4g}", f"{each.ratio:.3f}", f"{each.batch_size:,}"
         settings = str(each.bands or ""), str(each.participations or "")
         note = "least" if each is chosen else each.against
         size = f"{each.row_bytes / 1e6:.3g}"

@@ -1,8 +1,8 @@
 """How to set the group size: Algorithm 3 (Estimate-and-Double) and what it is compared with.
 
-Which G_ULS and M share a budget best (Appendix F of the paper), and the median heuristic for G_ELS
-(Section 6). Pure: gradient norms, noise and losses come in as functions; `norms` makes the first
-from data, `uls_noise` the second.
+Which G_ULS and M share a batch size best (Appendix F of the paper), and the median heuristic for
+G_ELS (Section 6). Pure: gradient norms, noise and losses come in as functions; `norms` makes the
+first from data, `uls_noise` the second.
 
 The sigma(M) of Algorithm 3 is taken as the noise of the mean gradient, sigma_ULS(M) / M. Read as
 the noise multiplier itself it would grow with M, since q = M / N does: every turn would double G,
@@ -29,7 +29,7 @@ class Configuration:
     """M."""
 
     @property
-    def budget(self) -> int:
+    def batch_size(self) -> int:
         """G_ULS M: expected gradients per step, at most."""
         return self.group_size * self.cohort_size
 
@@ -64,7 +64,7 @@ class Doubling:
 
 
 def estimate_and_double(
-    budget: int,
+    batch_size: int,
     user_grad_norm: Callable[[int], float],
     noise: Callable[[int], float],
     start: Configuration = START,
@@ -77,8 +77,8 @@ def estimate_and_double(
       noise: sigma(M), the mean gradient's noise that meets the privacy target with cohorts of M
         users; see the module's docstring, and `uls_noise`.
       limits: a doubling beyond them is not considered; where neither is left, the loop ends.
-    Returns: (the choice, every turn). G M >= budget, unless the limits were met.
-    Raises: ConfigError: budget < 1, or the start is beyond the limits.
+    Returns: (the choice, every turn). G M >= batch_size, unless the limits were met.
+    Raises: ConfigError: batch_size < 1, or the start is beyond the limits.
     Source: Charles et al. 2024, Algorithm 3.
     """
     turns: list[Doubling] = []
@@ -93,11 +93,11 @@ def estimate_and_double(
         turns.append(Doubling(at, tau_group, tau_cohort))
         return tau_group < tau_cohort
 
-    return _double(budget, prefer_group, start, limits), turns
+    return _double(batch_size, prefer_group, start, limits), turns
 
 
 def greedy_local_oracle(
-    budget: int,
+    batch_size: int,
     loss: Callable[[Configuration], float],
     start: Configuration = START,
     limits: Limits = NO_LIMITS,
@@ -109,7 +109,7 @@ def greedy_local_oracle(
         found = [loss(next_) if next_ in limits else math.inf for next_ in twice(at)]
         return found[0] < found[1]
 
-    return _double(budget, prefer_group, start, limits)
+    return _double(batch_size, prefer_group, start, limits)
 
 
 def twice(at: Configuration) -> tuple[Configuration, Configuration]:
@@ -120,24 +120,24 @@ def twice(at: Configuration) -> tuple[Configuration, Configuration]:
     )
 
 
-def with_budget(grid: Sequence[Configuration], budget: int) -> list[Configuration]:
-    """The configurations of a grid that spend exactly `budget`, by group size.
+def with_batch_size(grid: Sequence[Configuration], batch_size: int) -> list[Configuration]:
+    """The configurations of a grid that spend exactly `batch_size`, by group size.
 
     Raises: ConfigError: there is none.
     """
-    found = sorted(at for at in grid if at.budget == budget)
-    expect("budget", budget, bool(found), "a product G M of the grid")
+    found = sorted(at for at in grid if at.batch_size == batch_size)
+    expect("batch_size", batch_size, bool(found), "a product G M of the grid")
     return found
 
 
-def max_cohort(grid: Sequence[Configuration], budget: int) -> Configuration:
+def max_cohort(grid: Sequence[Configuration], batch_size: int) -> Configuration:
     """The most users, hence the fewest examples of each (Appendix F)."""
-    return with_budget(grid, budget)[0]
+    return with_batch_size(grid, batch_size)[0]
 
 
-def max_group_size(grid: Sequence[Configuration], budget: int) -> Configuration:
+def max_group_size(grid: Sequence[Configuration], batch_size: int) -> Configuration:
     """The most examples of a user, hence the fewest users (Appendix F)."""
-    return with_budget(grid, budget)[-1]
+    return with_batch_size(grid, batch_size)[-1]
 
 
 def uls_noise(
@@ -162,15 +162,15 @@ def uls_noise(
 
 
 def _double(
-    budget: int,
+    batch_size: int,
     prefer_group: Callable[[Configuration], bool],
     at: Configuration,
     limits: Limits,
 ) -> Configuration:
     """The loop that Estimate-and-Double and the oracle share."""
-    expect_count("budget", budget, 1)
+    expect_count("batch_size", batch_size, 1)
     expect("start", at, at in limits, f"within {limits}")
-    while at.budget < budget and any(next_ in limits for next_ in twice(at)):
+    while at.batch_size < batch_size and any(next_ in limits for next_ in twice(at)):
         group, cohort = twice(at)
         at = group if prefer_group(at) else cohort
     return at

@@ -53,33 +53,33 @@ class Heuristics:
         settings, non_private = complete(Algorithm.ELS, self.privacy, self.data)
         assert settings.group_size is not None
         most = self._places(settings.group_size)
-        settings = dataclasses.replace(settings, budget=min(settings.budget, most))
+        settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, most))
         looked = ["clip_norm (median gradient norms of a sample)"] if self.norms else []
         return settings, [*non_private, *looked]
 
     def single(self) -> tuple[PrivacyConfig, list[doubling.Doubling], list[str]]:
         """Settings of ULS with one example of each user: nothing of gradients need be known."""
         settings, non_private = complete(Algorithm.ULS, self.privacy, self.data)
-        budget = min(settings.budget, len(self.sizes))
-        return dataclasses.replace(settings, group_size=1, budget=budget), [], non_private
+        batch_size = min(settings.batch_size, len(self.sizes))
+        return dataclasses.replace(settings, group_size=1, batch_size=batch_size), [], non_private
 
     def uls(self) -> tuple[PrivacyConfig, list[doubling.Doubling], list[str]]:
         """Settings of ULS by Estimate-and-Double, its turns; what of them was read off the data.
 
-        The paper's budgets are powers of two. For any other, M is what the budget allows at the
+        The paper's batch sizes are powers of two. For any other, M is what the size allows at the
         group size that was found.
         """
         assert self.norms is not None
         settings, non_private = complete(Algorithm.ULS, self.privacy, self.data)
-        budget, users = settings.budget, len(self.sizes)
+        batch_size, users = settings.batch_size, len(self.sizes)
         start = doubling.Configuration(1, min(doubling.START.cohort_size, users))
         limits = doubling.Limits(max(1, int(self.sizes.max())), users)
         chosen, turns = doubling.estimate_and_double(
-            budget, self.norms.user_norm, self._noise(), start, limits
+            batch_size, self.norms.user_norm, self._noise(), start, limits
         )
-        cohort = max(1, min(budget // chosen.group_size, users))
+        cohort = max(1, min(batch_size // chosen.group_size, users))
         settings = dataclasses.replace(
-            settings, group_size=chosen.group_size, budget=chosen.group_size * cohort
+            settings, group_size=chosen.group_size, batch_size=chosen.group_size * cohort
         )
         group = f"group_size={chosen.group_size} of ULS (gradient norms of a sample of users)"
         return settings, turns, [*non_private, group]
@@ -88,13 +88,13 @@ class Heuristics:
         """Noise per step of both algorithms at group sizes that are powers of two."""
         assert self.norms is not None
         rows, sizes, uls_noise = [], self.sizes, self._noise()
-        budget, users = self.privacy.budget, len(self.sizes)
+        batch_size, users = self.privacy.batch_size, len(self.sizes)
         for group in (2**n for n in range(int(sizes.max()).bit_length())):
-            if budget <= (pool := self._places(group)):
-                real = budget * filled(self.privacy, self.data.train, group)
-                noise = noise_stddev(example_norm, self._els_sigma(budget / pool, group), real)
+            if batch_size <= (pool := self._places(group)):
+                real = batch_size * filled(self.privacy, self.data.train, group)
+                noise = noise_stddev(example_norm, self._els_sigma(batch_size / pool, group), real)
                 rows.append({"algorithm": "ELS", "group_size": group, "noise_per_step": noise})
-            cohort = budget // group
+            cohort = batch_size // group
             if LEAST_COHORT <= cohort <= users:
                 noise = self.norms.user_norm(group) * uls_noise(cohort)
                 rows.append({"algorithm": "ULS", "group_size": group, "noise_per_step": noise})

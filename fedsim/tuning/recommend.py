@@ -92,7 +92,7 @@ def recommend(
     """Advice for both algorithms on a run's data at its starting model, and which to choose.
 
     Args:
-      privacy: epsilon, delta, num_steps, budget, clipping and sampling; the rest is found.
+      privacy: epsilon, delta, num_steps, batch_size, clipping and sampling; the rest is found.
       run: data, model and workers; `run_dir` is where the runs of the commands will be.
       num_users: how many users' gradients are looked at.
       plot: a PNG to draw: noise per step against group size.
@@ -108,7 +108,8 @@ def recommend(
     expect("plot", plot, drawn, "matplotlib, as in pip install 'fedsim[experiments]'")
     expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
     with _started(run, console, working=not plan_only) as start:
-        most = max(1, privacy.budget // (LEAST_COHORT if plot else doubling.START.cohort_size // 2))
+        least = LEAST_COHORT if plot else doubling.START.cohort_size // 2
+        most = max(1, privacy.batch_size // least)
         norms = None if plan_only else _norms(start, privacy, num_users, most)
         heuristics = Heuristics(privacy, start.data, norms, start.key)
         times = start.workers and UnitTimes(run.engine, start.workers, start.params)
@@ -215,7 +216,7 @@ def _about(
         "delta": found.settings[Algorithm.ELS].delta,
         "epsilon_holds": _holds(privacy, users),
         "num_steps": privacy.num_steps,
-        "budget": privacy.budget,
+        "batch_size": privacy.batch_size,
         "model": start.run.model.source,
         "num_parameters": num_coordinates(start.params),
         "workers": workers and f"{workers.num_workers} x {workers.describe()}",
@@ -279,7 +280,7 @@ def _advice(
     return Advice(
         algorithm=algorithm,
         group_size=method.group_size,
-        budget=settings.budget,
+        batch_size=settings.batch_size,
         expected_count=count,
         sampling_prob=prob,
         clip_norm=clip.norm,

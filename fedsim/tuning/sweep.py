@@ -27,6 +27,7 @@ from fedsim.config import (
     RunConfig,
     changed_run,
     flags_of,
+    renamed,
     run_config,
     to_json,
     typed,
@@ -318,6 +319,7 @@ def write_table(jobs: Sequence[Job], out: Path, errors: Mapping[str, str]) -> li
 
 
 def _job(settings: Settings, out: Path) -> Job:
+    settings = renamed(settings)
     given = dict(settings)
     for name in GIVEN_BY_SWEEP & given.keys():
         raise ConfigError(f"{name}={given[name]}: expected nothing, it is the sweep's own")

@@ -1,6 +1,6 @@
 """Variance of the privacy noise per step of DP-SGD-ELS and DP-SGD-ULS: Section 3, Equation 7.
 
-With Lipschitz losses and clip norms at the Lipschitz constants, both algorithms spend `budget`
+With Lipschitz losses and clip norms at the Lipschitz constants, both algorithms spend `batch_size`
 gradients per step, and their noise per coordinate has variance (sigma_ELS L_ELS / B)^2 and
 (sigma_ULS L_ULS / M)^2. The variance of the gradient itself is not part of it.
 """
@@ -27,25 +27,25 @@ class Setting:
     """L_ELS: bound on the gradient norm of an example, and the clip norm of ELS. > 0."""
 
 
-def els_noise_variance(setting: Setting, *, budget: int, group_size: int) -> float:
-    """(sigma_ELS L_ELS / B)^2 with B = budget and p = B / (G_ELS N).
+def els_noise_variance(setting: Setting, *, batch_size: int, group_size: int) -> float:
+    """(sigma_ELS L_ELS / B)^2 with B = batch_size and p = B / (G_ELS N).
 
-    Raises: ValueError: the budget exceeds the pool of G_ELS N examples.
+    Raises: ValueError: the batch size exceeds the pool of G_ELS N examples.
     """
-    sigma = _noise_multiplier(setting, budget / (group_size * setting.num_users), group_size)
-    return noise_stddev(setting.example_grad_norm, sigma, budget) ** 2
+    sigma = _noise_multiplier(setting, batch_size / (group_size * setting.num_users), group_size)
+    return noise_stddev(setting.example_grad_norm, sigma, batch_size) ** 2
 
 
 def uls_noise_variance(
-    setting: Setting, *, budget: int, group_size: int, user_grad_norm: float
+    setting: Setting, *, batch_size: int, group_size: int, user_grad_norm: float
 ) -> float:
-    """(sigma_ULS L_ULS / M)^2 with M = budget / G_ULS and q = M / N.
+    """(sigma_ULS L_ULS / M)^2 with M = batch_size / G_ULS and q = M / N.
 
     Args:
       user_grad_norm: L_ULS, bound on the norm of the mean of a user's G_ULS gradients.
     Raises: ValueError: the cohort exceeds the number of users.
     """
-    cohort = budget / group_size
+    cohort = batch_size / group_size
     sigma = _noise_multiplier(setting, cohort / setting.num_users, 1)
     return noise_stddev(user_grad_norm, sigma, cohort) ** 2
 

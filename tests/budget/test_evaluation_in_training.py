@@ -142,7 +142,7 @@ def ledger(tmp_path, monkeypatch):
 
 def arguments(texts, run_dir, **flags):
     flags = {"data": texts, "run_dir": run_dir, "epsilon": 1, "delta": 1e-3, **flags}
-    flags = {"num_steps": 4, "eval_every": 2, "budget": 12, "model": "micro", **flags}
+    flags = {"num_steps": 4, "eval_every": 2, "batch_size": 12, "model": "micro", **flags}
     flags = {"engine": "local", "strategy": "scan:2", "eval_epsilon": 1.5, **flags}
     return ["train", "uls", *(str(x) for n, v in flags.items() for x in (f"--{n}", v))]
 
@@ -212,7 +212,7 @@ def test_the_loss_as_it_is_goes_nowhere(texts, run_dir, capsys, monkeypatch):
     monkeypatch.setattr(held_out, "noisy_mean_loss", lambda losses, **_: 1.25)
     called = []
     result = train(
-        "uls", data=texts, run_dir=run_dir, epsilon=1, delta=1e-3, num_steps=4, budget=12,
+        "uls", data=texts, run_dir=run_dir, epsilon=1, delta=1e-3, num_steps=4, batch_size=12,
         model="micro", engine="local", strategy="scan:2", eval_epsilon=1.5, eval_every=2,
         callback=lambda step, values: called.append(values[SHOWN]),
     )  # fmt: skip
@@ -251,7 +251,7 @@ def test_a_run_that_is_stopped_counts_what_it_released(texts, run_dir):
 
     with pytest.raises(KeyboardInterrupt):
         train(
-            "uls", data=texts, run_dir=run_dir, epsilon=1, delta=1e-3, num_steps=8, budget=12,
+            "uls", data=texts, run_dir=run_dir, epsilon=1, delta=1e-3, num_steps=8, batch_size=12,
             model="micro", engine="local", strategy="scan:2", eval_epsilon=1.5, eval_every=2,
             callback=stop,
         )  # fmt: skip

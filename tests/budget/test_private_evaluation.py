@@ -76,7 +76,7 @@ def trained(tmp_path_factory):
     place = tmp_path_factory.mktemp("private-evaluation")
     data = place / "data"
     build(write_texts(place / "texts.parquet", num_users=60), data, max_length=24, eval_users=0.3)
-    flags = {"data": data, "epsilon": 1, "num-steps": 2, "budget": 12, "model": "micro"}
+    flags = {"data": data, "epsilon": 1, "num-steps": 2, "batch_size": 12, "model": "micro"}
     flags |= {"strategy": "scan:2", "engine": "local", "run-dir": place / "run", "delta": 1e-3}
     main(["train", "uls", *(str(x) for name, v in flags.items() for x in (f"--{name}", v))])
     return place / "run", data

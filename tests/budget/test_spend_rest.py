@@ -32,7 +32,7 @@ def ledger(tmp_path, monkeypatch):
 
 def arguments(texts, run_dir, *more, **flags):
     flags = {"data": texts, "run-dir": run_dir, "delta": DELTA, "num-steps": STEPS, **flags}
-    flags = {"budget": 8, "model": "micro", "engine": "local", "strategy": "scan:1", **flags}
+    flags = {"batch_size": 8, "model": "micro", "engine": "local", "strategy": "scan:1", **flags}
     return ["train", "uls", *(str(x) for n, v in flags.items() for x in (f"--{n}", v)), *more]
 
 
@@ -48,7 +48,7 @@ def refused(args, capsys):
 def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts, tmp_path, capsys):
     cell = {"sampling": "allocation", "participations": 8, "epsilon": 1.5, "checkpoint-every": 1}
     flags = arguments(texts, tmp_path / "first", **cell)
-    at = flags.index("--budget")
+    at = flags.index("--batch-size")
     del flags[at : at + 2]  # it follows from the participations
     main(flags)
     flags[flags.index("--run-dir") + 1] = str(tmp_path / "rest")

@@ -43,7 +43,14 @@ def texts(tmp_path_factory):
 
 
 def train_args(texts, run_dir, **flags):
-    flags = {"data": texts, "epsilon": 8, "num_steps": 3, "budget": 12, "engine": "local", **flags}
+    flags = {
+        "data": texts,
+        "epsilon": 8,
+        "num_steps": 3,
+        "batch_size": 12,
+        "engine": "local",
+        **flags,
+    }
     flags = {
         "run_dir": run_dir,
         "seed": 1,
@@ -85,7 +92,7 @@ def test_train_writes_a_run_whose_epsilon_account_confirms(algorithm, texts, run
     [
         ("account", "uls", "--noise-multiplier", 1, "--delta", 1e-6, "--sampling-prob", 0.01),
         ("calibrate", "uls", "--epsilon", 4, "--delta", 1e-6, "--sampling-prob", 0.01),
-        ("recommend", "--plan-only", "--data", "pydocs", "--epsilon", 4, "--budget", 64),
+        ("recommend", "--plan-only", "--data", "pydocs", "--epsilon", 4, "--batch-size", 64),
     ],
     ids=lambda words: words[0],
 )
@@ -253,8 +260,8 @@ MISTAKES = {
     "steps": ({"num_steps": 0}, r"num_steps=0: expected >= 1"),
     "clip norm": ({"clip_norm": 0}, r"clip_norm=0.0: expected in \[1e-6, 1e6\]"),
     "learning rate": ({"learning_rate": -1}, r"learning_rate=-1.0: expected > 0"),
-    "cohort too large": ({"budget": 400}, r"budget=400: expected .* users"),
-    "indivisible": ({"budget": 13}, r"budget=13: expected a multiple of group_size=2"),
+    "cohort too large": ({"batch_size": 400}, r"batch_size=400: expected .* users"),
+    "indivisible": ({"batch_size": 13}, r"batch_size=13: expected a multiple of group_size=2"),
     "optimizer": ({"optimizer": "adamant"}, r"optimizer=adamant: expected"),
     "optimizer needs more": ({"optimizer": "lbfgs"}, r"optimizer=lbfgs: expected"),
     "model": ({"model": "huge"}, r"model=huge: expected one of micro"),
@@ -300,7 +307,7 @@ def test_statistics_are_of_what_is_built(odd_files, capsys):
 
 
 def test_els_budget_beyond_the_pool(texts, run_dir, capsys):
-    args = train_args(texts, run_dir, budget=1000)
+    args = train_args(texts, run_dir, batch_size=1000)
     code, _, err = run("train", "els", *args, capsys=capsys)
     assert code == 2 and "the places of the pool" in err and not run_dir.exists()
 

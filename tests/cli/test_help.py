@@ -43,7 +43,7 @@ def test_the_usage_line_has_what_is_required_and_the_page_begins_with_it(capsys,
     said = " ".join(page[: page.index("\n\n")].split())
     needed = "--epsilon FLOAT --num-steps INT --data TEXT --run-dir PATH"
     assert said == f"usage: fedsim train {{els,uls}} {needed} [FLAGS]"
-    assert "--budget" in page and "--lora-alpha" not in page
+    assert "--batch-size" in page and "--lora-alpha" not in page
     assert re.search(r"\n\d+ more flags: fedsim train --help-all\n$", page)
     whole = shown("train", "uls", "--help-all", capsys=capsys, monkeypatch=monkeypatch)
     assert "--lora-alpha" in whole and "What can change the guarantee:" in whole

@@ -61,7 +61,7 @@ def flags(**values):
 
 
 def train(**changed):
-    given = {"data": "built", "run_dir": "new", "epsilon": 4, "num_steps": 2, "budget": 8}
+    given = {"data": "built", "run_dir": "new", "epsilon": 4, "num_steps": 2, "batch_size": 8}
     given |= {"engine": "local", "strategy": "scan:1"}  # trying others takes longer than training
     return ["train", "uls", *flags(**{**given, **changed})]
 
@@ -137,8 +137,8 @@ SETTINGS = {
     "epsilon empty": (train(epsilon=""), "epsilon=.*expected a number"),
     "delta above one": (train(delta=2), "delta=2.0: expected in"),
     "delta nan": (train(delta="nan"), "delta=nan: expected in"),
-    "budget zero": (train(budget=0), "budget=0: expected >= 1"),
-    "budget fraction": (train(budget=1.5), "budget=1.5: expected a whole number"),
+    "budget zero": (train(batch_size=0), "batch_size=0: expected >= 1"),
+    "budget fraction": (train(batch_size=1.5), "batch_size=1.5: expected a whole number"),
     "clip norm nan": (train(clip_norm="nan"), "clip_norm=nan: expected in"),
     "clip norm infinite": (train(clip_norm="inf"), "clip_norm=inf: expected in"),
     "clip norm tiny": (train(clip_norm=1e-9), "clip_norm=1e-09: expected in"),
@@ -177,8 +177,8 @@ SETTINGS = {
     ),
     "audit's confidence": (["audit", *train()[1:], *flags(confidence=1)], "confidence=1.0"),
     "audit with a negative seed": (  # which is none of the mistakes
-        ["audit", *train(budget=10**6)[1:], *flags(seed=-1)],
-        "budget=1000000: expected <= ",
+        ["audit", *train(batch_size=10**6)[1:], *flags(seed=-1)],
+        "batch_size=1000000: expected <= ",
     ),
     "generate nothing": ([*GENERATE, "--num-tokens", "0"], "num_tokens=0: expected >= 1"),
     "temperature": ([*GENERATE, "--temperature", "-1"], "temperature=-1.0: expected >= 0"),
@@ -356,7 +356,7 @@ SOURCES = {
     ),
     "nothing but one user": (
         table("x.parquet", user_id=["a"], text=["b"]),
-        train(data="x.parquet", budget=64),
+        train(data="x.parquet", batch_size=64),
         "^delta=None: expected a value, since N\\^-1.1 of one user is 1",
     ),
     "built: metadata cut": (damage("built/metadata.json", cut), train(), BUILT),

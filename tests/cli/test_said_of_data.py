@@ -18,7 +18,7 @@ def posts(tmp_path, monkeypatch):
 
 
 CUT = "warning: 90% of the tokens of all texts are cut off: 80 of 80 are longer than max_length=128"
-RUN = ["--num-steps", "1", "--budget", "4", "--model", "micro", "--data"]
+RUN = ["--num-steps", "1", "--batch-size", "4", "--model", "micro", "--data"]
 
 
 def err_of(args, capsys):

@@ -186,7 +186,7 @@ def test_runs_are_equal_and_go_on_on_other_meshes(tmp_path, monkeypatch, shape):
     monkeypatch.setattr(checkpoint, "LARGE", 1)  # all arrays are
 
     def run(name, **options):
-        privacy = PrivacyConfig(epsilon=8.0, num_steps=2, budget=4, group_size=2)
+        privacy = PrivacyConfig(epsilon=8.0, num_steps=2, batch_size=4, group_size=2)
         settings = {"data": "pydocs", "model": "micro", "seed": 3, "eval_examples": 4}
         settings |= {"engine": "local", "strategy": "twice", "checkpoint_every": 1, **options}
         config = run_config(run_dir=tmp_path / name, **settings)
@@ -205,7 +205,7 @@ def test_runs_are_equal_and_go_on_on_other_meshes(tmp_path, monkeypatch, shape):
 def test_an_optimizer_that_adds_up_over_an_array_is_refused_before_anything_is_released(tmp_path):
     settings = {"data": "pydocs", "model": "micro", "optimizer": "adafactor", "mesh": "fsdp:2"}
     config = run_config(run_dir=tmp_path / "run", engine="local", strategy="twice", **settings)
-    privacy = PrivacyConfig(epsilon=8.0, num_steps=1, budget=4, group_size=2)
+    privacy = PrivacyConfig(epsilon=8.0, num_steps=1, batch_size=4, group_size=2)
     with pytest.raises(ConfigError, match="optimizer=adafactor: expected one that takes each"):
         train(Algorithm.ULS, privacy, config, Console())
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
@@ -220,7 +220,7 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_runs_of_adapters_on_a_model_in_parts_are_equal(tmp_path, files, shape):
     def run(name, **options):
-        privacy = PrivacyConfig(epsilon=8.0, num_steps=2, budget=8, group_size=2)
+        privacy = PrivacyConfig(epsilon=8.0, num_steps=2, batch_size=8, group_size=2)
         settings = {"lora_rank": 2, "seed": 3, "eval_examples": 4, "max_length": 32, **files}
         settings |= {"engine": "local", "strategy": "layers", "optimizer": "adam", **options}
         config = run_config(run_dir=tmp_path / name, **settings)

@@ -65,7 +65,7 @@ def client(cluster):
 
 def command(texts, run_dir, **flags):
     flags = {
-        **{"data": texts, "run-dir": run_dir, "epsilon": 4, "num-steps": 40, "budget": 24},
+        **{"data": texts, "run-dir": run_dir, "epsilon": 4, "num-steps": 40, "batch_size": 24},
         **{
             "group-size": 2,
             "max-length": 24,

@@ -20,7 +20,7 @@ from fedsim.cli.main import main
 from fedsim.library.tables import source_of
 
 SETTINGS = {
-    **{"epsilon": 8.0, "num_steps": 3, "budget": 12, "max_length": 24, "seed": 5},
+    **{"epsilon": 8.0, "num_steps": 3, "batch_size": 12, "max_length": 24, "seed": 5},
     **{"model": "micro"},
     **{"engine": "local", "strategy": "scan:2", "eval_examples": 8, "checkpoint_every": 1},
 }
@@ -172,7 +172,7 @@ MISTAKES = {
     "num_steps": ["many", 2.5, 0],
     "engine": ["gpu"],
     "epsilon": ["much", -1],
-    "budget": [10**6],
+    "batch_size": [10**6],
     "group_size": [0],
     "learning_rate": [math.inf],
     "model": ["huge"],

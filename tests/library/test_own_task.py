@@ -14,7 +14,7 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.errors import FileDamaged
 from fedsim.library.own_task import OwnedRows, OwnedTask, OwnTask, owner_ids
 
-SETTINGS = {"epsilon": 8, "num_steps": 6, "budget": 40, "optimizer": "momentum", "seed": 1}
+SETTINGS = {"epsilon": 8, "num_steps": 6, "batch_size": 40, "optimizer": "momentum", "seed": 1}
 SETTINGS |= {"learning_rate": 0.5, "strategy": "scan:2", "delta": 1e-3}
 ROWS = 240
 

@@ -61,7 +61,13 @@ def test_what_is_no_table_is_one_line_without_what_is_in_it(data, message):
 
 
 def test_columns_are_named_by_numbers(tmp_path):
-    settings = {"epsilon": 8.0, "num_steps": 1, "budget": 1, "model": "micro", "engine": "local"}
+    settings = {
+        "epsilon": 8.0,
+        "num_steps": 1,
+        "batch_size": 1,
+        "model": "micro",
+        "engine": "local",
+    }
     numbered = FRAME.set_axis([0, 1], axis=1)
     with pytest.raises(fedsim.ConfigError, match="^user=2: no such column"):
         fedsim.train("uls", numbered, user=2, text=1, run_dir=tmp_path / "no", **settings)

@@ -210,7 +210,7 @@ def test_a_run_resumes_with_its_model_alone(trained, place, tmp_path, capsys):
     before = json.loads((run_dir / "summary.json").read_text())
     main(
         [
-            *"train uls --resume --epsilon 8 --num-steps 2 --budget 8".split(),
+            *"train uls --resume --epsilon 8 --num-steps 2 --batch-size 8".split(),
             *"--max-length 32 --engine local".split(),
             "--strategy",
             "scan:2",

@@ -249,7 +249,7 @@ def posts():
 @pytest.fixture
 def tiny(tmp_path, monkeypatch, posts):
     """The directory of one tiny run; `fedsim.train` checks its arguments and copies it."""
-    settings = {"engine": "local", "strategy": "scan:1", "budget": 8, "max_length": 32}
+    settings = {"engine": "local", "strategy": "scan:1", "batch_size": 8, "max_length": 32}
     original, seen, source = fedsim.train, [], tmp_path / "tiny"
     run = original(
         "uls",

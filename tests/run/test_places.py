@@ -206,7 +206,7 @@ def answer(args, capfd):
     return err.splitlines()[-1]
 
 
-TRAIN = "train uls --epsilon 1 --num-steps 1 --budget 2 --model micro --engine local".split()
+TRAIN = "train uls --epsilon 1 --num-steps 1 --batch-size 2 --model micro --engine local".split()
 TRAIN += ["--data", "texts.csv", "--run-dir", "r"]
 
 

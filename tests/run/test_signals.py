@@ -155,7 +155,7 @@ def alone(tmp_path, run_dir):
     """A training in one process that takes long, whose checkpoints are far apart."""
     texts = write_texts(tmp_path / "texts.parquet")
     rare = {"checkpoint-every": 10**6, "eval-every": 10**6, "log-every": 1}
-    return command(texts, run_dir, **rare, **{"num-steps": 10**5, "budget": 12})
+    return command(texts, run_dir, **rare, **{"num-steps": 10**5, "batch_size": 12})
 
 
 AS_BY_HAND = """import signal
@@ -227,7 +227,7 @@ def args(tmp_path, run_dir):
     """A training on a private cluster that takes long, whose checkpoints are far apart."""
     texts = write_texts(tmp_path / "texts.parquet")
     rare = {"checkpoint-every": 10**6, "eval-every": 10**6, "log-every": 1}
-    flags = {"engine": "ray", "num-workers": 2, "num-steps": 10**5, "budget": 12}
+    flags = {"engine": "ray", "num-workers": 2, "num-steps": 10**5, "batch_size": 12}
     return command(texts, run_dir, **rare, **flags)
 
 

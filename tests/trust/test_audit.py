@@ -70,7 +70,7 @@ def audited(
         "key": SecretKey.create(trial),
     }
     budget = round(share * users.num_users) * group_size
-    method = algorithm(users, budget=budget, **options)
+    method = algorithm(users, batch_size=budget, **options)
     sigma = accounting.calibrate_noise(method.event, epsilon=epsilon, delta=DELTA, num_steps=steps)
     if redrawn:
         often = round(method.sampler.num_units * method.event(1.0).sampling_prob)
@@ -151,7 +151,7 @@ def arguments(texts, run_dir, algorithm, **flags):
             "epsilon": 4,
             "delta": 1e-6,
             "num-steps": 3,
-            "budget": 60,
+            "batch_size": 60,
         },
         **{"max-length": 24, "seed": 3, "engine": "local", "gradient-canaries": 60},
         **{"model": "micro"},
@@ -214,7 +214,7 @@ def test_training_without_noise_is_seen_through(texts, run_dir, capsys):
     flags = {
         "epsilon": "inf",
         "gradient-canaries": 150,
-        "budget": 120,
+        "batch_size": 120,
         "model": "tiny",
     }  # all are drawn, in the end
     code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
@@ -270,7 +270,13 @@ def test_an_audit_takes_the_local_steps_that_are_asked_for(texts, run_dir, capsy
         return create(config, task, **options)
 
     monkeypatch.setattr(engine, "create", remember)
-    flags = {"group-size": 4, "local-steps": 2, "num-steps": 2, "budget": 16, "attacked-users": 0}
+    flags = {
+        "group-size": 4,
+        "local-steps": 2,
+        "num-steps": 2,
+        "batch_size": 16,
+        "attacked-users": 0,
+    }
     code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
     assert code in (0, 1) and found["planted"]["gradient"] > 0
     assert isinstance(tasks[0], CanaryTask) and tasks[0].local_steps == LocalSteps(2, 0.1)
@@ -339,7 +345,7 @@ def test_the_command_with_its_own_canaries_refutes_a_tenth_of_the_noise_alone(
         return noisy_mean(grad_sum, noise_multiplier=noise * noise_multiplier, **options)
 
     monkeypatch.setattr(f"fedsim.{algorithm}.noisy_mean", with_less)
-    flags = {"epsilon": 1, "num-steps": 4, "budget": 260, "attacked-users": 0}
+    flags = {"epsilon": 1, "num-steps": 4, "batch_size": 260, "attacked-users": 0}
     args = arguments(texts, run_dir, algorithm, **flags)
     for name in ("--gradient-canaries", "--text-canaries"):
         at = args.index(name)
@@ -369,7 +375,7 @@ def test_noise_that_is_missing_shows_in_the_length_of_what_is_released(
         return noisy_mean(grad_sum, noise_multiplier=noise * noise_multiplier, **options)
 
     monkeypatch.setattr("fedsim.uls.noisy_mean", with_less)
-    few = {"gradient-canaries": 10, "text-canaries": 0, "attacked-users": 0, "budget": 12}
+    few = {"gradient-canaries": 10, "text-canaries": 0, "attacked-users": 0, "batch_size": 12}
     args = arguments(texts, run_dir, "uls", **few, **flags)
     given, found = run(args, capsys)
     sigma = found["noise_multiplier"]

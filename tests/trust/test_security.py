@@ -39,7 +39,9 @@ def traces(text):
 def test_a_key_shows_nothing_of_itself():
     key = SecretKey(SECRET, seed=1234567890123)
     users = users_of_sizes([2, 3])
-    methods = [m(users, budget=2, group_size=1, sampling=Sampling(), key=key) for m in (ELS, ULS)]
+    methods = [
+        m(users, batch_size=2, group_size=1, sampling=Sampling(), key=key) for m in (ELS, ULS)
+    ]
     for thing in (key, *methods, key.generator("noise", 1), key.jax_key("noise", 1)):
         assert traces(f"{thing} {thing!r}") == []
     try:
@@ -80,7 +82,7 @@ def test_a_training_that_fails_shows_no_key(tmp_path, monkeypatch, capfd, caplog
         raise OSError(f"disk full in {vars(self)}")
 
     monkeypatch.setattr(ULS, "gradient", fail)
-    flags = "--epsilon 4 --num-steps 2 --budget 8 --engine local --max-length 16".split()
+    flags = "--epsilon 4 --num-steps 2 --batch-size 8 --engine local --max-length 16".split()
     flags += ["--strategy", "scan:1"]
     paths = ["--data", str(tmp_path / "t.parquet"), "--run-dir", str(tmp_path / "run")]
     with caplog.at_level(logging.DEBUG, logger="fedsim"), pytest.raises(SystemExit) as stop:

@@ -49,10 +49,10 @@ def audited(algorithm, epsilon, *, max_changed=1, trial=0):
     options = {"group_size": GROUP_SIZE, "sampling": Sampling(), "key": SecretKey.create(trial)}
     if els:
         budget = round(0.9 * CANARIES * GROUP_SIZE)
-        method = ELS(users, budget=budget, **options)
+        method = ELS(users, batch_size=budget, **options)
     else:
         budget = round(0.9 * CANARIES * (1 + partners_of(algorithm, max_changed))) * GROUP_SIZE
-        method = SharedULS(users, budget=budget, max_changed=max_changed, **options)
+        method = SharedULS(users, batch_size=budget, max_changed=max_changed, **options)
     sigma = accounting.calibrate_noise(
         method.event, epsilon=epsilon, delta=DELTA, num_steps=STEPS, before=[]
     )

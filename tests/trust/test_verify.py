@@ -32,7 +32,13 @@ def texts(tmp_path_factory):
 
 def command(texts, run_dir, algorithm="uls", **flags):
     flags = {
-        **{"data": texts, "run-dir": run_dir, "epsilon": 4, "num-steps": NUM_STEPS, "budget": 12},
+        **{
+            "data": texts,
+            "run-dir": run_dir,
+            "epsilon": 4,
+            "num-steps": NUM_STEPS,
+            "batch_size": 12,
+        },
         **{
             "group-size": 2,
             "max-length": 24,

@@ -7,11 +7,11 @@ from fedsim.cli.arguments import parse
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.tuning.advice import command
 
-GIVEN = PrivacyConfig(4.0, 10, budget=64)
+GIVEN = PrivacyConfig(4.0, 10, batch_size=64)
 
 
 def printed(given=GIVEN, **run):
-    settings = PrivacyConfig(4.0, 10, budget=60, delta=1e-5, group_size=3, clip_norm=0.5)
+    settings = PrivacyConfig(4.0, 10, batch_size=60, delta=1e-5, group_size=3, clip_norm=0.5)
     return command(
         Algorithm.ULS, settings, given, run_config(data="my posts", run_dir="runs", **run)
     )
@@ -20,7 +20,11 @@ def printed(given=GIVEN, **run):
 def test_a_command_has_what_was_found_and_what_was_given():
     train = parse(main.Command, printed(learning_rate=0.3, engine="local", resume=True)[1:])
     assert train.algorithm == "uls" and train.run.data.source == "my posts"
-    assert (train.privacy.budget, train.privacy.group_size, train.privacy.clip_norm) == (60, 3, 0.5)
+    assert (train.privacy.batch_size, train.privacy.group_size, train.privacy.clip_norm) == (
+        60,
+        3,
+        0.5,
+    )
     assert train.privacy.chosen_on_data == "group_size,clip_norm"
     given = {"learning_rate": 0.3, "engine": "local", "resume": False}
     assert train.run == run_config(data="my posts", run_dir="runs/uls", **given)
@@ -28,7 +32,7 @@ def test_a_command_has_what_was_found_and_what_was_given():
 
 def test_a_delta_is_passed_on_only_where_it_was_given():
     assert "--delta" not in printed()
-    given = PrivacyConfig(4.0, 10, budget=64, delta=1e-5)
+    given = PrivacyConfig(4.0, 10, batch_size=64, delta=1e-5)
     assert parse(main.Command, printed(given)[1:]).privacy.delta == 1e-5
 
 

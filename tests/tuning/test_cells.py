@@ -17,7 +17,7 @@ USERS, PARAMETERS = users_of_sizes([3] * 400), 5000
 
 def completed(algorithm, **changes):
     """(settings, data)"""
-    settings = {"epsilon": 8.0, "num_steps": 40, "budget": 20, "group_size": 2, **changes}
+    settings = {"epsilon": 8.0, "num_steps": 40, "batch_size": 20, "group_size": 2, **changes}
     data = type("Data", (), {"train": USERS, "metadata": {}})
     return complete(algorithm, PrivacyConfig(**settings), data)[0], data
 
@@ -36,7 +36,7 @@ def test_training_has_the_noise_that_is_said_of_each(algorithm):
         method = method_for(algorithm, privacy, USERS, SecretKey.create(seed=1))
         plan = make_plan(algorithm, privacy, USERS, method, PARAMETERS, [], "")
         assert (plan.sampling_run, plan.noise) == (cell.sampling, cell.noise)
-        assert plan.noise_multiplier == cell.noise_multiplier and plan.budget == cell.budget
+        assert plan.noise_multiplier == cell.noise_multiplier and plan.budget == cell.batch_size
         per_number = plan.strategy.bytes_per_number if plan.strategy else 0
         assert cell.row_bytes == per_number * PARAMETERS
         plans.append(plan)
@@ -71,7 +71,7 @@ def test_rows_of_noise_that_do_not_fit_are_not_chosen(monkeypatch):
 def test_allocation_that_takes_far_more_gradients_is_not_chosen():
     found = compared(Algorithm.ULS, num_steps=7)  # in one step, or in all
     allocation = next(cell for cell in found if cell.sampling == "allocation")
-    assert (allocation.budget > 22) == bool(allocation.against)
+    assert (allocation.batch_size > 22) == bool(allocation.against)
     assert allocation.participations in (1, 7)
 
 

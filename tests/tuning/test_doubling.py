@@ -29,7 +29,7 @@ def optimum(grad_norm, noise, budget):
     def objective(at):
         return grad_norm(at.group_size) * noise(at.cohort_size)
 
-    return min(doubling.with_budget(GRID, budget), key=objective)
+    return min(doubling.with_batch_size(GRID, budget), key=objective)
 
 
 def test_it_starts_with_one_example_of_32_users():
@@ -74,12 +74,12 @@ def test_it_asks_only_for_what_it_needs_and_budgets_share_their_path():
     small, turns = estimate_and_double(256, grad_norm, sigma)
     assert max(asked) <= 2 * small.group_size
     large, more = estimate_and_double(2048, grad_norm, sigma)
-    assert more[: len(turns)] == turns and large.budget == 2048
+    assert more[: len(turns)] == turns and large.batch_size == 2048
 
 
 def test_a_budget_that_is_no_power_of_two_is_reached_from_below():
     chosen, _ = estimate_and_double(100, norms_with(0.1), sigma)
-    assert chosen.budget == 128
+    assert chosen.batch_size == 128
 
 
 def test_limits_are_never_left():
@@ -95,12 +95,12 @@ def test_limits_are_never_left():
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"budget": 0}, "budget=0: expected a whole number >= 1"),
+        ({"batch_size": 0}, "batch_size=0: expected a whole number >= 1"),
         ({"limits": Limits(cohort_size=16)}, "start=.*: expected within"),
     ],
 )
 def test_bad_arguments_are_named(changed, message):
-    arguments = {"budget": 64, "user_grad_norm": norms_with(0.1), "noise": sigma}
+    arguments = {"batch_size": 64, "user_grad_norm": norms_with(0.1), "noise": sigma}
     with pytest.raises(ValueError, match=message):
         estimate_and_double(**{**arguments, **changed})
 
@@ -120,8 +120,8 @@ def test_the_oracle_may_miss_the_optimum_as_any_local_strategy_may():
 def test_the_other_strategies_take_a_diagonal_of_the_grid():
     assert doubling.max_cohort(GRID, 2**14) == Configuration(4, 2**12)
     assert doubling.max_group_size(GRID, 2**14) == Configuration(2**8, 2**6)
-    assert len(doubling.with_budget(GRID, 2**14)) == 7
-    with pytest.raises(ValueError, match="budget=17: expected a product"):
+    assert len(doubling.with_batch_size(GRID, 2**14)) == 7
+    with pytest.raises(ValueError, match="batch_size=17: expected a product"):
         doubling.max_cohort(GRID, 17)
 
 

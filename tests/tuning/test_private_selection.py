@@ -37,7 +37,7 @@ def texts(tmp_path_factory):
 def settings(texts, tmp_path, monkeypatch):
     """Three candidates on small data, counted in a ledger of their own."""
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "ledger"))
-    own = {"algorithm": "uls", "data": str(texts), "epsilon": 1.0, "num_steps": 3, "budget": 24}
+    own = {"algorithm": "uls", "data": str(texts), "epsilon": 1.0, "num_steps": 3, "batch_size": 24}
     own |= {"max_length": 24, "model": "micro", "strategy": "scan:2", "delta": 1e-3}
     return [{**own, "learning_rate": rate} for rate in (0.1, 0.03, 0.01)]
 

@@ -21,7 +21,9 @@ from fedsim.plan import complete, make_plan, method_for
 from fedsim.tuning.advice import choose
 from fedsim.tuning.heuristics import share_used
 
-FLAGS = "--epsilon 4 --num-steps 7 --budget 40 --max-length 24 --engine local --users 12".split()
+FLAGS = (
+    "--epsilon 4 --num-steps 7 --batch-size 40 --max-length 24 --engine local --users 12".split()
+)
 FLAGS += ["--strategy", "scan:3", "--model", "micro"]
 
 
@@ -57,12 +59,13 @@ def planned(command):
 def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     each = advised[0][algorithm]
     plan, train = planned(each["command"])
-    for name in "group_size budget expected_count sampling_prob clip_norm noise_multiplier".split():
+    assert each["batch_size"] == plan.budget
+    for name in "group_size expected_count sampling_prob clip_norm noise_multiplier".split():
         assert each[name] == getattr(plan, name), name
     assert (plan.target_epsilon, plan.num_steps, plan.delta) == (4.0, 7, advised[0]["delta"])
     clip = plan.clip
     assert each["added_stddev"] == clip.sensitivity * plan.noise_multiplier / plan.expected_count
-    real = each["gradients"] / (7 * each["budget"]) if algorithm == "els" else 1
+    real = each["gradients"] / (7 * each["batch_size"]) if algorithm == "els" else 1
     assert each["noise_per_step"] == pytest.approx(each["added_stddev"] * plan.clip_norm / real)
     assert (train.run.learning_rate, train.run.engine.kind) == (0.3, "local")  # flags are passed on
     assert 3.99 < accounting.epsilon([(plan.event(), 7)], plan.delta) <= 4
@@ -77,7 +80,7 @@ def test_the_group_sizes_are_those_of_the_heuristics(advised):
     result = advised[0]
     assert result["els"]["group_size"] == result["median_examples"]
     uls, last = result["uls"], result["turns"][-1]
-    assert uls["group_size"] * uls["expected_count"] == uls["budget"] <= 40
+    assert uls["group_size"] * uls["expected_count"] == uls["batch_size"] <= 40
     group, cohort = last["at"]["group_size"], last["at"]["cohort_size"]
     assert uls["group_size"] == (2 * group if last["tau_group"] < last["tau_cohort"] else group)
     assert group * cohort < 40
@@ -104,8 +107,10 @@ def test_the_report_ends_with_commands_that_can_be_pasted(advised):
 
 def test_the_time_and_the_gradients_are_of_all_steps(advised):
     els, uls = advised[0]["els"], advised[0]["uls"]
-    assert 0.5 * 7 * els["budget"] < els["gradients"] <= 7 * els["budget"]  # empty places are free
-    assert uls["gradients"] <= 7 * uls["budget"]
+    assert (
+        0.5 * 7 * els["batch_size"] < els["gradients"] <= 7 * els["batch_size"]
+    )  # empty places are free
+    assert uls["gradients"] <= 7 * uls["batch_size"]
     assert els["seconds"] > 0 and uls["seconds"] > 0
 
 
@@ -133,7 +138,7 @@ def test_the_share_of_data_used_is_what_draws_use(algorithm, group_size, key):
     from fedsim.config import PrivacyConfig
 
     users, steps, repeats = users_of_sizes([1, 2, 5, 12, 3, 7]), 4, 300
-    privacy = PrivacyConfig(1.0, steps, budget=3, delta=1e-5, group_size=group_size)
+    privacy = PrivacyConfig(1.0, steps, batch_size=3, delta=1e-5, group_size=group_size)
     shares = []
     for repeat in range(repeats):
         method = method_for(algorithm, privacy, users, SecretKey.create(repeat))

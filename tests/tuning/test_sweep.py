@@ -58,7 +58,7 @@ def test_a_run_is_known_by_what_it_computes(tmp_path):
     def name(**changed):
         return jobs_of([{**BASE, **changed}], tmp_path)[0].name
 
-    assert name() == name(epsilon=4.0) == name(budget=128) == name(checkpoint_every=7)
+    assert name() == name(epsilon=4.0) == name(batch_size=128) == name(checkpoint_every=7)
     assert name() == name(delta=None)  # as if it was not given
     others = [name(epsilon=5), name(seed=1), name(algorithm="els"), name(data="other")]
     assert len({name(), *others}) == 5
@@ -189,11 +189,13 @@ def check_board(out):
 @pytest.mark.ci
 def test_a_run_of_a_sweep_has_the_bits_that_it_has_alone(spec_file, tmp_path, capsys, ray_cluster):
     settings = expand(read_spec(spec_file, ("epsilon=8",)))
-    bad = {**settings[1], "budget": 100_000}  # more than there are users: found when it starts
+    bad = {**settings[1], "batch_size": 100_000}  # more than there are users: found when it starts
     rows = sweep.sweep([settings[1], bad], tmp_path, Console(), at_once=1)
     assert [row["status"] for row in rows] == ["done", "failed"]
-    assert "budget=100000: expected" in rows[1]["error"]
-    assert "budget=100000: expected" in (tmp_path / "logs" / f"{rows[1]['run']}.txt").read_text()
+    assert "batch_size=100000: expected" in rows[1]["error"]
+    assert (
+        "batch_size=100000: expected" in (tmp_path / "logs" / f"{rows[1]['run']}.txt").read_text()
+    )
     flags = {n: v for n, v in settings[1].items() if n != "algorithm"}
     words = [x for n, v in flags.items() for x in (f"--{n.replace('_', '-')}", v)]
     alone = tmp_path / "alone"
@@ -285,7 +287,7 @@ def test_a_finished_run_of_other_data_at_the_same_place_is_not_taken(tmp_path):
 
     write("one")
     settings = {"algorithm": "uls", "data": str(source), "epsilon": 4, "num_steps": 2}
-    settings |= {"budget": 8, "max_length": 16, "strategy": "scan:1"}
+    settings |= {"batch_size": 8, "max_length": 16, "strategy": "scan:1"}
     (row,) = sweep.sweep([settings], tmp_path / "out", Console(), here=True)
     assert row["status"] == "done"
     write("two")

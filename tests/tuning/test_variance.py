@@ -18,15 +18,15 @@ def sigma(prob, group):
 
 
 def test_formulas():
-    els = variance.els_noise_variance(SETTING, budget=32, group_size=4)
+    els = variance.els_noise_variance(SETTING, batch_size=32, group_size=4)
     assert els == pytest.approx((sigma(32 / (4 * 64), 4) * 10 / 32) ** 2)
-    uls = variance.uls_noise_variance(SETTING, budget=32, group_size=4, user_grad_norm=3.0)
+    uls = variance.uls_noise_variance(SETTING, batch_size=32, group_size=4, user_grad_norm=3.0)
     assert uls == pytest.approx((sigma(8 / 64, 1) * 3 / 8) ** 2)
 
 
 def test_equal_where_every_group_is_one_example():
-    els = variance.els_noise_variance(SETTING, budget=16, group_size=1)
-    uls = variance.uls_noise_variance(SETTING, budget=16, group_size=1, user_grad_norm=10.0)
+    els = variance.els_noise_variance(SETTING, batch_size=16, group_size=1)
+    uls = variance.uls_noise_variance(SETTING, batch_size=16, group_size=1, user_grad_norm=10.0)
     assert els == uls
 
 
@@ -38,7 +38,8 @@ def test_gradient_norms_of_both_extremes():
 def test_group_size_of_els_hardly_matters():
     """Figure 2a, on a smaller budget of steps."""
     values = [
-        variance.els_noise_variance(SETTING, budget=32, group_size=group) for group in (1, 4, 32)
+        variance.els_noise_variance(SETTING, batch_size=32, group_size=group)
+        for group in (1, 4, 32)
     ]
     assert max(values) < 1.25 * min(values)
 
@@ -46,9 +47,9 @@ def test_group_size_of_els_hardly_matters():
 def test_els_is_better_when_gradients_agree_and_uls_when_they_are_orthogonal():
     """Figure 2b at its largest budget: all of a user's examples, small epsilon."""
     setting = Setting(num_users=64, num_steps=20, epsilon=1.0, delta=1e-5)
-    els = variance.els_noise_variance(setting, budget=128, group_size=16)
+    els = variance.els_noise_variance(setting, batch_size=128, group_size=16)
     aligned, orthogonal = (
-        variance.uls_noise_variance(setting, budget=128, group_size=16, user_grad_norm=norm)
+        variance.uls_noise_variance(setting, batch_size=128, group_size=16, user_grad_norm=norm)
         for norm in (10.0, 10.0 / math.sqrt(16))
     )
     assert orthogonal < els < aligned
@@ -56,9 +57,9 @@ def test_els_is_better_when_gradients_agree_and_uls_when_they_are_orthogonal():
 
 def test_budgets_beyond_the_data_are_refused():
     with pytest.raises(ValueError, match=r"sampling_prob=2.0: expected in \(0, 1\]"):
-        variance.els_noise_variance(SETTING, budget=256, group_size=2)
+        variance.els_noise_variance(SETTING, batch_size=256, group_size=2)
     with pytest.raises(ValueError, match=r"sampling_prob=4.0: expected in \(0, 1\]"):
-        variance.uls_noise_variance(SETTING, budget=256, group_size=1, user_grad_norm=1.0)
+        variance.uls_noise_variance(SETTING, batch_size=256, group_size=1, user_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
