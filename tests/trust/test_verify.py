@@ -10,6 +10,7 @@ import pytest
 
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
+from fedsim.config.flags import RENAMED, as_dict
 from fedsim.plan import Plan
 from fedsim.plan.labels import UNPROVEN
 from fedsim.run import checkpoint, directory, ledger
@@ -242,17 +243,26 @@ BROKEN = {
 }
 
 
+def with_earlier_names(settings):
+    names = {new: old for old, new in RENAMED.items()}
+    return {names.get(name, name): value for name, value in as_dict(settings).items()}
+
+
 @pytest.mark.parametrize("strategy", ["bookkeeping:4", "scan:2"])
 def test_a_run_of_an_earlier_version_is_read_with_its_label(
     strategy, texts, run_dir, capsys, monkeypatch
 ):
-    """Whose plan named the strategy where its contributions were not proven to be at most C."""
+    """Whose plan named the strategy where its contributions were not proven to be at most C, and
+    whose batch size was called budget."""
     unproven, args = None if strategy == "scan:2" else strategy, command(texts, run_dir)
     with monkeypatch.context() as earlier:
         written = Plan.as_dict
         earlier.setattr(Plan, "as_dict", lambda plan: {**written(plan), "unproven": unproven})
         earlier.setattr(Strategy, "__str__", lambda _: strategy)
+        earlier.setattr("fedsim.run.directory.as_dict", with_earlier_names)
         main(args)
+    privacy = json.loads((run_dir / "config.json").read_text())["privacy"]
+    assert "budget" in privacy and "batch_size" not in privacy
     assert json.loads((run_dir / "config.json").read_text())["strategy"]["name"] == strategy
     capsys.readouterr()
     main(["verify", str(run_dir), "--replay", "--json"])
