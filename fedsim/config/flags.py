@@ -29,6 +29,13 @@ def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 
+def first_named(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by the names that they first had: what is derived from names, keys of seeds and
+    names of a sweep's runs, stays as it was."""
+    first = {new: old for old, new in RENAMED.items()}
+    return {first.get(name, name): value for name, value in settings.items()}
+
+
 def run_config(**settings: Any) -> RunConfig:
     """A RunConfig from settings by the names of their flags: data, run_dir, lora_rank, seed, ...
 

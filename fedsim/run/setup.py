@@ -21,6 +21,7 @@ from fedsim.config import (
     RunConfig,
     as_dict,
     changed,
+    first_named,
 )
 from fedsim.data.dataset import Dataset
 from fedsim.engine import Engine
@@ -193,5 +194,6 @@ def key_context(
     if model is not None:
         del own["model"]
     changes = [changed(PrivacyConfig, as_dict(settings)), changed(RunConfig, own)]
+    changes = [first_named(each) for each in changes]
     identity = {"algorithm": algorithm, "model": model}
     return json.dumps([identity, *changes, data.train.fingerprint], sort_keys=True)

@@ -26,6 +26,7 @@ from fedsim.config import (
     PrivacyConfig,
     RunConfig,
     changed_run,
+    first_named,
     flags_of,
     renamed,
     run_config,
@@ -351,7 +352,7 @@ def identity(algorithm: str, given: Settings) -> str:
     """Names a run by its settings, less those that are as they would be if nothing was given."""
     kept = {n: to_json(v) for n, v in given.items() if v != _DEFAULTS[n]}
     kept = {n: v for n, v in kept.items() if n not in OPERATIONAL or n == "data"}
-    text = json.dumps([str(algorithm), kept], sort_keys=True)
+    text = json.dumps([str(algorithm), first_named(kept)], sort_keys=True)
     return f"{algorithm}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 

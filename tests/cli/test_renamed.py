@@ -1,6 +1,8 @@
 """Settings that were renamed are taken by their old names too, for a release."""
 
+import hashlib
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +10,7 @@ from fedsim.cli.arguments import parse
 from fedsim.cli.main import Command
 from fedsim.errors import ConfigError
 from fedsim.library.training import configs_of
+from fedsim.run.setup import key_context
 from fedsim.tuning.sweep import jobs_of
 
 TRAIN = "train uls --data pydocs --epsilon 8 --num-steps 3 --run-dir run".split()
@@ -30,6 +33,18 @@ def test_a_file_python_and_a_sweep_take_both_names(name, tmp_path):
     settings = {**GIVEN, name: 48, "algorithm": "uls"}
     (job,) = jobs_of([settings, {**GIVEN, "batch_size": 48, "algorithm": "uls"}], tmp_path)
     assert job.privacy.batch_size == 48 and json.dumps(job.settings).count("48") == 1
+
+
+def test_what_is_derived_from_names_stays_as_it_was(tmp_path):
+    """The key of a seed and the name of a sweep's run have the name that the setting first had."""
+    privacy, run = configs_of({**GIVEN, "batch_size": 48, "run_dir": "run"})
+    users = SimpleNamespace(train=SimpleNamespace(fingerprint="f"))
+    context = key_context("uls", None, privacy, run, users)
+    assert '"budget": 48' in context and "batch_size" not in context
+    kept = {"budget": 48, "data": "pydocs", "epsilon": 8.0, "num_steps": 3}
+    digest = hashlib.sha256(json.dumps(["uls", kept], sort_keys=True).encode()).hexdigest()
+    (job,) = jobs_of([{**GIVEN, "batch_size": 48, "algorithm": "uls"}], tmp_path)
+    assert job.name == f"uls-{digest[:12]}"
 
 
 def test_both_names_at_once_are_one_too_many():

@@ -10,7 +10,7 @@ import pytest
 
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
-from fedsim.config.flags import RENAMED, as_dict
+from fedsim.config import as_dict, first_named
 from fedsim.plan import Plan
 from fedsim.plan.labels import UNPROVEN
 from fedsim.run import checkpoint, directory, ledger
@@ -244,8 +244,7 @@ BROKEN = {
 
 
 def with_earlier_names(settings):
-    names = {new: old for old, new in RENAMED.items()}
-    return {names.get(name, name): value for name, value in as_dict(settings).items()}
+    return first_named(as_dict(settings))
 
 
 @pytest.mark.parametrize("strategy", ["bookkeeping:4", "scan:2"])
