@@ -28,6 +28,7 @@ DTYPES = {
 }
 NAMED = 4  # in an error
 SHARD_BYTES = 5_000_000_000
+FOR_OTHERS = {"format": "pt"}  # metadata that other tools ask for
 
 
 class TensorError(ConfigError):
@@ -148,9 +149,12 @@ def write_directory(
         write_json(directory / INDEX, index)
 
 
-def write(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
+def write(
+    file: Path, tensors: Mapping[str, np.ndarray], about: Mapping[str, str] = FOR_OTHERS
+) -> None:
     """Write one file, whole or not at all. Equal arrays give equal bytes.
 
+    Args: about: what its metadata say, of which the library does not keep the order.
     Raises: OSError: it cannot be written.
     """
     # The library copies the memory of an array as it lies there, whatever its strides.
@@ -158,7 +162,7 @@ def write(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
     def save(path: Path) -> None:
         try:
-            save_file(rows_first, path, {"format": "pt"})  # what other tools ask for
+            save_file(rows_first, path, dict(about))
         except SafetensorError as error:
             if number := re.search(r"\(os error (\d+)\)", str(error)):
                 raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from None
