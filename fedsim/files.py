@@ -3,8 +3,9 @@
 import errno
 import json
 import os
+import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,26 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync_directory(path.parent)
+
+
+def write_with(path: Path, write: Callable[[Path], None], mode: int = 0o644) -> None:
+    """The same, by a library that takes the name of the file: `write(name)` writes it.
+
+    It has a directory for that, for whatever else it may leave behind when it is killed.
+    """
+    directory = path.with_name(path.name + ".tmp")
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    try:
+        temporary = directory / path.name
+        write(temporary)
+        with named(path), temporary.open("rb") as file:
+            os.fchmod(file.fileno(), directory.stat().st_mode & mode)  # of the umask
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
     sync_directory(path.parent)
 
 

@@ -130,7 +130,7 @@ def test_stopped_and_resumed_it_ends_with_the_same_parameters(texts, undisturbed
         [sys.executable, "-m", "fedsim.cli.main", *args_of(texts, run_dir)], stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 100
-    while not list(run_dir.glob("checkpoints/*.msgpack")) and time.monotonic() < deadline:
+    while not list(run_dir.glob("checkpoints/*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)

@@ -23,7 +23,7 @@ from fedsim.errors import ConfigError
 from fedsim.files import expand_home, read_object
 from fedsim.models import families, gguf_files, side_files, tensor_files
 from fedsim.models.side_files import CONFIG, SETTINGS, TOKENIZER
-from fedsim.models.tensor_files import TensorError
+from fedsim.models.tensor_files import Stored, TensorError
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 HUB = "hf:"
@@ -92,7 +92,7 @@ def load_directory(directory: Path, heard: Callable[[int, int], None] = ignore) 
 def from_tensors(
     source: str,
     c: TransformerConfig,
-    tensors: Mapping[str, np.ndarray],
+    tensors: Mapping[str, np.ndarray | Stored],
     heard: Callable[[int, int], None] = ignore,
 ) -> Any:
     """Our parameters from arrays under their names. Args: heard: as of `load`.
@@ -105,19 +105,18 @@ def from_tensors(
     arrays = _arrays_of(source, c, tensors)
     leaves = {}
     for number, (path, place) in enumerate(families.places(c), 1):
-        array = arrays[path]
+        with np.errstate(over="ignore"):  # of float64
+            array = np.asarray(arrays[path], np.float32)
         if place.third is not None:
             array = np.split(array, 3, axis=-1)[place.third]
-        with np.errstate(over="ignore"):  # of float64
-            array = np.asarray(array, np.float32)
-        leaves[path] = np.ascontiguousarray(array.T) if place.transposed else array
+        leaves[path] = np.ascontiguousarray(array.T if place.transposed else array)
         heard(number, len(arrays))
     return traverse_util.unflatten_dict(leaves)
 
 
 def _arrays_of(
-    source: str, c: TransformerConfig, tensors: Mapping[str, np.ndarray]
-) -> dict[tuple[str, ...], np.ndarray]:
+    source: str, c: TransformerConfig, tensors: Mapping[str, np.ndarray | Stored]
+) -> dict[tuple[str, ...], np.ndarray | Stored]:
     """The array that each of our parameters is in. Raises: TensorError: as of `from_tensors`."""
     prefix = "" if any(name.startswith("transformer.") for name in tensors) else "transformer."
     arrays, used, shapes = {}, set(), shapes_of(c)
@@ -147,10 +146,11 @@ def _arrays_of(
     return arrays
 
 
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
+def _same(a: np.ndarray | Stored, b: np.ndarray | Stored) -> bool:
     """Whether two arrays have the same bits; some rows at a time, as both may be large."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
+    a, b = np.asarray(a), np.asarray(b)
     for i in range(0, len(a), ROWS):
         ours, theirs = (x[i : i + ROWS].view(np.uint8) for x in (a, b))
         if not np.array_equal(ours, theirs):
@@ -273,7 +273,7 @@ def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
         else:
             found = np.zeros(leaves[*path[:-1], "kernel"].shape[1], np.float32)
         parts.setdefault(name, []).append(found.T if transposed else found)
-    return {name: np.concatenate(found, axis=-1) for name, found in parts.items()}
+    return {n: np.ascontiguousarray(np.concatenate(x, axis=-1)) for n, x in parts.items()}
 
 
 def _download(source: str) -> Path:

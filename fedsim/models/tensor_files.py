@@ -1,20 +1,23 @@
-"""The safetensors format (Hugging Face): named arrays, memory-mapped; nothing in a file is code.
+"""Models in safetensors files (Hugging Face): named arrays, and nothing in a file is code.
 
-A file is the length of a header, the header in JSON (name -> type, shape, place), and bytes. Large
-models are cut into several files, which an index names.
+The library `safetensors` reads and writes a file. Large models are cut into several, which an index
+names.
 """
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from fedsim.errors import ConfigError, brief
-from fedsim.files import read_object, sync_directory
+from fedsim.files import read_object, write_json, write_with
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -23,20 +26,36 @@ DTYPES = {
     **{"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1"), "I8": np.dtype("i1")},
     **{"I16": np.dtype("<i2"), "BOOL": np.dtype("?")},
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER = 100_000_000
-MAX_AXES = 32
 NAMED = 4  # in an error
-ALIGNMENT = 64
 SHARD_BYTES = 5_000_000_000
+FOR_OTHERS = {"format": "pt"}  # metadata that other tools ask for
 
 
 class TensorError(ConfigError):
     """A file that is no safetensors file, or lacks an array; one line."""
 
 
-def read_directory(directory: Path) -> dict[str, np.ndarray]:
-    """All arrays of model.safetensors, or of the files its index names; views of mapped memory.
+class Stored:
+    """An array in a file, with its `shape` and `dtype`; `np.asarray` reads it, anew each time."""
+
+    def __init__(self, file: Path, opened: Any, name: str):
+        """Raises: TensorError: the array is of a type that models are not made of."""
+        self._file, self._opened, self._name = file, opened, name
+        about = opened.get_slice(name)
+        self.shape, code = tuple(about.get_shape()), about.get_dtype()
+        if code not in DTYPES:
+            raise _no_file(file, f"{brief(name)} has the type {code}")
+        self.dtype = DTYPES[code]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        try:
+            return np.asarray(self._opened.get_tensor(self._name), dtype)
+        except (OSError, SafetensorError) as error:  # cut since it was opened
+            raise _no_file(self._file, error) from None
+
+
+def read_directory(directory: Path) -> dict[str, Stored]:
+    """All arrays of model.safetensors, or of the files its index names.
 
     Raises: TensorError: a file is missing or damaged, or has an array that the index does not name.
     """
@@ -48,7 +67,7 @@ def read_directory(directory: Path) -> dict[str, np.ndarray]:
     places = read_object(index, "model").get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
         raise TensorError(f"model={index}: expected a weight_map of arrays to files")
-    found: dict[str, np.ndarray] = {}
+    found: dict[str, Stored] = {}
     for file in sorted(set(places.values())):
         if Path(file).name != file:
             message = f"expected names of files beside it, got {brief(file)}"
@@ -66,61 +85,36 @@ def read_directory(directory: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def read(file: Path) -> dict[str, np.ndarray]:
-    """All arrays of one file, as read-only views of mapped memory.
+def read(file: Path) -> dict[str, Stored]:
+    """All arrays of one file.
 
     Raises: TensorError: it is missing, cut off or damaged, or has bytes of no array.
     """
+    if not file.is_file():  # a pipe would be waited for
+        raise TensorError(f"model={file}: expected a file that exists")
     try:
-        if not file.stat().st_size:
-            raise ValueError("the header is cut off")
-        data = np.memmap(file, np.uint8, "r")
-        size = int.from_bytes(data[:8].tobytes(), "little")
-        if len(data) < 8 or size > min(MAX_HEADER, len(data) - 8):
-            raise ValueError("the header is cut off")
-        header = json.loads(data[8 : 8 + size].tobytes(), object_pairs_hook=_once)
-        header.pop("__metadata__", None)
-        data = data[8 + size :]
-        found = {name: _view(data, name, about) for name, about in header.items()}
-        _expect_covered(len(data), [about["data_offsets"] for about in header.values()])
-        return found
-    except FileNotFoundError:
-        raise TensorError(f"model={file}: expected a file that exists") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = brief(" ".join(str(error).split()), 200)
-        raise TensorError(f"model={file}: expected a safetensors file ({reason})") from None
+        opened: Any = safe_open(file, "numpy", backend="pread")  # a cut file kills who mapped it
+        _expect_names_once(file)
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise _no_file(file, error) from None
+    return {name: Stored(file, opened, name) for name in opened.keys()}
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys differ: of two arrays of one name, one would not be read."""
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError("a name twice in the header")
-    return record
+def _expect_names_once(file: Path) -> None:
+    """Raises ValueError: of two arrays of one name, the library would read the second."""
+
+    def once(pairs: list[tuple[str, Any]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a name twice in the header")
+
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        json.loads(opened.read(size), object_pairs_hook=once)
 
 
-def _view(data: np.ndarray, name: str, about: dict[str, Any]) -> np.ndarray:
-    if about["dtype"] not in DTYPES:
-        raise ValueError(f"{brief(name)} has the type {brief(about['dtype'])}")
-    dtype, shape = DTYPES[about["dtype"]], tuple(about["shape"])
-    begin, end = about["data_offsets"]
-    if len(shape) > MAX_AXES or not all(type(size) is int for size in (*shape, begin, end)):
-        raise ValueError(f"{brief(name)} has a shape or place that is none")
-    holds = 0 <= begin <= end <= len(data) and min(shape, default=0) >= 0
-    if not holds or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{brief(name)} is cut off, or of another size than its shape's")
-    return data[begin:end].view(dtype).reshape(shape)
-
-
-def _expect_covered(size: int, places: list[tuple[int, int]]) -> None:
-    """Raises ValueError unless each byte belongs to one array, as the format demands."""
-    reached = 0
-    for begin, end in sorted(places):
-        if begin != reached:
-            raise ValueError(f"bytes from {min(begin, reached)} on belong to no array, or to two")
-        reached = end
-    if reached != size:
-        raise ValueError(f"bytes from {reached} on belong to no array")
+def _no_file(file: Path, error: object) -> TensorError:
+    reason = brief(" ".join(str(error).split()), 200)
+    return TensorError(f"model={file}: expected a safetensors file ({reason})")
 
 
 def expect_none_left(source: str, names: Sequence[str], why: str = "") -> None:
@@ -140,46 +134,38 @@ def write_directory(
     directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write model.safetensors, or, where that would be large, several files and their index."""
-    shards = list(_shards(tensors, shard_bytes))
-    if len(shards) == 1:
-        write(directory / SINGLE, shards[0])
-        return
-    places = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write(directory / name, shard)
-        places |= dict.fromkeys(shard, name)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    from huggingface_hub import split_state_dict_into_shards_factory as split
+
+    shards = split(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for file, names in shards.filename_to_tensors.items():
+        write(directory / file, {name: tensors[name] for name in names})
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        write_json(directory / INDEX, index)
 
 
-def _shards(tensors: Mapping[str, np.ndarray], size: int) -> Iterator[dict[str, np.ndarray]]:
-    shard: dict[str, np.ndarray] = {}
-    for name, tensor in tensors.items():
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > size:
-            yield shard
-            shard = {}
-        shard[name] = tensor
-    yield shard
+def write(
+    file: Path, tensors: Mapping[str, np.ndarray], about: Mapping[str, str] = FOR_OTHERS
+) -> None:
+    """Write one file, whole or not at all. Equal arrays give equal bytes.
 
+    Args: about: what its metadata say, of which the library does not keep the order.
+    Raises: OSError: it cannot be written.
+    """
+    # The library copies the memory of an array as it lies there, whatever its strides.
+    rows_first = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
 
-def write(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write one file. Equal arrays give equal bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what other tools ask for
-    place = 0
-    for name, tensor in tensors.items():
-        offsets = [place, place + tensor.nbytes]
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": offsets,
-        }
-        place += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    with open(file, "wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            out.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
-    sync_directory(file.parent)
+    def save(path: Path) -> None:
+        try:
+            save_file(rows_first, path, dict(about))
+        except SafetensorError as error:
+            if number := re.search(r"\(os error (\d+)\)", str(error)):
+                raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from None
+            raise
+
+    write_with(file, save)

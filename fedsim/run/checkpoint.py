@@ -1,42 +1,44 @@
 """The state between two steps, written whole or not at all.
 
 Restoring parameters, optimizer state and step is all that resuming takes, for randomness has no
-state (see `keys`). A file has the bytes of large arrays, then all else as MessagePack through
-flax, in which they are named by their places; loading runs no code. It ends with the size of that,
-and the sha256 of all that comes before, so that it is read as it was written or not at all.
+state (see `keys`). A file is one of safetensors: its arrays are named by their places in the state,
+and its metadata have the state as JSON, in which the types and shapes of arrays stand for them;
+loading runs no code. Before the JSON stands the sha256 of it and of the bytes of all arrays, so
+that a file is read as it was written or not at all.
 
 It has the chain of the run's ledger after its step, by which that of another run is known.
 
-Large arrays are written in parts, and read by the parts that devices have: one that no host could
-hold need not be on one.
+Arrays that devices have between them go through files, a part at a time: one that no host could
+hold need not be on one. Checkpoints of 0.2, in MessagePack, are read by `msgpack_checkpoint`.
 """
 
 import hashlib
-import math
+import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import serialization
+from safetensors import SafetensorError, safe_open
 
 from fedsim.errors import FedsimError
-from fedsim.files import make_directory, write_pieces
+from fedsim.files import make_directory
+from fedsim.models import tensor_files
 from fedsim.placement import any_cut, beside, is_cut, slabs
+from fedsim.run import msgpack_checkpoint
 
-DIRECTORY = "checkpoints"
+DIRECTORY, SUFFIX = "checkpoints", ".safetensors"
 KEEP = 2
 LONGEST_S = 60.0  # between two checkpoints: so much work may be lost
-DIGEST_SIZE = hashlib.sha256().digest_size
-SIZE_BYTES = 8
-LARGE, ALIGNED = 2**20, 64  # bytes: of an array that is not packed, and of where it begins
 SLAB = 2**26  # bytes of what is on the host of an array that devices have between them
-PLACE = "bytes at"
+ABOUT = "fedsim"  # in a file's metadata: its digest and the state
+ARRAY = "array of"  # in the state: type and shape
 CHAIN = "chain"
 
 
@@ -54,11 +56,49 @@ def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Pa
     directory = run_dir / DIRECTORY
     make_directory(directory)
     path = directory / name(step)
-    chained = {CHAIN: np.frombuffer(bytes.fromhex(chain), np.uint8)} if chain else {}
-    write_pieces(path, _pieces(serialization.to_state_dict(state) | chained))
+    arrays: dict[str, np.ndarray] = {}
+
+    def placed(place: Any, leaf: Any) -> Any:
+        if isinstance(leaf, bool | int | float | str):
+            return leaf
+        array = arrays[_name(place)] = _on_host(leaf, directory)
+        return {ARRAY: [str(array.dtype), *array.shape]}
+
+    whole = serialization.to_state_dict(state) | ({CHAIN: chain} if chain else {})
+    text = json.dumps(jax.tree_util.tree_map_with_path(placed, whole))
+    digest = hashlib.sha256(text.encode())
+    for _, array in sorted(arrays.items()):
+        for slab in slabs(array, SLAB) if array.ndim else [array]:
+            digest.update(slab.tobytes())
+    tensor_files.write(path, arrays, {ABOUT: f"{digest.hexdigest()} {text}"})
     for old in kept(run_dir)[:-KEEP]:
         old.unlink()
     return path
+
+
+def _name(place: Any) -> str:
+    return jax.tree_util.keystr(place, simple=True, separator="/")
+
+
+def _on_host(leaf: Any, directory: Path) -> np.ndarray:
+    """An array for the library, which takes whole ones: in a file, if devices have it in parts."""
+    if not is_cut(leaf):
+        return np.asarray(leaf)
+    array = _in_file(directory, leaf.shape, leaf.dtype)
+    start = 0
+    for slab in slabs(leaf, SLAB):
+        array[start : start + len(slab)] = slab
+        start += len(slab)
+    return array
+
+
+def _in_file(directory: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A new array that is in memory as far as it is looked at: in a file without a name."""
+    empty = np.broadcast_to(np.empty((), dtype), shape)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        # Where the disk is full, this is an error; a write to mapped memory would be the end.
+        os.posix_fallocate(file.fileno(), 0, max(1, empty.nbytes))
+        return np.asarray(np.memmap(file, dtype, "r+", shape=shape))
 
 
 class Saver:
@@ -107,22 +147,76 @@ def latest(run_dir: Path) -> Path | None:
 
 def kept(run_dir: Path) -> list[Path]:
     """The checkpoints there are, the newest last."""
-    return sorted((run_dir / DIRECTORY).glob("step-*.msgpack"))
+    found = (run_dir / DIRECTORY).glob("step-*")
+    return sorted(path for path in found if path.suffix in (SUFFIX, msgpack_checkpoint.SUFFIX))
 
 
 def check(path: Path) -> None:
     """Raises CheckpointError unless a checkpoint is as it was written."""
-    _content(path, mapped=True)
+    _read(path, lambda shape, dtype: None)
 
 
-def _content(path: Path, *, mapped: bool) -> memoryview:
-    """What is in a checkpoint, without its digest. Args: mapped: not read before it is used."""
-    with path.open("rb") as file:
-        whole = mapped and os.fstat(file.fileno()).st_size > 0
-        data = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ) if whole else file.read())
-    if hashlib.sha256(data[:-DIGEST_SIZE]).digest() != data[-DIGEST_SIZE:]:
-        raise CheckpointError(f"{path}: was cut or changed since it was written")
-    return data[:-DIGEST_SIZE]
+def _read(path: Path, new: Callable[[tuple[int, ...], np.dtype], Any]) -> Any:
+    """The state of a checkpoint. Args: new: makes an array, which is filled, or returns None.
+
+    Raises: CheckpointError: it is not as it was written.
+    """
+    if path.suffix == msgpack_checkpoint.SUFFIX:
+        return _earlier(path)
+    try:
+        with safe_open(path, "numpy") as file:
+            sha256, _, text = file.metadata()[ABOUT].partition(" ")
+            tree, digest = json.loads(text), hashlib.sha256(text.encode())
+            leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_stands)
+            stored = {_name(place): leaf[ARRAY] for place, leaf in leaves if _stands(leaf)}
+            if stored.keys() != set(file.keys()):
+                raise ValueError
+            found = {}
+            for each, (dtype, *shape) in sorted(stored.items()):
+                part: Any = file.get_slice(each)
+                if part.get_shape() != shape:  # which is no larger than the file
+                    raise ValueError
+                array = found[each] = new(tuple(shape), np.dtype(dtype))
+                for start, slab in _parts(part):
+                    if slab.dtype != dtype:
+                        raise ValueError
+                    digest.update(slab.tobytes())
+                    if array is not None:
+                        array[start] = slab
+            if digest.hexdigest() != sha256:
+                raise ValueError
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{path}: was cut or changed since it was written") from None
+    values = [found[_name(place)] if _stands(x) else _value(x) for place, x in leaves]
+    return jax.tree.unflatten(treedef, values)
+
+
+def _stands(leaf: Any) -> bool:
+    """Whether something in the JSON of a state stands for an array."""
+    return isinstance(leaf, dict) and ARRAY in leaf
+
+
+def _value(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, str) else np.asarray(leaf)
+
+
+def _parts(stored: Any) -> Iterator[tuple[Any, np.ndarray]]:
+    """(place, values) of the parts of an array in a file, of about `SLAB` bytes."""
+    shape = stored.get_shape()
+    if not shape:
+        yield (), np.asarray(stored[()])
+    elif all(shape):
+        rows = max(1, SLAB // stored[:1].nbytes)
+        for start in range(0, shape[0], rows):
+            place = slice(start, min(start + rows, shape[0]))
+            yield place, stored[place]
+
+
+def _earlier(path: Path) -> Any:
+    try:
+        return msgpack_checkpoint.load(path)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def restore(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -141,18 +235,16 @@ def restore(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], str]:
 def load(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """The state of a checkpoint as nested dicts of arrays.
 
-    Args: mapped: large arrays are in memory as far as they are looked at.
+    Args: mapped: arrays are in memory as far as they are looked at.
     Raises: CheckpointError.
     """
-    content = _content(path, mapped=mapped)
-    try:
-        size = int.from_bytes(content[-SIZE_BYTES:], "little")
-        packed = bytes(content[-size - SIZE_BYTES : -SIZE_BYTES])
-        state: Any = _with_large(serialization.msgpack_restore(packed), content)
-        if "params" in state.keys():
-            return state
-    except Exception:  # of whatever is in it: MessagePack's errors have no type in common
-        pass
+
+    def new(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return _in_file(path.parent, shape, dtype) if mapped else np.empty(shape, dtype)
+
+    state = _read(path, new)
+    if isinstance(state, dict) and "params" in state:
+        return state
     raise CheckpointError(f"{path}: expected the state of a run")
 
 
@@ -174,12 +266,18 @@ def load_step(path: Path) -> int:
 
 def chain(state: Mapping[str, Any]) -> str:
     """The chain of the ledger after the step of a loaded state; empty where it was not kept."""
-    return np.asarray(state[CHAIN]).tobytes().hex() if CHAIN in state else ""
+    found = state.get(CHAIN, "")
+    return found if isinstance(found, str) else np.asarray(found).tobytes().hex()  # as of 0.2
 
 
 def name(step: int) -> str:
     """The file name of the checkpoint after `step` steps."""
-    return f"step-{step:08d}.msgpack"
+    return stem(step) + SUFFIX
+
+
+def stem(step: int) -> str:
+    """Of the names of what is kept of a step."""
+    return f"step-{step:08d}"
 
 
 def params_sha256(params: Any) -> str:
@@ -191,41 +289,3 @@ def params_sha256(params: Any) -> str:
         for slab in slabs(leaf, SLAB) if leaf.ndim else [leaf]:
             digest.update(slab.tobytes())
     return digest.hexdigest()
-
-
-def _pieces(state: dict[str, Any]) -> Iterator[bytes | memoryview]:
-    """The file of a state dict, in parts of `SLAB` bytes."""
-    large, end, digest = [], 0, hashlib.sha256()
-
-    def placed(leaf: Any) -> Any:
-        nonlocal end
-        if not np.ndim(leaf) or leaf.nbytes < LARGE:
-            return np.asarray(leaf)
-        large.append(leaf)
-        found = {PLACE: end, "shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-        end += leaf.nbytes + -leaf.nbytes % ALIGNED
-        return found
-
-    def parts() -> Iterator[bytes | memoryview]:
-        packed = serialization.msgpack_serialize(jax.tree.map(placed, state))
-        for leaf in large:
-            for slab in slabs(leaf, SLAB):
-                yield slab.reshape(-1).view(np.uint8).data
-            yield bytes(-leaf.nbytes % ALIGNED)
-        yield packed
-        yield len(packed).to_bytes(SIZE_BYTES, "little")
-
-    for part in parts():
-        digest.update(part)
-        yield part
-    yield digest.digest()
-
-
-def _with_large(tree: Any, content: memoryview) -> Any:
-    """A state dict with its large arrays in their places."""
-    if not isinstance(tree, dict):
-        return tree
-    if PLACE not in tree:
-        return {name: _with_large(leaf, content) for name, leaf in tree.items()}
-    shape, dtype = tree["shape"], np.dtype(tree["dtype"])
-    return np.frombuffer(content, dtype, math.prod(shape), tree[PLACE]).reshape(shape)

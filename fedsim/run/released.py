@@ -76,12 +76,12 @@ def kept(run_dir: Path, step: int, like: NoisyMean, sha256: str) -> Step | None:
 def drop(run_dir: Path, before: int) -> None:
     """Remove what the steps before this one released: a checkpoint has it."""
     for path in (run_dir / DIRECTORY).glob("step-*.msgpack"):
-        if path.name < checkpoint.name(before):
+        if path.stem < checkpoint.stem(before):
             path.unlink()
 
 
 def _path(run_dir: Path, step: int) -> Path:
-    return run_dir / DIRECTORY / checkpoint.name(step)
+    return run_dir / DIRECTORY / f"{checkpoint.stem(step)}.msgpack"
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:

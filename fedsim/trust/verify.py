@@ -246,7 +246,7 @@ def _checkpoints(evidence: Evidence) -> str:
     for path in kept:
         state = checkpoint.load(path)
         step, chain = int(state["step"]), checkpoint.chain(state)
-        named = path.name == checkpoint.name(step)
+        named = path.stem == checkpoint.stem(step)
         demand(named, f"{path}: holds step {step}")
         fits = step <= evidence.num_steps
         demand(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")

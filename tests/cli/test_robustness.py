@@ -23,7 +23,7 @@ from test_verify import command, write_texts
 
 from fedsim import files
 from fedsim.cli.main import main
-from fedsim.run import checkpoint, directory, ledger
+from fedsim.run import directory, ledger
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def table(name, **columns):
 
 
 RESUME = [*command("texts.parquet", "run", **{"num-steps": 4}), "--resume"]
-LAST = "run/checkpoints/step-00000004.msgpack"
+LAST = "run/checkpoints/step-00000004.safetensors"
 LEDGER, CONFIG, SECRET = "run/ledger.jsonl", "run/config.json", "run/secret.json"
 EVALUATE, VERIFY = ["evaluate", "run"], ["verify", "run"]
 GENERATE, EXPORT = ["generate", "run"], ["export", "run", "--out", "exported"]
@@ -415,7 +415,7 @@ DAMAGED = {
         for what, change in {"cut": cut, "flipped": flip, "empty": empty}.items()
         for name, path, command in (
             ("checkpoint, resume", LAST, RESUME),
-            ("older checkpoint, resume", "run/checkpoints/step-00000002.msgpack", RESUME),
+            ("older checkpoint, resume", "run/checkpoints/step-00000002.safetensors", RESUME),
             ("checkpoint, evaluate", LAST, EVALUATE),
             ("checkpoint, generate", LAST, GENERATE),
             ("checkpoint, export", LAST, EXPORT),
@@ -503,7 +503,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
         if written == "ledger":
             patch.setattr(ledger.Ledger, "_append", full)
         elif written == "checkpoint":
-            patch.setattr(checkpoint, "write_pieces", full)
+            patch.setattr("fedsim.models.tensor_files.write_with", full)
         elif written == "metrics":
             patch.setattr("fedsim.run.metrics.Metrics.log", full)
         else:
@@ -530,7 +530,7 @@ def test_a_damaged_checkpoint_names_the_one_before(here, capfd):
     damage(LAST, cut)()
     code, line = answer(RESUME, capfd)
     assert code == 1 and line.startswith(f"{LAST}: was cut or changed since it was written; remove")
-    assert line.endswith("it to go on from step-00000002.msgpack, the one before")
+    assert line.endswith("it to go on from step-00000002.safetensors, the one before")
     (here / LAST).unlink()
     main(RESUME)
     assert json.loads((here / "run" / "summary.json").read_text())["steps_done"] == 4

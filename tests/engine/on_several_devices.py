@@ -183,8 +183,6 @@ def test_too_few_devices_are_a_mistake(whole):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_runs_are_equal_and_go_on_on_other_meshes(tmp_path, monkeypatch, shape):
-    monkeypatch.setattr(checkpoint, "LARGE", 1)  # all arrays are
-
     def run(name, **options):
         privacy = PrivacyConfig(epsilon=8.0, num_steps=2, batch_size=4, group_size=2)
         settings = {"data": "pydocs", "model": "micro", "seed": 3, "eval_examples": 4}
@@ -194,7 +192,7 @@ def test_runs_are_equal_and_go_on_on_other_meshes(tmp_path, monkeypatch, shape):
 
     one, several = run("one"), run("several", mesh=shape)
     assert several["params_sha256"] == one["params_sha256"]
-    last = tmp_path / "several" / "checkpoints" / "step-00000002.msgpack"
+    last = tmp_path / "several" / "checkpoints" / "step-00000002.safetensors"
     last.unlink()
     assert run("several", resume=True)["params_sha256"] == one["params_sha256"]  # on one device
     last.unlink()

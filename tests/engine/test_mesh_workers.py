@@ -114,6 +114,6 @@ def test_runs_are_those_of_this_process_and_go_on_there(ray_cluster, tmp_path):
     assert run("cut", **cut)["params_sha256"] == alone["params_sha256"]
     several = run("several", engine="ray", num_workers=2, mesh="data:2,fsdp:2")
     assert several["params_sha256"] == alone["params_sha256"]
-    (tmp_path / "cut" / "checkpoints" / "step-00000002.msgpack").unlink()
+    (tmp_path / "cut" / "checkpoints" / "step-00000002.safetensors").unlink()
     again = run("cut", engine="local", resume=True)
     assert again["params_sha256"] == alone["params_sha256"]

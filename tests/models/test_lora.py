@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from pretrained_models import command, make_model, make_texts
+from safetensors.numpy import load_file
 from test_pretrained import KEPT, assert_kept, assert_settings, with_files
 from zoo import FAMILIES, random_like
 
@@ -18,7 +19,7 @@ from fedsim.data.text import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.export import export
-from fedsim.models import lora, pretrained, tensor_files
+from fedsim.models import lora, pretrained
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.pretrained import CONFIG
 from fedsim.models.transformer import Transformer, stacked, unstacked
@@ -165,7 +166,7 @@ def test_gpt2s_joint_layer_gets_one_adapter_of_the_ranks_sum(rng, tmp_path):
     assert about["target_modules"] == ["attn.c_attn", "attn.c_proj"] and about["fan_in_fan_out"]
     assert about["rank_pattern"] == {"attn.c_attn": 6}
     assert about["alpha_pattern"] == {"attn.c_attn": 16.0}
-    tensors = tensor_files.read(tmp_path / "peft" / "adapter_model.safetensors")
+    tensors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     prefix = "base_model.model.transformer.h.0.attn.c_attn.lora_"
     joint = tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"]  # [outputs, inputs]
     parts = {
@@ -242,7 +243,7 @@ def test_a_run_is_exported_merged_or_as_adapters(trained, tmp_path, capsys):
     assert merged.config.max_length == 64  # not the data's 32
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     main(["export", str(run_dir), "--out", str(tmp_path / "peft"), "--adapter"])
-    assert len(tensor_files.read(tmp_path / "peft" / "adapter_model.safetensors")) == 4
+    assert len(load_file(tmp_path / "peft" / "adapter_model.safetensors")) == 4
     with pytest.raises(SystemExit):
         main(["export", str(run_dir), "--out", str(tmp_path / "peft"), "--adapter"])
     assert "expected a directory to make" in capsys.readouterr().err

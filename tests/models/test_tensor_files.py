@@ -1,10 +1,13 @@
 """The safetensors format: arrays come back bit for bit, and a damaged file is one line."""
 
+import errno
 import json
+import os
 
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from fedsim.errors import ConfigError
 from fedsim.models import tensor_files
@@ -32,7 +35,7 @@ def test_the_bytes_are_those_of_the_format(tmp_path):
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     assert header["w"] == {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}
-    assert data[8 + size :] == np.array([1, 2], "<f4").tobytes() and (8 + size) % 64 == 0
+    assert data[8 + size :] == np.array([1, 2], "<f4").tobytes() and (8 + size) % 8 == 0
 
 
 @pytest.mark.parametrize("shard_bytes, files", [(1000, 1), (30, 2), (1, 5)])
@@ -66,31 +69,62 @@ ONCE = json.dumps({"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})
 @pytest.mark.parametrize(
     "data, message",
     [
-        (b"", "the header is cut off"),
-        (bytes(7), "the header is cut off"),
-        (header()[:20], "the header is cut off"),
-        (header()[:-1], "w is cut off, or of another size"),
-        (header(shape=[3]), "w is cut off, or of another size"),
-        (header(data_offsets=[-8, 0]), "w is cut off, or of another size"),
-        (header(dtype="F8_E4M3"), "w has the type F8_E4M3"),
-        (header(shape=[-1, -2]), "w is cut off, or of another size"),
-        (header(shape=[2.0]), "w has a shape or place that is none"),
-        (header(shape=[1] * 99), "w has a shape or place that is none"),
-        (header(data_offsets=[False, 8]), "w has a shape or place that is none"),
+        (b"", "header too small"),
+        (bytes(7), "header too small"),
+        (header()[:20], "invalid header length"),
+        ((2**63).to_bytes(8, "little") + bytes(99), "header too large"),
+        (header()[:-1], "file not fully covered"),
+        (header(shape=[3]), "invalid shape, data type, or offset"),
+        (header(data_offsets=[-8, 0]), "expected usize"),
+        (header(dtype="F8_E4M3", shape=[8]), "w has the type F8_E4M3"),
+        (header(shape=[-1, -2]), "expected usize"),
+        (header(shape=[2.0]), "expected usize"),
+        (header(shape=[2**62, 4]), "overflow"),
+        (header(shape=[1] * 99), "invalid shape, data type, or offset"),
+        (header(data_offsets=[False, 8]), "expected usize"),
         (header(dtype=[]), "expected a safetensors file"),
+        (header(dtype="\n\x1b[2J" * 99), "expected a safetensors file"),
         (b"\2" + bytes(7) + b"[]", "expected a safetensors file"),
         (raw("[" * 10**6), "expected a safetensors file"),
         (raw(f"{ONCE[:-1]}, {ONCE[1:]}"), "a name twice in the header"),
-        (two((0, 4), (4, 8), 9), "bytes from 8 on belong to no array"),
-        (two((0, 4), (5, 9), 9), "bytes from 4 on belong to no array"),
-        (two((0, 4), (3, 9), 9), "bytes from 3 on belong to no array, or to two"),
+        (two((0, 4), (4, 8), 9), "file not fully covered"),
+        (two((0, 4), (5, 9), 9), "invalid offset for tensor `w`"),
+        (two((0, 4), (3, 9), 9), "invalid offset for tensor `w`"),
     ],
 )
 def test_a_damaged_file_is_one_line(data, message, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(TensorError, match=message) as error:
         tensor_files.read_directory(tmp_path)
-    assert "\n" not in str(error.value)
+    assert str(error.value).isprintable() and len(str(error.value)) < 600
+
+
+def test_an_array_is_read_when_it_is_used_and_a_file_cut_until_then_is_one_line(tmp_path):
+    values = np.arange(6000, dtype=np.float32).reshape(1000, 6)
+    tensor_files.write(tmp_path / "x", {"a": np.asfortranarray(values)})
+    found = tensor_files.read(tmp_path / "x")["a"]
+    np.testing.assert_array_equal(found, values)
+    os.truncate(tmp_path / "x", 20_000)
+    with pytest.raises(TensorError, match="x: expected a safetensors file"):
+        np.asarray(found)
+
+
+def test_a_file_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
+    file = tmp_path / "x"
+    tensor_files.write(file, TENSORS)
+    before = file.read_bytes()
+    (tmp_path / "plain").touch()
+    assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode & ~0o022
+
+    def full(*_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(tensor_files, "save_file", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        tensor_files.write(file, {})
+    assert error.value.errno == errno.ENOSPC and error.value.filename == str(file)
+    assert file.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "plain"}
 
 
 def test_an_index_that_does_not_hold_is_refused(tmp_path):

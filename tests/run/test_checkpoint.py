@@ -1,7 +1,9 @@
 """A checkpoint is there whole or not at all, and gives back every bit."""
 
+import base64
 import errno
 import hashlib
+import itertools
 import os
 import pickle
 
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
 from fedsim.run import checkpoint
 from fedsim.run.checkpoint import CheckpointError
@@ -22,10 +25,9 @@ def state(step=0):
     return {"params": PARAMS, "opt_state": opt_state, "step": step, "loss": float("nan")}
 
 
-@pytest.mark.parametrize("large", [checkpoint.LARGE, 1])
-def test_what_is_restored_is_what_was_saved_bit_for_bit(tmp_path, monkeypatch, large):
-    monkeypatch.setattr(checkpoint, "LARGE", large)
-    monkeypatch.setattr(checkpoint, "SLAB", 8)
+@pytest.mark.parametrize("slab", [checkpoint.SLAB, 8])
+def test_what_is_restored_is_what_was_saved_bit_for_bit(tmp_path, monkeypatch, slab):
+    monkeypatch.setattr(checkpoint, "SLAB", slab)
     path = checkpoint.save(tmp_path, 3, state(3))
     blank = jax.tree.map(jnp.zeros_like, state())
     found, chain = checkpoint.restore(path, blank)
@@ -59,7 +61,7 @@ def test_the_newest_is_found_and_few_are_kept(tmp_path):
     assert checkpoint.latest(tmp_path) is None
     for step in (9, 10, 99, 100):
         checkpoint.save(tmp_path, step, state(step))
-    assert checkpoint.latest(tmp_path).name == "step-00000100.msgpack"
+    assert checkpoint.latest(tmp_path).name == "step-00000100.safetensors"
     assert len(list((tmp_path / "checkpoints").iterdir())) == checkpoint.KEEP
     found, _ = checkpoint.restore(checkpoint.latest(tmp_path), state())
     assert found["step"].item() == 100
@@ -75,7 +77,7 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path, monkeypatch
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(tmp_path, 2, state(2))
     monkeypatch.undo()
-    assert checkpoint.latest(tmp_path).name == "step-00000001.msgpack"
+    assert checkpoint.latest(tmp_path).name == "step-00000001.safetensors"
     checkpoint.save(tmp_path, 2, state(2))
     found, _ = checkpoint.restore(checkpoint.latest(tmp_path), state())
     assert found["step"].item() == 2
@@ -133,6 +135,51 @@ def test_a_changed_byte_is_refused_by_the_name_of_the_file(read, tmp_path):
             read(path)
 
 
+def test_every_bit_that_flips_is_noticed(tmp_path):
+    """Those of the header too, of which the library reads what is not exactly as it wrote it."""
+    state = {"params": {"w": jnp.arange(3, dtype=jnp.float16), "e": jnp.zeros((0, 2))}, "step": 2}
+    path = checkpoint.save(tmp_path, 2, state, "0af9" * 16)
+    whole = path.read_bytes()
+    for at, bit in itertools.product(range(len(whole)), range(8)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match="was cut or changed"):
+            checkpoint.check(path)
+
+
+def test_a_checkpoint_is_a_file_that_other_tools_read(tmp_path):
+    path = checkpoint.save(tmp_path, 3, state(3))
+    assert path.read_bytes() == checkpoint.save(tmp_path / "again", 3, state(3)).read_bytes()
+    arrays = load_file(path)
+    np.testing.assert_array_equal(arrays["params/a/kernel"], PARAMS["a"]["kernel"])
+    assert arrays["opt_state/0/0/count"].shape == ()
+
+
+OF_0_2 = (
+    "CvkK+Qr5CvkK+Qr5CvkK+Qr5CvkK+Qr5CvkK+Qr5CvkAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
+    "AAAAAIA/AAAAQAAAQEAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAACFp2F2"
+    "ZXJhZ2XApWNoYWlug6hieXRlcyBhdAClZHR5cGWldWludDilc2hhcGWRIKljbGlwX25vcm3HFAGTkKdmbG9hdDY0"
+    "xAgAAAAAAADgP6ZwYXJhbXOBoXeDqGJ5dGVzIGF0QKVkdHlwZadmbG9hdDMypXNoYXBlkQSkc3RlcMcSAZOQpWlu"
+    "dDY0xAgDAAAAAAAAAJUAAAAAAAAAk2+P/ScQxTJpHgPnnQv8FlcnOIUuB5qNKJ+P4cg7lxY="
+)
+"""A checkpoint after step 3, of which arrays of 8 bytes are large."""
+
+
+def test_a_checkpoint_of_0_2_is_read(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    path = tmp_path / "checkpoints" / "step-00000003.msgpack"
+    whole = base64.b64decode(OF_0_2)
+    path.write_bytes(whole)
+    assert checkpoint.latest(tmp_path) == path and checkpoint.load_step(path) == 3
+    found = checkpoint.load(path)
+    assert checkpoint.chain(found) == "0af9" * 16 and found["average"] is None
+    np.testing.assert_array_equal(checkpoint.load_params(path)["w"], np.arange(4, dtype="f4"))
+    assert checkpoint.latest(tmp_path) < checkpoint.save(tmp_path, 4, state(4))
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match=f"^{path}: was cut or changed"):
+            checkpoint.check(path)
+
+
 @pytest.mark.parametrize("size", [0, 1, 31, 32, 33, -1])
 def test_a_truncated_checkpoint_is_refused(size, tmp_path):
     path = checkpoint.save(tmp_path, 3, state(3))
@@ -149,8 +196,8 @@ def test_loading_runs_no_code_of_the_file(tmp_path):
             return (os.mkdir, (str(tmp_path / "sprung"),))
 
     packed = pickle.dumps({"params": Trap(), "step": 1})
-    path = tmp_path / "trap"
-    path.write_bytes(packed + hashlib.sha256(packed).digest())
-    with pytest.raises(CheckpointError):
-        checkpoint.load_params(path)
+    for name in ("trap.safetensors", "trap.msgpack"):
+        (tmp_path / name).write_bytes(packed + hashlib.sha256(packed).digest())
+        with pytest.raises(CheckpointError):
+            checkpoint.load_params(tmp_path / name)
     assert not (tmp_path / "sprung").exists()

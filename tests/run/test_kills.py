@@ -28,7 +28,7 @@ PHASES = {
     "calibration": ("fedsim.training.start", "make_plan"),
     "draw": ("fedsim.sampling.poisson", "Poisson.draw"),
     "step": ("fedsim.engine.engine", "Engine.clipped_sum"),
-    "checkpoint": ("fedsim.run.checkpoint", "write_pieces"),
+    "checkpoint": ("fedsim.models.tensor_files", "write_with"),
     "ledger": ("fedsim.run.ledger", "Ledger._append"),
     "evaluation": ("fedsim.training.trainer", "begin_evaluate"),
 }

@@ -71,7 +71,7 @@ def unnoticed(run_dir):
 def path_of(made, where, name):
     built, run_dir = made
     if name == "checkpoint":
-        return max((run_dir / "checkpoints").glob("*.msgpack"))
+        return max((run_dir / "checkpoints").glob("*.safetensors"))
     return (built if where == "built" else run_dir) / name
 
 

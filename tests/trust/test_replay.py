@@ -292,7 +292,7 @@ def test_what_is_kept_comes_back_in_its_type_or_not_at_all(tmp_path, rng):
     assert {leaf.dtype for leaf in jax.tree.leaves(found.numbers)} == {np.dtype(np.int32)}
     assert released.kept(tmp_path, 3, noisy, "0" * 64) is None  # of another release
     assert released.kept(tmp_path, 4, noisy, sha256) is None
-    path = tmp_path / "released" / checkpoint.name(3)
+    path = tmp_path / "released" / f"{checkpoint.stem(3)}.msgpack"
     assert path.stat().st_size < 400  # 16 bits a number where that is enough
     path.write_bytes(path.read_bytes()[:-7])
     assert released.kept(tmp_path, 3, noisy, sha256) is None

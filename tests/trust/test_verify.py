@@ -238,7 +238,7 @@ BROKEN = {
     "an average of other parameters": ("replay", other_average),
     "a checkpoint under another name": (
         "checkpoints",
-        lambda r: checkpoint.latest(r).rename(r / "checkpoints" / "step-00000005.msgpack"),
+        lambda r: checkpoint.latest(r).rename(r / "checkpoints" / "step-00000005.safetensors"),
     ),
 }
 
@@ -377,7 +377,9 @@ def test_a_run_that_was_stopped_claims_nothing_yet(copy, capsys):
     assert code == 0 and found["summary"][0] is None
 
 
-@pytest.mark.parametrize("name", ["ledger.jsonl", "checkpoints/step-00000004.msgpack", "latest"])
+@pytest.mark.parametrize(
+    "name", ["ledger.jsonl", "checkpoints/step-00000004.safetensors", "latest"]
+)
 def test_any_byte_that_is_changed_is_refused_by_verify_and_by_resume(name, texts, copy, capsys):
     path = checkpoint.latest(copy) if name == "latest" else copy / name
     whole = path.read_bytes()

@@ -141,7 +141,7 @@ def test_a_sweep_killed_half_way_repeats_no_finished_run(spec_file, tmp_path, ca
 
     def half_way():
         """One run has finished, and another is in its first half, with a checkpoint."""
-        done, half = set(started("summary.json")), "step-000000[01]?.msgpack"
+        done, half = set(started("summary.json")), "step-000000[01]?.safetensors"
         return done and {p.parent for p in started(half, "checkpoints/")} - done
 
     wait_until(half_way, process)
