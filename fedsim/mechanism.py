@@ -79,18 +79,7 @@ def noisy_mean(
     dimensions = sum(np.size(leaf) for leaf in leaves)
     stddev = noise_multiplier * 2.0 ** lattice_bits(dimensions)  # in units of clip.unit
     own = {"stddev": stddev, "key": key, "step": step}
-    if add_noise is add_gaussian and any_cut(grad_sum):  # of which no two have to be here at once
-        noisy = [_taken(leaf, number, own) for number, leaf in enumerate(leaves)]
-    else:
-        noisy = add_noise([np.ravel(leaf) for leaf in leaves], **own)
+    noisy = add_noise([np.ravel(leaf) for leaf in leaves], **own)
     shaped = [leaf.reshape(np.shape(like)) for leaf, like in zip(noisy, leaves, strict=True)]
     unit = clip.unit(dimensions) * 2.0 ** release_shift(stddev) / count
     return NoisyMean(jax.tree.unflatten(treedef, shaped), unit)
-
-
-def _taken(leaf: Any, number: int, own: dict[str, Any]) -> np.ndarray:
-    """An array of the sum with its noise. The sum itself is let go of: nobody needs it any more."""
-    noisy = add_gaussian([np.ravel(leaf)], first=number, **own)[0]
-    if isinstance(leaf, jax.Array):
-        leaf.delete()
-    return noisy

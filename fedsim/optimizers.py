@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim.clipping.layered import BLOCKS
 from fedsim.config import RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
-from fedsim.placement import adds_up, any_cut
+from fedsim.placement import BLOCKS, any_cut
 
 MOMENTUM = 0.9
 STACKED = (jax.tree_util.DictKey(BLOCKS),)  # where the path of a leaf [layers, ...] begins
-BY_COORDINATE = ("momentum", "sgd", "adam", "adamw")
 
 
 class Diverged(FedsimError):
@@ -114,18 +112,6 @@ def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any,
         return (cut if any_cut(params) else compiled)(grad, opt_state, params)
 
     return run
-
-
-def expect_by_coordinate(
-    transformation: optax.GradientTransformation, params: Any, name: str | None
-) -> None:
-    """Raises ConfigError: parameters are cut, and the optimizer adds up over an array: in another
-    order than if it were whole."""
-    if any_cut(params):
-        state = jax.eval_shape(transformation.init, params)
-        adds = adds_up(transformation.update, params, state, params)
-        known = f"one that takes each coordinate by itself ({', '.join(BY_COORDINATE)})"
-        expect("optimizer", name, not adds, f"{known}, with a mesh")
 
 
 @jax.jit

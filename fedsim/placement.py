@@ -1,12 +1,60 @@
-"""Arrays that several devices have between them, a part each; see engine/sharded.py."""
+"""Arrays that several devices have between them, a part each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-ADDITIONS = ("reduce_sum", "dot_general", "cumsum", "conv_general")  # of JAX's operations
+from fedsim.config.mesh import AXES, MeshShape
+from fedsim.errors import expect
+
+BLOCKS = "blocks"
+"""Name of parameters that are stacked, leaves [layers, ...]: a loop goes through their first axis,
+along which they are not cut."""
+
+
+def make_mesh(shape: MeshShape) -> Mesh:
+    """A mesh of the first of this process's devices. Raises ConfigError: it has fewer."""
+    found = jax.local_devices()
+    have = f"at most {len(found)} devices, as JAX finds (JAX_NUM_CPU_DEVICES: of a CPU)"
+    expect("mesh", shape, shape.devices <= len(found), have)
+    grid = [getattr(shape, axis) for axis in AXES]
+    return Mesh(np.array(found[: shape.devices]).reshape(grid), AXES)
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """How arrays are cut, a tree of NamedSharding like `tree`: in the parts of each axis of the
+    mesh along the longest axis of the array that so many equal parts have, another one each, if
+    there is one; or not at all, where no axis has so many."""
+
+    def of(path, leaf):
+        left = list(np.shape(leaf))
+        cut: list[tuple[str, ...]] = [() for _ in left]
+        first = int(path[:1] == (jax.tree_util.DictKey(BLOCKS),))
+        for axis, parts in mesh.shape.items():
+            fitting = [i for i in range(first, len(left)) if left[i] and left[i] % parts == 0]
+            if parts > 1 and fitting:
+                longest = max(fitting, key=lambda i: (not cut[i], left[i]))  # noqa: B023
+                left[longest] //= parts
+                cut[longest] = (*cut[longest], axis)
+        return NamedSharding(mesh, PartitionSpec(*(names or None for names in cut)))
+
+    return jax.tree.map_with_path(of, tree)
+
+
+def in_parts(params: Any, mesh: Mesh | None) -> Any:
+    """The same inside of a program, of which XLA is told how they are cut, and so is a gradient
+    with respect to them. None: one device has them."""
+    if mesh is None:
+        return params
+    return jax.lax.with_sharding_constraint(params, shardings(params, mesh))
+
+
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """Whole on each device."""
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def is_cut(leaf: Any) -> bool:
@@ -44,19 +92,3 @@ def slabs(leaf: Any, most: int) -> Iterator[np.ndarray]:
                 cut = jax.lax.dynamic_slice_in_dim(part.data, own, high - low)
                 slab[(slice(low - start, high - start), *rest)] = np.asarray(cut)
         yield slab
-
-
-def adds_up(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether a function adds up numbers of its arrays: their order would depend on the cut."""
-    equations = _equations(jax.make_jaxpr(function)(*arguments))
-    return any(str(each.primitive).startswith(ADDITIONS) for each in equations)
-
-
-def _equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
-        ):
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)

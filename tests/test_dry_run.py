@@ -194,15 +194,22 @@ def test_a_dry_run_of_what_does_not_fit_says_so():
         estimate(kind="local", fault="needs 9 MiB, and 1 are free")
 
 
-def test_a_dry_run_layer_by_layer_says_what_a_step_takes(texts, run_dir, capsys):
+def test_a_dry_run_counts_a_model_once_for_all_devices_of_a_mesh(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    found = [estimate(kind="local", mesh="fsdp:4"), estimate(kind="ray", mesh="fsdp:2,tensor:2")]
+    one = estimate(kind="local")
+    for each in found:  # a trial is one of all devices; its program takes 16 bytes of each of them
+        assert each["worker_bytes"] == 2 * 40 + 4000 + 4 * 16
+        assert each["step_seconds"] == one["step_seconds"] / each["num_workers"]
+
+
+def test_a_dry_run_with_a_mesh_asks_the_compiled_program(texts, run_dir, capsys):
     # Of so few units that many steps have none.
-    args = command(texts, run_dir, engine="local", strategy="twice", batch_size=2)
+    args = command(texts, run_dir, engine="local", mesh="fsdp:1", strategy="scan", batch_size=2)
     main([*args, "--dry-run", "--json"])
-    out, err = capsys.readouterr()
-    found = json.loads(out)
+    found = json.loads(capsys.readouterr().out)
     assert not run_dir.exists() and found["seconds"] > 0
-    assert found["driver_bytes"] == 8 * found["num_parameters"] and "worker_bytes" not in found
-    assert "release" in next(line for line in err.splitlines() if line.startswith("memory "))
+    assert found["worker_bytes"] > 8 * found["num_parameters"]
 
 
 @pytest.mark.parametrize(

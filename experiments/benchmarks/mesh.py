@@ -4,9 +4,9 @@
                                                                    (half an hour; quick: a minute)
 
 The model is fresh, its text random. Devices of a CPU stand in for accelerators, so memory is that
-of all devices and of the host together: parameters, the sum, what is released, and the new
-parameters, besides what the devices gather. Users have one row of 64 positions; one of them is
-computed on each device, by the strategy `twice`, and the update is plain SGD.
+of all devices and of the host together: parameters, a gradient, the sum, what is released, and the
+new parameters, besides what the devices gather. Users have one row of 64 positions, and are taken
+one at a time by the strategy `scan`; the update is plain SGD.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def measured(step: Step) -> dict[str, Any]:
     row["placed_gib"] = peak_gib()
     clip, start = Clip(1.0, normalised=True), time.monotonic()
     rows = np.arange(shape.devices)[:, None]
-    total, stats = engine.clipped_sum(params, rows, clip, Strategy("twice"))
+    total, stats = engine.clipped_sum(params, rows, clip, Strategy())
     row["sum_s"], row["sum_gib"] = time.monotonic() - start, peak_gib()
     own = {"clip": clip, "noise_multiplier": 1.0, "count": shape.devices}
     noisy = noisy_mean(total, **own, key=SecretKey.create(0), step=0)
@@ -95,8 +95,8 @@ def random_params(config) -> Any:
     import numpy as np
     from flax import traverse_util
 
-    from fedsim.clipping.layered import BLOCKS
     from fedsim.models.transformer import Transformer
+    from fedsim.placement import BLOCKS
 
     first = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     one = dataclasses.replace(config, num_layers=1)
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     from fedsim.config import EngineConfig, MeshShape
     from fedsim.engine.environment import set_threads
 
-    set_threads(EngineConfig("local", mesh=step.mesh, strategy="twice"))
+    set_threads(EngineConfig("local", mesh=step.mesh))
     # What is freed goes back at once: what the process keeps for later is no need of a device.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
     # Collectives of many devices on few cores wait for each other for long.

@@ -14,11 +14,16 @@ result by a factor of at most 1 +- u, u = 2^-24, adds in any order, and may take
 
 It rests on three things beside the arithmetic. That g is one array in memory for both: a compiler
 may compute s, a square or a z anew for each reader, all within the bounds above, but not g itself.
-`scan.stored` sees to that (two programs do in layered.py), and before a program is used
+`scan.stored` sees to that, and before a program is used
 `engine.arithmetic` looks for its loop, and at what hostile units contribute to programs like it.
 That sums are added up in the order given: XLA merges sums of sums unless a barrier is between
 them, and it drops barriers only after that; LLVM changes no order. And that whole numbers are added
 as such.
+
+Devices that have a gradient between them each add squares of their part, and then these sums: n
+numbers that are cut in k equal parts go through n / k + k - 1 <= n additions, wherever XLA puts the
+second kind, and padding is zeros, which round nothing. Each device rounds its part by an s that is
+taken from a bound of the whole |g|. It rests on devices that have the same where they should.
 
 z stands for z times `Clip.unit`: C 2^-bits with plain clipping, 2^-bits with normalised, whose
 whole numbers are the same. Sums of whole numbers are exact in any order: a unit that is missing
@@ -119,7 +124,8 @@ def _axis(leaf: jax.Array) -> int | None:
 
 
 def _additions(leaf: jax.Array) -> int:
-    """How many additions, at most, a square goes through in `_sum_of_squares`."""
+    """How many additions, at most, a square goes through in `_sum_of_squares`, on one device or on
+    several: there are as many numbers, and none is added twice."""
     along = 1 if (axis := _axis(leaf)) is None else leaf.shape[axis]
     return along + BLOCK * (_levels(leaf.size // along) - 1) + min(BLOCK, leaf.size // along)
 

@@ -8,7 +8,6 @@ import jax
 
 from fedsim.clipping import ghost, observed, scan
 from fedsim.clipping.clip import MODEL, Clip
-from fedsim.config.mesh import LAYERED
 from fedsim.errors import expect
 
 NAMES = ("scan", "direct", "ghost")  # the simpler ones first
@@ -25,25 +24,20 @@ class Strategy:
     name: str = "scan"
     rows: int = 8
     """Rows of one forward and backward pass. `scan` takes one unit at a time, `direct` several
-    whole ones where they fit, `ghost` whole ones. `layers` and `twice` take all rows of a unit."""
+    whole ones where they fit, `ghost` whole ones."""
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
         """The strategy that NAME or NAME:ROWS names. Raises ConfigError: there is none."""
         name, _, rows = text.partition(":")
         several = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}, with :ROWS (>= 1) if you like"
-        expected = f"auto, or {several}, or {' or '.join(LAYERED)}"
-        expect("strategy", text, name in NAMES or text in LAYERED, expected)
+        expected = f"auto, or {several}"
+        expect("strategy", text, name in NAMES, expected)
         expect("strategy", text, not rows or (rows.isdecimal() and int(rows) > 0), expected)
         return cls(name, int(rows)) if rows else cls(name)
 
     def __str__(self) -> str:
-        return self.name if self.layered else f"{self.name}:{self.rows}"
-
-    @property
-    def layered(self) -> bool:
-        """Whether the model is gone through layer by layer, parts of it on each device."""
-        return self.name in LAYERED
+        return f"{self.name}:{self.rows}"
 
     def units_at_once(self, group: int) -> int:
         """Units of one forward and backward pass, for groups of so many rows.
@@ -53,7 +47,7 @@ class Strategy:
         all, with deterministic kernels too: others' texts, by which places are given, would change
         what it contributes.
         """
-        return 1 if self.name in ("scan", *LAYERED) else max(1, self.rows // group)
+        return 1 if self.name == "scan" else max(1, self.rows // group)
 
     def units_per_call(self, group: int) -> int:
         """A good number for one call of `clipped_sum`: it costs no memory, and units that are
@@ -87,7 +81,6 @@ def clipped_sum(
     Arguments, results and guarantees are those of `scan.clipped_sum`.
     Raises: UnsupportedModel: the strategy cannot do it.
     """
-    assert not strategy.layered, "a sum of layers is computed by `engine.sharded`"
     units, group = mask.shape
     loss_fn = jax.named_scope(MODEL)(loss_fn)
     at_once = min(units, strategy.units_at_once(group))

@@ -5,30 +5,23 @@ import math
 
 from fedsim.errors import expect
 
-DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
-LAYERED = ("layers", "twice")
-"""Names of the strategies that go through a model layer by layer; see clipping/layered.py."""
-EXPECTED = "data:N, fsdp:N and tensor:N with commas between, N >= 1"
+FSDP, TENSOR = AXES = ("fsdp", "tensor")
+EXPECTED = (
+    "fsdp:N and tensor:N with a comma between, N >= 1; lanes and workers compute side by side"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Devices as a grid: `data` groups, each of which has the whole model in fsdp * tensor parts:
-    arrays are cut along one axis in `fsdp` parts, and along another one in `tensor` parts.
+    """Devices as a grid that has one model: arrays are cut along one axis in `fsdp` parts, and
+    along another one in `tensor` parts."""
 
-    All parts of a layer are gathered before it is computed. To multiply with some columns of a
-    matrix, where they lie, would need less room; but a product of fewer columns may be added up in
-    another order, so that a contribution would depend on the number of devices.
-    """
-
-    data: int = 1
     fsdp: int = 1
     tensor: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """The shape that `fsdp:4` or `data:2,fsdp:4,tensor:2` names. Raises ConfigError: there is
-        none."""
+        """The shape that `fsdp:4` or `fsdp:4,tensor:2` names. Raises ConfigError: there is none."""
         sizes: dict[str, int] = {}
         for part in text.split(","):
             axis, _, size = part.partition(":")
@@ -39,7 +32,7 @@ class MeshShape:
 
     def __str__(self) -> str:
         cut = f",tensor:{self.tensor}" if self.tensor > 1 else ""
-        return f"data:{self.data},fsdp:{self.fsdp}{cut}"
+        return f"fsdp:{self.fsdp}{cut}"
 
     @property
     def devices(self) -> int:

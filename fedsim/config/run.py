@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fedsim.config.mesh import LAYERED, MeshShape
+from fedsim.config.mesh import MeshShape
 from fedsim.errors import expect
 from fedsim.files import expand_home
 
@@ -113,18 +113,17 @@ class EngineConfig:
     """CPU threads of a worker. Part of the result's bits: 1 gives others than more."""
 
     devices_per_worker: int | None = None
-    """JAX devices of a worker process: GPUs, TPU chips, or CPU devices. Part of the result's bits,
-    but with a mesh. Default: those of the mesh; or 1, or all chips of a TPU host."""
+    """JAX devices of a worker process: GPUs, TPU chips, or CPU devices. Part of the result's bits.
+    Default: those of the mesh; or 1, or all chips of a TPU host."""
 
     mesh: str | None = None
     """How the devices of each worker, or of this process, share a model that one cannot hold:
-    fsdp:4, data:2,fsdp:4, or fsdp:4,tensor:2, in 4 x 2 parts. With strategy layers or twice. No
-    part of the result's bits."""
+    fsdp:4, in 4 parts, or fsdp:4,tensor:2, in 4 x 2. With strategy auto, scan or direct, a unit at
+    a time. Part of the result's bits."""
 
     strategy: str = "auto"
     """How clipped sums are computed: scan, direct or ghost, each with :ROWS at a time if you like;
-    layers or twice, layer by layer, for a mesh (twice needs less memory, and 2.3 times the
-    products); or auto: the fastest of a few, timed at the start. Part of the result's bits."""
+    or auto: the fastest of a few, timed at the start. Part of the result's bits."""
 
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     """What workers compute on. auto: the accelerators that the cluster has when workers first find
@@ -139,18 +138,16 @@ class EngineConfig:
         expect("wait_for_workers", wait, 0 <= wait < math.inf, ">= 0 seconds")
         shape, given = self.mesh_shape, self.devices_per_worker
         if shape is not None:
-            whole = self.strategy in LAYERED
-            expect("strategy", self.strategy, whole, f"{' or '.join(LAYERED)}, with a mesh")
+            cut = not self.strategy.startswith("ghost")
+            expect("strategy", self.strategy, cut, "auto, scan or direct, with a mesh")
             number = given is None or given == shape.devices
             expect("devices_per_worker", given, number, f"{shape.devices}, those of mesh={shape}")
             object.__setattr__(self, "devices_per_worker", None)  # the mesh says it: no other run
 
     @property
     def mesh_shape(self) -> MeshShape | None:
-        """The mesh that is asked for, or that a strategy needs."""
-        if self.mesh is None:
-            return MeshShape() if self.strategy in LAYERED else None
-        return MeshShape.parse(self.mesh)
+        """The mesh that is asked for."""
+        return None if self.mesh is None else MeshShape.parse(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True)

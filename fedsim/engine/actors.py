@@ -53,13 +53,13 @@ class Actors:
         self._kind: str | None = None  # of the host of the first worker that has answered
         self.fixed = num_workers is not None
 
-    def create(self, worker_class: type, *arguments: Any) -> Any:
+    def create(self, worker_class: type, **arguments: Any) -> Any:
         """A new actor, on its way up; it has no task yet.
 
         Args: arguments: of its constructor, beside the directory of compiled programs.
         """
         actor = ray.remote(worker_class).options(**actor_options(self.placement))
-        return actor.remote(*arguments, cache_dir=self._cache_dir)
+        return actor.remote(**arguments, cache_dir=self._cache_dir)
 
     def wanted(self) -> int:
         """How many workers there should be now: what was asked for, or what there is room for."""

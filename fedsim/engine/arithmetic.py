@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.sharding import Mesh
 
 from fedsim.clipping import Clip, Strategy, clipped_sum
 from fedsim.clipping.clip import lattice_bits, num_coordinates
 from fedsim.clipping.contribution import ROUNDING
 from fedsim.errors import FedsimError
+from fedsim.placement import everywhere, in_parts, shardings
 
 NUMBERS = 2**14
 LARGE = 2.0**17  # squares of its size are rounded by more than 1
@@ -74,7 +76,7 @@ def check_stored(program: Any) -> None:
         )
 
 
-def check_contributions(strategy: Strategy, params: Any) -> None:
+def check_contributions(strategy: Strategy, params: Any, mesh: Mesh | None = None) -> None:
     """Look at what hostile units contribute, exactly, in programs made as those of a run are.
 
     Their gradients are products less what float32 makes of them, with one rounding and with two, so
@@ -83,27 +85,33 @@ def check_contributions(strategy: Strategy, params: Any) -> None:
       strategy: for units of one row.
       params: arrays whose shapes the gradients have: the largest of them with NUMBERS_OF_SHAPES,
         and a small one.
+      mesh: whose devices have the parameters between them, as those of the run; None: one has.
     Raises: UnfitDevice: one contributes more than C.
     """
     leaves = jax.tree.leaves(params)
     shapes = {leaf.shape for leaf in leaves if leaf.size in NUMBERS_OF_SHAPES}
     largest = sorted(shapes, key=lambda shape: (math.prod(shape), shape))[-MOST_SHAPES:]
-    _check_contributions(strategy, (KNOWN_SHAPE, *largest))
+    _check_contributions(strategy, (KNOWN_SHAPE, *largest), mesh)
 
 
 @functools.lru_cache(maxsize=64)
-def _check_contributions(strategy, shapes):
+def _check_contributions(strategy, shapes, mesh):
     losses, params, shapes = _of_layer() if strategy.name == "ghost" else _of_arrays(shapes)
     units, clip = max(2, strategy.units_at_once(1)), Clip(1.0)
     mask = np.arange(units)[:, None] == 0
 
-    @jax.jit
-    def program(params, batch, mask):  # of arguments: XLA knows nothing of what they hold
-        return clipped_sum(losses, params, batch, mask, clip, strategy)[0]
+    def add(params, batch, mask):  # of arguments: XLA knows nothing of what they hold
+        def cut(params, rows):
+            return losses(in_parts(params, mesh), rows)
 
+        return clipped_sum(cut, params, batch, mask, clip, strategy)[0]
+
+    program = jax.jit(add, out_shardings=mesh and shardings(params, mesh))
+    params = jax.device_put(params, mesh and shardings(params, mesh))
     most = 4 ** lattice_bits(num_coordinates(params))
     for row in _hostile_rows(shapes):
         batch = jax.tree.map(lambda x: np.broadcast_to(x, (units, 1, *x.shape)), row)
+        batch = jax.device_put(batch, mesh and everywhere(mesh))
         if (found := sum_of_squares(program(params, batch, mask))) > most:
             raise UnfitDevice(
                 f"strategy={strategy}: a unit contributes {(found / most) ** 0.5:.4g} C, expected "

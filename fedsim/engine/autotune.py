@@ -19,6 +19,7 @@ from fedsim.errors import ConfigError
 from fedsim.files import NotOurs, own_directory, write_json
 
 AUTO = "auto"
+MESH = ", mesh "  # what a host that has one says, where units are taken one at a time
 LEAST_TRIALS_S, TRIALS_SHARE = 10.0, 0.02  # what trials may take: seconds, or of the run
 
 
@@ -54,7 +55,7 @@ def choose_strategy(
     rows, group = rows[:most], rows.shape[1]
     if wanted != AUTO:
         strategy = Strategy.parse(wanted)
-        if strategy.name == "scan" or strategy.layered or not len(rows):
+        if strategy.name == "scan" or not len(rows):
             return strategy, "as asked for"
         *_, trial = engine.try_strategies(params, rows, clip, [Strategy(), strategy])
         if trial.fault is not None:
@@ -64,7 +65,8 @@ def choose_strategy(
         return Strategy("scan", min(group, 8)), "nothing to try others on"
     count = num_coordinates(params)
     machine = engine.machine(params)
-    tried = candidates(group, count, on_cpu=", cpu," in machine)
+    on_cpu = ", cpu," in machine and MESH not in machine
+    tried = candidates(group, count, on_cpu=on_cpu)
     digest = _digest(machine, params, (most, together, group), tried)
     of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{num_units:.0f}.json"
     ours = _is_ours(cache)

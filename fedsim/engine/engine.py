@@ -218,9 +218,8 @@ class Engine(ABC):
         Args:
           rows: example indices int [units, group], -1 = padding; units may be 0.
           strategy: how workers compute it.
-        Returns: (a tree like params, int32 or int64 in units of `clip.unit`, or float32 where
-          nothing is clipped: NumPy arrays, or JAX arrays cut as the parameters are where one
-          process has a mesh; per-unit statistics in the order of rows).
+        Returns: (a NumPy tree like params, int32 or int64 in units of `clip.unit`, or float32 where
+          nothing is clipped; per-unit statistics in the order of rows).
         """
         dtype = self._dtype(params, len(rows), clip)
         total, stats, (order, lanes, lengths) = None, [], self.cut(rows)

@@ -26,11 +26,6 @@ class Lanes(NamedTuple):
     """To what the longest text of each lane is padded; 0 where that is not known."""
 
 
-def whole(rows: np.ndarray) -> Lanes:
-    """All units as one lane; none of none."""
-    return _in_order([rows] if len(rows) else [])
-
-
 def _in_order(parts: list[np.ndarray]) -> Lanes:
     """Lanes of units that stay in their order."""
     return Lanes(np.arange(sum(map(len, parts))), parts, [0] * len(parts))

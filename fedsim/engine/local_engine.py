@@ -2,8 +2,6 @@
 
 from fedsim.config import MeshShape
 from fedsim.engine.engine import Engine
-from fedsim.engine.lanes import whole
-from fedsim.engine.sharded import ShardedWorker
 from fedsim.engine.task import Task
 from fedsim.engine.worker import Worker
 
@@ -16,7 +14,7 @@ class LocalEngine(Engine):
     def __init__(self, task: Task, *, num_lanes: int, mesh: MeshShape | None = None):
         """Args: mesh: how several devices have the model between them; None: one device has it."""
         super().__init__(task, num_lanes)
-        self._worker = Worker(task) if mesh is None else ShardedWorker(task, mesh)
+        self._worker = Worker(task, mesh=mesh)
         self._version = 0
 
     def ready(self) -> None:
@@ -26,18 +24,11 @@ class LocalEngine(Engine):
         pass
 
     def place(self, params):
-        return self._worker.place(params) if isinstance(self._worker, ShardedWorker) else params
-
-    def cut(self, rows):
-        # A sum that stays on the devices is added to there. Lanes would each be fetched.
-        if isinstance(self._worker, ShardedWorker):
-            return whole(rows)
-        return super().cut(rows)
+        return params if self._worker.mesh is None else self._worker.place(params)
 
     def describe(self) -> str:
-        if isinstance(self._worker, ShardedWorker):
-            return f"this process ({self._worker.shape} of {self._worker.facts()['device']})"
-        return f"this process ({self._worker.facts()['device']})"
+        cut = "" if self._worker.mesh is None else f"{self._worker.shape} of "
+        return f"this process ({cut}{self._worker.facts()['device']})"
 
     def _lanes(self, method, params, lanes, *args, lengths=()):
         self._version += 1

@@ -32,7 +32,6 @@ from fedsim.engine.health import Health, Patience, State
 from fedsim.engine.monitor import Monitor
 from fedsim.engine.multi_device import MultiDeviceWorker
 from fedsim.engine.resources import store_bytes
-from fedsim.engine.sharded import RemoteShardedWorker, layers_of
 from fedsim.engine.task import Task
 from fedsim.engine.worker import NoTask, Worker
 
@@ -112,13 +111,9 @@ class RayEngine(Engine):
         """Args:
         mesh: how the devices of a worker have the model between them; None: each has the whole.
         actors: see `Actors`.
-        Raises: ConfigError: also where the task has no layers for a mesh.
         """
         super().__init__(task, num_lanes, note)
         self._mesh = mesh
-        if mesh is not None:
-            layers_of(task, mesh)
-            self.least_units = max(self.least_units, mesh.devices)
         self._actors = Actors(task, **actors)
         if self._actors.warning:
             note(self._actors.warning)
@@ -327,11 +322,11 @@ class RayEngine(Engine):
     def _hire(self) -> None:
         """One more worker, on its way up."""
         worker = next(self._names)
-        if self._mesh is not None:
-            self._workers[worker] = self._actors.create(RemoteShardedWorker, None, self._mesh)
-        else:
-            kind = MultiDeviceWorker if self._actors.placement.devices > 1 else Worker
-            self._workers[worker] = self._actors.create(kind)
+        whole = self._mesh is None and self._actors.placement.devices > 1
+        create = self._actors.create
+        self._workers[worker] = (
+            create(MultiDeviceWorker) if whole else create(Worker, mesh=self._mesh)
+        )
         self._health.join(worker, time.monotonic())
         self._probe_at[worker] = 0.0
 

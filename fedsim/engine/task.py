@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.clipping import Buckets, LocalSteps
-from fedsim.clipping.layered import Layers
 
 Params = Any
 """A tree of float32 arrays."""
@@ -60,11 +59,6 @@ class Task(Protocol):
     def describe(self) -> dict[str, Any]:
         """What `config.json` says of the model."""
         return {"task": f"{type(self).__module__}.{type(self).__qualname__}"}
-
-    @property
-    def layers(self) -> Layers | None:
-        """The losses layer by layer, or None: what the strategies `layers` and `twice` take."""
-        return None
 
     @property
     def frozen(self) -> Any:
@@ -115,11 +109,6 @@ class WrappedTask(Task):
     def describe(self) -> dict[str, Any]:
         """What the inner task says of its model."""
         return self.inner.describe()
-
-    @property
-    def layers(self) -> Layers | None:
-        """The inner task's layers."""
-        return self.inner.layers
 
     @property
     def frozen(self) -> Any:

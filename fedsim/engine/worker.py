@@ -22,6 +22,7 @@ from fedsim.clipping.clip import lattice_capacity, num_coordinates
 from fedsim.clipping.observed import UnsupportedModel
 from fedsim.clipping.packing import Chunk, chunks, padded
 from fedsim.clipping.scan import zeros_like
+from fedsim.config import MeshShape
 from fedsim.engine.arithmetic import check_arithmetic, check_contributions, check_stored
 from fedsim.engine.calls import EVAL_FEW, EVAL_ROWS_PER_CHUNK, in_calls
 from fedsim.engine.engine import Stats, Trial
@@ -30,6 +31,7 @@ from fedsim.engine.host import free_memory, host_kind, keep_compiled, trial_cloc
 from fedsim.engine.prefetch import ahead, touch
 from fedsim.engine.resources import compiler_options
 from fedsim.engine.task import Task
+from fedsim.placement import everywhere, in_parts, make_mesh, shardings
 
 ROWS_PER_READ = 4096
 TRIAL_REPEATS = 3
@@ -55,12 +57,23 @@ class NoTask(RuntimeError):
 class Worker:
     """Computes lanes of a task. Cohorts vary in size, shapes do not: units are cut into chunks of
     few shapes, and the loop runs over as many chunks as were drawn, so nothing is compiled twice.
+
+    With a mesh, its devices have the parameters, the frozen ones, each gradient and the sum between
+    them, and XLA cuts the same programs. In what order numbers are added is then a matter of the
+    mesh: bits are, too.
     """
 
-    def __init__(self, task: Task | None = None, cache_dir: Path | None = None):
+    def __init__(
+        self,
+        task: Task | None = None,
+        cache_dir: Path | None = None,
+        mesh: MeshShape | None = None,
+    ):
         """Args:
-        task: what is computed; None: `begin` brings it.
-        cache_dir: where compiled programs are kept for other processes and runs.
+          task: what is computed; None: `begin` brings it.
+          cache_dir: where compiled programs are kept for other processes and runs.
+          mesh: of which devices that have the model between them; None: one has it.
+        Raises: ConfigError: there are not so many devices.
         """
         if cache_dir is not None:
             keep_compiled(cache_dir)
@@ -69,6 +82,7 @@ class Worker:
         self.programs: dict[tuple, Any] = {}
         """Compiled programs by what they depend on."""
         self._checked: set[int] = set()
+        self.shape, self.mesh = mesh, mesh and make_mesh(mesh)
         self._version, self._params = None, None
 
     def begin(self, task: Task) -> dict[str, Any]:
@@ -95,7 +109,7 @@ class Worker:
         return {
             "device": str(device),
             "host": socket.gethostname(),
-            "kind": _kind_of_host(),
+            "kind": _kind_of_host(self.shape),
             "process": os.getpid(),
             "versions": versions(),
         }
@@ -115,7 +129,7 @@ class Worker:
         """
         params = self._on_device(version, params)
         if not clip.in_float32:
-            check_contributions(strategy.for_examples(rows.shape[1]), params)
+            check_contributions(strategy.for_examples(rows.shape[1]), params, self.mesh)
         return self._add_lane(params, rows, clip, strategy)
 
     def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
@@ -123,7 +137,7 @@ class Worker:
         params = self._on_device(version, params)
         nats, predictions = 0.0, 0
         for batch, real in self._evaluated(split, rows):
-            arguments = (params, batch, *self.frozen())
+            arguments = (params, self._on_all(batch), *self.frozen())
             key = ("nats", *(leaf.shape for leaf in jax.tree.leaves(batch)))
             program = self._program(key, self.task.nats, *arguments)
             found = map(np.asarray, program(*arguments))
@@ -149,7 +163,7 @@ class Worker:
 
     def host(self, version: int, params: Any, rows: np.ndarray) -> str:
         """What computes here, for programs whose bits depend on it."""
-        return _kind_of_host()
+        return _kind_of_host(self.shape)
 
     def machine(self, version: int, params: Any, rows: np.ndarray) -> str:
         """What times of computations depend on, whoever measures them."""
@@ -193,9 +207,11 @@ class Worker:
     def _try(self, params, rows, clip, strategy, best):
         before = set(self.programs)
         for chunk in self._lane_chunks(params, rows, clip, strategy):
-            self._chunk_program(no_sum(params, clip), params, chunk, clip, strategy)
+            self._chunk_program(self._no_sum(params, clip), params, chunk, clip, strategy)
         new = [self.programs[key].memory_analysis() for key in self.programs.keys() - before]
         memory = max((found.temp_size_in_bytes for found in new if found), default=0)
+        if jax.default_backend() == "cpu" and self.mesh is not None:  # one memory for all devices
+            memory *= self.mesh.size
         if memory > (free := free_memory()):
             fault = f"needs {memory / 2**20:.0f} MiB, and {free / 2**20:.0f} are free"
             return Trial(strategy, memory=memory, fault=fault), np.zeros(0)
@@ -209,7 +225,7 @@ class Worker:
         # A few units tell whether there is anything to look at closely.
         few = max(TRIAL_FEW, strategy.units_at_once(rows.shape[1]))
         for chunk in self._lane_chunks(params, rows[:few], clip, strategy):
-            self._checked_program(no_sum(params, clip), params, chunk, clip, strategy)
+            self._checked_program(self._no_sum(params, clip), params, chunk, clip, strategy)
         probe, norms = timed(rows[:few])
         seconds = probe * len(rows) / len(rows[:few])
         if probe < TELLING_SECONDS or seconds < min(TRIAL_SECONDS, GIVE_UP * best):
@@ -226,13 +242,13 @@ class Worker:
         return self.buckets.holding(longest)
 
     def _add_lane(self, params, rows, clip, strategy):
-        stats, total, flushed = Stats.zeros(len(rows)), no_sum(params, clip), None
+        stats, total, flushed = Stats.zeros(len(rows)), self._no_sum(params, clip), None
         room = most = sum_holds(params, clip)
         for chunk in self._lane_chunks(params, rows, clip, strategy):
             room -= len(chunk.units)
             if room < 0:
                 flushed = flush(flushed, total)
-                total, room = no_sum(params, clip), most - len(chunk.units)
+                total, room = self._no_sum(params, clip), most - len(chunk.units)
             program = self._checked_program(total, params, chunk, clip, strategy)
             total, *values = program(total, params, *self._of_chunk(chunk, clip))
             values = [*values, chunk.mask.sum(axis=1)]
@@ -246,10 +262,12 @@ class Worker:
         contributes might depend on its place there."""
         group, most = rows.shape[1], sum_holds(params, clip)
         at_once = strategy.units_at_once(group)
-        if at_once > 1 and not clip.in_float32 and jax.default_backend() != "cpu":
+        alone = self.mesh is not None or jax.default_backend() != "cpu"
+        if at_once > 1 and not clip.in_float32 and alone:
+            where = "an accelerator" if self.mesh is None else "a mesh"
             raise UnsupportedModel(
-                f"strategy={strategy}: {at_once} units at once; expected one at a time on an "
-                "accelerator, where what a unit contributes depends on its place: auto does that"
+                f"strategy={strategy}: {at_once} units at once; expected one at a time on "
+                f"{where}, where what a unit contributes depends on its place: auto does that"
             )
         expect_fit(strategy, at_once, most)
         units = min(strategy.units_per_call(group), most // at_once * at_once)
@@ -292,7 +310,7 @@ class Worker:
         # One program for a clip norm that moves.
         def add(total, params, batch, mask, norm, *frozen):
             def losses(params, batch):
-                return self.task.losses(params, batch, *frozen)
+                return self.task.losses(in_parts(params, self.mesh), batch, *frozen)
 
             own = dataclasses.replace(clip, norm=norm)
             options = {"buckets": buckets, "local": self.task.local_steps, "total": total}
@@ -301,20 +319,25 @@ class Worker:
         key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, clip.in_float32, strategy)
         arguments = (total, params, *self._of_chunk(chunk, clip))
         is_new = key not in self.programs
-        program = self._program(key, add, *arguments, donate_argnums=0)
+        options: dict[str, Any] = {"donate_argnums": 0}
+        if self.mesh is not None:  # the sum is cut as the parameters are
+            whole = everywhere(self.mesh)
+            options["out_shardings"] = (shardings(total, self.mesh), whole, whole, whole)
+        program = self._program(key, add, *arguments, **options)
         if is_new and not clip.in_float32:
             check_stored(program)
         return program
 
     def _of_chunk(self, chunk, clip):
         """What a chunk's program gets beside the sum and the parameters."""
-        return chunk.batch, chunk.mask, np.float32(clip.norm), *self.frozen()
+        own = self._on_all((chunk.batch, chunk.mask, np.float32(clip.norm)))
+        return *own, *self.frozen()
 
     def _checked_program(self, total, params, chunk, clip, strategy):
         """The program of a chunk, looked at before it is used for the first time."""
         program = self._chunk_program(total, params, chunk, clip, strategy)
         if id(program) not in self._checked and not clip.in_float32:
-            fresh = functools.partial(no_sum, params, clip)
+            fresh = functools.partial(self._no_sum, params, clip)
             arguments = (params, *self._of_chunk(chunk, clip))
             if _checked_side_by_side(program, fresh, arguments, chunk, strategy):
                 self._checked.add(id(program))
@@ -328,14 +351,22 @@ class Worker:
         return self.programs[key]
 
     def place(self, params: Any) -> Any:
-        """Parameters, put on the device."""
-        return jax.device_put(params)
+        """Parameters or the like, put on the device, or in parts on those of the mesh."""
+        return jax.device_put(params, None if self.mesh is None else shardings(params, self.mesh))
+
+    def _on_all(self, tree):
+        """What each device needs whole, as programs take it."""
+        return tree if self.mesh is None else jax.device_put(tree, everywhere(self.mesh))
+
+    def _no_sum(self, params, clip):
+        total = no_sum(params, clip)
+        return total if self.mesh is None else self.place(total)
 
     def frozen(self) -> tuple[Any, ...]:
         """What the task's functions get beside parameters and batch, put on the device once."""
         if self._frozen is None:
             frozen = self.task.frozen
-            self._frozen = () if frozen is None else (jax.device_put(frozen),)
+            self._frozen = () if frozen is None else (self.place(frozen),)
         return self._frozen
 
     def _on_device(self, version, params):
@@ -346,10 +377,12 @@ class Worker:
         return self._params
 
 
-def _kind_of_host() -> str:
-    """What bits depend on beside packages: the processor, the device, and the number of threads."""
+def _kind_of_host(shape: MeshShape | None) -> str:
+    """What bits depend on beside packages: the processor, the device, the number of threads, and
+    how several devices have the model between them."""
     threads = os.environ.get("NPROC", os.cpu_count())
-    return f"{host_kind()}, {jax.local_devices()[0].device_kind}, {threads} threads"
+    mesh = "" if shape is None else f", mesh {shape}"
+    return f"{host_kind()}, {jax.local_devices()[0].device_kind}, {threads} threads{mesh}"
 
 
 def _alike(found: np.ndarray, expected: np.ndarray | None) -> bool:

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.clipping import Buckets, LocalSteps
-from fedsim.clipping.layered import Layers
 from fedsim.data.dataset import Dataset
 from fedsim.models import lora
 from fedsim.models.loss import next_token_nats, packed_nats
 from fedsim.models.shared_rows import packed
-from fedsim.models.transformer import Transformer, TransformerConfig, layers_of
+from fedsim.models.transformer import Transformer, TransformerConfig
 
 LARGE = 10_000_000  # weights in blocks, from which on a program costs less than it saves
 ROW = 128  # tokens of a row of several texts, at least: what a processor multiplies well
@@ -78,11 +77,6 @@ class LanguageModelTask:
         if "positions" in batch:
             return packed_nats(Transformer(self.config), params, batch)
         return next_token_nats(Transformer(self.config), params, batch["tokens"], batch["sizes"])
-
-    @property
-    def layers(self) -> Layers:
-        """The same model layer by layer."""
-        return layers_of(self.config, lambda frozen, own: {**frozen, **own})
 
     def losses(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
         """f(theta, z) per row: mean cross entropy in nats per predicted token, float32 [rows]."""

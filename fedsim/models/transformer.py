@@ -11,18 +11,17 @@ Shape suffixes: B rows, L positions, D width, H heads, K head width, S keys, V v
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from fedsim.clipping.layered import BLOCKS, Layers
 from fedsim.clipping.remat import remat_function, remat_module
 from fedsim.errors import expect
-from fedsim.models.loss import nats_of
+from fedsim.placement import BLOCKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,26 +280,6 @@ def rotate(c: TransformerConfig, x_BLHK: jax.Array, positions_BL: jax.Array) -> 
     return turned.astype(x_BLHK.dtype)
 
 
-def layers_of(c: TransformerConfig, join: Callable[[Any, Any], Any]) -> Layers:
-    """The model of `next_token_nats` layer by layer, of `stacked` parameters.
-
-    Args: join: (frozen parameters, trained ones) -> those of a module.
-    """
-
-    def stem(own, fixed, rows):
-        params = {"params": join(fixed, own)}
-        return cast(Any, Stem(c, parent=None).apply(params, rows["tokens"][:, :-1]))
-
-    def block(own, fixed, x_BLD):
-        return cast(Any, Block(c, parent=None).apply({"params": join(fixed, own)}, x_BLD))
-
-    def head(own, fixed, x_BLD, rows):
-        logits_BLV: Any = Head(c, parent=None).apply({"params": join(fixed, own)}, x_BLD)
-        return nats_of(logits_BLV, rows["tokens"], rows["sizes"])
-
-    return Layers(stem, block, head)
-
-
 def stacked(params: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """The same parameters, NumPy, with all blocks' as one tree, leaves [layers, ...]: a transformer
     that gets them compiles a block once, and goes through the layers in a loop."""
@@ -354,27 +333,6 @@ class Transformer(nn.Module):
             for i in range(c.num_layers):
                 x_BLD = block(c, name=f"block_{i}")(x_BLD, start, positions_BL)
         return _logits(c, embed, x_BLD)
-
-
-class Stem(nn.Module):
-    """What a transformer does before its blocks, with its own parameters: tokens to x."""
-
-    config: TransformerConfig
-
-    @nn.compact
-    def __call__(self, tokens_BL: jax.Array) -> jax.Array:
-        at = _positions(tokens_BL.shape[1], None)
-        return _embedded(self.config, _embed(self.config), tokens_BL, at)
-
-
-class Head(nn.Module):
-    """What a transformer does after its blocks: x to logits."""
-
-    config: TransformerConfig
-
-    @nn.compact
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        return _logits(self.config, _embed(self.config), x_BLD)
 
 
 def _embed(c: TransformerConfig, name: str = "embed", rows: int | None = None) -> nn.Embed:

@@ -50,7 +50,6 @@ def add_gaussian(
     stddev: float,
     key: SecretKey,
     step: int,
-    first: int = 0,
 ) -> list[np.ndarray]:
     """round((sum + N(0, stddev^2 I)) / 2^release_shift(stddev)) for every array.
 
@@ -61,7 +60,6 @@ def add_gaussian(
     Args:
       sums: whole numbers [n] each.
       stddev: in units of the sums.
-      first: the place of the first array among all of the step's.
     """
     if not stddev:
         return [leaf.astype(np.int64) for leaf in sums]
@@ -71,7 +69,7 @@ def add_gaussian(
     own = threading.local()  # of each thread: fresh memory takes half as long as drawing
 
     def fill(leaf: int, number: int, part: slice) -> None:
-        rng = key.generator("noise", step, first + leaf, number)
+        rng = key.generator("noise", step, leaf, number)
         total, out = sums[leaf][part], released[leaf][part]
         if not hasattr(own, "room"):
             own.room = np.empty(BLOCK)

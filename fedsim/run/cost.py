@@ -4,7 +4,6 @@ Measured on a few units in this process. Evaluations, checkpoints and noise come
 """
 
 import os
-import time
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import numpy as np
 import optax
 
 from fedsim.clipping import Strategy
-from fedsim.clipping.clip import num_coordinates
 from fedsim.config import EngineConfig, RunConfig, changed_run
 from fedsim.engine import Engine, Task
 from fedsim.engine.autotune import TRIAL_UNITS
@@ -51,30 +49,19 @@ def cost(
     """
     rows, state = rows[:TRIAL_UNITS], jax.eval_shape(transformation.init, params)
     workers, devices = _workers(config)
-    if (mesh := config.mesh_shape) is not None:  # its programs are many: their memory is not said
-        few = rows[: mesh.devices]
-        step_s = _seconds(worker, params, few, plan, strategy) / len(few) * plan.expected_count
-        driver = 8 * num_coordinates(params)  # what is released
-        if config.kind != "local":  # which alone has the update where the parameters are
-            driver += 2 * _num_bytes(params) + _num_bytes(state)
-        step_s /= workers
-        return {
-            "num_workers": workers,
-            "step_seconds": step_s,
-            "seconds": step_s * plan.num_steps,
-            "driver_bytes": driver,
-        }
     (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
     if trial.fault is not None:
         raise ConfigError(f"strategy={strategy}: expected one that fits here: {trial.fault}")
-    step_s = trial.seconds / len(rows) * plan.expected_count / (workers * devices)
+    # With a mesh the trial was one of all its devices, which have one model between them.
+    models = 1 if config.mesh else devices
+    step_s = trial.seconds / len(rows) * plan.expected_count / (workers * models)
     own, frozen = _num_bytes(params), _num_bytes(task.frozen)
     return {
         "num_workers": workers,
         "step_seconds": step_s,
         "seconds": step_s * plan.num_steps,
         # Each device has parameters, sum and program, and the model that adapters sit on.
-        "worker_bytes": devices * (2 * own + frozen + trial.memory),
+        "worker_bytes": models * (2 * own + frozen) + devices * trial.memory,
         # Parameters, sum, noise and gradient; the same model, to hand it out; the average.
         "driver_bytes": (4 + averaged) * own + frozen + _num_bytes(state),
     }
@@ -83,7 +70,7 @@ def cost(
 def _workers(config: EngineConfig) -> tuple[int, int]:
     """How many workers an engine would have on this machine, and how many devices each."""
     if config.kind == "local":
-        return 1, 1
+        return 1, config.mesh_shape.devices if config.mesh_shape else 1
     machine: dict[str, float] = {"CPU": len(os.sched_getaffinity(0))}
     if (name := jax.default_backend().upper()) in ("GPU", "TPU"):
         machine[name] = jax.local_device_count()
@@ -102,29 +89,12 @@ def cost_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values of what `cost` found as a person wants to read them."""
     step, steps = _time(found["step_seconds"]), _time(found["seconds"])
     driver = _size(found["driver_bytes"])
-    if "worker_bytes" not in found:
-        return [
-            ("time", f"about {step} a step, {steps} in all, for gradients on devices like these"),
-            ("memory", f"about {driver} here for a step's release"),
-        ]
     worker = _size(found["worker_bytes"])
     workers = f"{found['num_workers']} worker(s) like this process"
     return [
         ("time", f"about {step} a step, {steps} in all, for gradients on {workers}"),
         ("memory", f"about {worker} a worker, {driver} here, beside what any process takes"),
     ]
-
-
-def _seconds(
-    worker: Engine, params: Any, rows: np.ndarray, plan: Plan, strategy: Strategy
-) -> float:
-    """How long a sum takes, when it is computed for the second time: the first one compiles."""
-    seconds = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        jax.block_until_ready(worker.clipped_sum(params, rows, plan.clip, strategy)[0])
-        seconds = time.perf_counter() - start
-    return seconds
 
 
 def _time(seconds: float) -> str:

@@ -54,6 +54,8 @@ ANOTHER_KEY = "another key than the ledger was begun with"
 PRETRAIN = "pretrain"
 REMOVED = {"trust_workers_with_noise": False}
 """Settings that only earlier versions had, each with the value that changes nothing."""
+LAYERED = ("layers", "twice")
+"""Strategies of earlier versions whose contributions are proven to be at most C."""
 
 
 class Busy(ConfigError):
@@ -141,7 +143,7 @@ class StoredRun:
             settings = PrivacyConfig(**{**renamed(record["privacy"]), "epsilon": epsilon})
             plan = Plan.from_dict(record["plan"])
             name = str(record.get("strategy", {}).get("name", ""))
-            if name and _only_earlier_versions_have(name):
+            if name and name not in LAYERED and _only_earlier_versions_have(name):
                 plan = dataclasses.replace(plan, unproven=name)
         known, removed = _without_removed(record["run"])
         run = run_config(**{**known, "run_dir": run_dir})
@@ -156,6 +158,9 @@ def _without_removed(run: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     known = {name: value for name, value in run.items() if name not in REMOVED}
     if known.get("engine") == "spmd":
         removed["engine"] = known.pop("engine")
+    if known.get("strategy") in LAYERED:
+        removed["strategy"] = known.pop("strategy")
+        known.pop("mesh", None)  # which had an axis more
     return known, removed
 
 

@@ -9,7 +9,6 @@ import jax
 
 from fedsim.clipping import LocalSteps
 from fedsim.config import DataConfig, RunConfig
-from fedsim.config.mesh import LAYERED
 from fedsim.data import corpora
 from fedsim.data.dataset import Dataset
 from fedsim.data.text import Tokenizer
@@ -150,13 +149,11 @@ def make_task(
     wanted, rank = run.model, run.model.lora_rank
     expect("lora_rank", rank, rank == 0 or model is not None, FRESH)
     users, local = data.train, local_steps_of(run)
-    layered = run.engine.strategy in LAYERED
     if model is None:
         shape = (users.vocab_size, users.max_length, wanted.compute_dtype)
         config = dataclasses.replace(preset(wanted.source, *shape), remat=wanted.remat)
         task = LanguageModelTask(data, config, local_steps=local)
-        params = task.init(key)
-        return FirstState(task, stacked(params, config.num_layers) if layered else params)
+        return FirstState(task, task.init(key))
     check_fit(run, model, data)
     config = dataclasses.replace(
         model.config,
@@ -166,13 +163,11 @@ def make_task(
         remat=wanted.remat,
     )
     if not rank:
-        task = LanguageModelTask(data, config, local_steps=local)
-        params = stacked(model.params, config.num_layers) if layered else model.params
-        return FirstState(task, params)
+        return FirstState(LanguageModelTask(data, config, local_steps=local), model.params)
     alpha = lora.SCALE * rank if wanted.lora_alpha is None else wanted.lora_alpha
     config = lora.adapted(config, rank, alpha, wanted.lora_layers)
     frozen, adapters = model.params, lora.init(config, key)
-    if layered or config.num_layers >= DEEP:
+    if config.num_layers >= DEEP:
         frozen, adapters = (stacked(tree, config.num_layers) for tree in (frozen, adapters))
     return FirstState(LanguageModelTask(data, config, frozen, local), adapters)
 

@@ -32,7 +32,6 @@ from fedsim.optimizers import (
     Diverged,
     averaged,
     diverged,
-    expect_by_coordinate,
     is_finite,
     updater,
 )
@@ -101,7 +100,6 @@ class Trainer:
         Args: counted: entered when what is there of the run was found in order: counts it in the
           ledger of the data.
         """
-        expect_by_coordinate(self.transformation, params, self.run.optimizer)
         state = State(
             params,
             self.transformation.init(params),

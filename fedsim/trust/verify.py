@@ -163,8 +163,9 @@ def _settings(evidence: Evidence) -> str:
     error = predicted_error(plan.noise_multiplier, plan.num_steps, bands)
     same = math.isclose(plan.predicted_error, error, rel_tol=PREDICTION_TOLERANCE)
     demand(same, f"predicted_error={plan.predicted_error}: expected {error}")
-    if plan.unproven is None:
-        Strategy.parse(str(evidence.stored.strategy.get("name")))
+    name = str(evidence.stored.strategy.get("name"))
+    if plan.unproven is None and name not in directory.LAYERED:
+        Strategy.parse(name)
     noise = f"noise multiplier {at_most(plan.noise_multiplier, '.6g')}"
     return f"{plan.algorithm}, {plan.num_steps} steps, {noise}"
 

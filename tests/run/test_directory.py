@@ -108,19 +108,21 @@ def test_a_directory_without_a_run_cannot_be_loaded(run_dir):
 
 
 @pytest.mark.parametrize(
-    "engine, trust, message",
+    "earlier, message",
     [
-        ("ray", False, None),
-        ("spmd", False, "^engine=spmd: expected a run without it"),
-        ("spmd", True, "^trust_workers_with_noise=True: expected a run without it"),
+        ({"engine": "ray", "trust_workers_with_noise": False}, None),
+        ({"engine": "spmd"}, "^engine=spmd: expected a run without it"),
+        ({"trust_workers_with_noise": True}, "^trust_workers_with_noise=True: expected a run with"),
+        ({"strategy": "twice", "mesh": "data:2,fsdp:4"}, "^strategy=twice: expected a run without"),
+        ({"strategy": "layers", "mesh": "fsdp:4"}, "^strategy=layers: expected a run without it"),
     ],
 )
 def test_a_run_with_settings_that_are_no_more_is_read_and_does_not_go_on(
-    engine, trust, message, run_dir, key
+    earlier, message, run_dir, key
 ):
     start(run_dir, key)
     config = json.loads((run_dir / "config.json").read_text())
-    config["run"] |= {"engine": engine, "trust_workers_with_noise": trust}
+    config["run"] |= earlier
     (run_dir / "config.json").write_text(json.dumps(config))
     assert directory.load(run_dir).run == stored(run_dir).run
     if message is None:
