@@ -106,7 +106,7 @@ def spec_file(texts, tmp_path_factory):  # noqa: F811
     """Four runs that can train and, in two of them, differ in noise alone."""
     file = tmp_path_factory.mktemp("sweeps") / "sweep.toml"
     file.write_text(
-        f'data = "{texts}"\nnum_steps = 4\nbudget = 12\nmax_length = 24\ncheckpoint_every = 1\n'
+        f'data = "{texts}"\nnum_steps = 4\nbatch_size = 12\nmax_length = 24\ncheckpoint_every = 1\n'
         'strategy = "scan:2"\neval_every = 2\nmodel = "micro"\n[grid]\nepsilon = [2, 8]\n'
         '[[runs]]\nalgorithm = "els"\n[[runs]]\nalgorithm = "uls"\ngroup_size = 2\nseed = 1\n'
     )
@@ -206,7 +206,7 @@ def test_a_run_of_a_sweep_has_the_bits_that_it_has_alone(spec_file, tmp_path, ca
     summary = json.loads((alone / "summary.json").read_text())
     assert summary["params_sha256"] == rows[0]["params_sha256"]
     assert summary["epsilon"] == rows[0]["spent_epsilon"] <= rows[0]["epsilon"] == 8
-    assert (rows[1]["budget"], rows[1]["spent_epsilon"]) == (100_000, None)
+    assert (rows[1]["batch_size"], rows[1]["spent_epsilon"]) == (100_000, None)
 
 
 @pytest.mark.slow
