@@ -123,7 +123,7 @@ def allocation(
     K divides the steps, so they are not quite `count`. Nothing of ELS, where it is refused."""
     from fedsim import accounting
     from fedsim.config import Algorithm, PrivacyConfig
-    from fedsim.plan.completion import allocated
+    from fedsim.plan.defaults import allocated
 
     names = ("participations", "allocation_noise_multiplier", "allocation_ratio")
     if algorithm == "els":

@@ -24,11 +24,11 @@ from fedsim.engine import environment
 from fedsim.engine.engine import Trial
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
-from fedsim.plan import complete, completion, method_for
+from fedsim.plan import complete, defaults, method_for
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.run.cost import cost
-from fedsim.run.doubts import doubts
+from fedsim.run.warnings import warnings_of
 
 DATA = SimpleNamespace(eval_users=object())
 
@@ -107,7 +107,7 @@ def test_a_private_draw_is_counted_before_anything_is_refused_that_follows_from_
 def test_a_run_with_a_private_draw_pays_for_it_once(texts, run_dir, tmp_path, monkeypatch, capsys):
     place, order = tmp_path / "ledger", []
     args = {**MEDIAN, "epsilon": 0.6, "budget-ledger": place, "limit-epsilon": 0.7}
-    for where, name in ((completion, "private_median"), (Applicant, "released"), (Console, "plan")):
+    for where, name in ((defaults, "private_median"), (Applicant, "released"), (Console, "plan")):
         real = getattr(where, name)
 
         def called(*args, name=name, real=real):
@@ -136,7 +136,7 @@ def test_a_mistake_that_has_nothing_to_do_with_a_private_draw_costs_nothing(
         raise ConfigError("model=micro: expected another one")
 
     place = tmp_path / "ledger"
-    monkeypatch.setattr("fedsim.run.setup.make_task", refused)
+    monkeypatch.setattr("fedsim.run.assemble.make_task", refused)
     args = {**MEDIAN, "epsilon": 0.6, "budget-ledger": place}
     said = refusal(command(texts, run_dir, "els", **args), capsys)
     assert said == "fedsim: error: model=micro: expected another one" and not place.exists()
@@ -244,14 +244,14 @@ def test_an_accelerator_that_this_process_has_not_is_refused(texts, run_dir, cap
     ],
 )
 def test_what_will_disappoint_is_said(plan, data, says):
-    found = doubts(plan, data)
+    found = warnings_of(plan, data)
     assert len(found) == bool(says) and all(part in found[0] for part in says)
 
 
 def test_a_delta_that_was_left_to_its_default_is_called_weak():
-    (found,) = doubts(replace(PLAN, delta=1200**-1.1), DATA, default_delta=True)
+    (found,) = warnings_of(replace(PLAN, delta=1200**-1.1), DATA, default_delta=True)
     assert "delta=0.00041 is the default" in found and "it is 0.49; " in found
-    assert doubts(replace(PLAN, noise_multiplier=0.0), DATA, default_delta=True) == []
+    assert warnings_of(replace(PLAN, noise_multiplier=0.0), DATA, default_delta=True) == []
 
 
 def test_warnings_come_before_workers_start(tmp_path, run_dir, capsys):

@@ -20,7 +20,7 @@ from fedsim.plan import drawn_once
 from fedsim.run import ledger
 from fedsim.run.ledger import LedgerError, OtherBits
 from fedsim.sampling import Allocation, Cyclic, Poisson
-from fedsim.training import start
+from fedsim.training import launch
 
 NUM_USERS, STEPS = 60, 8
 SETTINGS = {"epsilon": 4, "delta": 1e-3, "num_steps": STEPS, "batch_size": 10, "optimizer": "sgd"}
@@ -78,7 +78,7 @@ def stopped(run_dir, step, **settings):
 def with_other(monkeypatch, package):
     """Say that another version of a package is installed."""
     real = environment.versions()
-    monkeypatch.setattr(start, "versions", lambda: {**real, package: "99.0"})
+    monkeypatch.setattr(launch, "versions", lambda: {**real, package: "99.0"})
 
 
 @pytest.mark.privacy
@@ -201,7 +201,7 @@ def test_the_context_of_a_run_has_whatever_draws_and_bits_depend_on(monkeypatch)
 def test_a_run_of_an_earlier_version_goes_on_with_its_packages_alone(run_dir, monkeypatch):
     """It has no seal of its groups."""
     with monkeypatch.context() as patch:
-        patch.setattr("fedsim.plan.making.drawn_once", lambda *_: "")
+        patch.setattr("fedsim.plan.planner.drawn_once", lambda *_: "")
         stopped(run_dir, 4, **CYCLIC)
     with monkeypatch.context() as patch:
         with_other(patch, "randomgen")

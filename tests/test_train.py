@@ -19,13 +19,13 @@ from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import PrivacyConfig, run_config
 from fedsim.engine import autotune
-from fedsim.plan import making
+from fedsim.plan import planner
 from fedsim.run import checkpoint, directory, ledger
+from fedsim.run.assemble import key_context
 from fedsim.run.console import Console, guarantee_line
-from fedsim.run.setup import key_context
 from fedsim.run.state import APART
 from fedsim.trust import report
-from fedsim.trust.items import items
+from fedsim.trust.claim_fields import items
 
 NUM_STEPS = 24
 
@@ -202,7 +202,7 @@ def test_noise_that_costs_more_than_was_asked_for_ends_a_run_before_its_first_st
     texts, run_dir, monkeypatch, capsys
 ):
     """Wherever it comes from: nothing is trained, written or counted."""
-    monkeypatch.setattr(making, "calibrate", lambda method, privacy: 0.01)
+    monkeypatch.setattr(planner, "calibrate", lambda method, privacy: 0.01)
     with pytest.raises(SystemExit) as stop:
         main(command(texts, run_dir))
     assert stop.value.code == 2 and not run_dir.exists()

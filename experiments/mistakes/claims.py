@@ -8,7 +8,7 @@ from unittest import mock
 
 from experiments.planting import Mistake, Patch
 
-MAKING, START, TRAINER = "fedsim.plan.making", "fedsim.training.start", "fedsim.training.trainer"
+MAKING, START, TRAINER = "fedsim.plan.planner", "fedsim.training.launch", "fedsim.training.trainer"
 DIRECTORY, LEDGER = "fedsim.run.directory", "fedsim.run.ledger"
 
 
@@ -233,7 +233,7 @@ COPIES = (
         "test_a_private_draw_is_counted_before_anything_is_refused_that_follows_from_it",
         (
             Patch(
-                "fedsim.plan.completion",
+                "fedsim.plan.defaults",
                 "complete",
                 lambda complete, *args, pay=None, **options: complete(*args, **options),
             ),

@@ -150,7 +150,7 @@ SAMPLING = (
         "test_plan.py::test_the_plan_says_what_is_run_and_what_is_accounted",
         (
             Patch(
-                "fedsim.plan.making",
+                "fedsim.plan.planner",
                 "make_plan",
                 lambda make_plan, *args, **options: dataclasses.replace(
                     make_plan(*args, **options), sampling_run="poisson"

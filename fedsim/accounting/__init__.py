@@ -23,6 +23,7 @@ from fedsim.accounting.accountant import (
     epsilon_with,
     privacy_curve,
 )
+from fedsim.accounting.event_json import of_words, to_words
 from fedsim.accounting.events import (
     MOST_CONTRIBUTIONS,
     MOST_NOISE,
@@ -40,7 +41,6 @@ from fedsim.accounting.noise_slack import Slack, slack, together
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.accounting.selection import SelectionEvent
 from fedsim.accounting.unknowns import calibrate_noise, noise_multiplier, num_steps, sampling_prob
-from fedsim.accounting.words import of_words, to_words
 
 __all__ = [
     "MOST_CONTRIBUTIONS",

@@ -5,6 +5,7 @@ life of a run; `RunConfig` says where data and results are, which model is train
 Field docstrings are the help texts of the command line.
 """
 
+from fedsim.config.commands import AuditConfig, Personalization, PretrainConfig
 from fedsim.config.flags import (
     as_dict,
     changed,
@@ -19,7 +20,6 @@ from fedsim.config.flags import (
     types_of,
 )
 from fedsim.config.mesh import MeshShape
-from fedsim.config.others import AuditConfig, Personalization, PretrainConfig
 from fedsim.config.privacy import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.config.run import (
     OPERATIONAL,

@@ -1,7 +1,4 @@
-"""A worker with several devices, each of which computes its share of a lane with the whole model.
-
-(`sharded` is where devices have one model between them.)
-"""
+"""A worker with several devices, each computing its share of a lane with the whole model."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

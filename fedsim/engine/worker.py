@@ -24,9 +24,9 @@ from fedsim.clipping.packing import Chunk, chunks, padded
 from fedsim.clipping.scan import zeros_like
 from fedsim.config import MeshShape
 from fedsim.engine.arithmetic import check_arithmetic, check_contributions, check_stored
-from fedsim.engine.calls import EVAL_FEW, EVAL_ROWS_PER_CHUNK, in_calls
 from fedsim.engine.engine import Stats, Trial
 from fedsim.engine.environment import versions
+from fedsim.engine.eval_batches import EVAL_FEW, EVAL_ROWS_PER_CHUNK, in_calls
 from fedsim.engine.host import free_memory, host_kind, keep_compiled, trial_clock
 from fedsim.engine.prefetch import ahead, touch
 from fedsim.engine.resources import compiler_options

@@ -8,10 +8,11 @@ claimed_phases    what a claim counts, also of a run that was stopped
 label_of, holds    what epsilon holds under, or what makes it no guarantee
 """
 
-from fedsim.plan.completion import bands_predicted, complete
+from fedsim.plan.defaults import bands_predicted, complete
 from fedsim.plan.evaluations import TWO_HELD_OUT, Evaluations, delta_of, evaluations_of, noise_of
 from fedsim.plan.labels import ADJACENCY, REPRODUCTION, TRIAL, holds, label_of
-from fedsim.plan.making import (
+from fedsim.plan.plan import Plan
+from fedsim.plan.planner import (
     MOST_PARAMETERS,
     before_of,
     calibrate,
@@ -22,7 +23,6 @@ from fedsim.plan.making import (
     planned_phases,
     sharing,
 )
-from fedsim.plan.plan import Plan
 from fedsim.plan.records import claimed_fields, claimed_phases, ledger_head
 
 __all__ = [

@@ -6,8 +6,8 @@
 An algorithm (`els`, `uls`) gives the privatised gradient of a step; the rest is here.
 """
 
-from fedsim.training.settings import expect_strategy, outside, settled_by, strategy_for
-from fedsim.training.start import train
+from fedsim.training.launch import train
+from fedsim.training.resolve import expect_strategy, outside, settled_by, strategy_for
 from fedsim.training.trainer import Trainer
 
 __all__ = ["Trainer", "expect_strategy", "outside", "settled_by", "strategy_for", "train"]

@@ -37,11 +37,11 @@ from fedsim.optimizers import (
 )
 from fedsim.plan import Plan, claimed_fields, ledger_head
 from fedsim.run import checkpoint, directory, released
+from fedsim.run.assemble import Plant
 from fedsim.run.console import Console
 from fedsim.run.ledger import Ledger, OtherBits, claimed_epsilon, gradient_sha256
 from fedsim.run.metrics import Metrics, table
 from fedsim.run.progress import EVALUATED
-from fedsim.run.setup import Plant
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, results, save
 from fedsim.training.held_out import begin_noisy_evaluate

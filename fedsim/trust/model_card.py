@@ -7,8 +7,8 @@ from huggingface_hub import ModelCardData
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.trust.claim import ReportError, claim
+from fedsim.trust.claim_fields import items
 from fedsim.trust.document import Document, Section, Table, to_markdown
-from fedsim.trust.items import items
 from fedsim.trust.report import read
 
 FILE = "README.md"

@@ -8,8 +8,8 @@ from typing import Any
 
 from fedsim.accounting.rounding import at_most
 from fedsim.trust.claim import Released
+from fedsim.trust.claim_fields import adjacency, all_runs, held_out, mechanism, slack, unit
 from fedsim.trust.document import Table
-from fedsim.trust.items import adjacency, all_runs, held_out, mechanism, slack, unit
 
 
 def answers(released: Released) -> list[Any]:

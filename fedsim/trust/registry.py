@@ -13,7 +13,7 @@ from huggingface_hub.utils import yaml_dump
 from fedsim.accounting.rounding import at_most
 from fedsim.config import Algorithm
 from fedsim.trust.claim import Released, claim, gaussian
-from fedsim.trust.items import adjacency, all_runs, mechanism, slack, unit
+from fedsim.trust.claim_fields import adjacency, all_runs, mechanism, slack, unit
 
 FILE = "registry.yaml"
 TO_FILL_IN = "(to be filled in by whoever publishes the model)"

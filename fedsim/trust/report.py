@@ -20,10 +20,10 @@ from fedsim.run import directory, ledger
 from fedsim.run.console import Console
 from fedsim.trust import registry
 from fedsim.trust.claim import Released, ReportError, claim, curve, gaussian, in_words, over_steps
+from fedsim.trust.claim_fields import held_out, items, slack
 from fedsim.trust.document import Code, Document, Items, Quote, Section, Table, to_html, to_markdown
 from fedsim.trust.evidence import Check
 from fedsim.trust.glossary import WORDS
-from fedsim.trust.items import held_out, items, slack
 from fedsim.trust.questions import answers
 from fedsim.trust.svg import Chart, Series
 from fedsim.trust.verify import verify

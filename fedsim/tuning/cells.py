@@ -17,7 +17,7 @@ from fedsim.config import Algorithm, PrivacyConfig, RunConfig
 from fedsim.config.cells import ALLOCATION, CORRELATED, CYCLIC, INDEPENDENT, POISSON
 from fedsim.noise.bands import Prediction, predicted_error
 from fedsim.noise.correlated import strategy
-from fedsim.plan.completion import allocated, bands_predicted
+from fedsim.plan.defaults import allocated, bands_predicted
 from fedsim.recipe import Noise, settled
 from fedsim.sampling import Users, graph_of
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zoo import FAMILIES, VOCAB, random_like
 
 from fedsim.data.users import UserStore
-from fedsim.engine.calls import EVAL_TOKENS_PER_CALL
+from fedsim.engine.eval_batches import EVAL_TOKENS_PER_CALL
 from fedsim.engine.worker import Worker
 from fedsim.models import lora
 from fedsim.models.language_model import ROW, LanguageModelTask

@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from fedsim.data.building import conversations, domains, hub, user_ids
 from fedsim.data.building.columns import Columns
-from fedsim.data.building.form import Form
 from fedsim.data.building.merge import Merge, Shard, collect_owners, index_run, write_shard
 from fedsim.data.building.orders import KEYS, NUMBERS, TEXT, at_least
 from fedsim.data.building.processes import Pool
@@ -29,6 +28,7 @@ from fedsim.data.building.screen import Against, Screen, collect, screen_parts
 from fedsim.data.building.sorted_runs import Encoding, bundled, training_texts, write_runs
 from fedsim.data.building.sources import Sources, examine, find_files, survey
 from fedsim.data.building.staging import resume, staging
+from fedsim.data.building.text_format import Form
 from fedsim.data.dataset import SUMS, Dataset, sums
 from fedsim.data.framing import LONG_TEXTS
 from fedsim.data.owners import decided_by_texts, is_shared

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from fedsim.data.building.form import NONE, Form
+from fedsim.data.building.text_format import NONE, Form
 from fedsim.errors import DataError
 
 MARK = '"'

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from fedsim.data.building import csv_records, json_records
 from fedsim.data.building.columns import Columns, normalise, paths, pick
-from fedsim.data.building.form import NONE, Form
+from fedsim.data.building.text_format import NONE, Form
 from fedsim.data.owners import SEPARATOR
 from fedsim.errors import DataError, printable
 from fedsim.files import TOO_MANY_FILES

@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 from fedsim.data.building import hub
 from fedsim.data.building.columns import Columns, is_blank, normalise, text_of
 from fedsim.data.building.domains import host_name, hosts_above, normal_url
-from fedsim.data.building.form import Form
 from fedsim.data.building.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index, refuse_tokens
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, complaints, raw
 from fedsim.data.building.sources import examine, find_files, identify
+from fedsim.data.building.text_format import Form
 from fedsim.errors import DataError, MissingColumn
 from fedsim.files import write_json
 

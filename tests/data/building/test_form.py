@@ -9,8 +9,8 @@ from test_build import texts_of
 
 from fedsim.data.building import json_records
 from fedsim.data.building.build import build
-from fedsim.data.building.form import Form
 from fedsim.data.building.screen import Screen
+from fedsim.data.building.text_format import Form
 from fedsim.errors import DataError
 
 ROWS = [("ann", "caf\u00e9; or tea"), ("bob", 'say "\u00e7a"'), ("ann", "two\nlines")]

@@ -10,7 +10,7 @@ from test_build import ALL_IN_TRAIN, by_user, texts_of
 
 from fedsim.data.building import csv_records
 from fedsim.data.building.build import build
-from fedsim.data.building.form import Form
+from fedsim.data.building.text_format import Form
 from fedsim.errors import DataError
 
 DUMP = [

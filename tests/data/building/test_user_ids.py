@@ -13,7 +13,7 @@ import pytest
 
 from fedsim.data.building import csv_records, user_ids
 from fedsim.data.building.build import build
-from fedsim.data.building.form import Form
+from fedsim.data.building.text_format import Form
 from fedsim.errors import DataError
 
 pytestmark = pytest.mark.privacy

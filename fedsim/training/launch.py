@@ -31,14 +31,14 @@ from fedsim.plan import (
 )
 from fedsim.recipe import Noise, settled
 from fedsim.run import directory
+from fedsim.run.assemble import OpenRun, Plant, Source, open_run, wait_for
 from fedsim.run.console import Console
 from fedsim.run.cost import cost, cost_rows
 from fedsim.run.directory import StoredRun
-from fedsim.run.doubts import doubts
-from fedsim.run.setup import OpenRun, Plant, Source, open_run, wait_for
+from fedsim.run.warnings import warnings_of
 from fedsim.sampling import Allocation, Cyclic
 from fedsim.training.held_out import Counted
-from fedsim.training.settings import (
+from fedsim.training.resolve import (
     FITTED,
     as_started,
     expect_local_steps,
@@ -114,7 +114,7 @@ def train(
             with console.phase("calibrating the noise"):
                 asked = (opened, algorithm, method, applicant, completed, *facts)
                 completed, plan = _new_plan(*asked, trial=trial)
-            doubtful = doubts(plan, opened.data, default_delta=privacy.delta is None)
+            doubtful = warnings_of(plan, opened.data, default_delta=privacy.delta is None)
             doubtful += filter(None, [opened.data.cut_off()])
             if not (plan.guarantee or uncounted):
                 doubtful.append(NOTHING_PROMISED.format(applicant.place))

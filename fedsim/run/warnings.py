@@ -5,7 +5,7 @@ from fedsim.data.dataset import Dataset
 from fedsim.plan import Plan
 
 
-def doubts(plan: Plan, data: Dataset, *, default_delta: bool = False) -> list[str]:
+def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> list[str]:
     """A line for each thing in a plan that will probably disappoint.
 
     Args: default_delta: delta was left to its default.
