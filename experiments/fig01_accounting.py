@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from experiments import common
+from experiments import common, group_privacy
 from fedsim import accounting
-from fedsim.accounting import StepEvent, group_privacy
+from fedsim.accounting import StepEvent
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from experiments import group_privacy
 from fedsim import accounting
-from fedsim.accounting import StepEvent, group_privacy
+from fedsim.accounting import StepEvent
 
 
 @pytest.mark.slow
