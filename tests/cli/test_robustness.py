@@ -516,6 +516,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
 
 
 def test_a_limit_of_file_sizes_names_the_file(here, capfd):
+    main(train(model="tiny", num_steps=1, run_dir="first"))  # its programs are kept, and large
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
