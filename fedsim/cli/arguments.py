@@ -55,7 +55,7 @@ def parse(command: Any, args: list[str]) -> Any:
 
 def _with_new_names(args: list[str]) -> list[str]:
     """The arguments with settings that were renamed by their present names."""
-    if args[:1] not in (["train"], ["recommend"]):
+    if args[:1] not in (["train"], ["recommend"], ["audit"]):
         return args
     flags = {f"--{old}": f"--{new.replace('_', '-')}" for old, new in RENAMED.items()}
     found = []

@@ -239,7 +239,7 @@ def test_text_canaries_are_recognised_in_a_pretrained_model_with_adapters(
 def test_a_refuted_claim_is_an_exit_code(texts, run_dir, capsys, monkeypatch):
     monkeypatch.setattr(ULS, "event", weaker(ULS.event))
     flags = {"epsilon": 0.05, "gradient-canaries": 150, "text-canaries": 0, "attacked-users": 0}
-    flags["budget"] = 120  # nearly all are drawn in three steps
+    flags["batch_size"] = 120  # nearly all are drawn in three steps
     code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
     assert code == 1 and not found["holds"] and found["epsilon_lower_bound"] > 0.05
     assert "THE CLAIM IS REFUTED" in (run_dir / "audit.md").read_text()
