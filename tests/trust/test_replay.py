@@ -208,7 +208,7 @@ def test_what_was_released_is_replayed_where_bits_would_be_others(
     crashed(run_dir, texts)
     released, lines = run_dir / "released", ledger.read(run_dir)
     assert len(lines) == 1 + 6 and sorted(p.name for p in released.iterdir()) == [
-        checkpoint.name(step) for step in (4, 5)
+        f"{checkpoint.stem(step)}.msgpack" for step in (4, 5)
     ]  # steps 0 to 3 are in a checkpoint
     same, other = tmp_path / "same", tmp_path / "other"
     flags = {}
