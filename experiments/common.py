@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 
 from experiments import synthetic
 from experiments.benchmarks.common import circumstances
+from experiments.data import options_of
 from experiments.records import (
     as_claims,
     as_written,
@@ -37,7 +38,6 @@ from experiments.records import (
 from experiments.rows import Rows
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.data.building.build import build
-from fedsim.data.building.recipes import options_of
 from fedsim.data.dataset import Dataset
 from fedsim.errors import ConfigError, DataError
 from fedsim.keys import SecretKey

@@ -279,7 +279,7 @@ def data_of(name: str, arguments: Arguments) -> str:
         return str(_made_up(arguments.out / "texts.parquet"))
     if arguments.scale == "small":
         return str(starting_model.users(SMALL[name]))
-    return str(Path("data") / PAPER[name])  # `fedsim data build --recipe R --out data/R`
+    return str(Path("data") / PAPER[name])  # `python -m experiments.data R --out data/R`
 
 
 def open_data(name: str, arguments: Arguments, training: Training) -> Dataset:

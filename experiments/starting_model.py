@@ -4,7 +4,7 @@ Section 5's order of things on one machine. Public text (Debian's package descri
 articles) is screened against the users' text as C4 was, a WordPiece is learnt from it, a small
 model is pre-trained on it, and the users' text is brought into the model's tokens. All of it is in
 shared/data; every figure that trains at `small` starts here. At `paper` all of this is made by
-`fedsim data build --recipe` and `fedsim pretrain` (README.md has the commands).
+`python -m experiments.data` and `fedsim pretrain` (README.md has the commands).
 
     python -m experiments.starting_model    (15 minutes on two cores, half of it the screening)
 """
@@ -17,10 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments import common
+from experiments.data import Screen, prepare
 from fedsim import files
 from fedsim.config import PretrainConfig, run_config
-from fedsim.data.building.build import build
-from fedsim.data.building.screen import Screen
 from fedsim.pretrain import pretrain
 from fedsim.run.console import Console
 
@@ -55,7 +54,7 @@ def public() -> Path:
         against = tuple(str(common.shared(name)) + "#text" for name in SCREENED)
         options = {"max_length": MAX_LENGTH, "long_texts": "split", "screen": Screen(against)}
         tokenizer = f"wordpiece:{VOCABULARY}"
-        build(
+        prepare(
             directory() / "public.parquet",
             path,
             tokenizer=tokenizer,

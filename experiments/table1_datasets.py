@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import common, synthetic
-from fedsim.data.building.recipes import RECIPES
+from experiments.data import RECIPES
 from fedsim.data.dataset import Dataset, stats
 
 

@@ -19,11 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments import common
+from experiments.data import RECIPES, Screen, options_of, prepare
 from experiments.rows import Rows
-from fedsim.data.building.build import build
-from fedsim.data.building.recipes import C4, options_of
-from fedsim.data.building.screen import Screen
 
+C4 = RECIPES["c4"]
 STAGES = ("examples", "deduplicated", "deduplicated_and_url_filtered")
 DUPLICATES = 1 - C4.paper["deduplicated"] / C4.paper["examples"]
 KNOWN_URLS = (C4.paper["deduplicated"] - C4.paper[STAGES[2]]) / C4.paper["examples"]
@@ -71,8 +70,9 @@ def plant(directory: Path, num_pages: int) -> tuple[list[Path], dict[str, int]]:
 def screened(source: Path, out: Path, against: list[Path], **options: Any) -> dict[str, int]:
     """The counts of the recipe on a source."""
     screen = Screen(tuple(map(str, against)), "url", ("stackoverflow.com",))
-    dataset = build(source, out, **options_of("c4", {**options, "screen": screen}))
-    return {stage: dataset.metadata["counts"][stage] for stage in STAGES}
+    dataset = prepare(source, out, **options_of("c4", {**options, "screen": screen}))
+    counts = dataset.metadata["provenance"]["screen"]["counts"]
+    return {stage: counts[stage] for stage in STAGES}
 
 
 def run(settings: Settings) -> Rows:

@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments import common, starting_model
+from experiments.data import Screen, prepare
 from experiments.processes import compute
 from experiments.records import as_written, came_from
 from experiments.rows import (
@@ -47,7 +48,6 @@ from experiments.rows import (
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PretrainConfig, PrivacyConfig, run_config
 from fedsim.data.building.build import build
-from fedsim.data.building.screen import Screen
 from fedsim.data.dataset import Dataset
 from fedsim.errors import DataError
 from fedsim.run.console import Console
@@ -144,7 +144,7 @@ def data_of(settings: Settings, directory: Path) -> tuple[Dataset, Dataset]:
             screen = Screen((f"{private_file}#{column}",))
             tokenizer = f"wordpiece:{settings.vocabulary}"
             own = {"tokenizer": tokenizer, "screen": screen, "long_texts": "split"}
-            build(public_file, public, progress=note, **own, **options)
+            prepare(public_file, public, progress=note, **own, **options)
         own = {"tokenizer": public / "tokenizer.json"}
         build(private_file, private, progress=note, **own, **options)
     return Dataset.open(public), Dataset.open(private)

@@ -12,8 +12,6 @@ from fedsim.cli.screen import columns
 from fedsim.errors import expect
 
 Each = tyro.conf.UseAppendAction[tuple[str, ...]]
-RecipeName = Literal["stack-overflow", "cc-news", "c4"]
-SCREEN = ("against", "screen_url_column", "without_domain")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +27,6 @@ class DataBuild:
     sources: tyro.conf.Positional[tuple[str, ...]] = ()
     """Parquet, JSON, JSONL, CSV or TSV files, folders of them, globs, a data set saved by
     `datasets`, or hf:NAME[:CONFIG]."""
-
-    recipe: RecipeName | None = None
-    """The paper's preparation of a data set: defaults for the flags below, and for the source."""
 
     user_column: Each = ()
     """Column that says whose a row is; again for several that do together. A column of lists gives
@@ -91,25 +86,13 @@ class DataBuild:
     """Share of users held out from training, to evaluate on. In [0, 1). Default: 0.05."""
 
     eval_examples: bool = True
-    """Hold out a tenth of each training user's examples, too (at most 32), unless the recipe does
-    not."""
+    """Hold out a tenth of each training user's examples, too (at most 32)."""
 
     min_examples: int | None = None
     """Leave out users with fewer examples. Default: 1."""
 
     test_from: str | None = None
     """Rows whose order column is at least this (2018-01-01) are the split test."""
-
-    against: Each = ()
-    """Leave out near duplicates of this source's texts, and its URLs; again for several. Where its
-    text is in another column: SOURCE#COLUMN."""
-
-    screen_url_column: str | None = None
-    """Column with the URL of a row, for --against and --without-domain."""
-
-    without_domain: Each = ()
-    """Leave out rows whose URL is of this host, or of one below it: example.com stands for
-    blog.example.com, too. Again for several."""
 
     delimiter: str | None = None
     """What stands between columns of CSV. Default: a comma, or a tab in files named .tsv."""
@@ -136,50 +119,27 @@ class DataBuild:
 
     @property
     def doing(self) -> str:
-        return f"reading {' '.join(self.sources) or self.recipe or 'no sources'}"
+        return f"reading {' '.join(self.sources) or 'no sources'}"
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.data.building import recipes
         from fedsim.data.building.build import build
         from fedsim.run.terminal import Terminal
 
         given = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("sources", "out", "recipe", "json", *SCREEN)
+            if field.name not in ("sources", "out", "json")
             and getattr(self, field.name) not in (None, ())
         }
         if self.owners is not None:
             given["owners"] = tuple(self.owners.split(","))
-        if self.eval_examples:
-            del given["eval_examples"]
         for name in ("owners", "url_column"):
             value = getattr(self, name)
             alone = value is None or not self.user_column
             expect("user_column", ",".join(self.user_column), alone, f"none beside {name}={value}")
-        options = recipes.options_of(self.recipe, given | self._screen())
-        sources = list(self.sources)
-        if not sources and self.recipe is not None:
-            sources = [recipes.RECIPES[self.recipe].source]
-        expect("sources", "", bool(sources), "files, hf:NAME, or a --recipe with its own source")
-        dataset = build(sources, self.out, progress=Terminal().note, **options)
+        expect("sources", "", bool(self.sources), "files, or hf:NAME")
+        dataset = build(self.sources, self.out, progress=Terminal().note, **given)
         return _show_stats(dataset, self.json)
-
-    def _screen(self) -> dict[str, Any]:
-        """What is left out, where a flag or the recipe says so."""
-        from fedsim.data.building import recipes
-        from fedsim.data.building.screen import Screen
-
-        given = {
-            "against": self.against,
-            "screen_url_column": self.screen_url_column,
-            "without_domains": self.without_domain,
-        }
-        given = {name: value for name, value in given.items() if value not in (None, ())}
-        if not given:
-            return {}
-        options = recipes.options_of(self.recipe, {})
-        return {"screen": dataclasses.replace(options.get("screen", Screen()), **given)}
 
 
 @dataclasses.dataclass(frozen=True)

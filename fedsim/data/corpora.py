@@ -18,7 +18,6 @@ from fedsim import files
 from fedsim.data import pydocs
 from fedsim.data.building import domains, hub, user_ids
 from fedsim.data.building.build import build
-from fedsim.data.building.screen import Against
 from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.dataset import Dataset
 from fedsim.data.shards import FORMAT
@@ -79,13 +78,6 @@ def _facts(path: Path) -> list[tuple[str, int, int]]:
     return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
-def _facts_of(one: Against) -> list[Any]:
-    """What says that a source to screen against is the same."""
-    if one.of_hub is None:
-        return [fact for file in one.files for fact in _facts(file)]
-    return _facts_of_hub(one.of_hub)
-
-
 def _facts_of_hub(source: hub.HubSource) -> list[Any]:
     local = Path(source.name)
     return [asdict(source), *(_facts(local) if local.exists() else [])]
@@ -125,8 +117,6 @@ def _cached(
         relevant["tokenizer"] = [tokenizer.name, Tokenizer.load(tokenizer).sha256]
     elif spec.startswith("hf:"):
         relevant["tokenizer"] = [spec, Tokenizer.from_spec(spec).sha256]
-    if screen := options.get("screen"):
-        relevant["against"] = [fact for one in screen.pinned() for fact in _facts_of(one)]
     if options.get("normalise_ids"):
         relevant["unicode"] = unidata_version
     if options.get("url_column") is not None:

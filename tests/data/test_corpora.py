@@ -1,6 +1,5 @@
 """Sources by name: directories, cached files, and the embedded corpus."""
 
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +12,6 @@ from packages import another_suffix_list
 
 from fedsim.data import corpora, pydocs
 from fedsim.data.building.build import build
-from fedsim.data.building.screen import Screen
 from fedsim.data.corpora import load
 from fedsim.data.text import Tokenizer
 from fedsim.errors import DataError
@@ -154,17 +152,6 @@ def test_another_public_suffix_list_is_another_build_of_urls_alone(tmp_path, mon
     assert users == ["shop.example"]
     assert load(**options, **owned).train.user_ids() == [f"a{i}.shop.example" for i in range(3)]
     assert load(**options).path == other.path
-
-
-def test_a_changed_source_to_screen_against_is_another_build(source, tmp_path):
-    other, cache = tmp_path / "other.jsonl", tmp_path / "cache"
-    options = {"screen": Screen(against=(f"{other}#said",)), "eval_users": 0.0}
-    options |= {"eval_examples": False, "num_workers": 1, "cache_dir": cache}
-    for said, left in {"nothing of it": 200, "text 7": 199}.items():
-        other.write_text(json.dumps({"said": said}))
-        assert load(source, **options).train.num_examples == left
-        assert load(source, **options).train.num_examples == left
-    assert len(entries(cache)) == 2
 
 
 def test_builds_at_the_same_time_agree(source, tmp_path):

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
+from experiments.data import options_of
 from fedsim.data.building.build import build
-from fedsim.data.building.recipes import options_of
 from fedsim.data.dataset import stats
 from fedsim.data.text import Tokenizer
 

@@ -9,7 +9,6 @@ import pytest
 
 from fedsim.data import owners
 from fedsim.data.building.build import build
-from fedsim.data.building.screen import Screen
 from fedsim.data.dataset import Dataset, stats
 from fedsim.data.users import UserStore
 from fedsim.errors import DataError
@@ -191,18 +190,13 @@ def test_too_many_owners_in_several_columns_are_refused(tmp_path):
         ({"owners": ["to"], "owners_delimiter": "and"}, "owners_delimiter=and: expected charac"),
         ({"owners": ["nobody"]}, "owners=nobody: no such column, expected one of to, text"),
         ({"user_column": "to", "min_examples": 2}, "min_examples=2: expected 1 where"),
-        # One text's length, or likeness, would decide which texts of others are drawn.
+        # One text's length would decide which texts of others are drawn.
         ({"user_column": "to", "long_texts": "split"}, "long_texts=split: expected cut where"),
-        ({"user_column": "to", "screen": ...}, "against=.*other.parquet: expected none where"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path, options, message):
     table = {"to": [["a", "b"]], "text": ["x"]}
     pq.write_table(pa.table(table), tmp_path / "mail.parquet")
-    other = {"to": [["c"]], "text": ["nothing that is like the other in any way"]}
-    pq.write_table(pa.table(other), tmp_path / "other.parquet")
-    if "screen" in options:
-        options = {**options, "screen": Screen((str(tmp_path / "other.parquet"),))}
     with pytest.raises(DataError, match=message):
         build_all(tmp_path / "mail.parquet", tmp_path / "out", **options)
 

@@ -1,6 +1,6 @@
 """From files with a user column to a built directory: read, check, tokenise, sort, merge.
 
 `build` is the whole of it, `sources` and `readers` read, `columns` and `domains` say whose a row
-is, `sorted_runs` and `merge` sort what need not fit in memory, `screen` and `neardup` leave rows
-out, `recipes` are the paper's preparations, `hub` streams data sets of the Hugging Face Hub.
+is, `sorted_runs` and `merge` sort what need not fit in memory, `hub` streams data sets of the
+Hugging Face Hub.
 """

@@ -24,7 +24,6 @@ from fedsim.data.building.merge import Merge, Shard, collect_owners, index_run, 
 from fedsim.data.building.orders import KEYS, NUMBERS, TEXT, at_least
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, cut
-from fedsim.data.building.screen import Against, Screen, collect, screen_parts
 from fedsim.data.building.sorted_runs import Encoding, bundled, training_texts, write_runs
 from fedsim.data.building.sources import Sources, examine, find_files, survey
 from fedsim.data.building.staging import resume, staging
@@ -45,16 +44,13 @@ from fedsim.errors import DataError, FedsimError
 from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_atomically, write_json
 
 UNOWNED = ("refuse", "drop")
-VERSIONS = (  # of one build: what reads, compares, owns or encodes texts
+VERSIONS = (  # of one build: what reads, owns or encodes texts
     "fedsim",
     "datasets",
-    "datasketch",
     "numpy",
     "publicsuffixlist",
     "pyarrow",
-    "rapidfuzz",
     "tokenizers",
-    "xxhash",
 )
 LEARNT_TEXTS = 2**22  # a tokenizer is trained on at most so many, taken evenly
 
@@ -70,7 +66,6 @@ class _Options:
     tokenizer: str
     max_length: int
     long_texts: str
-    screen: Screen
     unowned: str
     form: Form
 
@@ -91,7 +86,6 @@ class _Options:
         check("test_from", holdout.test_from, ordered, "an order_column to compare with")
         alone = holdout.test_from is None or columns.order_format != TEXT
         check("test_from", holdout.test_from, alone, "numbers or times, not order_format=text")
-        self.screen.check()
 
 
 def build(
@@ -117,7 +111,6 @@ def build(
     min_examples: int = 1,
     test_from: str | None = None,
     unowned: str = "refuse",
-    screen: Screen | None = None,
     delimiter: str | None = None,
     encoding: str = "utf-8",
     quoting: str | None = None,
@@ -154,7 +147,6 @@ def build(
       min_examples: leaves out users with fewer.
       test_from: rows whose order column is at least this become the split "test".
       unowned: "refuse" rows without a user, or "drop" and count them.
-      screen: rows to leave out first: near duplicates of other sources, URLs.
       delimiter, encoding, quoting: how CSV and JSON files are written; see `Form`.
       split, revision: of hf: and saved data sets. Default: train, the newest.
       num_workers: processes; default: one per CPU. Does not change the result.
@@ -179,7 +171,6 @@ def build(
         file_of(tokenizer),
         max_length,
         long_texts,
-        screen or Screen(),
         unowned,
         Form(delimiter, encoding, quoting),
     )
@@ -208,8 +199,6 @@ class _Build:
         self.directory, self.options, self.pool, self.say = directory, options, pool, say
         self.runs, self.out = directory / "runs", directory / "out"
         self.tokenizer: Tokenizer | None = None
-        self.against: list[Against] = []
-        self.known: list[dict[str, Any]] = []
 
     def run(
         self,
@@ -222,16 +211,15 @@ class _Build:
         sources, hubs = self._sources(named, split, revision)
         options = self.options
         self.pool.grow(sources.num_bytes)
-        parts, screened = self._screened(sources)
         drop = options.unowned == "drop"
-        num_rows, put_right, order_as = survey(parts, options.columns, self.pool, drop)
+        num_rows, put_right, order_as = survey(sources.parts, options.columns, self.pool, drop)
         columns = options.columns
         if columns.order is not None:
             columns = replace(columns, order_as=order_as or NUMBERS)  # where all are missing
             if (bound := options.holdout.test_from) is not None:
                 nothing = pa.nulls(0, KEYS[order_as or NUMBERS])
                 at_least(nothing, bound, columns.order, columns.order_format)
-        parts, columns = self._conversations(parts, columns)
+        parts, columns = self._conversations(sources.parts, columns)
         tokenizer = self._tokenizer(parts, columns, num_rows)
         encoding = Encoding(
             self.runs,
@@ -258,14 +246,13 @@ class _Build:
             several = "where texts have several owners"
             if least > 1:
                 raise DataError(f"min_examples={least}: expected 1 {several}")
-            if rule := decided_by_texts(options.long_texts, options.screen.against):
+            if rule := decided_by_texts(options.long_texts):
                 raise DataError(f"{rule} {several}")
         group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
         splits = dict(divide(group, counts, options.holdout))
         self._write_splits(runs, owners, splits, tokenizer)
         tokenizer.save(self.out / "tokenizer.json")
         about = {
-            **screened,
             "rows": num_rows,
             "rows_without_user_dropped": sum(record["unowned"] for record in records),
             "empty_texts_dropped": sum(record["empty"] for record in records),
@@ -311,36 +298,20 @@ class _Build:
         self._resume([about])
         if self.say:
             self.say(f"fetching {source}, split {source.split}")
-        wanted, form = self.options.screen.with_urls(self.options.columns), self.options.form
-        files = hub.fetch(source, wanted, self.directory / "fetched", self.pool)
-        return examine(files, self.options.columns, self.pool, None, form), [about]
+        columns, form = self.options.columns, self.options.form
+        files = hub.fetch(source, columns, self.directory / "fetched", self.pool)
+        return examine(files, columns, self.pool, None, form), [about]
 
     def _resume(self, identity: list[Any]) -> None:
         """Goes on with what an interrupted build of the same left. What is the Hub's is asked for
         here and once, for it may change meanwhile."""
         self.tokenizer = Tokenizer.named(self.options.tokenizer)
-        self.against = self.options.screen.pinned()
-        self.known = [one.identity() for one in self.against]
         digest = self.tokenizer.sha256 if self.tokenizer else None
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
-        plan["against"] = self.known
         plan["versions"] = {name: version(name) for name in VERSIONS}
         plan["versions"]["unicode"] = unidata_version  # of normalise_ids
         if resume(self.directory, {**plan, **asdict(self.options)}) and self.say:
             self.say("going on with the build that was interrupted")
-
-    def _screened(self, sources: Sources) -> tuple[Sequence[Part], dict[str, int]]:
-        """The parts that are left to read when what is to be left out is, and the counts of it."""
-        screen, columns = self.options.screen, self.options.columns
-        if screen.is_idle:
-            return sources.parts, {}
-        if self.say:
-            self.say("leaving out near duplicates and known URLs")
-        against = collect(self.against, screen, columns, self.directory, self.pool)
-        self.pool.grow(sum(path.stat().st_size for one in against for path in one.files))
-        own = (self.directory / "screened", self.pool, self.options.form)
-        files, counts = screen_parts(sources.parts, columns, screen, against, *own)
-        return examine(files, columns, self.pool, None).parts, counts
 
     def _conversations(
         self, parts: Sequence[Part], columns: Columns
@@ -447,7 +418,6 @@ class _Build:
             "tokenizer": _described(tokenizer),
             "columns": columns,
             "rules": {**rules, **asdict(options.holdout), "unowned": options.unowned},
-            "screen": {**asdict(options.screen), "sources": self.known},
             "counts": counts,
             "sources": list(sources.files),
             "hub": hubs,

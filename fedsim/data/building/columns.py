@@ -38,8 +38,6 @@ class Columns:
     order: str | None = None
     url: str | None = None
     """If given, the user is the registrable domain of this column's URL, not `user`."""
-    extra: tuple[str, ...] = ()
-    """Others that are read, and not used here."""
     owners: tuple[str, ...] = ()
     """If given, a text belongs to the users in any of these columns, not to `user`."""
     conversation: str | None = None
@@ -72,7 +70,7 @@ class Columns:
         normalise_ids: str | Sequence[str] = (),
     ) -> "Columns":
         """Columns from one name or several. Raises: DataError: none, or a column has two roles."""
-        names = (_names(user), _names(text), order, url, (), _names(owners))
+        names = (_names(user), _names(text), order, url, _names(owners))
         formats = order_format, turn_format
         found = cls(*names, conversation, turn, owners_delimiter, *formats, steps_of(normalise_ids))
         found._check_delimiter()
@@ -120,7 +118,7 @@ class Columns:
     def names(self) -> list[str]:
         """The columns to read, each once."""
         single = filter(None, (self.order, self.conversation, self.turn))
-        return list(dict.fromkeys((*self.owner, *self.text, *single, *self.extra)))
+        return list(dict.fromkeys((*self.owner, *self.text, *single)))
 
     def outer(self, found: Sequence[str]) -> list[str]:
         """The columns among those `found` that hold them."""
@@ -140,7 +138,7 @@ class Columns:
             if found.count(name) > 1:
                 raise DataError(f"column {name}: expected one of that name, got several")
         named = {"user": () if self.url or self.owners else self.user, "text": self.text}
-        named |= {"order": (self.order,), "url": (self.url,), "screen_url": self.extra}
+        named |= {"order": (self.order,), "url": (self.url,)}
         named |= {"conversation": (self.conversation,), "turn": (self.turn,)}
         for field, names in named.items():
             for name in names:

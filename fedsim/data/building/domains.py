@@ -1,4 +1,4 @@
-"""Whose a URL is: its registrable domain, by the public suffix list; and when URLs are the same.
+"""Whose a URL is: its registrable domain, by the public suffix list.
 
 The list is the one bundled with `publicsuffixlist`, private section included: customers of
 github.io are separate users. Another version of it is another partition of the same data, hence
@@ -14,7 +14,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from publicsuffixlist import PublicSuffixList
 
-PORTS = {"http": 80, "https": 443}
 WITH_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
 INVISIBLE = "".join(map(chr, range(33)))  # what browsers leave out around a URL
 LEFT_OUT = str.maketrans("", "", "\t\r\n")  # and in it
@@ -31,30 +30,16 @@ def list_version() -> str:
 def host_of(url: str | None) -> str | None:
     """The host in lower case and punycode, without port, user or trailing dot; None if none."""
     try:
-        host = _split(url).hostname
+        host = split_url(url).hostname
     except ValueError:
         return None
-    return _clean(host) if host else None
+    return clean_host(host) if host else None
 
 
-def _split(url: str | None) -> SplitResult:
+def split_url(url: str | None) -> SplitResult:
     """The parts of a URL, which may have no scheme; it may have another URL in it, with one."""
     url = (url or "").strip().strip(INVISIBLE).translate(LEFT_OUT)
     return urlsplit(url if WITH_SCHEME.match(url) else f"//{url}")
-
-
-def host_name(name: str) -> str | None:
-    """A name of a host as `host_of` writes it; None if it is none, such as a URL."""
-    host = _clean(name.strip()) or ""
-    if _address(host) or re.fullmatch(r"[\w-]+(\.[\w-]+)*", host):
-        return _above(host)[0]
-    return None
-
-
-def hosts_above(url: str | None) -> tuple[str, ...]:
-    """The host of a URL and the domains that it is in: a.b.org, b.org, and org."""
-    host = host_of(url)
-    return _above(host) if host else ()
 
 
 def registrable_domain(url: str | None) -> str | None:
@@ -66,23 +51,9 @@ def registrable_domain(url: str | None) -> str | None:
     return _owner(host) if host else None
 
 
-def normal_url(url: str | None) -> str | None:
-    """The URL without scheme, fragment, default port and trailing slash; the query is kept."""
-    host = host_of(url)
-    if host is None:
-        return None
-    parts = _split(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    shown = f":{port}" if port not in (None, PORTS.get(parts.scheme, 80)) else ""
-    query = f"?{parts.query}" if parts.query else ""
-    return f"{host}{shown}{parts.path.rstrip('/')}{query}"
-
-
 @lru_cache(2**16)
-def _clean(host: str) -> str | None:
+def clean_host(host: str) -> str | None:
+    """A host in lower case and punycode, without trailing dots; None if it cannot be one."""
     host = host.lower()
     try:
         return (host if host.isascii() else _punycode(host)).rstrip(".")
@@ -108,15 +79,8 @@ def _label(label: str) -> str:
     return found
 
 
-@lru_cache(2**16)
-def _above(host: str) -> tuple[str, ...]:
-    if address := _address(host):
-        return (address,)
-    labels = host.split(".")
-    return tuple(".".join(labels[i:]) for i in range(len(labels)))
-
-
-def _address(host: str) -> str | None:
+def address_of(host: str) -> str | None:
+    """The address that a host is, in its shortest form; None if it is a name."""
     try:
         return ipaddress.ip_address(host).compressed
     except ValueError:
@@ -125,7 +89,7 @@ def _address(host: str) -> str | None:
 
 @lru_cache(2**16)
 def _owner(host: str) -> str | None:
-    return _address(host) or _suffixes().privatesuffix(host)
+    return address_of(host) or _suffixes().privatesuffix(host)
 
 
 @cache

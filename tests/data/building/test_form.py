@@ -9,7 +9,6 @@ from test_build import texts_of
 
 from fedsim.data.building import json_records
 from fedsim.data.building.build import build
-from fedsim.data.building.screen import Screen
 from fedsim.data.building.text_format import Form
 from fedsim.errors import DataError
 
@@ -45,16 +44,6 @@ def test_csv_of_any_delimiter_and_encoding_says_the_same(name, between, encoding
         file.write(separated(between, encoding))
     how = {"encoding": encoding} | ({} if name == "x.tsv" else {"delimiter": between})
     assert built(tmp_path / name, tmp_path, **how) == sorted(ROWS)
-
-
-def test_texts_that_a_build_is_held_against_have_the_same_form(tmp_path):
-    rows = [*ROWS, ("bob", "the same long enough text in two files")]
-    for name, some in (("x.csv", rows), ("known.csv", rows[-1:])):
-        lines = [f'"{user}"|"{text.replace(chr(34), chr(34) * 2)}"' for user, text in some]
-        (tmp_path / name).write_bytes("\n".join(["user_id|text", *lines, ""]).encode("latin1"))
-    screen = Screen((f"{tmp_path / 'known.csv'}#text",))
-    how = {"encoding": "latin1", "delimiter": "|", "screen": screen}
-    assert built(tmp_path / "x.csv", tmp_path, **how) == sorted(ROWS)
 
 
 def test_a_quotation_without_an_end_is_found_in_any_encoding(tmp_path):

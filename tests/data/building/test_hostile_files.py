@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedsim.data.building.build import build
-from fedsim.data.building.screen import Screen
 from fedsim.errors import FedsimError
 
 SECRET = "xyzzy"  # in every text: no message has it
@@ -162,7 +161,6 @@ class Maker:
             "quoting": self.one("none", "minimal"),
             "long_texts": "split",
             "tokenizer": self.one("wordpiece:300", "bpe:300"),
-            "screen": Screen((str(file),)),
         }
         names = [name for name in every if self.draw.random() < 0.12]
         found = {name: every[name] for name in names}

@@ -12,7 +12,6 @@ from datasets import IterableDataset as HubStream
 
 from fedsim.data.building.build import build
 from fedsim.data.building.hub import HubSource
-from fedsim.data.building.screen import Screen
 from fedsim.data.corpora import load
 from fedsim.errors import DataError, Interrupted
 
@@ -139,21 +138,6 @@ def test_a_hub_out_of_reach_is_no_mistake_and_leaves_nothing_begun(tmp_path, mon
         with pytest.raises(Interrupted, match="hf:a/.*the same command goes on where it was"):
             build("hf:a/b", tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
-
-
-def test_rows_of_a_host_are_left_out_of_a_data_set_as_of_its_files(repository, tmp_path, columns):
-    hosts = ["good.org", "bad.org", "other.org"]
-    for number in range(3):
-        rows = ROWS[40 * number : 40 * (number + 1)]
-        links = [f"http://{hosts[i % 3]}/{i}" for i in range(40)]
-        linked = table(rows).append_column("link", pa.array(links))
-        pq.write_table(linked, repository / f"train-{number}.parquet")
-    columns["screen"] = Screen(screen_url_column="link", without_domains=("bad.org",))
-    streamed = build(f"hf:{repository}", tmp_path / "a", **columns)
-    read = build(repository / "train-*.parquet", tmp_path / "b", **columns)
-    assert streamed.train.num_examples == 81
-    assert streamed.train.fingerprint == read.train.fingerprint
-    assert streamed.metadata["counts"] == read.metadata["counts"]
 
 
 def test_the_cache_knows_a_data_set_that_changed(repository, tmp_path, columns):

@@ -9,12 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedsim.cli.main import main
+from experiments.data import RECIPES, Screen, options_of, prepare
+from experiments.data.__main__ import main
 from fedsim.data.building.build import build
 from fedsim.data.building.hub import HubSource
-from fedsim.data.building.recipes import RECIPES, options_of
-from fedsim.data.building.screen import Screen
-from fedsim.data.corpora import load
 from fedsim.errors import DataError
 
 WORDS = [f"w{i}" for i in range(500)]
@@ -55,27 +53,28 @@ def screen(sources):
 
 def test_what_is_left_out_is_counted_at_each_stage(sources):
     options = {"url_column": "url", "eval_users": 0, "eval_examples": False, "max_length": 500}
-    data = build(sources / "web.parquet", sources / "out", screen=screen(sources), **options)
-    counts = data.metadata["counts"]
+    data = prepare(sources / "web.parquet", sources / "out", screen=screen(sources), **options)
+    counts = data.metadata["provenance"]["screen"]["counts"]
     assert (counts["examples"], counts["deduplicated"]) == (100, 97)
-    assert counts["deduplicated_and_url_filtered"] == counts["rows"] == 92
+    assert counts["deduplicated_and_url_filtered"] == data.metadata["counts"]["rows"] == 92
     assert data.train.num_examples == 92 and "stackoverflow.com" not in data.train.user_ids()
-    assert data.metadata["screen"]["without_domains"] == ["stackoverflow.com"]
+    assert data.metadata["provenance"]["screen"]["without_domains"] == ["stackoverflow.com"]
+    assert not list(sources.glob(".*"))
     assert data.metadata["public_suffix_list"].startswith("publicsuffixlist ")
 
 
 def test_an_interrupted_screen_goes_on_with_the_same_result(sources, monkeypatch):
     options = {"url_column": "url", "screen": screen(sources)}
-    whole = build(sources / "web.parquet", sources / "whole", **options)
+    whole = prepare(sources / "web.parquet", sources / "whole", **options)
 
     def stop(line):
         if line.startswith("tokenised"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(sources / "web.parquet", sources / "out", progress=stop, **options)
-    monkeypatch.setattr("fedsim.data.building.neardup.band_keys", None)
-    again = build(sources / "web.parquet", sources / "out", **options)
+        prepare(sources / "web.parquet", sources / "out", progress=stop, **options)
+    monkeypatch.setattr("experiments.data.neardup.band_keys", None)
+    again = prepare(sources / "web.parquet", sources / "out", **options)
     assert again.train.fingerprint == whole.train.fingerprint
     assert again.metadata == whole.metadata
 
@@ -95,34 +94,35 @@ def of_the_hub(directory, text, monkeypatch, commit=None):
 
 @pytest.mark.parametrize("commits", [(None, None), ("0", "1")])
 def test_a_screen_is_against_one_state_of_a_data_set_of_the_hub(tmp_path, monkeypatch, commits):
-    """In a build that was interrupted, and in what the cache has."""
+    """In a build that was interrupted, too."""
     own, there = tmp_path / "own.jsonl", tmp_path / "posts"
     rows = [{"user_id": f"u{i}", "text": f"text {i} of it"} for i in range(4)]
     own.write_text("\n".join(map(json.dumps, rows)))
     options = {"eval_users": 0.0, "eval_examples": False, "num_workers": 1}
-    cached = {**options, "cache_dir": tmp_path / "cache"}
 
     def stop(line):
         if line.startswith("tokenised"):
             raise KeyboardInterrupt
 
     source = of_the_hub(there, "text 0 of it", monkeypatch, commits[0])
-    options["screen"] = cached["screen"] = Screen(against=(source,))
-    assert load(own, **cached).train.user_ids() == ["u1", "u2", "u3"]
+    options["screen"] = Screen(against=(source,))
+    assert prepare(own, tmp_path / "first", **options).train.user_ids() == ["u1", "u2", "u3"]
     with pytest.raises(KeyboardInterrupt):
-        build(own, tmp_path / "out", progress=stop, **options)
+        prepare(own, tmp_path / "out", progress=stop, **options)
     of_the_hub(there, "text 3 of it", monkeypatch, commits[1])
-    for data in (build(own, tmp_path / "out", **options), load(own, **cached)):
-        assert data.train.user_ids() == ["u0", "u1", "u2"]
-        (about,) = data.metadata["screen"]["sources"]
-        assert (about["against"], about["source"]) == (source, source)
-        assert about["revision"] == (commits[1] and commits[1] * 40)
-        assert ("sha256" in about) == (commits[1] is None)
+    data = prepare(own, tmp_path / "out", **options)
+    assert data.train.user_ids() == ["u0", "u1", "u2"]
+    (about,) = data.metadata["provenance"]["screen"]["sources"]
+    assert (about["against"], about["source"]) == (source, source)
+    assert about["revision"] == (commits[1] and commits[1] * 40)
+    assert ("sha256" in about) == (commits[1] is None)
 
 
 def test_files_that_are_screened_against_are_recorded(sources):
-    data = build(sources / "web.parquet", sources / "out", url_column="url", screen=screen(sources))
-    posts, articles = data.metadata["screen"]["sources"]
+    data = prepare(
+        sources / "web.parquet", sources / "out", url_column="url", screen=screen(sources)
+    )
+    posts, articles = data.metadata["provenance"]["screen"]["sources"]
     assert posts["against"] == f"{sources / 'posts.parquet'}#body"
     content = (sources / "articles.parquet").read_bytes()
     about = {"name": "articles.parquet", "bytes": len(content)}
@@ -131,7 +131,7 @@ def test_files_that_are_screened_against_are_recorded(sources):
 
 def test_domains_need_a_url_column(sources):
     with pytest.raises(DataError, match="without_domains=a.org: expected a screen_url_column"):
-        build(sources / "web.parquet", sources / "out", screen=Screen(without_domains=("a.org",)))
+        prepare(sources / "web.parquet", sources / "out", screen=Screen(without_domains=("a.org",)))
 
 
 URLS = ["http://blog.example.com/1", "http://www.bücher.de/2", "http://me.github.io", "no.org"]
@@ -154,7 +154,7 @@ def test_rows_of_a_host_and_of_those_below_it_go(tmp_path, domain, left):
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {"eval_users": 0, "eval_examples": False, "num_workers": 1}
     screen = Screen(screen_url_column="url", without_domains=(domain,))
-    data = build(tmp_path / "own.jsonl", tmp_path / "out", screen=screen, **options)
+    data = prepare(tmp_path / "own.jsonl", tmp_path / "out", screen=screen, **options)
     assert data.train.user_ids() == list(map(str, left))
 
 
@@ -162,7 +162,7 @@ def test_rows_of_a_host_and_of_those_below_it_go(tmp_path, domain, left):
 def test_what_is_no_host_is_refused(sources, domain):
     screen = Screen(screen_url_column="url", without_domains=(domain,))
     with pytest.raises(DataError, match=f"without_domains={domain}: expected a name of a host"):
-        build(sources / "web.parquet", sources / "out", screen=screen)
+        prepare(sources / "web.parquet", sources / "out", screen=screen)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_texts_of_other_sources_are_no_ids(tmp_path, text):
     own.write_text("\n".join(map(json.dumps, rows)))
     other.write_text(json.dumps({"text": text}))
     options = {"eval_users": 0, "eval_examples": False, "num_workers": 1}
-    data = build(own, tmp_path / "out", screen=Screen(against=(str(other),)), **options)
+    data = prepare(own, tmp_path / "out", screen=Screen(against=(str(other),)), **options)
     assert data.train.num_examples == 1
 
 
@@ -183,7 +183,7 @@ def test_token_ids_cannot_be_screened_against(tmp_path):
     own.write_text(json.dumps({"user_id": "amy", "text": "x"}))
     other.write_text(json.dumps({"text": [1, 2, 3]}))
     with pytest.raises(DataError, match="expected text to compare, got token ids .in .*other"):
-        build(own, tmp_path / "out", screen=Screen(against=(str(other),)))
+        prepare(own, tmp_path / "out", screen=Screen(against=(str(other),)))
 
 
 def numbers_and_then(path, last):
@@ -202,7 +202,7 @@ def test_users_are_those_of_a_build_that_leaves_nothing_out(tmp_path, monkeypatc
     options = {"eval_users": 0, "eval_examples": False, "num_workers": 1}
     whole = build(own, tmp_path / "whole", **options)
     screen = Screen(screen_url_column="url", without_domains=("x.com",))
-    data = build(own, tmp_path / "out", screen=screen, **options)
+    data = prepare(own, tmp_path / "out", screen=screen, **options)
     assert data.train.user_ids() == whole.train.user_ids()
     assert data.train.fingerprint == whole.train.fingerprint
 
@@ -220,16 +220,62 @@ def test_what_cannot_be_screened_is_named(tmp_path, monkeypatch, last, message):
     (tmp_path / "other.jsonl").write_text('{"text": "y"}')
     screen = Screen(against=(str(tmp_path / "other.jsonl"),), screen_url_column="url")
     with pytest.raises(DataError, match=message):
-        build(own, tmp_path / "out", screen=screen)
+        prepare(own, tmp_path / "out", screen=screen)
 
 
 def test_a_recipe_runs_from_the_command_line(sources, capsys):
-    command = ["data", "build", "--recipe", "c4", str(sources / "web.parquet")]
-    command += ["--out", str(sources / "c4"), "--against", f"{sources / 'posts.parquet'}#body"]
-    main([*command, "--against", str(sources / "articles.parquet"), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    names = ("examples", "deduplicated", "deduplicated_and_url_filtered")
-    assert [found["counts"][name] for name in names] == [100, 97, 92]
+    command = ["c4", str(sources / "web.parquet"), "--out", str(sources / "c4")]
+    command += ["--against", f"{sources / 'posts.parquet'}#body"]
+    main([*command, "--against", str(sources / "articles.parquet")])
+    counts = json.loads(capsys.readouterr().out)
+    names = ("examples", "deduplicated", "deduplicated_and_url_filtered", "rows")
+    assert [counts[name] for name in names] == [100, 97, 92, 92]
+
+
+def test_rows_of_a_host_are_left_out_of_a_data_set_of_the_hub_as_of_its_files(tmp_path):
+    hosts, there = ["good.org", "bad.org", "other.org"], tmp_path / "there"
+    there.mkdir()
+    for number in range(3):
+        rows = {
+            "user_id": [f"u{i % 7}" for i in range(40)],
+            "text": [f"text {number} {i}" for i in range(40)],
+            "link": [f"http://{hosts[i % 3]}/{i}" for i in range(40)],
+        }
+        pq.write_table(pa.table(rows), there / f"train-{number}.parquet")
+    screen = Screen(screen_url_column="link", without_domains=("bad.org",))
+    options = {"screen": screen, "eval_users": 0, "eval_examples": False}
+    streamed = prepare(f"hf:{there}", tmp_path / "a", **options)
+    read = prepare(there / "train-*.parquet", tmp_path / "b", **options)
+    assert streamed.train.num_examples == 81
+    assert streamed.train.fingerprint == read.train.fingerprint
+    assert streamed.metadata["counts"] == read.metadata["counts"]
+
+
+def test_a_url_column_that_is_not_there_is_named(sources):
+    screen = Screen(screen_url_column="link", without_domains=("a.org",))
+    with pytest.raises(DataError, match="screen_url_column=link: no such column"):
+        prepare(sources / "web.parquet", sources / "out", screen=screen, url_column="url")
+    assert {path.suffix for path in sources.iterdir()} == {".parquet"}
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        ({"user_column": "to"}, "user_column"),
+        ({"owners": ["to"]}, "owners"),
+        ({"conversation_column": "talk", "turn_column": "n"}, "conversation_column"),
+    ],
+)
+@pytest.mark.privacy
+def test_texts_of_several_owners_are_not_screened(tmp_path, options, field):
+    """One text's likeness would decide how many texts of others there are."""
+    rows = {"to": [["a", "b"]], "talk": [1], "n": [1], "user_id": ["a"], "text": ["x"]}
+    pq.write_table(pa.table(rows), tmp_path / "mail.parquet")
+    (tmp_path / "other.jsonl").write_text('{"text": "nothing that is like the other"}')
+    screen = Screen((str(tmp_path / "other.jsonl"),))
+    with pytest.raises(DataError, match=f"{field}=.*: expected .* beside a screen"):
+        prepare(tmp_path / "mail.parquet", tmp_path / "out", screen=screen, **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_given_takes_the_place_of_a_recipes_options():
@@ -245,10 +291,11 @@ def test_what_is_given_takes_the_place_of_a_recipes_options():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipes_options_are_options_of_build(name, tmp_path):
-    """They get as far as looking for the file."""
+def test_a_recipes_options_are_options_of_prepare(name, tmp_path, monkeypatch):
+    """They get as far as looking for the file; what is screened against is on the Hub."""
+    monkeypatch.setattr(HubSource, "pinned", lambda self: self)
     with pytest.raises(DataError, match="expected a file or glob that exists"):
-        build(tmp_path / "none.parquet", tmp_path / "out", **RECIPES[name].options)
+        prepare(tmp_path / "none.parquet", tmp_path / "out", **RECIPES[name].options)
 
 
 def test_cc_news_splits_are_the_papers(tmp_path):
@@ -256,7 +303,7 @@ def test_cc_news_splits_are_the_papers(tmp_path):
     rows = [(f"https://site{n}.org/{i}", f"text {i}") for n in sizes for i in range(n)]
     table = pa.table({"url": [u for u, _ in rows], "text": [t for _, t in rows]})
     pq.write_table(table, tmp_path / "news.parquet")
-    data = build(tmp_path / "news.parquet", tmp_path / "out", **RECIPES["cc-news"].options)
+    data = prepare(tmp_path / "news.parquet", tmp_path / "out", **RECIPES["cc-news"].options)
     held = dict(
         zip(data.eval_examples.user_ids(), np.diff(data.eval_examples.offsets), strict=True)
     )
@@ -273,7 +320,9 @@ def test_stack_overflow_splits_are_the_papers(tmp_path):
     columns = zip(*rows, strict=True)
     table = pa.table(dict(zip(names, map(list, columns), strict=True)))
     pq.write_table(table, tmp_path / "posts.parquet")
-    data = build(tmp_path / "posts.parquet", tmp_path / "out", **RECIPES["stack-overflow"].options)
+    data = prepare(
+        tmp_path / "posts.parquet", tmp_path / "out", **RECIPES["stack-overflow"].options
+    )
     held = data.eval_users.num_users
     assert 2 < held < 25 and data.eval_users.num_examples == 3 * held  # at all times
     assert (data.train.num_users, data.train.num_examples) == (100 - held, 2 * (100 - held))

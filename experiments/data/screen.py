@@ -1,13 +1,16 @@
 """Pre-training text without the fine-tuning text: what made C4-- of C4 (Charles et al. 2024).
 
 Near duplicates of other sources' texts are left out first, then rows of given hosts and rows
-whose URL another source has. Works part by part, before a build looks at what is left.
+whose URL another source has. `prepare` does so part by part, into Parquet files, and has fedsim
+build what is left.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from experiments.data.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index, refuse_tokens
+from experiments.data.urls import host_name, hosts_above, normal_url
 from fedsim.data.building import hub
-from fedsim.data.building.columns import Columns, is_blank, normalise, text_of
-from fedsim.data.building.domains import host_name, hosts_above, normal_url
-from fedsim.data.building.neardup import TEXTS_AT_ONCE, NearDuplicates, build_index, refuse_tokens
+from fedsim.data.building.build import build
+from fedsim.data.building.column_names import expected_of
+from fedsim.data.building.columns import Columns, is_blank, is_list, normalise, text_of
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import Part, complaints, raw
 from fedsim.data.building.sources import examine, find_files, identify
-from fedsim.data.building.text_format import Form
-from fedsim.errors import DataError, MissingColumn
+from fedsim.data.building.staging import check_absent, resume
+from fedsim.data.dataset import Dataset
+from fedsim.errors import DataError, Interrupted, MissingColumn
 from fedsim.files import write_json
+
+VERSIONS = ("fedsim", "datasets", "datasketch", "numpy", "pyarrow", "rapidfuzz", "xxhash")
+OF_BUILD = ("owners", "conversation_column")  # which give a text several owners
 
 
 @dataclass(frozen=True)
@@ -59,10 +68,9 @@ class Screen:
                 found.append(Against(named, files=tuple(find_files(source))))
         return found
 
-    def with_urls(self, columns: Columns) -> Columns:
-        """`columns`, and the one with URLs where rows may be left out by it."""
-        url = None if self.is_idle else self.screen_url_column
-        return replace(columns, extra=(url,) if url else ())
+    def with_urls(self, columns: Columns) -> "WithUrl":
+        """`columns`, and the one with URLs, if there is one."""
+        return WithUrl(**vars(columns), screen_url=self.screen_url_column)
 
     def check(self) -> None:
         """Raises: DataError: domains are given, but no column with URLs, or are none."""
@@ -74,6 +82,24 @@ class Screen:
         if self.without_domains and self.screen_url_column is None:
             shown = ",".join(self.without_domains)
             raise DataError(f"without_domains={shown}: expected a screen_url_column")
+
+
+@dataclass(frozen=True)
+class WithUrl(Columns):
+    """Columns, and the one with the URLs by which rows are left out."""
+
+    screen_url: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        url = () if self.screen_url is None else (self.screen_url,)
+        return list(dict.fromkeys((*super().names, *url)))
+
+    def check(self, found: Sequence[str]) -> None:
+        super().check(found)
+        if self.screen_url is not None and self.screen_url not in found:
+            expected = expected_of(found, self.names)
+            raise MissingColumn(f"screen_url_column={self.screen_url}: {expected}")
 
 
 @dataclass(frozen=True)
@@ -96,6 +122,83 @@ class Against:
         if self.of_hub is not None:
             return {"against": self.named, **self.of_hub.identity()}
         return {"against": self.named, "files": [identify(file) for file in self.files]}
+
+
+def prepare(
+    sources: Sequence[str | Path] | str | Path,
+    out: str | Path,
+    *,
+    screen: Screen | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    num_workers: int | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Dataset:
+    """`build` of what a screen leaves of the sources; the screen and its counts, of the paper's
+    Table 2, are in the provenance. Without a screen it is `build` alone.
+
+    What was interrupted goes on where it was. No two processes may prepare one `out` at once.
+    Args: options: of `build`; columns of several owners are refused beside a screen, for what one
+      text says would decide how many rows of others there are.
+    Raises: DataError: bad input, and whatever `build` raises.
+    """
+    own: dict[str, Any] = {"num_workers": num_workers, "progress": progress}
+    if screen is None or screen.is_idle:
+        return build(sources, out, split=split, revision=revision, **own, **options)
+    screen.check()
+    for name in OF_BUILD:
+        if options.get(name):
+            raise DataError(f"{name}={options[name]}: expected none beside a screen")
+    sources = [sources] if isinstance(sources, str | Path) else list(sources)
+    names = {"user": "user_id", "text": "text", "order": None, "url": None}
+    columns = Columns.of(**{n: options.get(f"{n}_column", value) for n, value in names.items()})
+    out = Path(out).absolute()
+    check_absent(out)
+    directory = out.parent / f".{out.name}.screened"
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with Pool(num_workers, progress) as pool:
+            files, about = _screen(sources, directory, screen, columns, split, revision, pool)
+        dataset = build(files, out, provenance={"screen": about}, **own, **options)
+    except DataError as error:
+        if not isinstance(error, Interrupted):
+            shutil.rmtree(directory)
+        raise
+    shutil.rmtree(directory)
+    return dataset
+
+
+def _screen(
+    sources: Sequence[str | Path],
+    directory: Path,
+    screen: Screen,
+    columns: Columns,
+    split: str | None,
+    revision: str | None,
+    pool: Pool,
+) -> tuple[list[Path], dict[str, Any]]:
+    """The files with what is left of the sources, and what there is to say of how they came."""
+    of_hub, others = hub.split_sources(sources)
+    if of_hub and others or len(of_hub) > 1:
+        raise DataError(f"data={sources}: expected files, or one hf: data set")
+    source = hub.HubSource.parse(of_hub[0], split, revision).pinned() if of_hub else None
+    files = [] if source else find_files(others)
+    against = screen.pinned()
+    about = {**asdict(screen), "columns": asdict(columns)}
+    about["source"] = source.identity() if source else [identify(file) for file in files]
+    about["sources"] = [one.identity() for one in against]
+    about["versions"] = {name: version(name) for name in VERSIONS}
+    resume(directory, {"split": split, **about})
+    wanted = screen.with_urls(columns)
+    if source:
+        files, split = hub.fetch(source, wanted, directory / "fetched", pool), None
+    pool.grow(sum(path.stat().st_size for path in files))
+    parts = examine(files, wanted, pool, split).parts
+    against = collect(against, screen, columns, directory, pool)
+    pool.grow(sum(path.stat().st_size for one in against for path in one.files))
+    left, counts = screen_parts(parts, columns, screen, against, directory / "rows", pool)
+    return left, {**about, "counts": counts}
 
 
 def collect(
@@ -134,17 +237,15 @@ def screen_parts(
     against: Sequence[Against],
     directory: Path,
     pool: Pool,
-    form: Form,
 ) -> tuple[list[Path], dict[str, int]]:
     """Writes the rows that stay, as Parquet files, in order, and counts what stays.
 
-    Args: form: of CSV files, of the sources and of those that are held against them.
     Returns: the files, and the counts of the paper's Table 2: examples, deduplicated,
       deduplicated_and_url_filtered.
     Raises: DataError: a source cannot be read, or lacks a column.
     """
     directory.mkdir(exist_ok=True)
-    known = _read_known(screen, against, columns, directory, pool, form)
+    known = _read_known(screen, against, columns, directory, pool)
     call = partial(_screen_part, columns=columns, screen=screen, known=known, directory=directory)
     records = pool.map(call, list(enumerate(parts)))
     counts = np.array([record["counts"] for record in records]).reshape(-1, 3).sum(axis=0).tolist()
@@ -159,12 +260,11 @@ def _read_known(
     columns: Columns,
     directory: Path,
     pool: Pool,
-    form: Form,
 ) -> _Known:
     pieces, urls = [], set()
     for source in against:
         wanted = source.columns(columns)
-        parts = examine(source.files, wanted, pool, None, form).parts
+        parts = examine(source.files, wanted, pool, None).parts
         pieces += [(part, wanted) for part in parts]
         if screen.screen_url_column is not None:
             for part in parts:
@@ -176,7 +276,7 @@ def _read_known(
 
 def _urls_of(part: Part, column: str) -> Iterable[str]:
     try:
-        for first_row, batch in raw(part, Columns(user=(), text=(), extra=(column,))):
+        for first_row, batch in raw(part, WithUrl(user=(), text=(), screen_url=column)):
             with complaints(part):
                 urls = text_of(batch[column], f"screen_url_column={column}", first_row)
             yield from filter(None, map(normal_url, urls.to_pylist()))
@@ -205,6 +305,7 @@ def _screen_part(
         for start in range(0, len(batch), TEXTS_AT_ONCE):
             piece = batch.slice(start, TEXTS_AT_ONCE)
             with complaints(part):
+                _refuse_owners(piece, columns)
                 new = ~_duplicates(piece, wanted, first_row + start, known.texts)
                 stays = new & ~_known_urls(piece, url, first_row + start, known)
             counts += len(piece), new.sum(), stays.sum()
@@ -217,6 +318,13 @@ def _screen_part(
     record = {"counts": counts.tolist(), "files": kept.names}
     write_json(record_file, record)
     return record
+
+
+def _refuse_owners(batch: pa.RecordBatch, columns: Columns) -> None:
+    """Raises: DataError: a text may have several owners."""
+    for name in columns.owner:
+        if is_list(batch[name].type):
+            raise DataError(f"user_column={name}: expected one user of a text beside a screen")
 
 
 class _Files:

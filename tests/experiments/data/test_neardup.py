@@ -5,8 +5,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from experiments.data.neardup import are_similar, band_keys, build_index, shingles
 from fedsim.data.building.columns import Columns
-from fedsim.data.building.neardup import are_similar, band_keys, build_index, shingles
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import cut
 

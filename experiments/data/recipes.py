@@ -1,6 +1,6 @@
 """The paper's preparations by name (Charles et al. 2024, Appendix D): sources and build options.
 
-A recipe is a set of defaults for `build`: its own source is on the Hub, any other source with the
+A recipe is a set of defaults for `prepare`: its own source is on the Hub, any other source with the
 same kind of columns can stand in, and every option can be set otherwise.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from fedsim.data.building.screen import Screen
+from experiments.data.screen import Screen
 from fedsim.errors import DataError
 
 # What takes the place of a recipe's columns of users.
@@ -28,7 +28,7 @@ class Recipe:
     source: str
     """Where the data are, unless told otherwise."""
     options: Mapping[str, Any]
-    """Options of `build`."""
+    """Options of `prepare`."""
     paper: Mapping[str, Any]
     """What the paper reports of it."""
 
@@ -110,10 +110,9 @@ RECIPES = {"stack-overflow": STACK_OVERFLOW, "cc-news": CC_NEWS, "c4": C4}
 
 
 def options_of(name: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for `build`: the recipe's, with those that are given instead.
+    """Options for `prepare`: the recipe's, with those that are given instead.
 
-    Columns of users that are given take the place of a recipe's. Of a recipe's screen the fields
-    that are given are replaced.
+    Columns of users that are given take the place of a recipe's.
     Raises: DataError: there is no such recipe.
     """
     if name is None:
