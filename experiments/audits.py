@@ -197,7 +197,7 @@ def _method(cell: Cell, mistake: Mistake, settings: Settings, users: Any) -> tup
     cyclic = bands > 1 and mistake.in_turn
     method = METHODS[cell.algorithm](
         users,
-        budget=count * (1 if els else group),
+        batch_size=count * (1 if els else group),
         group_size=group,
         sampling=Sampling("cyclic", bands) if cyclic else Sampling("poisson"),
         key=SecretKey.create(),

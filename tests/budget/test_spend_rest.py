@@ -48,7 +48,7 @@ def refused(args, capsys):
 def test_where_users_take_part_once_in_a_window_whole_windows_are_trained(texts, tmp_path, capsys):
     cell = {"sampling": "allocation", "participations": 8, "epsilon": 1.5, "checkpoint-every": 1}
     flags = arguments(texts, tmp_path / "first", **cell)
-    at = flags.index("--batch-size")
+    at = flags.index("--batch_size")
     del flags[at : at + 2]  # it follows from the participations
     main(flags)
     flags[flags.index("--run-dir") + 1] = str(tmp_path / "rest")
