@@ -27,8 +27,8 @@ from fedsim.keys import SecretKey
 from fedsim.plan import complete, defaults, method_for
 from fedsim.run import directory
 from fedsim.run.console import Console
-from fedsim.run.cost import cost
 from fedsim.run.warnings import warnings_of
+from fedsim.training.dry_run import cost
 
 DATA = SimpleNamespace(eval_users=object())
 
@@ -136,7 +136,7 @@ def test_a_mistake_that_has_nothing_to_do_with_a_private_draw_costs_nothing(
         raise ConfigError("model=micro: expected another one")
 
     place = tmp_path / "ledger"
-    monkeypatch.setattr("fedsim.run.assemble.make_task", refused)
+    monkeypatch.setattr("fedsim.training.open.make_task", refused)
     args = {**MEDIAN, "epsilon": 0.6, "budget-ledger": place}
     said = refusal(command(texts, run_dir, "els", **args), capsys)
     assert said == "fedsim: error: model=micro: expected another one" and not place.exists()

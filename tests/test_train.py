@@ -21,9 +21,9 @@ from fedsim.config import PrivacyConfig, run_config
 from fedsim.engine import autotune
 from fedsim.plan import planner
 from fedsim.run import checkpoint, directory, ledger
-from fedsim.run.assemble import key_context
 from fedsim.run.console import Console, guarantee_line
 from fedsim.run.state import APART
+from fedsim.training.open import key_context
 from fedsim.trust import report
 from fedsim.trust.claim_fields import items
 

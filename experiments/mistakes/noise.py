@@ -207,6 +207,6 @@ EVALUATIONS = (
     Mistake(
         "another held-out loss under the same noise after a crash",
         HELD_OUT + "test_a_step_is_released_once",
-        (Patch("fedsim.run.evaluations", "Evaluated.__init__", forgetful),),
+        (Patch("fedsim.training.private_evaluation", "Evaluated.__init__", forgetful),),
     ),
 )

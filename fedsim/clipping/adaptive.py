@@ -13,6 +13,7 @@ of users in ULS and of examples in ELS.
 
 import dataclasses
 import math
+from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +24,16 @@ RATE = 0.2
 
 PER_HALF = 2**20  # parts that half a unit, the sensitivity of the count, is made of
 SMALLEST, LARGEST = 1e-6, 1e6  # norms outside over- or underflow float32
+
+
+class StepStats(Protocol):
+    """What a release beside a gradient is computed from: see `engine.Stats`."""
+
+    @property
+    def counted_norms(self) -> np.ndarray: ...
+
+    @property
+    def counted_losses(self) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +62,15 @@ class AdaptiveClip:
         1/2 or -1/2. Source: Andrew et al. 2021, Theorem 1."""
         z = self.noise_multiplier
         return (z**-2 - (2 * self.count_stddev) ** -2) ** -0.5 if z else 0.0
+
+    purpose = "clip quantile"
+    """Of the randomness: `SecretKey.generator(purpose, step)`."""
+
+    def release(
+        self, clip_norm: float, stats: StepStats, rng: np.random.Generator
+    ) -> dict[str, float]:
+        """What a step releases beside its gradient: the next step's clip norm."""
+        return {"clip_norm": self.next(clip_norm, stats.counted_norms, rng)}
 
     def next(self, clip_norm: float, norms: np.ndarray, rng: np.random.Generator) -> float:
         """The next step's C, from the norms [units] of this one's draw before clipping.

@@ -11,6 +11,7 @@ import dataclasses
 
 import numpy as np
 
+from fedsim.clipping.adaptive import StepStats
 from fedsim.noise import noisy_mean_loss
 
 SHARE = 7.2
@@ -34,7 +35,16 @@ class NoisyLoss:
         """The standard deviation of the noise on the sum of losses, in units of L / 2."""
         return SHARE * self.noise_multiplier
 
-    def release(self, losses: np.ndarray, rng: np.random.Generator) -> float:
+    purpose = "loss"
+    """Of the randomness: `SecretKey.generator(purpose, step)`."""
+
+    def release(
+        self, clip_norm: float, stats: StepStats, rng: np.random.Generator
+    ) -> dict[str, float]:
+        """What a step releases beside its gradient: its loss."""
+        return {"loss": self.mean(stats.counted_losses, rng)}
+
+    def mean(self, losses: np.ndarray, rng: np.random.Generator) -> float:
         """The mean loss of the units [units] of a draw that have rows, with noise.
 
         Guarantees: one unit changes the sum by at most L / 2, around which its loss counts,

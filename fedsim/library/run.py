@@ -91,7 +91,7 @@ class Run:
             from fedsim.evaluate import evaluate_run
 
             return evaluate_run(self.stored, run, Console())
-        from fedsim.budget.evaluation import PrivateEvaluation, evaluate_privately
+        from fedsim.training.private_evaluation import PrivateEvaluation, evaluate_privately
 
         return evaluate_privately(self.stored, run, PrivateEvaluation(epsilon, **how), Console())
 

@@ -125,6 +125,11 @@ class Plan:
         return NoisyLoss(self.loss_bound, self.expected_count, self.noise_multiplier)
 
     @property
+    def releases(self) -> list[AdaptiveClip | NoisyLoss]:
+        """What each step releases beside its gradient, from the same draw."""
+        return [each for each in (self.adaptive, self.noisy_loss) if each is not None]
+
+    @property
     def before(self) -> list[tuple[PureEvent, int]]:
         """What is released before the first step, to the accountant."""
         return events_before(self.group_size_epsilon)

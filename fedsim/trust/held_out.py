@@ -5,8 +5,7 @@ from fedsim.accounting.rounding import at_most
 from fedsim.evaluate import VALIDATION
 from fedsim.plan import REPRODUCTION
 from fedsim.run import metrics
-from fedsim.run.evaluations import FILE, Evaluated
-from fedsim.training.held_out import DIRECTORY, SPLIT
+from fedsim.training.private_evaluation import DIRECTORY, FILE, SPLIT, Evaluated
 from fedsim.trust.evidence import Evidence, counted, demand
 
 TOLERANCE = 1e-9  # relative: of other versions of the packages that add up

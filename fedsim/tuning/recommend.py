@@ -30,12 +30,12 @@ from fedsim.keys import SecretKey
 from fedsim.noise.bands import predicted_error
 from fedsim.plan import calibrate, method_for
 from fedsim.plan.labels import holds
-from fedsim.run.assemble import wait_for
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data, make_task
 from fedsim.sampling import Users, examples_per_user, graph_of, pool_of
 from fedsim.sampling.shared import Groups
 from fedsim.shared_uls import SharedULS
+from fedsim.training.open import wait_for
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, draw
 from fedsim.tuning.cells import compare, least

@@ -10,7 +10,7 @@ from fedsim.cli.arguments import parse
 from fedsim.cli.main import Command
 from fedsim.errors import ConfigError
 from fedsim.library.training import configs_of
-from fedsim.run.assemble import key_context
+from fedsim.training.open import key_context
 from fedsim.tuning.sweep import jobs_of
 
 TRAIN = "train uls --data pydocs --epsilon 8 --num-steps 3 --run-dir run".split()
