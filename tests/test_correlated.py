@@ -20,10 +20,9 @@ from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated, add_gaussian, gaussian, release_shift
-from fedsim.noise.bands import best, predictions
 from fedsim.noise.correlated import difference, rounding, strategy
 from fedsim.noise.independent import FARTHEST
-from fedsim.noise.toeplitz import coefficients, inverse, prefix_error
+from fedsim.noise.toeplitz import best, coefficients, inverse, predictions, prefix_error
 from fedsim.plan import bands_predicted, complete, make_plan, method_for
 from fedsim.recipe import MOMENTUM_RATES
 from fedsim.run import checkpoint

@@ -27,8 +27,8 @@ from fedsim.keys import SecretKey
 from fedsim.plan import complete, defaults, method_for
 from fedsim.run import directory
 from fedsim.run.console import Console
-from fedsim.run.warnings import warnings_of
 from fedsim.training.dry_run import cost
+from fedsim.training.planned import warnings_of
 
 DATA = SimpleNamespace(eval_users=object())
 

@@ -11,7 +11,7 @@ from problems import users_of_sizes
 
 from fedsim import accounting
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
-from fedsim.config.cells import COMPARISON_ONLY
+from fedsim.config.privacy import COMPARISON_ONLY
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.noise import slack

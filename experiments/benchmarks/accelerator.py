@@ -41,7 +41,7 @@ from fedsim.engine.resources import compiler_options
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import lora
-from fedsim.models.loss import next_token_nats
+from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig, stacked
 
 CLIP = Clip(1.0, normalised=True)

@@ -42,7 +42,7 @@ from fedsim.engine.autotune import choose_strategy
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.resources import ALLOCATOR
 from fedsim.engine.task import Task
-from fedsim.models.loss import next_token_nats
+from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 CLIP = Clip(1.0, normalised=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig
-from fedsim.config.cells import (
+from fedsim.config.privacy import (
     ALLOCATION,
     CORRELATED,
     INDEPENDENT,
@@ -24,7 +24,7 @@ from fedsim.data.owners import decided_by_texts
 from fedsim.errors import ConfigError, expect
 from fedsim.group_size import median_group_size, private_median
 from fedsim.keys import SecretKey
-from fedsim.noise.bands import Prediction, best, predictions
+from fedsim.noise.toeplitz import Prediction, best, predictions
 from fedsim.plan.plan import assumed_share, events_before
 from fedsim.sampling import Users, examples_per_user, graph_of
 

@@ -12,6 +12,7 @@ from fedsim.budget.admission import GROUP_SIZE, Applicant, shortened
 from fedsim.clipping import Strategy
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import Algorithm, PrivacyConfig
+from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine, Task
 from fedsim.engine.environment import versions
@@ -32,7 +33,6 @@ from fedsim.plan import (
 )
 from fedsim.run import directory
 from fedsim.run.directory import StoredRun
-from fedsim.run.warnings import warnings_of
 from fedsim.sampling import Allocation, Cyclic
 from fedsim.training.open import OpenRun, wait_for
 from fedsim.training.private_evaluation import Counted
@@ -229,3 +229,34 @@ def _strategy(
     with opened.console.phase(what) as phase:
         asked = (opened.run.engine, opened.stored, engine, params, method, plan.clip)
         return strategy_for(*asked, num_units=units, heard=phase.at)
+
+
+def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> list[str]:
+    """A line for each thing in a plan that will probably disappoint.
+
+    Args: default_delta: delta was left to its default.
+    """
+    found = []
+    users, noise = plan.num_users, plan.gradient_noise_multiplier
+    if users == 1:
+        found.append("there is one user, who has nobody to hide among")
+    elif noise and plan.delta > 1 / users:
+        found.append(
+            f"delta={plan.delta:g} is above 1/{users}: to publish all that one of {users} users "
+            f"wrote would be allowed; the default is {users**-1.1:.2g}"
+        )
+    elif noise and default_delta:
+        found.append(
+            f"delta={plan.delta:.2g} is the default, which is weak: times the number of users it "
+            f"is {plan.delta * users:.2g}; for a release give one, such as --delta 1e-6"
+        )
+    if noise > plan.expected_count:
+        unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
+        found.append(
+            f"the noise of a step is {noise / plan.expected_count:.1f} times as large, in every "
+            f"direction, as the gradient of {plan.expected_count} {unit} can be: expect nothing to "
+            "be learnt without more of them in a step (--batch-size) or a larger epsilon"
+        )
+    if data.eval_users is None:
+        found.append("no users are held out, so that there will be no eval loss")
+    return found

@@ -12,7 +12,7 @@ from fedsim.engine import Engine
 from fedsim.engine.autotune import AUTO, choose_strategy
 from fedsim.errors import expect
 from fedsim.files import cache_dir
-from fedsim.noise.bands import predicted_error
+from fedsim.noise.toeplitz import predicted_error
 from fedsim.optimizers import rate_of, update_rule
 from fedsim.plan import Plan
 from fedsim.recipe import UPDATE, Noise, settled

@@ -32,9 +32,9 @@ from fedsim.optimizers import (
 )
 from fedsim.plan import claimed_fields, ledger_head
 from fedsim.run import checkpoint, directory, released
+from fedsim.run.console import EVALUATED
 from fedsim.run.ledger import Ledger, OtherBits, claimed_epsilon, gradient_sha256
 from fedsim.run.metrics import Metrics, table
-from fedsim.run.progress import EVALUATED
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, results, save
 from fedsim.training.open import OpenRun

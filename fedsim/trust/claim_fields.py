@@ -8,7 +8,7 @@ import math
 from fedsim.accounting.rounding import at_least, at_most
 from fedsim.budget.admission import together
 from fedsim.config import ZERO_OUT, Algorithm
-from fedsim.config.cells import COMPARISON_ONLY
+from fedsim.config.privacy import COMPARISON_ONLY
 from fedsim.errors import FedsimError
 from fedsim.plan import Plan
 from fedsim.trust.claim import Released

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedsim.accounting.rounding import at_most
 from fedsim.config import Algorithm, settings_of, to_json
-from fedsim.config.cells import INDEPENDENT
+from fedsim.config.privacy import INDEPENDENT
 from fedsim.files import make_place, read_json, write_atomically
 from fedsim.plan import Plan, claimed_phases
 from fedsim.run import directory, ledger

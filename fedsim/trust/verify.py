@@ -17,14 +17,14 @@ from fedsim.accounting import RunningEpsilon, event_fields
 from fedsim.accounting.rounding import at_least, at_most
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm
-from fedsim.config.cells import CORRELATED, sampling_of
+from fedsim.config.privacy import CORRELATED, sampling_of
 from fedsim.data.dataset import SUMS
 from fedsim.els import ELS
 from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
-from fedsim.noise.bands import predicted_error
+from fedsim.noise.toeplitz import predicted_error
 from fedsim.plan import Plan, claimed_fields, claimed_phases, method_for, sharing
 from fedsim.run import checkpoint, directory, ledger, metrics
 from fedsim.run.console import Console

@@ -21,15 +21,15 @@ from fedsim import engine
 from fedsim.clipping import Clip
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, RunConfig
-from fedsim.config.cells import CORRELATED, POISSON, SHUFFLE, sampling_of
+from fedsim.config.privacy import CORRELATED, POISSON, SHUFFLE, sampling_of
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise.bands import predicted_error
+from fedsim.noise.toeplitz import predicted_error
 from fedsim.plan import calibrate, method_for
-from fedsim.plan.labels import holds
+from fedsim.plan.plan import holds
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data, make_task
 from fedsim.sampling import Users, examples_per_user, graph_of, pool_of

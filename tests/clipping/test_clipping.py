@@ -175,7 +175,7 @@ def test_a_running_sum_of_half_precision_gradients_does_not_drift():
 @pytest.mark.slow
 @pytest.mark.ci
 def test_gradients_equal_finite_differences_of_a_transformer():
-    from fedsim.models.loss import next_token_nats
+    from fedsim.models.language_model import next_token_nats
     from fedsim.models.transformer import Transformer, TransformerConfig
 
     model = Transformer(TransformerConfig(11, 6, width=8, num_layers=1, num_heads=2))

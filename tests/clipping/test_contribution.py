@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from zoo import FAMILIES, Tied, Untied, losses_of, random_batch, random_like, random_params
 
+from experiments.mean_task import MeanTask
 from fedsim.clipping import Buckets, Clip, LocalSteps, Strategy, clipped_sum
 from fedsim.clipping.clip import lattice_bits, lattice_capacity
 from fedsim.clipping.contribution import contribution, norm_and_bound
@@ -23,7 +24,6 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.ray_engine import RayEngine
 from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.mean import MeanTask
 from fedsim.models.transformer import BLOCKS, TransformerConfig, stacked
 
 pytestmark = pytest.mark.privacy

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fedsim.clipping.noisy_loss import NoisyLoss
+from fedsim.clipping.step_releases import NoisyLoss
 from fedsim.engine import Stats
 from fedsim.keys import SecretKey
 

@@ -14,7 +14,7 @@ import pytest
 from fedsim.clipping import Clip, Strategy, clipped_sum
 from fedsim.clipping.clip import MODEL
 from fedsim.clipping.strategy import NAMES
-from fedsim.models.loss import next_token_nats
+from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 pytestmark = pytest.mark.privacy

@@ -9,7 +9,7 @@ import pytest
 from zoo import FAMILIES, random_like
 
 from fedsim.clipping import Clip, Strategy, clipped_sum
-from fedsim.models.loss import next_token_nats
+from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer
 
 UNITS, GROUP = 3, 2

@@ -234,9 +234,9 @@ def test_an_object_store_that_is_full_costs_time_and_nothing_else():
     code = """
     import numpy as np, ray
     from fedsim.clipping import Clip
-    from fedsim.engine.local import LocalEngine
+    from fedsim.engine.local_engine import LocalEngine
     from fedsim.engine.ray_engine import RayEngine
-    from fedsim.models.mean import MeanTask
+    from experiments.mean_task import MeanTask
     from fedsim.engine import cluster
 
     init = ray.init

@@ -20,7 +20,7 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task
 from fedsim.errors import ConfigError
 from fedsim.mechanism import noisy_mean
-from fedsim.models.loss import next_token_nats
+from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 CLIP = Clip(0.5)

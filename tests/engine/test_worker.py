@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from zoo import Tied, losses_of
 
+from experiments.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy, clipped_sum, layers
 from fedsim.clipping.observed import UnsupportedModel
 from fedsim.data.dataset import Dataset
@@ -17,7 +18,6 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task
 from fedsim.engine.worker import Worker
 from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.mean import MeanTask
 from fedsim.models.transformer import TransformerConfig
 
 VOCAB, LENGTH = 40, 48  # buckets of 32 and 48 tokens

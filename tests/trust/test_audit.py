@@ -13,7 +13,7 @@ from test_verify import write_texts
 from fedsim import accounting, engine
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, LocalSteps, Strategy
-from fedsim.config.cells import COMPARISON_ONLY
+from fedsim.config.privacy import COMPARISON_ONLY
 from fedsim.els import ELS
 from fedsim.engine import autotune
 from fedsim.engine.local_engine import LocalEngine

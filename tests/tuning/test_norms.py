@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from problems import users_of_sizes
 
+from experiments.mean_task import MeanTask
 from fedsim.engine.engine import EngineError
 from fedsim.engine.local_engine import LocalEngine
-from fedsim.models.mean import MeanTask
 from fedsim.tuning import doubling
 from fedsim.tuning.norms import BATCH, GradientNorms, median_interval
 

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import FAMILIES, VOCAB, random_like
 
+from fedsim.clipping.packing import packed
 from fedsim.data.users import UserStore
 from fedsim.engine.eval_batches import EVAL_TOKENS_PER_CALL
 from fedsim.engine.worker import Worker
 from fedsim.models import lora
-from fedsim.models.language_model import ROW, LanguageModelTask
-from fedsim.models.loss import next_token_nats, packed_nats
-from fedsim.models.shared_rows import packed
+from fedsim.models.language_model import ROW, LanguageModelTask, next_token_nats, packed_nats
 from fedsim.models.transformer import Transformer, TransformerConfig, stacked
 
 LENGTH = 12

@@ -1,14 +1,14 @@
-"""A clip norm that follows a quantile of the gradient norms, privately (Andrew et al. 2021).
+"""What a step may release beside its gradient, from the same draw: a clip norm that moves, a loss.
 
-In each step, how many units have a norm within C is released with noise, beside the gradient and
-from the same draw, and C moves: C <- C exp(-rate (share within C - quantile)). Both releases
-together are one Gaussian mechanism, so the accountant sees the step that it would see without: the
-gradient gets a little more noise in exchange.
+Each release and the gradient together are one Gaussian mechanism, so the accountant sees the step
+that it would see without, and the gradient gets a little more noise in exchange. A sampling unit
+moves (clipped sum, count or sum of losses), each divided by the noise on it, by at most 1/z in
+norm, z being the noise multiplier of the step. A user with k examples in a step of ELS moves it by
+at most k/z, which is what Theorem 1 accounts.
 
-Sound for both algorithms. A sampling unit moves the pair (clipped sum, count), each divided by the
-noise on it, by at most 1/z in norm, z being the noise multiplier of the step. A user with k
-examples in a step of ELS moves it by at most k/z, which is what Theorem 1 accounts. The quantile is
-of users in ULS and of examples in ELS.
+`AdaptiveClip` follows a quantile of the gradient norms (Andrew et al. 2021): how many units have a
+norm within C is released, and C <- C exp(-rate (share within C - quantile)). The quantile is of
+users in ULS and of examples in ELS.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fedsim.noise import noisy_number
+from fedsim.noise import noisy_mean_loss, noisy_number
 
 RATE = 0.2
 """How far C moves, on a logarithmic scale; the value of Andrew et al. 2021."""
@@ -86,3 +86,43 @@ class AdaptiveClip:
         farthest = math.log(LARGEST / SMALLEST)
         change = min(max(-RATE * (share - self.quantile), -farthest), farthest)
         return min(max(clip_norm * math.exp(change), SMALLEST), LARGEST)
+
+
+SHARE = 7.2
+"""The noise on the loss, in units of z: so much leaves the gradient's multiplier within 1 % of z,
+as that on the count of `AdaptiveClip` does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisyLoss:
+    """What a step releases of its loss; all public."""
+
+    bound: float
+    """L: a unit's mean loss above counts as L. Nats per token."""
+    count: float
+    """B or M."""
+    noise_multiplier: float
+    """z, of the whole step: what is accounted. 0: no noise anywhere."""
+
+    @property
+    def stddev(self) -> float:
+        """The standard deviation of the noise on the sum of losses, in units of L / 2."""
+        return SHARE * self.noise_multiplier
+
+    purpose = "loss"
+    """Of the randomness: `SecretKey.generator(purpose, step)`."""
+
+    def release(
+        self, clip_norm: float, stats: StepStats, rng: np.random.Generator
+    ) -> dict[str, float]:
+        """What a step releases beside its gradient: its loss."""
+        return {"loss": self.mean(stats.counted_losses, rng)}
+
+    def mean(self, losses: np.ndarray, rng: np.random.Generator) -> float:
+        """The mean loss of the units [units] of a draw that have rows, with noise.
+
+        Guarantees: one unit changes the sum by at most L / 2, around which its loss counts,
+          whatever it is; what is not finite counts as L, and a unit without rows adds nothing.
+        """
+        own = {"bound": self.bound, "count": self.count, "stddev": self.stddev}
+        return noisy_mean_loss(losses, **own, rng=rng)
