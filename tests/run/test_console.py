@@ -6,10 +6,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from fedsim.config.privacy import COMPARISON_ONLY
 from rich.console import Console as RichConsole
 
 from fedsim.config import Algorithm
+from fedsim.config.privacy import COMPARISON_ONLY
 from fedsim.plan import Plan
 from fedsim.run.console import Console, guarantee_line, line, plan_rows
 
