@@ -18,7 +18,7 @@ import pytest
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import PrivacyConfig, run_config
-from fedsim.engine import autotune
+from fedsim.engine import trials
 from fedsim.plan import planner
 from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.console import Console, guarantee_line
@@ -371,8 +371,8 @@ def refused(args, capsys):
 @pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_a_strategy_that_was_tried_is_named_as_not_private(algorithm, texts, run_dir, monkeypatch):
-    # One candidate: what trials find is test_autotune.py's.
-    monkeypatch.setattr(autotune, "candidates", lambda *_, **__: [Strategy("scan", 2)])
+    # One candidate: what trials find is test_trials.py's.
+    monkeypatch.setattr(trials, "candidates", lambda *_, **__: [Strategy("scan", 2)])
     main(command(texts, run_dir, algorithm, strategy="auto", **{"num-steps": 1}))
     assert "the strategy of the clipped sum" in str(summary(run_dir)["non_private"])
 
@@ -416,7 +416,7 @@ def test_a_resumed_run_keeps_its_strategy_whatever_is_remembered(
 ):
     monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path))
     tried = [Strategy("scan", 2), Strategy("scan", 3)]  # others take longer to compile
-    monkeypatch.setattr(autotune, "candidates", lambda *_, **__: tried)
+    monkeypatch.setattr(trials, "candidates", lambda *_, **__: tried)
     remembered, record = tmp_path / "strategies", ledger.Ledger.record
 
     def stop_after_three(book, step, *args, **fields):

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.common import at_least, circumstances
-from fedsim.clipping import Clip, Strategy, clipped_sum
+from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.clip import num_coordinates
 from fedsim.clipping.products import in_one_product
 from fedsim.clipping.scan import zeros_like
@@ -131,7 +131,7 @@ class Problem:
             units = tokens.reshape(-1, group, tokens.shape[1])
             mask = jnp.ones(units.shape[:2], bool)
             losses = functools.partial(self.losses, frozen)
-            return clipped_sum(losses, params, units, mask, CLIP, strategy)
+            return clip_chunk(losses, params, units, mask, CLIP, strategy)
 
         return total
 

@@ -14,8 +14,8 @@ import optax
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.engine import Engine, Task
-from fedsim.engine.autotune import TRIAL_UNITS
 from fedsim.engine.resources import place_workers
+from fedsim.engine.trials import TRIAL_UNITS
 from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan
 from fedsim.run.console import Console

@@ -18,7 +18,7 @@ from fedsim import accounting
 from fedsim.accounting import Phases
 from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
 from fedsim.data.dataset import Dataset
-from fedsim.engine.autotune import AUTO
+from fedsim.engine.trials import AUTO
 from fedsim.errors import expect
 from fedsim.files import write_atomically, write_json
 from fedsim.group_size import median_group_size

@@ -136,7 +136,7 @@ def test_a_device_has_its_part_of_each_array_and_less_of_what_is_computed(whole)
     memory = {}
     for shape in (None, "fsdp:2"):
         summed(whole, shape)
-        programs = worker(whole[0], shape).programs
+        programs = worker(whole[0], shape).programs.compiled
         found = [program for key, program in programs.items() if key[0] == "sum"][0]
         memory[shape] = found.memory_analysis()
     assert memory["fsdp:2"].output_size_in_bytes < 0.6 * memory[None].output_size_in_bytes

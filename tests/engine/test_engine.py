@@ -142,7 +142,7 @@ def test_cohorts_of_varying_size_compile_once(rng, task, params):
     engine = LocalEngine(task, num_lanes=4)
     for units in [5, 0, 40, 1, 17, 33, 8]:
         engine.clipped_sum(params, groups(rng, units, 3), CLIP)
-    assert len(engine._worker.programs) == 1
+    assert len(engine._worker.programs.compiled) == 1
 
 
 @pytest.mark.ray
