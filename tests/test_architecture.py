@@ -142,6 +142,20 @@ def test_data_is_read_without_jax_and_ray():
     assert {m for m in needed if packages(m) & {"jax", "jaxlib", "flax", "optax", "ray"}} == set()
 
 
+def test_what_draws_and_writes_pages_is_loaded_when_one_is_made():
+    """Not when a module is imported, for which every command would wait."""
+    own = {"matplotlib", "jinja2", "markdown_it"}
+    assert own <= set().union(*map(packages, SOURCES))
+    for module, path in SOURCES.items():
+        names = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+        assert not own & {name.partition(".")[0] for name in names}, module
+
+
 def test_the_two_algorithms_differ_in_few_lines():
     els, uls = ((ROOT / name).read_text().splitlines() for name in ("els.py", "uls.py"))
     matcher = difflib.SequenceMatcher(None, els, uls, autojunk=False)

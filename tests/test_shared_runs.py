@@ -22,7 +22,7 @@ from fedsim.sampling import Sampling, contributions, draw_groups, groups_of
 from fedsim.sampling.shared import Groups
 from fedsim.shared_uls import SharedULS
 from fedsim.trust.evidence import Violated
-from fedsim.trust.owners import most_entered, most_owned
+from fedsim.trust.owner_counts import most_entered, most_owned
 
 
 class Graph:

@@ -25,7 +25,7 @@ from fedsim.run.console import Console, guarantee_line
 from fedsim.run.state import APART
 from fedsim.training.open import key_context
 from fedsim.trust import report
-from fedsim.trust.claim_fields import items
+from fedsim.trust.pages import as_markdown
 
 NUM_STEPS = 24
 
@@ -166,8 +166,8 @@ def test_a_stop_signal_ends_the_step_and_saves_it(texts, undisturbed, stopped_ru
     assert stopped["epsilon"] == undisturbed["uls"]["epsilon"]  # it may have looked at itself
     assert stopped["steps_done"] == len(lines(run_dir, "ledger.jsonl")) - 1
     reported = report.read(run_dir, Console())
-    shown = dict(items(reported).rows)
-    assert shown["steps accounted"].startswith(f"{NUM_STEPS} of {NUM_STEPS} planned, of which")
+    page = as_markdown("report.md.jinja", **report.compose(reported))
+    assert f"| steps accounted | {NUM_STEPS} of {NUM_STEPS} planned, of which" in page
     ideal = stopped["epsilon"] + stopped["slack"]["epsilon"]
     assert ideal <= reported.epsilon < ideal + 1e-3
     assert f", what all {NUM_STEPS} planned steps cost" in guarantee_line(stopped)

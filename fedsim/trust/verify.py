@@ -31,6 +31,7 @@ from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
 from fedsim.run.state import apart, results
 from fedsim.shared_uls import SharedULS
+from fedsim.trust.evaluation_check import check_evaluations
 from fedsim.trust.evidence import (
     Check,
     Evidence,
@@ -40,8 +41,7 @@ from fedsim.trust.evidence import (
     counted,
     demand,
 )
-from fedsim.trust.held_out import of_held_out
-from fedsim.trust.owners import most_entered, most_owned
+from fedsim.trust.owner_counts import most_entered, most_owned
 from fedsim.trust.replay import replay
 from fedsim.uls import ULS
 
@@ -92,7 +92,7 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
             raise ConfigError(f"data={data}: {error}") from None
     looks = [look for look in LOOKS if evidence.plan.shared or look != ("owners", _owners)]
     if evidence.plan.evaluations is not None:
-        looks.append(("evaluations", of_held_out))
+        looks.append(("evaluations", check_evaluations))
     if again:
         looks.append(("replay", functools.partial(replay, whole=again == "whole")))
     return [_check(promise, look, evidence) for promise, look in looks]

@@ -8,7 +8,6 @@ without protection, as the paper does, and says so.
 """
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -104,8 +103,6 @@ def recommend(
     )
     expect("users", num_users, num_users >= 1, ">= 1")
     expect("plot", plot, plot is None or plot.suffix == ".png", "a file ending in .png")
-    drawn = plot is None or importlib.util.find_spec("matplotlib") is not None
-    expect("plot", plot, drawn, "matplotlib, as in pip install 'fedsim[experiments]'")
     expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
     with _started(run, console, working=not plan_only) as start:
         least = LEAST_COHORT if plot else doubling.START.cohort_size // 2
