@@ -27,7 +27,7 @@ def draw(stores: Mapping[str, UserStore], file: Path) -> None:
     from matplotlib.figure import Figure
 
     if file.suffix != ".png":
-        raise DataError(f"histogram={file}: expected a file ending in .png")
+        raise DataError.of("histogram", file, "a file ending in .png")
     figure = Figure(figsize=(4.5 * len(stores), 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(stores), squeeze=False)[0]
@@ -40,5 +40,5 @@ def draw(stores: Mapping[str, UserStore], file: Path) -> None:
         axis.set(xscale="log", xlabel="examples per user", ylabel="users")
         axis.set(title=f"{name}: {store.num_users:,} users, median {median:,}")
     if not file.absolute().parent.is_dir():
-        raise DataError(f"histogram={file}: expected a file in a directory that exists")
+        raise DataError.of("histogram", file, "a file in a directory that exists")
     figure.savefig(file, dpi=120, metadata={"Software": None})

@@ -72,7 +72,7 @@ def choose_strategy(
             return strategy, "as asked for"
         *_, trial = engine.try_strategies(params, rows, clip, [Strategy(), strategy])
         if trial.fault is not None:
-            raise ConfigError(f"strategy={wanted}: expected another one: {trial.fault}")
+            raise ConfigError.of("strategy", wanted, f"another one: {trial.fault}")
         return strategy, "as asked for"
     if not len(rows):
         return Strategy("scan", min(group, 8)), "nothing to try others on"

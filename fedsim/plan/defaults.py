@@ -148,7 +148,7 @@ def _expect_shared(privacy: PrivacyConfig, data: Dataset) -> None:
     where = "where texts have several owners"
     rules, screen = (data.metadata.get(name, {}) for name in ("rules", "screen"))
     if rule := decided_by_texts(rules.get("long_texts", "cut"), screen.get("against", ())):
-        raise ConfigError(f"data: built with {rule} {where}")
+        raise ConfigError(f"data: built with {rule} {where}", field="data")
     asked = {
         "adjacency": (privacy.adjacency, ZERO_OUT),
         "noise": (privacy.noise, INDEPENDENT),

@@ -78,7 +78,7 @@ def cost(
     workers, devices = _workers(config)
     (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
     if trial.fault is not None:
-        raise ConfigError(f"strategy={strategy}: expected one that fits here: {trial.fault}")
+        raise ConfigError.of("strategy", strategy, f"one that fits here: {trial.fault}")
     # With a mesh the trial was one of all its devices, which have one model between them.
     models = 1 if config.mesh else devices
     step_s = trial.seconds / len(rows) * plan.expected_count / (workers * models)

@@ -210,7 +210,7 @@ def evaluate_privately(
     task, params, data, path = last_model(stored, run, console)
     store: UserStore | None = getattr(data, how.split)
     if store is None:
-        raise ConfigError(f"split={how.split}: expected a split that the data have")
+        raise ConfigError.of("split", how.split, "a split that the data have")
     expect("split", how.split, store.num_users > 1, "a split with two users at least")
     expect("split", how.split, graph_of(store) is None, "texts with one owner each")
     delta = store.num_users**-1.1 if how.delta is None else how.delta

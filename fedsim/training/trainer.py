@@ -310,7 +310,7 @@ class Trainer:
         again = f"step={step}: expected the row of noise that was drawn before: go on with the "
         again += "packages, and on the kind of host, that the run was started with"
         if self.other_bits:
-            raise ConfigError(f"{again} ({self.other_bits})")
+            raise ConfigError(f"{again} ({self.other_bits})", field="step")
         raise OtherBits(again)
 
     def _due(self, step: int, interval: int) -> bool:

@@ -89,7 +89,7 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
         except Violated:
             pass  # named below
         except Unknown as error:
-            raise ConfigError(f"data={data}: {error}") from None
+            raise ConfigError(f"data={data}: {error}", field="data") from None
     looks = [look for look in LOOKS if evidence.plan.shared or look != ("owners", _owners)]
     if evidence.plan.evaluations is not None:
         looks.append(("evaluations", check_evaluations))

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from problems import SoftmaxTask
+from refused import refuses
 from test_verify import write_texts
 
 from fedsim import accounting
@@ -332,11 +333,11 @@ def test_without_users_or_a_bound_there_is_nothing_to_release(texts, rng):
     run = RunConfig(data=None, run_dir=None)  # type: ignore[arg-type]
     users = SimpleNamespace(num_users=1, offsets=np.arange(2), vocab_size=256)
     for held in (None, users):
-        with pytest.raises(ValueError, match="eval_epsilon=1.0: expected data with two held-out"):
+        with refuses("eval_epsilon=1.0"):
             evaluations_of(private(), run, held)
     own = SimpleNamespace(num_users=9, offsets=np.arange(10))  # a task of the user's own
-    with pytest.raises(ValueError, match="eval_loss_bound=None: expected a bound"):
+    with refuses("eval_loss_bound=None"):
         evaluations_of(private(), run, own)
     assert evaluations_of(private(eval_loss_bound=2.0), run, own).loss_bound == 2.0
-    with pytest.raises(ValueError, match="eval_loss_bound=2.0: expected none without"):
+    with refuses("eval_loss_bound=2.0"):
         private(eval_epsilon=None, eval_loss_bound=2.0)
