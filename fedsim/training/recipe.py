@@ -8,12 +8,10 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from fedsim import optimizers
-from fedsim.config import RunConfig
+from fedsim.config import UPDATE, RunConfig
 from fedsim.errors import ConfigError
+from fedsim.training import optimizers
 
-UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
-"""The settings of a RunConfig that are None where they are left to the recipe."""
 PAPER: dict[str, Any] = {
     **{"optimizer": "adafactor", "learning_rate": 0.1, "schedule": "constant", "ema": 0.0}
 }

@@ -10,7 +10,7 @@ import pytest
 from refused import refuses
 
 from fedsim.errors import ConfigError
-from fedsim.optimizers import optimizer
+from fedsim.training.optimizers import optimizer
 
 GRAD = {"a": jnp.array([1.0, -2.0]), "b": jnp.full((3, 2), 0.5)}
 

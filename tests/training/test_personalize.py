@@ -10,8 +10,8 @@ from test_train import command, texts  # noqa: F401
 
 from fedsim.cli.main import main
 from fedsim.config import Personalization
-from fedsim.personalize import Personalizer, halves, personalize
 from fedsim.run.console import Console
+from fedsim.training.personalize import Personalizer, halves, personalize
 
 SIZES = [1, 2, 9, 40, 3, 1, 16]
 

@@ -21,7 +21,7 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig
-from fedsim.pretrain import NO_CLIP, Batches, schedule
+from fedsim.training.pretrain import NO_CLIP, Batches, schedule
 
 FLAGS = {"batch_size": 16, "rows_per_pass": 4, "checkpoint_every": 2}
 
