@@ -1,0 +1,201 @@
+"""Numbers of the lab's pages, read from experiments/results/ when the site is built.
+
+    ```{record} NAME
+    ```                                       claims with their verdicts, and where they come from
+    ```{record-table} NAME
+    :where: epsilon == 4                      rows, as pandas' `query` has it
+    :columns: algorithm; loss (.3f) as held-out loss
+    ```                                       rows of the record (CSV), or of a benchmark (JSON)
+    ```{record-table} NAME
+    :columns: algorithm; group_size as G
+    :across: epsilon as ε
+    :values: loss (.2f)
+    ```                                       a cell is the mean over rows that are otherwise equal
+    {record}`NAME:rows[epsilon=4][group_size=1].loss .3f`       one number; `/ 1e9` divides it
+
+A number in a sentence is a path into the JSON file: keys, and `[key=value]` for the one element
+that has this value. `rows` are those of the CSV file where there is one. A name, path or column
+that a record does not have is a warning, which fails the build under `sphinx-build -W`.
+"""
+
+import json
+import math
+import re
+
+import pandas
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+from experiments.records import RESULTS, read_rows
+
+VERDICTS = {True: "yes", False: "**no**", None: "not judged"}
+ROLE = re.compile(r"(\w+):((?:[^\[\s]|\[[^\]]*\])+)(?: / (\S+))?(?: (\S+))?")
+STEP = re.compile(r"\[([^=\]]+)=([^\]]*)\]|\.?([^.\[]+)")
+COLUMN = re.compile(r"(.+?)(?: \(([^)]*)\))?(?: as (.+))?")
+FAULTS = (OSError, LookupError, ValueError, TypeError, pandas.errors.UndefinedVariableError)
+logger = logging.getLogger(__name__)
+
+
+def load_record(name: str) -> dict:
+    """A committed record, with its rows. Raises LookupError: there is none of that name."""
+    for folder in (RESULTS, RESULTS / "small"):
+        file = folder / f"{name}.json"
+        if file.exists():
+            record = json.loads(file.read_text())
+            if file.with_suffix(".csv").exists():
+                record["rows"] = read_rows(file.with_suffix(".csv"))
+            return record | {"file": file}
+    raise LookupError(f"no record {name!r} in {RESULTS}")
+
+
+def look_up(record: dict, path: str):
+    """The value at a path. Raises LookupError: nothing is there, or several elements are."""
+    value: object = record
+    for key, wanted, name in STEP.findall(path):
+        if key:
+            value = [element for element in value if show(element[key]) == wanted]
+            value = value[0] if len(value) == 1 else value
+        elif isinstance(value, list) and not name.isdigit():
+            raise LookupError(f"{len(value)} elements instead of one before {name!r} in {path!r}")
+        else:
+            value = value[int(name) if isinstance(value, list) else name]
+    if isinstance(value, list | dict):
+        raise LookupError(f"{path!r} is no single value")
+    return value
+
+
+def show(value, spec: str | None = None) -> str:
+    """A value for a reader: `spec` is for numbers; nothing is shown of what is missing."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "" if math.isnan(value) else "∞"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return format(value, spec or ("" if isinstance(value, int) else "g"))
+    return "" if value is None else str(value)
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        f"| {' | '.join(c.replace('|', chr(92) + '|') for c in row)} |" for row in lines
+    )
+
+
+def claims_table(record: dict) -> str:
+    """The claims of an experiment, or the bars of a benchmark."""
+    rows = [[c["claim"], VERDICTS[c["held"]], c["numbers"]] for c in record.get("claims", ())]
+    for bar in record.get("bars", ()):
+        rows.append([bar["name"], VERDICTS[bar["holds"]], f"{bar['value']:.3g} ({bar['bound']:g})"])
+    return markdown_table(
+        ["claim", "held?", "numbers" if "claims" in record else "value (bound)"], rows
+    )
+
+
+def provenance(record: dict) -> str:
+    """Scale, model, seeds, data, date and commit; of a benchmark, machine and versions."""
+    if "commit" not in record:
+        parts = {**record["machine"], **record["versions"]}
+        return ", ".join(f"{name} {show(value)}" for name, value in parts.items()) + "."
+    model, trained = record.get("model") or {}, record.get("trainings")
+    parts = [f"Scale `{record['scale']}`"]
+    if count := model.get("num_parameters"):
+        parts.append(f"a model of {count:,} parameters")
+    for name in ("seeds", "data"):
+        if record[name]:
+            parts.append(f"{name} {', '.join(map(str, record[name]))}")
+    if trained:
+        dates = " to ".join(dict.fromkeys((trained["dates"][0], trained["dates"][-1])))
+        parts.append(f"{trained['number']} rows trained {dates} at {', '.join(trained['commits'])}")
+        parts.append(f"judged and drawn {record['date']} at {record['commit']}")
+    else:
+        parts.append(f"{record['date']}, commit {record['commit']}")
+    return "; ".join(parts) + "."
+
+
+def columns_of(text: str) -> list[tuple[str, str | None, str]]:
+    """(column, format, heading) of each part of `loss (.3f) as held-out loss; epsilon as ε`."""
+    found = [COLUMN.fullmatch(part.strip()).groups() for part in text.split(";")]
+    return [(name, spec, heading or name.replace("_", " ")) for name, spec, heading in found]
+
+
+def rows_table(record: dict, options: dict) -> str:
+    """Rows as they are, or with the values of one column across."""
+    frame = pandas.json_normalize(record["rows"])
+    if "where" in options:
+        frame = frame.query(options["where"])
+    if frame.empty:
+        raise LookupError(f"no rows where {options.get('where')}")
+    columns = columns_of(options["columns"])
+    if "across" in options:
+        [(across, _, label)] = columns_of(options["across"])
+        [(values, spec, _)] = columns_of(options["values"])
+        names = [name for name, *_ in columns]
+        frame = frame.pivot_table(values, names, across, sort="sorted" in options)
+        headings = {value: f"{label} = {show(value)}" for value in frame.columns}
+        columns += [(value, spec, heading) for value, heading in headings.items()]
+        frame = frame.reset_index()
+    found = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    cells = [[show(row[name], spec) for name, spec, _ in columns] for row in found]
+    return markdown_table([heading for *_, heading in columns], cells)
+
+
+class RecordDirective(SphinxDirective):
+    """Claims and provenance of a record."""
+
+    required_arguments = 1
+
+    def text(self, record: dict) -> str:
+        tables = [claims_table(record)] if record.get("claims") or record.get("bars") else []
+        return "\n\n".join([*tables, provenance(record)])
+
+    def run(self):
+        try:
+            record = load_record(self.arguments[0])
+            self.env.note_dependency(str(record["file"]))
+            self.env.note_dependency(str(record["file"].with_suffix(".csv")))
+            return self.parse_text_to_nodes(self.text(record))
+        except FAULTS as error:
+            logger.warning("record: %s", error, location=self.get_location())
+            return []
+
+
+class RecordTable(RecordDirective):
+    """Rows of a record."""
+
+    option_spec = {
+        **dict.fromkeys(("where", "columns", "across", "values"), directives.unchanged_required),
+        "sorted": directives.flag,
+    }
+
+    def text(self, record: dict) -> str:
+        return rows_table(record, self.options)
+
+
+class RecordRole(SphinxRole):
+    """One number of a record, in a sentence."""
+
+    def run(self):
+        try:
+            match = ROLE.fullmatch(self.text)
+            if match is None:
+                raise ValueError(f"{self.text!r} is not NAME:PATH [/ NUMBER] [FORMAT]")
+            name, path, divisor, spec = match.groups()
+            record = load_record(name)
+            self.env.note_dependency(str(record["file"]))
+            value = look_up(record, path)
+            if spec and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ValueError(f"{path!r} is no number")
+            shown = show(value / float(divisor) if divisor else value, spec)
+            return [nodes.Text(shown)], []
+        except FAULTS as error:
+            logger.warning("record: %s", error, location=self.get_location())
+            return [nodes.literal(self.text, self.text)], []
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.add_directive("record", RecordDirective)
+    app.add_directive("record-table", RecordTable)
+    app.add_role("record", RecordRole())
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
