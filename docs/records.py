@@ -4,7 +4,7 @@
     ```                                       claims with their verdicts, and where they come from
     ```{record-table} NAME
     :where: epsilon == 4                      rows, as pandas' `query` has it
-    :columns: algorithm; loss (.3f) as held-out loss
+    :columns: algorithm; loss (.3f) as held-out loss; bytes / 1e9 (.1f) as GB
     ```                                       rows of the record (CSV), or of a benchmark (JSON)
     ```{record-table} NAME
     :columns: algorithm; group_size as G
@@ -55,7 +55,9 @@ def look_up(record: dict, path: str):
     value: object = record
     for key, wanted, name in STEP.findall(path):
         if key:
-            value = [element for element in value if show(element[key]) == wanted]
+            value = [
+                element for element in value if wanted in (str(element[key]), show(element[key]))
+            ]
             value = value[0] if len(value) == 1 else value
         elif isinstance(value, list) and not name.isdigit():
             raise LookupError(f"{len(value)} elements instead of one before {name!r} in {path!r}")
@@ -71,7 +73,7 @@ def show(value, spec: str | None = None) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "" if math.isnan(value) else "∞"
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return format(value, spec or ("" if isinstance(value, int) else "g"))
+        return format(value, spec or ("," if isinstance(value, int) else "g"))
     return "" if value is None else str(value)
 
 
@@ -124,18 +126,22 @@ def rows_table(record: dict, options: dict) -> str:
     frame = pandas.json_normalize(record["rows"])
     if "where" in options:
         frame = frame.query(options["where"])
+    frame = frame.copy()
     if frame.empty:
         raise LookupError(f"no rows where {options.get('where')}")
     columns = columns_of(options["columns"])
+    for name, *_ in columns:
+        if name not in frame:  # an expression of columns
+            frame[name] = frame.eval(name)
     if "across" in options:
         [(across, _, label)] = columns_of(options["across"])
         [(values, spec, _)] = columns_of(options["values"])
-        names = [name for name, *_ in columns]
-        frame = frame.pivot_table(values, names, across, sort="sorted" in options)
-        headings = {value: f"{label} = {show(value)}" for value in frame.columns}
-        columns += [(value, spec, heading) for value, heading in headings.items()]
+        frame = frame.pivot_table(values, [name for name, *_ in columns], across)
+        label = f"{label} = " if " as " in options["across"] else ""
+        columns += [(value, spec, label + show(value)) for value in frame.columns]
         frame = frame.reset_index()
-    found = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    frame = frame.convert_dtypes().astype(object)  # whole numbers beside nothing are no floats
+    found = frame.where(frame.notna(), None).to_dict("records")
     cells = [[show(row[name], spec) for name, spec, _ in columns] for row in found]
     return markdown_table([heading for *_, heading in columns], cells)
 
@@ -163,10 +169,9 @@ class RecordDirective(SphinxDirective):
 class RecordTable(RecordDirective):
     """Rows of a record."""
 
-    option_spec = {
-        **dict.fromkeys(("where", "columns", "across", "values"), directives.unchanged_required),
-        "sorted": directives.flag,
-    }
+    option_spec = dict.fromkeys(
+        ("where", "columns", "across", "values"), directives.unchanged_required
+    )
 
     def text(self, record: dict) -> str:
         return rows_table(record, self.options)
