@@ -21,6 +21,7 @@ that a record does not have is a warning, which fails the build under `sphinx-bu
 import json
 import math
 import re
+from typing import Any
 
 import pandas
 from docutils import nodes
@@ -40,24 +41,19 @@ logger = logging.getLogger(__name__)
 
 def load_record(name: str) -> dict:
     """A committed record, with its rows. Raises LookupError: there is none of that name."""
-    for folder in (RESULTS, RESULTS / "small"):
-        file = folder / f"{name}.json"
+    for file in (RESULTS / f"{name}.json", RESULTS / "small" / f"{name}.json"):
         if file.exists():
-            record = json.loads(file.read_text())
-            if file.with_suffix(".csv").exists():
-                record["rows"] = read_rows(file.with_suffix(".csv"))
-            return record | {"file": file}
+            record, rows = json.loads(file.read_text()), file.with_suffix(".csv")
+            return record | ({"rows": read_rows(rows)} if rows.exists() else {}) | {"file": file}
     raise LookupError(f"no record {name!r} in {RESULTS}")
 
 
 def look_up(record: dict, path: str):
     """The value at a path. Raises LookupError: nothing is there, or several elements are."""
-    value: object = record
+    value: Any = record
     for key, wanted, name in STEP.findall(path):
         if key:
-            value = [
-                element for element in value if wanted in (str(element[key]), show(element[key]))
-            ]
+            value = [each for each in value if wanted in (str(each[key]), show(each[key]))]
             value = value[0] if len(value) == 1 else value
         elif isinstance(value, list) and not name.isdigit():
             raise LookupError(f"{len(value)} elements instead of one before {name!r} in {path!r}")
@@ -77,58 +73,52 @@ def show(value, spec: str | None = None) -> str:
     return "" if value is None else str(value)
 
 
-def markdown_table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        f"| {' | '.join(c.replace('|', chr(92) + '|') for c in row)} |" for row in lines
-    )
+def markdown_table(*rows: list[str]) -> str:
+    """The first row is the head."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    cells.insert(1, ["---"] * len(rows[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
-def claims_table(record: dict) -> str:
-    """The claims of an experiment, or the bars of a benchmark."""
+def claims(record: dict) -> str:
+    """The claims of an experiment, or the bars of a benchmark; and where the record comes from."""
     rows = [[c["claim"], VERDICTS[c["held"]], c["numbers"]] for c in record.get("claims", ())]
     for bar in record.get("bars", ()):
         rows.append([bar["name"], VERDICTS[bar["holds"]], f"{bar['value']:.3g} ({bar['bound']:g})"])
-    return markdown_table(
-        ["claim", "held?", "numbers" if "claims" in record else "value (bound)"], rows
-    )
-
-
-def provenance(record: dict) -> str:
-    """Scale, model, seeds, data, date and commit; of a benchmark, machine and versions."""
+    head = ["claim", "held?", "value (bound)" if "bars" in record else "numbers"]
+    table = markdown_table(head, *rows) + "\n\n" if rows else ""
     if "commit" not in record:
-        parts = {**record["machine"], **record["versions"]}
-        return ", ".join(f"{name} {show(value)}" for name, value in parts.items()) + "."
-    model, trained = record.get("model") or {}, record.get("trainings")
+        circumstances = {**record["machine"], **record["versions"]}
+        return table + ", ".join(f"{name} {show(it)}" for name, it in circumstances.items()) + "."
     parts = [f"Scale `{record['scale']}`"]
-    if count := model.get("num_parameters"):
+    if count := (record["model"] or {}).get("num_parameters"):
         parts.append(f"a model of {count:,} parameters")
-    for name in ("seeds", "data"):
-        if record[name]:
-            parts.append(f"{name} {', '.join(map(str, record[name]))}")
-    if trained:
+    parts += [f"{n} {', '.join(map(str, record[n]))}" for n in ("seeds", "data") if record[n]]
+    at = f"{record['date']}, commit {record['commit']}"
+    if trained := record.get("trainings"):
         dates = " to ".join(dict.fromkeys((trained["dates"][0], trained["dates"][-1])))
         parts.append(f"{trained['number']} rows trained {dates} at {', '.join(trained['commits'])}")
-        parts.append(f"judged and drawn {record['date']} at {record['commit']}")
-    else:
-        parts.append(f"{record['date']}, commit {record['commit']}")
-    return "; ".join(parts) + "."
+        at = f"judged and drawn {at}"
+    return table + "; ".join([*parts, at]) + "."
 
 
 def columns_of(text: str) -> list[tuple[str, str | None, str]]:
     """(column, format, heading) of each part of `loss (.3f) as held-out loss; epsilon as ε`."""
-    found = [COLUMN.fullmatch(part.strip()).groups() for part in text.split(";")]
-    return [(name, spec, heading or name.replace("_", " ")) for name, spec, heading in found]
+    columns = []
+    for part in text.split(";"):
+        if (match := COLUMN.fullmatch(part.strip())) is None:
+            raise ValueError(f"{text!r} has an empty column")
+        name, spec, heading = match.groups()
+        columns.append((name, spec, heading or name.replace("_", " ")))
+    return columns
 
 
 def rows_table(record: dict, options: dict) -> str:
     """Rows as they are, or with the values of one column across."""
     frame = pandas.json_normalize(record["rows"])
-    if "where" in options:
-        frame = frame.query(options["where"])
-    frame = frame.copy()
+    frame = frame.query(options["where"]).copy() if "where" in options else frame
     if frame.empty:
-        raise LookupError(f"no rows where {options.get('where')}")
+        raise LookupError(f"no rows where {options['where']}")
     columns = columns_of(options["columns"])
     for name, *_ in columns:
         if name not in frame:  # an expression of columns
@@ -141,40 +131,31 @@ def rows_table(record: dict, options: dict) -> str:
         columns += [(value, spec, label + show(value)) for value in frame.columns]
         frame = frame.reset_index()
     frame = frame.convert_dtypes().astype(object)  # whole numbers beside nothing are no floats
-    found = frame.where(frame.notna(), None).to_dict("records")
-    cells = [[show(row[name], spec) for name, spec, _ in columns] for row in found]
-    return markdown_table([heading for *_, heading in columns], cells)
+    rows = frame.where(frame.notna(), None).to_dict("records")
+    cells = [[show(row[name], spec) for name, spec, _ in columns] for row in rows]
+    return markdown_table([heading for *_, heading in columns], *cells)
 
 
 class RecordDirective(SphinxDirective):
-    """Claims and provenance of a record."""
+    """Claims of a record, or rows of it."""
 
     required_arguments = 1
-
-    def text(self, record: dict) -> str:
-        tables = [claims_table(record)] if record.get("claims") or record.get("bars") else []
-        return "\n\n".join([*tables, provenance(record)])
-
-    def run(self):
-        try:
-            record = load_record(self.arguments[0])
-            self.env.note_dependency(str(record["file"]))
-            self.env.note_dependency(str(record["file"].with_suffix(".csv")))
-            return self.parse_text_to_nodes(self.text(record))
-        except FAULTS as error:
-            logger.warning("record: %s", error, location=self.get_location())
-            return []
-
-
-class RecordTable(RecordDirective):
-    """Rows of a record."""
-
     option_spec = dict.fromkeys(
         ("where", "columns", "across", "values"), directives.unchanged_required
     )
 
-    def text(self, record: dict) -> str:
-        return rows_table(record, self.options)
+    def run(self):
+        try:
+            record = load_record(self.arguments[0])
+            for file in (record["file"], record["file"].with_suffix(".csv")):
+                self.env.note_dependency(str(file))
+            table = self.name == "record-table"
+            return self.parse_text_to_nodes(
+                rows_table(record, self.options) if table else claims(record)
+            )
+        except FAULTS as error:
+            logger.warning("record: %s", error, location=self.get_location())
+            return []
 
 
 class RecordRole(SphinxRole):
@@ -191,8 +172,7 @@ class RecordRole(SphinxRole):
             value = look_up(record, path)
             if spec and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise ValueError(f"{path!r} is no number")
-            shown = show(value / float(divisor) if divisor else value, spec)
-            return [nodes.Text(shown)], []
+            return [nodes.Text(show(value / float(divisor) if divisor else value, spec))], []
         except FAULTS as error:
             logger.warning("record: %s", error, location=self.get_location())
             return [nodes.literal(self.text, self.text)], []
@@ -201,6 +181,6 @@ class RecordRole(SphinxRole):
 def setup(app):
     """Called by Sphinx."""
     app.add_directive("record", RecordDirective)
-    app.add_directive("record-table", RecordTable)
+    app.add_directive("record-table", RecordDirective)
     app.add_role("record", RecordRole())
     return {"parallel_read_safe": True, "parallel_write_safe": True}

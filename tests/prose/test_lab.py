@@ -118,6 +118,7 @@ Of {record}`benchmark:rows[name=a step].bytes / 1e9 .1f` GB,
         ("```{record-table} figure\n:columns: rate\n```", "rate"),
         ("```{record-table} figure\n:where: rate == 1\n:columns: loss\n```", "rate"),
         ("```{record-table} figure\n:where: seed == 7\n:columns: loss\n```", "no rows where"),
+        ("```{record-table} figure\n:columns: loss;\n```", "has an empty column"),
         ("```{record-table} figure\n```", "columns"),
     ],
 )
