@@ -38,8 +38,8 @@ from fedsim.files import read_json, write_json
 from fedsim.plan import Plan
 from fedsim.run import directory
 from fedsim.run import ledger as run_ledger
+from fedsim.run.chained_log import LedgerError
 from fedsim.run.directory import RECEIPT
-from fedsim.run.ledger import LedgerError
 from fedsim.uls import ULS
 
 RUNNING, KILLED, GONE = "running", "killed", "gone"

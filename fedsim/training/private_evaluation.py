@@ -14,7 +14,6 @@ twice.
 import dataclasses
 import json
 import math
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,13 +32,7 @@ from fedsim.data.users import UserStore
 from fedsim.engine import Engine
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.evaluate import VALIDATION, last_model
-from fedsim.files import (
-    make_directory,
-    remove_cut_off_line,
-    sync_directory,
-    whole_lines,
-    write_json,
-)
+from fedsim.files import make_directory, open_to_append, whole_lines, write_durably, write_json
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
 from fedsim.plan import ADJACENCY, REPRODUCTION, Evaluations, Plan, noise_of
@@ -77,14 +70,8 @@ class Evaluated:
         """The loss after `step`: what was released of it, or what is computed now, durable."""
         if step not in self.losses:
             loss = compute()
-            remove_cut_off_line(self._path)
-            is_new = not self._path.exists()
-            with open(self._path, "a") as file:
-                file.write(json.dumps({"step": step, "loss": loss}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            if is_new:
-                sync_directory(self._path.parent)
+            with open_to_append(self._path) as file:
+                write_durably(file, json.dumps({"step": step, "loss": loss}).encode() + b"\n")
             self.losses[step] = loss
         return self.losses[step]
 

@@ -23,8 +23,9 @@ from fedsim.errors import ConfigError, FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.run import directory
 from fedsim.run import ledger as ledger_module
+from fedsim.run.chained_log import LedgerError
 from fedsim.run.directory import LOCK, RECEIPT
-from fedsim.run.ledger import Ledger, LedgerError
+from fedsim.run.ledger import Ledger
 
 STEP, STEPS, DELTA = StepEvent(2.0, 0.1), 20, 1e-6
 PEOPLE = [f"user {i}" for i in range(5)]
