@@ -18,7 +18,8 @@ import jax
 import numpy as np
 import optax
 
-from fedsim.budget.admission import Applicant
+from fedsim.budget.admission import admitted
+from fedsim.budget.applicant import Applicant
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import PretrainConfig, RunConfig, as_dict, to_json
@@ -78,7 +79,7 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
             console=console,
             key=opened.key,
         )
-        with applicant.admitted(entry):
+        with admitted(applicant, entry):
             summary = trainer.fit(params)
         console.note(f"written to {run.run_dir}; train it on with --model {run.run_dir}")
         return summary

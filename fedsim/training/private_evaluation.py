@@ -24,7 +24,8 @@ import jax
 import numpy as np
 
 from fedsim.accounting import Event, StepEvent
-from fedsim.budget.admission import Applicant
+from fedsim.budget.admission import admitted
+from fedsim.budget.applicant import Applicant
 from fedsim.budget.ledger import Entry, Limit, place_of
 from fedsim.config import ZERO_OUT, RunConfig
 from fedsim.data.dataset import Dataset
@@ -151,14 +152,14 @@ class Counted:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count the run, and when the block ends what it released; see `Applicant.admitted`."""
+        """Count the run, and when the block ends what it released; see `admission`."""
         with ExitStack() as stack:
             for applicant, entry in self.applicants:
                 of_evaluations = applicant.kind == "evaluation"
                 if of_evaluations:
                     make_directory(applicant.run_dir, 0o700)
                 seen = self._evaluated if of_evaluations else None
-                stack.enter_context(applicant.admitted(entry, seen))
+                stack.enter_context(admitted(applicant, entry, seen))
             yield
 
     def _evaluated(self) -> list[tuple[Event, int]]:
@@ -211,7 +212,7 @@ def evaluate_privately(
     entry = applicant.entry(key.seal("evaluation"), [(StepEvent(sigma, 1.0), 1)], part, "")
     applicant.expect_room(entry)
     make_directory(out, 0o700)
-    with applicant.admitted(entry):
+    with admitted(applicant, entry):
         losses = user_losses(task, params, how.split)
         rng = key.generator("evaluation")
         known = {"bound": most, "count": store.num_users, "stddev": sigma}

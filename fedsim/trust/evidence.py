@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fedsim.budget.admission import expect_receipt
+from fedsim.budget.receipt import expect_receipt
 from fedsim.config import changed_run
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
