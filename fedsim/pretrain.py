@@ -33,7 +33,7 @@ from fedsim.optimizers import diverged, is_finite, update_rule, updater
 from fedsim.recipe import settled
 from fedsim.run import checkpoint, directory
 from fedsim.run.console import Console
-from fedsim.run.metrics import Metrics, table
+from fedsim.run.metrics import Metrics
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, save
 from fedsim.training import open_run, wait_for
@@ -144,7 +144,7 @@ class Pretrainer:
         metrics = Metrics(run_dir, last_step=state.step or -1)
         try:
             about = {"privacy": WARNING, **as_dict(self.settings), **as_dict(self.run)}
-            metrics.text("pretrain", table({n: v for n, v in about.items() if n != "seed"}))
+            metrics.table("pretrain", {n: v for n, v in about.items() if n != "seed"})
             self._steps(state, metrics)
         finally:
             metrics.close()

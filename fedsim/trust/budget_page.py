@@ -14,7 +14,7 @@ from fedsim.budget.people import union
 from fedsim.budget.spending import Books, Charge, books
 from fedsim.config import to_json
 from fedsim.errors import expect
-from fedsim.run.listing import aligned
+from fedsim.run.terminal import aligned
 from fedsim.trust.pages import write
 from fedsim.trust.plots import Chart, Series
 
