@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedsim.errors import ConfigError, FileDamaged, brief, expect
 
@@ -266,6 +266,28 @@ def remove_cut_off_line(path: Path) -> None:
     """Remove what a crash left of a last line; for the one who is about to append."""
     if path.exists():
         os.truncate(path, len(_whole(path.read_bytes())))
+
+
+def open_to_append(path: Path, mode: int | None = None) -> IO[bytes]:
+    """A file of lines, open for one more; what a crash left of a last line is removed.
+
+    Its name is durable on return. Args: mode: of a file that is made; None: as the umask has it.
+    """
+    is_new = not path.exists()
+    remove_cut_off_line(path)
+    file = open(path, "ab")
+    if is_new and mode is not None:
+        path.chmod(mode)
+    sync_directory(path.parent)  # also for one who was killed before this
+    return file
+
+
+def write_durably(file: IO[bytes], data: bytes) -> None:
+    """Write what is there even after a crash when this returns."""
+    with named(Path(file.name)):
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _whole(data: bytes) -> bytes:

@@ -14,8 +14,8 @@ from test_verify import command, write_texts
 
 from fedsim import engine
 from fedsim.accounting.pure_dp import PureEvent
-from fedsim.budget.admission import Applicant, charge_of
 from fedsim.budget.ledger import hold
+from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm, EngineConfig, PrivacyConfig
@@ -28,6 +28,7 @@ from fedsim.keys import SecretKey
 from fedsim.plan import complete, defaults, method_for
 from fedsim.run import directory
 from fedsim.run.console import Console
+from fedsim.training import planned
 from fedsim.training.dry_run import cost
 from fedsim.training.planned import warnings_of
 
@@ -108,7 +109,11 @@ def test_a_private_draw_is_counted_before_anything_is_refused_that_follows_from_
 def test_a_run_with_a_private_draw_pays_for_it_once(texts, run_dir, tmp_path, monkeypatch, capsys):
     place, order = tmp_path / "ledger", []
     args = {**MEDIAN, "epsilon": 0.6, "budget-ledger": place, "limit-epsilon": 0.7}
-    for where, name in ((defaults, "private_median"), (Applicant, "released"), (Console, "plan")):
+    for where, name in (
+        (defaults, "private_median"),
+        (planned, "count_at_once"),
+        (Console, "plan"),
+    ):
         real = getattr(where, name)
 
         def called(*args, name=name, real=real):
@@ -117,16 +122,16 @@ def test_a_run_with_a_private_draw_pays_for_it_once(texts, run_dir, tmp_path, mo
 
         monkeypatch.setattr(where, name, called)
     main(command(texts, run_dir, "els", **args))
-    assert order == ["released", "private_median", "plan"]
-    planned = directory.load(run_dir).plan
+    assert order == ["count_at_once", "private_median", "plan"]
+    plan = directory.load(run_dir).plan
     with hold(place) as ledger:
         (entry,) = ledger.entries.values()
         assert entry.kind == "train" and entry.planned == entry.released
-        assert entry.planned == [*DRAWN, (planned.event(), planned.num_steps)]
+        assert entry.planned == [*DRAWN, (plan.event(), plan.num_steps)]
         assert [line["what"] for line in map(ledger.line, range(1, 5))] == ["opened", "closed"] * 2
     (run_dir / "summary.json").unlink()
     main([*command(texts, run_dir, "els", **args), "--resume"])
-    assert order.count("released") == 1  # the same draw
+    assert order.count("count_at_once") == 1  # the same draw
 
 
 @pytest.mark.privacy

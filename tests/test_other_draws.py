@@ -12,14 +12,15 @@ from refused import refuses
 
 import fedsim
 from fedsim import keys
-from fedsim.budget.admission import Applicant
+from fedsim.budget import admission
 from fedsim.engine import environment
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.noise import correlated, independent
 from fedsim.plan import drawn_once
 from fedsim.run import ledger
-from fedsim.run.ledger import LedgerError, OtherBits
+from fedsim.run.chained_log import LedgerError
+from fedsim.run.ledger import OtherBits
 from fedsim.sampling import Allocation, Cyclic, Poisson
 from fedsim.training import launch, planned
 
@@ -95,7 +96,7 @@ def test_a_copy_of_a_killed_run_does_not_go_on_with_other_gradients(run_dir, mon
 
     rare = {"checkpoint_every": 100}
     with monkeypatch.context() as patch:
-        patch.setattr(Applicant, "_settle", lambda *_: None)
+        patch.setattr(admission, "_settle", lambda *_: None)
         with pytest.raises(Killed):
             train(run_dir, at=kill, **rare)
     seen = ledger.read(run_dir)

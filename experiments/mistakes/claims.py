@@ -145,9 +145,9 @@ CLAIMS = (
         (
             Patch(
                 "fedsim.budget.admission",
-                "Applicant._expect_newest",
-                lambda right, self, ledger, entry, own, chains: (
-                    None if own is None else right(self, ledger, entry, own, chains)
+                "_expect_newest",
+                lambda right, applicant, ledger, entry, progress: (
+                    None if progress.released is None else right(applicant, ledger, entry, progress)
                 ),
             ),
         ),
@@ -218,7 +218,7 @@ COPIES = (
     Mistake(
         "a killed run counted with what its directory shows",
         ADMISSION + "test_a_killed_run_counts_whole_whatever_its_directory_shows",
-        (Patch("fedsim.budget.admission", "charge_of", shown),),
+        (Patch("fedsim.budget.spending", "charge_of", shown),),
     ),
     Mistake(
         "turns drawn anew by other packages",

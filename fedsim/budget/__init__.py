@@ -4,5 +4,7 @@ ledger       the ledger of the data: every run, append-only, chained, locked
 marks        how far runs that have not ended have come: older copies of them are refused
 people       whose texts a run saw: keyed fingerprints of users' ids
 spending     what it adds up to, for the person who pays most; a privacy filter
-admission    a run is counted before its first release, and refused where a limit would break
+applicant    whether a run fits under the limits, and how many of its steps would
+admission    it is counted before its first release, and what it released when it ends
+receipt      where a run is counted, and what the ledger says of it
 """

@@ -23,7 +23,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,12 @@ from fedsim.files import (
     expand_home,
     make_directory,
     read_json,
-    remove_cut_off_line,
-    sync_directory,
     write_json,
 )
 from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
-from fedsim.run.ledger import LedgerError, Reached, parse, sealed
+from fedsim.run.chained_log import ChainedLog, LedgerError
+from fedsim.run.ledger import Reached
 
 FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
 SHARED = 0o660
@@ -118,27 +117,26 @@ class BudgetLedger:
             self.key = SecretKey.load(directory)
         except FileNotFoundError:
             raise FileDamaged(f"{directory / KEY}: expected the key of {self._path}") from None
-        data = self._path.read_bytes() if self._path.exists() else b""
-        self._lines = parse(data, str(self._path), _line, self._link)
+        self._log = ChainedLog(self._path, _check, self._link, self._mode)
         self._expect_whole()
         self.entries: dict[str, Entry] = {}
         self.limits: list[Limit] = []
-        for number, line in enumerate(self._lines, 1):
+        for number, line in enumerate(self._log.lines, 1):
             self._take(line, number)
 
     @property
     def chain(self) -> str:
         """The hash that the next line will hold of this one and all before it."""
-        return self._lines[-1]["chain"] if self._lines else ""
+        return self._log.chain
 
     @property
     def num_lines(self) -> int:
         """How many lines the ledger has."""
-        return len(self._lines)
+        return len(self._log.lines)
 
     def line(self, number: int) -> dict[str, Any]:
         """The line of this number, from 1."""
-        return self._lines[number - 1]
+        return self._log.lines[number - 1]
 
     def users(self, ids: Sequence[str]) -> np.ndarray:
         """The fingerprints of users' ids."""
@@ -196,25 +194,21 @@ class BudgetLedger:
 
     def expect_line(self, number: int, chain: str, name: str) -> None:
         """Raises LedgerError, naming `name`: the ledger has lost this line."""
-        if not (0 < number <= self.num_lines and self._lines[number - 1]["chain"] == chain):
+        if not (0 < number <= self.num_lines and self._log.chain_after(number) == chain):
             raise LedgerError(f"{self._path}: was cut or replaced: {name} is line {number} of it")
 
     def _append(self, fields: dict[str, Any]) -> None:
-        line = {**fields, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        remove_cut_off_line(self._path)
-        data, chain = sealed(line, self.chain, self._link)
-        is_new = not self._path.exists()
-        with open(self._path, "ab") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if is_new:
-            self._path.chmod(self._mode)
-            sync_directory(self.directory)
-        self._lines.append({**line, "chain": chain})
-        self._take(self._lines[-1], self.num_lines)
-        write_json(self.directory / LAST, {"lines": self.num_lines, "chain": chain}, self._mode)
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._log.append({**fields, "time": now})
+        self._take(self._log.lines[-1], self.num_lines)
+        write_json(
+            self.directory / LAST, {"lines": self.num_lines, "chain": self.chain}, self._mode
+        )
         (self.directory / LAST).chmod(self._mode)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._log.close()
 
     def _link(self, chain: str, body: bytes) -> str:
         return self.key.seal(f"budget {chain} {hashlib.sha256(body).hexdigest()}")
@@ -269,7 +263,8 @@ def hold(directory: Path) -> Iterator[BudgetLedger]:
         if os.fstat(lock.fileno()).st_uid == os.getuid():
             os.fchmod(lock.fileno(), _mode(directory))
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield BudgetLedger(directory)
+        with closing(BudgetLedger(directory)) as ledger:
+            yield ledger
 
 
 @contextmanager
@@ -293,7 +288,7 @@ def _phases(words: Any) -> Released:
     return None if words is None else of_words(words)
 
 
-def _line(line: dict[str, Any], number: int) -> None:
+def _check(line: dict[str, Any], number: int) -> None:
     """Raises ValueError, TypeError or KeyError unless the line can be relied upon."""
     if line["what"] == OPENED:
         _phases(line["planned"])

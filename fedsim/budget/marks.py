@@ -12,15 +12,15 @@ of two copies, on hosts that share the ledger, one is refused.
 
 import fcntl
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from fedsim.errors import FileDamaged
-from fedsim.files import named, remove_cut_off_line, sync_directory
-from fedsim.run.ledger import LedgerError, Reached
+from fedsim.files import remove_cut_off_line, sync_directory, write_durably
+from fedsim.run.chained_log import LedgerError
+from fedsim.run.ledger import Reached
 
 DIRECTORY = "steps"
 
@@ -85,16 +85,10 @@ def held(path: Path, seal: Seal, mode: int, name: Path) -> Iterator[Reached]:
         remove_cut_off_line(path)
 
         def reached(steps: int, chain: str) -> None:
-            _append(file, f"{steps} {chain} {seal(_text(path, str(steps), chain))}\n")
+            digest = seal(_text(path, str(steps), chain))
+            write_durably(file, f"{steps} {chain} {digest}\n".encode())
 
         yield reached
-
-
-def _append(file: IO[bytes], line: str) -> None:
-    with named(Path(file.name)):
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _text(path: Path, steps: str, chain: str) -> str:

@@ -16,14 +16,20 @@ released. `adaptive` is what limits are held against.
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.budget import people
-from fedsim.budget.ledger import Entry, Limit, Released
+from fedsim.budget.ledger import BudgetLedger, Entry, Limit, Released
+from fedsim.errors import FedsimError
+from fedsim.run import directory
+from fedsim.run import ledger as run_ledger
 
+RUNNING, KILLED, GONE = "running", "killed", "gone"
+"""How a run stands that has not ended."""
 SET_ASIDE = 0.1
 """Share of delta for the tails of all runs but the first; see `set_aside`."""
 
@@ -83,17 +89,17 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
     Args: sums: compute `added_up`, too.
     """
     ordered = sorted(charges, key=lambda charge: charge.entry.number)
-    counted = [each for each in ordered if each.released != []]
-    if any(each.nothing for each in counted):
+    counted = [charge for charge in ordered if charge.released != []]
+    if any(charge.nothing for charge in counted):
         return Total(math.inf, math.inf, delta, math.inf)
-    slacks = [each.entry.slack for each in counted]
-    reserving = [each for each in counted if each.reserved]
-    fixed = [phase for each in reserving for phase in each.reserved or []]
-    adaptive = [phase for each in reserving[:1] for phase in each.reserved or []]
+    slacks = [charge.entry.slack for charge in counted]
+    reserving = [charge for charge in counted if charge.reserved]
+    fixed = [phase for charge in reserving for phase in charge.reserved or []]
+    adaptive = [phase for charge in reserving[:1] for phase in charge.reserved or []]
     squares = 0.0
-    for each in reserving[1:]:
-        tail = set_aside(delta, each.entry.number)
-        squares += accounting.gaussian_mu(each.reserved or [], tail) ** 2
+    for charge in reserving[1:]:
+        tail = set_aside(delta, charge.entry.number)
+        squares += accounting.gaussian_mu(charge.reserved or [], tail) ** 2
     if 0 < squares < math.inf:
         noise = min(1 / math.sqrt(squares), accounting.MOST_NOISE)  # less noise costs more
         adaptive.append((StepEvent(noise, 1.0), 1))
@@ -104,7 +110,7 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
         reserved = accounting.epsilon_with(slacks, adaptive, delta, aside)
     added = 0.0
     if sums:
-        added = sum(accounting.epsilon(each.reserved or [], delta) for each in counted)
+        added = sum(accounting.epsilon(charge.reserved or [], delta) for charge in counted)
     return Total(accounting.epsilon_with(slacks, fixed, delta), reserved, delta, added)
 
 
@@ -130,11 +136,11 @@ class Books:
 
         Args: sets: the fingerprints of all sets of users that charges and limits name.
         """
-        there = {name: own for name, own in sets.items() if np.isin(users, own).any()}
-        kept = [each for each in charges if each.entry.users in there]
-        own = {each.entry.users: there[each.entry.users] for each in kept}
-        bounds = [each for each in limits if each.users is None or each.users in there]
-        return cls(kept, people.patterns(users, own), bounds)
+        theirs = {name: others for name, others in sets.items() if np.isin(users, others).any()}
+        kept = [charge for charge in charges if charge.entry.users in theirs]
+        charged = {charge.entry.users: theirs[charge.entry.users] for charge in kept}
+        bounds = [limit for limit in limits if limit.users is None or limit.users in theirs]
+        return cls(kept, people.patterns(users, charged), bounds)
 
     def total(self, delta: float, *, more: Charge | None = None, sums: bool = False) -> Total:
         """What the one who pays most has paid.
@@ -144,17 +150,22 @@ class Books:
         """
         result = Total(0.0, 0.0, delta)
         for pattern in self.patterns or [frozenset[str]()]:
-            own = [each for each in self.charges if each.entry.users in pattern]
+            charges = [charge for charge in self.charges if charge.entry.users in pattern]
             if more is not None:
-                own = [each for each in own if each.entry.run != more.entry.run] + [more]
-            result |= total(own, delta, sums=sums)
+                charges = [c for c in charges if c.entry.run != more.entry.run] + [more]
+            result |= total(charges, delta, sums=sums)
         return result
+
+    def broken_by(self, more: Charge) -> Limit | None:
+        """The first limit that one more charge breaks."""
+        for limit in self.limits:
+            if self.total(limit.delta, more=more).adaptive > limit.epsilon:
+                return limit
+        return None
 
     def fits(self, more: Charge) -> bool:
         """Whether one more charge keeps every limit."""
-        return all(
-            self.total(each.delta, more=more).adaptive <= each.epsilon for each in self.limits
-        )
+        return self.broken_by(more) is None
 
     def steps_that_fit(self, charge: Callable[[int], Charge], most: int) -> int:
         """The largest number of steps, up to `most`, whose charge keeps every limit."""
@@ -165,3 +176,40 @@ class Books:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(charge(middle)) else (low, middle)
         return low
+
+
+def charge_of(entry: Entry) -> Charge:
+    """What a run counts with: what it said that it released when it ended, and until then all that
+    it planned. The directory of one that was killed may be a copy from before its last steps."""
+    if entry.outcome:
+        return Charge(entry, entry.released, entry.outcome)
+    return Charge(entry, entry.planned, state_of(entry))
+
+
+def state_of(entry: Entry) -> str:
+    """How a run stands that has not ended."""
+    run_dir = Path(entry.place)
+    try:
+        with directory.lock(run_dir, to_read=True):
+            is_there = run_ledger.head(run_dir).get("key_seal") == entry.run
+    except directory.Busy:
+        return RUNNING
+    except (FedsimError, OSError):
+        return GONE
+    return KILLED if entry.place and is_there else GONE
+
+
+def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None = None) -> Books:
+    """The books of some users; of everybody where `ids` is None."""
+    return books_of(ledger, None if ids is None else ledger.users(ids), limit)
+
+
+def books_of(ledger: BudgetLedger, users: np.ndarray | None, limit: Limit | None = None) -> Books:
+    """The books of users with these fingerprints; of everybody where there are none."""
+    names = {entry.users for entry in ledger.entries.values()}
+    names |= {limited.users for limited in ledger.limits if limited.users is not None}
+    sets = {name: ledger.users_of(name) for name in names}
+    users = people.union(list(sets.values())) if users is None else users
+    charges = [charge_of(entry) for entry in ledger.entries.values()]
+    limits = [*ledger.limits, *([limit] if limit else [])]
+    return Books.of(users, charges, sets, limits)

@@ -4,15 +4,13 @@
 before the first step) and one line per step, written *before* anything of it becomes visible, with
 a digest of the privatised gradient. A step that is run again after a crash draws the same units and
 the same noise, so it is no second release: its line is there already and must agree.
-Each line ends with the sha256 of its own bytes and of all lines before it. So no byte can change,
-and no line go missing before one that is there, without this showing; that the last lines are there
-is checked against checkpoint, metrics and summary. A chain is no signature: who writes all of these
-anew leaves no trace in them (`fedsim verify --whole` computes again).
+It is a `ChainedLog`; that the last lines are there is checked against checkpoint, metrics and
+summary. A chain is no signature: who writes all of these anew leaves no trace in them (`fedsim
+verify --whole` computes again).
 """
 
 import hashlib
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -26,25 +24,16 @@ from jax.tree import leaves
 
 from fedsim.accounting import Event, StepEvent, epsilon, event_fields, event_of
 from fedsim.accounting.pure_dp import PureEvent
-from fedsim.errors import FedsimError
-from fedsim.files import named, remove_cut_off_line, sync_directory
 from fedsim.plan import Plan, claimed_phases
+from fedsim.run.chained_log import ChainedLog, LedgerError, parse
 
 FILE = "ledger.jsonl"
 PIECE = 2**20  # bytes, of what is hashed at a time
-LINK = ', "chain": "{}"}}'
-LINK_SIZE = len(LINK.format("0" * 64))
 
-Link = Callable[[str, bytes], str]
-"""The chain after a line, from the one before it and the line's bytes up to its own."""
 Reached = Callable[[int, str], None]
 """Notes durably that a run has come so many steps far, and its chain after them."""
 
 _WITNESSES: dict[Path, Reached] = {}
-
-
-class LedgerError(FedsimError):
-    """The ledger does not say what the run is about to do."""
 
 
 class OtherBits(LedgerError):
@@ -65,25 +54,19 @@ class Ledger:
         Raises: LedgerError: it belongs to another run, was changed, or was cut; or the checkpoint
           belongs to another run.
         """
-        path = directory / FILE
-        lines = read(directory)
-        if (steps := max(0, len(lines) - 1)) < least:
+        self._log = ChainedLog(directory / FILE, check)
+        self._directory = directory
+        path, lines = self._log.path, self._log.lines
+        if (steps := max(0, self.num_steps)) < least:
             missing = f"{steps} steps, and the checkpoint has {least}"
             raise LedgerError(f"{path}: was cut: it has {missing}")
         if lines and lines[0]["head"] != head:
             raise LedgerError(f"{path}: was written by a run with other settings or data")
-        self._chains: list[str] = [line["chain"] for line in lines]
         if least_chain and self.chain_after(least) != least_chain:
             other = f"another chain after step {least} than the checkpoint"
             raise LedgerError(f"{path}: has {other}: one of the two is of another run")
-        remove_cut_off_line(path)
-        self._steps = [_identity(line) for line in lines[1:]]
-        self._rows = [line.get("noise_row") for line in lines[1:]]
-        self._directory = directory
-        self._file = open(path, "ab")
         if not lines:
-            self._append({"head": head})
-            sync_directory(directory)
+            self._log.append({"head": head})
 
     def record(self, step: int, event: StepEvent | None, **fields: Any) -> None:
         """Note that `step` (from 0) is about to be released; durable when this returns, here and
@@ -98,12 +81,10 @@ class Ledger:
         if step > self.num_steps:
             raise LedgerError(f"step={step}: expected {self.num_steps}, the next one")
         if step == self.num_steps:
-            self._append(line)
-            self._steps.append(_identity(line))
-            self._rows.append(line.get("noise_row"))
+            self._log.append(line)
             note(self._directory, self.num_steps, self.chain)
             return
-        (was, digest), (now, found) = self._steps[step], _identity(line)
+        (was, digest), (now, found) = map(_identity, (self._line(step), line))
         if now != was:
             raise LedgerError(f"step={step}: expected event {was}, as released before")
         if digest and found != digest:
@@ -114,37 +95,32 @@ class Ledger:
 
     def digest(self, step: int) -> str | None:
         """What was noted of the gradient that `step` released."""
-        return self._steps[step][1]
+        return self._line(step).get("gradient_sha256")
 
     def noise_row(self, step: int) -> str | None:
         """The seal of the row of correlated noise that `step` was released with, if it is kept."""
-        return self._rows[step]
+        return self._line(step).get("noise_row")
 
     def chain_after(self, num_steps: int) -> str:
         """Stands for the head and the lines of the first `num_steps` steps."""
-        return self._chains[num_steps]
+        return self._log.chain_after(1 + num_steps)
 
     @property
     def chain(self) -> str:
         """Stands for all lines there are."""
-        return self._chains[-1]
+        return self._log.chain
 
     @property
     def num_steps(self) -> int:
         """Released steps."""
-        return len(self._steps)
+        return len(self._log.lines) - 1
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._log.close()
 
-    def _append(self, line: dict[str, Any]) -> None:
-        data, chain = sealed(line, self._chains[-1] if self._chains else "")
-        with named(Path(self._file.name)):
-            self._file.write(data)
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._chains.append(chain)
+    def _line(self, step: int) -> dict[str, Any]:
+        return self._log.lines[1 + step]
 
 
 @contextmanager
@@ -205,8 +181,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
     Raises: LedgerError: a byte was changed, or a line before the last one removed.
     """
-    path = directory / FILE
-    return parse(path.read_bytes() if path.exists() else b"", str(path))
+    return ChainedLog(directory / FILE, check).lines
 
 
 def head(directory: Path) -> dict[str, Any]:
@@ -216,51 +191,7 @@ def head(directory: Path) -> dict[str, Any]:
         return {}
     with open(path, "rb") as file:
         first = file.readline()
-    return next((line["head"] for line in parse(first, str(path))), {})
-
-
-def link(chain: str, body: bytes) -> str:
-    """The chain after a line, from the one before it and the line's bytes up to its own."""
-    return hashlib.sha256(chain.encode() + body).hexdigest()
-
-
-def parse(
-    data: bytes,
-    name: str,
-    check: Callable[[dict[str, Any], int], None] | None = None,
-    link: Link = link,
-) -> list[dict[str, Any]]:
-    """The lines of a chained file's bytes.
-
-    Args:
-      check: raises ValueError, TypeError or KeyError unless a line, with its number from 0, can be
-        relied upon; None: those of a run's ledger.
-    Raises: LedgerError: naming `name` and the line.
-    """
-    check = check or _check
-    *whole, rest = data.split(b"\n")
-    chain, lines = "", []
-    for number, line in enumerate(whole):
-        chain = link(chain, line[:-LINK_SIZE])
-        if line[-LINK_SIZE:] != LINK.format(chain).encode():
-            raise LedgerError(f"{name}: line {number + 1} was changed, or one before it removed")
-        try:
-            check(record := json.loads(line), number)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise LedgerError(f"{name}: line {number + 1} is none of a ledger: {error}") from None
-        lines.append(record)
-    # A crash leaves the beginning of a line, and nothing after a line's end.
-    end = rest.rfind(LINK.partition("{")[0].encode())
-    if end >= 0 and len(rest) > end + LINK_SIZE:
-        raise LedgerError(f"{name}: line {len(whole) + 1} was changed")
-    return lines
-
-
-def sealed(line: dict[str, Any], chain: str, link: Link = link) -> tuple[bytes, str]:
-    """A line's bytes with its link at the end, and the link."""
-    body = json.dumps(line).encode()[:-1]
-    chain = link(chain, body)
-    return body + LINK.format(chain).encode() + b"\n", chain
+    return next((line["head"] for line in parse(first, str(path), check)), {})
 
 
 def _identity(line: dict[str, Any]) -> tuple[Any, str | None]:
@@ -268,8 +199,8 @@ def _identity(line: dict[str, Any]) -> tuple[Any, str | None]:
     return line["event"], line.get("gradient_sha256")
 
 
-def _check(record: dict[str, Any], number: int) -> None:
-    """A line of a run's ledger can be relied upon: the head, or a step with its event."""
+def check(record: dict[str, Any], number: int) -> None:
+    """Raises unless a line can be relied upon: the head, or a step with its event; see `Check`."""
     if number == 0:
         for each in record["head"].get("before", []):
             PureEvent(each["epsilon"])

@@ -1,17 +1,17 @@
 """The runs in a directory, a row each: what `fedsim runs` shows."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedsim.accounting.rounding import at_most
 from fedsim.config import settings_of
-from fedsim.errors import FedsimError, printable
+from fedsim.errors import FedsimError
 from fedsim.files import read_json
 from fedsim.run import directory, ledger, metrics
 from fedsim.run.console import spent
 from fedsim.run.directory import Busy, StoredRun
+from fedsim.run.terminal import aligned
 
 COLUMNS = ("run", "algorithm", "data", "epsilon", "steps", "loss", "status")
 
@@ -79,16 +79,6 @@ def _status(run_dir: Path, ended: bool) -> str:
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     """The rows as a table of plain text; a star where epsilon is no guarantee."""
     return aligned([COLUMNS, *map(_cells, rows)])
-
-
-def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """A table for the terminal, a line for each row. Control characters in names are escaped."""
-    shown = [[printable(cell) for cell in row] for row in table]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    return [
-        "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
-        for cells in shown
-    ]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

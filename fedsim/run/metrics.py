@@ -45,8 +45,10 @@ class Metrics:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=Summary(value=scalars))
 
-    def text(self, name: str, markdown: str) -> None:
-        """A text, shown as Markdown."""
+    def table(self, name: str, values: dict[str, Any]) -> None:
+        """Names and values, shown as a table."""
+        rows = "".join(f"| {key} | {value} |\n" for key, value in values.items())
+        markdown = "| setting | value |\n|---|---|\n" + rows
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         tensor = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()])
         tensor.tensor_shape.dim.add(size=1)
@@ -79,9 +81,3 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     if not all(isinstance(line.get("step"), int) for line in lines):
         raise FileDamaged(f"{run_dir / FILE}: expected a step in every line")
     return lines
-
-
-def table(values: dict[str, Any]) -> str:
-    """A Markdown table of names and values."""
-    rows = "".join(f"| {name} | {value} |\n" for name, value in values.items())
-    return "| setting | value |\n|---|---|\n" + rows

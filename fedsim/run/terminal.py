@@ -1,4 +1,4 @@
-"""Lines on stderr: notes, and phases that say how far they have come.
+"""Lines for a terminal: notes and phases, which go to stderr, and tables.
 
 Imports nothing that takes time: the first line of a command is there at once.
 """
@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
@@ -120,3 +120,13 @@ class Terminal:
     def _over_a_bar(phase: Phase, over: threading.Event, show: Callable[[str], None]) -> None:
         while not over.wait(REFRESH_S):
             show(phase.line())
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """A table for the terminal, a line for each row. Control characters in names are escaped."""
+    shown = [[printable(cell) for cell in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return [
+        "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in shown
+    ]

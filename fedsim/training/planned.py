@@ -8,7 +8,8 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from fedsim.budget.admission import GROUP_SIZE, Applicant, shortened
+from fedsim.budget.admission import GROUP_SIZE, count_at_once
+from fedsim.budget.applicant import Applicant, shortened
 from fedsim.clipping import Strategy
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import Algorithm, PrivacyConfig
@@ -150,7 +151,7 @@ def _pay(opened: OpenRun, privacy: PrivacyConfig, delta: float) -> None:
     applicant.expect_place()
     label = "" if opened.key.seed is None else REPRODUCTION
     run, drawn = opened.key.seal("ledger"), before_of(privacy)
-    applicant.released(applicant.entry(run, drawn, (0.0, 0.0), label))
+    count_at_once(applicant, applicant.entry(run, drawn, (0.0, 0.0), label))
 
 
 def _new_plan(

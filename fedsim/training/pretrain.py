@@ -18,7 +18,8 @@ import jax
 import numpy as np
 import optax
 
-from fedsim.budget.admission import Applicant
+from fedsim.budget.admission import admitted
+from fedsim.budget.applicant import Applicant
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import PretrainConfig, RunConfig, as_dict, to_json
@@ -30,7 +31,7 @@ from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.run import checkpoint, directory
 from fedsim.run.console import Console
-from fedsim.run.metrics import Metrics, table
+from fedsim.run.metrics import Metrics
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, save
 from fedsim.training import open_run, wait_for
@@ -78,7 +79,7 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
             console=console,
             key=opened.key,
         )
-        with applicant.admitted(entry):
+        with admitted(applicant, entry):
             summary = trainer.fit(params)
         console.note(f"written to {run.run_dir}; train it on with --model {run.run_dir}")
         return summary
@@ -143,7 +144,7 @@ class Pretrainer:
         metrics = Metrics(run_dir, last_step=state.step or -1)
         try:
             about = {"privacy": WARNING, **as_dict(self.settings), **as_dict(self.run)}
-            metrics.text("pretrain", table({n: v for n, v in about.items() if n != "seed"}))
+            metrics.table("pretrain", {n: v for n, v in about.items() if n != "seed"})
             self._steps(state, metrics)
         finally:
             metrics.close()

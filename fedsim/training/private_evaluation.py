@@ -14,7 +14,6 @@ twice.
 import dataclasses
 import json
 import math
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,8 @@ import jax
 import numpy as np
 
 from fedsim.accounting import Event, StepEvent
-from fedsim.budget.admission import Applicant
+from fedsim.budget.admission import admitted
+from fedsim.budget.applicant import Applicant
 from fedsim.budget.ledger import Entry, Limit, place_of
 from fedsim.config import ZERO_OUT, RunConfig
 from fedsim.data.dataset import Dataset
@@ -33,13 +33,7 @@ from fedsim.data.users import UserStore
 from fedsim.engine import Engine
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.evaluate import VALIDATION, last_model
-from fedsim.files import (
-    make_directory,
-    remove_cut_off_line,
-    sync_directory,
-    whole_lines,
-    write_json,
-)
+from fedsim.files import make_directory, open_to_append, whole_lines, write_durably, write_json
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
 from fedsim.plan import ADJACENCY, REPRODUCTION, Evaluations, Plan, noise_of
@@ -77,14 +71,8 @@ class Evaluated:
         """The loss after `step`: what was released of it, or what is computed now, durable."""
         if step not in self.losses:
             loss = compute()
-            remove_cut_off_line(self._path)
-            is_new = not self._path.exists()
-            with open(self._path, "a") as file:
-                file.write(json.dumps({"step": step, "loss": loss}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            if is_new:
-                sync_directory(self._path.parent)
+            with open_to_append(self._path) as file:
+                write_durably(file, json.dumps({"step": step, "loss": loss}).encode() + b"\n")
             self.losses[step] = loss
         return self.losses[step]
 
@@ -164,14 +152,14 @@ class Counted:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count the run, and when the block ends what it released; see `Applicant.admitted`."""
+        """Count the run, and when the block ends what it released; see `admission`."""
         with ExitStack() as stack:
             for applicant, entry in self.applicants:
                 of_evaluations = applicant.kind == "evaluation"
                 if of_evaluations:
                     make_directory(applicant.run_dir, 0o700)
                 seen = self._evaluated if of_evaluations else None
-                stack.enter_context(applicant.admitted(entry, seen))
+                stack.enter_context(admitted(applicant, entry, seen))
             yield
 
     def _evaluated(self) -> list[tuple[Event, int]]:
@@ -224,7 +212,7 @@ def evaluate_privately(
     entry = applicant.entry(key.seal("evaluation"), [(StepEvent(sigma, 1.0), 1)], part, "")
     applicant.expect_room(entry)
     make_directory(out, 0o700)
-    with applicant.admitted(entry):
+    with admitted(applicant, entry):
         losses = user_losses(task, params, how.split)
         rng = key.generator("evaluation")
         known = {"bound": most, "count": store.num_users, "stddev": sigma}

@@ -27,7 +27,7 @@ from fedsim.plan import claimed_fields, ledger_head
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import EVALUATED
 from fedsim.run.ledger import Ledger, OtherBits, claimed_epsilon, gradient_sha256
-from fedsim.run.metrics import Metrics, table
+from fedsim.run.metrics import Metrics
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, results, save
 from fedsim.training.open import OpenRun
@@ -108,8 +108,8 @@ class Trainer:
         with closing(ledger), closing(metrics), counted:
             if state.step < self.plan.num_steps:  # a summary of fewer steps than will be released
                 (self.run.run_dir / directory.SUMMARY).unlink(missing_ok=True)
-            metrics.text("plan", table(self.plan.as_dict()))
-            metrics.text("run", table({n: v for n, v in as_dict(self.run).items() if n != "seed"}))
+            metrics.table("plan", self.plan.as_dict())
+            metrics.table("run", {n: v for n, v in as_dict(self.run).items() if n != "seed"})
             self._steps(state, ledger, metrics)
             summary = self._summary(state, ledger.chain)
             metrics.hparams(self._hparams(summary))

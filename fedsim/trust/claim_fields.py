@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from fedsim.accounting.rounding import at_most
-from fedsim.budget.admission import together
+from fedsim.budget.receipt import together
 from fedsim.config import ZERO_OUT, Algorithm
 from fedsim.config.privacy import COMPARISON_ONLY
 from fedsim.errors import FedsimError

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting.rounding import at_most
-from fedsim.budget.admission import expect_receipt
+from fedsim.budget.receipt import expect_receipt
 from fedsim.config import changed_run
 from fedsim.data.dataset import Dataset
 from fedsim.data.owners import Owners

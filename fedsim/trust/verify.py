@@ -27,8 +27,8 @@ from fedsim.keys import SecretKey
 from fedsim.noise.toeplitz import predicted_error
 from fedsim.plan import Plan, claimed_fields, claimed_phases, method_for, sharing
 from fedsim.run import checkpoint, directory, ledger, metrics
+from fedsim.run.chained_log import LedgerError
 from fedsim.run.console import Console
-from fedsim.run.ledger import LedgerError
 from fedsim.run.state import apart, results
 from fedsim.shared_uls import SharedULS
 from fedsim.trust.evidence import (

@@ -18,7 +18,8 @@ from fedsim.accounting import Phases, SelectionEvent, StepEvent, calibration
 from fedsim.accounting.accountant import spent
 from fedsim.accounting.rounding import at_most
 from fedsim.accounting.selection import draw_trials
-from fedsim.budget.admission import Applicant, close
+from fedsim.budget.admission import admitted, close
+from fedsim.budget.applicant import Applicant
 from fedsim.budget.ledger import Limit, place_of
 from fedsim.config import changed_run, to_json
 from fedsim.data.dataset import Dataset
@@ -352,7 +353,7 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
         applicants.append((applicant, entry))
     with ExitStack() as stack:
         for applicant, entry in applicants:
-            stack.enter_context(applicant.admitted(entry))
+            stack.enter_context(admitted(applicant, entry))
         return stack.pop_all()
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,18 @@ import pytest
 from refused import refuses
 
 from fedsim.accounting import StepEvent, epsilon, noise_multiplier
-from fedsim.budget.admission import Applicant, books, charge_of, expect_receipt, together
+from fedsim.budget import admission
+from fedsim.budget.applicant import Applicant
 from fedsim.budget.ledger import FILE, Limit, hold
+from fedsim.budget.receipt import expect_receipt, together
+from fedsim.budget.spending import books, charge_of
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.run import directory
 from fedsim.run import ledger as ledger_module
+from fedsim.run.chained_log import LedgerError
 from fedsim.run.directory import LOCK, RECEIPT
-from fedsim.run.ledger import Ledger, LedgerError
+from fedsim.run.ledger import Ledger
 
 STEP, STEPS, DELTA = StepEvent(2.0, 0.1), 20, 1e-6
 PEOPLE = [f"user {i}" for i in range(5)]
@@ -32,11 +37,14 @@ PLANNED = [(STEP, STEPS)]
 ONE = epsilon(PLANNED, DELTA)
 
 
-class Killed(Applicant):
-    """A run that is killed: nothing is written when it ends."""
-
-    def _settle(self, run, seen=None):
-        pass
+@contextmanager
+def admitted(applicant, entry, seen=None, *, killed=False):
+    """The run, counted; of one that is killed nothing is written when it ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        if killed:
+            patch.setattr(admission, "_settle", lambda *_: None)
+        with admission.admitted(applicant, entry, seen):
+            yield
 
 
 def run(place, run_dir, *, limit=None, steps=STEPS, killed=False, kind="train", label="", at=None):
@@ -49,9 +57,9 @@ def run(place, run_dir, *, limit=None, steps=STEPS, killed=False, kind="train", 
     key = SecretKey.load(run_dir) if again else SecretKey.create()
     key.save(run_dir)
     limits = None if limit is None else Limit(limit, DELTA)
-    applicant = (Killed if killed else Applicant)(place, PEOPLE, kind, limits, run_dir)
+    applicant = Applicant(place, PEOPLE, kind, limits, run_dir)
     entry = applicant.entry(key.seal("ledger"), PLANNED, (0.0, 0.0), label)
-    with directory.lock(run_dir), applicant.admitted(entry):
+    with directory.lock(run_dir), admitted(applicant, entry, killed=killed):
         book = Ledger(run_dir, {"key_seal": key.seal("ledger")})
         for step in range(steps):
             if at is not None and step == book.num_steps:
@@ -178,11 +186,11 @@ def test_whatever_is_copied_killed_and_put_back_a_step_is_released_once(number, 
             (tmp_path / "b").rename(tmp_path / "a")
         else:
             key = SecretKey.load(tmp_path / "a")
-            kind = Killed if rng.random() < 0.7 else Applicant
-            applicant = kind(place, PEOPLE, "train", None, tmp_path / "a")
+            killed = rng.random() < 0.7
+            applicant = Applicant(place, PEOPLE, "train", None, tmp_path / "a")
             try:
                 entry = applicant.entry(key.seal("ledger"), PLANNED, (0.0, 0.0), "")
-                with directory.lock(tmp_path / "a"), applicant.admitted(entry):
+                with directory.lock(tmp_path / "a"), admitted(applicant, entry, killed=killed):
                     book = Ledger(tmp_path / "a", {"key_seal": key.seal("ledger")})
                     for step in range(book.num_steps, min(STEPS, book.num_steps + 4)):
                         if rng.random() < 0.2:
@@ -201,21 +209,21 @@ def test_an_older_copy_of_evaluations_is_refused(place, tmp_path):
     """They have no ledger of their own, but what was released is known."""
     losses = []
     (tmp_path / "run").mkdir()
-    killed = Killed(place, PEOPLE, "evaluation", None, tmp_path / "run")
-    entry = killed.entry("key", PLANNED, (0.0, 0.0), "")
+    applicant = Applicant(place, PEOPLE, "evaluation", None, tmp_path / "run")
+    entry = applicant.entry("key", PLANNED, (0.0, 0.0), "")
 
-    def admitted():
-        return killed.admitted(entry, lambda: [(STEP, len(losses))])
+    def begun():
+        return admitted(applicant, entry, lambda: [(STEP, len(losses))], killed=True)
 
-    with admitted():
+    with begun():
         for count in (1, 2, 3):
             losses.append(0.0)
             ledger_module.note(tmp_path / "run", count, "")
-    with admitted():  # goes on from where it was
+    with begun():  # goes on from where it was
         pass
     losses.pop()
     with pytest.raises(LedgerError, match="is an older copy .* 3 steps of it, and here are 2"):
-        with admitted():
+        with begun():
             pass
 
 
@@ -345,15 +353,15 @@ def test_a_run_that_is_known_is_not_counted_as_something_else(
     """What it released would be gone from the books, or be somebody else's."""
     (tmp_path / "run").mkdir()
     began = Applicant(place, PEOPLE, "selection", None, tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt), began.admitted(of_selection(began)):
+    with pytest.raises(KeyboardInterrupt), admitted(began, of_selection(began)):
         raise KeyboardInterrupt
     before = (place / FILE).read_bytes()
     again = Applicant(place, ids, "selection", None, tmp_path / "run")
     with pytest.raises(LedgerError, match=f"run: .*ledger has the same run with {what}"):
-        with again.admitted(again.entry("key", planned, (0.0, 0.0), label)):
+        with admitted(again, again.entry("key", planned, (0.0, 0.0), label)):
             pass
     assert (place / FILE).read_bytes() == before
-    with began.admitted(began.entry("key", PLANNED, (0.1, 1e-9), "")):  # of another version
+    with admitted(began, began.entry("key", PLANNED, (0.1, 1e-9), "")):  # of another version
         pass
 
 
@@ -368,16 +376,16 @@ def test_what_has_no_ledger_of_its_own_is_released_once(where, place, tmp_path):
     """An older copy of a private selection, say, comes to another model under the same entry."""
     (tmp_path / "run").mkdir()
     began = Applicant(place, PEOPLE, "selection", None, tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt), began.admitted(of_selection(began)):
+    with pytest.raises(KeyboardInterrupt), admitted(began, of_selection(began)):
         raise KeyboardInterrupt  # nothing is released yet, and it may go on
     assert states(place) == [("gone", PLANNED)]  # until then it counts with its plan
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    with began.admitted(of_selection(began)):
+    with admitted(began, of_selection(began)):
         pass
     assert states(place) == [("released", PLANNED)]
     again = Applicant(place, PEOPLE, "selection", None, tmp_path / where)
     with pytest.raises(LedgerError, match=f"{where}: is an older copy .* {STEPS} releases"):
-        with again.admitted(of_selection(again)):
+        with admitted(again, of_selection(again)):
             pass
     assert states(place) == [("released", PLANNED)]
 

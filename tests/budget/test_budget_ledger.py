@@ -10,7 +10,7 @@ from fedsim.budget.ledger import FILE, LAST, LOCK, BudgetLedger, Entry, Limit, h
 from fedsim.errors import FileDamaged
 from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
-from fedsim.run.ledger import LINK, LedgerError, link
+from fedsim.run.chained_log import LINK, LedgerError, link
 
 PHASES = [(StepEvent(2.0, 0.1), 10)]
 LESS = [(StepEvent(2.0, 0.1), 3)]

@@ -11,8 +11,8 @@ from test_verify import write_texts
 
 import fedsim
 from fedsim import accounting
-from fedsim.budget.admission import charge_of
 from fedsim.budget.ledger import hold, place_of
+from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset

@@ -8,8 +8,8 @@ from test_verify import write_texts
 
 from fedsim import accounting
 from fedsim.accounting import Slack
-from fedsim.budget.admission import books
 from fedsim.budget.ledger import Limit, hold, place_of
+from fedsim.budget.spending import books
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset

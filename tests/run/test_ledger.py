@@ -9,7 +9,8 @@ import pytest
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.run import ledger
-from fedsim.run.ledger import Ledger, LedgerError, OtherBits
+from fedsim.run.chained_log import LINK, LedgerError, link, parse
+from fedsim.run.ledger import Ledger, OtherBits
 
 HEAD = {"plan": {"delta": 1e-6, "target_epsilon": "inf"}, "adjacency": "add or remove one user"}
 EVENT = StepEvent(2.0, 0.1, 1)
@@ -163,16 +164,16 @@ def forged(lines):
     chain, whole = "", b""
     for line in lines:
         body = json.dumps(line).encode()[:-1]
-        chain = ledger.link(chain, body)
-        whole += body + ledger.LINK.format(chain).encode() + b"\n"
+        chain = link(chain, body)
+        whole += body + LINK.format(chain).encode() + b"\n"
     return whole
 
 
 def test_a_renumbered_step_is_refused_even_with_a_chain_of_its_own():
     lines = [{"head": HEAD}, {"step": 0, "event": None}, {"step": 2, "event": None}]
-    assert len(ledger.parse(forged(lines[:2]), "x")) == 2
+    assert len(parse(forged(lines[:2]), "x", ledger.check)) == 2
     with pytest.raises(LedgerError, match="^x: line 3 is none of a ledger: step=2: expected 1"):
-        ledger.parse(forged(lines), "x")
+        parse(forged(lines), "x", ledger.check)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_a_renumbered_step_is_refused_even_with_a_chain_of_its_own():
 )
 def test_a_line_that_is_none_of_a_ledger_is_refused_even_with_a_chain(line):
     with pytest.raises(LedgerError, match="^x: line 2 "):
-        ledger.parse(forged([{"head": HEAD}, line]), "x")
+        parse(forged([{"head": HEAD}, line]), "x", ledger.check)
 
 
 def test_a_change_shows_in_the_lines_after_it(tmp_path):
@@ -200,7 +201,7 @@ def test_a_change_shows_in_the_lines_after_it(tmp_path):
 def test_any_byte_that_is_changed_shows(tmp_path):
     path = write(tmp_path, [EVENT, OTHER])
     whole = path.read_bytes()
-    assert len(ledger.parse(whole, "x")) == 3
+    assert len(parse(whole, "x", ledger.check)) == 3
     for at, byte in enumerate(whole):
         for other in {
             byte ^ 1,
@@ -212,7 +213,7 @@ def test_any_byte_that_is_changed_shows(tmp_path):
             if other != byte:
                 damaged = whole[:at] + bytes([other]) + whole[at + 1 :]
                 with pytest.raises(LedgerError, match="^x: line "):
-                    ledger.parse(damaged, "x")
+                    parse(damaged, "x", ledger.check)
 
 
 def test_any_byte_that_is_missing_or_put_in_shows_but_for_a_cut_off_end(tmp_path):
@@ -220,7 +221,7 @@ def test_any_byte_that_is_missing_or_put_in_shows_but_for_a_cut_off_end(tmp_path
     for at in range(len(whole)):
         for damaged in (whole[:at] + whole[at + 1 :], whole[:at] + b" " + whole[at:]):
             try:
-                read = ledger.parse(damaged, "x")
+                read = parse(damaged, "x", ledger.check)
             except LedgerError:
                 continue
             assert damaged == whole[:-1] and len(read) == 2  # what a crash may leave
@@ -230,7 +231,7 @@ def test_what_a_crash_leaves_of_a_line_is_not_read_and_not_refused(tmp_path):
     whole = write(tmp_path, [EVENT, OTHER]).read_bytes()
     ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
     for cut in range(len(whole)):
-        assert len(ledger.parse(whole[:cut], "x")) == sum(end <= cut for end in ends)
+        assert len(parse(whole[:cut], "x", ledger.check)) == sum(end <= cut for end in ends)
 
 
 @pytest.mark.parametrize("cut", [1, 10])

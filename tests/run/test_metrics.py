@@ -133,7 +133,7 @@ def test_what_is_flushed_is_on_the_board_while_the_run_goes_on(tmp_path):
 
 def test_texts_are_on_the_board_as_markdown(tmp_path):
     sink = Metrics(tmp_path)
-    sink.text("plan", metrics.table({"delta": 1e-6, "algorithm": "els"}))
+    sink.table("plan", {"delta": 1e-6, "algorithm": "els"})
     sink.close()
     (event,) = board(tmp_path).Tensors("plan")
     (text,) = tensor_util.make_ndarray(event.tensor_proto)
@@ -162,7 +162,7 @@ def test_settings_are_in_the_table_of_runs(tmp_path):
 def test_texts_and_settings_outlive_a_resumption(tmp_path):
     for last_step in (-1, 4):
         sink = Metrics(tmp_path, last_step=last_step)
-        sink.text("plan", "x")
+        sink.table("plan", {"x": 1})
         sink.hparams({"model": "tiny"})
         sink.close()
     events = board(tmp_path)

@@ -14,6 +14,7 @@ from fedsim.config import as_dict, first_named
 from fedsim.plan import Plan
 from fedsim.plan.plan import UNPROVEN
 from fedsim.run import checkpoint, directory, ledger
+from fedsim.run.chained_log import LINK, link
 
 NUM_STEPS = 6
 
@@ -115,8 +116,8 @@ def rewrite_ledger(run_dir, change):
     chain, whole = "", b""
     for line in change(lines):
         body = json.dumps(line).encode()[:-1]
-        chain = ledger.link(chain, body)
-        whole += body + ledger.LINK.format(chain).encode() + b"\n"
+        chain = link(chain, body)
+        whole += body + LINK.format(chain).encode() + b"\n"
     (run_dir / ledger.FILE).write_bytes(whole)
     edit_json(run_dir / "summary.json", ledger_chain=chain)
 

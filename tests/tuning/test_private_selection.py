@@ -13,14 +13,14 @@ from test_verify import write_texts
 
 from fedsim import accounting
 from fedsim.accounting import SelectionEvent
-from fedsim.budget.admission import Applicant
+from fedsim.budget import admission
 from fedsim.budget.ledger import hold, place_of
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.plan import TRIAL
 from fedsim.run import checkpoint
+from fedsim.run.chained_log import LedgerError
 from fedsim.run.console import Console
-from fedsim.run.ledger import LedgerError
 from fedsim.run.model_source import load_data
 from fedsim.trust.budget_page import budget
 from fedsim.tuning import selection
@@ -108,7 +108,7 @@ def test_held_out_users_are_evaluated_with_noise_and_pay_for_it(settings, tmp_pa
 def test_a_selection_that_is_cut_off_at_its_end_is_not_made_again(settings, tmp_path, monkeypatch):
     out, how = tmp_path / "out", Selection(mean=2, here=True)
     with monkeypatch.context() as patched:
-        patched.setattr(Applicant, "_settle", None)  # whose call fails
+        patched.setattr(admission, "_settle", None)  # whose call fails
         with pytest.raises(TypeError):
             select(settings, out, how, Console())
     with monkeypatch.context() as patched:

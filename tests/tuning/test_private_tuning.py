@@ -9,12 +9,12 @@ from test_cli import run, texts, train_args  # noqa: F401
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.accounting.pure_dp import PureEvent
-from fedsim.budget.admission import Applicant
 from fedsim.cli.main import main
 from fedsim.clipping.step_releases import AdaptiveClip, NoisyLoss
 from fedsim.group_size import GRID
 from fedsim.run import ledger, metrics
 from fedsim.run.console import Console
+from fedsim.training import planned, private_evaluation
 
 
 def trained(algorithm, texts, run_dir, capsys, *more, **flags):  # noqa: F811
@@ -44,8 +44,8 @@ def test_a_private_group_size_is_part_of_epsilon(texts, run_dir, capsys, monkeyp
     with monkeypatch.context() as patch:
         shown = []
         patch.setattr(Console, "plan", lambda *_: shown.append("plan"))
-        patch.setattr(Applicant, "released", lambda *_: shown.append("counted"))
-        patch.setattr(Applicant, "admitted", lambda *_: nullcontext())
+        patch.setattr(planned, "count_at_once", lambda *_: shown.append("counted"))
+        patch.setattr(private_evaluation, "admitted", lambda *_: nullcontext())
         trained("els", texts, run_dir.with_name("other"), capsys, group_size_epsilon=0.5)
         assert shown == ["counted", "plan"]
     again, _ = trained("els", texts, run_dir, capsys, "--resume", group_size_epsilon=0.5)

@@ -1,0 +1,136 @@
+"""The file under both ledgers: keyed or not, what it refuses, and what it makes of a crash."""
+
+import errno
+import json
+import os
+
+import pytest
+
+from fedsim import files
+from fedsim.run.chained_log import ChainedLog, LedgerError, link
+
+LINES = [{"n": 0}, {"n": 1, "text": 'ä", "chain": "0"'}, {"n": 2}]
+
+
+def keyed(chain, body):
+    return link("of a key" + chain, body)
+
+
+def in_order(record, number):
+    if record["n"] != number:
+        raise ValueError(f"n={record['n']}")
+
+
+def written(path, how=link):
+    log = ChainedLog(path, in_order, how)
+    for line in LINES:
+        log.append(line)
+    log.close()
+    return log
+
+
+@pytest.mark.parametrize("how", [link, keyed])
+def test_what_was_appended_is_read_with_its_chain_after_each_line(how, tmp_path):
+    log = written(tmp_path / "log", how)
+    found = ChainedLog(tmp_path / "log", in_order, how)
+    assert found.lines == log.lines
+    assert [line["chain"] for line in found.lines] == [found.chain_after(n) for n in (1, 2, 3)]
+    assert found.chain_after(0) == "" and found.chain == found.chain_after(3) == log.chain
+    assert [{k: v for k, v in line.items() if k != "chain"} for line in found.lines] == LINES
+
+
+def test_with_another_link_no_line_fits(tmp_path):
+    for how, other in ((link, keyed), (keyed, link)):
+        written(tmp_path / how.__name__, how)
+        with pytest.raises(LedgerError, match=f"{how.__name__}: line 1 was changed"):
+            ChainedLog(tmp_path / how.__name__, in_order, other)
+
+
+def test_a_keyed_file_shows_every_byte_that_is_changed_and_every_line_that_is_cut(tmp_path):
+    path = tmp_path / "log"
+    written(path, keyed)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(LedgerError, match="log: line "):
+            ChainedLog(path, in_order, keyed)
+        path.write_bytes(whole[:at])
+        assert len(ChainedLog(path, in_order, keyed).lines) == whole[:at].count(b"\n")
+
+
+def test_nothing_is_written_by_who_reads(tmp_path):
+    path = tmp_path / "log"
+    assert ChainedLog(path, in_order).lines == [] and not path.exists()
+    written(path)
+    path.write_bytes(before := path.read_bytes()[:-5])
+    ChainedLog(path, in_order).close()
+    assert path.read_bytes() == before
+
+
+def test_a_line_that_a_crash_has_cut_off_is_written_anew(tmp_path):
+    path = tmp_path / "log"
+    written(path)
+    whole = path.read_bytes()
+    start = whole[:-1].rfind(b"\n") + 1
+    for cut in range(start, len(whole)):
+        path.write_bytes(whole[:cut])
+        log = ChainedLog(path, in_order)
+        log.append(LINES[2])
+        log.close()
+        assert path.read_bytes() == whole
+
+
+def test_a_line_is_on_the_disk_when_append_returns_and_the_file_is_in_its_directory(
+    tmp_path, monkeypatch
+):
+    path, synced, fsync = tmp_path / "log", [], os.fsync
+
+    def noted(descriptor):
+        place = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append((place, path.read_bytes().count(b"\n")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    written(path)
+    assert synced == [(str(tmp_path), 0)] + [(str(path), n) for n in (1, 2, 3)]
+
+
+def test_its_mode_is_that_of_the_file_from_its_first_byte_on(tmp_path, monkeypatch):
+    path, right, modes = tmp_path / "log", files.write_durably, []
+
+    def noted(file, data):
+        modes.append(path.stat().st_mode & 0o777)
+        right(file, data)
+
+    monkeypatch.setattr("fedsim.run.chained_log.write_durably", noted)
+    log = ChainedLog(path, in_order, mode=0o600)
+    log.append(LINES[0])
+    log.close()
+    assert modes == [0o600]
+
+
+def test_a_full_disk_names_the_file_and_leaves_the_chain_where_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    log = ChainedLog(path, in_order)
+    log.append(LINES[0])
+    before = log.chain
+
+    def full(_descriptor):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="no space") as caught:
+            log.append(LINES[1])
+    assert caught.value.filename == str(path) and log.chain == before and len(log.lines) == 1
+    log.close()
+
+
+def test_a_line_that_does_not_pass_the_check_is_named_even_where_its_chain_fits(tmp_path):
+    log = ChainedLog(tmp_path / "log", in_order)
+    log.append({"n": 0})
+    log.append({"n": 7})
+    log.close()
+    with pytest.raises(LedgerError, match="log: line 2 is none of a ledger: n=7"):
+        ChainedLog(tmp_path / "log", in_order)
+    assert json.loads((tmp_path / "log").read_text().splitlines()[1])["n"] == 7
