@@ -25,7 +25,7 @@ from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
 from fedsim.data import special_tokens
 from fedsim.data.network import may_pass
-from fedsim.data.shards import token_dtype
+from fedsim.data.store import token_dtype
 from fedsim.errors import DataError, Interrupted, brief
 from fedsim.files import expand_home
 

@@ -20,7 +20,7 @@ from fedsim.data.building.orders import common_kind, kind_of
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, cut, read
 from fedsim.data.building.text_format import Form
-from fedsim.data.shards import fingerprint
+from fedsim.data.store import fingerprint
 from fedsim.errors import DataError
 from fedsim.files import expand_home
 
