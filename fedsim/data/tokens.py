@@ -24,7 +24,7 @@ class TokenReader:
         whole = offsets.ndim == values.ndim == 1 and offsets.dtype.str == "<i8" and len(offsets)
         whole = whole and values.dtype.str in ("<u2", "<u4")
         if not whole or offsets[0] or offsets[-1] != len(values):
-            raise ValueError(f"{OFFSETS} and {TOKENS} do not belong together")
+            raise ValueError(f"{OFFSETS} and {TOKENS}: cut off or damaged (not of one store)")
         self.offsets, self.values = offsets, values
 
     @classmethod
@@ -70,8 +70,11 @@ class TokenReader:
 def _mapped(file: Path) -> np.ndarray:
     try:
         array = np.lib.format.open_memmap(file, mode="r")
+        whole = array.nbytes + array.offset == file.stat().st_size
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{file.name}: {' '.join(str(error).split())}") from None
-    if array.nbytes + array.offset != file.stat().st_size:
-        raise ValueError(f"{file.name}: expected {array.nbytes + array.offset} bytes")
+        reason = error.strerror if isinstance(error, OSError) else None
+        # What NumPy says quotes what it took for a header, which may be a person's text.
+        raise ValueError(f"{file.name}: cut off or damaged ({reason or 'no array'})") from None
+    if not whole:
+        raise ValueError(f"{file.name}: cut off or damaged (another size)")
     return array.view(np.ndarray)

@@ -102,7 +102,7 @@ class UserStore:
         try:
             rows = TokenReader.open(path)
         except ValueError as error:
-            raise DataError(f"data={path}: cut off or damaged ({error})") from None
+            raise DataError(f"data={path}: {error}") from None
         store = cls(users, rows, metadata, (graph[0], graph[1]) if graph else None)
         store.path = path
         return store

@@ -371,7 +371,7 @@ SOURCES = {
         f"built: {name} {what}": (
             damage(f"built/train/{name}.npy", change),
             train(),
-            f"^data=.*/built/train: cut off or damaged .{name}.npy: ",
+            f"^data=.*/built/train: {name}.npy: cut off or damaged ",
         )
         for name in ("tokens", "offsets")
         for what, change in {"cut": cut, "empty": empty, "of noise": noise}.items()

@@ -208,8 +208,21 @@ def test_open_refuses_a_file_that_is_cut_off(tmp_path, rng, name, damage):
     write(tmp_path / "s", random_examples(rng, 5, 3))
     file = tmp_path / "s" / name
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(DataError, match=f"data=.*/s: cut off or damaged .{name}: "):
+    with pytest.raises(DataError, match=f"data=.*/s: {name}: cut off or damaged .[a-z ]+.$"):
         UserStore.open(tmp_path / "s")
+
+
+def test_what_is_said_of_a_damaged_header_quotes_nothing_of_the_file(tmp_path):
+    store = write(tmp_path / "s", {"a": [[*b"a person's words"] * 20]}, max_length=999)
+    file = store.path / "tokens.npy"
+    whole = file.read_bytes()
+    for at in range(128):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        try:
+            UserStore.open(store.path)
+        except DataError as error:
+            assert "p\\x00e" not in str(error) and "NUMPY" not in str(error)
+            assert len(str(error)) < len(str(store.path)) + 99
 
 
 def test_offsets_that_lead_beyond_the_tokens_are_one_clear_line(tmp_path, rng):
