@@ -31,6 +31,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import common
+from experiments.mean_task import MeanTask
 from experiments.records import came_from
 from experiments.rows import by, kept, missing
 from fedsim import accounting, engine
@@ -38,7 +39,6 @@ from fedsim.clipping import Clip
 from fedsim.els import ELS
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
-from fedsim.models.mean import MeanTask
 from fedsim.noise import add_gaussian
 from fedsim.sampling import Sampling
 from fedsim.trust.audit import SHARP

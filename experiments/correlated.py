@@ -87,7 +87,7 @@ SETTINGS = {
 def errors(settings: Settings) -> list[dict[str, Any]]:
     """A row for each shape, algorithm and epsilon."""
     from fedsim import accounting
-    from fedsim.noise.bands import best, predictions
+    from fedsim.noise.toeplitz import best, predictions
 
     rows = []
     for (users, steps, count), epsilon in itertools.product(settings.shapes, settings.epsilons):

@@ -27,11 +27,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import common
+from experiments.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.contribution import contribution
 from fedsim.config import Algorithm, PrivacyConfig
 from fedsim.keys import SecretKey
-from fedsim.models.mean import MeanTask
 from fedsim.plan import calibrate, method_for
 
 ELS, ULS = Algorithm.ELS, Algorithm.ULS

@@ -86,7 +86,7 @@ def evaluations() -> Iterator[Row]:
 
 def training_loss() -> Iterator[Row]:
     """Noise on the mean training loss of a step."""
-    from fedsim.clipping.noisy_loss import NoisyLoss
+    from fedsim.clipping.step_releases import NoisyLoss
 
     released = NoisyLoss(bound=6.0, count=1000, noise_multiplier=1.0)
     stddev = released.stddev * released.bound / 2 / released.count
@@ -131,7 +131,7 @@ class OneTextEach:
 def correlated(settings: Settings) -> Iterator[Row]:
     """Predicted error of the best bands, against independent noise at the same epsilon."""
     from fedsim.config import Algorithm, PrivacyConfig
-    from fedsim.noise.bands import best
+    from fedsim.noise.toeplitz import best
     from fedsim.plan import bands_predicted
 
     for users, steps, cohort in settings.correlated:

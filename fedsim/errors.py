@@ -1,7 +1,7 @@
 """Errors that a person sees as one line, and the check that raises most of them."""
 
 import reprlib
-from typing import Any
+from typing import Any, Self
 
 GOES_ON = "the same command goes on where it was"
 
@@ -15,9 +15,25 @@ class FedsimError(Exception):
 
 
 class ConfigError(FedsimError, ValueError):
-    """A user's mistake: one line that names the field, the value and what was expected."""
+    """A user's mistake: one line that names the field, the value and what was expected.
+
+    Attributes:
+      field: the setting or column, as a user types it; None: the line is about something else.
+      value, expected: of the line, where it has both.
+    """
 
     exit_code = 2
+
+    def __init__(self, line: str, *, field: str | None = None):
+        super().__init__(line)
+        self.field, self.value, self.expected = field, None, None
+
+    @classmethod
+    def of(cls, field: str, value: Any, expected: str) -> Self:
+        """The error `field=value: expected ...`."""
+        error = cls(f"{field}={value}: expected {expected}", field=field)
+        error.value, error.expected = value, expected
+        return error
 
 
 class DataError(ConfigError):
@@ -44,7 +60,7 @@ class FileDamaged(FedsimError, ValueError):
 def expect(field: str, value: Any, holds: bool, expected: str) -> None:
     """Raise ConfigError in one line that names field, value and expectation unless `holds`."""
     if not holds:
-        raise ConfigError(f"{field}={value}: expected {expected}")
+        raise ConfigError.of(field, value, expected)
 
 
 def expect_count(field: str, value: Any, least: int) -> None:

@@ -100,7 +100,7 @@ def last_model(
     """
     path = checkpoint.latest(run.run_dir)
     if path is None:
-        raise ConfigError(f"run_dir={run.run_dir}: expected a checkpoint, found none")
+        raise ConfigError.of("run_dir", run.run_dir, "a checkpoint, found none")
     expect_language_model(stored)
     model = find_model(run.model.source, console)
     data = load_data(run.data, model, console.note)

@@ -64,7 +64,7 @@ def directory_of(variable: str) -> Path:
         return Path(expand_home("HOME", base)) / inside
     except ConfigError:
         expected = f"a home directory; or set {CACHE} and {LEDGER} to directories to write to"
-        raise ConfigError(f"HOME={os.environ.get('HOME')}: expected {expected}") from None
+        raise ConfigError.of("HOME", os.environ.get("HOME"), expected) from None
 
 
 class NotOurs(ConfigError):
@@ -86,8 +86,8 @@ def own_directory(path: Path) -> Path:
                     each.mkdir(mode=0o700)  # whatever the umask
             _expect_ours(each, alone=each == found)
     except OSError as error:
-        expected = "expected a directory that can be written to"
-        raise NotOurs(f"cache={path}: {expected} ({error.strerror}); {ELSEWHERE}") from None
+        expected = "a directory that can be written to"
+        raise NotOurs.of("cache", path, f"{expected} ({error.strerror}); {ELSEWHERE}") from None
     return found
 
 
@@ -108,7 +108,8 @@ def _expect_ours(directory: Path, *, alone: bool = False) -> None:
         return
     raise NotOurs(
         f"cache={directory}: {why}; expected a directory of your own, in such directories; "
-        f"{ELSEWHERE}"
+        f"{ELSEWHERE}",
+        field="cache",
     )
 
 
@@ -121,7 +122,7 @@ def private_directory(field: str, path: Path) -> None:
         make_directory(path, 0o700)
         found = path.stat()
     except OSError as error:
-        raise ConfigError(f"{field}={path}: expected a place to write to ({error})") from None
+        raise ConfigError.of(field, path, f"a place to write to ({error})") from None
     mode = stat.S_IMODE(found.st_mode)
     ours = found.st_uid == os.getuid() and not mode & 0o077
     why = f"a new directory, or one of yours with mode 700 (this one: mode {mode:o})"
@@ -144,7 +145,7 @@ def make_place(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"out={out}: expected a place to write to ({error.strerror})") from None
+        raise ConfigError.of("out", out, f"a place to write to ({error.strerror})") from None
 
 
 def write_atomically(path: Path, *parts: bytes, mode: int = 0o644) -> None:
@@ -236,12 +237,12 @@ def read_object(path: Path, field: str) -> dict[str, Any]:
         if path.is_file() and path.stat().st_size <= MOST_JSON:  # a pipe would be waited for
             record = json.loads(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{field}={path}: expected a readable file ({error.strerror})") from None
+        raise ConfigError.of(field, path, f"a readable file ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{field}={path}: expected JSON ({brief(str(error), 200)})") from None
+        raise ConfigError.of(field, path, f"JSON ({brief(str(error), 200)})") from None
     if not isinstance(record, dict):
         expected = f"a JSON object of at most {MOST_JSON} bytes"
-        raise ConfigError(f"{field}={path}: expected {expected}")
+        raise ConfigError.of(field, path, expected)
     return record
 
 

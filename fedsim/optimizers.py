@@ -91,7 +91,7 @@ def _made_of(name: str) -> tuple[Callable, dict[str, Any]]:
     excluded = kind == "noisy_sgd" or kind.startswith("scale_by")
     if excluded or not inspect.isfunction(factory) or not _works(factory, {}):
         expected = "momentum or an optax optimizer such as adafactor, adam, sgd"
-        raise ConfigError(f"optimizer={name}: expected {expected}")
+        raise ConfigError.of("optimizer", name, expected)
     options = {"momentum": MOMENTUM} if kind == "momentum" else {}
     options |= _options(name, text, factory)
     expect("optimizer", name, _works(factory, options), f"options that {kind} can take")
@@ -158,7 +158,7 @@ def _options(name: str, text: str, factory: Callable) -> dict[str, Any]:
         try:
             options[key] = json.loads(value)
         except ValueError:
-            raise ConfigError(f"optimizer={name}: expected {key}=a number, true or false") from None
+            raise ConfigError.of("optimizer", name, f"{key}=a number, true or false") from None
     return options
 
 

@@ -164,8 +164,6 @@ def personalize_run(
     task, params, data, path = last_model(stored, run, console)
     store = getattr(data, split)
     if store is None:
-        raise ConfigError(
-            f"split={split}: expected data with {split}, found {', '.join(data.splits())}"
-        )
+        raise ConfigError.of("split", split, f"data with {split}, found {', '.join(data.splits())}")
     found = personalize(task, params, store, split, settings, console)
     return {"run_dir": str(run.run_dir), "checkpoint": path.name, "split": split, **found}

@@ -31,11 +31,11 @@ from fedsim.keys import SecretKey
 from fedsim.optimizers import diverged, is_finite, update_rule, updater
 from fedsim.recipe import settled
 from fedsim.run import checkpoint, directory
-from fedsim.run.assemble import open_run, wait_for
 from fedsim.run.console import Console
 from fedsim.run.metrics import Metrics, table
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, save
+from fedsim.training.open import open_run, wait_for
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
 NO_CLIP = Clip(math.inf, in_float32=True)

@@ -66,7 +66,7 @@ def _rate(optimizer: str, noise: Noise, usual: float, exponent: float, most: flo
     if kind not in ("momentum", "sgd"):
         optimizers.optimizer(optimizer, 1.0)  # the first mistake: there is none of that name
         expected = f"a value: there is a rule for momentum, sgd, {', '.join(RATES)} alone"
-        raise ConfigError(f"learning_rate=None: expected {expected}, not for {kind}")
+        raise ConfigError.of("learning_rate", None, f"{expected}, not for {kind}")
     # Noise moves each parameter by rate times stddev times the root of the number of steps.
     share = noise.bound / max(noise.stddev, 1e-12) * math.sqrt(STEPS / max(STEPS, noise.num_steps))
     rate = min(most, usual * (share / 100) ** exponent) / noise.bound

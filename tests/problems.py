@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.mean_task import MeanTask
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.engine.task import Task
-from fedsim.models.mean import MeanTask
 from fedsim.run.console import Console
 from fedsim.training import train
 

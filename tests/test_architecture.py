@@ -20,8 +20,10 @@ LEVELS = (
     "library cli",
 )
 FOUNDATION = {"fedsim.errors", "fedsim.files"}  # the accountant's, too
-FREE_OF_RAY = "engine worker task autotune local_engine resources health environment prefetch"
-FREE_OF_RAY += " arithmetic multi_device"
+FREE_OF_RAY = (
+    "engine worker task trials programs local_engine resources health environment prefetch"
+)
+FREE_OF_RAY += " prefetch arithmetic multi_device"
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 
 
@@ -138,6 +140,20 @@ def test_data_is_read_without_jax_and_ray():
     needed = set().union(*(reached(m) for m in SOURCES if inside(m, "fedsim.data")))
     assert {"fedsim.data.users", "fedsim.data.building.build"} <= needed
     assert {m for m in needed if packages(m) & {"jax", "jaxlib", "flax", "optax", "ray"}} == set()
+
+
+def test_what_draws_and_writes_pages_is_loaded_when_one_is_made():
+    """Not when a module is imported, for which every command would wait."""
+    own = {"matplotlib", "jinja2", "markdown_it"}
+    assert own <= set().union(*map(packages, SOURCES))
+    for module, path in SOURCES.items():
+        names = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+        assert not own & {name.partition(".")[0] for name in names}, module
 
 
 def test_the_two_algorithms_differ_in_few_lines():

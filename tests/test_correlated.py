@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax_privacy.matrix_factorization import toeplitz as reference
 from problems import users_of_sizes
+from refused import refuses
 from test_verify import command as train_command
 from test_verify import texts, verify  # noqa: F401 (a fixture)
 
@@ -16,14 +17,12 @@ from fedsim import accounting
 from fedsim.cli.main import main
 from fedsim.clipping import Clip
 from fedsim.config import Algorithm, PrivacyConfig, run_config
-from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated, add_gaussian, gaussian, release_shift
-from fedsim.noise.bands import best, predictions
 from fedsim.noise.correlated import difference, rounding, strategy
 from fedsim.noise.independent import FARTHEST
-from fedsim.noise.toeplitz import coefficients, inverse, prefix_error
+from fedsim.noise.toeplitz import best, coefficients, inverse, predictions, prefix_error
 from fedsim.plan import bands_predicted, complete, make_plan, method_for
 from fedsim.recipe import MOMENTUM_RATES
 from fedsim.run import checkpoint
@@ -257,16 +256,16 @@ def test_a_mean_of_correlated_noise_is_that_of_the_sum_over_the_count(key):
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    "flags, what",
     [
-        ({"noise": "correlated", "sampling": "poisson"}, "sampling=poisson: expected cyclic, or"),
-        ({"bands": 2}, "bands=2: expected none with poisson sampling"),
-        ({"bands": 0, "sampling": "cyclic"}, "bands=0: expected >= 1"),
-        ({"bands": 11, "noise": "correlated"}, "bands=11: expected <= 10, the steps"),
+        ({"noise": "correlated", "sampling": "poisson"}, "sampling=poisson"),
+        ({"bands": 2}, "bands=2"),
+        ({"bands": 0, "sampling": "cyclic"}, "bands=0"),
+        ({"bands": 11, "noise": "correlated"}, "bands=11"),
     ],
 )
-def test_cells_that_have_no_guarantee_are_refused(flags, message):
-    with pytest.raises(ConfigError, match=message):
+def test_cells_that_have_no_guarantee_are_refused(flags, what):
+    with refuses(what):
         PrivacyConfig(1.0, 10, **flags)
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import optax
 import pytest
+from refused import refuses
 from test_console import PLAN
 from test_verify import command, write_texts
 
@@ -27,8 +28,8 @@ from fedsim.keys import SecretKey
 from fedsim.plan import complete, defaults, method_for
 from fedsim.run import directory
 from fedsim.run.console import Console
-from fedsim.run.cost import cost
-from fedsim.run.warnings import warnings_of
+from fedsim.training.dry_run import cost
+from fedsim.training.planned import warnings_of
 
 DATA = SimpleNamespace(eval_users=object())
 
@@ -136,7 +137,7 @@ def test_a_mistake_that_has_nothing_to_do_with_a_private_draw_costs_nothing(
         raise ConfigError("model=micro: expected another one")
 
     place = tmp_path / "ledger"
-    monkeypatch.setattr("fedsim.run.assemble.make_task", refused)
+    monkeypatch.setattr("fedsim.training.open.make_task", refused)
     args = {**MEDIAN, "epsilon": 0.6, "budget-ledger": place}
     said = refusal(command(texts, run_dir, "els", **args), capsys)
     assert said == "fedsim: error: model=micro: expected another one" and not place.exists()
@@ -190,7 +191,7 @@ def test_a_dry_run_has_the_workers_and_devices_of_the_engine(monkeypatch):
 
 
 def test_a_dry_run_of_what_does_not_fit_says_so():
-    with pytest.raises(ConfigError, match="expected one that fits here: needs 9 MiB"):
+    with refuses("strategy", says="needs 9 MiB"):
         estimate(kind="local", fault="needs 9 MiB, and 1 are free")
 
 

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import reference
 from problems import mean_problem, softmax_problem
+from refused import refuses
 
 from fedsim.accounting import StepEvent
 from fedsim.clipping import Clip
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT
 from fedsim.els import ELS
 from fedsim.engine.local_engine import LocalEngine
-from fedsim.errors import ConfigError
 from fedsim.mechanism import noisy_mean
 from fedsim.sampling import Sampling
 
@@ -129,7 +129,7 @@ def test_the_pool_is_the_same_in_every_step(rng, key):
 
 def test_a_budget_beyond_the_pool_is_refused(rng, key):
     users, _ = mean_problem(rng, SIZES)
-    with pytest.raises(ConfigError, match="batch_size=16: expected <= 15, the places of the pool"):
+    with refuses("batch_size=16", says="<= 15"):
         make(users, key, batch_size=16)
 
 

@@ -5,11 +5,11 @@ from decimal import Decimal
 import jax
 import numpy as np
 import pytest
+from refused import refuses
 from scipy import stats
 
 from fedsim.clipping import Clip
 from fedsim.clipping.clip import lattice_bits
-from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import independent, release_shift
@@ -209,19 +209,19 @@ def test_without_noise_it_is_the_sum_over_the_count(key):
     sums, clip = {"a": np.arange(6, dtype=np.float32)}, Clip(1.0, in_float32=True)
     mean = noise_of(sums, key, stddev=0.0, count=4.0, clip=clip)
     np.testing.assert_allclose(mean["a"], np.arange(6) / 4)
-    with pytest.raises(ConfigError, match="noise_multiplier=1.0: expected 0 for float32 sums"):
+    with refuses("noise_multiplier=1.0"):
         noise_of(sums, key, clip=clip)
 
 
 @pytest.mark.parametrize("count", [0.0, -1.0, float("nan")])
 def test_the_count_must_be_positive(key, count):
-    with pytest.raises(ValueError, match="count="):
+    with refuses("count"):
         noise_of(TREE, key, count=count)
 
 
 @pytest.mark.parametrize("sigma", [-1.0, float("nan")])
 def test_the_noise_multiplier_must_not_be_negative(key, sigma):
-    with pytest.raises(ValueError, match="noise_multiplier="):
+    with refuses("noise_multiplier"):
         noise_of(TREE, key, stddev=sigma)
 
 

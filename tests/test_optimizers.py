@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refused import refuses
 
 from fedsim.errors import ConfigError
 from fedsim.optimizers import optimizer
@@ -60,7 +61,7 @@ NOT_FROM_A_GRADIENT = ["lbfgs", "polyak_sgd"]
 
 @pytest.mark.parametrize("name", NO_OPTIMIZER + NOT_FROM_A_LEARNING_RATE + NOT_FROM_A_GRADIENT)
 def test_what_is_no_optimizer_is_refused(name):
-    with pytest.raises(ConfigError, match=f"^optimizer={name}: expected momentum or an optax"):
+    with refuses(f"optimizer={name}"):
         optimizer(name, 0.1)
 
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from problems import users_of_sizes
+from refused import refuses
 
 from fedsim import accounting
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
-from fedsim.config.cells import COMPARISON_ONLY
-from fedsim.errors import ConfigError
+from fedsim.config.privacy import COMPARISON_ONLY
 from fedsim.keys import SecretKey
 from fedsim.noise import slack
 from fedsim.plan import (
@@ -93,7 +93,7 @@ def test_what_the_user_says_is_kept_and_not_named(algorithm, users):
 
 
 def test_one_user_gives_no_delta():
-    with pytest.raises(ConfigError, match="delta=None"):
+    with refuses("delta=None"):
         complete(Algorithm.ULS, privacy(), data_of(users_of_sizes([1])))
 
 
@@ -113,7 +113,7 @@ def test_a_target_of_infinity_is_a_run_without_noise(users, key):
 def test_a_target_that_cannot_be_met_is_the_users_mistake(users, key):
     completed, _ = complete(Algorithm.ULS, privacy(epsilon=1e-9, delta=1e-9), data_of(users))
     method = method_for(Algorithm.ULS, completed, users, key)
-    with pytest.raises(ConfigError, match="epsilon=1e-09: expected at least"):
+    with refuses("epsilon=1e-09"):
         calibrate(method, completed)
 
 
@@ -172,7 +172,7 @@ def test_an_epsilon_whose_slack_takes_all_of_delta_is_refused(users, key):
     """The paper's largest epsilon, 64, is none of these."""
     plan, *_ = planned(Algorithm.ULS, users, key, epsilon=64.0)
     assert plan.slack.delta < 1e-3 * plan.delta
-    with pytest.raises(ConfigError, match="^epsilon=400.0: expected a smaller one, or inf: the "):
+    with refuses("epsilon=400.0"):
         planned(Algorithm.ULS, users, key, epsilon=400.0)
 
 
@@ -183,8 +183,7 @@ def test_a_trial_trains_no_more_parameters_than_its_slack_was_paid_for(users, ke
     given = (Algorithm.ULS, completed, users, method)
     assert make_plan(*given, MOST_PARAMETERS, facts, "", trial=True).trial
     make_plan(*given, MOST_PARAMETERS + 1, facts, "")  # outside a selection it pays by itself
-    match = "^num_parameters=1000000001: expected at most 1,000,000,000 in a private selection"
-    with pytest.raises(ConfigError, match=match):
+    with refuses("num_parameters=1000000001", says="at most 1,000,000,000"):
         make_plan(*given, MOST_PARAMETERS + 1, facts, "", trial=True)
 
 
@@ -201,9 +200,9 @@ def test_an_assumed_population_is_labelled_as_one(users):
 
 
 def test_fewer_users_than_there_are_cannot_be_assumed(users):
-    with pytest.raises(ConfigError, match="^assumed_population=7: expected >= 8, the users"):
+    with refuses("assumed_population=7", says=">= 8"):
         complete(Algorithm.ULS, privacy(assumed_population=7), data_of(users))
-    with pytest.raises(ConfigError, match="^assumed_population=0: expected >= 1"):
+    with refuses("assumed_population=0"):
         privacy(assumed_population=0)
 
 

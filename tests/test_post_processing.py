@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refused import refuses
 
 from fedsim.cli.main import main
 from fedsim.config import run_config
-from fedsim.errors import ConfigError
 from fedsim.optimizers import averaged, optimizer, rate_of, update_rule
 from fedsim.recipe import settled
 from fedsim.run import checkpoint
@@ -82,20 +82,20 @@ def test_options_are_those_of_the_optimizer():
     ["adam:b3=1", "adam:b1", "adam:b1=x", "momentum:learning_rate=3", "sgd:momentum=true,x=1"],
 )
 def test_other_options_are_refused_in_one_line(name):
-    with pytest.raises(ConfigError, match=f"^optimizer={name}: expected .*$"):
+    with refuses(f"optimizer={name}"):
         optimizer(name, 0.1)
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    "settings, what",
     [
-        ({"ema": 1.0}, r"ema=1.0: expected in \[0, 1\)"),
-        ({"warmup": -0.1}, r"warmup=-0.1: expected in \[0, 1\)"),
-        ({"weight_decay": -1.0}, "weight_decay=-1.0: expected >= 0 and finite"),
+        ({"ema": 1.0}, "ema=1.0"),
+        ({"warmup": -0.1}, "warmup=-0.1"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_out_of_range_are_refused(settings, what):
+    with refuses(what):
         run_of(**settings)
 
 

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from refused import refuses
 from test_verify import command as train_command
 from test_verify import texts, verify  # noqa: F401 (a fixture)
 
 from fedsim.accounting import allocated_event
 from fedsim.cli.main import main
 from fedsim.config import PrivacyConfig
-from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.run import ledger
 from fedsim.sampling import Allocation
@@ -36,15 +36,15 @@ def test_the_event_is_of_the_window():
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    "flags, what",
     [
-        ({"participations": 2}, "participations=2: expected none with poisson"),
-        ({"sampling": "allocation", "participations": 3}, "participations=3: expected to divide"),
-        ({"sampling": "allocation", "noise": "correlated"}, "noise=correlated: expected independ"),
+        ({"participations": 2}, "participations=2"),
+        ({"sampling": "allocation", "participations": 3}, "participations=3"),
+        ({"sampling": "allocation", "noise": "correlated"}, "noise=correlated"),
     ],
 )
-def test_cells_without_a_guarantee_are_refused(flags, message):
-    with pytest.raises(ConfigError, match=message):
+def test_cells_without_a_guarantee_are_refused(flags, what):
+    with refuses(what):
         PrivacyConfig(1.0, 10, **flags)
 
 

@@ -9,6 +9,7 @@ import pytest
 import reference
 from test_shared import owners_of, random_graph
 
+from experiments.mean_task import MeanTask
 from fedsim.accounting import StepEvent
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy
@@ -16,13 +17,12 @@ from fedsim.data.users import UserStore
 from fedsim.els import ELS
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
-from fedsim.models.mean import MeanTask
 from fedsim.run import ledger
 from fedsim.sampling import Sampling, contributions, draw_groups, groups_of
 from fedsim.sampling.shared import Groups
 from fedsim.shared_uls import SharedULS
 from fedsim.trust.evidence import Violated
-from fedsim.trust.owners import most_entered, most_owned
+from fedsim.trust.owner_counts import most_entered, most_owned
 
 
 class Graph:

@@ -18,14 +18,14 @@ import pytest
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import PrivacyConfig, run_config
-from fedsim.engine import autotune
+from fedsim.engine import trials
 from fedsim.plan import planner
 from fedsim.run import checkpoint, directory, ledger
-from fedsim.run.assemble import key_context
 from fedsim.run.console import Console, guarantee_line
 from fedsim.run.state import APART
+from fedsim.training.open import key_context
 from fedsim.trust import report
-from fedsim.trust.claim_fields import items
+from fedsim.trust.pages import as_markdown
 
 NUM_STEPS = 24
 
@@ -166,8 +166,8 @@ def test_a_stop_signal_ends_the_step_and_saves_it(texts, undisturbed, stopped_ru
     assert stopped["epsilon"] == undisturbed["uls"]["epsilon"]  # it may have looked at itself
     assert stopped["steps_done"] == len(lines(run_dir, "ledger.jsonl")) - 1
     reported = report.read(run_dir, Console())
-    shown = dict(items(reported).rows)
-    assert shown["steps accounted"].startswith(f"{NUM_STEPS} of {NUM_STEPS} planned, of which")
+    page = as_markdown("report.md.jinja", **report.compose(reported))
+    assert f"| steps accounted | {NUM_STEPS} of {NUM_STEPS} planned, of which" in page
     ideal = stopped["epsilon"] + stopped["slack"]["epsilon"]
     assert ideal <= reported.epsilon < ideal + 1e-3
     assert f", what all {NUM_STEPS} planned steps cost" in guarantee_line(stopped)
@@ -371,8 +371,8 @@ def refused(args, capsys):
 @pytest.mark.ci
 @pytest.mark.parametrize("algorithm", ["els", "uls"])
 def test_a_strategy_that_was_tried_is_named_as_not_private(algorithm, texts, run_dir, monkeypatch):
-    # One candidate: what trials find is test_autotune.py's.
-    monkeypatch.setattr(autotune, "candidates", lambda *_, **__: [Strategy("scan", 2)])
+    # One candidate: what trials find is test_trials.py's.
+    monkeypatch.setattr(trials, "candidates", lambda *_, **__: [Strategy("scan", 2)])
     main(command(texts, run_dir, algorithm, strategy="auto", **{"num-steps": 1}))
     assert "the strategy of the clipped sum" in str(summary(run_dir)["non_private"])
 
@@ -416,7 +416,7 @@ def test_a_resumed_run_keeps_its_strategy_whatever_is_remembered(
 ):
     monkeypatch.setenv("FEDSIM_CACHE_DIR", str(tmp_path))
     tried = [Strategy("scan", 2), Strategy("scan", 3)]  # others take longer to compile
-    monkeypatch.setattr(autotune, "candidates", lambda *_, **__: tried)
+    monkeypatch.setattr(trials, "candidates", lambda *_, **__: tried)
     remembered, record = tmp_path / "strategies", ledger.Ledger.record
 
     def stop_after_three(book, step, *args, **fields):

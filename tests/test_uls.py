@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import reference
 from problems import mean_problem, softmax_problem
+from refused import refuses
 
 from fedsim.accounting import StepEvent
 from fedsim.clipping import Clip
 from fedsim.config import ADD_OR_REMOVE
 from fedsim.els import ELS
 from fedsim.engine.local_engine import LocalEngine
-from fedsim.errors import ConfigError
 from fedsim.mechanism import noisy_mean
 from fedsim.sampling import Sampling, draw_groups
 from fedsim.uls import ULS
@@ -120,13 +120,13 @@ def test_the_event_is_theorem_2_and_does_not_know_the_group_size(rng, key):
 
 def test_a_cohort_beyond_the_users_is_refused(rng, key):
     users, _ = mean_problem(rng, SIZES)
-    with pytest.raises(ConfigError, match="batch_size=24: expected <= 20, group_size x the users"):
+    with refuses("batch_size=24", says="<= 20"):
         make(users, key, batch_size=24)
 
 
 def test_a_budget_that_the_group_size_does_not_divide_is_refused(rng, key):
     users, _ = mean_problem(rng, SIZES)
-    with pytest.raises(ConfigError, match="batch_size=10: expected a multiple of group_size=4"):
+    with refuses("batch_size=10", says="group_size=4"):
         make(users, key, batch_size=10)
 
 

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.common import at_least, circumstances
-from fedsim.clipping import Clip, Strategy, clipped_sum
+from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.clip import num_coordinates
 from fedsim.clipping.products import in_one_product
 from fedsim.clipping.scan import zeros_like
@@ -41,7 +41,7 @@ from fedsim.engine.resources import compiler_options
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import lora
-from fedsim.models.loss import next_token_nats
+from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig, stacked
 
 CLIP = Clip(1.0, normalised=True)
@@ -131,7 +131,7 @@ class Problem:
             units = tokens.reshape(-1, group, tokens.shape[1])
             mask = jnp.ones(units.shape[:2], bool)
             losses = functools.partial(self.losses, frozen)
-            return clipped_sum(losses, params, units, mask, CLIP, strategy)
+            return clip_chunk(losses, params, units, mask, CLIP, strategy)
 
         return total
 

@@ -34,15 +34,15 @@ import numpy as np
 
 from experiments.benchmarks.common import at_most, circumstances
 from experiments.benchmarks.peers import run
-from fedsim.clipping import Clip, clipped_sum
+from fedsim.clipping import Clip, clip_chunk
 from fedsim.clipping.products import in_one_product
 from fedsim.clipping.scan import zeros_like
 from fedsim.clipping.strategy import NAMES, Strategy, candidates
-from fedsim.engine.autotune import choose_strategy
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.resources import ALLOCATOR
 from fedsim.engine.task import Task
-from fedsim.models.loss import next_token_nats
+from fedsim.engine.trials import choose_strategy
+from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 CLIP = Clip(1.0, normalised=True)
@@ -106,7 +106,7 @@ def ours(task, group, strategy):
     def total(params, tokens):
         users = tokens.reshape(-1, group, POSITIONS + 1)
         mask = jnp.ones(users.shape[:2], bool)
-        return clipped_sum(task.losses, params, users, mask, CLIP, strategy)
+        return clip_chunk(task.losses, params, users, mask, CLIP, strategy)
 
     return total
 

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.peers import run, shape
+from experiments.mean_task import MeanTask
 from fedsim.clipping import Clip
 from fedsim.engine import ray_engine
 from fedsim.engine.cluster import Cluster
@@ -40,8 +41,7 @@ from fedsim.engine.task import Task
 from fedsim.engine.worker import Worker
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
-from fedsim.models.loss import next_token_nats
-from fedsim.models.mean import MeanTask
+from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig
 from fedsim.run.checkpoint import params_sha256
 from fedsim.sampling import Poisson, draw_groups
@@ -55,8 +55,7 @@ class NoGradient(Worker):
     """A worker whose gradients are zero and cost nothing; its sums have the model's size."""
 
     def lane_sum(self, version, params, rows, clip, *_):
-        if version != self._version:
-            self._version, self._params = version, jax.device_put(params)
+        self.programs.on_device(version, params)
         if not hasattr(self, "_zeros"):
             self._zeros = np.zeros(params.shape, np.float32)
         values = (np.zeros(len(rows), kind) for kind in (np.float32, np.float32, bool, np.int64))

@@ -8,7 +8,11 @@ from unittest import mock
 
 from experiments.planting import Mistake, Patch
 
-MAKING, START, TRAINER = "fedsim.plan.planner", "fedsim.training.launch", "fedsim.training.trainer"
+MAKING, PLANNED, TRAINER = (
+    "fedsim.plan.planner",
+    "fedsim.training.planned",
+    "fedsim.training.trainer",
+)
 DIRECTORY, LEDGER = "fedsim.run.directory", "fedsim.run.ledger"
 
 
@@ -220,7 +224,7 @@ COPIES = (
         "turns drawn anew by other packages",
         DRAWS
         + "test_turns_that_other_packages_draw_otherwise_are_refused_and_the_same_ones_are_not",
-        (Patch(START, "drawn_once", lambda _right, method, num_steps, key: mock.ANY),),
+        (Patch(PLANNED, "drawn_once", lambda _right, method, num_steps, key: mock.ANY),),
     ),
     Mistake(
         "noise taken back that nobody added",

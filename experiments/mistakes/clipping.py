@@ -70,9 +70,9 @@ def as_it_is(_right, tree):
     return sum(map(_sum_of_squares, jax.tree.leaves(tree)), start=jnp.float32(0))
 
 
-def in_float32(clipped_sum, *args, total=None, **options):
+def in_float32(clip_chunk, *args, total=None, **options):
     """The units' sum, added to that of earlier ones as floating-point numbers."""
-    added, *values = clipped_sum(*args, **options)
+    added, *values = clip_chunk(*args, **options)
     if total is not None:
         floats = jax.tree.map(
             lambda t, z: t.astype(jnp.float32) + z.astype(jnp.float32), total, added
@@ -185,7 +185,7 @@ CLIPPING = (
         "a running sum in float32",
         "clipping/test_contribution.py::"
         "test_a_long_sum_lacks_what_a_missing_user_added_and_nothing_else",
-        (Patch(SCAN, "clipped_sum", in_float32),),
+        (Patch(SCAN, "clip_chunk", in_float32),),
     ),
     Mistake(
         "a norm without its bound",
@@ -209,7 +209,7 @@ CLIPPING = (
         "units side by side that are not looked at",
         "engine/test_worker.py"
         "::test_units_that_change_what_others_contribute_are_not_computed_side_by_side",
-        (Patch("fedsim.engine.worker", "_checked_side_by_side", lambda _right, *_args: True),),
+        (Patch("fedsim.engine.programs", "_checked_side_by_side", lambda _right, *_args: True),),
     ),
     Mistake(
         "a lane with one user's gradient",

@@ -8,7 +8,7 @@ import numpy as np
 from experiments.planting import Mistake, Patch
 
 KEYS, MECHANISM = "fedsim.keys", "fedsim.mechanism"
-INDEPENDENT, ADAPTIVE = "fedsim.noise.independent", "fedsim.clipping.adaptive"
+INDEPENDENT, ADAPTIVE = "fedsim.noise.independent", "fedsim.clipping.step_releases"
 
 
 def as_everyone(derive, self, purpose, index):
@@ -148,7 +148,7 @@ NOISE_AND_SENSITIVITY = (
         "test_plan.py::test_the_adjacency_is_named",
         (
             Patch(
-                "fedsim.plan.labels",
+                "fedsim.plan.plan",
                 "ADJACENCY",
                 lambda words: {**words, "add-or-remove": "replace one user"},
             ),
@@ -189,7 +189,7 @@ EVALUATIONS = (
         HELD_OUT + "test_what_is_released_has_the_noise_of_the_plan_and_a_user_moves_it_by_little",
         (
             Patch(
-                "fedsim.noise.mean_loss", "noisy_number", lambda _right, total, stddev, rng: total
+                "fedsim.noise.independent", "noisy_number", lambda _right, total, stddev, rng: total
             ),
         ),
     ),
@@ -207,6 +207,6 @@ EVALUATIONS = (
     Mistake(
         "another held-out loss under the same noise after a crash",
         HELD_OUT + "test_a_step_is_released_once",
-        (Patch("fedsim.run.evaluations", "Evaluated.__init__", forgetful),),
+        (Patch("fedsim.training.private_evaluation", "Evaluated.__init__", forgetful),),
     ),
 )

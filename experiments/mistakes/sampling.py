@@ -164,7 +164,7 @@ SAMPLING = (
         "test_plan.py::test_an_assumed_population_is_labelled_as_one",
         (
             Patch(
-                "fedsim.plan.labels",
+                "fedsim.plan.plan",
                 "label_of",
                 lambda label_of, plan: label_of({**plan, "assumed_population": None}),
             ),

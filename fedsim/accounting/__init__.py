@@ -22,7 +22,6 @@ from fedsim.accounting.accountant import (
     epsilon_with,
     privacy_curve,
 )
-from fedsim.accounting.event_json import of_words, to_words
 from fedsim.accounting.events import (
     MOST_CONTRIBUTIONS,
     MOST_NOISE,
@@ -34,6 +33,8 @@ from fedsim.accounting.events import (
     cyclic_event,
     event_fields,
     event_of,
+    of_words,
+    to_words,
 )
 from fedsim.accounting.gaussian_dp import gaussian_delta, gaussian_epsilon, gaussian_mu, zcdp_delta
 from fedsim.accounting.noise_slack import Slack, slack, together

@@ -93,9 +93,10 @@ def _window(noise_multiplier: float, steps: int) -> Law:
     spread = 1 / noise_multiplier**2
     highest = spread / 2 + REACH * math.sqrt(spread) + math.log(steps)
     if highest > LARGEST:
-        raise GridTooLargeError(
-            f"noise_multiplier={noise_multiplier:g}: expected more noise: losses are below "
-            f"{LARGEST:g}, and here they reach {highest:.4g}"
+        raise GridTooLargeError.of(
+            "noise_multiplier",
+            f"{noise_multiplier:g}",
+            f"more noise: losses are below {LARGEST:g}, and here they reach {highest:.4g}",
         )
     widest = FINENESS * math.sqrt(spread)
 

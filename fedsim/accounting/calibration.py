@@ -80,9 +80,9 @@ def calibrate(
         least = target * math.exp(min(fine.values()))
         if least >= UNBOUNDED * (1 - 1e-9):
             found = "spends no finite epsilon at this delta: expected a larger delta, or more noise"
-            raise ConfigError(f"{name}={limits[0]:g}: even that {found}")
-        raise ConfigError(
-            f"epsilon={target}: expected at least {least:.4g}, which {name}={limits[0]:g} spends"
+            raise ConfigError(f"{name}={limits[0]:g}: even that {found}", field=name)
+        raise ConfigError.of(
+            "epsilon", target, f"at least {least:.4g}, which {name}={limits[0]:g} spends"
         )
     return max(within) if limits[1] > limits[0] else min(within)
 

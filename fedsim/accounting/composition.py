@@ -90,9 +90,11 @@ def directions(pld: PrivacyLossDistribution) -> tuple[DensePLDPmf, DensePLDPmf]:
 def check_size(size: int, discretization: float) -> None:
     """Refuses grids that would need more memory than allowed."""
     if size > MAX_GRID_POINTS:
-        raise GridTooLargeError(
-            f"discretization={discretization:g}: expected a privacy loss of at most "
-            f"{MAX_GRID_POINTS} grid points, got {size}: raise noise_multiplier or discretization"
+        raise GridTooLargeError.of(
+            "discretization",
+            f"{discretization:g}",
+            f"a privacy loss of at most {MAX_GRID_POINTS} grid points, got {size}: raise "
+            "noise_multiplier or discretization",
         )
 
 

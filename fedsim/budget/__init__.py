@@ -5,5 +5,4 @@ marks        how far runs that have not ended have come: older copies of them ar
 people       whose texts a run saw: keyed fingerprints of users' ids
 spending     what it adds up to, for the person who pays most; a privacy filter
 admission    a run is counted before its first release, and refused where a limit would break
-evaluation   held-out loss with noise, which the users of the split pay for
 """

@@ -296,9 +296,10 @@ class Applicant:
             for each in known.limits
             if known.total(each.delta, more=more).adaptive > each.epsilon
         )
-        raise ConfigError(
-            f"limit_epsilon={broken.epsilon:g}: expected a run that fits: "
-            f"{self._why_not(known, more, broken)}"
+        raise ConfigError.of(
+            "limit_epsilon",
+            f"{broken.epsilon:g}",
+            f"a run that fits: {self._why_not(known, more, broken)}",
         )
 
     def _why_not(self, known: Books, more: Charge, broken: Limit) -> str:

@@ -263,8 +263,8 @@ def hold(directory: Path) -> Iterator[BudgetLedger]:
         make_directory(directory, 0o700)
         lock = open(directory / LOCK, "a")
     except OSError as error:
-        place = f"budget_ledger={directory}: expected a place to write to ({error})"
-        raise ConfigError(f"{place}; {ELSEWHERE}") from None
+        place = f"a place to write to ({error}); {ELSEWHERE}"
+        raise ConfigError.of("budget_ledger", directory, place) from None
     with lock:
         if os.fstat(lock.fileno()).st_uid == os.getuid():
             os.fchmod(lock.fileno(), _mode(directory))

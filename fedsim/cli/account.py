@@ -8,7 +8,7 @@ from typing import Any, Literal
 import tyro
 
 from fedsim.config import to_json
-from fedsim.config.cells import (
+from fedsim.config.privacy import (
     ALLOCATION,
     COMPARISON_ONLY,
     CORRELATED,
@@ -210,7 +210,7 @@ class Calibrate:
         """The noise multiplier of the number of bands with the least predicted error."""
         from fedsim import accounting
         from fedsim.accounting.rounding import at_most
-        from fedsim.noise.bands import best, predictions
+        from fedsim.noise.toeplitz import best, predictions
 
         _bands(dataclasses.replace(self, bands=1))
         steps, prob = target["num_steps"], target["sampling_prob"]
@@ -300,7 +300,7 @@ def _without_json(command: Any) -> dict[str, Any]:
 
 def _predicted(command: Account | Calibrate, steps: int, noise_multiplier: float) -> float:
     """The predicted error; see `noise.bands`."""
-    from fedsim.noise.bands import predicted_error
+    from fedsim.noise.toeplitz import predicted_error
 
     bands = (command.bands or 1) if command.noise == CORRELATED else 1
     return predicted_error(noise_multiplier, steps, bands)

@@ -111,7 +111,7 @@ def _with_file(args: list[str]) -> list[str]:
     try:
         defaults = tomllib.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"config={path}: expected a TOML file ({error})") from None
+        raise ConfigError.of("config", path, f"a TOML file ({error})") from None
     defaults = renamed(defaults) if args[0] == "train" else defaults
     known = flags_of(parts[args[0]]) | flags_of(RunConfig)
     flags = []

@@ -39,20 +39,21 @@ class Train(ReadsSources):
         from fedsim.engine.environment import keep_memory, set_threads
 
         run = self.run
-        if self.dry_run:
-            from fedsim.run.cost import here
-
-            run = here(run)
+        if self.dry_run:  # in this process alone, on what there is here
+            device = run.engine.accelerator if run.engine.kind == "local" else "auto"
+            run = changed_run(run, engine="local", accelerator=device)
         set_threads(run.engine)  # of the process that computes, in a dry run this one
         keep_memory()
         from fedsim.run.console import Console
 
-        console = Console(log_every=self.run.log_every)
-        from fedsim.training import train
-
+        console = Console(log_every=run.log_every)
         args = (Algorithm(self.algorithm), self.privacy, run, console)
         if self.dry_run:
-            return train(*args, rehearsed=self.run.engine)
+            from fedsim.training.dry_run import dry_run
+
+            return dry_run(*args, self.run.engine)
+        from fedsim.training import train
+
         summary = train(*args)
         console.summary(summary, self.run.run_dir)
         return summary
@@ -125,7 +126,7 @@ class Evaluate:
 
             result = evaluate_run(stored, run, Console())
         else:
-            from fedsim.budget.evaluation import PrivateEvaluation, evaluate_privately
+            from fedsim.training.private_evaluation import PrivateEvaluation, evaluate_privately
 
             how = PrivateEvaluation(self.epsilon, self.delta, self.split, self.loss_bound)
             result = evaluate_privately(stored, run, how, Console())

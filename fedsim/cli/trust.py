@@ -107,7 +107,6 @@ class Budget:
         from fedsim.data import corpora
         from fedsim.run.console import Console
         from fedsim.trust.budget_page import budget, sentences, table
-        from fedsim.trust.document import as_text
 
         limit, delta = self.limit_epsilon, self.delta
         holds = limit is None or 0 < limit < math.inf
@@ -120,7 +119,7 @@ class Budget:
         place = place_of(self.budget_ledger)
         found = budget(place, ids, delta=delta, limit_epsilon=limit, out=self.out)
         if not self.json:
-            print(as_text(table(found)), wrapped("\n".join(sentences(found))), sep="\n")
+            print(table(found), wrapped("\n".join(sentences(found))), sep="\n")
             if self.out is not None:
                 print(f"written to {found['html']}")
         return found

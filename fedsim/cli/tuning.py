@@ -236,7 +236,7 @@ def read_spec(file: Path | None, flags: tuple[str, ...]) -> dict[str, Any]:
         try:
             spec = read(file.read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"file={file}: expected a TOML or JSON file ({error})") from None
+            raise ConfigError.of("file", file, f"a TOML or JSON file ({error})") from None
         expect("file", file, isinstance(spec, dict), "settings by name")
     grid = dict(spec.get("grid", {}))
     for flag in flags:

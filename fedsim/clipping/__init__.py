@@ -2,6 +2,6 @@
 
 from fedsim.clipping.clip import Clip
 from fedsim.clipping.scan import Buckets, LocalSteps
-from fedsim.clipping.strategy import Strategy, clipped_sum
+from fedsim.clipping.strategy import Strategy, clip_chunk
 
-__all__ = ["Buckets", "Clip", "LocalSteps", "Strategy", "clipped_sum"]
+__all__ = ["Buckets", "Clip", "LocalSteps", "Strategy", "clip_chunk"]

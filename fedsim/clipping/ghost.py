@@ -21,7 +21,7 @@ from fedsim.clipping.factors import Factors
 from fedsim.clipping.observed import Observed, expect_shape
 
 
-def clipped_sum(
+def clip_chunk(
     loss_fn: scan.LossFn,
     params: Any,
     batch: Any,
@@ -31,10 +31,10 @@ def clipped_sum(
     side_by_side: int,
     total: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
-    """The sum of `scan.clipped_sum`. It takes the memory of all activations of the rows of a pass,
+    """The sum of `scan.clip_chunk`. It takes the memory of all activations of the rows of a pass,
     of small layers' gradients, and of one tile.
 
-    Guarantees: those of `scan.clipped_sum`. Norms are bounded from above a little less tightly: a
+    Guarantees: those of `scan.clip_chunk`. Norms are bounded from above a little less tightly: a
       clipped unit may be shorter than C by a few thousandths.
     Args: side_by_side: units of one pass.
     Raises: UnsupportedModel: a parameter is not in a layer of `LAYERS`.

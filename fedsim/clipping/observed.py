@@ -2,7 +2,16 @@
 
 The backward pass stops at the outputs of these layers. The model stays a plain `flax.linen` model:
 its calls are intercepted. `ghost` takes units' gradients from what is seen here.
+
+A rematerialised module forgets what it computed until its gradient is asked for; `ghost` needs what
+the layers inside saw. So under `ghost` such a module stays as it is, and only what has no
+parameters is computed again.
 """
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +21,31 @@ from flax.core import tracers
 from jax.extend.core import Var
 
 from fedsim.clipping.layers import CALL, LAYERS, METHODS
-from fedsim.clipping.remat import recorded
 from fedsim.errors import FedsimError
+
+_RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """While a model is traced whose layers' inputs are kept."""
+    token = _RECORDED.set(True)
+    try:
+        yield
+    finally:
+        _RECORDED.reset(token)
+
+
+def remat_module(kind: type[nn.Module]) -> type[nn.Module]:
+    """`kind`, computed again in the backward pass, where that is possible. Give it a name: the
+    names that flax makes up would differ."""
+    return kind if _RECORDED.get() else nn.remat(kind)  # pyright: ignore
+
+
+def remat_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which has no parameters, computed again where the module around it is not."""
+    return jax.checkpoint(function) if _RECORDED.get() else function
+
 
 Path = tuple[str, ...]
 Call = tuple[Path, str, int]  # module, method, number of its calls before

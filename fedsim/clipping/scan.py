@@ -68,7 +68,7 @@ class LocalSteps:
     learning_rate: float
 
 
-def clipped_sum(
+def clip_chunk(
     loss_fn: LossFn,
     params: Any,
     batch: Any,

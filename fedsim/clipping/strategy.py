@@ -50,7 +50,7 @@ class Strategy:
         return 1 if self.name == "scan" else max(1, self.rows // group)
 
     def units_per_call(self, group: int) -> int:
-        """A good number for one call of `clipped_sum`: it costs no memory, and units that are
+        """A good number for one call of `clip_chunk`: it costs no memory, and units that are
         padding at the end cost no time."""
         at_once = self.units_at_once(group)
         return -(-UNITS_PER_CALL // at_once) * at_once
@@ -64,7 +64,7 @@ class Strategy:
         return self.name in ("scan", "direct") and self.rows < group
 
 
-def clipped_sum(
+def clip_chunk(
     loss_fn: scan.LossFn,
     params: Any,
     batch: Any,
@@ -78,7 +78,7 @@ def clipped_sum(
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """sum over units of clip(mean over the unit's rows of grad loss, C), by any strategy.
 
-    Arguments, results and guarantees are those of `scan.clipped_sum`.
+    Arguments, results and guarantees are those of `scan.clip_chunk`.
     Raises: UnsupportedModel: the strategy cannot do it.
     """
     units, group = mask.shape
@@ -88,10 +88,10 @@ def clipped_sum(
         options = {"rows_per_pass": strategy.rows, "buckets": buckets, "local": local}
         options["direct"] = strategy.name == "direct"
         options["side_by_side"] = 1 if local else at_once  # own steps are loops of various lengths
-        return scan.clipped_sum(loss_fn, params, batch, mask, clip, total=total, **options)
+        return scan.clip_chunk(loss_fn, params, batch, mask, clip, total=total, **options)
     if local is not None:
         raise observed.UnsupportedModel("only scan and direct take users' own steps")
-    return ghost.clipped_sum(loss_fn, params, batch, mask, clip, side_by_side=at_once, total=total)
+    return ghost.clip_chunk(loss_fn, params, batch, mask, clip, side_by_side=at_once, total=total)
 
 
 def candidates(group: int, num_parameters: int, *, on_cpu: bool = True) -> list[Strategy]:

@@ -19,12 +19,12 @@ from fedsim.config.flags import (
     typed,
     types_of,
 )
-from fedsim.config.mesh import MeshShape
 from fedsim.config.privacy import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.config.run import (
     OPERATIONAL,
     DataConfig,
     EngineConfig,
+    MeshShape,
     ModelConfig,
     RunConfig,
 )

@@ -43,9 +43,9 @@ def run_config(**settings: Any) -> RunConfig:
     """
     known = flags_of(RunConfig)
     for name in settings.keys() - known.keys():
-        raise ConfigError(f"{name}={settings[name]}: expected the name of a setting of train")
+        raise ConfigError.of(name, settings[name], "the name of a setting of train")
     for name in {"data", "run_dir"} - settings.keys():
-        raise ConfigError(f"{name}=None: expected a value")
+        raise ConfigError.of(name, None, "a value")
     own: dict[str, Any] = {}
     for name, value in settings.items():
         group, field = known[name]

@@ -45,7 +45,7 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
     if is_built(source):
         for name, value in build_options.items():
             if name != "progress":
-                raise DataError(f"{name}={value}: expected nothing, {source} is built already")
+                raise DataError.of(name, value, f"nothing, {source} is built already")
         return Dataset.open(source)
     sources = find_files(source)
     facts = [user_ids.RULE, *(fact for file in sources for fact in _facts(file))]

@@ -21,17 +21,13 @@ def bins(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def draw(stores: Mapping[str, UserStore], file: Path) -> None:
     """Writes a panel for each store; equal data give equal files.
 
-    Raises: DataError: matplotlib is not installed, or `file` is no PNG.
+    Raises: DataError: `file` is no PNG.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     if file.suffix != ".png":
-        raise DataError(f"histogram={file}: expected a file ending in .png")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise DataError(
-            f"histogram={file}: expected matplotlib, as in pip install 'fedsim[experiments]'"
-        ) from None
+        raise DataError.of("histogram", file, "a file ending in .png")
     figure = Figure(figsize=(4.5 * len(stores), 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(stores), squeeze=False)[0]
@@ -44,5 +40,5 @@ def draw(stores: Mapping[str, UserStore], file: Path) -> None:
         axis.set(xscale="log", xlabel="examples per user", ylabel="users")
         axis.set(title=f"{name}: {store.num_users:,} users, median {median:,}")
     if not file.absolute().parent.is_dir():
-        raise DataError(f"histogram={file}: expected a file in a directory that exists")
+        raise DataError.of("histogram", file, "a file in a directory that exists")
     figure.savefig(file, dpi=120, metadata={"Software": None})

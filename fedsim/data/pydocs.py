@@ -51,7 +51,7 @@ def _roots() -> Iterator[tuple[str, Path]]:
     for name in PACKAGES:
         spec = find_spec(name)  # finds a top-level package without importing it
         if spec is None or not spec.submodule_search_locations:
-            raise DataError(f"data=pydocs: expected the package {name} to be installed")
+            raise DataError.of("data", "pydocs", f"the package {name} to be installed")
         yield f"{name}/", Path(spec.submodule_search_locations[0])
 
 

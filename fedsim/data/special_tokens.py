@@ -50,7 +50,7 @@ def beside(file: Path) -> dict[str, list[str | int]]:
         try:
             record = read_object(path, "tokenizer")
         except ConfigError as error:
-            raise DataError(str(error)) from None
+            raise DataError(str(error), field=error.field) from None
         for field in (BEGIN, END):
             key = field if name in NAMES else f"{field}_id"
             found.setdefault(key, []).extend(_listed(path, key, record.get(key)))
@@ -69,7 +69,7 @@ def _listed(path: Path, field: str, value: Any) -> Iterable[Any]:
         values = [value.get("content") if isinstance(value, dict) else value]
         holds, expected = isinstance(values[0], str), "the name of a token"
     if not holds:
-        raise DataError(f"tokenizer={path}: expected {expected} as {field}, got {brief(value)}")
+        raise DataError.of("tokenizer", path, f"{expected} as {field}, got {brief(value)}")
     return values
 
 
@@ -103,9 +103,11 @@ def tokens_of(
     ends = ends or valid(END_TOKENS) or begins
     if not begins:
         known = ", ".join(dict.fromkeys(BEGIN_TOKENS + END_TOKENS))
-        raise DataError(
-            f"tokenizer={name}: expected a begin or end token: {BEGIN} and {END} in a {NAMES[0]} "
-            f"beside {TOKENIZER}, or one of {known}"
+        raise DataError.of(
+            "tokenizer",
+            name,
+            f"a begin or end token: {BEGIN} and {END} in a {NAMES[0]} beside {TOKENIZER}, or one "
+            f"of {known}",
         )
     return SpecialTokens(begins[0], ends[0], frozenset([ends[0], *named_ends]))
 

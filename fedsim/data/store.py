@@ -9,7 +9,7 @@ import hashlib
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from fedsim.files import write_json
 
 FORMAT = 2
 OFFSETS, TOKENS = "offsets.npy", "tokens.npy"
+HEADER_BYTES = 128  # of both
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -65,20 +66,20 @@ class TokenWriter:
         sizes = self._rows + 1, self._tokens
         for file, size, dtype in zip(self._files, sizes, ("<i8", self._dtype), strict=True):
             file.seek(0)
-            _write_header(file, size, np.dtype(dtype))
+            file.write(encode_header(size, dtype))
 
 
-def _write_header(file: BinaryIO, size: int, dtype: np.dtype) -> None:
-    about = {"descr": dtype.str, "fortran_order": False, "shape": (size,)}
+def encode_header(size: int, dtype: DTypeLike) -> bytes:
+    """HEADER_BYTES before `size` items, as numpy.save writes them."""
+    file = io.BytesIO()
+    about = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (size,)}
     np.lib.format.write_array_header_1_0(file, about)
+    return file.getvalue()
 
 
 def encode_array(array: np.ndarray) -> pa.Buffer:
     """A file in memory: the same bytes that TokenWriter writes."""
-    file = io.BytesIO()
-    _write_header(file, len(array), array.dtype)
-    file.write(array.data)
-    return pa.py_buffer(file.getvalue())
+    return pa.py_buffer(encode_header(len(array), array.dtype) + array.tobytes())
 
 
 def encode_users(

@@ -83,7 +83,7 @@ class Tokenizer:
         are numbered here first. `texts` is called twice: to count characters, then to learn.
         """
         if size < MIN_SIZE:
-            raise DataError(f"tokenizer=wordpiece:{size}: expected a size >= {MIN_SIZE}")
+            raise DataError.of("tokenizer", f"wordpiece:{size}", f"a size >= {MIN_SIZE}")
         counts = Counter(chain.from_iterable(texts()))
         ranked = sorted(counts, key=lambda c: (-counts[c], c))
         num_kept = min(MAX_CHARACTERS, size // 4)
@@ -108,7 +108,7 @@ class Tokenizer:
         Any text comes back as it was. Words are what GPT-2 takes for words.
         """
         if size < MIN_SIZE:
-            raise DataError(f"tokenizer=bpe:{size}: expected a size >= {MIN_SIZE}")
+            raise DataError.of("tokenizer", f"bpe:{size}", f"a size >= {MIN_SIZE}")
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = decoders.ByteLevel()
@@ -130,9 +130,11 @@ class Tokenizer:
         """
         file = Path(expand_home("tokenizer", file))
         if not file.is_file():
-            raise DataError(
-                f"tokenizer={file}: expected bytes, wordpiece:SIZE, bpe:SIZE, hf:NAME, or a "
-                "tokenizer.json or vocab.txt file that exists"
+            raise DataError.of(
+                "tokenizer",
+                file,
+                "bytes, wordpiece:SIZE, bpe:SIZE, hf:NAME, or a tokenizer.json or vocab.txt file "
+                "that exists",
             )
         try:
             inner = _load_vocab(file) if file.suffix == ".txt" else _load_json(file)
@@ -141,8 +143,8 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises bare Exception
             reason = brief(str(error) or type(error).__name__, 200)
-            raise DataError(
-                f"tokenizer={file}: expected a tokenizer.json or a vocab.txt ({reason})"
+            raise DataError.of(
+                "tokenizer", file, f"a tokenizer.json or a vocab.txt ({reason})"
             ) from None
 
     @classmethod
@@ -163,9 +165,9 @@ class Tokenizer:
             return found
         kind, _, size = str(spec).partition(":")
         if not size.isdecimal():
-            raise DataError(f"tokenizer={spec}: expected {kind}:SIZE, as in {kind}:8000")
+            raise DataError.of("tokenizer", spec, f"{kind}:SIZE, as in {kind}:8000")
         if len(size) > SIZE_DIGITS:
-            raise DataError(f"tokenizer={spec}: expected a size below {10**SIZE_DIGITS:,}")
+            raise DataError.of("tokenizer", spec, f"a size below {10**SIZE_DIGITS:,}")
         train = cls.train_wordpiece if kind == "wordpiece" else cls.train_bpe
         return train(texts, int(size))
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from fedsim.data.framing import copy
-from fedsim.data.store import OFFSETS, TOKENS
+from fedsim.data.store import HEADER_BYTES, OFFSETS, TOKENS, encode_header
 
+KINDS = "<u2", "<u4"
 BLOCK_ROWS = 16_384  # copied at a time: what fits in a processor's cache
 
 
@@ -22,7 +23,7 @@ class TokenReader:
     def __init__(self, offsets: np.ndarray, values: np.ndarray):
         """Raises: ValueError: they do not belong together."""
         whole = offsets.ndim == values.ndim == 1 and offsets.dtype.str == "<i8" and len(offsets)
-        whole = whole and values.dtype.str in ("<u2", "<u4")
+        whole = whole and values.dtype.str in KINDS
         if not whole or offsets[0] or offsets[-1] != len(values):
             raise ValueError(f"{OFFSETS} and {TOKENS}: cut off or damaged (not of one store)")
         self.offsets, self.values = offsets, values
@@ -30,7 +31,7 @@ class TokenReader:
     @classmethod
     def open(cls, directory: Path) -> "TokenReader":
         """The rows of a store in `directory`. Raises: ValueError: a file is cut off or damaged."""
-        return cls(*(_mapped(directory / name) for name in (OFFSETS, TOKENS)))
+        return cls(_mapped(directory / OFFSETS, ("<i8",)), _mapped(directory / TOKENS, KINDS))
 
     @property
     def num_rows(self) -> int:
@@ -67,14 +68,16 @@ class TokenReader:
         return sizes
 
 
-def _mapped(file: Path) -> np.ndarray:
+def _mapped(file: Path, kinds: tuple[str, ...]) -> np.ndarray:
+    """Mapped, with the header that TokenWriter gives so many items of one of these types."""
     try:
-        array = np.lib.format.open_memmap(file, mode="r")
-        whole = array.nbytes + array.offset == file.stat().st_size
-    except (ValueError, EOFError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        # What NumPy says quotes what it took for a header, which may be a person's text.
-        raise ValueError(f"{file.name}: cut off or damaged ({reason or 'no array'})") from None
-    if not whole:
-        raise ValueError(f"{file.name}: cut off or damaged (another size)")
-    return array.view(np.ndarray)
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            begins = opened.read(HEADER_BYTES)
+        for kind in kinds:
+            items, rest = divmod(size - HEADER_BYTES, np.dtype(kind).itemsize)
+            if not rest and begins == encode_header(items, kind):
+                return np.memmap(file, kind, "r", HEADER_BYTES, (items,)).view(np.ndarray)
+    except OSError as error:
+        raise ValueError(f"{file.name}: cannot be read ({error.strerror})") from None
+    raise ValueError(f"{file.name}: cut off or damaged (no array of its size)")

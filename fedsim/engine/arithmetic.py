@@ -17,7 +17,7 @@ import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from fedsim.clipping import Clip, Strategy, clipped_sum
+from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.clip import lattice_bits, num_coordinates
 from fedsim.clipping.contribution import ROUNDING
 from fedsim.errors import FedsimError
@@ -104,7 +104,7 @@ def _check_contributions(strategy, shapes, mesh):
         def cut(params, rows):
             return losses(in_parts(params, mesh), rows)
 
-        return clipped_sum(cut, params, batch, mask, clip, strategy)[0]
+        return clip_chunk(cut, params, batch, mask, clip, strategy)[0]
 
     program = jax.jit(add, out_shardings=mesh and shardings(params, mesh))
     params = jax.device_put(params, mesh and shardings(params, mesh))

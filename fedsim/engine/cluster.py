@@ -67,8 +67,8 @@ class Cluster:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise ConfigError(
-                f"RAY_ADDRESS={address}: expected a cluster that can be joined ({reason})"
+            raise ConfigError.of(
+                "RAY_ADDRESS", address, f"a cluster that can be joined ({reason})"
             ) from error
         if not _is_authenticated(ray.get_runtime_context().gcs_address):
             self.warning = OPEN.format(address)
@@ -200,7 +200,7 @@ def _expect_reachable(address: str) -> None:
         grpc.channel_ready_future(channel).result(timeout=REACH_S)
     except grpc.FutureTimeoutError:
         reason = f"nothing there answered as Ray does within {REACH_S:.0f} s"
-        raise ConfigError(f"RAY_ADDRESS={address}: expected a running cluster ({reason})") from None
+        raise ConfigError.of("RAY_ADDRESS", address, f"a running cluster ({reason})") from None
     finally:
         channel.close()
 
@@ -228,7 +228,8 @@ def _expect_no_key(directory: Path) -> None:
                 raise ConfigError(
                     f"working_dir={key.relative_to(package)}: the key of a run came with the job, "
                     "so that all who use the cluster may have it; expected a package without "
-                    "run directories: name them in `excludes` of the runtime environment"
+                    "run directories: name them in `excludes` of the runtime environment",
+                    field="working_dir",
                 )
 
 

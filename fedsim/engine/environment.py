@@ -75,7 +75,7 @@ def expect_usable_jax() -> None:
         fields = ", ".join(f"{name}={value}" for name, value in asked.items() if value)
         reason = " ".join(str(error).partition("(set JAX")[0].split())[:200] or "JAX finds none"
         expected = f"devices that this machine has ({reason}); unset it, or set it to cpu"
-        raise ConfigError(f"{fields}: expected {expected}") from None
+        raise ConfigError(f"{fields}: expected {expected}", field="JAX_PLATFORMS") from None
 
 
 def keep_memory() -> bool:

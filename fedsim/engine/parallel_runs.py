@@ -2,7 +2,8 @@
 
 A job runs in a process with the CPU threads and accelerators of a worker, which Ray reserves, so
 nothing is oversubscribed. A job whose process is lost is started again; what it had finished is for
-the job to remember.
+the job to remember. (Ray Tune starts its processes with variables of its own alone: with those of a
+worker, each job would take a second process.)
 """
 
 import dataclasses

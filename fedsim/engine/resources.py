@@ -93,18 +93,21 @@ def expect_room(placement: Placement, nodes: Iterable[Resources]) -> None:
     nodes = list(nodes)
     room = placement.room(nodes)
     if not room and placement.accelerator:
-        raise ConfigError(
-            f"accelerator={placement.accelerator.lower()}: expected nodes with "
-            f"{placement.devices} {placement.accelerator}(s) for each worker, found none"
+        raise ConfigError.of(
+            "accelerator",
+            placement.accelerator.lower(),
+            f"nodes with {placement.devices} {placement.accelerator}(s) for each worker, found "
+            "none",
         )
     if placement.num_workers > room:
         each = ", ".join(f"{need:g} {name}" for name, need in placement.needs.items())
         have = [
             ", ".join(f"{node.get(name, 0):g} {name}" for name in placement.needs) for node in nodes
         ]
-        raise ConfigError(
-            f"num_workers={placement.num_workers}: expected at most {room} "
-            f"(a worker needs {each}; nodes have {'; '.join(have) or 'nothing'})"
+        raise ConfigError.of(
+            "num_workers",
+            placement.num_workers,
+            f"at most {room} (a worker needs {each}; nodes have {'; '.join(have) or 'nothing'})",
         )
 
 

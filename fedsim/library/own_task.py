@@ -40,7 +40,8 @@ def owner_ids(
     ids = user_ids.as_ids(column, f"owners of {split}", range(len(names)), tally, how)
     if ids.null_count:
         row = 1 + ids.is_null().to_numpy(zero_copy_only=False).argmax()
-        raise DataError(f"data={split}: row {row} has no owner, expected one for each row")
+        line = f"data={split}: row {row} has no owner, expected one for each row"
+        raise DataError(line, field="data")
     number, examples = user_ids.look_alikes(ids.unique())
     told = user_ids.told(tally)
     if number:
@@ -60,7 +61,7 @@ def _as_column(split: str, names: np.ndarray) -> pa.Array:
         return pa.array(given, pa.float64())
     if any(issubclass(kind, float | np.floating) for kind in kinds):
         found = " and ".join(sorted(kind.__name__ for kind in kinds))
-        raise DataError(f"data={split}: expected owners of one kind, got {found}")
+        raise DataError.of("data", split, f"owners of one kind, got {found}")
     return pa.array([None if each is None else str(each) for each in given], pa.string())
 
 
@@ -156,23 +157,25 @@ class OwnTask:
         for name in ("init", "read", "losses", "nats", "describe"):
             if not callable(getattr(self.task, name, None)):
                 kind = type(self.task).__name__
-                raise ConfigError(f"task={kind}: expected a subclass of fedsim.Task with {name}()")
+                raise ConfigError.of("task", kind, f"a subclass of fedsim.Task with {name}()")
 
     def data(self, note: Callable[[str], None]) -> Dataset:
         """The rows of all splits as users' examples."""
         owners = self.owners if isinstance(self.owners, Mapping) else {"train": self.owners}
         for split in owners:
             if split not in SPLITS:
-                raise DataError(f"data={split}: expected one of the splits {', '.join(SPLITS)}")
+                raise DataError.of("data", split, f"one of the splits {', '.join(SPLITS)}")
         if "train" not in owners:
-            raise DataError(f"data={', '.join(owners)}: expected the split train")
+            raise DataError.of("data", ", ".join(owners), "the split train")
         how = self.normalise_ids
         ids = {split: owner_ids(split, each, note, how) for split, each in owners.items()}
         both = np.intersect1d(ids["train"], ids.get("eval_users", ids["train"][:0]))
         if len(both):
-            raise DataError(
-                f"data=eval_users with the owner {both[0]}: expected owners of no row of train, "
-                f"since what is computed of them is not protected ({len(both)} are in both)"
+            raise DataError.of(
+                "data",
+                f"eval_users with the owner {both[0]}",
+                "owners of no row of train, since what is computed of them is not protected "
+                f"({len(both)} are in both)",
             )
         stores = {split: OwnedRows(self.task, split, each) for split, each in ids.items()}
         return Dataset(**stores)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ class Run:
         """What `summary.json` holds. Raises: ConfigError: the run has not ended."""
         path = self.run_dir / directory.SUMMARY
         if not path.exists():
-            raise ConfigError(f"run={self.run_dir}: expected a run that has ended")
+            raise ConfigError.of("run", self.run_dir, "a run that has ended")
         return read_json(path)
 
     @property
@@ -73,7 +73,7 @@ class Run:
         its adapters. Raises: ConfigError: there is no checkpoint."""
         newest = checkpoint.latest(self.run_dir)
         if newest is None:
-            raise ConfigError(f"run={self.run_dir}: expected a run with a checkpoint")
+            raise ConfigError.of("run", self.run_dir, "a run with a checkpoint")
         return checkpoint.load_params(newest)
 
     def evaluate(self, *, epsilon: float | None = None, **how: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Run:
             from fedsim.evaluate import evaluate_run
 
             return evaluate_run(self.stored, run, Console())
-        from fedsim.budget.evaluation import PrivateEvaluation, evaluate_privately
+        from fedsim.training.private_evaluation import PrivateEvaluation, evaluate_privately
 
         return evaluate_privately(self.stored, run, PrivateEvaluation(epsilon, **how), Console())
 

@@ -45,7 +45,7 @@ def _joined(files: list[Path], user: str, text: str) -> Path:
     others = [file for file in files if file.suffix != ".parquet"]
     if others or not files:
         found = ", ".join(map(str, others)) or "none"
-        raise DataError(f"data={found}: expected a list of Parquet files, or one pattern (*.csv)")
+        raise DataError.of("data", found, "a list of Parquet files, or one pattern (*.csv)")
     found = [path for file in files for path in sources.find_files(str(file))]
     tables = (pq.ParquetFile(file) for file in found)
     return _written((b for table in tables for b in table.iter_batches(ROWS)), user, text)
@@ -56,7 +56,7 @@ def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
     kind = f"{type(data).__module__}.{type(data).__name__}"
     if kind.startswith("datasets."):
         if not hasattr(data, "iter"):
-            raise DataError(f"data={type(data).__name__}: expected one of its splits")
+            raise DataError.of("data", type(data).__name__, "one of its splits")
         arrow = data.with_format("arrow")  # respects select() and shuffle()
         for table in arrow.iter(batch_size=ROWS):
             yield from table.to_batches()
@@ -70,7 +70,7 @@ def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
     except (pa.ArrowException, TypeError, ValueError) as error:
         expected = "a path, a DataFrame, a datasets.Dataset or an Arrow table"
         found = readers.reason_of(error)
-        raise DataError(f"data={kind}: expected {expected} ({found})") from None
+        raise DataError.of("data", kind, f"{expected} ({found})") from None
     yield from table.to_batches(ROWS)
 
 
@@ -82,7 +82,7 @@ def _of_pandas(data: Any, user: str, text: str) -> Iterator[pa.Table]:
         return
     if not (name.endswith("Reader") and hasattr(data, "__next__")):
         hint = "; reset_index() makes one of a Series"
-        raise DataError(f"data=pandas {name}: expected a DataFrame, or chunks of one{hint}")
+        raise DataError.of("data", f"pandas {name}", f"a DataFrame, or chunks of one{hint}")
     try:
         for chunk in data:  # of each pandas guesses the types anew: 007 may be 7 in one of them
             table = _of_frame(chunk, user, text)
@@ -90,13 +90,13 @@ def _of_pandas(data: Any, user: str, text: str) -> Iterator[pa.Table]:
             first = first or kind
             if kind != first:
                 found = f"{first} and {kind}; read them with dtype=str"
-                raise DataError(f"user={user}: expected one type in all chunks, got {found}")
+                raise DataError.of("user", user, f"one type in all chunks, got {found}")
             yield table
     except DataError:
         raise
     except (OSError, ValueError) as error:  # which may show what is in the file
         found = type(error).__name__
-        raise DataError(f"data=pandas {name}: expected chunks to read, got a {found}") from None
+        raise DataError.of("data", f"pandas {name}", f"chunks to read, got a {found}") from None
 
 
 def _of_frame(data: Any, user: str, text: str) -> pa.Table:
@@ -106,7 +106,7 @@ def _of_frame(data: Any, user: str, text: str) -> pa.Table:
     for field, name in (("user", user), ("text", text)):
         _expect_column(field, name, names, (user, text))
         if names.count(name) > 1:
-            raise DataError(f"{field}={name}: expected one column of that name")
+            raise DataError.of(field, name, "one column of that name")
         values = data.iloc[:, names.index(name)]
         if field == "user" and values.dtype == object:  # 7 beside "7" is the same user, as in files
             values = values.map(_whole_as_text)
@@ -114,7 +114,7 @@ def _of_frame(data: Any, user: str, text: str) -> pa.Table:
             columns[name] = pa.array(values, from_pandas=True)
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
             kinds = " and ".join(sorted({type(each).__name__ for each in values}))
-            raise DataError(f"{field}={name}: expected one kind of value, got {kinds}") from error
+            raise DataError.of(field, name, f"one kind of value, got {kinds}") from error
     return pa.table(columns)
 
 
@@ -125,7 +125,7 @@ def _whole_as_text(owner: Any) -> Any:
 
 def _expect_column(field: str, name: str, have: list[str], wanted: tuple[str, str]) -> None:
     if name not in have:
-        raise DataError(f"{field}={name}: {expected_of(have, wanted)}")
+        raise DataError(f"{field}={name}: {expected_of(have, wanted)}", field=field)
 
 
 def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
@@ -157,7 +157,7 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
             unowned = np.flatnonzero(is_blank(ids))
             if len(unowned):
                 found = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
-                raise DataError(f"user={user}: expected a user id in every row; {found}")
+                raise DataError.of("user", user, f"a user id in every row; {found}")
             rows += len(batch)
             written = {user: _as_texts(plain(batch[user]), ids), text: batch[text]}
             table = pa.table(written)
@@ -166,12 +166,13 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
             writer.write_table(table.cast(writer.schema))
     except pa.ArrowException as error:
         found = readers.reason_of(error)
-        raise DataError(f"data: expected rows with the same types ({found})") from None
+        line = f"data: expected rows with the same types ({found})"
+        raise DataError(line, field="data") from None
     finally:
         if writer is not None:
             writer.close()
     if writer is None:
-        raise DataError("data: expected rows, found none")
+        raise DataError("data: expected rows, found none", field="data")
 
 
 def _as_texts(owners: pa.Array, ids: pa.Array) -> pa.Array:

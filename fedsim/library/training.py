@@ -93,7 +93,7 @@ def train(
         said = str(error)
         for name in {"user", "text"} - {each.removesuffix("_column") for each in settings}:
             said = re.sub(rf"^{name}_column=", f"{name}=", said)
-        raise MissingColumn(said) from None
+        raise MissingColumn(said, field=said.partition("=")[0]) from None
     console.summary(summary, run.run_dir)
     return Run(run.run_dir)
 
@@ -105,7 +105,7 @@ def configs_of(given: dict[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
     """
     given, types = renamed(given), types_of(PrivacyConfig) | types_of(RunConfig)
     for name in given.keys() - types.keys():
-        raise ConfigError(f"{name}={given[name]}: expected the name of a setting of train")
+        raise ConfigError.of(name, given[name], "the name of a setting of train")
     values = {n: v if n == "run_dir" else typed(n, v, types[n]) for n, v in given.items()}
     own = flags_of(PrivacyConfig).keys() & values.keys()
     privacy = PrivacyConfig(**{name: values.pop(name) for name in own})

@@ -84,7 +84,7 @@ def _default(name: str, default: Any) -> Any:
 
 
 def _odd(name: str, value: Any, expected: str) -> UnsupportedArchitecture:
-    return UnsupportedArchitecture(f"{name}={brief(value)}: expected {expected}")
+    return UnsupportedArchitecture.of(name, brief(value), expected)
 
 
 def config_of(fields: Mapping[str, Any]) -> TransformerConfig:
@@ -102,8 +102,7 @@ def config_of(fields: Mapping[str, Any]) -> TransformerConfig:
     try:
         config = _gpt2_config(fields) if kind == GPT2 else _llama_config(kind, fields)
     except KeyError as error:
-        message = f"model_type={kind}: expected {error} in config.json"
-        raise UnsupportedArchitecture(message) from None
+        raise UnsupportedArchitecture.of("model_type", kind, f"{error} in config.json") from None
     check_heads(config)
     return config
 
@@ -219,8 +218,8 @@ def _window(kind: str, f: Mapping[str, Any]) -> int | None:
             layers = {"sliding_attention"} if f.get("max_window_layers") == 0 else {"mixed"}
     window = whole(f, "sliding_window", LENGTH)
     if len(layers) > 1 or layers == {"mixed"}:
-        raise UnsupportedArchitecture(
-            f"sliding_window={window} in some layers: expected it in all or in none"
+        raise UnsupportedArchitecture.of(
+            "sliding_window", f"{window} in some layers", "it in all or in none"
         )
     return window
 

@@ -52,9 +52,8 @@ def load(file: Path, heard: Callable[[int, int], None]) -> Found:
         raise _no_file(file, error) from None
     kind = about.get("general.architecture")
     if kind not in ARCHITECTURES:
-        expected = ", ".join(ARCHITECTURES)
-        message = f"general.architecture={brief(kind)}: expected one of {expected}"
-        raise UnsupportedArchitecture(message)
+        expected = f"one of {', '.join(ARCHITECTURES)}"
+        raise UnsupportedArchitecture.of("general.architecture", brief(kind), expected)
     from gguf.quants import dequantize
 
     try:
@@ -66,7 +65,7 @@ def load(file: Path, heard: Callable[[int, int], None]) -> Found:
             heard(done, len(reader.tensors))
         return _found(file, str(kind), about, tensors)
     except KeyError as error:
-        raise ConfigError(f"model={file}: expected {error} in it") from None
+        raise ConfigError.of("model", file, f"{error} in it") from None
     except (ConfigError, OSError):
         raise
     except Exception as error:  # of a file that is not what it says
@@ -75,7 +74,7 @@ def load(file: Path, heard: Callable[[int, int], None]) -> Found:
 
 def _found(file: Path, kind: str, about: dict[str, Any], tensors: dict[str, np.ndarray]) -> Found:
     if "rope_freqs.weight" in tensors or f"{kind}.rope.scaling.type" in about:
-        raise UnsupportedArchitecture(f"model={file}: expected rotary positions without scaling")
+        raise UnsupportedArchitecture.of("model", file, "rotary positions without scaling")
     config = _config(kind, about, tensors)
     used: set[str] = set()
     params = _params(kind, config, tensors, used)
@@ -207,10 +206,10 @@ def _reader(file: Path) -> Any:
     try:
         from gguf import GGUFReader
     except ImportError:
-        message = "expected the package gguf: pip install 'fedsim[gguf]'"
-        raise ConfigError(f"model={file}: {message}") from None
+        needed = "the package gguf: pip install 'fedsim[gguf]'"
+        raise ConfigError.of("model", file, needed) from None
     if not file.is_file():
-        raise ConfigError(f"model={file}: expected a file that exists")
+        raise ConfigError.of("model", file, "a file that exists")
     try:
         return GGUFReader(file)
     except Exception as error:  # as many kinds as there are ways to be no such file
@@ -219,4 +218,4 @@ def _reader(file: Path) -> Any:
 
 def _no_file(file: Path, error: Exception) -> ConfigError:
     reason = brief(" ".join(str(error).split()), 200)
-    return ConfigError(f"model={file}: expected a GGUF file ({reason})")
+    return ConfigError.of("model", file, f"a GGUF file ({reason})")

@@ -129,7 +129,7 @@ def save(
     try:
         directory.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"out={directory}: expected a directory to make ({error})") from None
+        raise ConfigError.of("out", directory, f"a directory to make ({error})") from None
     try:
         tensor_files.write(directory / "adapter_model.safetensors", tensors)
         (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")

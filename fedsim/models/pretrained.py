@@ -81,7 +81,7 @@ def is_directory(path: Path) -> bool:
 def load_directory(directory: Path, heard: Callable[[int, int], None] = ignore) -> Pretrained:
     """A model in Hugging Face's format. Args: heard: as of `load`."""
     if not (directory / CONFIG).is_file():
-        raise ConfigError(f"model={directory}: expected a directory with a {CONFIG}")
+        raise ConfigError.of("model", directory, f"a directory with a {CONFIG}")
     config = families.config_of(read_object(directory / CONFIG, "model"))
     tensors = tensor_files.read_directory(directory)
     params = from_tensors(str(directory), config, tensors, heard)
@@ -123,11 +123,11 @@ def _arrays_of(
     for path, (name, transposed, third) in families.places(c):
         found = name if name in tensors else name.removeprefix(prefix)  # as of the first GPT-2
         if found not in tensors:
-            raise TensorError(f"model={source}: expected a tensor {name}, and there is none")
+            raise TensorError.of("model", source, f"a tensor {name}, and there is none")
         array, expected = tensors[found], shapes[path]
         if not jnp.issubdtype(array.dtype, jnp.floating):
-            message = f"expected floating point numbers in {name}, got {array.dtype}"
-            raise TensorError(f"model={source}: {message}")
+            wanted = f"floating point numbers in {name}, got {array.dtype}"
+            raise TensorError.of("model", source, wanted)
         if third is not None:
             expected = (*expected[:-1], 3 * expected[-1])
         shape = array.shape[::-1] if transposed else array.shape
@@ -166,7 +166,7 @@ def check_shapes(source: str, c: TransformerConfig, params: Any) -> None:
     for path, expected in shapes.items():
         if path not in found:
             name = "/".join(path)
-            raise TensorError(f"model={source}: expected a tensor for {name}, and there is none")
+            raise TensorError.of("model", source, f"a tensor for {name}, and there is none")
         _expect_shape(source, path, found[path].shape, expected)
 
 
@@ -186,7 +186,7 @@ def shapes_of(c: TransformerConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
 def _expect_shape(source: str, path: tuple[str, ...], shape: Any, expected: Any) -> None:
     if shape != expected:
         message = f"{'/'.join(path)} has shape {shape}: expected {expected}"
-        raise TensorError(f"model={source}: {message}")
+        raise TensorError(f"model={source}: {message}", field="model")
 
 
 def save(
@@ -206,7 +206,7 @@ def save(
     fields = _fields(c, files, tokenizer)
     tensors = to_tensors(c, params)
     if directory.exists():
-        raise ConfigError(f"out={directory}: expected a directory that is not there yet")
+        raise ConfigError.of("out", directory, "a directory that is not there yet")
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -221,7 +221,7 @@ def save(
         temporary.rename(directory)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise ConfigError(f"out={directory}: expected a place to write to ({error})") from None
+        raise ConfigError.of("out", directory, f"a place to write to ({error})") from None
 
 
 def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) -> dict[str, Any]:
@@ -287,6 +287,6 @@ def _download(source: str) -> Path:
         )
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:200]
-        message = f"expected a repository with {CONFIG} and safetensors ({reason})"
-        raise ConfigError(f"model={source}: {message}") from None
+        wanted = f"a repository with {CONFIG} and safetensors ({reason})"
+        raise ConfigError.of("model", source, wanted) from None
     return Path(found)

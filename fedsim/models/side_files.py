@@ -30,7 +30,7 @@ def names_in(directory: Path) -> list[str]:
         size = (directory / name).stat().st_size
         if size > MOST_JSON:
             expected = f"at most {MOST_JSON} bytes, got {size}"
-            raise ConfigError(f"model={directory / name}: expected {expected}")
+            raise ConfigError.of("model", directory / name, expected)
     return names
 
 

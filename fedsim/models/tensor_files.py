@@ -63,25 +63,25 @@ def read_directory(directory: Path) -> dict[str, Stored]:
     if single.is_file():
         return read(single)
     if not index.is_file():
-        raise TensorError(f"model={directory}: expected {SINGLE} or {INDEX} in it")
+        raise TensorError.of("model", directory, f"{SINGLE} or {INDEX} in it")
     places = read_object(index, "model").get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
-        raise TensorError(f"model={index}: expected a weight_map of arrays to files")
+        raise TensorError.of("model", index, "a weight_map of arrays to files")
     found: dict[str, Stored] = {}
     for file in sorted(set(places.values())):
         if Path(file).name != file:
-            message = f"expected names of files beside it, got {brief(file)}"
-            raise TensorError(f"model={index}: {message}")
+            wanted = f"names of files beside it, got {brief(file)}"
+            raise TensorError.of("model", index, wanted)
         tensors = read(directory / file)
         for name in tensors:
             if places.get(name) != file:
-                message = f"expected the array {brief(name)} of {brief(file)} in it"
-                raise TensorError(f"model={index}: {message}")
+                wanted = f"the array {brief(name)} of {brief(file)} in it"
+                raise TensorError.of("model", index, wanted)
         found |= tensors
     for name, file in places.items():
         if name not in found:
-            message = f"expected '{brief(name)}' in the file it names, {brief(file)}"
-            raise TensorError(f"model={index}: {message}")
+            wanted = f"'{brief(name)}' in the file it names, {brief(file)}"
+            raise TensorError.of("model", index, wanted)
     return found
 
 
@@ -91,7 +91,7 @@ def read(file: Path) -> dict[str, Stored]:
     Raises: TensorError: it is missing, cut off or damaged, or has bytes of no array.
     """
     if not file.is_file():  # a pipe would be waited for
-        raise TensorError(f"model={file}: expected a file that exists")
+        raise TensorError.of("model", file, "a file that exists")
     try:
         opened: Any = safe_open(file, "numpy", backend="pread")  # a cut file kills who mapped it
         _expect_names_once(file)
@@ -114,7 +114,7 @@ def _expect_names_once(file: Path) -> None:
 
 def _no_file(file: Path, error: object) -> TensorError:
     reason = brief(" ".join(str(error).split()), 200)
-    return TensorError(f"model={file}: expected a safetensors file ({reason})")
+    return TensorError.of("model", file, f"a safetensors file ({reason})")
 
 
 def expect_none_left(source: str, names: Sequence[str], why: str = "") -> None:
@@ -127,7 +127,7 @@ def expect_none_left(source: str, names: Sequence[str], why: str = "") -> None:
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         expected = f"only arrays that its settings have a place for, and {shown}{more}"
         verb = "have" if len(names) > 1 else "has"
-        raise TensorError(f"model={source}: expected {expected} {verb} none{why}")
+        raise TensorError.of("model", source, f"{expected} {verb} none{why}")
 
 
 def write_directory(

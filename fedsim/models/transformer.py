@@ -1,4 +1,4 @@
-"""A decoder-only transformer; its loss is in loss.py.
+"""A decoder-only transformer; its loss is in language_model.py.
 
 One plain `flax.linen` model in the shapes of the paper's 350 M parameters (pre-norm blocks, learned
 positions, GELU, tied embedding) and of the widespread open families: RMS norm, rotary positions,
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from fedsim.clipping.remat import remat_function, remat_module
+from fedsim.clipping.observed import remat_function, remat_module
 from fedsim.errors import expect
 from fedsim.placement import BLOCKS
 

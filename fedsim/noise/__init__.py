@@ -4,7 +4,6 @@ independent    of every step for itself, and how far it is from the ideal
 correlated     each step takes back part of the noise of the steps before
 toeplitz       how much of it, and what that does to sums of steps
 bands          of how many steps
-mean_loss      a mean of losses with noise
 """
 
 from typing import Protocol
@@ -18,11 +17,11 @@ from fedsim.noise.independent import (
     add_gaussian,
     gaussian,
     in_blocks,
+    noisy_mean_loss,
     noisy_number,
     release_shift,
     slack,
 )
-from fedsim.noise.mean_loss import noisy_mean_loss
 
 __all__ = [
     "CELL_ERRORS",

@@ -10,8 +10,7 @@ label_of, holds    what epsilon holds under, or what makes it no guarantee
 
 from fedsim.plan.defaults import bands_predicted, complete
 from fedsim.plan.evaluations import TWO_HELD_OUT, Evaluations, delta_of, evaluations_of, noise_of
-from fedsim.plan.labels import ADJACENCY, REPRODUCTION, TRIAL, holds, label_of
-from fedsim.plan.plan import Plan
+from fedsim.plan.plan import ADJACENCY, REPRODUCTION, TRIAL, Plan, holds, label_of
 from fedsim.plan.planner import (
     MOST_PARAMETERS,
     before_of,

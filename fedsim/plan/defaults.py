@@ -11,7 +11,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig
-from fedsim.config.cells import (
+from fedsim.config.privacy import (
     ALLOCATION,
     CORRELATED,
     INDEPENDENT,
@@ -24,7 +24,7 @@ from fedsim.data.owners import decided_by_texts
 from fedsim.errors import ConfigError, expect
 from fedsim.group_size import median_group_size, private_median
 from fedsim.keys import SecretKey
-from fedsim.noise.bands import Prediction, best, predictions
+from fedsim.noise.toeplitz import Prediction, best, predictions
 from fedsim.plan.plan import assumed_share, events_before
 from fedsim.sampling import Users, examples_per_user, graph_of
 
@@ -148,7 +148,7 @@ def _expect_shared(privacy: PrivacyConfig, data: Dataset) -> None:
     where = "where texts have several owners"
     rules, screen = (data.metadata.get(name, {}) for name in ("rules", "screen"))
     if rule := decided_by_texts(rules.get("long_texts", "cut"), screen.get("against", ())):
-        raise ConfigError(f"data: built with {rule} {where}")
+        raise ConfigError(f"data: built with {rule} {where}", field="data")
     asked = {
         "adjacency": (privacy.adjacency, ZERO_OUT),
         "noise": (privacy.noise, INDEPENDENT),

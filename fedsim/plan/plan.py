@@ -2,20 +2,55 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from fedsim.accounting import Slack, StepEvent, allocated_event, cyclic_event
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.clipping import Clip
-from fedsim.clipping.adaptive import AdaptiveClip
 from fedsim.clipping.clip import lattice_bits
-from fedsim.clipping.noisy_loss import NoisyLoss
-from fedsim.config import ADD_OR_REMOVE, Algorithm, to_json
-from fedsim.config.cells import CORRELATED, INDEPENDENT
+from fedsim.clipping.step_releases import AdaptiveClip, NoisyLoss
+from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, to_json
+from fedsim.config.privacy import COMPARISON_ONLY, CORRELATED, INDEPENDENT
 from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, add_gaussian, slack
 from fedsim.noise.correlated import Strategy, strategy
 from fedsim.plan.evaluations import Evaluations
-from fedsim.plan.labels import ADJACENCY, SHARED, holds, label_of
+
+SHARED = "shared"
+ADJACENCY = {
+    ZERO_OUT: "zero out one user's texts, the number of users being public",
+    ADD_OR_REMOVE: "add or remove one user",
+    SHARED: "zero out all texts that one user owns, alone or with others, who owns which being "
+    "public and fixed",
+}
+REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
+TRIAL = "of one trial of a private selection, which costs more: not a guarantee"
+UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
+"""Of earlier versions, which had such strategies."""
+
+
+def holds(plan: Mapping[str, Any]) -> str:
+    """What epsilon holds under: the adjacency, or a label that says that it is no guarantee.
+
+    Args: plan: the fields of a plan.
+    """
+    return label_of(plan) or ADJACENCY[SHARED if plan.get("shared") else plan["adjacency"]]
+
+
+def label_of(plan: Mapping[str, Any]) -> str:
+    """What makes epsilon no guarantee; empty where nothing does.
+
+    Args: plan: the fields of a plan, or a summary, which has them, too.
+    """
+    labels = [COMPARISON_ONLY] if plan["sampling_run"] != plan["sampling_accounted"] else []
+    if (assumed_population := plan.get("assumed_population")) is not None:
+        assumed = f"as if there were {assumed_population:,} users"
+        labels.append(f"{assumed}: an assumption, not a guarantee")
+    labels += [UNPROVEN] if plan.get("unproven") else []
+    labels += [TRIAL] if plan.get("trial") else []
+    labels += [REPRODUCTION] if plan.get("seeded") else []
+    return "; ".join(labels)
+
 
 LEFT_OUT_AT_DEFAULTS = (
     *("planted", "shared", "bands", "noise", "participations", "trial", "loss_bound"),
@@ -123,6 +158,11 @@ class Plan:
         if self.loss_bound is None or not self.noise_multiplier:
             return None
         return NoisyLoss(self.loss_bound, self.expected_count, self.noise_multiplier)
+
+    @property
+    def releases(self) -> list[AdaptiveClip | NoisyLoss]:
+        """What each step releases beside its gradient, from the same draw."""
+        return [each for each in (self.adaptive, self.noisy_loss) if each is not None]
 
     @property
     def before(self) -> list[tuple[PureEvent, int]]:

@@ -10,11 +10,11 @@ import numpy as np
 from fedsim import accounting
 from fedsim.accounting import Event
 from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig
-from fedsim.config.cells import CORRELATED, sampling_of
+from fedsim.config.privacy import CORRELATED, sampling_of
 from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise.bands import predicted_error
+from fedsim.noise.toeplitz import predicted_error
 from fedsim.plan.evaluations import Evaluations
 from fedsim.plan.plan import Plan, assumed_share, events_before
 from fedsim.sampling import Sampling, Users, graph_of

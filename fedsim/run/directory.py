@@ -180,7 +180,7 @@ def load(run_dir: Path) -> StoredRun:
     """
     path = run_dir / CONFIG
     if not path.is_file():
-        raise ConfigError(f"run={run_dir}: expected the directory of a run, with a {CONFIG}")
+        raise ConfigError.of("run", run_dir, f"the directory of a run, with a {CONFIG}")
     record = read_json(path)
     recorded = ledger.head(run_dir).get("config_sha256", config_sha256(run_dir))
     if recorded != config_sha256(run_dir):
@@ -205,8 +205,8 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     """
     path = run_dir / CONFIG
     if path.exists() and not resume:
-        raise ConfigError(
-            f"run_dir={run_dir}: expected a new directory, or --resume to go on with its run"
+        raise ConfigError.of(
+            "run_dir", run_dir, "a new directory, or --resume to go on with its run"
         )
     if path.exists():
         _expect_ours(run_dir)
@@ -221,14 +221,12 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
             expect("run_dir", run_dir, same, "a run of this version, not of an earlier one")
         return stored
     if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"run_dir={run_dir}: expected a directory, found a file")
+        raise ConfigError.of("run_dir", run_dir, "a directory, found a file")
     # A run that was killed before its first step leaves its key, and nothing else.
     leftovers = {LOCK, *(name + end for name in (keys.FILE, TOKENIZER) for end in ("", ".tmp"))}
     leftovers |= {CONFIG + ".tmp", MODEL}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
-        raise ConfigError(
-            f"run_dir={run_dir}: expected a new or empty directory, or one with a run"
-        )
+        raise ConfigError.of("run_dir", run_dir, "a new or empty directory, or one with a run")
     if run_dir.exists():
         _expect_ours(run_dir)
         private_directory("run_dir", run_dir)
@@ -237,7 +235,7 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         TemporaryDirectory(dir=there).cleanup()
     except OSError as error:
         why = f"{there}: {error.strerror}"
-        raise ConfigError(f"run_dir={run_dir}: expected a place to write to ({why})") from None
+        raise ConfigError.of("run_dir", run_dir, f"a place to write to ({why})") from None
     return None
 
 
@@ -258,7 +256,7 @@ def of_others(run_dir: Path) -> str:
 
 def _expect_ours(run_dir: Path) -> None:
     if found := of_others(run_dir):
-        raise ConfigError(f"run_dir={run_dir}: expected your own files and no links; {found}")
+        raise ConfigError.of("run_dir", run_dir, f"your own files and no links; {found}")
 
 
 @contextmanager
@@ -276,7 +274,7 @@ def lock(run_dir: Path, *, to_read: bool = False) -> Iterator[None]:
             fcntl.flock(file, (fcntl.LOCK_SH if to_read else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             message = "expected a run that no other process is working on"
-            raise Busy(f"run_dir={run_dir}: {message}") from None
+            raise Busy(f"run_dir={run_dir}: {message}", field="run_dir") from None
         yield
 
 
@@ -347,9 +345,7 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
             left_out = name in UPDATE and value is None
             if name not in OPERATIONAL | {"seed"} and value != before.get(name) and not left_out:
                 was = before.get(name)
-                raise ConfigError(
-                    f"{name}={value}: expected {was}, with which {run_dir} was started"
-                )
+                raise ConfigError.of(name, value, f"{was}, with which {run_dir} was started")
 
 
 def other_bits(stored: StoredRun, versions: Mapping[str, str], host: str) -> str:

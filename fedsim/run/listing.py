@@ -1,6 +1,7 @@
 """The runs in a directory, a row each: what `fedsim runs` shows."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,17 @@ def _status(run_dir: Path, ended: bool) -> str:
 
 
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
-    """The rows as a table of plain text; a star where epsilon is no guarantee.
-    Control characters in names are escaped."""
-    table = [COLUMNS, *(tuple(map(printable, _cells(row))) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    """The rows as a table of plain text; a star where epsilon is no guarantee."""
+    return aligned([COLUMNS, *map(_cells, rows)])
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """A table for the terminal, a line for each row. Control characters in names are escaped."""
+    shown = [[printable(cell) for cell in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     return [
         "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
-        for cells in table
+        for cells in shown
     ]
 
 

@@ -56,7 +56,7 @@ def find_model(source: str, console: Terminal | None = None) -> Pretrained | Non
         return model_of_run(path)
     if not path.exists() and not source.startswith(pretrained.HUB):
         expected = f"one of {', '.join(PRESETS)}, hf:NAME, or a directory or GGUF file that exists"
-        raise ConfigError(f"model={source}: expected {expected}")
+        raise ConfigError.of("model", source, expected)
     if console is None:
         return pretrained.load(source)
     with console.phase(f"loading model={source}") as phase:
@@ -97,7 +97,7 @@ def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | No
     stored = directory.load(run_dir)
     path = checkpoint.latest(run_dir)
     if path is None:
-        raise ConfigError(f"run_dir={run_dir}: expected a run with a model and a checkpoint")
+        raise ConfigError.of("run_dir", run_dir, "a run with a model and a checkpoint")
     expect_language_model(stored)
     config = TransformerConfig.from_dict(dict(stored.model))
     base = None
@@ -135,7 +135,7 @@ def expect_language_model(stored: StoredRun) -> None:
     """Raises ConfigError: the run's model is a task of the user's own."""
     if own := stored.model.get("task"):
         expected = "a run of a language model, found the task"
-        raise ConfigError(f"run_dir={stored.run.run_dir}: expected {expected} {own}")
+        raise ConfigError.of("run_dir", stored.run.run_dir, f"{expected} {own}")
 
 
 def make_task(
@@ -176,7 +176,7 @@ def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:
     """Raises ConfigError unless the data are the model's own tokens, and not too long for it."""
     expected = f"a model with a {pretrained.TOKENIZER}"
     if model.tokenizer is None:
-        raise ConfigError(f"model={run.model.source}: expected {expected}")
+        raise ConfigError.of("model", run.model.source, expected)
     own = Tokenizer.load(model.tokenizer)
     found = data.metadata.get("tokenizer", {})
     build = f"fedsim data build ... --tokenizer {model.tokenizer}"

@@ -1,13 +1,30 @@
 """What both algorithms share: a run from its settings to its summary.
 
-    train    a run, or the rest of one: `start` has all that is before its first step
+    train      a run, or the rest of one: open_run -> plan_run -> launch().fit() (`launch`)
+    open_run   directory, data, model, key and identity (`open`)
+    plan_run   defaults, calibration, price, limits, strategy (`planned`)
     Trainer    the loop: gradient, ledger, update, evaluation, checkpoint (`trainer`)
 
-An algorithm (`els`, `uls`) gives the privatised gradient of a step; the rest is here.
+`dry_run` plans a run and estimates its time and memory. An algorithm (`els`, `uls`) gives the
+privatised gradient of a step; the rest is here.
 """
 
 from fedsim.training.launch import train
+from fedsim.training.open import Plant, Source, open_run, wait_for
+from fedsim.training.planned import plan_run
 from fedsim.training.resolve import expect_strategy, outside, settled_by, strategy_for
 from fedsim.training.trainer import Trainer
 
-__all__ = ["Trainer", "expect_strategy", "outside", "settled_by", "strategy_for", "train"]
+__all__ = [
+    "Plant",
+    "Source",
+    "Trainer",
+    "expect_strategy",
+    "open_run",
+    "outside",
+    "plan_run",
+    "settled_by",
+    "strategy_for",
+    "train",
+    "wait_for",
+]

@@ -9,10 +9,10 @@ from fedsim.clipping import Clip, Strategy
 from fedsim.config import EngineConfig, PrivacyConfig, RunConfig
 from fedsim.els import ELS
 from fedsim.engine import Engine
-from fedsim.engine.autotune import AUTO, choose_strategy
+from fedsim.engine.trials import AUTO, choose_strategy
 from fedsim.errors import expect
 from fedsim.files import cache_dir
-from fedsim.noise.bands import predicted_error
+from fedsim.noise.toeplitz import predicted_error
 from fedsim.optimizers import rate_of, update_rule
 from fedsim.plan import Plan
 from fedsim.recipe import UPDATE, Noise, settled

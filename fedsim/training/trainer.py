@@ -14,19 +14,14 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import Any
 
 import numpy as np
-import optax
 
 from fedsim import accounting
 from fedsim.accounting.rounding import at_most
-from fedsim.clipping import Strategy
-from fedsim.config import RunConfig, as_dict, settings_of, to_json
-from fedsim.data.dataset import Dataset
-from fedsim.els import ELS
-from fedsim.engine import Engine, Stats
+from fedsim.config import as_dict, settings_of, to_json
+from fedsim.engine import Stats
 from fedsim.errors import ConfigError
 from fedsim.evaluate import VALIDATION, begin_evaluate, headline
 from fedsim.files import write_json
-from fedsim.keys import SecretKey
 from fedsim.noise import Correlated
 from fedsim.optimizers import (
     Diverged,
@@ -35,49 +30,48 @@ from fedsim.optimizers import (
     is_finite,
     updater,
 )
-from fedsim.plan import Plan, claimed_fields, ledger_head
+from fedsim.plan import claimed_fields, ledger_head
 from fedsim.run import checkpoint, directory, released
-from fedsim.run.assemble import Plant
-from fedsim.run.console import Console
+from fedsim.run.console import EVALUATED
 from fedsim.run.ledger import Ledger, OtherBits, claimed_epsilon, gradient_sha256
 from fedsim.run.metrics import Metrics, table
-from fedsim.run.progress import EVALUATED
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, results, save
-from fedsim.training.held_out import begin_noisy_evaluate
-from fedsim.uls import ULS
+from fedsim.training.open import OpenRun
+from fedsim.training.planned import PlannedRun
+from fedsim.training.private_evaluation import begin_noisy_evaluate
+from fedsim.training.resolve import update_of
 
 Callback = Callable[[int, dict[str, float]], None]
 MOST_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
 
 
-@dataclasses.dataclass
 class Trainer:
     """One run, from its first or its next step to its last."""
 
-    method: ELS | ULS
-    plan: Plan
-    data: Dataset
-    transformation: optax.GradientTransformation
-    engine: Engine
-    strategy: Strategy
-    """How clipped sums are computed."""
-    run: RunConfig
-    console: Console
-    host: str
-    """What workers compute on."""
-    other_bits: str
-    """Why a step that is run again may have other bits; empty if it may not."""
-    resumed: bool = False
-    """Whether the run began in another process."""
-    replays: bool = False
-    """Whether steps are computed again only to be compared with what was released."""
-    plant: Plant | None = None
-    """Of an audit, which watches every privatised gradient, and hears the sum in it."""
-    callback: Callback | None = None
-    """Called with every step's number and metrics."""
-
-    def __post_init__(self):
+    def __init__(
+        self,
+        opened: OpenRun,
+        planned: PlannedRun,
+        host: str,
+        other_bits: str = "",
+        replays: bool = False,
+        callback: Callback | None = None,
+    ):
+        """
+        Args:
+          host: what workers compute on.
+          other_bits: why a step that is run again may have other bits; empty if it may not.
+          replays: steps are computed again only to be compared with what was released.
+          callback: called with every step's number and metrics.
+        """
+        self.plan, self.method, self.engine = planned.plan, planned.method, planned.engine
+        self.strategy, self.params, self.counted = planned.strategy, planned.params, planned.counted
+        self.run, self.data, self.key = opened.run, opened.data, opened.key
+        self.console, self.plant = opened.console, opened.plant
+        self.resumed = opened.stored is not None
+        self.host, self.other_bits = host, other_bits
+        self.replays, self.callback = replays, callback
         sigma = self.plan.noise_multiplier
         self.event = self.method.event(sigma) if sigma else None
         if self.event is not None:
@@ -90,29 +84,27 @@ class Trainer:
         evaluations = self.plan.evaluations
         every = evaluations.every if evaluations else self.run.eval_every
         self.eval_every = every or max(1, self.plan.num_steps // 10)
+        self.transformation = update_of(self.run, self.plan.num_steps)
         self.update = updater(self.transformation)
 
-    def fit(
-        self, params: Any, key: SecretKey, counted: AbstractContextManager[None]
-    ) -> dict[str, Any]:
-        """Run the steps that are left, then write the summary.
-
-        Args: counted: entered when what is there of the run was found in order: counts it in the
-          ledger of the data.
-        """
+    def fit(self) -> dict[str, Any]:
+        """Run the steps that are left, then write the summary; returns it."""
         state = State(
-            params,
-            self.transformation.init(params),
-            average=params if self.run.ema else None,
+            self.params,
+            self.transformation.init(self.params),
+            average=self.params if self.run.ema else None,
             clip_norm=self.plan.clip_norm,
         )
         state = restored(self.run.run_dir, state, self.console)
         settings = directory.config_sha256(self.run.run_dir)
-        first = ledger_head(self.plan, config_sha256=settings, key_seal=key.seal("ledger"))
+        seal = self.key.seal("ledger")
+        first = ledger_head(self.plan, config_sha256=settings, key_seal=seal)
         ledger = Ledger(self.run.run_dir, first, least=state.step, least_chain=state.chain)
         if isinstance(self.own_noise, Correlated):
-            self.own_noise.drawn = functools.partial(self._row_drawn, ledger, key)
+            self.own_noise.drawn = functools.partial(self._row_drawn, ledger)
         metrics = Metrics(self.run.run_dir, last_step=state.step or -1)
+        # Everything that is there of the run is in order: now it is counted.
+        counted = self.counted.admitted() if self.counted else nullcontext()
         with closing(ledger), closing(metrics), counted:
             if state.step < self.plan.num_steps:  # a summary of fewer steps than will be released
                 (self.run.run_dir / directory.SUMMARY).unlink(missing_ok=True)
@@ -217,21 +209,17 @@ class Trainer:
             rows=rows,
         )
         values = self._private_values(stats, state.clip_norm)
-        epsilon, clip_norm = accounted.result(), state.clip_norm
-        if (adaptive := self.plan.adaptive) is not None:
-            values["privacy/clip_norm"] = clip_norm
-            norms = stats.counted_norms
-            rng = self.method.key.generator("clip quantile", state.step)
-            clip_norm = adaptive.next(clip_norm, norms, rng)
-        loss = None
-        if (noisy_loss := self.plan.noisy_loss) is not None:
-            rng = self.method.key.generator("loss", state.step)
-            loss = noisy_loss.release(stats.counted_losses, rng)
-        found = self._release(ledger, state.step, released.Step(noisy, clip_norm, loss), epsilon)
-        if found is not None:
-            noisy, state.clip_norm, loss = found
-            values |= {} if loss is None else {"privacy/loss": loss}
-            grad = noisy.values(like=state.params)
+        what = released.Step(noisy, state.clip_norm)
+        for beside in self.plan.releases:
+            rng = self.method.key.generator(beside.purpose, state.step)
+            what = what._replace(**beside.release(what.clip_norm, stats, rng))
+        if self.plan.adaptive is not None:
+            values["privacy/clip_norm"] = state.clip_norm
+        epsilon = accounted.result()
+        if (found := self._release(ledger, state.step, what, epsilon)) is not None:
+            state.clip_norm = found.clip_norm
+            values |= {} if found.loss is None else {"privacy/loss": found.loss}
+            grad = found.noisy.values(like=state.params)
             if self.plant is not None:
                 noise, unit = self.plan.strategy, clip.sensitivity / self.plan.expected_count
                 self.plant.watch(grad, unit, noise and noise.coefficients)
@@ -309,20 +297,20 @@ class Trainer:
         self.console.note(f"step {step} {why}: {outcome}")
         return before
 
-    def _row_drawn(self, ledger: Ledger, key: SecretKey, step: int, row: list[np.ndarray]) -> None:
+    def _row_drawn(self, ledger: Ledger, step: int, row: list[np.ndarray]) -> None:
         """Seal a row of correlated noise for the ledger; compare it with that of a released step.
 
         Raises: OtherBits: it is another one, so that later steps would take back noise that nobody
           added. ConfigError: where that follows from other packages or another kind of host.
         """
-        seal = key.seal(f"noise row {step} {gradient_sha256(row)}")
+        seal = self.key.seal(f"noise row {step} {gradient_sha256(row)}")
         self.noise_row = {"noise_row": seal}
         if step >= ledger.num_steps or ledger.noise_row(step) in (None, seal):
             return
         again = f"step={step}: expected the row of noise that was drawn before: go on with the "
         again += "packages, and on the kind of host, that the run was started with"
         if self.other_bits:
-            raise ConfigError(f"{again} ({self.other_bits})")
+            raise ConfigError(f"{again} ({self.other_bits})", field="step")
         raise OtherBits(again)
 
     def _due(self, step: int, interval: int) -> bool:

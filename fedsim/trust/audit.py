@@ -18,9 +18,9 @@ from fedsim import accounting
 from fedsim.accounting import Phases
 from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
 from fedsim.data.dataset import Dataset
-from fedsim.engine.autotune import AUTO
+from fedsim.engine.trials import AUTO
 from fedsim.errors import expect
-from fedsim.files import write_atomically, write_json
+from fedsim.files import write_json
 from fedsim.group_size import median_group_size
 from fedsim.keys import SecretKey
 from fedsim.models.language_model import LanguageModelTask
@@ -34,12 +34,12 @@ from fedsim.trust import lower_bound
 from fedsim.trust.audit_page import compose
 from fedsim.trust.canaries import POOLS, Planted, coins
 from fedsim.trust.curve_audit import Claim, audit_curve, curve_claim
-from fedsim.trust.document import to_html, to_markdown
 from fedsim.trust.independent_audit import audit_independent
 from fedsim.trust.noise_audit import audit_noise
+from fedsim.trust.pages import write
 from fedsim.trust.shared_canaries import PlantedAmongOthers, partners_of, rows_of_users
 
-JSON, HTML, MARKDOWN = "audit.json", "audit.html", "audit.md"
+NAME = "audit"
 ROWS_AT_ONCE = 16
 MOST_ROWS = 8  # of an attacked user
 ALARMS = 0.01
@@ -110,11 +110,9 @@ def audit(
         **found,
     }
     result |= judge(result)
-    write_json(run.run_dir / JSON, result)
-    document = compose(result)
-    write_atomically(run.run_dir / HTML, to_html(document).encode())
-    write_atomically(run.run_dir / MARKDOWN, to_markdown(document).encode())
-    return {**result, "html": str(run.run_dir / HTML)}
+    write_json(run.run_dir / f"{NAME}.json", result)
+    files = write(run.run_dir, NAME, "audit.md.jinja", **compose(result))
+    return {**result, "html": files["html"]}
 
 
 def replacements(

@@ -15,11 +15,12 @@ from fedsim.budget.people import union
 from fedsim.budget.spending import Books, Charge
 from fedsim.config import to_json
 from fedsim.errors import expect
-from fedsim.files import make_place, write_atomically
-from fedsim.trust.document import Document, Quote, Section, Table, to_html, to_markdown
-from fedsim.trust.svg import Chart, Series
+from fedsim.run.listing import aligned
+from fedsim.trust.pages import write
+from fedsim.trust.plots import Chart, Series
 
-HTML, MARKDOWN = "budget.html", "budget.md"
+NAME = "budget"
+HEAD = "run", "kind", "state", "began", "releases", "epsilon alone"
 
 
 def budget(
@@ -52,11 +53,7 @@ def budget(
             known = books(ledger, ids)
         found = _found(ledger, known, num_users, delta)
     if out is not None:
-        make_place(out)
-        document = compose(found)
-        write_atomically(out / HTML, to_html(document).encode())
-        write_atomically(out / MARKDOWN, to_markdown(document).encode())
-        found |= {"html": str(out / HTML), "markdown": str(out / MARKDOWN)}
+        found |= write(out, NAME, "budget.md.jinja", **compose(found))
     return found
 
 
@@ -138,9 +135,9 @@ def _row(charge: Charge, delta: float) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> Table:
-    """The runs, a row each."""
-    rows = [
+def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The runs, a row each, under HEAD."""
+    return [
         (
             each["run"],
             each["kind"],
@@ -151,7 +148,11 @@ def table(found: dict[str, Any]) -> Table:
         )
         for each in found["runs"]
     ]
-    return Table(("run", "kind", "state", "began", "releases", "epsilon alone"), rows)
+
+
+def table(found: dict[str, Any]) -> str:
+    """The runs as a table for the terminal."""
+    return "\n".join(aligned([HEAD, *rows(found)]))
 
 
 def sentences(found: dict[str, Any]) -> list[str]:
@@ -188,26 +189,27 @@ def sentences(found: dict[str, Any]) -> list[str]:
     return said
 
 
-def compose(found: dict[str, Any]) -> Document:
-    """The budget as a page."""
-    first, *others = sentences(found)
-    blocks: list[Any] = [Quote(first), *others]
-    course, numbers = found["course"], list(range(1, len(found["course"]) + 1))
+def compose(found: dict[str, Any]) -> dict[str, Any]:
+    """The facts that the template budget.md.jinja needs."""
+    shown = {"title": "Privacy budget", "sentences": sentences(found)}
+    return shown | {"head": HEAD, "rows": rows(found), "course": _course(found["course"])}
+
+
+def _course(course: list[dict[str, Any]]) -> Chart | None:
+    """Epsilon after each run; None where none is finite."""
     names = {
         "composed by losses": "epsilon",
         "whatever was chosen by looking": "epsilon_adaptive",
         "epsilons added up": "sum_of_epsilons",
     }
+    numbers = list(range(1, len(course) + 1))
     series = [
         Series(title, numbers, [float(each[name]) for each in course], dashed=title[0] == "e")
         for title, name in names.items()
     ]
-    sections = [Section("What was spent", blocks), Section("Runs", [table(found)])]
-    if any(math.isfinite(y) for each in series for y in each.y):
-        title = "What the runs have cost so far"
-        chart = Chart(title, "runs", "epsilon", series, bounds=True)
-        sections.append(Section("Run by run", [chart]))
-    return Document("Privacy budget", sections)
+    if not any(math.isfinite(y) for each in series for y in each.y):
+        return None
+    return Chart("What the runs have cost so far", "runs", "epsilon", series, bounds=True)
 
 
 def _shown(epsilon: float | str) -> str:

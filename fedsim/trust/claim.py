@@ -16,7 +16,6 @@ from fedsim.errors import FedsimError
 from fedsim.plan import Plan
 from fedsim.run import checkpoint
 from fedsim.run.directory import StoredRun
-from fedsim.trust.document import Table
 from fedsim.trust.evidence import Check
 
 CURVE_POINTS = 25
@@ -123,25 +122,11 @@ def _factor(epsilon: float) -> str:
     return at_most(factor, ",.2f" if factor < 1e6 else ".2e")
 
 
-def in_words(released: Released) -> list[Any]:
-    """What a claim means to someone who might be recognised; nothing where there is none."""
+def recognised(released: Released) -> list[tuple[float, float]]:
+    """(share wrongly suspected, largest share recognised) of any attack; empty without a claim."""
     if released.phases is None or released.label or not released.num_steps:
         return []
-    rows = [
-        (f"{alarm:.1%} of those who did not", f"at most {at_most(found, '.1%')}")
-        for alarm in FALSE_ALARMS
-        for found in [most_recognised(released, alarm)]
-    ]
-    return [
-        *warnings(released),
-        "In other words: suppose someone has the finished model, and even the model after every "
-        "single step, and wants to find out whether a certain user's texts were used. Whatever "
-        "their method, their computers and their knowledge of everybody else, "
-        "this is the most that they can achieve:",
-        Table(("who wrongly suspects", "recognises, of those who took part"), rows),
-        "The guarantee covers the whole of a user's texts, not one text at a time, and it "
-        "does not weaken when the model is copied, published or trained further on other data.",
-    ]
+    return [(alarms, most_recognised(released, alarms)) for alarms in FALSE_ALARMS]
 
 
 def warnings(released: Released) -> list[str]:

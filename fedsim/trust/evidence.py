@@ -80,7 +80,7 @@ class Evidence:
         self.run_dir, self.console = run_dir, console
         self.stored = stored = directory.load(run_dir)
         if stored.plan is None:
-            raise ConfigError(f"run={run_dir}: expected a run of train, which makes promises")
+            raise ConfigError.of("run", run_dir, "a run of train, which makes promises")
         self.plan, self.privacy = stored.plan, stored.privacy
         changes = {"data": data, "engine": engine}
         changes = {name: value for name, value in changes.items() if value}

@@ -13,7 +13,7 @@ from huggingface_hub.utils import yaml_dump
 from fedsim.accounting.rounding import at_most
 from fedsim.config import Algorithm
 from fedsim.trust.claim import Released, claim, gaussian
-from fedsim.trust.claim_fields import adjacency, all_runs, mechanism, slack, unit
+from fedsim.trust.claim_fields import adjacency, all_runs, mechanism, slack, tuning, unit
 
 FILE = "registry.yaml"
 TO_FILL_IN = "(to be filled in by whoever publishes the model)"
@@ -92,13 +92,12 @@ def _model() -> dict[str, Any]:
 
 def _implementation(released: Released) -> dict[str, Any]:
     plan = released.plan
-    tuning = [fact for fact in plan.non_private if "chosen by looking" in fact]
     share = plan.group_size_epsilon
     chosen = "" if share is None else f" The group size was chosen for {share:g} of epsilon."
     why = "each text" if plan.algorithm == Algorithm.ELS else "each user's texts of a step"
     return {
         "preprocessing_and_hyperparameter_tuning": "Not accounted: "
-        + ("; ".join(tuning) or "none was reported")
+        + ("; ".join(tuning(plan)) or "none was reported")
         + f".{chosen}",
         "mechanisms": f"- {mechanism(plan)}, with fedsim.\n"
         f"- Sampling that was run: {plan.sampling_run}; that was accounted: "

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from fedsim.engine.environment import versions
 from fedsim.errors import ConfigError
-from fedsim.run import checkpoint, directory, evaluations, ledger
-from fedsim.run.evaluations import Evaluated
+from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.signals import terminated
 from fedsim.training import train
+from fedsim.training.private_evaluation import FILE as EVALUATIONS
+from fedsim.training.private_evaluation import Evaluated
 from fedsim.trust.evidence import Evidence, Interrupted, Unknown, Violated
 
 
@@ -37,13 +38,13 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
         # A loss that is not there would be computed again: two under one noise.
         losses = Evaluated(evidence.run_dir).losses
         if len(losses) < evidence.plan.evaluations.count:
-            raise Unknown(f"{evaluations.FILE} does not have all that was released")
+            raise Unknown(f"{EVALUATIONS} does not have all that was released")
     first = checkpoint.load_step(older[-1]) if older else 0
     some = "all" if first == 0 else f"the last {total - first} of"
     steps = f"{some} {total} steps (from step {first}), computed again from key and data"
     with _scratch() as copy:
         key.save(copy)
-        for path in (directory.CONFIG, directory.TOKENIZER, ledger.FILE, evaluations.FILE):
+        for path in (directory.CONFIG, directory.TOKENIZER, ledger.FILE, EVALUATIONS):
             if (evidence.run_dir / path).exists():
                 shutil.copyfile(evidence.run_dir / path, copy / path)
         for path in older[-1:]:

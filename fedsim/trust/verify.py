@@ -17,20 +17,21 @@ from fedsim.accounting import RunningEpsilon, event_fields
 from fedsim.accounting.rounding import at_least, at_most
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm
-from fedsim.config.cells import CORRELATED, sampling_of
+from fedsim.config.privacy import CORRELATED, sampling_of
 from fedsim.data.dataset import SUMS
 from fedsim.els import ELS
 from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
-from fedsim.noise.bands import predicted_error
+from fedsim.noise.toeplitz import predicted_error
 from fedsim.plan import Plan, claimed_fields, claimed_phases, method_for, sharing
 from fedsim.run import checkpoint, directory, ledger, metrics
 from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
 from fedsim.run.state import apart, results
 from fedsim.shared_uls import SharedULS
+from fedsim.trust.evaluation_check import check_evaluations
 from fedsim.trust.evidence import (
     Check,
     Evidence,
@@ -40,8 +41,7 @@ from fedsim.trust.evidence import (
     counted,
     demand,
 )
-from fedsim.trust.held_out import of_held_out
-from fedsim.trust.owners import most_entered, most_owned
+from fedsim.trust.owner_counts import most_entered, most_owned
 from fedsim.trust.replay import replay
 from fedsim.uls import ULS
 
@@ -89,10 +89,10 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
         except Violated:
             pass  # named below
         except Unknown as error:
-            raise ConfigError(f"data={data}: {error}") from None
+            raise ConfigError(f"data={data}: {error}", field="data") from None
     looks = [look for look in LOOKS if evidence.plan.shared or look != ("owners", _owners)]
     if evidence.plan.evaluations is not None:
-        looks.append(("evaluations", of_held_out))
+        looks.append(("evaluations", check_evaluations))
     if again:
         looks.append(("replay", functools.partial(replay, whole=again == "whole")))
     return [_check(promise, look, evidence) for promise, look in looks]

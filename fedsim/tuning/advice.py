@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, run_config, settings_of
-from fedsim.errors import ConfigError
 from fedsim.tuning.cells import Cell, table
 
 CELL = ("sampling", "noise", "bands", "participations")
@@ -167,16 +166,10 @@ def _of_people(advice: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(rows: list[dict[str, Any]], file: Path, num_users: int) -> None:
-    """A PNG of noise per step against group size.
+    """A PNG of noise per step against group size."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Raises: ConfigError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        needed = "matplotlib, as in pip install 'fedsim[experiments]'"
-        raise ConfigError(f"plot={file}: expected {needed}") from None
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()

@@ -14,9 +14,9 @@ from fedsim import accounting
 from fedsim.accounting import allocated_event
 from fedsim.clipping.clip import lattice_bits
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig
-from fedsim.config.cells import ALLOCATION, CORRELATED, CYCLIC, INDEPENDENT, POISSON
-from fedsim.noise.bands import Prediction, predicted_error
+from fedsim.config.privacy import ALLOCATION, CORRELATED, CYCLIC, INDEPENDENT, POISSON
 from fedsim.noise.correlated import strategy
+from fedsim.noise.toeplitz import Prediction, predicted_error
 from fedsim.plan.defaults import allocated, bands_predicted
 from fedsim.recipe import Noise, settled
 from fedsim.sampling import Users, graph_of

@@ -17,26 +17,6 @@ _api: Any = api_pb2  # generated: type checkers do not see what is in them
 _messages: Any = plugin_data_pb2
 
 
-def write_experiment(
-    directory: Path, settings: Sequence[Mapping[str, Any]], metrics: Sequence[str]
-) -> None:
-    """The columns: settings, each with the values it takes, and metrics. Replaces what was there.
-
-    Args:
-      directory: what TensorBoard is pointed at; `write_session` writes below it.
-      settings: of each run, all with the same names.
-    """
-    for old in directory.glob("events.out.*"):
-        old.unlink()
-    columns = []
-    for name in settings[0] if settings else ():
-        values = sorted({_shown(each[name]) for each in settings}, key=lambda v: (str(type(v)), v))
-        one_type = values if len({type(value) for value in values}) == 1 else map(str, values)
-        columns.append(summary_v2.HParam(name, summary_v2.Discrete(list(one_type))))
-    config = summary_v2.hparams_config_pb(columns, [summary_v2.Metric(name) for name in metrics])
-    _write(directory, [Event(wall_time=time.time(), summary=config)])
-
-
 def write_session(
     directory: Path,
     settings: Mapping[str, Any],
@@ -46,6 +26,7 @@ def write_session(
 ) -> None:
     """A row: a run's settings, and its metrics step by step. Replaces what was there.
 
+    TensorBoard makes the columns from all rows below what it is pointed at.
     Args: records: values by metric name, each with its `step`.
     """
     shutil.rmtree(directory, ignore_errors=True)

@@ -8,7 +8,6 @@ without protection, as the paper does, and says so.
 """
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,21 +20,21 @@ from fedsim import engine
 from fedsim.clipping import Clip
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, RunConfig
-from fedsim.config.cells import CORRELATED, POISSON, SHUFFLE, sampling_of
+from fedsim.config.privacy import CORRELATED, POISSON, SHUFFLE, sampling_of
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise.bands import predicted_error
+from fedsim.noise.toeplitz import predicted_error
 from fedsim.plan import calibrate, method_for
-from fedsim.plan.labels import holds
-from fedsim.run.assemble import wait_for
+from fedsim.plan.plan import holds
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data, make_task
 from fedsim.sampling import Users, examples_per_user, graph_of, pool_of
 from fedsim.sampling.shared import Groups
 from fedsim.shared_uls import SharedULS
+from fedsim.training.open import wait_for
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, draw
 from fedsim.tuning.cells import compare, least
@@ -104,8 +103,6 @@ def recommend(
     )
     expect("users", num_users, num_users >= 1, ">= 1")
     expect("plot", plot, plot is None or plot.suffix == ".png", "a file ending in .png")
-    drawn = plot is None or importlib.util.find_spec("matplotlib") is not None
-    expect("plot", plot, drawn, "matplotlib, as in pip install 'fedsim[experiments]'")
     expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
     with _started(run, console, working=not plan_only) as start:
         least = LEAST_COHORT if plot else doubling.START.cohort_size // 2

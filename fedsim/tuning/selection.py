@@ -19,7 +19,6 @@ from fedsim.accounting.accountant import spent
 from fedsim.accounting.rounding import at_most
 from fedsim.accounting.selection import draw_trials
 from fedsim.budget.admission import Applicant, close
-from fedsim.budget.evaluation import largest_loss, user_losses
 from fedsim.budget.ledger import Limit, place_of
 from fedsim.config import changed_run, to_json
 from fedsim.data.dataset import Dataset
@@ -46,6 +45,7 @@ from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
 from fedsim.sampling import graph_of
 from fedsim.training import expect_strategy, outside
+from fedsim.training.private_evaluation import largest_loss, user_losses
 from fedsim.tuning.same_selection import BEGAN, Began
 from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, entries, jobs_of, outcomes_of
 

@@ -49,7 +49,6 @@ COLUMNS = (
     *("expected_count", "sampling_prob", "clip_norm", "steps_done", "initial_eval_loss"),
     *("final_eval_loss", "params_sha256"),
 )
-METRICS = ("eval/loss", "privacy/epsilon", "summary/final_eval_loss")
 BUSY_S = 60.0  # for a process of a killed sweep to let go of a run
 
 Settings = Mapping[str, Any]
@@ -149,7 +148,9 @@ def sweep(
     for name in (LOGS, RUNS):
         (out / name).mkdir(mode=0o700, exist_ok=True)
     errors: dict[str, str] = {}
-    _write_board(jobs, out)
+    for job in jobs:
+        if job.summary and not (out / BOARD / job.name).exists():
+            _write_session(job, out)
     rows = write_table(jobs, out, errors)
     console.note(f"{len(jobs)} runs, {len(jobs) - len(todo)} of them finished before")
     if not todo:
@@ -323,9 +324,9 @@ def _job(settings: Settings, out: Path) -> Job:
     settings = renamed(settings)
     given = dict(settings)
     for name in GIVEN_BY_SWEEP & given.keys():
-        raise ConfigError(f"{name}={given[name]}: expected nothing, it is the sweep's own")
+        raise ConfigError.of(name, given[name], "nothing, it is the sweep's own")
     for name in given.keys() - _DEFAULTS.keys() - {"algorithm"}:
-        raise ConfigError(f"{name}={given[name]}: expected the name of a setting of train")
+        raise ConfigError.of(name, given[name], "the name of a setting of train")
     algorithm = given.pop("algorithm", None)
     expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
     given = {
@@ -354,15 +355,6 @@ def identity(algorithm: str, given: Settings) -> str:
     kept = {n: v for n, v in kept.items() if n not in OPERATIONAL or n == "data"}
     text = json.dumps([str(algorithm), first_named(kept)], sort_keys=True)
     return f"{algorithm}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def _write_board(jobs: Sequence[Job], out: Path) -> None:
-    names = list(dict.fromkeys(name for job in jobs for name in job.settings))
-    settings = [{name: job.settings.get(name) for name in names} for job in jobs]
-    hparams.write_experiment(out / BOARD, settings, METRICS)
-    for job in jobs:
-        if job.summary and not (out / BOARD / job.name).exists():
-            _write_session(job, out)
 
 
 def _write_session(job: Job, out: Path, *, succeeded: bool = True) -> None:

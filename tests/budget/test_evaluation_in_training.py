@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from problems import SoftmaxTask
+from refused import refuses
 from test_verify import write_texts
 
 from fedsim import accounting
@@ -25,10 +26,9 @@ from fedsim.keys import SecretKey
 from fedsim.library.training import train
 from fedsim.plan import Evaluations, evaluations_of
 from fedsim.run import metrics
-from fedsim.run.evaluations import FILE
 from fedsim.run.ledger import witness
-from fedsim.training import held_out
-from fedsim.training.held_out import begin_noisy_evaluate
+from fedsim.training import private_evaluation
+from fedsim.training.private_evaluation import FILE, begin_noisy_evaluate
 
 SHOWN = "eval/loss"
 
@@ -110,10 +110,10 @@ def test_a_step_is_released_once(rng, tmp_path, monkeypatch):
     engine, data, theta = problem(rng, [2] * 6)
     args = Evaluations(1.0, 1e-3, 3.0, 1, 4, 6, 2, 5.0), SecretKey.create()
     noted = []
-    with witness(tmp_path / held_out.DIRECTORY, lambda count, _: noted.append(count)):
+    with witness(tmp_path / private_evaluation.DIRECTORY, lambda count, _: noted.append(count)):
         first = begin_noisy_evaluate(engine, theta, data, *args, 5, tmp_path)()
     assert noted == [1]  # by which the ledger of the data knows an older copy
-    monkeypatch.setattr(held_out, "noisy_mean_loss", None)  # nothing is computed again
+    monkeypatch.setattr(private_evaluation, "noisy_mean_loss", None)  # nothing is computed again
     for params in (theta, theta + 1):  # other bits under the same noise would give both away
         assert begin_noisy_evaluate(engine, params, data, *args, 5, tmp_path)() == first
     (line,) = (tmp_path / FILE).read_text().splitlines()
@@ -209,7 +209,7 @@ def test_a_run_goes_on_with_the_held_out_users_that_it_began_with(tmp_path, run_
 @pytest.mark.privacy
 def test_the_loss_as_it_is_goes_nowhere(texts, run_dir, capsys, monkeypatch):
     """Were what is released always 1.25, nobody would see another loss."""
-    monkeypatch.setattr(held_out, "noisy_mean_loss", lambda losses, **_: 1.25)
+    monkeypatch.setattr(private_evaluation, "noisy_mean_loss", lambda losses, **_: 1.25)
     called = []
     result = train(
         "uls", data=texts, run_dir=run_dir, epsilon=1, delta=1e-3, num_steps=4, batch_size=12,
@@ -232,7 +232,7 @@ def test_a_run_that_goes_on_shows_what_it_has_shown(texts, run_dir, capsys, monk
     before, lines = shown(run_dir), (run_dir / FILE).read_text()
     for path in sorted((run_dir / "checkpoints").glob("*"))[1:]:
         path.unlink()  # as if it had been killed after an earlier one
-    monkeypatch.setattr(held_out, "noisy_mean_loss", None)
+    monkeypatch.setattr(private_evaluation, "noisy_mean_loss", None)
     main([*args, "--resume"])
     assert shown(run_dir) == before and (run_dir / FILE).read_text() == lines
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -333,11 +333,11 @@ def test_without_users_or_a_bound_there_is_nothing_to_release(texts, rng):
     run = RunConfig(data=None, run_dir=None)  # type: ignore[arg-type]
     users = SimpleNamespace(num_users=1, offsets=np.arange(2), vocab_size=256)
     for held in (None, users):
-        with pytest.raises(ValueError, match="eval_epsilon=1.0: expected data with two held-out"):
+        with refuses("eval_epsilon=1.0"):
             evaluations_of(private(), run, held)
     own = SimpleNamespace(num_users=9, offsets=np.arange(10))  # a task of the user's own
-    with pytest.raises(ValueError, match="eval_loss_bound=None: expected a bound"):
+    with refuses("eval_loss_bound=None"):
         evaluations_of(private(), run, own)
     assert evaluations_of(private(eval_loss_bound=2.0), run, own).loss_bound == 2.0
-    with pytest.raises(ValueError, match="eval_loss_bound=2.0: expected none without"):
+    with refuses("eval_loss_bound=2.0"):
         private(eval_epsilon=None, eval_loss_bound=2.0)

@@ -12,13 +12,13 @@ from test_verify import write_texts
 import fedsim
 from fedsim import accounting
 from fedsim.budget.admission import charge_of
-from fedsim.budget.evaluation import MOST_ROWS, user_losses
 from fedsim.budget.ledger import hold, place_of
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
+from fedsim.training.private_evaluation import MOST_ROWS, user_losses
 
 
 @pytest.mark.privacy
@@ -150,7 +150,7 @@ def test_one_that_was_killed_counts_whole(trained, tmp_path, monkeypatch, capsys
     run, data = trained
     place = tmp_path / "ledger"
     monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(place))
-    monkeypatch.setattr("fedsim.budget.evaluation.user_losses", killed)
+    monkeypatch.setattr("fedsim.training.private_evaluation.user_losses", killed)
     assert evaluated(run, capsys, "--epsilon", 2)[0] == 130
     with hold(place) as ledger:
         (entry,) = ledger.entries.values()

@@ -7,6 +7,7 @@ import random
 import warnings
 
 import pytest
+from refused import refuses
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
@@ -148,16 +149,16 @@ def test_a_delta_of_almost_one_has_an_answer_from_above(delta):
 
 
 @pytest.mark.parametrize(
-    "changed, line",
+    "changed, what",
     [
-        ({"group_size": 9_999_999_999}, "^group_size=9999999999: expected in .1, 10000000.$"),
-        ({"max_changed": 10**10, "algorithm": "uls"}, "^max_changed=10000000000: expected at most"),
-        ({"before": 1e300}, "^before=1e.300: expected less"),
+        ({"group_size": 9_999_999_999}, "group_size=9999999999"),
+        ({"max_changed": 10**10, "algorithm": "uls"}, "max_changed=10000000000"),
+        ({"before": 1e300}, "before=1e+300"),
     ],
 )
-def test_what_is_beyond_all_ranges_is_one_line(changed, line):
+def test_what_is_beyond_all_ranges_is_refused(changed, what):
     given = dict(algorithm="els", num_steps=2, sampling_prob=0.1, noise_multiplier=1.0, delta=1e-6)
-    with pytest.raises(ConfigError, match=line):
+    with refuses(what):
         Account(**{**given, **changed})()
 
 
@@ -173,7 +174,7 @@ def test_the_delta_that_a_hint_names_has_an_answer(steps, delta, capsys):
 
 def test_a_delta_that_is_not_resolved_for_so_many_steps_is_refused_before_a_search():
     given = dict(algorithm="uls", epsilon=3.0, sampling_prob=0.01, delta=1.5e-15)
-    with pytest.raises(ConfigError, match="^delta=1.5e-15: expected above 4.4e-12: with so many"):
+    with refuses("delta=1.5e-15", says="above 4.4e-12"):
         Calibrate(**given, num_steps=10**7)()
-    with pytest.raises(ConfigError, match="^sampling_prob=1e-12: even that spends no finite"):
+    with refuses("sampling_prob", says="=1e-12: even that spends no finite epsilon"):
         Calibrate("uls", 3.0, 1e-6, num_steps=10, noise_multiplier=1e-10)()

@@ -9,7 +9,7 @@ from dp_accounting.rdp import RdpAccountant
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
-from fedsim.clipping.adaptive import LARGEST, SMALLEST, AdaptiveClip
+from fedsim.clipping.step_releases import LARGEST, SMALLEST, AdaptiveClip
 
 
 @pytest.mark.parametrize("z, count", [(0.6, 16), (0.6, 5000), (1.5, 200), (4.0, 10)])

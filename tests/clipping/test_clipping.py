@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import SoftmaxTask
 
-from fedsim.clipping import Clip, Strategy, clipped_sum
+from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.clip import lattice_bits
 from fedsim.clipping.contribution import norm_and_bound
 
@@ -31,12 +31,12 @@ def by_hand(theta, features, labels, mask, clip):
 
 @functools.cache
 def compiled(normalised, in_float32, rows_per_pass):
-    """(theta, batch, mask, C) -> what `clipped_sum` returns."""
+    """(theta, batch, mask, C) -> what `clip_chunk` returns."""
 
     def run(theta, batch, mask, norm):
         losses = SoftmaxTask(np.zeros(0), np.zeros(0), 3).losses
         clip, strategy = Clip(norm, normalised, in_float32), Strategy("scan", rows_per_pass)
-        return clipped_sum(losses, theta, batch, mask, clip, strategy)
+        return clip_chunk(losses, theta, batch, mask, clip, strategy)
 
     return jax.jit(run)
 
@@ -81,7 +81,7 @@ def summed(units, clip, dtype=jnp.float32):
     units = jnp.asarray(units, dtype)
     params = jnp.zeros(units.shape[2], dtype)
     mask = jnp.ones(units.shape[:2], bool)
-    total, *rest = clipped_sum(linear_loss, params, units, mask, clip)
+    total, *rest = clip_chunk(linear_loss, params, units, mask, clip)
     return total * clip.unit(total.size), *rest
 
 
@@ -89,7 +89,7 @@ def test_a_users_gradient_is_complete_before_it_is_clipped():
     # Opposite rows cancel in the mean; clipped one by one they would, too, but not 3 against 1.
     user = np.array([[[30.0, 0.0], [0.0, 0.0], [0.0, 0.0], [-1.0, 0.0]]])
     for rows_per_pass in (1, 2, 4):
-        total = clipped_sum(
+        total = clip_chunk(
             linear_loss, jnp.zeros(2), jnp.asarray(user), jnp.ones((1, 4), bool), Clip(10.0),
             Strategy("scan", rows_per_pass),
         )[0]  # fmt: skip
@@ -99,7 +99,7 @@ def test_a_users_gradient_is_complete_before_it_is_clipped():
 def test_a_mean_is_over_the_real_rows():
     rows = jnp.array([[[4.0], [8.0], [100.0]]])
     mask = jnp.array([[True, True, False]])
-    total, norms, losses, _ = clipped_sum(linear_loss, jnp.ones(1), rows, mask, Clip(8.0))
+    total, norms, losses, _ = clip_chunk(linear_loss, jnp.ones(1), rows, mask, Clip(8.0))
     assert (float(norms[0]), float(losses[0])) == (6.0, 6.0)
     assert abs(float(total[0]) * Clip(8.0).unit(1) - 6) < 1e-4
 
@@ -133,7 +133,7 @@ def test_one_unit_changes_the_sum_by_at_most_the_sensitivity(dtype, clip, rng):
 
     def whole(u):
         u = jnp.asarray(u, dtype)
-        return clipped_sum(linear_loss, jnp.zeros(8, dtype), u, jnp.ones((3, 1), bool), clip)[0]
+        return clip_chunk(linear_loss, jnp.zeros(8, dtype), u, jnp.ones((3, 1), bool), clip)[0]
 
     with_it, without = (np.asarray(jax.jit(jax.vmap(whole))(u)) for u in (units, absent))
     change = with_it.astype(object) - without  # whole numbers of any size
@@ -175,7 +175,7 @@ def test_a_running_sum_of_half_precision_gradients_does_not_drift():
 @pytest.mark.slow
 @pytest.mark.ci
 def test_gradients_equal_finite_differences_of_a_transformer():
-    from fedsim.models.loss import next_token_nats
+    from fedsim.models.language_model import next_token_nats
     from fedsim.models.transformer import Transformer, TransformerConfig
 
     model = Transformer(TransformerConfig(11, 6, width=8, num_layers=1, num_heads=2))
@@ -188,7 +188,7 @@ def test_gradients_equal_finite_differences_of_a_transformer():
         nats, predictions = next_token_nats(model, params, rows["tokens"], rows["sizes"])
         return nats / predictions
 
-    run = jax.jit(functools.partial(clipped_sum, losses, clip=Clip(1e9, in_float32=True)))
+    run = jax.jit(functools.partial(clip_chunk, losses, clip=Clip(1e9, in_float32=True)))
     total = run(params, batch, jnp.ones((1, 2), bool))[0]
     exact = jax.jit(losses)
     with jax.enable_x64(True):
@@ -227,6 +227,6 @@ def test_it_agrees_with_jax_privacy():
     theirs = jax_privacy.clipped_grad(
         user_loss, l2_clip_norm=0.5, batch_argnums=1, keep_batch_dim=False
     )(theta, {"x": jnp.asarray(x), "y": jnp.asarray(y)})
-    ours = clipped_sum(task.losses, theta, {"x": x, "y": y}, jnp.ones((6, 4), bool), Clip(0.5))[0]
+    ours = clip_chunk(task.losses, theta, {"x": x, "y": y}, jnp.ones((6, 4), bool), Clip(0.5))[0]
     ours = reference.floats(ours, Clip(0.5))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=6 * Clip(0.5).unit(15))

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from zoo import FAMILIES, Tied, Untied, losses_of, random_batch, random_like, random_params
 
-from fedsim.clipping import Buckets, Clip, LocalSteps, Strategy, clipped_sum
+from experiments.mean_task import MeanTask
+from fedsim.clipping import Buckets, Clip, LocalSteps, Strategy, clip_chunk
 from fedsim.clipping.clip import lattice_bits, lattice_capacity
 from fedsim.clipping.contribution import contribution, norm_and_bound
 from fedsim.clipping.packing import chunks
@@ -23,7 +24,6 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.ray_engine import RayEngine
 from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.mean import MeanTask
 from fedsim.models.transformer import BLOCKS, TransformerConfig, stacked
 
 pytestmark = pytest.mark.privacy
@@ -155,7 +155,7 @@ def compiled(model, dtype, text, normalised, local, length):
 
     def run(params, batch, mask, norm):
         clip, how = Clip(norm, normalised), Strategy.parse(text)
-        return clipped_sum(losses, params, batch, mask, clip, how, buckets=own, local=local)[0]
+        return clip_chunk(losses, params, batch, mask, clip, how, buckets=own, local=local)[0]
 
     return jax.jit(run)
 
@@ -336,7 +336,7 @@ def test_a_gradient_whose_parts_cancel_contributes_no_more_than_c(rng):
     def loss(params, batch):
         return jnp.sum((batch["x"] @ params["kernel"]) * batch["g"], axis=(1, 2))
 
-    run = jax.jit(functools.partial(clipped_sum, loss, clip=Clip(1.0), strategy=Strategy("direct")))
+    run = jax.jit(functools.partial(clip_chunk, loss, clip=Clip(1.0), strategy=Strategy("direct")))
     params = {"kernel": jnp.zeros((width, width))}
     worst = 0.0
     for _ in range(20):

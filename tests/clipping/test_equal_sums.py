@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import LENGTH, VOCAB, Tied, Untied, losses_of, random_batch, random_params
 
-from fedsim.clipping import Buckets, Clip, Strategy, clipped_sum
+from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk
 from fedsim.clipping.observed import UnsupportedModel
 
 UNITS, GROUP = 4, 2
@@ -46,7 +46,7 @@ def compiled(model, normalised):
     def run(params, batch, mask, norm):
         clip = Clip(norm, normalised, in_float32=True)  # to compare all digits
         return {
-            name: clipped_sum(losses_of(model), params, batch, mask, clip, how, buckets=buckets)
+            name: clip_chunk(losses_of(model), params, batch, mask, clip, how, buckets=buckets)
             for name, (how, buckets) in strategies.items()
         }
 
@@ -93,7 +93,7 @@ def test_half_precision_is_scan_up_to_its_rounding_and_sums_are_float32(rng):
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def run(name, dtype, params):
         losses = losses_of(Tied(16, dtype))
-        return clipped_sum(losses, params, batch, mask, Clip(0.3, in_float32=True), Strategy(name))
+        return clip_chunk(losses, params, batch, mask, Clip(0.3, in_float32=True), Strategy(name))
 
     batch, mask = jax.tree.map(jnp.asarray, (batch, mask))
     exact = run("scan", None, params)
@@ -171,4 +171,4 @@ def test_what_is_not_known_is_refused_by_name(part, message, units, rng):
     mask, strategy = np.ones((units, GROUP), bool), Strategy("ghost", units * GROUP)
     given = losses_of(model), batch, mask, Clip(1.0), strategy
     with pytest.raises(UnsupportedModel, match=message):
-        jax.eval_shape(lambda p: clipped_sum(given[0], p, *given[1:]), params)
+        jax.eval_shape(lambda p: clip_chunk(given[0], p, *given[1:]), params)

@@ -8,7 +8,7 @@ from problems import SoftmaxTask
 from test_train import command, summary, texts  # noqa: F401
 
 from fedsim.cli.main import main
-from fedsim.clipping import Clip, LocalSteps, Strategy, clipped_sum
+from fedsim.clipping import Clip, LocalSteps, Strategy, clip_chunk
 from fedsim.clipping.observed import UnsupportedModel
 
 CLIP = Clip(0.3, normalised=True, in_float32=True)  # to compare all digits
@@ -27,7 +27,7 @@ def computed(theta, batch, mask, local, rows_per_pass=2, strategy="scan"):
 
     def run(theta, batch, mask):
         own = Strategy(strategy, rows_per_pass)
-        return clipped_sum(losses, theta, batch, mask, CLIP, own, local=local)
+        return clip_chunk(losses, theta, batch, mask, CLIP, own, local=local)
 
     return jax.jit(run)(theta, batch, mask)
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fedsim.clipping.noisy_loss import NoisyLoss
+from fedsim.clipping.step_releases import NoisyLoss
 from fedsim.engine import Stats
 from fedsim.keys import SecretKey
 
@@ -13,7 +13,7 @@ LOSS = NoisyLoss(bound=5.0, count=40, noise_multiplier=2.0)
 
 
 def released(losses, step=0, loss=LOSS):
-    return loss.release(np.asarray(losses, np.float32), SecretKey.create(1).generator("loss", step))
+    return loss.mean(np.asarray(losses, np.float32), SecretKey.create(1).generator("loss", step))
 
 
 @pytest.mark.privacy

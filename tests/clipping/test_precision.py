@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from fedsim.clipping import Clip, Strategy, clipped_sum
+from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.clip import MODEL
 from fedsim.clipping.strategy import NAMES
-from fedsim.models.loss import next_token_nats
+from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 pytestmark = pytest.mark.privacy
@@ -37,7 +37,7 @@ def lowered(strategy, dtype=None):
 
     @jax.jit
     def total(params, batch, mask):
-        return clipped_sum(losses, params, batch, mask, Clip(1.0), strategy)
+        return clip_chunk(losses, params, batch, mask, Clip(1.0), strategy)
 
     platforms = {"lowering_platforms": ("cuda", "tpu")}
     text = total.trace(params, batch, mask).lower(**platforms).as_text(debug_info=True)

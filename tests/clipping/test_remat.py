@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from zoo import FAMILIES, random_like
 
-from fedsim.clipping import Clip, Strategy, clipped_sum
-from fedsim.models.loss import next_token_nats
+from fedsim.clipping import Clip, Strategy, clip_chunk
+from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer
 
 UNITS, GROUP = 3, 2
@@ -36,7 +36,7 @@ def clipped(config, name):
     strategy = Strategy(name, UNITS * GROUP)
     mask = np.array([[True, True], [True, False], [True, True]])
     run = functools.partial(
-        clipped_sum, losses_of(config), clip=Clip(0.5, in_float32=True), strategy=strategy
+        clip_chunk, losses_of(config), clip=Clip(0.5, in_float32=True), strategy=strategy
     )
     return jax.jit(lambda params, batch: run(params, batch, mask))
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from fedsim.clipping import Clip, Strategy, clipped_sum, scan
+from fedsim.clipping import Clip, Strategy, clip_chunk, scan
 from fedsim.clipping.clip import lattice_bits, num_coordinates
 from fedsim.engine import arithmetic
 from fedsim.engine.local_engine import LocalEngine
@@ -101,9 +101,7 @@ def contributed(losses, params, row, name):
     """C, as the only unit of several with such a row contributes it."""
     batch = jax.tree.map(lambda x: np.repeat(np.asarray(x)[None, None], UNITS, 0), row)
     mask = np.arange(UNITS)[:, None] == 0
-    run = jax.jit(
-        lambda *args: clipped_sum(losses, *args, Clip(1.0, True), Strategy.parse(name))[0]
-    )
+    run = jax.jit(lambda *args: clip_chunk(losses, *args, Clip(1.0, True), Strategy.parse(name))[0])
     whole = arithmetic.sum_of_squares(run(params, batch, mask))
     bits = lattice_bits(num_coordinates(params))
     assert (whole > 4**bits) == (whole / 4**bits > 1)

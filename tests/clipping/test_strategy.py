@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from zoo import ByHand
 
-from fedsim.clipping import Clip, Strategy, clipped_sum
+from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.clipping.clip import lattice_bits
 from fedsim.clipping.strategy import (
     FEW_PARAMETERS,
@@ -61,7 +61,7 @@ def sums(strategy, dtype, normalised, cases, norms, with_last):
     def one(case):
         batch, norm = case
         mask = jnp.ones((3, 2), bool).at[2].set(with_last)
-        total, *_, dropped = clipped_sum(
+        total, *_, dropped = clip_chunk(
             losses, params, batch, mask, Clip(norm, normalised), strategy
         )
         return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(total)]), dropped

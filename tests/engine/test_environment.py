@@ -6,11 +6,11 @@ import sys
 
 import jax
 import pytest
+from refused import refuses
 
 from fedsim.config import EngineConfig
 from fedsim.engine import environment, host
 from fedsim.engine.worker import Worker
-from fedsim.errors import ConfigError
 
 AGAIN = """
 import resource, sys
@@ -123,12 +123,10 @@ def test_an_option_of_jax_that_programs_fail_with_is_refused(option, value):
     jax.config.update(option, value)
     try:
         for kind in ("local", "ray"):
-            with pytest.raises(ConfigError) as refused:
+            with refuses(f"{option.upper()}={value}", says=f"jax.config.update({option!r}, "):
                 environment.set_threads(EngineConfig(kind))
     finally:
         jax.config.update(option, before)
-    assert str(refused.value).startswith(f"{option.upper()}={value}: expected ")
-    assert f"unset it, or jax.config.update({option!r}, " in str(refused.value)
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no gpu\nhere (set JAX_...)")])
@@ -140,7 +138,7 @@ def test_devices_that_are_not_there_are_refused(error, monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", absent)
     monkeypatch.setenv("JAX_PLATFORM_NAME", "gpu")
-    with pytest.raises(ConfigError, match=r"JAX_PLATFORM_NAME=gpu: expected devices .*; unset it"):
+    with refuses("JAX_PLATFORMS", says="JAX_PLATFORM_NAME=gpu"):
         environment.set_threads(EngineConfig("local"))
 
 

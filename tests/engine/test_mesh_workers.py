@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from problems import two_steps
+from refused import refuses
 
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.observed import UnsupportedModel
@@ -11,7 +12,6 @@ from fedsim.config import EngineConfig, MeshShape
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine.worker import Worker
-from fedsim.errors import ConfigError
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig
 
@@ -47,17 +47,17 @@ def test_a_second_step_compiles_nothing_and_a_sum_is_numpy(problem):
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    "settings, what",
     [
-        ({"mesh": "fsdp:4,model:2"}, "mesh=fsdp:4,model:2: expected fsdp:N and tensor:N"),
-        ({"mesh": "data:2,fsdp:4"}, "mesh=data:2,fsdp:4: expected fsdp:N and tensor:N"),
-        ({"mesh": "fsdp"}, "mesh=fsdp: expected fsdp:N and tensor:N"),
-        ({"strategy": "ghost:1"}, "strategy=ghost:1: expected auto, scan or direct, with a mesh"),
-        ({"devices_per_worker": 4}, "devices_per_worker=4: expected 2, those of mesh=fsdp:2"),
+        ({"mesh": "fsdp:4,model:2"}, "mesh=fsdp:4,model:2"),
+        ({"mesh": "data:2,fsdp:4"}, "mesh=data:2,fsdp:4"),
+        ({"mesh": "fsdp"}, "mesh=fsdp"),
+        ({"strategy": "ghost:1"}, "strategy=ghost:1"),
+        ({"devices_per_worker": 4}, "devices_per_worker=4"),
     ],
 )
-def test_a_mistake_is_named(settings, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_mistake_is_named(settings, what):
+    with refuses(what):
         EngineConfig(**{**ON_RAY, **settings})
 
 

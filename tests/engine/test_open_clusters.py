@@ -9,10 +9,10 @@ import pytest
 import yaml
 from problems import mean_problem
 from ray._private.runtime_env.packaging import create_package
+from refused import refuses
 
 from fedsim.engine import actors, cluster
 from fedsim.engine.cluster import Cluster
-from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 
 ENVIRONMENT = Path(__file__).parents[2] / "cluster" / "runtime_env.yaml"
@@ -64,7 +64,7 @@ def test_a_run_does_not_start_from_a_package_with_a_key(tmp_path, monkeypatch):
     SecretKey.create().save(package / "runs" / "posts")
     monkeypatch.chdir(package / "code")
     monkeypatch.setattr(cluster, "_expect_reachable", lambda address: None)
-    with pytest.raises(ConfigError, match="^working_dir=runs/posts/secret.json: the key of a run"):
+    with refuses("working_dir", says="=runs/posts/secret.json"):
         Cluster._join(object.__new__(Cluster), "127.0.0.1:6379")
     cluster._expect_no_key(tmp_path)
 

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from zoo import Tied, losses_of
 
-from fedsim.clipping import Clip, Strategy, clipped_sum, layers
+from experiments.mean_task import MeanTask
+from fedsim.clipping import Clip, Strategy, clip_chunk, layers
 from fedsim.clipping.observed import UnsupportedModel
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine.arithmetic import UnfitDevice
 from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.programs import Programs
 from fedsim.engine.task import Task
 from fedsim.engine.worker import Worker
 from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.mean import MeanTask
 from fedsim.models.transformer import TransformerConfig
 
 VOCAB, LENGTH = 40, 48  # buckets of 32 and 48 tokens
@@ -88,7 +89,7 @@ def test_random_cohorts_compile_nothing_new(text, group, cohorts, task, params, 
     for low in (0, 100):  # one bucket after the other
         worker.lane_sum(0, params, cohort(rng, 40, group, low, low + 100), CLIP, strategy)
     worker.lane_sum(0, params, cohort(rng, 40, group), CLIP, strategy)
-    known = set(worker.programs)
+    known = set(worker.programs.compiled)
     assert compiled and len(known) <= len(task.buckets.lengths)
     compiled.clear()
     for step in range(cohorts):
@@ -99,19 +100,19 @@ def test_random_cohorts_compile_nothing_new(text, group, cohorts, task, params, 
             moved = jax.tree.map(lambda p, t: p - np.float32(0.01) * t, params, total)
             assert jax.tree.structure(moved) == jax.tree.structure(params)
             params = moved
-    assert not compiled and set(worker.programs) == known
+    assert not compiled and set(worker.programs.compiled) == known
 
 
 @pytest.fixture(scope="module", params=[1, 4])
 def lane(request, task, params):
-    """Rows of units, and what one call of `clipped_sum` finds for them."""
+    """Rows of units, and what one call of `clip_chunk` finds for them."""
     group = request.param
     rows = cohort(np.random.default_rng(0), 37, group)
     rows[5] = -1
     batch = jax.tree.map(
         lambda leaf: leaf.reshape(37, group, *leaf.shape[1:]), task.read("train", rows.ravel())
     )
-    run = jax.jit(lambda *args: clipped_sum(task.losses, *args, ALL_DIGITS, Strategy("scan", 4)))
+    run = jax.jit(lambda *args: clip_chunk(task.losses, *args, ALL_DIGITS, Strategy("scan", 4)))
     return rows, run(params, batch, rows >= 0)
 
 
@@ -133,7 +134,7 @@ def test_more_units_need_no_larger_program(task, params, rng):
     sizes = []
     for units in (8, 300):
         worker.lane_sum(0, params, cohort(rng, units, 4), CLIP, strategy)
-        programs = worker.programs.values()
+        programs = worker.programs.compiled.values()
         sizes.append(max(program.memory_analysis().temp_size_in_bytes for program in programs))
     assert sizes[0] == sizes[1] > 0
 
@@ -149,7 +150,7 @@ def test_memory_is_flat_in_units_and_in_their_rows(name):
             return jax.ShapeDtypeStruct((units, group, *rest), dtype)
 
         batch, mask = {"tokens": shape(64), "sizes": shape()}, shape(dtype=bool)
-        run = jax.jit(lambda *args: clipped_sum(task.losses, *args, CLIP, Strategy(name, 8)))
+        run = jax.jit(lambda *args: clip_chunk(task.losses, *args, CLIP, Strategy(name, 8)))
         found = run.lower(params, batch, mask).compile().memory_analysis()
         return found.temp_size_in_bytes
 
@@ -202,7 +203,7 @@ def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
 @pytest.mark.parametrize("moved", ["", "sum", "norms", "losses", "nan"])
 def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(moved, monkeypatch):
     def wrong(losses, params, batch, mask, *args, **options):
-        total, *found = clipped_sum(losses, params, batch, mask, *args, **options)
+        total, *found = clip_chunk(losses, params, batch, mask, *args, **options)
         both = mask.any(axis=1)[:2].all()
         if moved == "sum":  # by one, the least there is
             total = jax.tree.map(lambda leaf: leaf + both.astype(jnp.int32), total)
@@ -213,7 +214,7 @@ def test_units_that_change_what_others_contribute_are_not_computed_side_by_side(
             found[which] = jnp.where(both, jnp.nextafter(found[which], jnp.inf), found[which])
         return total, *found
 
-    monkeypatch.setattr("fedsim.engine.worker.clipped_sum", wrong)
+    monkeypatch.setattr("fedsim.engine.programs.clip_chunk", wrong)
     scan, other = try_two("direct")
     changed = moved not in ("", "nan")
     expected = "side by side, units change what the others contribute" if changed else None
@@ -228,7 +229,7 @@ def test_an_accelerator_takes_one_unit_at_a_time(name, group, backend, monkeypat
     surely."""
     rows = np.arange(40).reshape(-1, group)
     monkeypatch.setattr("fedsim.engine.worker.jax.default_backend", lambda: backend)
-    monkeypatch.setattr(Worker, "_program", lambda *args, **options: pytest.fail("compiled"))
+    monkeypatch.setattr(Programs, "_compiled", lambda *args, **options: pytest.fail("compiled"))
     worker = Worker(MeanTask(np.ones((40, 1))))
     with pytest.raises(UnsupportedModel, match=f"{name}: 4 units at once; expected one at a time"):
         worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy.parse(name))
@@ -238,11 +239,11 @@ def test_an_accelerator_takes_one_unit_at_a_time(name, group, backend, monkeypat
 @pytest.mark.parametrize("first", [4, 32, 0])
 def test_units_that_add_nothing_do_not_tell_whether_others_change_each_other(first, monkeypatch):
     def wrong(*args, **options):
-        total, *found = clipped_sum(*args, **options)
+        total, *found = clip_chunk(*args, **options)
         both = args[3].any(axis=1)[:2].all()
         return jax.tree.map(lambda leaf: leaf * (1 + both), total), *found
 
-    monkeypatch.setattr("fedsim.engine.worker.clipped_sum", wrong)
+    monkeypatch.setattr("fedsim.engine.programs.clip_chunk", wrong)
     points = np.repeat([0.0, 1.0], (32 - first, 40))[:, None]  # of zero the gradient is zero
     rows = np.concatenate([np.full(first, -1), np.arange(len(points))])[:, None]
     with pytest.raises(UnsupportedModel, match="side by side, units change"):
@@ -262,8 +263,8 @@ def test_hostile_units_are_looked_at_before_a_lane_is_added(monkeypatch):
 
 
 def test_what_does_not_fit_into_memory_is_not_run(monkeypatch):
-    monkeypatch.setattr("fedsim.engine.worker.free_memory", lambda: 10)
-    monkeypatch.setattr(Worker, "_add_lane", None)
+    monkeypatch.setattr("fedsim.engine.trials.free_memory", lambda: 10)
+    monkeypatch.setattr(Worker, "add_lane", None)
     assert all("MiB, and 0 are free" in trial.fault for trial in try_two())
 
 
@@ -279,4 +280,4 @@ def test_no_call_adds_more_units_than_int32_holds(monkeypatch):
     worker = Worker(worker.task)
     total, stats = worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy("direct", 2))
     assert total == expected and total.dtype == np.int64 and stats.norms.all()
-    assert {shape for _, _, shape, *_ in worker.programs} == {(4, 1)}
+    assert {shape for _, _, shape, *_ in worker.programs.compiled} == {(4, 1)}

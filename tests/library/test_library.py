@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from refused import refuses
 
 import fedsim
 from fedsim.cli.main import main
@@ -117,11 +118,11 @@ def test_a_run_is_verified_reported_and_written_for_others(run, tmp_path):
     found = run.report(tmp_path)
     assert (tmp_path / "report.html").exists() and "epsilon = 8.0000" in found["claim"]
     assert isinstance(run.generate("red ", num_tokens=3, temperature=0), str)
-    with pytest.raises(fedsim.ConfigError, match="^num_tokens=-3: expected >= 1"):
+    with refuses("num_tokens=-3"):
         run.generate(num_tokens=-3)
     assert (run.to_hf(tmp_path / "hf") / "model.safetensors").exists()
     assert run.evaluate()["eval/loss"] > 0
-    with pytest.raises(fedsim.ConfigError, match="^adapter=True: expected a run with LoRA"):
+    with refuses("adapter=True"):
         run.to_peft(tmp_path / "peft")
 
 
@@ -234,13 +235,13 @@ def test_data_that_are_none_are_named_and_not_kept(data, message, run_dir, tmp_p
 @pytest.mark.parametrize(
     ("named", "says"),
     [
-        ({"user": "who"}, "user=who: no such column"),
-        ({"text": "words"}, "text=words: no such column"),
-        ({"user": None, "user_column": "who"}, "user_column=who: no such column"),
+        ({"user": "who"}, "user=who"),
+        ({"text": "words"}, "text=words"),
+        ({"user": None, "user_column": "who"}, "user_column=who"),
     ],
 )
 def test_a_column_that_a_file_has_not_is_named_as_it_was_asked_for(named, says, files, run_dir):
-    with pytest.raises(fedsim.ConfigError, match=f"^{says}"):
+    with refuses(says.partition("=")[0], says=f"{says}: no such column"):
         train(files / "all.parquet", run_dir, **named)
 
 
@@ -253,30 +254,30 @@ def test_of_a_table_two_columns_are_read_and_an_id_is_the_same_user_as_text_or_n
     unnamed = pq.read_table(source_of(pd.DataFrame([["a", "x"]]), "0", "1"))
     assert unnamed.to_pydict() == {"0": ["a"], "1": ["x"]}
     twice = pd.DataFrame([["a", "x", "b"]], columns=["author", "body", "author"])
-    with pytest.raises(fedsim.ConfigError, match="^user=author: expected one column of that name"):
+    with refuses("user=author"):
         source_of(twice, "author", "body")
 
 
 def test_what_is_no_callback_is_found_before_a_step_is_paid_for(posts, run_dir):
-    with pytest.raises(fedsim.ConfigError, match="^callback=3: expected a function of a step's"):
+    with refuses("callback=3"):
         train(posts, run_dir, callback=3)
     assert not run_dir.exists()
 
 
 def test_an_unknown_setting_is_named(posts, run_dir):
-    with pytest.raises(fedsim.ConfigError, match="^steps=3: expected the name of a setting"):
+    with refuses("steps=3"):
         train(posts, run_dir, steps=3)
-    with pytest.raises(fedsim.ConfigError, match="^algorithm=sgd: expected els or uls"):
+    with refuses("algorithm=sgd"):
         fedsim.train("sgd", posts, epsilon=1, num_steps=1)
 
 
 def test_a_directory_without_a_run_and_a_run_that_has_not_ended(tmp_path, run):
-    with pytest.raises(fedsim.ConfigError, match="expected the directory of a run"):
+    with refuses(f"run={tmp_path}", says="the directory of a run"):
         fedsim.load(tmp_path)
     (tmp_path / "config.json").write_bytes((run.run_dir / "config.json").read_bytes())
     begun = fedsim.load(tmp_path)
     assert "not ended" in repr(begun)
-    with pytest.raises(fedsim.ConfigError, match="expected a run that has ended"):
+    with refuses(f"run={tmp_path}", says="has ended"):
         _ = begun.epsilon
 
 

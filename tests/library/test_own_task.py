@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
+from refused import refuses
 
 import fedsim
 from fedsim.clipping import Clip, LocalSteps
@@ -62,7 +63,7 @@ def test_it_learns_and_its_claim_is_verified(algorithm, group, task, owners, run
     assert run.summary["num_users"] == 30 and any(
         "own code" in x for x in run.summary["non_private"]
     )
-    with pytest.raises(fedsim.ConfigError, match="expected a run of a language model, found the"):
+    with refuses(f"run_dir={run_dir}", says="a language model"):
         run.generate("x")
 
 
@@ -86,7 +87,7 @@ def test_it_goes_on_where_it_stopped_and_not_with_other_rows(task, owners, tmp_p
     done = train("a")
     assert train("a", resume=True).summary == done.summary
     task.x["train"][0] += 1
-    with pytest.raises(fedsim.ConfigError, match="^data=.*expected the data with which"):
+    with refuses("data", says="the data with which"):
         train("a", resume=True)
 
 
@@ -183,12 +184,12 @@ def test_local_steps_are_the_runs_or_else_the_tasks_own(task):
 
 
 def test_something_that_is_no_task_is_named():
-    with pytest.raises(fedsim.ConfigError, match="^task=dict: expected a subclass of fedsim.Task"):
+    with refuses("task=dict"):
         OwnTask({}, [1])
 
 
 def test_parameters_are_numbers(task, owners, run_dir):
     task.init = lambda key: {"w": np.zeros((4, 3), int), "b": np.zeros(3)}
-    with pytest.raises(fedsim.ConfigError, match="^task=init.. with int64: expected parameters"):
+    with refuses("task=init() with int64"):
         settings = {**SETTINGS, "engine": "local", "group_size": 4}
         fedsim.train("uls", owners, task=task, run_dir=run_dir, **settings)

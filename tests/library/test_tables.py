@@ -5,6 +5,7 @@ import io
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from refused import refuses
 
 import fedsim
 from fedsim.library.tables import source_of
@@ -34,27 +35,30 @@ def test_chunks_of_a_file_are_read_as_the_whole():
 
 def test_chunks_whose_ids_pandas_reads_in_two_ways_are_refused():
     text = "author,body\n007,a\n8,b\nx,c\n007,d\n"
-    with pytest.raises(fedsim.ConfigError, match="^user=author: expected one type in all chunks"):
+    with refuses("user=author"):
         source_of(pd.read_csv(io.StringIO(text), chunksize=2), "author", "body")
     found = rows_of(pd.read_csv(io.StringIO(text), chunksize=2, dtype=str))
     assert [user for user, _ in found] == ["007", "8", "x", "007"]
 
 
 @pytest.mark.parametrize(
-    "data, message",
+    "data, what",
     [
-        (FRAME.groupby("author"), "data=pandas DataFrameGroupBy: expected a DataFrame"),
-        (FRAME.groupby("author")["body"], "data=pandas SeriesGroupBy: expected a DataFrame"),
-        (FRAME.set_index("author")["body"], "data=pandas Series: expected .*reset_index()"),
-        (FRAME.index, "data=pandas RangeIndex: expected a DataFrame"),
-        ([FRAME, FRAME], "data=builtins.list: expected a path"),
-        ({"author": ["a", "b"], "body": ["secret", 3]}, "data=builtins.dict: expected a path"),
-        (pd.DataFrame([["ben", "a secret"]], columns=["ann", "my secret"]), "user=author: no such"),
-        (pd.read_csv(io.StringIO("author,body\na,secret\nb,c,d,e\n"), chunksize=1), "data=pandas"),
+        (FRAME.groupby("author"), "data=pandas DataFrameGroupBy"),
+        (FRAME.groupby("author")["body"], "data=pandas SeriesGroupBy"),
+        (FRAME.set_index("author")["body"], "data=pandas Series"),
+        (FRAME.index, "data=pandas RangeIndex"),
+        ([FRAME, FRAME], "data=builtins.list"),
+        ({"author": ["a", "b"], "body": ["secret", 3]}, "data=builtins.dict"),
+        (pd.DataFrame([["ben", "a secret"]], columns=["ann", "my secret"]), "user"),
+        (
+            pd.read_csv(io.StringIO("author,body\na,secret\nb,c,d,e\n"), chunksize=1),
+            "data=pandas TextFileReader",
+        ),
     ],
 )
-def test_what_is_no_table_is_one_line_without_what_is_in_it(data, message):
-    with pytest.raises(fedsim.ConfigError, match=f"^{message}") as error:
+def test_what_is_no_table_is_one_line_without_what_is_in_it(data, what):
+    with refuses(what) as error:
         source_of(data, "author", "body")
     said = str(error.value)
     assert "\n" not in said and "secret" not in said and "ann" not in said
@@ -69,9 +73,9 @@ def test_columns_are_named_by_numbers(tmp_path):
         "engine": "local",
     }
     numbered = FRAME.set_axis([0, 1], axis=1)
-    with pytest.raises(fedsim.ConfigError, match="^user=2: no such column"):
+    with refuses("user", says="user=2: no such column"):
         fedsim.train("uls", numbered, user=2, text=1, run_dir=tmp_path / "no", **settings)
-    with pytest.raises(fedsim.ConfigError, match="^num_steps=0"):  # the columns are there
+    with refuses("num_steps=0"):  # the columns are there
         settings["num_steps"] = 0
         fedsim.train("uls", numbered, user=0, text=1, run_dir=tmp_path / "no", **settings)
     assert rows_of(numbered, "0", "1") == ROWS
@@ -83,5 +87,5 @@ def test_categories_and_views_of_polars_are_read():
     for kind in (pl.String, pl.Categorical, pl.Enum(["ann", "ben"])):
         assert rows_of(table.with_columns(pl.col("author").cast(kind))) == ROWS
     for data in (table.lazy(), table["body"], table.group_by("author")):
-        with pytest.raises(fedsim.ConfigError, match="^data=polars"):
+        with refuses("data"):
             source_of(data, "author", "body")

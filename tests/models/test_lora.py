@@ -13,7 +13,7 @@ from test_pretrained import KEPT, assert_kept, assert_settings, with_files
 from zoo import FAMILIES, random_like
 
 from fedsim.cli.main import main
-from fedsim.clipping import Clip, Strategy, clipped_sum
+from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.data.dataset import Dataset
 from fedsim.data.text import Tokenizer
 from fedsim.data.users import UserStore
@@ -112,7 +112,7 @@ def test_every_strategy_gives_the_adapters_part_of_the_whole_gradient(others, ta
 
     joined = lora.joined(task.frozen, adapters)
     # Without clipping: the norm of the whole is another one.
-    run = jax.jit(functools.partial(clipped_sum, whole, clip=Clip(1e6, in_float32=True)))
+    run = jax.jit(functools.partial(clip_chunk, whole, clip=Clip(1e6, in_float32=True)))
     expected = lora.adapters_of(run(joined, batch, mask)[0])
     size = np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(expected)))
     found = {}
@@ -123,7 +123,7 @@ def test_every_strategy_gives_the_adapters_part_of_the_whole_gradient(others, ta
             def losses(params, rows):
                 return task.losses(params, rows, frozen)
 
-            return clipped_sum(
+            return clip_chunk(
                 losses, adapters, batch, mask, Clip(norm, in_float32=True), Strategy(name)
             )
 

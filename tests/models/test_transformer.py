@@ -15,8 +15,7 @@ from zoo import FAMILIES, random_like
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError
-from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.loss import cross_entropy, next_token_nats
+from fedsim.models.language_model import LanguageModelTask, cross_entropy, next_token_nats
 from fedsim.models.transformer import (
     PRESETS,
     Lora,

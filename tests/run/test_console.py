@@ -9,10 +9,9 @@ import pytest
 from rich.console import Console as RichConsole
 
 from fedsim.config import Algorithm
-from fedsim.config.cells import COMPARISON_ONLY
+from fedsim.config.privacy import COMPARISON_ONLY
 from fedsim.plan import Plan
-from fedsim.run.console import Console, guarantee_line, plan_rows
-from fedsim.run.progress import line
+from fedsim.run.console import Console, guarantee_line, line, plan_rows
 
 WORKERS = SimpleNamespace(num_workers=2, num_lanes=8, describe=lambda: "1 CPU thread")
 PLAN = Plan(

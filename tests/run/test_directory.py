@@ -5,6 +5,7 @@ import json
 import stat
 
 import pytest
+from refused import refuses
 from test_console import PLAN
 
 from fedsim.config import (
@@ -15,7 +16,7 @@ from fedsim.config import (
     changed_run,
     run_config,
 )
-from fedsim.errors import ConfigError, FileDamaged
+from fedsim.errors import FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.run import directory
 from fedsim.run.directory import Identity, StoredRun
@@ -83,7 +84,7 @@ def test_a_start_that_was_killed_may_be_repeated(resume, run_dir, key, monkeypat
 
 def test_a_run_is_not_overwritten(run_dir, key):
     start(run_dir, key)
-    with pytest.raises(ConfigError, match="run_dir=.*--resume"):
+    with refuses(f"run_dir={run_dir}", says="--resume"):
         directory.find(run_dir, resume=False)
 
 
@@ -91,44 +92,44 @@ def test_a_run_is_not_overwritten(run_dir, key):
 def test_a_directory_of_something_else_is_refused(resume, run_dir):
     run_dir.mkdir()
     (run_dir / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="run_dir=.*expected a new or empty directory"):
+    with refuses(f"run_dir={run_dir}", says="a new or empty directory"):
         directory.find(run_dir, resume=resume)
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_file_is_refused(resume, run_dir):
     run_dir.touch()
-    with pytest.raises(ConfigError, match="run_dir=.*found a file"):
+    with refuses(f"run_dir={run_dir}", says="a file"):
         directory.find(run_dir, resume=resume)
 
 
 def test_a_directory_without_a_run_cannot_be_loaded(run_dir):
-    with pytest.raises(ConfigError, match="run=.*expected the directory of a run"):
+    with refuses(f"run={run_dir}"):
         directory.load(run_dir)
 
 
 @pytest.mark.parametrize(
-    "earlier, message",
+    "earlier, what",
     [
         ({"engine": "ray", "trust_workers_with_noise": False}, None),
-        ({"engine": "spmd"}, "^engine=spmd: expected a run without it"),
-        ({"trust_workers_with_noise": True}, "^trust_workers_with_noise=True: expected a run with"),
-        ({"strategy": "twice", "mesh": "data:2,fsdp:4"}, "^strategy=twice: expected a run without"),
-        ({"strategy": "layers", "mesh": "fsdp:4"}, "^strategy=layers: expected a run without it"),
+        ({"engine": "spmd"}, "engine=spmd"),
+        ({"trust_workers_with_noise": True}, "trust_workers_with_noise=True"),
+        ({"strategy": "twice", "mesh": "data:2,fsdp:4"}, "strategy=twice"),
+        ({"strategy": "layers", "mesh": "fsdp:4"}, "strategy=layers"),
     ],
 )
 def test_a_run_with_settings_that_are_no_more_is_read_and_does_not_go_on(
-    earlier, message, run_dir, key
+    earlier, what, run_dir, key
 ):
     start(run_dir, key)
     config = json.loads((run_dir / "config.json").read_text())
     config["run"] |= earlier
     (run_dir / "config.json").write_text(json.dumps(config))
     assert directory.load(run_dir).run == stored(run_dir).run
-    if message is None:
+    if what is None:
         assert directory.find(run_dir, resume=True) == stored(run_dir)
         return
-    with pytest.raises(ConfigError, match=message):
+    with refuses(what):
         directory.find(run_dir, resume=True)
 
 
@@ -154,13 +155,13 @@ def test_a_changed_setting_is_refused_by_name(name, value, was, run_dir):
         now = dataclasses.replace(now, run=changed_run(now.run, model=value))
     else:
         now = stored(run_dir, **{name: value})
-    with pytest.raises(ConfigError, match=f"^{name}={value}: expected {was}, with which {run_dir}"):
+    with refuses(f"{name}={value}", says=f"expected {was}, with which {run_dir}"):
         directory.expect_same(stored(run_dir), now)
 
 
 def test_another_pretrained_model_is_refused(run_dir):
     now = dataclasses.replace(stored(run_dir), identity=dataclasses.replace(IDENTITY, model="ff"))
-    with pytest.raises(ConfigError, match="^model=ff: expected None"):
+    with refuses("model=ff", says="None"):
         directory.expect_same(stored(run_dir), now)
 
 
@@ -170,7 +171,7 @@ def test_the_seed_is_not_stored_and_not_compared(run_dir):
 
 
 def test_other_data_are_refused_by_their_place(run_dir):
-    with pytest.raises(ConfigError, match=f"^data=pydocs: expected the data with which {run_dir}"):
+    with refuses("data=pydocs", says=str(run_dir)):
         directory.expect_same(stored(run_dir), stored(run_dir, data_seal="abd"))
 
 
@@ -217,10 +218,10 @@ def test_what_can_change_the_guarantee_is_never_operational():
 
 def test_of_two_processes_one_starts_the_run(run_dir, key):
     with directory.create(run_dir, stored(run_dir), key):
-        with pytest.raises(ConfigError, match="no other process"), directory.lock(run_dir):
+        with refuses("run_dir", says="no other process"), directory.lock(run_dir):
             pass
         with (
-            pytest.raises(ConfigError, match="run_dir="),
+            refuses("run_dir"),
             directory.create(run_dir, stored(run_dir), SecretKey.create()),
         ):
             pass

@@ -25,7 +25,7 @@ from fedsim.run.console import Console
 from fedsim.trust.verify import verify
 
 PHASES = {
-    "calibration": ("fedsim.training.launch", "make_plan"),
+    "calibration": ("fedsim.training.planned", "make_plan"),
     "draw": ("fedsim.sampling.poisson", "Poisson.draw"),
     "step": ("fedsim.engine.engine", "Engine.clipped_sum"),
     "checkpoint": ("fedsim.models.tensor_files", "write_with"),

@@ -100,6 +100,14 @@ def test_a_run_that_starts_over_keeps_nothing(tmp_path):
     assert scalars(tmp_path) == recorded(tmp_path)
 
 
+def test_a_run_that_goes_on_within_the_second_keeps_what_was_logged(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1_700_000_000.0)
+    log(tmp_path, range(5))
+    log(tmp_path, range(3, 6), last_step=2)
+    assert scalars(tmp_path) == recorded(tmp_path)
+    assert [step for step, _ in scalars(tmp_path)["non_private/loss"]] == list(range(6))
+
+
 def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path):
     log(tmp_path, range(3))
     with open(tmp_path / metrics.FILE, "a") as file:

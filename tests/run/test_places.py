@@ -10,6 +10,7 @@ import pwd
 from pathlib import Path
 
 import pytest
+from refused import refuses
 from test_cli import WORDS
 
 from fedsim.budget.ledger import place_of
@@ -67,14 +68,14 @@ def test_a_tilde_is_the_home_directory_as_in_a_shell(home):
 
 @pytest.mark.parametrize("path", ["~nobody-of-that-name/a", "~$texts.csv"])
 def test_an_unknown_home_directory_is_refused(home, path):
-    with pytest.raises(ConfigError, match=r"^data=~.*: expected a known home directory ~"):
+    with refuses(f"data={path}"):
         expand_home("data", path)
 
 
 @pytest.mark.parametrize("value", ["", "relative"])
 def test_a_home_that_is_no_path_is_refused(home, monkeypatch, value):
     monkeypatch.setenv("HOME", value)
-    with pytest.raises(ConfigError, match="budget_ledger=~/b: expected a known home"):
+    with refuses("budget_ledger=~/b"):
         place_of("~/b")
 
 
@@ -92,7 +93,7 @@ def test_places_of_the_environment(home, monkeypatch):
 @pytest.mark.parametrize("name", ["FEDSIM_BUDGET_LEDGER", "XDG_STATE_HOME"])
 def test_a_variable_names_no_ledger_for_each_working_directory(home, monkeypatch, name):
     monkeypatch.setenv(name, "budget")
-    with pytest.raises(ConfigError, match=f"^{name}=budget: expected a path from / or ~ on"):
+    with refuses(f"{name}=budget"):
         place_of(None)
 
 

@@ -7,7 +7,7 @@ import time
 
 from rich.console import Console as RichConsole
 
-from fedsim.run import progress, terminal
+from fedsim.run import console, terminal
 from fedsim.run.terminal import Phase, Terminal
 
 
@@ -51,8 +51,8 @@ def test_a_phase_that_is_told_late_has_no_line_if_it_is_short(capsys, monkeypatc
 
 def test_a_log_says_something_of_slow_steps_each_time(monkeypatch):
     clock, lines = iter([0.0, 11.0, 12.0, 22.5, 23.0]), []
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    show = progress.in_lines(lines.append, 0, 100, every=50)
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    show = console.in_lines(lines.append, 0, 100, every=50)
     for step in (1, 2, 4, 5):
         show(step, {})
     assert [line.split()[1] for line in lines] == ["4/100"]

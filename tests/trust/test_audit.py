@@ -13,9 +13,9 @@ from test_verify import write_texts
 from fedsim import accounting, engine
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, LocalSteps, Strategy
-from fedsim.config.cells import COMPARISON_ONLY
+from fedsim.config.privacy import COMPARISON_ONLY
 from fedsim.els import ELS
-from fedsim.engine import autotune
+from fedsim.engine import trials
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
@@ -248,8 +248,8 @@ def test_a_refuted_claim_is_an_exit_code(texts, run_dir, capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_claim_that_could_not_be_refuted_is_not_said_to_hold(texts, run_dir, capsys, monkeypatch):
-    # One candidate: what trials find is test_autotune.py's.
-    monkeypatch.setattr(autotune, "candidates", lambda *_, **__: [Strategy("scan", 2)])
+    # One candidate: what trials find is test_trials.py's.
+    monkeypatch.setattr(trials, "candidates", lambda *_, **__: [Strategy("scan", 2)])
     flags = {"gradient-canaries": 0, "attacked-users": 0, "strategy": "auto"}
     code, found = run(arguments(texts, run_dir, "uls", **flags), capsys)
     assert code == 0 and found["holds"] is None and found["replaced"] == []

@@ -12,6 +12,8 @@ from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.trust import claim
 from fedsim.trust.claim import Released
+from fedsim.trust.claim_fields import facts
+from fedsim.trust.pages import as_markdown
 
 
 def released(phases, num_steps, delta=1e-5, plan=None):
@@ -53,6 +55,12 @@ def test_every_point_of_the_curve_has_its_own_slack():
         assert deltas[number] >= bare[number] * math.exp(error) * (1 - 1e-12)
 
 
+def in_words(found):
+    """The part of a report on what was claimed, as Markdown."""
+    said = {"claim": claim.claim(found), "warnings": claim.warnings(found)}
+    return as_markdown("claim.md.jinja", **said, recognised=claim.recognised(found))
+
+
 @pytest.mark.parametrize("delta", [1.2301e-6, 9.991e-7, 1e-6])
 def test_no_bound_in_the_sentences_is_rounded_down(delta, monkeypatch):
     found = of_plan(monkeypatch, delta=delta)
@@ -62,10 +70,11 @@ def test_no_bound_in_the_sentences_is_rounded_down(delta, monkeypatch):
     assert len(deltas) == 2 and all(delta <= float(x) < 1.01 * delta for x in deltas)
     factor = float(re.search(r"than ([\d.,]+) times", text)[1].replace(",", ""))
     assert math.exp(found.epsilon) <= factor
-    table = claim.in_words(found)[-2]
-    for (_, shown), alarms in zip(table.rows, claim.FALSE_ALARMS, strict=True):
-        bound = float(re.search(r"at most ([\d.]+)%", shown)[1]) / 100
-        assert claim.most_recognised(found, alarms) <= bound + 1e-15
+    table = in_words(found)
+    rows = re.findall(r"^\| ([\d.]+)% .* at most ([\d.]+)% \|$", table, re.MULTILINE)
+    assert [float(alarms) for alarms, _ in rows] == [100 * f for f in claim.FALSE_ALARMS]
+    for (_, shown), alarms in zip(rows, claim.FALSE_ALARMS, strict=True):
+        assert claim.most_recognised(found, alarms) <= float(shown) / 100 + 1e-15
 
 
 def test_a_weak_claim_is_said_to_be_one(monkeypatch):
@@ -88,7 +97,7 @@ def test_a_weak_claim_is_said_to_be_one(monkeypatch):
 def test_what_is_no_guarantee_is_not_put_into_words(label, monkeypatch):
     found = of_plan(monkeypatch, **label)
     assert "no privacy is claimed" in claim.claim(found)
-    assert claim.in_words(found) == []
+    assert claim.recognised(found) == [] and "recognises" not in in_words(found)
 
 
 @pytest.mark.privacy
@@ -117,3 +126,53 @@ def test_epsilon_grows_with_the_steps_up_to_the_claim(monkeypatch):
     assert spent[-1] == pytest.approx(found.epsilon, rel=1e-3)
     epsilons, deltas = claim.curve(found)
     assert np.all(np.diff(deltas) <= 0) and epsilons[-1] > found.epsilon
+
+
+def rows_of(found):
+    """The table of what was done, as {item: what is said of it}."""
+    text = as_markdown("items.md.jinja", **facts(found), subject="this run")
+    cells = [re.fullmatch(r"\| (.*?) \| (.*) \|", line).groups() for line in text.splitlines()]
+    assert cells[0] == ("item", "this run") and len(dict(cells)) == len(cells)
+    return dict(cells[2:])
+
+
+SHARED = {"kept": 900, "left_out": 77, "with_several_owners": 1_234, "max_changed": 3}
+
+
+@pytest.mark.parametrize(
+    "changed, item, words",
+    [
+        ({"algorithm": "uls"}, "accountant", "a Gaussian, sampled with probability 0.007111 "),
+        ({"algorithm": "els", "group_size": 4}, "accountant", "Binomial(4, 0.007111)"),
+        ({"participations": 2}, "accountant", "in one of every 10 steps"),
+        ({"bands": 3}, "accountant", "0.02133) (Theorem 1), in at most one of every 3 successive"),
+        ({"algorithm": "uls", "shared": SHARED}, "accountant", "removes one and changes 3 "),
+        ({"shared": SHARED}, "texts with several owners", "1,234 of 56,000"),
+        ({"shared": SHARED}, "adjacency", "who owns which are the same, and public"),
+        ({"adjacency": "add-or-remove"}, "adjacency", "one user with all texts, added or removed"),
+        ({"bands": 3, "noise": "correlated"}, "noise of different steps", "the 2 steps before it"),
+        ({"group_size_epsilon": 0.25}, "accounted before training", "0.25 of epsilon"),
+        ({"non_private": ["C (chosen by looking)", "N"]}, "tuning of settings", "C (chosen by loo"),
+        ({"clip_quantile": 0.5}, "mechanism", "follows a quantile of the norms privately"),
+        ({"sampling_run": "shuffle"}, "are the two the same", "no: as if Poisson"),
+        ({"sampling_run": "shuffle"}, "epsilon, delta", "comparison only, not a guarantee)"),
+        ({"assumed_population": 12_000}, "are the two the same", "a Poisson sample of 12,000"),
+    ],
+)
+def test_what_was_done_follows_from_the_plan(changed, item, words, monkeypatch, tmp_path):
+    found = dataclasses.replace(of_plan(monkeypatch, **changed), run_dir=tmp_path)
+    assert words in rows_of(found)[item]
+
+
+def test_a_run_that_was_stopped_is_said_to_cost_all_of_its_steps(monkeypatch, tmp_path):
+    found = dataclasses.replace(of_plan(monkeypatch), run_dir=tmp_path)
+    assert rows_of(found)["steps accounted"] == "20 of 20 planned"
+    stopped = rows_of(dataclasses.replace(found, lines=found.lines[:-5]))["steps accounted"]
+    assert stopped.startswith("20 of 20 planned, of which 15 were released")
+
+
+def test_without_noise_no_item_has_an_epsilon(monkeypatch, tmp_path):
+    found = dataclasses.replace(of_plan(monkeypatch), run_dir=tmp_path, phases=None)
+    rows = rows_of(dataclasses.replace(found, epsilon=math.inf))
+    assert rows["noise multiplier"] == "none"
+    assert rows["epsilon, delta"].startswith("infinite: no noise")

@@ -23,7 +23,7 @@ from fedsim import files
 from fedsim.accounting import calibration
 from fedsim.cli.main import main
 from fedsim.data import corpora
-from fedsim.engine import autotune
+from fedsim.engine import trials
 from fedsim.engine.host import keep_compiled
 from fedsim.files import NotOurs, own_directory
 from fedsim.run.console import Console
@@ -201,9 +201,9 @@ def test_numbers_of_others_are_not_believed(attack, cache):
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_choices_of_others_are_not_made(attack, cache):
-    assert autotune._is_ours(cache / "strategies")
+    assert trials._is_ours(cache / "strategies")
     attack(cache)
-    assert not autotune._is_ours(cache / "strategies")
+    assert not trials._is_ours(cache / "strategies")
 
 
 def write_texts(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from test_audit import run
 from test_shared_runs import chat, command  # noqa: F401 (a fixture)
 
+from experiments.mean_task import MeanTask
 from fedsim import accounting
 from fedsim.clipping import Clip
 from fedsim.config import Algorithm
@@ -17,7 +18,6 @@ from fedsim.data.users import UserStore
 from fedsim.els import ELS
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
-from fedsim.models.mean import MeanTask
 from fedsim.sampling import Sampling, contributions
 from fedsim.shared_uls import SharedULS
 from fedsim.trust.canaries import CanaryTask, coins

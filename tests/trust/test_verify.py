@@ -12,7 +12,7 @@ from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import as_dict, first_named
 from fedsim.plan import Plan
-from fedsim.plan.labels import UNPROVEN
+from fedsim.plan.plan import UNPROVEN
 from fedsim.run import checkpoint, directory, ledger
 
 NUM_STEPS = 6

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from refused import refuses
 
 from fedsim import accounting
 from fedsim.group_size import median_group_size
@@ -93,15 +94,15 @@ def test_limits_are_never_left():
 
 
 @pytest.mark.parametrize(
-    "changed, message",
+    "changed, what",
     [
-        ({"batch_size": 0}, "batch_size=0: expected a whole number >= 1"),
-        ({"limits": Limits(cohort_size=16)}, "start=.*: expected within"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"limits": Limits(cohort_size=16)}, "start"),
     ],
 )
-def test_bad_arguments_are_named(changed, message):
+def test_bad_arguments_are_named(changed, what):
     arguments = {"batch_size": 64, "user_grad_norm": norms_with(0.1), "noise": sigma}
-    with pytest.raises(ValueError, match=message):
+    with refuses(what):
         estimate_and_double(**{**arguments, **changed})
 
 
@@ -121,7 +122,7 @@ def test_the_other_strategies_take_a_diagonal_of_the_grid():
     assert doubling.max_cohort(GRID, 2**14) == Configuration(4, 2**12)
     assert doubling.max_group_size(GRID, 2**14) == Configuration(2**8, 2**6)
     assert len(doubling.with_batch_size(GRID, 2**14)) == 7
-    with pytest.raises(ValueError, match="batch_size=17: expected a product"):
+    with refuses("batch_size=17"):
         doubling.max_cohort(GRID, 17)
 
 

@@ -5,7 +5,7 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins import base_plugin
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
-from fedsim.tuning.hparams import write_experiment, write_session
+from fedsim.tuning.hparams import write_session
 
 STATUSES = ("STATUS_SUCCESS", "STATUS_FAILURE")
 
@@ -43,7 +43,6 @@ def test_settings_and_last_values_are_columns(tmp_path):
         {"algorithm": "uls", "epsilon": 0.5, "group_size": 4, "seed": False},
     ]
     for _ in range(2):  # written again, it replaces what was there
-        write_experiment(tmp_path, settings, ["eval/loss"])
         for number, each in enumerate(settings):
             records = [{"step": s, "eval/loss": 5.0 - s - number} for s in (0, 2)]
             write_session(tmp_path / str(number), each, records, succeeded=number == 0)

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems import users_of_sizes
+from refused import refuses
 
+from experiments.mean_task import MeanTask
 from fedsim.engine.engine import EngineError
 from fedsim.engine.local_engine import LocalEngine
-from fedsim.models.mean import MeanTask
 from fedsim.tuning import doubling
 from fedsim.tuning.norms import BATCH, GradientNorms, median_interval
 
@@ -82,7 +83,7 @@ def test_short_users_and_users_without_examples(key):
 
 def test_data_without_examples_and_gradients_that_are_not_finite_are_refused(key):
     task, offsets = users_sharing(0.5)
-    with pytest.raises(ValueError, match="expected a user with an example"):
+    with refuses("offsets", says="2 users without examples"):
         norms_of(task, users_of_sizes([0, 0]).offsets, key)
     broken = MeanTask(np.full((len(task.points), WIDTH), np.nan))
     with pytest.raises(EngineError, match="is finite"):

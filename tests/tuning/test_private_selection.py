@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from refused import refuses
 from test_verify import write_texts
 
 from fedsim import accounting
@@ -16,7 +17,6 @@ from fedsim.budget.admission import Applicant
 from fedsim.budget.ledger import hold, place_of
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
-from fedsim.errors import ConfigError
 from fedsim.plan import TRIAL
 from fedsim.run import checkpoint
 from fedsim.run.console import Console
@@ -83,7 +83,7 @@ def test_a_selection_is_counted_once_and_nothing_but_the_best_is_kept(settings, 
 def test_a_selection_removes_nothing_that_is_not_its_own(name, settings, tmp_path):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("{}")
-    with pytest.raises(ConfigError, match="^out=.*: expected a new or empty directory, or that of"):
+    with refuses(f"out={tmp_path}"):
         select(settings, tmp_path, Selection(here=True), Console())
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
 
@@ -130,7 +130,7 @@ def test_a_selection_that_is_cut_off_at_its_end_is_not_made_again(settings, tmp_
     assert checkpoint.kept(out / "best")[-1].read_bytes() == model
     assert found["settings"]["learning_rate"] in (0.1, 0.03, 0.01)
     (out / "selection.json").unlink()
-    with pytest.raises(ConfigError, match="expected a directory without a chosen model"):
+    with refuses(f"out={out}", says="a chosen model"):
         select(settings, out, how, Console())
 
 
@@ -158,17 +158,16 @@ def test_a_selection_that_was_killed_goes_on_only_as_it_began(
     write_texts(tmp_path / "others.parquet", num_users=41)
     cheaper = [{**each, "epsilon": 0.5} for each in settings]
     other_texts = [{**each, "data": str(tmp_path / "others.parquet")} for each in settings]
-    again = "what the selection in .*out began with; another --out is for another selection"
-    for given, how, match in (
-        (cheaper, KILLED, r"^epsilon=\[0.5, 0.5, 0.5\]: expected " + again),
-        (settings[::-1], KILLED, r"^learning_rate=\[0.01, 0.03, 0.1\]: "),
-        (settings[:2], KILLED, "^candidates=2: "),
-        (other_texts, KILLED, "^data=.*others.parquet: "),
-        (settings, dataclasses.replace(KILLED, mean=3), "^trials=3.0: "),
-        (settings, dataclasses.replace(KILLED, shape=1.0), "^shape=1.0: "),
-        (settings, dataclasses.replace(KILLED, eval_epsilon=9.0), "^eval_epsilon=9.0: "),
+    for given, how, what in (
+        (cheaper, KILLED, "epsilon=[0.5, 0.5, 0.5]"),
+        (settings[::-1], KILLED, "learning_rate=[0.01, 0.03, 0.1]"),
+        (settings[:2], KILLED, "candidates=2"),
+        (other_texts, KILLED, "data"),
+        (settings, dataclasses.replace(KILLED, mean=3), "trials=3.0"),
+        (settings, dataclasses.replace(KILLED, shape=1.0), "shape=1.0"),
+        (settings, dataclasses.replace(KILLED, eval_epsilon=9.0), "eval_epsilon=9.0"),
     ):
-        with pytest.raises(ConfigError, match=match):
+        with refuses(what, says="another --out is for another selection"):
             select(given, killed, how, Console())
     with hold(place_of(None)) as ledger:
         assert ledger.num_lines == 1  # it began, and may go on
@@ -186,7 +185,7 @@ def test_a_selection_that_was_killed_goes_on_only_as_it_began(
 @pytest.mark.privacy
 def test_trials_that_do_not_say_what_they_began_with_are_refused(settings, killed):
     (killed / selection.BEGAN).unlink()  # as of an earlier version
-    with pytest.raises(ConfigError, match="trials in .*runs, which do not say what they began"):
+    with refuses(f"out={killed}", says="runs"):
         select(settings, killed, KILLED, Console())
 
 
@@ -195,7 +194,7 @@ def test_a_metric_without_noise_takes_held_out_users(settings, tmp_path):
     build(write_texts(tmp_path / "t.parquet"), place, max_length=24, eval_users=0.0)
     for each in settings:
         each |= {"data": str(place), "max_length": None}
-    with pytest.raises(ConfigError, match="^data=.*: expected data with held-out users$"):
+    with refuses("data", says="held-out users"):
         select(settings, tmp_path / "out", Selection(here=True), Console())
     assert not (tmp_path / "out").exists()
 
@@ -214,7 +213,7 @@ def test_evaluations_have_the_delta_of_training_where_it_is_smaller(settings, tm
 def test_a_strategy_that_there_is_not_is_refused_before_anything_is_paid(settings, tmp_path):
     assert priced(settings, tmp_path, Selection()).label == ""
     settings[-1]["strategy"] = "vmap:8"
-    with pytest.raises(ConfigError, match="^strategy=vmap:8: expected auto, or scan"):
+    with refuses("strategy=vmap:8"):
         priced(settings, tmp_path, Selection())
 
 
@@ -241,7 +240,7 @@ def test_where_every_candidate_once_costs_less_that_is_done(settings, tmp_path):
 def test_a_limit_holds_for_selections(settings, tmp_path):
     for each in settings:
         each["limit_epsilon"] = 1.2
-    with pytest.raises(ConfigError, match="limit_epsilon=1.2: expected a run that fits"):
+    with refuses("limit_epsilon=1.2"):
         select(settings, tmp_path / "out", Selection(here=True), Console())
     assert list((tmp_path / "out" / "runs").iterdir()) == []
 
@@ -250,24 +249,24 @@ def test_a_limit_holds_for_selections(settings, tmp_path):
 def test_a_limit_holds_for_held_out_users_before_anybody_is_counted(settings, tmp_path):
     for each in settings:
         each["limit_epsilon"] = 8.0
-    with pytest.raises(ConfigError, match="limit_epsilon=8: expected a run that fits"):
+    with refuses("limit_epsilon=8"):
         select(settings, tmp_path / "out", Selection(here=True, eval_epsilon=9.0), Console())
     with hold(place_of(None)) as ledger:
         assert not ledger.entries
 
 
 @pytest.mark.parametrize(
-    "changed, match",
+    "changed, what",
     [
-        ({"epsilon": math.inf}, "epsilon=inf: expected a finite one"),
-        ({"eval_epsilon": 1.0}, "eval_epsilon=1.0: expected none of a trial"),
-        ({"delta": 1e-4}, "delta=.*expected the same one for all"),
-        ({"data": "pydocs", "max_length": None}, "data=.*expected the same for all"),
+        ({"epsilon": math.inf}, "epsilon=inf"),
+        ({"eval_epsilon": 1.0}, "eval_epsilon=1.0"),
+        ({"delta": 1e-4}, "delta"),
+        ({"data": "pydocs", "max_length": None}, "data"),
     ],
 )
-def test_candidates_that_have_no_place_are_refused(settings, tmp_path, changed, match):
+def test_candidates_that_have_no_place_are_refused(settings, tmp_path, changed, what):
     given = [settings[0], {**settings[1], **changed}]
-    with pytest.raises(ConfigError, match=match):
+    with refuses(what):
         select(given, tmp_path / "out", Selection(here=True), Console())
 
 

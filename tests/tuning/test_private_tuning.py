@@ -11,8 +11,7 @@ from fedsim.accounting import StepEvent
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.budget.admission import Applicant
 from fedsim.cli.main import main
-from fedsim.clipping.adaptive import AdaptiveClip
-from fedsim.clipping.noisy_loss import NoisyLoss
+from fedsim.clipping.step_releases import AdaptiveClip, NoisyLoss
 from fedsim.group_size import GRID
 from fedsim.run import ledger, metrics
 from fedsim.run.console import Console

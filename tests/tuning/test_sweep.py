@@ -12,11 +12,11 @@ import sys
 import time
 
 import pytest
+from refused import refuses
 from test_cli import run, texts  # noqa: F401
 from test_hparams import board
 
 from fedsim.cli.tuning import read_spec
-from fedsim.errors import ConfigError
 from fedsim.plan import REPRODUCTION
 from fedsim.run import ledger
 from fedsim.run.console import Console
@@ -47,10 +47,16 @@ def test_a_grid_is_every_combination_and_runs_go_with_it():
 
 
 @pytest.mark.parametrize(
-    "spec", [{"grid": []}, {"grid": {"seed": 1}}, {"grid": {"seed": []}}, {"runs": ["uls"]}]
+    "spec, field",
+    [
+        ({"grid": []}, "grid"),
+        ({"grid": {"seed": 1}}, "seed"),
+        ({"grid": {"seed": []}}, "seed"),
+        ({"runs": ["uls"]}, "runs"),
+    ],
 )
-def test_a_grid_of_another_form_is_refused(spec):
-    with pytest.raises(ConfigError, match="expected"):
+def test_a_grid_of_another_form_is_refused(spec, field):
+    with refuses(field):
         expand(spec)
 
 
@@ -73,20 +79,20 @@ def test_inf_and_whole_numbers_have_their_types(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changed, message",
+    "changed, what",
     [
-        ({"algorithm": "sgd"}, "algorithm=sgd: expected els or uls"),
-        ({"lerning_rate": 1}, "lerning_rate=1: expected the name of a setting"),
-        ({"run_dir": "x"}, "run_dir=x: expected nothing"),
-        ({"epsilon": None}, "epsilon=None: expected a value in the file or as --set"),
-        ({"epsilon": "four"}, "epsilon=four: expected a number"),
-        ({"num_steps": 2.5}, "num_steps=2.5: expected a whole number"),
-        ({"model": 3}, "model=3: expected a text"),
-        ({"epsilon": -1}, "epsilon=-1.0: expected > 0"),
+        ({"algorithm": "sgd"}, "algorithm=sgd"),
+        ({"lerning_rate": 1}, "lerning_rate=1"),
+        ({"run_dir": "x"}, "run_dir=x"),
+        ({"epsilon": None}, "epsilon=None"),
+        ({"epsilon": "four"}, "epsilon=four"),
+        ({"num_steps": 2.5}, "num_steps=2.5"),
+        ({"model": 3}, "model=3"),
+        ({"epsilon": -1}, "epsilon=-1.0"),
     ],
 )
-def test_a_mistake_is_found_before_anything_is_run(changed, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+def test_a_mistake_is_found_before_anything_is_run(changed, what, tmp_path):
+    with refuses(what):
         jobs_of([BASE, {**BASE, **changed}], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -95,7 +101,7 @@ def test_a_sweep_leaves_what_is_not_its_own_as_it_is(tmp_path):
     (tmp_path / "posts").mkdir(mode=0o755)
     for place in (tmp_path / "posts", tmp_path / "posts" / "metadata.json"):
         (tmp_path / "posts" / "metadata.json").write_text("{}")
-        with pytest.raises(ConfigError, match="^out=.*: expected a (new or empty )?directory"):
+        with refuses(f"out={place}"):
             sweep.sweep([BASE], place, Console(), here=True)
     assert (tmp_path / "posts").stat().st_mode & 0o777 == 0o755
     assert [path.name for path in (tmp_path / "posts").iterdir()] == ["metadata.json"]
@@ -259,9 +265,9 @@ def test_a_dry_run_lists_the_runs_and_flags_change_the_file(spec_file, tmp_path,
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["none.toml", "--out", "x"], "file=none.toml: expected a TOML or JSON file"),
-        (["--out", "x", "--set", "epsilon"], "set=epsilon: expected NAME=VALUE"),
-        (["--out", "x", "--set", "epsilon=1"], "algorithm=None: expected els or uls"),
+        (["none.toml", "--out", "x"], "file=none.toml: expected"),
+        (["--out", "x", "--set", "epsilon"], "set=epsilon: expected"),
+        (["--out", "x", "--set", "epsilon=1"], "algorithm=None: expected"),
         (["--set", "epsilon=1"], "missing --out"),
         (["--out", "x", "--at-once", "0"], "at_once=0: expected >= 1"),
         (["--out", "x", "--at-once", "2", "--in-turn"], "at_once=2: expected nothing: --in-turn"),
@@ -291,5 +297,5 @@ def test_a_finished_run_of_other_data_at_the_same_place_is_not_taken(tmp_path):
     (row,) = sweep.sweep([settings], tmp_path / "out", Console(), here=True)
     assert row["status"] == "done"
     write("two")
-    with pytest.raises(ConfigError, match=f"data={source}: expected what .*{row['run']} began"):
+    with refuses(f"data={source}", says=f"{row['run']} began with"):
         sweep.sweep([settings], tmp_path / "out", Console(), here=True)

@@ -24,7 +24,7 @@ def test_what_is_finished_appears_at_once(tmp_path):
 def test_errors_leave_nothing(tmp_path, error):
     with pytest.raises(error), staging(tmp_path / "out", wait=False) as directory:
         finish(directory, "half")
-        raise error
+        raise error("something")
     assert list(tmp_path.iterdir()) == []
 
 

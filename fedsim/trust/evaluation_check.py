@@ -1,19 +1,21 @@
-"""What `verify` looks at of evaluations with noise: all that was released of held-out users."""
+"""Check, for `verify`, everything that was released of held-out users: evaluations with noise."""
 
 from fedsim import accounting
 from fedsim.accounting.rounding import at_most
 from fedsim.evaluate import VALIDATION
 from fedsim.plan import REPRODUCTION
 from fedsim.run import metrics
-from fedsim.run.evaluations import FILE, Evaluated
-from fedsim.training.held_out import DIRECTORY, SPLIT
+from fedsim.training.private_evaluation import DIRECTORY, FILE, SPLIT, Evaluated
 from fedsim.trust.evidence import Evidence, counted, demand
 
 TOLERANCE = 1e-9  # relative: of other versions of the packages that add up
 
 
-def of_held_out(evidence: Evidence) -> str:
-    """They cost no more than was planned, each was released once, and nothing else was shown."""
+def check_evaluations(evidence: Evidence) -> str:
+    """Check that evaluations cost at most what was planned, and that no other loss was shown.
+
+    Returns: the finding in words. Raises: Violated, Unknown.
+    """
     how, path = evidence.plan.evaluations, evidence.run_dir / FILE
     assert how is not None, "of a plan that has them"
     spent = accounting.epsilon(how.phases(how.count), how.delta - how.slack[1]) + how.slack[0]

@@ -1,4 +1,4 @@
-"""What `train` and `pretrain` do before a first step: find and check all that a run needs.
+"""Open a run: its directory, data, model, key and identity.
 
 Mistakes are found in the order in which they cost time, and nothing is written before everything
 has been found in order.
@@ -16,6 +16,7 @@ import numpy as np
 from fedsim import engine
 from fedsim.config import (
     OPERATIONAL,
+    Algorithm,
     PretrainConfig,
     PrivacyConfig,
     RunConfig,
@@ -91,12 +92,23 @@ class OpenRun:
     source: Source | None
     plant: Plant | None
     _stack: ExitStack
+    _started: tuple[Engine, Task, Any] | None = None
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Of a run of `train`."""
+        return Algorithm(self.identity.algorithm)
 
     def start_engine(self) -> tuple[Engine, Task, Any]:
-        """The engine, its workers on their way up; the task; and the parameters of its start.
+        """(engine, whose workers are starting; task; initial parameters); starts them once.
 
         Raises: ConfigError: data and model do not fit, or there is no room for the workers.
         """
+        if self._started is None:
+            self._started = self._start()
+        return self._started
+
+    def _start(self) -> tuple[Engine, Task, Any]:
         engine.remember_programs()
         fresh = SecretKey.create(self.key.seed or 0).jax_key("init")  # public, as theta^0 is
         if self.source is not None:
@@ -142,9 +154,14 @@ def open_run(
     *,
     source: Source | None = None,
     plant: Plant | None = None,
+    held_out: bool = True,
 ) -> Iterator[OpenRun]:
-    """Find a run's data, model and key, and hold what is there of it, until the end.
+    """Find a run's data, model and key, and lock its directory if it exists, until the end.
 
+    Args:
+      source: data and task, instead of those that the settings name.
+      plant: what an audit puts into the run.
+      held_out: False: leave the held-out users out; they are evaluated without noise.
     Raises: ConfigError: a mistake of the user's, or a run that goes on would do otherwise.
       FileDamaged: what is there of the run, or its data, is not what it was.
     """
@@ -171,6 +188,8 @@ def open_run(
         identity = Identity(algorithm, sha256, key.seal(data.train.fingerprint), reduction)
         if stored:
             directory.expect_same(stored, StoredRun(identity, settings, run))
+        if not held_out:
+            data = dataclasses.replace(data, eval_users=None)
         yield OpenRun(
             settings, run, data, model, key, identity, stored, console, source, plant, stack
         )

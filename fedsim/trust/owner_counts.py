@@ -1,6 +1,6 @@
-"""Is nobody in the pool, or in others' groups, more often than is accounted for? By counting.
+"""Counts, for `verify`, of how often one user occurs in the pool and in other users' groups.
 
-Another way than `sampling.shared`, which made them: every owner of every text, once more.
+Counts every owner of every text, unlike `sampling.shared`, which drew the pool and the groups.
 """
 
 import numpy as np
@@ -11,16 +11,20 @@ from fedsim.trust.evidence import demand
 
 
 def most_owned(rows: np.ndarray, offsets: np.ndarray, owners: Owners) -> int:
-    """The most texts among `rows` that one user owns. Raises Violated: a text is there twice."""
+    """Largest number of texts among `rows` that one user owns.
+
+    Raises Violated: a text occurs twice.
+    """
     demand(len(np.unique(rows)) == len(rows), "a text is in the pool twice")
     sets = np.searchsorted(offsets, rows, side="right") - 1
     return int(owners.count(np.bincount(sets, minlength=owners.num_sets)).max())
 
 
 def most_entered(groups: Groups, offsets: np.ndarray, owners: Owners) -> int:
-    """In how many groups of others the texts of one user are, at most.
+    """Largest number of other users' groups that contain texts of one user.
 
-    Raises Violated: a text is in two groups, a user has two, or a group has a text of others alone.
+    Raises Violated: a text is in two groups, a user has two groups, or a group has a text that its
+      user does not own.
     """
     demand(len(np.unique(groups.rows)) == len(groups.rows), "a text is in two groups")
     demand(len(np.unique(groups.users)) == groups.num_users, "a user has two groups")

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import FAMILIES, VOCAB, random_like
 
+from fedsim.clipping.packing import packed
 from fedsim.data.users import UserStore
 from fedsim.engine.eval_batches import EVAL_TOKENS_PER_CALL
 from fedsim.engine.worker import Worker
 from fedsim.models import lora
-from fedsim.models.language_model import ROW, LanguageModelTask
-from fedsim.models.loss import next_token_nats, packed_nats
-from fedsim.models.shared_rows import packed
+from fedsim.models.language_model import ROW, LanguageModelTask, next_token_nats, packed_nats
 from fedsim.models.transformer import Transformer, TransformerConfig, stacked
 
 LENGTH = 12
@@ -132,7 +131,7 @@ def test_an_evaluation_is_that_of_texts_one_by_one(adapters, rng):
     expected, counts = jax.jit(task.nats)(params, batch, *frozen)
     assert predictions == int(counts.sum()) == store.num_tokens - len(sizes)
     assert nats == pytest.approx(float(np.asarray(expected).sum(dtype=np.float64)), rel=1e-6)
-    shapes = [shapes[0] for (name, *shapes) in worker.programs if name == "nats"]
+    shapes = [shapes[0] for (name, *shapes) in worker.programs.compiled if name == "nats"]
     assert {length for _, length in shapes} == {ROW, 200}
     assert max(rows * length for rows, length in shapes) <= EVAL_TOKENS_PER_CALL
     assert len(shapes) <= (EVAL_TOKENS_PER_CALL // ROW).bit_length() + 3  # of 200 there are three

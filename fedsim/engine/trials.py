@@ -1,5 +1,9 @@
-"""The clipping strategy of a run: the one that was asked for, or the fastest of a few by trial."""
+"""The clipping strategy of a run: the one that was asked for, or the fastest of a few by trial.
 
+`choose_strategy` chooses on the driver, `try_strategy` compiles and times one on a worker.
+"""
+
+import dataclasses
 import hashlib
 import json
 import math
@@ -13,14 +17,23 @@ import numpy as np
 
 from fedsim.clipping import Clip, Strategy
 from fedsim.clipping.clip import num_coordinates
+from fedsim.clipping.observed import UnsupportedModel
+from fedsim.clipping.packing import padded
 from fedsim.clipping.strategy import candidates, choose
 from fedsim.engine.engine import TRIAL_UNITS, Engine, Trial, ignore
+from fedsim.engine.host import free_memory, trial_clock
 from fedsim.errors import ConfigError
 from fedsim.files import NotOurs, own_directory, write_json
 
 AUTO = "auto"
 MESH = ", mesh "  # what a host that has one says, where units are taken one at a time
 LEAST_TRIALS_S, TRIALS_SHARE = 10.0, 0.02  # what trials may take: seconds, or of the run
+REPEATS = 3
+FEW = 4  # units that are tried first
+TELLING_SECONDS = 0.3  # what takes less, a first call and other work may have disturbed
+TRIAL_SECONDS = 3.0  # a trial that takes longer is not repeated, nor done with more units
+GIVE_UP = 1.5  # times the best so far: the same
+SAME_NORMS = 0.02  # strategies agree to 1e-5 in float32; in bfloat16 to less
 
 
 def choose_strategy(
@@ -59,7 +72,7 @@ def choose_strategy(
             return strategy, "as asked for"
         *_, trial = engine.try_strategies(params, rows, clip, [Strategy(), strategy])
         if trial.fault is not None:
-            raise ConfigError(f"strategy={wanted}: expected another one: {trial.fault}")
+            raise ConfigError.of("strategy", wanted, f"another one: {trial.fault}")
         return strategy, "as asked for"
     if not len(rows):
         return Strategy("scan", min(group, 8)), "nothing to try others on"
@@ -118,3 +131,83 @@ def _digest(machine: str, params: Any, units: Sequence[int], tried: Sequence[Str
     shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), params)
     facts = [machine, str(shapes), units, list(map(str, tried)), jax.__version__]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def try_strategy(
+    worker: Any,
+    params: Any,
+    rows: np.ndarray,
+    clip: Clip,
+    strategy: Strategy,
+    norms: np.ndarray | None,
+    best: float,
+    together: int,
+) -> tuple[Trial, np.ndarray]:
+    """Compile and time a strategy on the units among `rows` of the length that costs most.
+
+    Args:
+      worker: a `Worker`, which has the parameters on its device.
+      norms: of these units, as another strategy finds them; None: nothing to hold against.
+      best: seconds of the fastest strategy so far.
+      together: units of a lane, at least one.
+    Returns: (what became of it, with the seconds that all of `rows` would take; norms).
+    """
+    lengths = worker.lengths(rows)
+    length = _most_telling(lengths)
+    rows = rows[lengths == length]
+    count = strategy.units_at_once(rows.shape[1])
+    some = np.resize(rows, (-(-len(rows) // count) * count, rows.shape[1]))
+    share = padded(lengths, count, together) / (len(some) * length)
+    try:
+        trial, found = _try(worker, params, some, clip, strategy, best / share)
+    except UnsupportedModel as error:
+        return Trial(strategy, fault=str(error)), np.zeros(0)
+    found = found[: len(rows)]
+    if trial.fault is None and not _alike(found, norms):
+        trial = dataclasses.replace(trial, fault="other norms than simpler ones find")
+    return dataclasses.replace(trial, seconds=trial.seconds * share), found
+
+
+def _try(worker, params, rows, clip, strategy, best):
+    programs = worker.programs
+    before = set(programs.compiled)
+    for chunk in worker.lane_chunks(params, rows, clip, strategy):
+        programs.compile(programs.zeros(params, clip), params, chunk, clip, strategy)
+    new = [programs.compiled[key].memory_analysis() for key in programs.compiled.keys() - before]
+    memory = max((found.temp_size_in_bytes for found in new if found), default=0)
+    if jax.default_backend() == "cpu" and worker.mesh is not None:  # one memory for all devices
+        memory *= worker.mesh.size
+    if memory > (free := free_memory()):
+        fault = f"needs {memory / 2**20:.0f} MiB, and {free / 2**20:.0f} are free"
+        return Trial(strategy, memory=memory, fault=fault), np.zeros(0)
+    clock = trial_clock()
+
+    def timed(rows):
+        start = clock()
+        _, stats = worker.add_lane(params, rows, clip, strategy)
+        return clock() - start, stats.norms
+
+    # A few units tell whether there is anything to look at closely.
+    few = max(FEW, strategy.units_at_once(rows.shape[1]))
+    for chunk in worker.lane_chunks(params, rows[:few], clip, strategy):
+        programs.checked(programs.zeros(params, clip), params, chunk, clip, strategy)
+    probe, norms = timed(rows[:few])
+    seconds = probe * len(rows) / len(rows[:few])
+    if probe < TELLING_SECONDS or seconds < min(TRIAL_SECONDS, GIVE_UP * best):
+        times, norms = zip(*(timed(rows) for _ in range(REPEATS)), strict=True)
+        seconds, norms = min(times), norms[0]
+    return Trial(strategy, seconds, memory), norms
+
+
+def _alike(found: np.ndarray, expected: np.ndarray | None) -> bool:
+    """Whether norms are the same, as far as both are known."""
+    known = 0 if expected is None else min(len(found), len(expected))
+    return expected is None or np.allclose(
+        found[:known], expected[:known], SAME_NORMS, equal_nan=True
+    )
+
+
+def _most_telling(lengths: np.ndarray) -> int:
+    """The length of the units that make up most together, the shortest where there are several."""
+    values, counts = np.unique(lengths, return_counts=True)
+    return values[(values * counts).argmax()]

@@ -1,8 +1,9 @@
-"""What a training would take of time and memory: `fedsim train --dry-run`.
+"""Plan a run and estimate its time and memory: `fedsim train --dry-run`.
 
 Measured on a few units in this process. Evaluations, checkpoints and noise come on top.
 """
 
+import itertools
 import os
 from typing import Any
 
@@ -11,18 +12,44 @@ import numpy as np
 import optax
 
 from fedsim.clipping import Strategy
-from fedsim.config import EngineConfig, RunConfig, changed_run
+from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.engine import Engine, Task
-from fedsim.engine.autotune import TRIAL_UNITS
 from fedsim.engine.resources import place_workers
-from fedsim.errors import ConfigError
+from fedsim.engine.trials import TRIAL_UNITS
+from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan
+from fedsim.run.console import Console
+from fedsim.training.launch import expect_runnable
+from fedsim.training.open import open_run
+from fedsim.training.planned import plan_run
+from fedsim.training.resolve import as_started, update_of
 
 
-def here(run: RunConfig) -> RunConfig:
-    """The run in this process alone, on what there is here unless it was to be here anyway."""
-    device = run.engine.accelerator if run.engine.kind == "local" else "auto"
-    return changed_run(run, engine="local", accelerator=device)
+def dry_run(
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    console: Console,
+    config: EngineConfig,
+) -> dict[str, Any]:
+    """The plan of a run and what `cost` finds; nothing is trained, written or paid for.
+
+    Args: run: with engine `local`. config: the engine that is asked about.
+    Raises: ConfigError, EngineError: as in a training.
+    """
+    privacy = as_started(privacy, run)
+    expect_runnable(privacy, run)
+    share = privacy.group_size_epsilon
+    counts = "none in a dry run, where nothing counts what a draw costs: give it --group-size"
+    expect("group_size_epsilon", share, share is None, counts)
+    with open_run(algorithm, privacy, run, console) as opened:
+        plan, method, _, _, engine, task, params, strategy, _ = plan_run(opened, dry_run=True)
+        rows = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
+        update, averaged = update_of(opened.run, plan.num_steps), bool(opened.run.ema)
+        asked = (engine, task, rows, params, plan, strategy, update, config)
+        found = cost(*asked, averaged=averaged)
+        console.rows(cost_rows(found))
+        return {**plan.as_dict(), **found}
 
 
 def cost(
@@ -51,7 +78,7 @@ def cost(
     workers, devices = _workers(config)
     (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
     if trial.fault is not None:
-        raise ConfigError(f"strategy={strategy}: expected one that fits here: {trial.fault}")
+        raise ConfigError.of("strategy", strategy, f"one that fits here: {trial.fault}")
     # With a mesh the trial was one of all its devices, which have one model between them.
     models = 1 if config.mesh else devices
     step_s = trial.seconds / len(rows) * plan.expected_count / (workers * models)

@@ -1,0 +1,262 @@
+"""Plan a run that is open: complete its settings, calibrate its noise, count its price.
+
+Nothing is written here. What must not be seen before it is paid for, a private group size, is
+drawn here alone (`_complete`).
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from fedsim.budget.admission import GROUP_SIZE, Applicant, shortened
+from fedsim.clipping import Strategy
+from fedsim.clipping.clip import num_coordinates
+from fedsim.config import Algorithm, PrivacyConfig
+from fedsim.data.dataset import Dataset
+from fedsim.els import ELS
+from fedsim.engine import Engine, Task
+from fedsim.engine.environment import versions
+from fedsim.errors import expect
+from fedsim.plan import (
+    REPRODUCTION,
+    Evaluations,
+    Plan,
+    before_of,
+    complete,
+    drawn_once,
+    evaluations_of,
+    expect_affordable,
+    make_plan,
+    method_for,
+    planned_phases,
+    sharing,
+)
+from fedsim.run import directory
+from fedsim.run.directory import StoredRun
+from fedsim.sampling import Allocation, Cyclic
+from fedsim.training.open import OpenRun, wait_for
+from fedsim.training.private_evaluation import Counted
+from fedsim.training.resolve import (
+    FITTED,
+    expect_local_steps,
+    outside,
+    settled_by,
+    strategy_for,
+)
+from fedsim.uls import ULS
+
+NOTHING_PROMISED = (
+    "this run promises nothing, and counts so for its users from its first step on, in {}: no "
+    "limit can be kept for them then (--budget-ledger names another ledger, for trials)"
+)
+
+
+class PlannedRun(NamedTuple):
+    """What `launch` takes to the first step."""
+
+    plan: Plan
+    method: ELS | ULS
+    privacy: PrivacyConfig
+    """Complete: nothing is left to defaults."""
+    counted: Counted | None
+    """In the ledger of the data; None: this run is not counted there."""
+    engine: Engine
+    task: Task
+    params: Any
+    strategy: Strategy
+    why: str
+    """Why this strategy."""
+
+
+def plan_run(
+    opened: OpenRun, *, counted: bool = True, trial: bool = False, dry_run: bool = False
+) -> PlannedRun:
+    """The plan of a run, or the one that it was started with; workers are ready when it returns.
+
+    Args:
+      counted: the run is counted in the ledger of the data. A replay and a trial are not.
+      trial: it is one of a private selection, which is counted instead of it.
+      dry_run: nothing will be released, so nothing is paid for.
+    Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
+    """
+    algorithm, users, console = opened.algorithm, opened.data.train, opened.console
+    assert isinstance(opened.settings, PrivacyConfig), "of pre-training there is no plan"
+    pays = counted and not dry_run
+    privacy, non_private = _complete(opened, opened.settings, pays=pays)
+    method = method_for(algorithm, privacy, users, opened.key)
+    kind = "train" if opened.plant is None else "audit"
+    applicant = Applicant.of(opened.run, users, privacy.delta, kind)
+    if pays:
+        applicant.expect_place()
+    engine, task, params = opened.start_engine()
+    if opened.stored:
+        plan = _plan_again(opened.stored, opened, method)
+    else:
+        with console.phase("calibrating the noise"):
+            facts = (num_coordinates(params), non_private, opened.identity.data_seal)
+            privacy, plan = _new_plan(opened, method, applicant, privacy, *facts, trial=trial)
+        _warn(opened, plan, applicant if counted else None)
+    phases = planned_phases(plan, method)
+    expect_affordable(plan, phases)
+    entry = applicant.entry(opened.key.seal("ledger"), phases, plan.slack, plan.label)
+    in_ledger = Counted.of(applicant, entry, plan, opened.data, opened.key)
+    if counted:
+        in_ledger.expect_room()
+    wait_for(engine, console)
+    fresh = opened.model is None
+    opened.run = run = settled_by(plan, opened.stored, opened.run, fresh=fresh)
+    console.plan(plan, engine)
+    console.update(run)
+    strategy, why = _strategy(opened, engine, params, method, plan)
+    in_ledger = in_ledger if counted else None
+    return PlannedRun(plan, method, privacy, in_ledger, engine, task, params, strategy, why)
+
+
+def _complete(
+    opened: OpenRun, privacy: PrivacyConfig, *, pays: bool
+) -> tuple[PrivacyConfig, list[str]]:
+    """The settings with nothing left out, and all that the guarantee does not cover.
+
+    A private group size is paid for before it is drawn, and everything that can be refused without
+    it is refused before that. Args: pays: the draw is counted in the ledger of the data.
+    """
+    algorithm, run, stored, pay = opened.algorithm, opened.run, opened.stored, None
+    if privacy.group_size_epsilon is not None and pays and stored is None:
+        opened.start_engine()
+        pay = functools.partial(_pay, opened, privacy)
+    completed, non_private = complete(algorithm, privacy, opened.data, key=opened.key, pay=pay)
+    if stored and stored.plan:  # of versions that might choose otherwise
+        completed = dataclasses.replace(completed, bands=stored.plan.bands_given)
+    expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
+    own_task = opened.source is not None
+    not_covered = outside(run, fresh_model=opened.model is None, own_task=own_task)
+    return completed, non_private + not_covered
+
+
+def _pay(opened: OpenRun, privacy: PrivacyConfig, delta: float) -> None:
+    """Count the draw of a group size, before anyone sees it or anything that follows from it: even
+    that the run is refused. Counted again with all that it plans, the run takes its place.
+
+    Raises: ConfigError: a limit would be broken.
+    """
+    applicant = Applicant.of(opened.run, opened.data.train, delta, GROUP_SIZE)
+    applicant.expect_place()
+    label = "" if opened.key.seed is None else REPRODUCTION
+    run, drawn = opened.key.seal("ledger"), before_of(privacy)
+    applicant.released(applicant.entry(run, drawn, (0.0, 0.0), label))
+
+
+def _new_plan(
+    opened: OpenRun,
+    method: ELS | ULS,
+    applicant: Applicant,
+    completed: PrivacyConfig,
+    *facts: Any,
+    trial: bool,
+) -> tuple[PrivacyConfig, Plan]:
+    """The settings and the plan of a run that begins; --spend-rest leaves them the steps that fit.
+
+    Args: facts, trial: of `make_plan`.
+    """
+
+    def plan_of(settings: PrivacyConfig) -> Plan:
+        asked = (opened.algorithm, settings, opened.data.train, method, *facts)
+        return make_plan(*asked, trial=trial, evaluations=_evaluations(opened, settings))
+
+    plan = plan_of(completed)
+    if opened.run.spend_rest:
+        asked = (method, completed, plan, before_of(completed))
+        fewer = shortened(applicant, opened.key.seal("ledger"), *asked)
+        if fewer is not completed:
+            completed, plan = fewer, plan_of(fewer)
+        fitting = {name: getattr(completed, name) for name in FITTED}
+        opened.settings = dataclasses.replace(opened.settings, **fitting)
+    return completed, plan
+
+
+def _warn(opened: OpenRun, plan: Plan, applicant: Applicant | None) -> None:
+    """What a user should know before the first step. Args: applicant: None: it is not counted."""
+    assert isinstance(opened.settings, PrivacyConfig)
+    found = warnings_of(plan, opened.data, default_delta=opened.settings.delta is None)
+    found += filter(None, [opened.data.cut_off()])
+    if applicant and not plan.guarantee:
+        found.append(NOTHING_PROMISED.format(applicant.place))
+    for warning in found:
+        opened.console.note(f"warning: {warning}")
+
+
+def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
+    """The plan of a run that goes on.
+
+    Raises: ConfigError: it would draw from other texts, or users might take part again too soon.
+    """
+    assert stored.plan is not None, "a run of train has one"
+    same = sharing(opened.data.train, method, opened.key) == stored.plan.shared
+    again = "the pool or the groups that the run began with: go on with its packages"
+    expect("data", "other texts of the same ones", same, again)
+    changed = directory.other_bits(stored, versions(), stored.host) or "as they were"
+    if stored.plan.drawn_once:
+        same = drawn_once(method, stored.plan.num_steps, opened.key) == stored.plan.drawn_once
+    else:  # of an earlier version, which kept no seal
+        turns, now = stored.plan.sampling_run in (Cyclic.name, Allocation.name), versions()
+        drawing = ("numpy", "randomgen")
+        same = not turns or all(stored.versions.get(name) == now[name] for name in drawing)
+    again = "those that draw the pool and users' turns as when it began"
+    expect("packages", changed, same, again)
+    if (how := stored.plan.evaluations) is not None:
+        again = "the held-out users that the run began with"
+        expect("data", opened.run.data.source, how.seal == _held_out_seal(opened), again)
+    return stored.plan
+
+
+def _evaluations(opened: OpenRun, privacy: PrivacyConfig) -> Evaluations | None:
+    """What is to be released of held-out users, who are the same to the end."""
+    found = evaluations_of(privacy, opened.run, opened.data.eval_users)
+    return found and dataclasses.replace(found, seal=_held_out_seal(opened))
+
+
+def _held_out_seal(opened: OpenRun) -> str:
+    held_out = opened.data.eval_users
+    return "" if held_out is None else opened.key.seal(held_out.fingerprint)
+
+
+def _strategy(
+    opened: OpenRun, engine: Engine, params: Any, method: ELS | ULS, plan: Plan
+) -> tuple[Strategy, str]:
+    """How clipped sums are computed, and why; what takes long is shown."""
+    units = plan.num_steps * plan.expected_count
+    what = "compiling, and timing ways to compute the clipped sum"
+    with opened.console.phase(what) as phase:
+        asked = (opened.run.engine, opened.stored, engine, params, method, plan.clip)
+        return strategy_for(*asked, num_units=units, heard=phase.at)
+
+
+def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> list[str]:
+    """A line for each thing in a plan that will probably disappoint.
+
+    Args: default_delta: delta was left to its default.
+    """
+    found = []
+    users, noise = plan.num_users, plan.gradient_noise_multiplier
+    if users == 1:
+        found.append("there is one user, who has nobody to hide among")
+    elif noise and plan.delta > 1 / users:
+        found.append(
+            f"delta={plan.delta:g} is above 1/{users}: to publish all that one of {users} users "
+            f"wrote would be allowed; the default is {users**-1.1:.2g}"
+        )
+    elif noise and default_delta:
+        found.append(
+            f"delta={plan.delta:.2g} is the default, which is weak: times the number of users it "
+            f"is {plan.delta * users:.2g}; for a release give one, such as --delta 1e-6"
+        )
+    if noise > plan.expected_count:
+        unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
+        found.append(
+            f"the noise of a step is {noise / plan.expected_count:.1f} times as large, in every "
+            f"direction, as the gradient of {plan.expected_count} {unit} can be: expect nothing to "
+            "be learnt without more of them in a step (--batch-size) or a larger epsilon"
+        )
+    if data.eval_users is None:
+        found.append("no users are held out, so that there will be no eval loss")
+    return found

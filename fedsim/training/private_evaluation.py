@@ -1,0 +1,267 @@
+"""Evaluate on held-out users with noise, while a run trains or afterwards: they are users, too.
+
+Of each user the mean loss per token of some texts counts, cut to [0, L]. The mean over users is
+released with Gaussian noise: around L / 2, one user moves the sum by L / 2 at most, where a user
+without texts adds nothing (zero-out; the number of users is public). Each evaluation has noise of
+its own and is one more release in the ledger of the data.
+
+A run that goes on after a crash evaluates some steps again. Were their parameters other bits, on
+another host or with other packages, a second loss under the same noise would give the difference of
+the two away. So a loss is written to `evaluations.jsonl` before anyone sees it, and never computed
+twice.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from fedsim.accounting import Event, StepEvent
+from fedsim.budget.admission import Applicant
+from fedsim.budget.ledger import Entry, Limit, place_of
+from fedsim.config import ZERO_OUT, RunConfig
+from fedsim.data.dataset import Dataset
+from fedsim.data.users import UserStore
+from fedsim.engine import Engine
+from fedsim.errors import ConfigError, FileDamaged, expect
+from fedsim.evaluate import VALIDATION, last_model
+from fedsim.files import (
+    make_directory,
+    remove_cut_off_line,
+    sync_directory,
+    whole_lines,
+    write_json,
+)
+from fedsim.keys import SecretKey
+from fedsim.noise import noisy_mean_loss
+from fedsim.plan import ADJACENCY, REPRODUCTION, Evaluations, Plan, noise_of
+from fedsim.plan.evaluations import MOST_ROWS
+from fedsim.run.console import Console
+from fedsim.run.directory import StoredRun
+from fedsim.run.ledger import note
+from fedsim.sampling import graph_of
+
+FILE = "evaluations.jsonl"
+"""Losses released while the run trains, a line for each, never changed."""
+DIRECTORY = "evaluations/training"
+"""Of the receipt that held-out users were counted, in the run's directory."""
+SPLIT = "eval_users"
+OF_RUN, RESULT = "evaluations", "evaluation.json"
+WITH_TEXTS = "num_users, of those with a text in this split (taken as public)"
+"""How many of the training users these are depends on how much they wrote."""
+
+
+class Evaluated:
+    """The evaluations of a run, by step."""
+
+    def __init__(self, run_dir: Path):
+        """Raises: FileDamaged."""
+        self._path = run_dir / FILE
+        self.losses: dict[int, float] = {}
+        for line in whole_lines(self._path):
+            step, loss = line.get("step"), line.get("loss")
+            if not isinstance(step, int) or not isinstance(loss, float) or step in self.losses:
+                raise FileDamaged(f"{self._path}: expected a step, once, and its loss in each line")
+            self.losses[step] = loss
+
+    def release(self, step: int, compute: Callable[[], float]) -> float:
+        """The loss after `step`: what was released of it, or what is computed now, durable."""
+        if step not in self.losses:
+            loss = compute()
+            remove_cut_off_line(self._path)
+            is_new = not self._path.exists()
+            with open(self._path, "a") as file:
+                file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            if is_new:
+                sync_directory(self._path.parent)
+            self.losses[step] = loss
+        return self.losses[step]
+
+
+def begin_noisy_evaluate(
+    workers: Engine,
+    params: Any,
+    data: Dataset,
+    how: Evaluations,
+    key: SecretKey,
+    step: int,
+    run_dir: Path,
+) -> Callable[[], dict[str, float]]:
+    """Like `evaluate.begin_evaluate`, for held-out users alone and with the noise of the plan.
+
+    Guarantees: each step's loss is released once, with noise of its own. A user's loss is computed
+      beside nobody else's, and moves the sum by at most L / 2, around which it counts.
+    """
+    store, released = data.eval_users, Evaluated(run_dir)
+    assert store is not None, "of a plan that has evaluations"
+    if step in released.losses:
+        return lambda: {VALIDATION[SPLIT]: released.losses[step]}
+    wait = workers.begin_group_losses(params, SPLIT, how.groups(store.offsets))
+
+    def compute() -> float:
+        return noisy_mean_loss(
+            wait(),
+            bound=how.loss_bound,
+            count=how.num_users,
+            stddev=how.noise_multiplier,
+            rng=key.generator("held-out loss", step),
+        )
+
+    def release() -> dict[str, float]:
+        loss = released.release(step, compute)
+        note(run_dir / DIRECTORY, len(released.losses), "")
+        return {VALIDATION[SPLIT]: loss}
+
+    return release
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """A run in the ledger of the data: for those it trains on, and for those it is evaluated on."""
+
+    applicants: list[tuple[Applicant, Entry]]
+    run_dir: Path
+    evaluations: Evaluations | None
+
+    @classmethod
+    def of(
+        cls, applicant: Applicant, entry: Entry, plan: Plan, data: Dataset, key: SecretKey
+    ) -> "Counted":
+        """The run that applies, with its evaluations. Args: key: the run's own."""
+        found, how = [(applicant, entry)], plan.evaluations
+        if how is not None:
+            assert data.eval_users is not None, "evaluations_of() comes first"
+            limit = applicant.limit and Limit(applicant.limit.epsilon, how.delta)
+            own = dataclasses.replace(
+                applicant,
+                ids=data.eval_users.user_ids(),
+                kind="evaluation",
+                limit=limit,
+                run_dir=applicant.run_dir / DIRECTORY,
+                delta=None,
+                spend_rest=None,
+            )
+            label = REPRODUCTION if plan.seeded else ""
+            phases: list[tuple[Event, int]] = [*how.phases(how.count)]
+            found.append((own, own.entry(key.seal("evaluation"), phases, how.slack, label)))
+        return cls(found, applicant.run_dir, how)
+
+    def expect_room(self) -> None:
+        """Raises ConfigError: a limit of one of these users would be broken."""
+        for applicant, entry in self.applicants:
+            applicant.expect_room(entry)
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count the run, and when the block ends what it released; see `Applicant.admitted`."""
+        with ExitStack() as stack:
+            for applicant, entry in self.applicants:
+                of_evaluations = applicant.kind == "evaluation"
+                if of_evaluations:
+                    make_directory(applicant.run_dir, 0o700)
+                seen = self._evaluated if of_evaluations else None
+                stack.enter_context(applicant.admitted(entry, seen))
+            yield
+
+    def _evaluated(self) -> list[tuple[Event, int]]:
+        """What was released of held-out users."""
+        assert self.evaluations is not None
+        return [*self.evaluations.phases(len(Evaluated(self.run_dir).losses))]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivateEvaluation:
+    """What is evaluated with noise, and what that may cost."""
+
+    epsilon: float
+    """What it costs every user of the split. > 0."""
+    delta: float | None = None
+    """At which. Default: N^-1.1 for the split's N users."""
+    split: Literal["eval_users", "eval_examples", "test"] = "eval_users"
+    loss_bound: float | None = None
+    """L: losses above count as it, in nats per token. > 0. Default: that of guessing uniformly."""
+
+    def __post_init__(self):
+        expect("epsilon", self.epsilon, 0 < self.epsilon < math.inf, "> 0 and finite")
+        expect("delta", self.delta, self.delta is None or 0 < self.delta < 1, "in (0, 1)")
+        bound = self.loss_bound
+        expect("loss_bound", bound, bound is None or 0 < bound < math.inf, "> 0 and finite")
+
+
+def evaluate_privately(
+    stored: StoredRun, run: RunConfig, how: PrivateEvaluation, console: Console
+) -> dict[str, Any]:
+    """Loss of a run's last checkpoint on one split, with noise, counted in the ledger of the data.
+
+    Repeated, it is another release with other noise, and counted again. The result and its receipt
+    are kept in the run's directory, in evaluations/.
+    Raises: ConfigError: as `last_model`, there is no such split, or a limit would be broken.
+    """
+    task, params, data, path = last_model(stored, run, console)
+    store: UserStore | None = getattr(data, how.split)
+    if store is None:
+        raise ConfigError.of("split", how.split, "a split that the data have")
+    expect("split", how.split, store.num_users > 1, "a split with two users at least")
+    expect("split", how.split, graph_of(store) is None, "texts with one owner each")
+    delta = store.num_users**-1.1 if how.delta is None else how.delta
+    sigma, part = noise_of(how.epsilon, delta)
+    most = how.loss_bound or largest_loss(store.vocab_size)
+    key, out = SecretKey.create(), (run.run_dir / OF_RUN / secrets.token_hex(4)).absolute()
+    limit = None if run.limit_epsilon is None else Limit(run.limit_epsilon, delta)
+    ids, place = store.user_ids(), place_of(run.budget_ledger)
+    applicant = Applicant(place, ids, "evaluation", limit, out, delta)
+    entry = applicant.entry(key.seal("evaluation"), [(StepEvent(sigma, 1.0), 1)], part, "")
+    applicant.expect_room(entry)
+    make_directory(out, 0o700)
+    with applicant.admitted(entry):
+        losses = user_losses(task, params, how.split)
+        rng = key.generator("evaluation")
+        known = {"bound": most, "count": store.num_users, "stddev": sigma}
+        found = noisy_mean_loss(losses, **known, rng=rng)
+        result = {
+            **{"run_dir": str(run.run_dir), "checkpoint": path.name, "split": how.split},
+            **{"loss": found, "stddev": sigma * most / 2 / store.num_users, "loss_bound": most},
+            **{"epsilon": how.epsilon, "delta": delta, "noise_multiplier": sigma},
+            **{"num_users": store.num_users, "adjacency": ADJACENCY[ZERO_OUT]},
+            **({} if how.split == "eval_users" else {"non_private": [WITH_TEXTS]}),
+        }
+        write_json(out / RESULT, result)
+    return {**result, "written_to": str(out / RESULT)}
+
+
+def user_losses(task: Any, params: Any, split: str) -> np.ndarray:
+    """Mean loss of each user of a split who has texts, in nats per token, float64 [such users].
+
+    Guarantees: a user's is a function of the parameters and of that user's texts alone: nobody
+      else's are computed beside them, and the sums are exact.
+    """
+    store: UserStore = getattr(task.dataset, split)
+    frozen = () if task.frozen is None else (task.frozen,)
+    compute = jax.jit(task.nats)
+    found = []
+    for low, high in zip(store.offsets[:-1], store.offsets[1:], strict=True):
+        if low == high:
+            continue
+        count = min(MOST_ROWS, int(high - low))
+        rows = np.linspace(low, high - 1, count).astype(np.int64)
+        padded = np.pad(rows, (0, MOST_ROWS - count), constant_values=-1)
+        nats, tokens = compute(params, task.read(split, padded), *frozen)
+        total = np.asarray(nats, np.float64)[:count]
+        mean = math.fsum(total) if np.isfinite(total).all() else math.nan
+        found.append(mean / max(1, int(np.asarray(tokens)[:count].sum())))
+    return np.array(found, np.float64)
+
+
+def largest_loss(vocab_size: int) -> float:
+    """L: the loss of guessing uniformly, in nats per token."""
+    return math.log(vocab_size)
