@@ -128,10 +128,11 @@ def plain_errors() -> Iterator[None]:
 
     try:
         yield
-    except duckdb.InterruptException:
-        raise KeyboardInterrupt from None
-    except (duckdb.Error, pa.ArrowException, OSError) as error:
+    except (duckdb.Error, pa.ArrowException, OSError, RuntimeError) as error:
         said = str(error)
+        # A signal while DuckDB is at work is an error of no type of its own.
+        if isinstance(error, duckdb.InterruptException) or said == "Query interrupted":
+            raise KeyboardInterrupt from None
         for number in (*DISK_FULL, *TOO_MANY_FILES):
             if os.strerror(number) in said:
                 raise OSError(number, os.strerror(number)) from None

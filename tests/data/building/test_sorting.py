@@ -3,6 +3,8 @@
 import errno
 import hashlib
 import os
+import signal
+import threading
 
 import duckdb
 import numpy as np
@@ -123,3 +125,13 @@ def test_what_duckdb_says_is_not_shown(error):
     assert "person" not in str(raised.value) and raised.value.__cause__ is None
     with pytest.raises(KeyboardInterrupt), plain_errors():
         raise duckdb.InterruptException("stopped")
+
+
+@pytest.mark.parametrize("read", ["to_arrow_table", "to_arrow_reader"])
+def test_a_signal_while_duckdb_is_at_work_is_an_interruption(read, tmp_path):
+    many = "range(1_000_000)"
+    query = f"SELECT sum(hash(a.range + b.range))::VARCHAR FROM {many} a, {many} b"
+    with Rows(tmp_path, 1, order=False) as rows, pytest.raises(KeyboardInterrupt), plain_errors():
+        threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+        found = getattr(rows.connection.sql(query), read)()
+        found.read_next_batch()
