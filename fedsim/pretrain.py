@@ -35,7 +35,7 @@ from fedsim.run.console import Console
 from fedsim.run.metrics import Metrics, table
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, save
-from fedsim.training.open import open_run, wait_for
+from fedsim.training import open_run, wait_for
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
 NO_CLIP = Clip(math.inf, in_float32=True)

@@ -299,7 +299,7 @@ def _without_json(command: Any) -> dict[str, Any]:
 
 
 def _predicted(command: Account | Calibrate, steps: int, noise_multiplier: float) -> float:
-    """The predicted error; see `noise.bands`."""
+    """The predicted error; see `noise.toeplitz`."""
     from fedsim.noise.toeplitz import predicted_error
 
     bands = (command.bands or 1) if command.noise == CORRELATED else 1

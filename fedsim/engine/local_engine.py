@@ -24,7 +24,7 @@ class LocalEngine(Engine):
         pass
 
     def place(self, params):
-        return params if self._worker.mesh is None else self._worker.place(params)
+        return params if self._worker.mesh is None else self._worker.programs.place(params)
 
     def describe(self) -> str:
         cut = "" if self._worker.mesh is None else f"{self._worker.shape} of "

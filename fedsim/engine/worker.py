@@ -236,14 +236,6 @@ class Worker:
             for chunk in chunks(batch, some >= 0, units_per_chunk, buckets, few):
                 yield chunk._replace(units=chunk.units + start)
 
-    def place(self, params: Any) -> Any:
-        """Parameters or the like, put on the device, or in parts on those of the mesh."""
-        return self.programs.place(params)
-
-    def frozen(self) -> tuple[Any, ...]:
-        """What the task's functions get beside parameters and batch, put on the device once."""
-        return self.programs.frozen()
-
 
 def _kind_of_host(shape: MeshShape | None) -> str:
     """What bits depend on beside packages: the processor, the device, the number of threads, and

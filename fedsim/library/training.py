@@ -1,6 +1,5 @@
 """`fedsim.train`: what the command `fedsim train` does, called from Python."""
 
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,10 +89,11 @@ def train(
     try:
         summary = train_run(Algorithm(algorithm), privacy, run, console, **how)
     except MissingColumn as error:  # which names the setting; here it may be an argument
-        said = str(error)
-        for name in {"user", "text"} - {each.removesuffix("_column") for each in settings}:
-            said = re.sub(rf"^{name}_column=", f"{name}=", said)
-        raise MissingColumn(said, field=said.partition("=")[0]) from None
+        name = str(error.field).removesuffix("_column")
+        if name not in ("user", "text") or {name, f"{name}_column"} & settings.keys():
+            raise
+        line = str(error).removeprefix(f"{name}_column")
+        raise MissingColumn(f"{name}{line}", field=name) from None
     console.summary(summary, run.run_dir)
     return Run(run.run_dir)
 

@@ -109,7 +109,7 @@ class Plan:
     """independent or correlated."""
     predicted_error: float = math.nan
     """Root mean square, over the steps, of the noise on the sum of all gradients so far, in units
-    of the sensitivity; see `noise.bands`."""
+    of the sensitivity; see `noise.toeplitz`."""
     shared: dict[str, Any] | None = None
     """Where texts have several owners: owner sets, texts with several owners, texts that the bounds
     kept and left out, k (max_changed), and a seal of what they kept. None: each has one."""

@@ -10,19 +10,15 @@ privatised gradient of a step; the rest is here.
 """
 
 from fedsim.training.launch import train
-from fedsim.training.open import Plant, Source, open_run, wait_for
-from fedsim.training.planned import plan_run
+from fedsim.training.open import open_run, wait_for
 from fedsim.training.resolve import expect_strategy, outside, settled_by, strategy_for
 from fedsim.training.trainer import Trainer
 
 __all__ = [
-    "Plant",
-    "Source",
     "Trainer",
     "expect_strategy",
     "open_run",
     "outside",
-    "plan_run",
     "settled_by",
     "strategy_for",
     "train",

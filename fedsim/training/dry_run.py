@@ -19,10 +19,9 @@ from fedsim.engine.trials import TRIAL_UNITS
 from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan
 from fedsim.run.console import Console
-from fedsim.training.launch import expect_runnable
 from fedsim.training.open import open_run
 from fedsim.training.planned import plan_run
-from fedsim.training.resolve import as_started, update_of
+from fedsim.training.resolve import runnable, update_of
 
 
 def dry_run(
@@ -37,8 +36,7 @@ def dry_run(
     Args: run: with engine `local`. config: the engine that is asked about.
     Raises: ConfigError, EngineError: as in a training.
     """
-    privacy = as_started(privacy, run)
-    expect_runnable(privacy, run)
+    privacy = runnable(privacy, run)
     share = privacy.group_size_epsilon
     counts = "none in a dry run, where nothing counts what a draw costs: give it --group-size"
     expect("group_size_epsilon", share, share is None, counts)

@@ -5,12 +5,11 @@ from typing import Any
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig
 from fedsim.engine.environment import versions
 from fedsim.plan import method_for
-from fedsim.recipe import Noise, settled
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.training.open import OpenRun, Plant, Source, open_run
 from fedsim.training.planned import PlannedRun, plan_run
-from fedsim.training.resolve import as_started, expect_strategy, update_of
+from fedsim.training.resolve import runnable
 from fedsim.training.trainer import Callback, Trainer
 
 
@@ -39,18 +38,12 @@ def train(
       held_out: evaluate on held-out users, which is done without noise.
     Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
     """
-    privacy = as_started(privacy, run)
-    expect_runnable(privacy, run)
-    place = (algorithm, privacy, run, console)
-    with open_run(*place, source=source, plant=plant, held_out=held_out) as opened:
+    privacy = runnable(privacy, run)
+    with open_run(
+        algorithm, privacy, run, console, source=source, plant=plant, held_out=held_out
+    ) as opened:
         planned = plan_run(opened, counted=count and not trial, trial=trial)
         return launch(opened, planned, callback=callback, replays=not count).fit()
-
-
-def expect_runnable(privacy: PrivacyConfig, run: RunConfig) -> None:
-    """Raises ConfigError: no data could be trained on with these settings."""
-    update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
-    expect_strategy(run.engine)
 
 
 def launch(

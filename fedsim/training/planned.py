@@ -93,8 +93,15 @@ def plan_run(
         plan = _plan_again(opened.stored, opened, method)
     else:
         with console.phase("calibrating the noise"):
-            facts = (num_coordinates(params), non_private, opened.identity.data_seal)
-            privacy, plan = _new_plan(opened, method, applicant, privacy, *facts, trial=trial)
+            privacy, plan = _new_plan(
+                opened,
+                method,
+                applicant,
+                privacy,
+                num_parameters=num_coordinates(params),
+                non_private=non_private,
+                trial=trial,
+            )
         _warn(opened, plan, applicant if counted else None)
     phases = planned_phases(plan, method)
     expect_affordable(plan, phases)
@@ -151,22 +158,33 @@ def _new_plan(
     method: ELS | ULS,
     applicant: Applicant,
     completed: PrivacyConfig,
-    *facts: Any,
+    *,
+    num_parameters: int,
+    non_private: list[str],
     trial: bool,
 ) -> tuple[PrivacyConfig, Plan]:
     """The settings and the plan of a run that begins; --spend-rest leaves them the steps that fit.
 
-    Args: facts, trial: of `make_plan`.
+    Args: num_parameters, non_private, trial: of `make_plan`.
     """
 
     def plan_of(settings: PrivacyConfig) -> Plan:
-        asked = (opened.algorithm, settings, opened.data.train, method, *facts)
-        return make_plan(*asked, trial=trial, evaluations=_evaluations(opened, settings))
+        return make_plan(
+            opened.algorithm,
+            settings,
+            opened.data.train,
+            method,
+            num_parameters,
+            non_private,
+            opened.identity.data_seal,
+            trial=trial,
+            evaluations=_evaluations(opened, settings),
+        )
 
     plan = plan_of(completed)
     if opened.run.spend_rest:
-        asked = (method, completed, plan, before_of(completed))
-        fewer = shortened(applicant, opened.key.seal("ledger"), *asked)
+        seal, before = opened.key.seal("ledger"), before_of(completed)
+        fewer = shortened(applicant, seal, method, completed, plan, before)
         if fewer is not completed:
             completed, plan = fewer, plan_of(fewer)
         fitting = {name: getattr(completed, name) for name in FITTED}

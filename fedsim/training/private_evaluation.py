@@ -51,10 +51,11 @@ from fedsim.sampling import graph_of
 
 FILE = "evaluations.jsonl"
 """Losses released while the run trains, a line for each, never changed."""
-DIRECTORY = "evaluations/training"
-"""Of the receipt that held-out users were counted, in the run's directory."""
+AFTERWARDS, RESULT = "evaluations", "evaluation.json"
+"""Where evaluations after the training are kept in the run's directory, and their results there."""
+DIRECTORY = f"{AFTERWARDS}/training"
+"""Of the receipt that held-out users were counted while the run trained."""
 SPLIT = "eval_users"
-OF_RUN, RESULT = "evaluations", "evaluation.json"
 WITH_TEXTS = "num_users, of those with a text in this split (taken as public)"
 """How many of the training users these are depends on how much they wrote."""
 
@@ -216,7 +217,7 @@ def evaluate_privately(
     delta = store.num_users**-1.1 if how.delta is None else how.delta
     sigma, part = noise_of(how.epsilon, delta)
     most = how.loss_bound or largest_loss(store.vocab_size)
-    key, out = SecretKey.create(), (run.run_dir / OF_RUN / secrets.token_hex(4)).absolute()
+    key, out = SecretKey.create(), (run.run_dir / AFTERWARDS / secrets.token_hex(4)).absolute()
     limit = None if run.limit_epsilon is None else Limit(run.limit_epsilon, delta)
     ids, place = store.user_ids(), place_of(run.budget_ledger)
     applicant = Applicant(place, ids, "evaluation", limit, out, delta)

@@ -24,6 +24,17 @@ FITTED = ("num_steps", "participations", "epsilon")
 """The settings that --spend-rest changes."""
 
 
+def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
+    """The settings to run with: `as_started`.
+
+    Raises: ConfigError: no data could be trained on with these.
+    """
+    privacy = as_started(privacy, run)
+    update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
+    expect_strategy(run.engine)
+    return privacy
+
+
 def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
     """The settings, with the steps that fitted when the run was started, if it goes on."""
     if not (run.spend_rest and run.resume and (run.run_dir / directory.CONFIG).exists()):

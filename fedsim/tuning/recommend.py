@@ -27,14 +27,13 @@ from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise.toeplitz import predicted_error
-from fedsim.plan import calibrate, method_for
-from fedsim.plan.plan import holds
+from fedsim.plan import calibrate, holds, method_for
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data, make_task
 from fedsim.sampling import Users, examples_per_user, graph_of, pool_of
 from fedsim.sampling.shared import Groups
 from fedsim.shared_uls import SharedULS
-from fedsim.training.open import wait_for
+from fedsim.training import wait_for
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, draw
 from fedsim.tuning.cells import compare, least

@@ -130,7 +130,7 @@ def test_a_program_that_does_not_store_gradients_is_not_used(whole, monkeypatch)
 
 
 def test_a_device_has_its_part_of_each_array_and_less_of_what_is_computed(whole):
-    placed = worker(whole[0], "fsdp:2").place(whole[1])
+    placed = worker(whole[0], "fsdp:2").programs.place(whole[1])
     for leaf in jax.tree.leaves(placed):
         assert {part.data.size for part in leaf.addressable_shards} == {leaf.size // 2}
     memory = {}

@@ -143,10 +143,12 @@ class Columns:
         for field, names in named.items():
             for name in names:
                 if name is not None and name not in found:
-                    raise MissingColumn(f"{field}_column={name}: {expected_of(found, self.names)}")
+                    line = f"{field}_column={name}: {expected_of(found, self.names)}"
+                    raise MissingColumn(line, field=f"{field}_column")
         for name in self.owners:
             if name not in found:
-                raise MissingColumn(f"owners={name}: {expected_of(found, self.names)}")
+                line = f"owners={name}: {expected_of(found, self.names)}"
+                raise MissingColumn(line, field="owners")
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:

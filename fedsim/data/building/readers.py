@@ -125,7 +125,9 @@ class complaints:
 
     def __exit__(self, kind, error, trace) -> None:
         if isinstance(error, DataError):
-            raise type(error)(printable(f"{error} (in {self.part.file})")) from None
+            named = type(error)(printable(f"{error} (in {self.part.file})"))
+            named.field = error.field
+            raise named from None
         if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
             return  # nothing is wrong with this one
         expected = (pa.ArrowException, OSError, EOFError, ValueError, OverflowError)
