@@ -5,7 +5,7 @@ said of users here is true of owner sets. A user owns the rows offsets[u]:offset
 example is named by its row number alone: the samplers draw plain integers and users' ids never
 leave the driver. Rows are ragged on disk (flat arrays, memory-mapped, shared by all processes of a
 machine) and padded when a batch is gathered. Small data in memory is the same arrays, read by the
-same code. Writing is store.py's.
+same code. The files are store.py's.
 """
 
 import functools
@@ -24,6 +24,7 @@ from fedsim.data.store import (
     FORMAT,
     OFFSETS,
     TOKENS,
+    TokenReader,
     encode_array,
     encode_users,
     fingerprint,
@@ -31,7 +32,6 @@ from fedsim.data.store import (
     seal,
     token_dtype,
 )
-from fedsim.data.tokens import TokenReader
 from fedsim.errors import DataError
 from fedsim.files import expand_home
 
@@ -134,8 +134,7 @@ class UserStore:
             raise DataError(f"token={bad}: expected an id in [0, {vocab_size})")
         counts = np.array([len(by_id[user]) for user in ids], np.int64)
         ends = offsets_of(lengths)
-        per_user = np.diff(ends[np.concatenate([[0], np.cumsum(counts)])])
-        users = encode_users(ids, counts, per_user)
+        users = encode_users(ids, counts, ends)
         reader = TokenReader(ends, tokens.astype(token_dtype(vocab_size)))
         keys, graph, people = pa.array(ids, pa.string()), None, None
         if owners.is_shared(keys):
@@ -143,7 +142,7 @@ class UserStore:
         metadata = seal(
             {"max_length": max_length, "vocab_size": vocab_size},
             counts,
-            per_user,
+            len(tokens),
             fingerprint([users, *(graph or ()), encode_array(ends), encode_array(reader.values)]),
             people,
         )

@@ -5,9 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from fedsim.data import tokens
-from fedsim.data.store import OFFSETS, TOKENS, TokenWriter, encode_array, offsets_of
-from fedsim.data.tokens import TokenReader
+from fedsim.data import store
+from fedsim.data.store import (
+    OFFSETS,
+    TOKENS,
+    TokenReader,
+    TokenWriter,
+    encode_array,
+    offsets_of,
+)
 
 
 def make(rng, num_rows, dtype=np.uint16):
@@ -26,7 +32,7 @@ def write(directory, rows, dtype=np.uint16, cuts=()):
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 @pytest.mark.parametrize("cuts", [[], [0], [5, 5, 60]])
 def test_rows_are_what_was_written(rng, monkeypatch, tmp_path, dtype, cuts):
-    monkeypatch.setattr(tokens, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(store, "BLOCK_ROWS", 7)
     rows = make(rng, 100, dtype)
     write(tmp_path, rows, dtype, cuts)
     offsets, values = offsets_of(np.array([*map(len, rows)])), np.concatenate(rows)

@@ -30,9 +30,8 @@ def write(directory, examples, vocab_size=300, max_length=64):
             piece = rows[start : start + 7]
             writer.write(np.array([len(row) for row in piece]), np.concatenate(piece))
     counts = np.array([len(examples[user]) for user in ids])
-    tokens = np.array([sum(map(len, examples[user])) for user in ids])
     about = {"max_length": max_length, "vocab_size": vocab_size}
-    close_store(directory, ids, counts, tokens, about)
+    close_store(directory, ids, counts, about)
     return UserStore.open(directory)
 
 

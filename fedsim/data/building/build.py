@@ -2,7 +2,7 @@
 
 Sources -> checked -> tokenised -> sorted by DuckDB into the stores of the splits. The same
 input and options give the same bytes, whatever the number of processes and however often the build
-was killed and run again; finished parts are not done twice. Source order is kept within a user.
+was killed and run again; finished parts are not repeated. Source order is kept within a user.
 """
 
 import os
@@ -26,9 +26,8 @@ from fedsim.data.building.sorting import Rows, write_splits
 from fedsim.data.building.sources import Sources, examine, find_files, survey
 from fedsim.data.building.staging import resume, staging
 from fedsim.data.building.text_format import Form
-from fedsim.data.building.tokenised import Encoding, bundled, training_texts, write_rows
+from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, training_texts, write_rows
 from fedsim.data.dataset import SUMS, Dataset, sums
-from fedsim.data.framing import LONG_TEXTS
 from fedsim.data.owners import decided_by_texts, is_shared
 from fedsim.data.splits import Holdout, SplitRows, divide, dropped
 from fedsim.data.store import FORMAT, close_store, token_dtype
@@ -233,9 +232,8 @@ class _Build:
                 f"text_column={','.join(options.columns.text)}: no user has text, expected at "
                 "least one"
             )
-        dtype = token_dtype(tokenizer.vocab_size)
         with Rows(self.rows, self.pool.num_workers, columns.order is not None) as rows:
-            owners = rows.owners(dtype.itemsize)
+            owners = rows.owners()
             splits = self._divided(owners)
             self._write_splits(rows, owners, splits, tokenizer)
         tokenizer.save(self.out / "tokenizer.json")
@@ -349,7 +347,7 @@ class _Build:
         """The stores of all splits."""
         counts, dtype = owners["rows"].to_numpy(), token_dtype(tokenizer.vocab_size)
         meter = Meter("sorted", int(counts.sum()), self.say)
-        num_tokens = write_splits(rows.blocks(dtype), counts, splits, self.out, dtype, meter.add)
+        write_splits(rows.blocks(dtype), counts, splits, self.out, dtype, meter.add)
         meter.end()
         about = {
             "max_length": self.options.max_length,
@@ -360,7 +358,7 @@ class _Build:
         for name, part in splits.items():
             about["split"] = name
             whose = ids.take(pa.array(part.owners))
-            close_store(self.out / name, whose, part.counts, num_tokens[name], about)
+            close_store(self.out / name, whose, part.counts, about)
 
     def _describe(
         self,

@@ -1,9 +1,9 @@
-"""Second half of a build: tokenised rows, sorted by DuckDB, become the stores of the splits.
+"""Second half of a build: DuckDB sorts the tokenised rows, which become the stores of the splits.
 
-Rows are sorted by group and user, then by their order, then as in the sources: no two are equal, so
-that the result does not depend on threads or memory. What does not fit in memory goes to the
-build's own directory. DuckDB loads nothing from a network, and what it says is not shown: it may
-quote what it reads.
+Rows are sorted by group and user, then by their order, then as in the sources. No two rows are
+equal, so the result does not depend on threads or memory. Rows that do not fit in memory are
+spilled to the directory of the build. DuckDB loads no extension from a network, and its messages
+are not shown, for they may quote a person's text.
 """
 
 import glob
@@ -21,75 +21,66 @@ from fedsim.data.store import TokenWriter
 from fedsim.errors import Interrupted
 from fedsim.files import DISK_FULL, TOO_MANY_FILES
 
-MEMORY = 512 * 2**20  # bytes of a sort, for each thread; at least for two
+MEMORY = 512 * 2**20  # bytes of a sort for each thread, of which two are counted at least
 MOST_THREADS = 4
-BLOCK_ROWS = 32_768  # or pieces of rows, that are written at once
+BLOCK_ROWS = 32_768  # rows, or pieces of rows, in a block
 
 
 class Rows:
     """The tokenised rows in `directory`; a context manager."""
 
     def __init__(self, directory: Path, threads: int, order: bool):
-        """order: whether rows have order keys."""
-        self._spill, self._threads, self._order = (
-            directory / "spilled",
-            min(threads, MOST_THREADS),
-            order,
-        )
-        self._source = (
-            f"read_parquet('{glob.escape(str(directory)).replace(chr(39), 2 * chr(39))}"
-            "/rows-*.parquet', hive_partitioning = false)"
-        )
+        """Args: order: whether rows have order keys."""
+        self._directory, self._order = directory, order
+        self._threads = min(threads, MOST_THREADS)
 
     def __enter__(self) -> "Rows":
         import duckdb  # takes a while
 
+        files = glob.escape(str(self._directory)) + "/rows-*.parquet"
         with plain_errors():
             self.connection = duckdb.connect(
                 config={
                     "memory_limit": f"{MEMORY * max(2, self._threads)}B",
                     "threads": self._threads,
-                    "temp_directory": str(self._spill),
+                    "temp_directory": str(self._directory / "spilled"),
                     "autoinstall_known_extensions": False,
                     "autoload_known_extensions": False,
                     "arrow_large_buffer_size": True,
                 }
             )
             self.connection.execute("SET enable_progress_bar = false")
+            self.connection.read_parquet(files, hive_partitioning=False).create_view("rows")
         return self
 
     def __exit__(self, *_) -> None:
         self.connection.close()
 
-    def owners(self, width: int) -> pa.Table:
-        """All owners with their rows and tokens, sorted by group and user.
+    def owners(self) -> pa.Table:
+        """The owners, by group and user_id, with the number of their rows.
 
-        Args: width: bytes of a token id. Raises: OSError: no space, or no more files may be open.
+        Raises: OSError: no space, or no more files may be open.
         """
         with plain_errors():
-            found = self.connection.sql(
-                'SELECT "group", user_id, count(*) FILTER (first) AS rows, '
-                f"sum(octet_length(tokens))::BIGINT // {width} AS tokens "
-                f"FROM {self._source} GROUP BY ALL ORDER BY ALL"
-            )
-            table = found.to_arrow_table()
+            table = self.connection.sql(
+                'SELECT "group", user_id, count(*) FILTER (first) AS rows FROM rows '
+                "GROUP BY ALL ORDER BY ALL"
+            ).to_arrow_table()
         ids = table["user_id"].cast(pa.string())
         return table.set_column(1, "user_id", ids).combine_chunks()
 
     def blocks(self, dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(lengths, token ids end to end) of all rows, as sorted; raises as `owners`."""
-        names = ['"group"', "user_id", "place"]
-        if self._order:
-            names[2:2] = ["COLUMNS('order.') NULLS LAST"]
+        """(lengths, token ids end to end) of all rows, sorted. Raises as `owners`."""
+        order = "COLUMNS('order.') NULLS LAST," if self._order else ""
         with plain_errors():
             reader = self.connection.sql(
-                f"SELECT first, tokens FROM {self._source} ORDER BY {', '.join(names)}"
+                f'SELECT first, tokens FROM rows ORDER BY "group", user_id, {order} place'
             ).to_arrow_reader(BLOCK_ROWS)
-        return _whole(_pieces(reader, dtype))
+        return _joined(_pieces(reader, dtype))
 
 
 def _pieces(reader: Any, dtype: np.dtype) -> Iterator[list[np.ndarray]]:
-    """Blocks of pieces of rows: whether they begin one, their lengths, and token ids end to end."""
+    """Blocks of pieces: whether each is the first of its row, lengths, and token ids end to end."""
     while True:
         with plain_errors():
             try:
@@ -97,22 +88,22 @@ def _pieces(reader: Any, dtype: np.dtype) -> Iterator[list[np.ndarray]]:
             except StopIteration:
                 return
         column: Any = batch["tokens"].cast(pa.large_binary())
-        _, ends, data = column.buffers()
-        ends = np.frombuffer(ends, np.int64)[column.offset : column.offset + len(column) + 1]
-        values = np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]]
+        _, bounds, data = column.buffers()
+        bounds = np.frombuffer(bounds, np.int64)[column.offset : column.offset + len(column) + 1]
+        values = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]
         first = batch["first"].to_numpy(zero_copy_only=False)
-        yield [first, np.diff(ends) // dtype.itemsize, values.view(dtype)]
+        yield [first, np.diff(bounds) // dtype.itemsize, values.view(dtype)]
 
 
-def _whole(blocks: Iterator[list[np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(lengths, token ids end to end) of rows of which a block may have a part."""
+def _joined(blocks: Iterator[list[np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(lengths, token ids end to end) of whole rows; a row may continue in the next block."""
     held = None
     for block in blocks:
         if held is not None:
             block = [np.concatenate(pair) for pair in zip(held, block, strict=True)]
         first, lengths, values = block
         starts = np.flatnonzero(first)
-        last = int(starts[-1])  # it may go on in the next block
+        last = int(starts[-1])  # this row may continue
         size = int(lengths[:last].sum())
         if last:
             yield np.add.reduceat(lengths[:last], starts[:-1]), values[:size]
@@ -123,25 +114,25 @@ def _whole(blocks: Iterator[list[np.ndarray]]) -> Iterator[tuple[np.ndarray, np.
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """DuckDB's errors as the ones that a build knows what to do about."""
+    """Raise errors of DuckDB as OSError, Interrupted or KeyboardInterrupt, without its message."""
     import duckdb
 
     try:
         yield
     except (duckdb.Error, pa.ArrowException, OSError, RuntimeError) as error:
-        said = str(error)
-        # A signal while DuckDB is at work is an error of no type of its own.
-        if isinstance(error, duckdb.InterruptException) or said == "Query interrupted":
+        message = str(error)
+        # A signal that comes while rows are read raises an error of no special type.
+        if isinstance(error, duckdb.InterruptException) or message == "Query interrupted":
             raise KeyboardInterrupt from None
         for number in (*DISK_FULL, *TOO_MANY_FILES):
-            if os.strerror(number) in said:
+            if os.strerror(number) in message:
                 raise OSError(number, os.strerror(number)) from None
-        if "temp_directory" in said or "offload" in said:
+        if "temp_directory" in message or "offload" in message:
             raise OSError(DISK_FULL[0], os.strerror(DISK_FULL[0])) from None
-        if isinstance(error, duckdb.OutOfMemoryException) or "Out of Memory" in said:
+        if isinstance(error, duckdb.OutOfMemoryException) or "Out of Memory" in message:
             raise Interrupted("expected more memory to sort rows in") from None
         raise Interrupted(
-            f"rows could not be sorted ({type(error).__name__}); if that comes again, remove the "
+            f"rows could not be sorted ({type(error).__name__}); if that happens again, remove the "
             "directory beside the output whose name ends in .building"
         ) from None
 
@@ -153,15 +144,14 @@ def write_splits(
     directory: Path,
     dtype: np.dtype,
     report: Callable[[int], None],
-) -> dict[str, np.ndarray]:
-    """Writes token ids and offsets of each split, in a directory of its name in `directory`.
+) -> None:
+    """Write token ids and offsets of each split to the directory of its name in `directory`.
 
-    Args: blocks: all rows, as sorted. counts: int64 [owners], rows of each.
-    Returns: int64 [users of the split], their tokens, for each split.
+    Args: blocks: all rows, sorted. counts: int64 [owners], rows of each. report: called with the
+      number of rows that were written.
     """
     ends, start = np.cumsum(counts), 0
     spans = {name: np.zeros((2, len(counts)), np.int64) for name in splits}
-    tokens = {name: np.zeros(len(counts), np.int64) for name in splits}
     for name, rows in splits.items():
         spans[name][:, rows.owners] = rows.low, rows.high
         (directory / name).mkdir(exist_ok=True)
@@ -174,11 +164,7 @@ def write_splits(
             start += len(lengths)
             owner = np.searchsorted(ends, row, side="right")
             place = row - (ends - counts)[owner]
-            here = slice(owner[0], owner[-1] + 1)
             for name, (low, high) in spans.items():
-                mine = (place >= low[owner]) & (place < high[owner])
-                writers[name].write(lengths[mine], values[np.repeat(mine, lengths)])
-                found = np.bincount(owner - owner[0], lengths * mine)
-                tokens[name][here] += found.astype(np.int64)
+                inside = (place >= low[owner]) & (place < high[owner])
+                writers[name].write(lengths[inside], values[np.repeat(inside, lengths)])
             report(len(lengths))
-    return {name: tokens[name][rows.owners] for name, rows in splits.items()}

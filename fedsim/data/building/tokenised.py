@@ -1,10 +1,10 @@
 """First half of a build: parts of the sources become tokenised rows on disk, in scratch Parquet.
 
 A row has its owner, which is a user within a group (see splits.py), its order keys if any, its
-place among the rows of all sources and its token ids as bytes; a long one is in several pieces, for
-DuckDB takes memory for 122,880 rows in each thread, however long they are. Parts of small files are
-bundled, so that there are not too many files. A bundle is done when its record is there; a build
-that was killed does not do it again.
+place among the rows of all sources and its token ids as bytes. A long row is written in several
+pieces, because each thread of DuckDB holds 122,880 rows in memory, however long they are. Parts of
+small files are bundled, so that there are not too many files. A bundle is finished when its record
+exists; a build that was killed and run again does not repeat it.
 """
 
 import json
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,27 +23,26 @@ from fedsim.data.building.columns import Columns, is_blank, is_token_list
 from fedsim.data.building.orders import at_least
 from fedsim.data.building.processes import kept_for_a_build
 from fedsim.data.building.readers import PART_BYTES, READ_ROWS, Part, read
-from fedsim.data.framing import frame
 from fedsim.data.splits import EVAL_USERS, TEST, TRAIN, Holdout
-from fedsim.data.store import offsets_of, token_dtype
+from fedsim.data.store import copy, offsets_of, token_dtype
 from fedsim.data.text import Tokenizer
 from fedsim.errors import DataError
 from fedsim.files import write_json
 
+LONG_TEXTS = ("cut", "split")
 PIECE_BYTES = 512
 PLACES = 2**40  # more rows than a bundle has
-GROUP_BYTES = 4 * 2**20  # of what each thread reads at once when rows are sorted
-# What is counted of texts, and of their tokens.
-FOUND = ("examples", "unowned", "empty", "long", "no_order", "tokens", "tokens_cut")
+GROUP_BYTES = 4 * 2**20  # of a row group, which a thread that sorts reads at once
+COUNTS = ("examples", "unowned", "empty", "long", "no_order", "tokens", "tokens_cut")
 BUNDLE_BYTES, MOST_BUNDLES = 4 * 2**20, 4096  # of a bundle, about, and of a build where it can
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How texts become rows: all that a worker needs to know besides the part."""
+    """How texts become rows: the same for all parts."""
 
     directory: Path
-    """Where rows go."""
+    """The directory of the files of rows."""
     tokenizer: Path
     columns: Columns
     holdout: Holdout
@@ -68,9 +68,9 @@ def bundled(parts: Sequence[Part]) -> list[list[Part]]:
 def write_rows(
     item: tuple[int, Sequence[Part]], *, encoding: Encoding, report: Callable[[int], None]
 ) -> dict[str, int]:
-    """Writes the rows of a bundle. Returns its record: counts of rows and texts.
+    """Write the rows of a bundle. Returns its record: the number of rows, and COUNTS.
 
-    Raises: DataError: a token id beyond the vocabulary, and whatever is wrong with the file.
+    Raises: DataError: a token id is not in the vocabulary, or `read` refuses the file.
     """
     number, parts = item
     record_file = encoding.directory / f"part-{number:06d}.json"
@@ -78,25 +78,25 @@ def write_rows(
         record = json.loads(record_file.read_text())
         report(record["rows"])
         return record
-    record = {"rows": 0, **dict.fromkeys(FOUND, 0)}
+    record = {"rows": 0, **dict.fromkeys(COUNTS, 0)}
     with RowWriter(encoding.directory / f"rows-{number:06d}.parquet", number * PLACES) as rows:
         for part in parts:
             for first_row, batch in read(part, encoding.columns):
-                table, found = _tokenise(batch, encoding, first_row, part.file)
+                table, counts = _tokenise(batch, encoding, first_row, part.file)
                 rows.add(table)
                 record["rows"] += len(batch)
-                for name, number_found in zip(FOUND, found, strict=True):
-                    record[name] += number_found
+                for name, count in zip(COUNTS, counts, strict=True):
+                    record[name] += count
                 report(len(batch))
     write_json(record_file, record)
     return record
 
 
 class RowWriter:
-    """A file of tokenised rows, written in pieces; a context manager. No rows: no file."""
+    """Writes tokenised rows to a Parquet file; a context manager. Without rows there is no file."""
 
     def __init__(self, file: Path, place: int):
-        """place: of the first row among all rows; less than that of the next bundle's."""
+        """Args: place: of the first row among all rows; increases from bundle to bundle."""
         self._file, self._place = file, place
         self._writer: pq.ParquetWriter | None = None
         self._sink: pa.NativeFile | None = None
@@ -106,7 +106,7 @@ class RowWriter:
         return self
 
     def add(self, table: pa.Table) -> None:
-        """The next rows, which wait until they are many or large."""
+        """Append rows, which are held until there are many or large ones."""
         place = self._place + np.arange(len(table))
         self._place += len(table)
         self._held.append(table.append_column("place", pa.array(place)))
@@ -144,9 +144,9 @@ class RowWriter:
 def _tokenise(
     batch: pa.RecordBatch, encoding: Encoding, first_row: int, file: Path
 ) -> tuple[pa.Table, tuple[int, ...]]:
-    """Rows of a batch, in pieces. Also returns how many rows they are; how many had no user, no
-    text, a long text, no order; how many tokens texts have, and how many of them are cut off (of
-    huge texts those that are read, see `Tokenizer.encode`)."""
+    """The rows of a batch, in pieces, and their COUNTS: rows; source rows without a user, without a
+    text, with a long text, without an order; tokens of the texts, and of those the ones cut off (of
+    huge texts only the tokens that were read, see `Tokenizer.encode`)."""
     unowned = is_blank(batch["user_id"])
     blank = unowned | is_blank(batch["text"])
     kept = batch.filter(pa.array(~blank)) if blank.any() else batch
@@ -161,7 +161,7 @@ def _tokenise(
         raise DataError(
             f"text_column={encoding.columns.text[0]}: {bad} in row {row} of {file}"
         ) from None
-    found = frame(
+    examples = frame(
         lengths,
         values.astype(token_dtype(tokenizer.vocab_size), copy=False),
         begin_id=tokenizer.begin_id,
@@ -179,21 +179,69 @@ def _tokenise(
         columns |= {f"order{i}": key for i, key in enumerate(kept["order"].flatten())}
     is_test = tests(kept, encoding.columns, encoding.holdout)
     columns["group"] = _groups(kept["user_id"], is_test, encoding.holdout)
-    row, sizes, columns["first"] = pieces(found.lengths, found.values.itemsize)
+    row, sizes, columns["first"] = pieces(examples.lengths, examples.values.itemsize)
     if len(row) > len(kept):
-        origin = pa.array(found.origin[row])
+        origin = pa.array(examples.origin[row])
         columns = {
-            name: each if name == "first" else each.take(origin) for name, each in columns.items()
+            name: column if name == "first" else column.take(origin)
+            for name, column in columns.items()
         }
-    columns["tokens"] = as_bytes(sizes, found.values)
+    columns["tokens"] = as_bytes(sizes, examples.values)
     unread = int(unowned.sum()), int((blank & ~unowned).sum())
-    counts = len(found.lengths), *unread, long, no_order, tokens, num_cut
+    counts = len(examples.lengths), *unread, long, no_order, tokens, num_cut
     return pa.table(columns), counts
 
 
+class Examples(NamedTuple):
+    """Examples of texts."""
+
+    lengths: np.ndarray
+    """int64 [examples]: the number of tokens of each."""
+    values: np.ndarray
+    """The token ids of all examples end to end."""
+    origin: np.ndarray
+    """int64 [examples]: the number of the text that each comes from."""
+
+
+def frame(
+    lengths: np.ndarray,
+    values: np.ndarray,
+    *,
+    begin_id: int,
+    end_id: int,
+    max_length: int,
+    long_texts: str,
+) -> Examples:
+    """Add a begin token to each text, and an end token where it fits; cut or split long texts.
+
+    An example has at most max_length tokens, begin token included. "split" loses no token; "cut"
+    keeps the first max_length - 1 of a text. A text without tokens gives one example. All is
+    arithmetic on a whole batch, without a Python object per text or token.
+    Args: lengths: int64 [texts], tokens of each. values: their token ids end to end.
+    """
+    body = max_length - 1
+    number = np.maximum(1, -(-lengths // body))
+    if long_texts == "cut":
+        number = np.minimum(number, 1)
+    origin = np.repeat(np.arange(len(lengths)), number)
+    start = (np.arange(len(origin)) - np.repeat(np.cumsum(number) - number, number)) * body
+    left = lengths[origin] - start
+    taken = np.minimum(left, body)
+    ends = left < body
+    counts = 1 + taken + ends
+    first = np.cumsum(counts) - counts
+    framed = np.empty(int(counts.sum()), values.dtype)
+    copy(values, (np.cumsum(lengths) - lengths)[origin] + start, taken, framed, first + 1)
+    framed[first] = begin_id
+    framed[(first + counts - 1)[ends]] = end_id
+    return Examples(counts, framed, origin)
+
+
 def pieces(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, pa.Array]:
-    """Pieces of rows of `lengths` tokens of `width` bytes: the row of each, its tokens, and whether
-    it is the row's first."""
+    """Pieces of rows of `lengths` tokens of `width` bytes each.
+
+    Returns: of each piece the number of its row, its tokens, and whether it is the first of a row.
+    """
     most = PIECE_BYTES // width
     number = np.maximum(1, -(-lengths // most))
     ends = np.cumsum(number)
@@ -205,7 +253,7 @@ def pieces(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, pa.
 
 
 def _groups(users: pa.Array, is_test: np.ndarray, holdout: Holdout) -> pa.Array:
-    """Each row's group; see splits.py."""
+    """The group of each row; see splits.py."""
     group = np.where(is_test, TEST, TRAIN)
     if holdout.eval_users:
         unique = users.dictionary_encode()
@@ -216,7 +264,7 @@ def _groups(users: pa.Array, is_test: np.ndarray, holdout: Holdout) -> pa.Array:
 
 
 def as_bytes(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
-    """The token ids of each row as one value of bytes, which is sorted and written fastest."""
+    """The token ids of each row as one binary value: a list of numbers is sorted more slowly."""
     ends = pa.py_buffer(offsets_of(lengths * values.itemsize))
     data = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(pa.large_binary(), len(lengths), [None, ends, data])
@@ -230,7 +278,7 @@ def tests(batch: pa.RecordBatch, columns: Columns, holdout: Holdout) -> np.ndarr
 
 
 class _BadRow(Exception):
-    """What is wrong with a row of a batch."""
+    """A row of a batch is not as it should be."""
 
     def __init__(self, row: int, reason: str):
         super().__init__(reason)
