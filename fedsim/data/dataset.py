@@ -46,10 +46,10 @@ class Dataset:
         path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "dataset")
         if not (path / "tokenizer.json").is_file():
-            raise DataError(f"data={path}: expected its tokenizer.json")
+            raise DataError.of("data", path, "its tokenizer.json")
         splits = metadata.get("splits")
         if not isinstance(splits, list) or "train" not in splits or not set(splits) <= set(SPLITS):
-            raise DataError(f"data={path}/metadata.json: expected splits, train and perhaps others")
+            raise DataError.of("data", f"{path}/metadata.json", "splits, train and perhaps others")
         stores = {split: UserStore.open(path / split) for split in splits}
         _expect_sums(path, splits)
         return cls(**stores, tokenizer_path=path / "tokenizer.json", metadata=metadata, path=path)
@@ -90,7 +90,7 @@ def _expect_sums(path: Path, splits: list[str]) -> None:
     try:
         found = sums(path, splits).encode().split(b"\n")
     except OSError as error:
-        raise DataError(f"data={error.filename}: expected a file ({error.strerror})") from None
+        raise DataError.of("data", error.filename, f"a file ({error.strerror})") from None
     for line in found[:-1]:
         if line not in known:
             raise DataError(f"data={path / line.decode()[66:]}: changed since it was built")

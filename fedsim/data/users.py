@@ -78,9 +78,10 @@ class UserStore:
         self.num_users: int = len(counts) if graph is None else metadata["num_users"]
         self.num_examples = self._reader.num_rows
         if not self.num_examples == self.offsets[-1] == metadata["num_examples"]:
-            raise DataError(
-                f"num_examples={metadata['num_examples']} in metadata.json: expected the "
-                f"{self.offsets[-1]} of users.parquet and the {self.num_examples} of {OFFSETS}"
+            raise DataError.of(
+                "num_examples",
+                f"{metadata['num_examples']} in metadata.json",
+                f"the {self.offsets[-1]} of users.parquet and the {self.num_examples} of {OFFSETS}",
             )
 
     @classmethod
@@ -95,8 +96,8 @@ class UserStore:
         expected = [*TABLES[: 3 if SETS in metadata else 1], OFFSETS, TOKENS]
         found = [name for name in (*TABLES, OFFSETS, TOKENS) if (path / name).is_file()]
         if found != expected:
-            raise DataError(
-                f"data={path}: expected {', '.join(expected)}, got {', '.join(found) or 'none'}"
+            raise DataError.of(
+                "data", path, f"{', '.join(expected)}, got {', '.join(found) or 'none'}"
             )
         users, *graph = (pa.memory_map(str(path / name)).read_buffer() for name in expected[:-2])
         try:
@@ -128,10 +129,10 @@ class UserStore:
         lengths = np.fromiter(map(len, rows), np.int32, len(rows))
         tokens = np.fromiter((t for row in rows for t in row), np.int64, lengths.sum())
         if lengths.max(initial=0) > max_length:
-            raise DataError(f"length={lengths.max()}: expected at most max_length={max_length}")
+            raise DataError.of("length", lengths.max(), f"at most max_length={max_length}")
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
-            raise DataError(f"token={bad}: expected an id in [0, {vocab_size})")
+            raise DataError.of("token", bad, f"an id in [0, {vocab_size})")
         counts = np.array([len(by_id[user]) for user in ids], np.int64)
         ends = offsets_of(lengths)
         users = encode_users(ids, counts, ends)
@@ -278,8 +279,8 @@ def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
         metadata = json.loads(file.read_text(encoding="utf-8"))
         found = metadata["kind"], metadata["format"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(
-            f"data={directory}: expected a directory built by fedsim (with its metadata.json)"
+        raise DataError.of(
+            "data", directory, "a directory built by fedsim (with its metadata.json)"
         ) from None
     if found[0] == kind and found[1] in range(1, FORMAT):
         raise DataError(
@@ -287,5 +288,5 @@ def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
             f"{FORMAT}); build it again with `fedsim data build`"
         )
     if found != (kind, FORMAT):
-        raise DataError(f"data={directory}: expected kind {kind!r}, format {FORMAT}, got {found}")
+        raise DataError.of("data", directory, f"kind {kind!r}, format {FORMAT}, got {found}")
     return metadata

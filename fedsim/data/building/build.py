@@ -65,7 +65,7 @@ class _Options:
     def __post_init__(self):
         def check(field: str, value: Any, holds: bool, expected: str) -> None:
             if not holds:
-                raise DataError(f"{field}={value}: expected {expected}")
+                raise DataError.of(field, value, expected)
 
         holdout, columns = self.holdout, self.columns
         check("max_length", self.max_length, self.max_length >= 2, "at least 2 tokens")
@@ -151,7 +151,7 @@ def build(
       killed, or the Hub is out of reach. Finished parts are kept.
     """
     if num_workers is not None and num_workers < 1:
-        raise DataError(f"num_workers={num_workers}: expected >= 1")
+        raise DataError.of("num_workers", num_workers, ">= 1")
     out = Path(expand_home("out", out)).absolute()
     talk = (conversation_column, turn_column)
     named = (user_column, text_column, order_column, url_column, owners)
@@ -271,7 +271,7 @@ class _Build:
         """The sources, fetched if need be, and what they are on the Hub."""
         of_hub, others = hub.split_sources(named)
         if of_hub and others or len(of_hub) > 1:
-            raise DataError(f"data={named}: expected files, or one hf: data set")
+            raise DataError.of("data", named, "files, or one hf: data set")
         if not of_hub:
             files = find_files(others)
             form = self.options.form
@@ -335,7 +335,7 @@ class _Build:
         if is_shared(owners["user_id"]):
             several = "where texts have several owners"
             if least > 1:
-                raise DataError(f"min_examples={least}: expected 1 {several}")
+                raise DataError.of("min_examples", least, f"1 {several}")
             if rule := decided_by_texts(options.long_texts):
                 raise DataError(f"{rule} {several}")
         group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
