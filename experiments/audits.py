@@ -42,10 +42,8 @@ from fedsim.keys import SecretKey
 from fedsim.noise import add_gaussian
 from fedsim.sampling import Sampling
 from fedsim.trust.audit import SHARP
+from fedsim.trust.bounds import Claim, audit, audit_curve, audit_independent, curve_claim
 from fedsim.trust.canaries import LENGTH, POOLS, CanaryTask, Planted, coins
-from fedsim.trust.curve_audit import Claim, audit_curve, curve_claim
-from fedsim.trust.independent_audit import audit_independent
-from fedsim.trust.lower_bound import audit
 from fedsim.trust.noise_audit import audit_noise
 from fedsim.uls import ULS
 

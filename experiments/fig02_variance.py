@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from experiments import common
-from fedsim.tuning import variance
-from fedsim.tuning.variance import Setting
+from experiments import common, noise_variance
+from experiments.noise_variance import Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +72,17 @@ def _row(
         "budget": budget,
         "els_group_size": els_group,
         "uls_group_size": uls_group or "",
-        "els": variance.els_noise_variance(setting, batch_size=budget, group_size=els_group),
+        "els": noise_variance.els_noise_variance(setting, batch_size=budget, group_size=els_group),
         "uls_aligned": "",
         "uls_orthogonal": "",
     }
     for key, grad_norm in (
-        ("uls_aligned", variance.aligned_grad_norm),
-        ("uls_orthogonal", variance.orthogonal_grad_norm),
+        ("uls_aligned", noise_variance.aligned_grad_norm),
+        ("uls_orthogonal", noise_variance.orthogonal_grad_norm),
     ):
         if uls_group:
             norm = grad_norm(settings.example_grad_norm, uls_group)
-            row[key] = variance.uls_noise_variance(
+            row[key] = noise_variance.uls_noise_variance(
                 setting, batch_size=budget, group_size=uls_group, user_grad_norm=norm
             )
     return row

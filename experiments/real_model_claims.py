@@ -17,7 +17,7 @@ from scipy import stats
 from experiments import common
 from experiments.rows import Row, Rows, by, margin, over_seeds
 from fedsim import accounting
-from fedsim.trust import lower_bound
+from fedsim.trust import bounds
 
 MODEL = "SmolLM2-135M-Instruct"
 CLEAR = 0.1
@@ -34,7 +34,7 @@ def interval(inside: np.ndarray, outside: np.ndarray) -> tuple[float, float, flo
     Source: DeLong et al. 1988: the variance of the area from each user's share of it.
     """
     above = np.sign(inside[:, None] - outside[None, :]) / 2 + 0.5
-    area = lower_bound.area(inside, outside)
+    area = bounds.area(inside, outside)
     variance = above.mean(axis=1).var(ddof=1) / len(inside)
     variance += above.mean(axis=0).var(ddof=1) / len(outside)
     off = float(stats.norm.ppf((1 + CONFIDENCE) / 2) * np.sqrt(variance))

@@ -239,7 +239,7 @@ def look(at: Users, settings: Settings) -> Row:
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.group_size import median_group_size
     from fedsim.run.model_source import model_sha256
-    from fedsim.tuning.norms import GradientNorms
+    from fedsim.tuning.estimates import GradientNorms
 
     _, model, data, key, task, params = started(at.data, settings, SEED_OF_LOOK)
     tried = [2**n for n in range(max(settings.uls_groups).bit_length())]

@@ -95,11 +95,11 @@ def training_loss() -> Iterator[Row]:
 
 def audits() -> Iterator[Row]:
     """The largest epsilon that guesses of so many coins can refute."""
-    from fedsim.trust import lower_bound
+    from fedsim.trust import bounds
 
     for canaries in (400, 100):
-        significance = 0.05 / len(lower_bound.options_of(canaries))
-        most = lower_bound.lower_bound(canaries, canaries, canaries, RUN_DELTA, significance)
+        significance = 0.05 / len(bounds.options_of(canaries))
+        most = bounds.lower_bound(canaries, canaries, canaries, RUN_DELTA, significance)
         yield row("guarantees.md", f"largest that {canaries} canaries refute", most)
 
 

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedsim.engine.host import keep_compiled
+from fedsim.engine.environment import keep_compiled
 from fedsim.files import cache_dir
 from fedsim.keys import SecretKey
 

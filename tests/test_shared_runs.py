@@ -21,8 +21,7 @@ from fedsim.run import ledger
 from fedsim.sampling import Sampling, contributions, draw_groups, groups_of
 from fedsim.sampling.shared import Groups
 from fedsim.shared_uls import SharedULS
-from fedsim.trust.evidence import Violated
-from fedsim.trust.owner_counts import most_entered, most_owned
+from fedsim.trust.evidence import Violated, most_entered, most_owned
 
 
 class Graph:

@@ -29,7 +29,7 @@ from fedsim.data.owners import Owners
 from fedsim.data.users import UserStore
 from fedsim.keys import SecretKey
 from fedsim.sampling.shared import bounded_pool, greedy_pool, owners_groups
-from fedsim.trust.owner_counts import most_entered, most_owned
+from fedsim.trust.evidence import most_entered, most_owned
 
 TEXTS, USERS, PER_CONVERSATION, MOST_PEOPLE = 10_000_000, 1_000_000, 5, 6
 GROUP_SIZE, MAX_CHANGED = 8, 2

@@ -9,8 +9,8 @@
 
 `events` are what was released, `accountant` answers, `unknowns` searches with it for noise,
 probability or steps. `mixture` has the privacy loss of one step, `allocation` that of steps of
-which each user is in one, `composition` that of many, `grids` how fine a grid it takes, `pure_dp`
-the loss of pure DP, `noise_slack` what noise that is not ideal adds.
+which each user is in one, `composition` that of many, `pure_dp` the loss of pure DP,
+`noise_slack` what noise that is not ideal adds.
 """
 
 from fedsim.accounting.accountant import (

@@ -17,10 +17,10 @@ import numpy as np
 from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-from fedsim.accounting import allocation, calibration, composition, grids, mixture
+from fedsim.accounting import allocation, calibration, composition, mixture
 from fedsim.accounting.calibration import Progress
+from fedsim.accounting.composition import Query
 from fedsim.accounting.events import Event, Phases, StepEvent, merge
-from fedsim.accounting.grids import Query
 from fedsim.accounting.noise_slack import together
 from fedsim.accounting.pure_dp import PureEvent, pure_pld, pure_pmf
 from fedsim.accounting.selection import SelectionEvent, selection_pmf
@@ -192,7 +192,7 @@ def _refine(
     answer, finest = None, coarsest
     for direction in (composition.REMOVE, composition.ADD):
         compose = functools.partial(_compose_direction, merged, direction)
-        found, grid = grids.refine(compose, query, coarsest, accuracy, answer, report)
+        found, grid = composition.refine(compose, query, coarsest, accuracy, answer, report)
         answer = found if answer is None else np.maximum(found, answer)
         finest = min(finest, grid)
     assert answer is not None

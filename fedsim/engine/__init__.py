@@ -7,7 +7,7 @@ import jax
 
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine, EngineError, Stats, ignore
-from fedsim.engine.host import keep_compiled
+from fedsim.engine.environment import keep_compiled
 from fedsim.engine.task import Task, WrappedTask
 from fedsim.errors import expect
 from fedsim.files import cache_dir

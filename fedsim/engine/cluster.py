@@ -9,6 +9,7 @@ import fcntl
 import functools
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -28,6 +29,7 @@ import ray
 from ray._private import ray_constants
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
+from ray.util.metrics import Gauge
 
 from fedsim import keys
 from fedsim.engine import warden
@@ -283,3 +285,30 @@ def _token_file() -> Path:
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
     return path
+
+
+SHOWN = re.compile(r"step|privacy/\w+|performance/(\w+_restarts|redispatched_lanes|workers)")
+
+
+class Monitor:
+    """What a cluster's dashboard and Prometheus are shown of a run: one gauge per metric.
+
+    Ray's agents answer all who reach them, with no token, so only what the guarantee covers leaves
+    the driver: no loss, no norm, and nothing from which sizes of draws follow, such as the time of
+    a step. A private cluster collects nothing.
+    """
+
+    def __init__(self):
+        self._gauges: dict[str, Gauge] = {}
+        # Of a submitted job; a private cluster has one run.
+        self._tags = {"job": os.environ.get("RAY_JOB_SUBMISSION_ID", "local")}
+
+    def publish(self, values: dict[str, float]) -> None:
+        """Set the gauges of these metrics, as far as others may see them."""
+        for name, value in values.items():
+            if not SHOWN.fullmatch(name):
+                continue
+            if name not in self._gauges:
+                gauge = "fedsim_" + re.sub(r"\W", "_", name)
+                self._gauges[name] = Gauge(gauge, description=name, tag_keys=("job",))
+            self._gauges[name].set(value, tags=self._tags)

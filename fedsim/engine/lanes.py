@@ -2,11 +2,18 @@
 
 On the driver, in NumPy. A lane computes some units side by side, cut to one length: where short and
 long ones are mixed, each lane has a little of every length, padded to whole passes. Where short
-texts share a row, in evaluations, it is the other way round.
+texts share a row, in evaluations, it is the other way round: few shapes of calls, so that little is
+compiled. While a lane is computed the next chunk is read in a thread, and while workers wait the
+pages of the next step.
 """
 
-from typing import NamedTuple
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from fedsim.engine.task import Task
@@ -87,3 +94,45 @@ def costs(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:
         return None
     found = np.where(rows.ravel() >= 0, buckets.holding(sizes), 0)
     return found.reshape(rows.shape if rows.ndim > 1 else (len(rows), 1))
+
+
+EVAL_ROWS_PER_CHUNK = 16
+EVAL_FEW = 4  # of what is left of a length: with a large model, padding costs more than calls
+EVAL_TOKENS_PER_CALL = 2048  # where short texts share rows
+
+
+def in_calls(batch: Any) -> Iterator[tuple[Any, int]]:
+    """(part of a batch [rows, length], its rows): as many as a call takes, then powers of two."""
+    start, (count, length) = 0, jax.tree.leaves(batch)[0].shape
+    most = max(1, EVAL_TOKENS_PER_CALL // length)
+    while (left := count - start) > 0:
+        rows = min(most, 1 << (left.bit_length() - 1))
+        yield jax.tree.map(lambda leaf: leaf[start : start + rows], batch), rows  # noqa: B023
+        start += rows
+
+
+def ahead(read: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """(item, read(item)) in order; the next item is read while the caller works on this one.
+
+    Raises: what `read` raised, when it is that item's turn.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        last = None
+        for item in items:
+            following = (item, thread.submit(read, item))
+            if last is not None:
+                yield last[0], last[1].result()
+            last = following
+        if last is not None:
+            yield last[0], last[1].result()
+
+
+def touch(read: Callable[[], Any]) -> None:
+    """Read in the background and forget: memory-mapped pages are there when they are needed. An
+    error shows when the same is read again."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            read()
+
+    threading.Thread(target=quietly, daemon=True).start()

@@ -27,9 +27,9 @@ from ray.exceptions import (
 
 from fedsim.config import MeshShape
 from fedsim.engine.actors import MAX_LOSSES, PULL_S, START_S, Actors, Shared, cause, failure
+from fedsim.engine.cluster import Monitor
 from fedsim.engine.engine import Engine, EngineError, ignore
 from fedsim.engine.health import Health, Patience, State
-from fedsim.engine.monitor import Monitor
 from fedsim.engine.multi_device import MultiDeviceWorker
 from fedsim.engine.resources import store_bytes
 from fedsim.engine.task import Task

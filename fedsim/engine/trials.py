@@ -21,7 +21,7 @@ from fedsim.clipping.observed import UnsupportedModel
 from fedsim.clipping.packing import padded
 from fedsim.clipping.strategy import candidates, choose
 from fedsim.engine.engine import TRIAL_UNITS, Engine, Trial, ignore
-from fedsim.engine.host import free_memory, trial_clock
+from fedsim.engine.environment import free_memory, trial_clock
 from fedsim.errors import ConfigError
 from fedsim.files import NotOurs, own_directory, write_json
 

@@ -23,10 +23,8 @@ from fedsim.clipping.packing import Chunk, chunks
 from fedsim.config import MeshShape
 from fedsim.engine.arithmetic import check_arithmetic, check_contributions
 from fedsim.engine.engine import Stats
-from fedsim.engine.environment import versions
-from fedsim.engine.eval_batches import EVAL_FEW, EVAL_ROWS_PER_CHUNK, in_calls
-from fedsim.engine.host import host_kind, keep_compiled
-from fedsim.engine.prefetch import ahead, touch
+from fedsim.engine.environment import host_kind, keep_compiled, versions
+from fedsim.engine.lanes import EVAL_FEW, EVAL_ROWS_PER_CHUNK, ahead, in_calls, touch
 from fedsim.engine.programs import Programs
 from fedsim.engine.task import Task
 from fedsim.engine.trials import try_strategy

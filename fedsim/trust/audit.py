@@ -30,11 +30,10 @@ from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
 from fedsim.sampling import examples_per_user, graph_of
 from fedsim.training import train
-from fedsim.trust import lower_bound
+from fedsim.trust import bounds
 from fedsim.trust.audit_page import compose
+from fedsim.trust.bounds import Claim, audit_curve, audit_independent, curve_claim
 from fedsim.trust.canaries import POOLS, Planted, coins
-from fedsim.trust.curve_audit import Claim, audit_curve, curve_claim
-from fedsim.trust.independent_audit import audit_independent
 from fedsim.trust.noise_audit import audit_noise
 from fedsim.trust.pages import write
 from fedsim.trust.shared_canaries import PlantedAmongOthers, partners_of, rows_of_users
@@ -150,16 +149,16 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
       and `largest_possible` of all attacks; `canaries_needed`, of one kind, to refute the claim if
       every coin is guessed right, None if there is no such number.
     """
-    bounds = [result[kind]["bound"] for kind in ("gradient", "text") if result[kind]]
+    of_kinds = [result[kind]["bound"] for kind in ("gradient", "text") if result[kind]]
     curves = [each["curve"] for k in ("gradient", "text") if (each := result[k] or {}).get("curve")]
-    found = max((bound["epsilon"] for bound in bounds), default=0.0)
-    largest = max((bound["largest_possible"] for bound in bounds), default=0.0)
+    found = max((bound["epsilon"] for bound in of_kinds), default=0.0)
+    largest = max((bound["largest_possible"] for bound in of_kinds), default=0.0)
     independent = (result["gradient"] or {}).get("independent")
     noise = result.get("noise")
     claimed, label = float(result["epsilon"]), result["epsilon_holds"]
     needed = None
     if math.isfinite(claimed):
-        needed = lower_bound.canaries_needed(claimed, result["delta"], result["confidence"])
+        needed = bounds.canaries_needed(claimed, result["delta"], result["confidence"])
     if math.isinf(claimed):
         holds, verdict = None, "no privacy is claimed"
     elif label not in (*ADJACENCY.values(), REPRODUCTION):  # a seed takes nothing from an attack
@@ -275,7 +274,7 @@ def _outcome(
     claim: Claim | None,
 ) -> dict[str, Any]:
     """The bounds, each with this confidence, and what a reader sees of the scores."""
-    bound = lower_bound.audit(scores, included, delta, confidence)
+    bound = bounds.audit(scores, included, delta, confidence)
     found: dict[str, Any] = {"bound": dataclasses.asdict(bound)}
     if claim is not None:
         curve = audit_curve(scores, included, claim, delta, confidence)
@@ -291,9 +290,9 @@ def _membership(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
 
 def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
     """Area under the curve, the curve, and its height at few false alarms."""
-    false, true = lower_bound.roc(inside, outside)
+    false, true = bounds.roc(inside, outside)
     return {
-        "auc": lower_bound.area(inside, outside),
+        "auc": bounds.area(inside, outside),
         "true_positives_at_1_percent": float(true[false <= ALARMS].max()),
         "roc": {"false": false.tolist(), "true": true.tolist()},
     }

@@ -19,12 +19,41 @@ from fedsim.clipping import Buckets
 from fedsim.clipping.clip import num_coordinates
 from fedsim.data.dataset import Dataset
 from fedsim.data.owners import Owners, joined
+from fedsim.data.text import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.engine.task import Task, WrappedTask
 from fedsim.errors import expect
 from fedsim.noise import AddNoise
-from fedsim.trust.canary_texts import canary_tokens
 from fedsim.trust.noise_audit import ReleasedNoise
+
+CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxz", "aeiou"
+MOST_TOKENS = 32
+WORDS = 24  # more than fit
+
+
+def canary_text(rng: np.random.Generator) -> str:
+    """Made-up words, and numbers among them: a text, not a row of random token ids.
+
+    Whatever tokenizer a model came with, a user could have written it; nobody else did.
+    """
+    words = []
+    for _ in range(WORDS):
+        letters = (rng.choice(list(kind)) for kind in (CONSONANTS, VOWELS) * 2 + (CONSONANTS,))
+        words.append("".join(letters) if rng.random() < 0.7 else str(rng.integers(10, 100_000)))
+    return " ".join(words)
+
+
+def canary_tokens(data: Dataset, count: int, rng: np.random.Generator) -> list[list[int]]:
+    """The tokens of so many canaries' texts, each of the same number, for data with a tokenizer;
+    random ones for data without."""
+    store = data.train
+    length = min(store.max_length, MOST_TOKENS)
+    if data.tokenizer_path is None:
+        return rng.integers(0, store.vocab_size, (count, length)).tolist()
+    tokenizer = Tokenizer.load(data.tokenizer_path)
+    texts = tokenizer.encode_batch([canary_text(rng) for _ in range(count)])
+    return [[tokenizer.begin_id, *ids][:length] for ids in texts]
+
 
 LENGTH = 1e3
 """Of a gradient canary's gradient, in clip norms: clipping has something to do."""

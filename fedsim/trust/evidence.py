@@ -1,19 +1,31 @@
-"""What `verify` goes by: a run directory, what was found in it, and what is said of a promise."""
+"""What `verify` uses: a run directory, what was found in it, and what is said of a promise.
+
+Counts all owners of all texts, unlike `sampling.shared`, which drew the pool and the groups.
+"""
 
 import dataclasses
 import functools
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
+from fedsim import accounting
+from fedsim.accounting.rounding import at_most
 from fedsim.budget.admission import expect_receipt
 from fedsim.config import changed_run
 from fedsim.data.dataset import Dataset
+from fedsim.data.owners import Owners
 from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError, FedsimError
+from fedsim.evaluate import VALIDATION
 from fedsim.keys import SecretKey
-from fedsim.run import directory
+from fedsim.plan import REPRODUCTION
+from fedsim.run import directory, metrics
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
+from fedsim.sampling.shared import Groups
+from fedsim.training.private_evaluation import DIRECTORY, FILE, SPLIT, Evaluated
 
 T = TypeVar("T")
 
@@ -124,3 +136,65 @@ def demand(holds: bool, message: str) -> None:
     """Raises Violated with the message unless `holds`."""
     if not holds:
         raise Violated(message)
+
+
+def most_owned(rows: np.ndarray, offsets: np.ndarray, owners: Owners) -> int:
+    """Largest number of texts among `rows` that one user owns.
+
+    Raises Violated: a text occurs twice.
+    """
+    demand(len(np.unique(rows)) == len(rows), "a text is in the pool twice")
+    sets = np.searchsorted(offsets, rows, side="right") - 1
+    return int(owners.count(np.bincount(sets, minlength=owners.num_sets)).max())
+
+
+def most_entered(groups: Groups, offsets: np.ndarray, owners: Owners) -> int:
+    """Largest number of other users' groups that contain texts of one user.
+
+    Raises Violated: a text is in two groups, a user has two groups, or a group has a text that its
+      user does not own.
+    """
+    demand(len(np.unique(groups.rows)) == len(groups.rows), "a text is in two groups")
+    demand(len(np.unique(groups.users)) == groups.num_users, "a user has two groups")
+    group = np.repeat(np.arange(groups.num_users), np.diff(groups.offsets))
+    sets = np.searchsorted(offsets, groups.rows, side="right") - 1
+    group, sets = np.divmod(np.unique(group * owners.num_sets + sets), owners.num_sets)
+    counts = owners.sizes[sets]
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    user = owners.users[np.repeat(owners.starts[sets], counts) + within]
+    group = np.repeat(group, counts)
+    own = user == groups.users[group]
+    demand(int(own.sum()) == len(sets), "a group has a text that its user does not own")
+    pairs = np.unique(user[~own].astype(np.int64) * groups.num_users + group[~own])
+    entered = np.bincount(pairs // groups.num_users, minlength=1)
+    return int(entered.max())
+
+
+TOLERANCE = 1e-9  # relative: of other versions of the packages that add up
+
+
+def check_evaluations(evidence: Evidence) -> str:
+    """Check that evaluations cost at most what was planned, and that no other loss was shown.
+
+    Returns: the finding in words. Raises: Violated, Unknown.
+    """
+    how, path = evidence.plan.evaluations, evidence.run_dir / FILE
+    assert how is not None, "of a plan that has them"
+    spent = accounting.epsilon(how.phases(how.count), how.delta - how.slack[1]) + how.slack[0]
+    paid = spent <= how.epsilon * (1 + TOLERANCE)
+    demand(paid, f"evaluations of epsilon {spent}: expected at most {how.epsilon}")
+    losses = Evaluated(evidence.run_dir).losses
+    last = evidence.plan.num_steps
+    for step in losses:
+        due = step <= evidence.num_steps and (step % how.every == 0 or step == last)
+        demand(due, f"{path}: step {step}: expected none but each {how.every}th and the last")
+    for line in metrics.read(evidence.run_dir):
+        others = {name for split, name in VALIDATION.items() if split != SPLIT} & line.keys()
+        demand(not others, f"{metrics.FILE}: step {line['step']}: {min(others, default='')}")
+        shown = line.get(VALIDATION[SPLIT])
+        same = shown is None or shown == losses.get(line["step"])
+        demand(same, f"{metrics.FILE}: step {line['step']}: {shown}, which {FILE} does not have")
+    run = evidence.key.seal("evaluation")
+    label = REPRODUCTION if evidence.plan.seeded else ""
+    found = counted(evidence.run_dir / DIRECTORY, run, label)
+    return f"{len(losses)} of {how.count}, epsilon {at_most(how.epsilon, '.4g')}; {found}"

@@ -15,8 +15,7 @@ from fedsim.config import Algorithm
 from fedsim.data.dataset import Dataset
 from fedsim.data.owners import of_ids
 from fedsim.data.users import UserStore
-from fedsim.trust.canaries import POOLS, CanaryTask, Planted, PlantedStore
-from fedsim.trust.canary_texts import canary_tokens
+from fedsim.trust.canaries import POOLS, CanaryTask, Planted, PlantedStore, canary_tokens
 
 OPPOSED = -0.5
 """How far a partner's own text pulls the canary's way: less than one text of the canary's."""

@@ -31,17 +31,18 @@ from fedsim.run.console import Console
 from fedsim.run.ledger import LedgerError
 from fedsim.run.state import apart, results
 from fedsim.shared_uls import SharedULS
-from fedsim.trust.evaluation_check import check_evaluations
 from fedsim.trust.evidence import (
     Check,
     Evidence,
     Interrupted,
     Unknown,
     Violated,
+    check_evaluations,
     counted,
     demand,
+    most_entered,
+    most_owned,
 )
-from fedsim.trust.owner_counts import most_entered, most_owned
 from fedsim.trust.replay import replay
 from fedsim.uls import ULS
 

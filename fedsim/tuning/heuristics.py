@@ -17,8 +17,7 @@ from fedsim.keys import SecretKey
 from fedsim.plan import complete
 from fedsim.sampling import Users, graph_of, groups_of, pool_of
 from fedsim.tuning import doubling
-from fedsim.tuning.norms import GradientNorms
-from fedsim.tuning.variance import noise_stddev
+from fedsim.tuning.estimates import GradientNorms, noise_stddev
 
 LEAST_COHORT = 8  # of the curve that is drawn: below, its noise is of no interest
 

@@ -37,10 +37,8 @@ from fedsim.training import wait_for
 from fedsim.tuning import doubling
 from fedsim.tuning.advice import Advice, choose, command, draw
 from fedsim.tuning.cells import compare, least
+from fedsim.tuning.estimates import NUM_USERS, GradientNorms, UnitTimes, noise_stddev
 from fedsim.tuning.heuristics import LEAST_COHORT, Heuristics, filled, share_used, units_of
-from fedsim.tuning.norms import NUM_USERS, GradientNorms
-from fedsim.tuning.timing import UnitTimes
-from fedsim.tuning.variance import noise_stddev
 
 NORMS_S = 8.0  # of an estimate of gradient norms: fewer users are looked at where all take longer
 

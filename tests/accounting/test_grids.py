@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from fedsim.accounting import grids
+from fedsim.accounting import composition
 
 
 def refined(law, accuracy=1e-4, enough=None, range_=1.0):
@@ -16,7 +16,7 @@ def refined(law, accuracy=1e-4, enough=None, range_=1.0):
         tried.append(grid)
         return types.SimpleNamespace(size=int(range_ / grid), grid=grid)
 
-    answer, grid = grids.refine(
+    answer, grid = composition.refine(
         compose, lambda pmf: np.array([2.0 + law(pmf.grid)]), 2**-10, accuracy, enough, print
     )
     assert grid == tried[-1]

@@ -9,7 +9,7 @@ import pytest
 from refused import refuses
 
 from fedsim.config import EngineConfig
-from fedsim.engine import environment, host
+from fedsim.engine import environment
 from fedsim.engine.worker import Worker
 
 AGAIN = """
@@ -64,8 +64,8 @@ CPU revision\t: 1
 
 
 def kind_of(monkeypatch, info):
-    monkeypatch.setattr(host.Path, "read_text", lambda path: info)
-    return host.host_kind()
+    monkeypatch.setattr(environment.Path, "read_text", lambda path: info)
+    return environment.host_kind()
 
 
 @pytest.mark.privacy
@@ -89,7 +89,7 @@ def test_a_kind_of_host_is_one_generation_with_its_instructions(monkeypatch, nam
     first, other = (kind_of(monkeypatch, text) for text in (info, info.replace(was, now, 1)))
     assert info.count(was) and (first == other) == same
     assert first == kind_of(monkeypatch, info + info)  # however many there are
-    assert first.startswith("AMD-EPYC-" if name == "AMD" else f"{host.platform.machine()}-")
+    assert first.startswith("AMD-EPYC-" if name == "AMD" else f"{environment.platform.machine()}-")
 
 
 @pytest.mark.privacy

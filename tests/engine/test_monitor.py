@@ -5,7 +5,7 @@ import re
 import pytest
 from ray.util.metrics import Gauge
 
-from fedsim.engine.monitor import Monitor
+from fedsim.engine.cluster import Monitor
 
 pytestmark = pytest.mark.ray
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from fedsim.engine.prefetch import ahead, touch
+from fedsim.engine.lanes import ahead, touch
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])

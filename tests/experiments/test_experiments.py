@@ -17,9 +17,9 @@ from fedsim.data import corpora
 
 ROOT = Path(__file__).parents[2]
 HELPERS = (
-    "__init__ architecture common finetuning group_privacy heuristics mean_task planting"
-    " processes real_model_claims records regime_claims regime_plots rows screens stand_ins"
-    " starting_model synthetic testing updates"
+    "__init__ architecture common finetuning group_privacy heuristics mean_task"
+    " noise_variance planting processes real_model_claims records regime_claims regime_plots"
+    " rows screens stand_ins starting_model synthetic testing updates"
 )
 NAMES = sorted(p.stem for p in (ROOT / "experiments").glob("*.py") if p.stem not in HELPERS.split())
 

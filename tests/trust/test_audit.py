@@ -22,7 +22,7 @@ from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated
 from fedsim.plan import ADJACENCY
 from fedsim.sampling import Poisson, Sampling
-from fedsim.trust import audit, lower_bound
+from fedsim.trust import audit, bounds
 from fedsim.trust.audit_page import sentence
 from fedsim.trust.canaries import CanaryTask, Planted, coins
 from fedsim.uls import ULS
@@ -82,7 +82,7 @@ def audited(
     for step in range(steps):  # without a training around them, at fixed parameters
         noisy, _ = method.gradient(jnp.zeros(CANARIES), step, local, **settings)
         plant.watch(noisy.values(), 1 / method.sampler.expected_count)
-    return lower_bound.audit(plant.gradient_scores(), included, DELTA, 0.95)
+    return bounds.audit(plant.gradient_scores(), included, DELTA, 0.95)
 
 
 @pytest.mark.slow

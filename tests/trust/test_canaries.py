@@ -18,8 +18,7 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task, WrappedTask
 from fedsim.errors import ConfigError
 from fedsim.trust import canaries
-from fedsim.trust.canaries import CanaryTask, Directions, Planted, PlantedStore
-from fedsim.trust.canary_texts import canary_tokens
+from fedsim.trust.canaries import CanaryTask, Directions, Planted, PlantedStore, canary_tokens
 
 PARAMS = {"a": jnp.zeros((3, 5)), "b": jnp.zeros(8)}
 

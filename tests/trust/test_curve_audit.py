@@ -5,8 +5,8 @@ import pytest
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent, gaussian_delta, gaussian_epsilon
-from fedsim.trust import lower_bound
-from fedsim.trust.curve_audit import (
+from fedsim.trust import bounds
+from fedsim.trust.bounds import (
     _largest_mu,
     audit_curve,
     curve_claim,
@@ -51,10 +51,10 @@ def test_a_curve_and_its_formula_are_one_claim():
 
 def test_epsilon_8_can_be_refuted_with_few_canaries():
     claim = gaussian_claim(mu_of(8.0))
-    significance = 0.05 / len(lower_bound.options_of(250))
+    significance = 0.05 / len(bounds.options_of(250))
     assert refutes(250, 250, 250, claim, significance)
     assert not refutes(8, 8, 8, claim, 0.05)
-    assert lower_bound.canaries_needed(8.0, DELTA, 0.95) > 10_000
+    assert bounds.canaries_needed(8.0, DELTA, 0.95) > 10_000
 
 
 @pytest.mark.privacy
@@ -84,7 +84,7 @@ def test_noise_that_is_too_small_is_refuted(epsilon, mistake):
     scores, coins = attack(mistake * mu, np.random.default_rng(1), canaries)
     assert audit_curve(scores, coins, claim, DELTA, 0.95).refuted
     if epsilon == 8.0:
-        assert lower_bound.audit(scores, coins, DELTA, 0.95).epsilon < epsilon
+        assert bounds.audit(scores, coins, DELTA, 0.95).epsilon < epsilon
 
 
 def test_the_curve_of_a_training_is_a_claim():

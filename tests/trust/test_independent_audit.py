@@ -6,8 +6,13 @@ from scipy import special, stats
 from test_curve_audit import DELTA, EPSILONS, attack, mu_of
 
 from fedsim.accounting import gaussian_delta
-from fedsim.trust.curve_audit import audit_curve, curve_claim, gaussian_claim
-from fedsim.trust.independent_audit import advantage, audit_independent
+from fedsim.trust.bounds import (
+    advantage,
+    audit_curve,
+    audit_independent,
+    curve_claim,
+    gaussian_claim,
+)
 
 SIGNIFICANCE = 5e-4
 

@@ -24,7 +24,7 @@ from fedsim.accounting import calibration
 from fedsim.cli.main import main
 from fedsim.data import corpora
 from fedsim.engine import trials
-from fedsim.engine.host import keep_compiled
+from fedsim.engine.environment import keep_compiled
 from fedsim.files import NotOurs, own_directory
 from fedsim.run.console import Console
 from fedsim.trust.verify import verify
@@ -141,7 +141,7 @@ def test_compiled_programs_of_others_are_not_read(attack, cache, compiled_in, ca
 SWAPPED = """
     import os, pathlib, sys
     import jax
-    from fedsim.engine.host import keep_compiled
+    from fedsim.engine.environment import keep_compiled
 
     ours, theirs = (pathlib.Path(name) for name in sys.argv[1:])
 

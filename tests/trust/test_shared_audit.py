@@ -20,8 +20,8 @@ from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.sampling import Sampling, contributions
 from fedsim.shared_uls import SharedULS
+from fedsim.trust.bounds import audit_curve, curve_claim
 from fedsim.trust.canaries import CanaryTask, coins
-from fedsim.trust.curve_audit import audit_curve, curve_claim
 from fedsim.trust.shared_canaries import PlantedAmongOthers, partners_of, rows_of_users
 from fedsim.uls import ULS
 

@@ -12,7 +12,7 @@ from experiments.mean_task import MeanTask
 from fedsim.engine.engine import EngineError
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.tuning import doubling
-from fedsim.tuning.norms import BATCH, GradientNorms, median_interval
+from fedsim.tuning.estimates import BATCH, GradientNorms, median_interval
 
 WIDTH = 40
 

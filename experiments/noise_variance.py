@@ -9,6 +9,7 @@ import dataclasses
 import math
 
 from fedsim import accounting
+from fedsim.tuning.estimates import noise_stddev
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +49,6 @@ def uls_noise_variance(
     cohort = batch_size / group_size
     sigma = _noise_multiplier(setting, cohort / setting.num_users, 1)
     return noise_stddev(user_grad_norm, sigma, cohort) ** 2
-
-
-def noise_stddev(grad_norm: float, noise_multiplier: float, count: float) -> float:
-    """L sigma / count: standard deviation per coordinate of a step's noise, in the gradient's unit.
-
-    ELS has less noise than ULS where this is smaller; with B = G_ULS M that is Equation 7,
-    L_ELS sigma_ELS <= G_ULS L_ULS sigma_ULS.
-    Args: grad_norm: L_ELS or L_ULS, the clip norm. count: B or M.
-    """
-    return grad_norm * noise_multiplier / count
 
 
 def aligned_grad_norm(example_grad_norm: float, group_size: int) -> float:

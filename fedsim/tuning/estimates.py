@@ -1,9 +1,17 @@
-"""Gradient norms at the starting model, through an engine: what Estimate-and-Double estimates.
+"""What `recommend` estimates at the starting model: gradient norms, noise and time.
 
-L_ULS(G) is the median over a sample of users of the norm of their mean gradient over at most G
-examples; L_ELS the same over single examples. Not private: users' norms without noise.
+Norms: L_ULS(G) is the median over a sample of users of the norm of their mean gradient over at most
+G examples; L_ELS the same over single examples. Not private: users' norms without noise.
+
+Noise (Section 3, Equation 7): with Lipschitz losses and clip norms at the Lipschitz constants, both
+algorithms spend `batch_size` gradients per step, and their noise per coordinate has variance
+(sigma_ELS L_ELS / B)^2 and (sigma_ULS L_ULS / M)^2. The variance of the gradient itself is not part
+of it.
+
+Time: of gradients on a run's workers, by the strategy that the run would choose.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +21,12 @@ import numpy as np
 from scipy import stats
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.engine.engine import Engine, EngineError
+from fedsim.config import EngineConfig
+from fedsim.engine import Engine, EngineError
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.sampling import PADDING, draw_groups
+from fedsim.training import strategy_for
 
 NUM_USERS = 128
 """How many users the paper samples."""
@@ -152,3 +162,49 @@ def median_interval(values: np.ndarray) -> tuple[float, float] | None:
     # k values or fewer below the median: probability at most 1/40 on either side.
     least -= stats.binom.cdf(least, count, 0.5) > 0.025
     return None if least < 0 else (float(ordered[least]), float(ordered[count - 1 - least]))
+
+
+def noise_stddev(grad_norm: float, noise_multiplier: float, count: float) -> float:
+    """L sigma / count: standard deviation per coordinate of a step's noise, in the gradient's unit.
+
+    ELS has less noise than ULS where this is smaller; with B = G_ULS M that is Equation 7,
+    L_ELS sigma_ELS <= G_ULS L_ULS sigma_ULS.
+    Args: grad_norm: L_ELS or L_ULS, the clip norm. count: B or M.
+    """
+    return grad_norm * noise_multiplier / count
+
+
+TIMED_GRADIENTS = (16, 32, 128)  # of a step, to tell how long all of them take
+TELLING_S = 1.0  # what takes longer needs no repetition with more
+
+
+class UnitTimes:
+    """Times of units, each number of rows measured once."""
+
+    def __init__(self, config: EngineConfig, workers: Engine, params: Any):
+        self._config, self._workers, self._params = config, workers, params
+        self._known: dict[int, tuple[Strategy, float]] = {}
+
+    def of(self, method: Any) -> tuple[Strategy, float]:
+        """(The strategy for units like those that a method draws, seconds of a unit)."""
+        rows = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
+        group = rows.shape[1]
+        if group not in self._known:
+            asked = (self._config, None, self._workers, self._params, method, ANY_CLIP)
+            strategy, _ = strategy_for(*asked)
+            self._known[group] = strategy, self._measured(rows, strategy)
+        return self._known[group]
+
+    def _measured(self, rows, strategy) -> float:
+        """A part of a step is computed again and again, for the first one compiles; the last time
+        counts."""
+        seconds = math.nan
+        for gradients in TIMED_GRADIENTS:
+            rows_now = rows[: max(2, gradients // rows.shape[1])]
+            start = time.perf_counter()
+            self._workers.clipped_sum(self._params, rows_now, ANY_CLIP, strategy)
+            elapsed = time.perf_counter() - start
+            seconds = elapsed / len(rows_now)
+            if elapsed > TELLING_S and gradients != TIMED_GRADIENTS[0]:
+                break
+        return seconds
