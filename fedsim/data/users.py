@@ -283,9 +283,11 @@ def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
             "data", directory, "a directory built by fedsim (with its metadata.json)"
         ) from None
     if found[0] == kind and found[1] in range(1, FORMAT):
-        raise DataError(
-            f"data={directory}: built by an earlier version of fedsim (format {found[1]}, expected "
-            f"{FORMAT}); build it again with `fedsim data build`"
+        raise DataError.of(
+            "data",
+            directory,
+            f"format {FORMAT}, got format {found[1]}, built by an earlier version of fedsim; build "
+            "it again with `fedsim data build`",
         )
     if found != (kind, FORMAT):
         raise DataError.of("data", directory, f"kind {kind!r}, format {FORMAT}, got {found}")

@@ -384,7 +384,8 @@ SOURCES = {
     "built by an earlier version": (
         damage("built/metadata.json", change_json(format=1)),
         train(),
-        "^data=.*built: built by an earlier version .* build it again with `fedsim data build`",
+        "^data=.*built: expected format 2, got format 1, built by an earlier version of fedsim; "
+        "build it again with `fedsim data build`",
     ),
     "built: users cut": (
         damage("built/train/users.parquet", cut),

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from refused import refuses
 
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset, stats
@@ -162,7 +163,8 @@ def test_open_refuses_what_is_not_a_store(tmp_path):
 @pytest.mark.parametrize("kind", ["users", "dataset"])
 def test_what_an_earlier_version_built_is_to_be_built_again(kind, tmp_path):
     (tmp_path / "metadata.json").write_text(json.dumps({"kind": kind, "format": 1}))
-    with pytest.raises(DataError, match="earlier version .*build it again with `fedsim data build"):
+    says = "built by an earlier version of fedsim; build it again with `fedsim data build`"
+    with refuses(f"data={tmp_path}", DataError, says=says):
         (UserStore if kind == "users" else Dataset).open(tmp_path)
 
 
