@@ -1,9 +1,10 @@
 """The documentation site: `sphinx-build -W -b html docs docs/_build/html`, without a network.
 
-Pages are Markdown that reads well where it lies, too. Three things are done to them on the way:
+Pages are Markdown that reads well where it lies, too. Four things are done to them on the way:
 
 - A link that leaves docs/ becomes a link to the page that holds that file, or a download of it.
 - A line `<!-- include: FILE -->` is replaced by that file, without its first heading.
+- Numbers come from the records of experiments; see `records.py`.
 - Docstrings are plain text in this project; `docstrings.py` makes them valid reStructuredText.
 """
 
@@ -204,6 +205,7 @@ def is_package(name: str) -> bool:
 
 def setup(app):
     """Called by Sphinx."""
+    app.setup_extension("records")  # beside this file
     app.connect("source-read", prepare_page)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
     app.connect("autodoc-process-docstring", finish_docstring, priority=600)

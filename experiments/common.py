@@ -108,7 +108,7 @@ def followed(steps: Iterable[Any], first: Any, emas: Iterable[float]) -> tuple[A
 
     Steps whose parameters are no numbers are left out of the averages.
     """
-    from fedsim.optimizers import averaged, is_finite
+    from fedsim.training.optimizers import averaged, is_finite
 
     params, averages = first, dict.fromkeys(emas, first)
     for step, params in enumerate(steps, 1):  # noqa: B020
@@ -123,7 +123,7 @@ def iterates(
     """The parameters after each step of a plan, without a run around it; they end where they are
     no numbers any more. Args: rule: the optimizer; rows: of one pass."""
     from fedsim.clipping import Strategy
-    from fedsim.optimizers import is_finite, updater
+    from fedsim.training.optimizers import is_finite, updater
 
     update, state, add_noise = updater(rule), rule.init(params), plan.add_noise()
     for step in range(plan.num_steps):

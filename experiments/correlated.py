@@ -250,8 +250,8 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.keys import SecretKey
-    from fedsim.optimizers import update_rule
     from fedsim.run.model_source import find_model, load_data, make_task
+    from fedsim.training.optimizers import update_rule
 
     started = time.monotonic()
     run = run_config(

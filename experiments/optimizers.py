@@ -56,12 +56,13 @@ from experiments.updates import (
     scaled,
     scaled_start,
 )
-from fedsim import files, optimizers
+from fedsim import files
 from fedsim.config import RunConfig
 from fedsim.engine.task import Task
 from fedsim.evaluate import VALIDATION
 from fedsim.plan import Plan
-from fedsim.recipe import AVERAGED, PAPER
+from fedsim.training import optimizers
+from fedsim.training.recipe import AVERAGED, PAPER
 
 GROUP = ("case", "algorithm", "epsilon", "num_steps")
 

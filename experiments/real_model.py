@@ -230,9 +230,9 @@ def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.group_size import median_group_size
     from fedsim.keys import SecretKey
-    from fedsim.optimizers import update_rule
     from fedsim.run.model_source import make_task
     from fedsim.training import settled_by
+    from fedsim.training.optimizers import update_rule
 
     began, used = time.monotonic(), time.process_time()
     engine.remember_programs()

@@ -1,10 +1,10 @@
 """Committed records: what is written beside the rows of an experiment, and held against them.
 
 Rows are as they are in the CSV file: verdicts and figures come from what is written there. So they
-can be had again without running anything. Pages of figures (`docs/figures/`) have the verdicts of
-the record, between two marks.
+can be had again without running anything. Pages of the lab (`docs/lab/`) have them from the record
+when the site is built (`docs/records.py`).
 
-    python -m experiments.records      (figures and pages again, from the committed CSV files)
+    python -m experiments.records      (verdicts and figures again, from the committed CSV files)
 """
 
 import csv
@@ -12,16 +12,14 @@ import datetime
 import functools
 import importlib
 import json
-import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-RESULTS, PAGES = HERE / "results", HERE.parent / "docs" / "figures"
+RESULTS = HERE / "results"
 PROVENANCE = ("commit", "date", "data", "model", "seeds")
-MARKS = "<!-- verdicts -->", "<!-- end of verdicts -->"
 
 
 def short(value: Any) -> Any:
@@ -100,30 +98,6 @@ def trained_at(trainings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"number": len(trainings), "commits": commits, "dates": dates} if commits else {}
 
 
-def verdict_table(record: dict[str, Any]) -> str:
-    """The verdicts of a record, for a page."""
-    head = ["| claim | held? | numbers |", "|---|---|---|"]
-    words = {True: "yes", False: "**no**", None: "not judged"}
-    rows = [f"| {c['claim']} | {words[c['held']]} | {c['numbers']} |" for c in record["claims"]]
-    model = record.get("model") or {}
-    count = model.get("num_parameters")
-    size = f", a model of {count:,} parameters" if count else ""
-    scale = f"Scale `{record['scale']}`{size}, {record['date']}, commit {record['commit']}."
-    if trained := record.get("trainings"):
-        when = " to ".join(dict.fromkeys((trained["dates"][0], trained["dates"][-1])))
-        at = f"trained {when} at {', '.join(trained['commits'])}"
-        drawn = f"judged and drawn {record['date']} at {record['commit']}"
-        scale = f"Scale `{record['scale']}`{size}; {at}; {drawn}."
-    return "\n".join([*head, *rows, "", scale])
-
-
-def with_verdicts(page: str, record: dict[str, Any]) -> str:
-    """The page with the record's verdicts between the marks."""
-    first, last = MARKS
-    before, _, rest = page.partition(first)
-    return f"{before}{first}\n{verdict_table(record)}\n{last}{rest.partition(last)[2]}"
-
-
 def committed() -> list[Path]:
     """The records of experiments; those of benchmarks have another form."""
     files = sorted(RESULTS.glob("*.json")) + sorted((RESULTS / "small").glob("*.json"))
@@ -153,7 +127,7 @@ def _today() -> str:
 
 
 def main() -> None:
-    """Writes verdicts, figures and pages of all records again."""
+    """Writes verdicts and figures of all records again."""
     from experiments import common, finetuning  # which import this
 
     for file in committed():
@@ -169,11 +143,6 @@ def main() -> None:
             if hasattr(module, "finetuning"):
                 figure = finetuning.titled(figure, rows)
             common.save_figure(figure, file.with_name(f"{name}.png"))
-        page = PAGES / f"{file.stem}.md"
-        if page.exists():
-            text = page.read_text()
-            assert all(mark in text for mark in MARKS), page
-            page.write_text(with_verdicts(re.sub(r"\n{3,}", "\n\n", text), record))
 
 
 if __name__ == "__main__":

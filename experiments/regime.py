@@ -268,9 +268,9 @@ def train(cell: Cell, settings: Settings) -> Row:
     from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.evaluate import evaluate, headline
-    from fedsim.optimizers import update_rule
     from fedsim.run.model_source import model_sha256
     from fedsim.training import settled_by
+    from fedsim.training.optimizers import update_rule
 
     began, used = time.monotonic(), time.process_time()
     run, model, data, key, task, params = started(cell.data, settings, cell.seed)

@@ -152,7 +152,7 @@ def data_of(settings: Settings, directory: Path) -> tuple[Dataset, Dataset]:
 
 def make_start(settings: Settings, directory: Path) -> None:
     """Make what is missing of the data and of the run that fine-tuning starts from."""
-    from fedsim.pretrain import pretrain
+    from fedsim.training.pretrain import pretrain
 
     public, _ = data_of(settings, directory)
     run = run_config(
@@ -208,9 +208,9 @@ def train(cell: Cell, settings: Settings, directory: Path) -> Row:
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.group_size import median_group_size
     from fedsim.keys import SecretKey
-    from fedsim.optimizers import update_rule
     from fedsim.run.model_source import make_task, model_sha256
     from fedsim.training import settled_by
+    from fedsim.training.optimizers import update_rule
 
     engine.remember_programs()
     model, data, untrained, before = at_start(settings, directory)

@@ -1,7 +1,7 @@
 """Numbers that the documents quote and that follow from computing alone, without any training.
 
-Each row says which page quotes it and what it is of. Tests hold the pages against this table. What
-takes minutes or a training of its own is elsewhere: the audit's table in
+Each row says which page quotes it and what it is of. The site takes the numbers from this table.
+What takes minutes or a training of its own is elsewhere: the audit's table in
 tests/trust/test_audit.py, the story of a budget in tests/budget/test_story.py.
 
     python -m experiments.table_quoted --scale small      (a minute; smoke: without bands, seconds)
@@ -165,12 +165,12 @@ def papers_delta() -> Iterator[Row]:
     much less ULS has in the regime, where delta is N^-1.1, N users."""
     from fedsim import accounting
 
-    page, users, examples = "figures/fig04_els_group_size.md", 7_014, 1_631_243
+    page, users, examples = "lab/fig04_els_group_size.md", 7_014, 1_631_243
     found = accounting.noise_multiplier(
         epsilon=4.0, delta=examples**-1.1, num_steps=30, sampling_prob=256 / users
     )
     yield row(page, "sigma, epsilon 4, 30 steps of 256", found)
-    page, steps, budget = "figures/regime.md", 300, 512
+    page, steps, budget = "lab/regime.md", 300, 512
     sets = {"": (users, examples, (1, 2, 4, 16)), ", few users": (600, 158_197, (1, 4, 16))}
     for name, (users, examples, groups) in sets.items():
         for epsilon, group in itertools.product((4.0, 1.0), groups):

@@ -14,9 +14,9 @@ ROOT = Path(fedsim.__file__).parent
 LEVELS = (
     "errors files",
     "config keys accounting placement",
-    "sampling mechanism noise clipping group_size models data optimizers recipe",
+    "sampling mechanism noise clipping group_size models data",
     "els uls shared_uls plan evaluate run engine budget",
-    "trust tuning training pretrain personalize generate export",
+    "trust tuning training generate export",
     "library cli",
 )
 FOUNDATION = {"fedsim.errors", "fedsim.files"}  # the accountant's, too

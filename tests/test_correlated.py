@@ -24,9 +24,9 @@ from fedsim.noise.correlated import difference, rounding, strategy
 from fedsim.noise.independent import FARTHEST
 from fedsim.noise.toeplitz import best, coefficients, inverse, predictions, prefix_error
 from fedsim.plan import bands_predicted, complete, make_plan, method_for
-from fedsim.recipe import MOMENTUM_RATES
 from fedsim.run import checkpoint
 from fedsim.training import settled_by
+from fedsim.training.recipe import MOMENTUM_RATES
 
 STEPS, BANDS, STDDEV = 12, 4, 1.3 * 2**20
 

@@ -26,9 +26,9 @@ from fedsim.engine.environment import keep_memory
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.noise import AddNoise, Correlated, add_gaussian
-from fedsim.optimizers import update_rule, updater
 from fedsim.plan import method_for
 from fedsim.run.model_source import find_model, load_data, make_task
+from fedsim.training.optimizers import update_rule, updater
 
 BANDS, STEPS, SIGMA, BUDGET = 8, 500, 1.0, 64
 BOUND = 1.05

@@ -54,8 +54,8 @@ def measured(step: Step) -> dict[str, Any]:
     from fedsim.mechanism import noisy_mean
     from fedsim.models.language_model import LanguageModelTask
     from fedsim.models.transformer import preset
-    from fedsim.optimizers import is_finite, updater
     from fedsim.placement import beside
+    from fedsim.training.optimizers import is_finite, updater
 
     rng, shape = np.random.default_rng(0), MeshShape.parse(step.mesh)
     texts = rng.integers(step.vocabulary, size=(shape.devices, step.positions))

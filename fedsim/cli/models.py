@@ -35,8 +35,8 @@ class Pretrain(ReadsSources):
         from fedsim.engine.environment import set_threads
 
         set_threads(self.run.engine)
-        from fedsim.pretrain import pretrain
         from fedsim.run.console import Console
+        from fedsim.training.pretrain import pretrain
 
         return pretrain(self.pretrain, self.run, Console(log_every=self.run.log_every))
 
@@ -68,8 +68,8 @@ class Personalize:
         stored = directory.load(self.run_dir)
         run = changed_run(stored.run, engine="local")
         set_threads(run.engine)
-        from fedsim.personalize import personalize_run
         from fedsim.run.console import Console
+        from fedsim.training.personalize import personalize_run
 
         found = personalize_run(stored, run, Console(), split=self.split, settings=self.how)
         del found["per_user"]  # of single persons

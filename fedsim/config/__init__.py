@@ -22,6 +22,7 @@ from fedsim.config.flags import (
 from fedsim.config.privacy import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
 from fedsim.config.run import (
     OPERATIONAL,
+    UPDATE,
     DataConfig,
     EngineConfig,
     MeshShape,
@@ -37,6 +38,7 @@ __all__ = [
     "EngineConfig",
     "ModelConfig",
     "OPERATIONAL",
+    "UPDATE",
     "Personalization",
     "PretrainConfig",
     "PrivacyConfig",

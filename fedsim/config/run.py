@@ -57,6 +57,9 @@ OPERATIONAL = frozenset(
     | {"checkpoint_every", "log_every", "resume", "budget_ledger", "limit_epsilon", "spend_rest"}
 )
 
+UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
+"""The settings of a RunConfig that are None where they are left to the recipe."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:

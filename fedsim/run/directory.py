@@ -26,6 +26,7 @@ from fedsim import keys
 from fedsim.clipping import Strategy
 from fedsim.config import (
     OPERATIONAL,
+    UPDATE,
     Algorithm,
     PretrainConfig,
     PrivacyConfig,
@@ -45,7 +46,6 @@ from fedsim.files import (
 from fedsim.keys import SecretKey
 from fedsim.models import side_files
 from fedsim.plan import Plan
-from fedsim.recipe import UPDATE
 from fedsim.run import ledger
 
 CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "lock"

@@ -6,18 +6,18 @@ from typing import Any
 import optax
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.config import EngineConfig, PrivacyConfig, RunConfig
+from fedsim.config import UPDATE, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.engine.trials import AUTO, choose_strategy
 from fedsim.errors import expect
 from fedsim.files import cache_dir
 from fedsim.noise.toeplitz import predicted_error
-from fedsim.optimizers import rate_of, update_rule
 from fedsim.plan import Plan
-from fedsim.recipe import UPDATE, Noise, settled
 from fedsim.run import directory
 from fedsim.run.directory import StoredRun
+from fedsim.training.optimizers import rate_of, update_rule
+from fedsim.training.recipe import Noise, settled
 from fedsim.uls import ULS
 
 FITTED = ("num_steps", "participations", "epsilon")

@@ -23,13 +23,6 @@ from fedsim.errors import ConfigError
 from fedsim.evaluate import VALIDATION, begin_evaluate, headline
 from fedsim.files import write_json
 from fedsim.noise import Correlated
-from fedsim.optimizers import (
-    Diverged,
-    averaged,
-    diverged,
-    is_finite,
-    updater,
-)
 from fedsim.plan import claimed_fields, ledger_head
 from fedsim.run import checkpoint, directory, released
 from fedsim.run.console import EVALUATED
@@ -38,6 +31,13 @@ from fedsim.run.metrics import Metrics, table
 from fedsim.run.signals import stop_signals
 from fedsim.run.state import State, restored, results, save
 from fedsim.training.open import OpenRun
+from fedsim.training.optimizers import (
+    Diverged,
+    averaged,
+    diverged,
+    is_finite,
+    updater,
+)
 from fedsim.training.planned import PlannedRun
 from fedsim.training.private_evaluation import begin_noisy_evaluate
 from fedsim.training.resolve import update_of

@@ -18,8 +18,8 @@ from fedsim.config.privacy import ALLOCATION, CORRELATED, CYCLIC, INDEPENDENT, P
 from fedsim.noise.correlated import strategy
 from fedsim.noise.toeplitz import Prediction, predicted_error
 from fedsim.plan.defaults import allocated, bands_predicted
-from fedsim.recipe import Noise, settled
 from fedsim.sampling import Users, graph_of
+from fedsim.training.recipe import Noise, settled
 
 ADDING = ("momentum", "sgd")
 """Optimizers that add gradients up, for which correlated noise is."""

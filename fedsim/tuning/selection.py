@@ -29,7 +29,6 @@ from fedsim.keys import FILE as KEY
 from fedsim.keys import SecretKey
 from fedsim.models.transformer import PRESETS
 from fedsim.noise import noisy_mean_loss, slack
-from fedsim.optimizers import Diverged
 from fedsim.plan import (
     MOST_PARAMETERS,
     TWO_HELD_OUT,
@@ -45,6 +44,7 @@ from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data
 from fedsim.sampling import graph_of
 from fedsim.training import expect_strategy, outside
+from fedsim.training.optimizers import Diverged
 from fedsim.training.private_evaluation import largest_loss, user_losses
 from fedsim.tuning.same_selection import BEGAN, Began
 from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, entries, jobs_of, outcomes_of

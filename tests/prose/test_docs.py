@@ -36,6 +36,7 @@ LINKED += [ROOT / folder / "README.md" for folder in ("cluster", "experiments")]
 
 BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.M | re.S)
 LANGUAGES = {"python", "sh", "toml", "text", "console", "{eval-rst}", "{toctree}"}
+LANGUAGES |= {"{record}", "{record-table}"}
 NOT_RUN = {"pip", "pytest", "tensorboard", "sphinx-build", "python", "docker", "kubectl"}
 NOT_RUN |= {"export", "ray"}
 QUICK = ("account", "calibrate")

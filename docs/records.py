@@ -1,0 +1,186 @@
+"""Numbers of the lab's pages, read from experiments/results/ when the site is built.
+
+    ```{record} NAME
+    ```                                       claims with their verdicts, and where they come from
+    ```{record-table} NAME
+    :where: epsilon == 4                      rows, as pandas' `query` has it
+    :columns: algorithm; loss (.3f) as held-out loss; bytes / 1e9 (.1f) as GB
+    ```                                       rows of the record (CSV), or of a benchmark (JSON)
+    ```{record-table} NAME
+    :columns: algorithm; group_size as G
+    :across: epsilon as ε
+    :values: loss (.2f)
+    ```                                       a cell is the mean over rows that are otherwise equal
+    {record}`NAME:rows[epsilon=4][group_size=1].loss .3f`       one number; `/ 1e9` divides it
+
+A number in a sentence is a path into the JSON file: keys, and `[key=value]` for the one element
+that has this value. `rows` are those of the CSV file where there is one. A name, path or column
+that a record does not have is a warning, which fails the build under `sphinx-build -W`.
+"""
+
+import json
+import math
+import re
+from typing import Any
+
+import pandas
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+from experiments.records import RESULTS, read_rows
+
+VERDICTS = {True: "yes", False: "**no**", None: "not judged"}
+ROLE = re.compile(r"(\w+):((?:[^\[\s]|\[[^\]]*\])+)(?: / (\S+))?(?: (\S+))?")
+STEP = re.compile(r"\[([^=\]]+)=([^\]]*)\]|\.?([^.\[]+)")
+COLUMN = re.compile(r"(.+?)(?: \(([^)]*)\))?(?: as (.+))?")
+FAULTS = (OSError, LookupError, ValueError, TypeError, pandas.errors.UndefinedVariableError)
+logger = logging.getLogger(__name__)
+
+
+def load_record(name: str) -> dict:
+    """A committed record, with its rows. Raises LookupError: there is none of that name."""
+    for file in (RESULTS / f"{name}.json", RESULTS / "small" / f"{name}.json"):
+        if file.exists():
+            record, rows = json.loads(file.read_text()), file.with_suffix(".csv")
+            return record | ({"rows": read_rows(rows)} if rows.exists() else {}) | {"file": file}
+    raise LookupError(f"no record {name!r} in {RESULTS}")
+
+
+def look_up(record: dict, path: str):
+    """The value at a path. Raises LookupError: nothing is there, or several elements are."""
+    value: Any = record
+    for key, wanted, name in STEP.findall(path):
+        if key:
+            value = [each for each in value if wanted in (str(each[key]), show(each[key]))]
+            value = value[0] if len(value) == 1 else value
+        elif isinstance(value, list) and not name.isdigit():
+            raise LookupError(f"{len(value)} elements instead of one before {name!r} in {path!r}")
+        else:
+            value = value[int(name) if isinstance(value, list) else name]
+    if isinstance(value, list | dict):
+        raise LookupError(f"{path!r} is no single value")
+    return value
+
+
+def show(value, spec: str | None = None) -> str:
+    """A value for a reader: `spec` is for numbers; nothing is shown of what is missing."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "" if math.isnan(value) else "∞"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return format(value, spec or ("," if isinstance(value, int) else "g"))
+    return "" if value is None else str(value)
+
+
+def markdown_table(*rows: list[str]) -> str:
+    """The first row is the head."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    cells.insert(1, ["---"] * len(rows[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def claims(record: dict) -> str:
+    """The claims of an experiment, or the bars of a benchmark; and where the record comes from."""
+    rows = [[c["claim"], VERDICTS[c["held"]], c["numbers"]] for c in record.get("claims", ())]
+    for bar in record.get("bars", ()):
+        rows.append([bar["name"], VERDICTS[bar["holds"]], f"{bar['value']:.3g} ({bar['bound']:g})"])
+    head = ["claim", "held?", "value (bound)" if "bars" in record else "numbers"]
+    table = markdown_table(head, *rows) + "\n\n" if rows else ""
+    if "commit" not in record:
+        circumstances = {**record["machine"], **record["versions"]}
+        return table + ", ".join(f"{name} {show(it)}" for name, it in circumstances.items()) + "."
+    parts = [f"Scale `{record['scale']}`"]
+    if count := (record["model"] or {}).get("num_parameters"):
+        parts.append(f"a model of {count:,} parameters")
+    parts += [f"{n} {', '.join(map(str, record[n]))}" for n in ("seeds", "data") if record[n]]
+    at = f"{record['date']}, commit {record['commit']}"
+    if trained := record.get("trainings"):
+        dates = " to ".join(dict.fromkeys((trained["dates"][0], trained["dates"][-1])))
+        parts.append(f"{trained['number']} rows trained {dates} at {', '.join(trained['commits'])}")
+        at = f"judged and drawn {at}"
+    return table + "; ".join([*parts, at]) + "."
+
+
+def columns_of(text: str) -> list[tuple[str, str | None, str]]:
+    """(column, format, heading) of each part of `loss (.3f) as held-out loss; epsilon as ε`."""
+    columns = []
+    for part in text.split(";"):
+        if (match := COLUMN.fullmatch(part.strip())) is None:
+            raise ValueError(f"{text!r} has an empty column")
+        name, spec, heading = match.groups()
+        columns.append((name, spec, heading or name.replace("_", " ")))
+    return columns
+
+
+def rows_table(record: dict, options: dict) -> str:
+    """Rows as they are, or with the values of one column across."""
+    frame = pandas.json_normalize(record["rows"])
+    frame = frame.query(options["where"]).copy() if "where" in options else frame
+    if frame.empty:
+        raise LookupError(f"no rows where {options['where']}")
+    columns = columns_of(options["columns"])
+    for name, *_ in columns:
+        if name not in frame:  # an expression of columns
+            frame[name] = frame.eval(name)
+    if "across" in options:
+        [(across, _, label)] = columns_of(options["across"])
+        [(values, spec, _)] = columns_of(options["values"])
+        frame = frame.pivot_table(values, [name for name, *_ in columns], across)
+        label = f"{label} = " if " as " in options["across"] else ""
+        columns += [(value, spec, label + show(value)) for value in frame.columns]
+        frame = frame.reset_index()
+    frame = frame.convert_dtypes().astype(object)  # whole numbers beside nothing are no floats
+    rows = frame.where(frame.notna(), None).to_dict("records")
+    cells = [[show(row[name], spec) for name, spec, _ in columns] for row in rows]
+    return markdown_table([heading for *_, heading in columns], *cells)
+
+
+class RecordDirective(SphinxDirective):
+    """Claims of a record, or rows of it."""
+
+    required_arguments = 1
+    option_spec = dict.fromkeys(
+        ("where", "columns", "across", "values"), directives.unchanged_required
+    )
+
+    def run(self):
+        try:
+            record = load_record(self.arguments[0])
+            for file in (record["file"], record["file"].with_suffix(".csv")):
+                self.env.note_dependency(str(file))
+            table = self.name == "record-table"
+            return self.parse_text_to_nodes(
+                rows_table(record, self.options) if table else claims(record)
+            )
+        except FAULTS as error:
+            logger.warning("record: %s", error, location=self.get_location())
+            return []
+
+
+class RecordRole(SphinxRole):
+    """One number of a record, in a sentence."""
+
+    def run(self):
+        try:
+            match = ROLE.fullmatch(self.text)
+            if match is None:
+                raise ValueError(f"{self.text!r} is not NAME:PATH [/ NUMBER] [FORMAT]")
+            name, path, divisor, spec = match.groups()
+            record = load_record(name)
+            self.env.note_dependency(str(record["file"]))
+            value = look_up(record, path)
+            if spec and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ValueError(f"{path!r} is no number")
+            return [nodes.Text(show(value / float(divisor) if divisor else value, spec))], []
+        except FAULTS as error:
+            logger.warning("record: %s", error, location=self.get_location())
+            return [nodes.literal(self.text, self.text)], []
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.add_directive("record", RecordDirective)
+    app.add_directive("record-table", RecordDirective)
+    app.add_role("record", RecordRole())
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

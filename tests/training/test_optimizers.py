@@ -1,0 +1,82 @@
+"""Optimizers by name: known updates, and a refusal instead of a surprise."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from refused import refuses
+
+from fedsim.errors import ConfigError
+from fedsim.training.optimizers import optimizer
+
+GRAD = {"a": jnp.array([1.0, -2.0]), "b": jnp.full((3, 2), 0.5)}
+
+
+def updates(name, learning_rate, num_steps):
+    """The updates of the first steps when the gradient stays the same."""
+    transformation = optimizer(name, learning_rate)
+    params = jax.tree.map(jnp.ones_like, GRAD)
+    state, found = transformation.init(params), []
+    for _ in range(num_steps):
+        update, state = transformation.update(GRAD, state, params)
+        params = optax.apply_updates(params, update)
+        found.append(update)
+    return found
+
+
+def test_sgd_is_gradient_descent():
+    for update in updates("sgd", 0.25, 2):
+        np.testing.assert_array_equal(update["a"], -0.25 * GRAD["a"])
+        np.testing.assert_array_equal(update["b"], -0.25 * GRAD["b"])
+
+
+def test_momentum_adds_nine_tenths_of_the_last_update():
+    factors = [1, 1.9, 1 + 0.9 * 1.9]
+    for factor, update in zip(factors, updates("momentum", 0.25, 3), strict=True):
+        np.testing.assert_allclose(update["a"], -0.25 * factor * GRAD["a"], rtol=1e-6)
+
+
+def test_the_first_step_of_adam_has_the_size_of_the_learning_rate():
+    (update,) = updates("adam", 0.25, 1)
+    np.testing.assert_allclose(update["a"], -0.25 * np.sign(GRAD["a"]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw", "lion", "rmsprop"])
+def test_an_optax_optimizer_is_found_by_its_name(name):
+    expected = getattr(optax, name)(learning_rate=0.25)
+    params = jax.tree.map(jnp.ones_like, GRAD)
+    update, _ = expected.update(GRAD, expected.init(params), params)
+    (found,) = updates(name, 0.25, 1)
+    jax.tree.map(np.testing.assert_array_equal, found, update)
+    assert any(np.asarray(leaf).any() for leaf in jax.tree.leaves(found))
+
+
+NO_OPTIMIZER = ["", "Adam", "adam ", "nonsense", "__name__", "contrib", "GradientTransformation"]
+NOT_FROM_A_LEARNING_RATE = ["scale_by_adam", "chain", "clip", "apply_updates", "global_norm"]
+NOT_FROM_A_GRADIENT = ["lbfgs", "polyak_sgd"]
+
+
+@pytest.mark.parametrize("name", NO_OPTIMIZER + NOT_FROM_A_LEARNING_RATE + NOT_FROM_A_GRADIENT)
+def test_what_is_no_optimizer_is_refused(name):
+    with refuses(f"optimizer={name}"):
+        optimizer(name, 0.1)
+
+
+@pytest.mark.slow
+def test_every_name_in_optax_works_or_is_refused():
+    accepted = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of old names, and of noise from a fixed seed
+        for name in dir(optax):
+            try:
+                optimizer(name, 0.1)
+            except ConfigError:
+                continue
+            (update,) = updates(name, 0.1, 1)
+            assert jax.tree.structure(update) == jax.tree.structure(GRAD), name
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(update)), name
+            accepted.add(name)
+    assert {"adafactor", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd", "yogi"} <= accepted

@@ -1,0 +1,110 @@
+"""What a run's update is where its user leaves it open."""
+
+import json
+
+import pytest
+from refused import refuses
+
+from fedsim.cli.main import main
+from fedsim.config import UPDATE, run_config
+from fedsim.run import directory
+from fedsim.training.recipe import MOMENTUM_RATES, PAPER, Noise, settled
+
+FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
+FLAGS += ["--num-steps", "4", "--batch-size", "8", "--eval-examples", "8", "--strategy", "scan:1"]
+
+NOISE = Noise(0.01, 1.0, 100)
+
+
+def rate(stddev, bound=1.0, num_steps=100, **settings):
+    return update(Noise(stddev, bound, num_steps), **settings)["learning_rate"]
+
+
+def update(noise, **settings):
+    run = settled(run_config(data="pydocs", run_dir="runs/x", **settings), noise)
+    return {name: getattr(run, name) for name in UPDATE}
+
+
+def test_more_noise_means_a_smaller_rate_and_none_a_bounded_one():
+    rates = [rate(stddev) for stddev in (0.0, 0.001, 0.01, 0.02, 0.1)]
+    assert rates == sorted(rates, reverse=True) and rates[0] == MOMENTUM_RATES["fresh"][-1]
+    usual, exponent, _ = MOMENTUM_RATES["fresh"]
+    assert rate(0.01) == pytest.approx(usual) and exponent > 1
+    assert rates[2] == pytest.approx(2**exponent * rates[3], rel=0.01)
+
+
+def test_more_steps_mean_smaller_ones():
+    assert rate(0.01, num_steps=10) == rate(0.01)
+    assert rate(0.01, num_steps=400) == rate(0.02) < rate(0.01)
+
+
+def test_pretrained_parameters_take_smaller_steps_than_fresh_ones_and_their_adapters():
+    run, noise = run_config(data="pydocs", run_dir="runs/x"), Noise(0.02, 1.0, 100)
+    adapters = run_config(data="pydocs", run_dir="runs/x", lora_rank=4)
+    rates = [settled(r, noise, fresh=f).learning_rate for r, f in ((run, 1), (run, 0))]
+    assert 10 * rates[1] < rates[0]
+    assert 5 * rates[1] < settled(adapters, noise, fresh=False).learning_rate
+
+
+def test_the_rate_takes_a_clip_norm_out_of_a_plain_gradient():
+    for clip_norm in (0.01, 7.0):
+        plain = rate(0.01 * clip_norm, clip_norm)
+        assert plain * clip_norm == pytest.approx(rate(0.01), rel=0.01)
+
+
+def test_sgd_goes_as_far_as_momentum():
+    assert rate(0.01, optimizer="sgd") == pytest.approx(10 * rate(0.01), rel=0.01)
+    assert rate(0.01, optimizer="sgd:momentum=0.9") == rate(0.01)
+    half = rate(0.01, optimizer="momentum:momentum=0.5")
+    assert half == pytest.approx(5 * rate(0.01), rel=0.01)
+    with refuses("optimizer", says="momentum=1: expected momentum in"):
+        rate(0.01, optimizer="sgd:momentum=1")
+
+
+def test_what_is_given_is_taken():
+    given = {"optimizer": "lion", "learning_rate": 0.5, "schedule": "cosine", "ema": 0.5}
+    assert update(NOISE, **given) == given
+    assert update(NOISE, ema=0.0)["ema"] == 0
+
+
+@pytest.mark.parametrize("optimizer", ["adam:b1=0.8", "adafactor"])
+def test_rates_of_optimizers_that_rescale_do_not_depend_on_noise(optimizer):
+    assert rate(0.01, optimizer=optimizer) == rate(0.1, optimizer=optimizer)
+
+
+def test_the_recipe_of_the_paper():
+    assert update(NOISE, recipe="paper") == PAPER == update(None)
+    assert update(NOISE, recipe="paper", ema=0.5) == {**PAPER, "ema": 0.5}
+
+
+def test_an_optimizer_without_a_rule_needs_a_rate():
+    with refuses("learning_rate=None", says="not for lion"):
+        rate(0.01, optimizer="lion")
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_run_keeps_what_was_found_and_goes_on_with_it(run_dir, capsys):
+    flags = ["train", "uls", "--data", "pydocs", *FLAGS, "--run-dir", str(run_dir)]
+    main(flags)
+    assert "momentum, constant learning rate 0.0" in capsys.readouterr().err
+    run = directory.load(run_dir).run
+    assert run.optimizer == "momentum" and run.learning_rate is not None
+    record = json.loads((run_dir / directory.CONFIG).read_text())["run"]
+    assert {name: record[name] for name in UPDATE} == {n: getattr(run, n) for n in UPDATE}
+    main([*flags, "--resume"])
+    capsys.readouterr()
+    for name, value, was in (
+        ("learning_rate", "0.5", run.learning_rate),
+        ("recipe", "paper", "default"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([*flags, "--resume", f"--{name.replace('_', '-')}", value])
+        assert f"{name}={value}: expected {was}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "num_steps, ema", [(1, 0), (10, 0), (20, 0.5), (100, 0.9), (1000, 0.99), (10**6, 1 - 1e-5)]
+)
+def test_the_average_looks_back_ten_steps(num_steps, ema):
+    assert update(Noise(0.01, 1.0, num_steps))["ema"] == ema
