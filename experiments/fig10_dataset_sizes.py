@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import common, synthetic
-from fedsim.data.histogram import bins
+from fedsim.data.dataset import histogram_bins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     """A row for each bin of each histogram."""
     rows = []
     for name, sizes in sizes_of(settings).items():
-        edges, users = bins(sizes)
+        edges, users = histogram_bins(sizes)
         for low, high, number in zip(edges[:-1], edges[1:], users, strict=True):
             rows.append({"dataset": name, "from": low, "below": high, "users": number})
     return rows

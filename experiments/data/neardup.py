@@ -22,7 +22,6 @@ from rapidfuzz.distance import Levenshtein
 from fedsim.data.building.columns import Columns, is_blank, is_token_list
 from fedsim.data.building.processes import Pool, kept_for_a_build
 from fedsim.data.building.readers import Part, complaints, read
-from fedsim.data.building.sorted_runs import read_table, write_table
 from fedsim.errors import DataError
 
 NGRAM = 5
@@ -71,6 +70,19 @@ def _index_part(
     write_table(directory / f"{number:06d}.keys", table)
     texts = pa.concat_arrays(kept) if kept else pa.array([], pa.large_string())
     write_table(file, pa.table({"text": texts}))
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """An Arrow file that can be mapped; whole or absent."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    os.replace(temporary, path)
+
+
+def read_table(path: Path) -> pa.Table:
+    """What `write_table` wrote, mapped."""
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
 def refuse_tokens(texts: pa.Array, columns: Columns) -> None:

@@ -161,7 +161,7 @@ class DataStats:
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.data import corpora
-        from fedsim.data.histogram import draw
+        from fedsim.data.dataset import draw_histograms
         from fedsim.run.terminal import Terminal
 
         there = self.directory == "pydocs" or corpora.is_built(self.directory)
@@ -169,7 +169,7 @@ class DataStats:
         expect("directory", self.directory, there, expected)
         dataset = corpora.load(self.directory, progress=Terminal().note)
         if self.histogram is not None:
-            draw(dataset.splits(), self.histogram)
+            draw_histograms(dataset.splits(), self.histogram)
         return _show_stats(dataset, self.json)
 
 

@@ -20,7 +20,7 @@ from fedsim.data.building import domains, hub, user_ids
 from fedsim.data.building.build import build
 from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.dataset import Dataset
-from fedsim.data.shards import FORMAT
+from fedsim.data.store import FORMAT
 from fedsim.data.text import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
 

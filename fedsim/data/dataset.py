@@ -1,7 +1,7 @@
-"""Dataset: a tokenizer and splits of users' text; and the numbers of the paper's Table 1."""
+"""Dataset: a tokenizer and splits of users' text; the paper's Table 1 and Figure 10 of them."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from fedsim.files import expand_home
 
 SAID_FROM = 0.01  # of the tokens of texts, where they are cut off
 SUMS = "SHA256SUMS"  # of what the fingerprints of the splits do not cover
+BINS = 40  # of a histogram
 SPLITS = ("train", "eval_users", "eval_examples", "test")
 
 
@@ -45,10 +46,10 @@ class Dataset:
         path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "dataset")
         if not (path / "tokenizer.json").is_file():
-            raise DataError(f"data={path}: expected its tokenizer.json")
+            raise DataError.of("data", path, "its tokenizer.json")
         splits = metadata.get("splits")
         if not isinstance(splits, list) or "train" not in splits or not set(splits) <= set(SPLITS):
-            raise DataError(f"data={path}/metadata.json: expected splits, train and perhaps others")
+            raise DataError.of("data", f"{path}/metadata.json", "splits, train and perhaps others")
         stores = {split: UserStore.open(path / split) for split in splits}
         _expect_sums(path, splits)
         return cls(**stores, tokenizer_path=path / "tokenizer.json", metadata=metadata, path=path)
@@ -89,7 +90,7 @@ def _expect_sums(path: Path, splits: list[str]) -> None:
     try:
         found = sums(path, splits).encode().split(b"\n")
     except OSError as error:
-        raise DataError(f"data={error.filename}: expected a file ({error.strerror})") from None
+        raise DataError.of("data", error.filename, f"a file ({error.strerror})") from None
     for line in found[:-1]:
         if line not in known:
             raise DataError(f"data={path / line.decode()[66:]}: changed since it was built")
@@ -149,3 +150,38 @@ def _of_owners(owners: Owners, per_set: np.ndarray) -> dict[str, Any]:
 def _place(share: float, number: int) -> int:
     """The place, from 0, of a quantile among `number` sorted values: the lower of two."""
     return int(np.floor(share * (number - 1)))
+
+
+def histogram_bins(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(edges [bins + 1], users [bins]) of examples per user, in bins of equal ratio."""
+    top = max(int(sizes.max(initial=1)), 1)
+    edges = np.unique(np.floor(np.geomspace(1, top + 1, BINS + 1)).astype(np.int64))
+    return edges, np.histogram(sizes, edges)[0]
+
+
+def draw_histograms(stores: Mapping[str, UserStore], file: Path) -> None:
+    """Write Figure 10, examples per user, as a PNG with a panel for each store.
+
+    Equal data give equal files.
+
+    Raises: DataError: `file` is no PNG, or not in a directory that exists.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if file.suffix != ".png":
+        raise DataError.of("histogram", file, "a file ending in .png")
+    figure = Figure(figsize=(4.5 * len(stores), 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(stores), squeeze=False)[0]
+    for axis, (name, store) in zip(panels, stores.items(), strict=True):
+        sizes = store.examples_per_user
+        edges, users = histogram_bins(sizes)
+        axis.stairs(users, edges, fill=True)
+        median = int(np.median(sizes)) if len(sizes) else 0
+        axis.axvline(median, color="black", linestyle="--", linewidth=1)
+        axis.set(xscale="log", xlabel="examples per user", ylabel="users")
+        axis.set(title=f"{name}: {store.num_users:,} users, median {median:,}")
+    if not file.absolute().parent.is_dir():
+        raise DataError.of("histogram", file, "a file in a directory that exists")
+    figure.savefig(file, dpi=120, metadata={"Software": None})

@@ -5,8 +5,8 @@ reaches the tokenizer. `wordpiece:SIZE` is the paper's kind and `bpe:SIZE` a byt
 on the data: a step outside the privacy guarantee, and recorded as one. Any tokenizer.json or BERT
 vocab.txt can be loaded instead, from a file or, as `hf:NAME`, from the Hub.
 
-Every example begins with a begin token, so that a causal model predicts its first real token too
-(see framing.py): see special_tokens.py for which. Special tokens spelled out in a text are text.
+Every example begins with a begin token, so that a causal model predicts its first real token too:
+see special_tokens.py for which. Special tokens spelled out in a text are text.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
 from fedsim.data import special_tokens
 from fedsim.data.network import may_pass
-from fedsim.data.shards import token_dtype
+from fedsim.data.store import token_dtype
 from fedsim.errors import DataError, Interrupted, brief
 from fedsim.files import expand_home
 

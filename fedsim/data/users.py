@@ -3,14 +3,13 @@
 Where texts have several owners, rows are sorted by owner set instead (see owners.py), and what is
 said of users here is true of owner sets. A user owns the rows offsets[u]:offsets[u + 1], so an
 example is named by its row number alone: the samplers draw plain integers and users' ids never
-leave the driver. Rows are ragged on disk (Arrow shards, memory-mapped, shared by all processes of a
-machine) and padded when a batch is gathered. Small data in memory is the same bytes in a buffer,
-read by the same code. Writing is shards.py's.
+leave the driver. Rows are ragged on disk (flat arrays, memory-mapped, shared by all processes of a
+machine) and padded when a batch is gathered. Small data in memory is the same arrays, read by the
+same code. The files are store.py's.
 """
 
 import functools
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,18 @@ import pyarrow.parquet as pq
 
 from fedsim.data import owners
 from fedsim.data.owners import Owners
-from fedsim.data.shards import FORMAT, encode_stream, encode_users, fingerprint, seal, token_dtype
-from fedsim.data.tokens import TokenReader
+from fedsim.data.store import (
+    FORMAT,
+    OFFSETS,
+    TOKENS,
+    TokenReader,
+    encode_array,
+    encode_users,
+    fingerprint,
+    offsets_of,
+    seal,
+    token_dtype,
+)
 from fedsim.errors import DataError
 from fedsim.files import expand_home
 
@@ -39,18 +48,18 @@ class UserStore:
       offsets: int64 [num_users + 1]; user u owns rows offsets[u]:offsets[u + 1]. Where texts have
         several owners: the rows of each owner set.
       max_length: no row is longer, in tokens. vocab_size: every token id is below it.
-      fingerprint: sha256 (hex) over the users table and the shards.
+      fingerprint: sha256 (hex) over the users table, offsets and tokens.
       metadata: the store's metadata.json. path: its directory, or None in memory.
     """
 
     def __init__(
         self,
         users: pa.Buffer,
-        shards: Sequence[pa.Buffer | Path],
+        rows: TokenReader,
         metadata: dict[str, Any],
         graph: tuple[pa.Buffer, pa.Buffer] | None = None,
     ):
-        """Open a users table (Parquet) and token shards (Arrow IPC streams, or their files).
+        """Open a users table (Parquet) and the rows of all users.
 
         Args: graph: who owns which owner set, and who the users are, as `owners.encode` writes it.
         """
@@ -61,21 +70,18 @@ class UserStore:
         self.vocab_size: int = metadata["vocab_size"]
         self.fingerprint: str = metadata["fingerprint"]
         self.num_tokens: int = metadata["num_tokens"]
-        self._users, self._shards, self._graph = users, list(shards), graph
+        self._users, self._reader, self._graph = users, rows, graph
         column = self._users_column("num_examples")
         # Arrow's own to_numpy imports pandas, which takes longer than all else here.
         counts = np.concatenate([np.zeros(0, np.int32), *map(np.from_dlpack, column.chunks)])
         self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_users: int = len(counts) if graph is None else metadata["num_users"]
-        try:
-            self._reader = TokenReader(self._shards)
-        except (pa.ArrowException, ValueError, IndexError, OSError, struct.error) as error:
-            raise DataError(f"shards={metadata['shards']}: cut off or damaged ({error})") from None
         self.num_examples = self._reader.num_rows
         if not self.num_examples == self.offsets[-1] == metadata["num_examples"]:
-            raise DataError(
-                f"num_examples={metadata['num_examples']} in metadata.json: expected the "
-                f"{self.offsets[-1]} of users.parquet and the {self.num_examples} of the shards"
+            raise DataError.of(
+                "num_examples",
+                f"{metadata['num_examples']} in metadata.json",
+                f"the {self.offsets[-1]} of users.parquet and the {self.num_examples} of {OFFSETS}",
             )
 
     @classmethod
@@ -87,17 +93,18 @@ class UserStore:
         path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "users")
         _expect_names(metadata)
-        names = sorted(p.name for p in path.glob("data-*.arrow"))
-        expected, tables = metadata["shards"], list(TABLES[: 3 if SETS in metadata else 1])
-        found = [name for name in TABLES if (path / name).is_file()]
-        if names != expected or found != tables:
-            raise DataError(
-                f"data={path}: expected {', '.join(tables)} and {expected}, got "
-                f"{', '.join(found) or 'none'} and {names}"
+        expected = [*TABLES[: 3 if SETS in metadata else 1], OFFSETS, TOKENS]
+        found = [name for name in (*TABLES, OFFSETS, TOKENS) if (path / name).is_file()]
+        if found != expected:
+            raise DataError.of(
+                "data", path, f"{', '.join(expected)}, got {', '.join(found) or 'none'}"
             )
-        users, *graph = (pa.memory_map(str(path / name)).read_buffer() for name in tables)
-        shards = [path / name for name in names]
-        store = cls(users, shards, metadata, (graph[0], graph[1]) if graph else None)
+        users, *graph = (pa.memory_map(str(path / name)).read_buffer() for name in expected[:-2])
+        try:
+            rows = TokenReader.open(path)
+        except ValueError as error:
+            raise DataError(f"data={path}: {error}") from None
+        store = cls(users, rows, metadata, (graph[0], graph[1]) if graph else None)
         store.path = path
         return store
 
@@ -122,36 +129,37 @@ class UserStore:
         lengths = np.fromiter(map(len, rows), np.int32, len(rows))
         tokens = np.fromiter((t for row in rows for t in row), np.int64, lengths.sum())
         if lengths.max(initial=0) > max_length:
-            raise DataError(f"length={lengths.max()}: expected at most max_length={max_length}")
+            raise DataError.of("length", lengths.max(), f"at most max_length={max_length}")
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
-            raise DataError(f"token={bad}: expected an id in [0, {vocab_size})")
+            raise DataError.of("token", bad, f"an id in [0, {vocab_size})")
         counts = np.array([len(by_id[user]) for user in ids], np.int64)
-        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        per_user = np.diff(ends[np.concatenate([[0], np.cumsum(counts)])])
-        users = encode_users(ids, counts, per_user)
-        shard = encode_stream(lengths, tokens.astype(token_dtype(vocab_size)))
+        ends = offsets_of(lengths)
+        users = encode_users(ids, counts, ends)
+        reader = TokenReader(ends, tokens.astype(token_dtype(vocab_size)))
         keys, graph, people = pa.array(ids, pa.string()), None, None
         if owners.is_shared(keys):
             *graph, people = owners.encode(keys)
         metadata = seal(
-            {"max_length": max_length, "vocab_size": vocab_size, "shards": []},
+            {"max_length": max_length, "vocab_size": vocab_size},
             counts,
-            per_user,
-            fingerprint([users, *(graph or ()), shard]),
+            len(tokens),
+            fingerprint([users, *(graph or ()), encode_array(ends), encode_array(reader.values)]),
             people,
         )
-        return cls(users, [shard], metadata, (graph[0], graph[1]) if graph else None)
+        return cls(users, reader, metadata, (graph[0], graph[1]) if graph else None)
 
     def check(self) -> None:
         """Read everything once: is it what was built? Takes a second per gigabyte or two.
 
         Raises: DataError: a byte was changed since.
         """
-        tables: list[Any] = [self._users, *(self._graph or ())]
+        parts: list[Any] = [self._users, *(self._graph or ())]
         if self.path is not None:
-            tables = [self.path / name for name in TABLES[: len(tables)]]
-        if fingerprint([*tables, *self._shards]) != self.fingerprint:
+            parts = [self.path / name for name in (*TABLES[: len(parts)], OFFSETS, TOKENS)]
+        else:
+            parts += [encode_array(self._reader.offsets), encode_array(self._reader.values)]
+        if fingerprint(parts) != self.fingerprint:
             where = self.path or "memory"
             raise DataError(f"data={where}: changed since it was built: another fingerprint")
 
@@ -169,8 +177,8 @@ class UserStore:
         try:
             return self._reader.gather(rows, length)
         except (ValueError, IndexError) as error:
-            shards = self.metadata["shards"]
-            raise DataError(f"shards={shards}: cut off or damaged ({error})") from None
+            where = self.path or "memory"
+            raise DataError(f"data={where}: {OFFSETS} is damaged ({error})") from None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """int64 [rows]: the real tokens of rows in any order, 0 for -1. Reads no token."""
@@ -192,7 +200,7 @@ class UserStore:
     def scan(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All rows in order, SCAN_ROWS at a time: lengths [rows] and token ids end to end."""
         for low, high in self._scan():
-            yield self._reader.take(np.arange(low, high))
+            yield self._reader.slice(low, high)
 
     def _scan(self) -> Iterator[tuple[int, int]]:
         for low in range(0, self.num_examples, SCAN_ROWS):
@@ -237,7 +245,7 @@ class UserStore:
     def __reduce__(self):
         if self.path is not None:
             return UserStore.open, (self.path,)
-        return UserStore, (self._users, self._shards, self.metadata, self._graph)
+        return UserStore, (self._users, self._reader, self.metadata, self._graph)
 
     def __repr__(self) -> str:
         where = self.path or "memory"
@@ -254,7 +262,7 @@ def _column(table: pa.Buffer, name: str, file: str) -> pa.ChunkedArray:
 
 
 def _expect_names(metadata: dict[str, Any]) -> None:
-    names = ["max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples", "shards"]
+    names = ["max_length", "vocab_size", "fingerprint", "num_tokens", "num_examples"]
     if SETS in metadata:
         names.append("num_users")
     if missing := [name for name in names if name not in metadata]:
@@ -271,9 +279,16 @@ def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
         metadata = json.loads(file.read_text(encoding="utf-8"))
         found = metadata["kind"], metadata["format"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(
-            f"data={directory}: expected a directory built by fedsim (with its metadata.json)"
+        raise DataError.of(
+            "data", directory, "a directory built by fedsim (with its metadata.json)"
         ) from None
+    if found[0] == kind and found[1] in range(1, FORMAT):
+        raise DataError.of(
+            "data",
+            directory,
+            f"format {FORMAT}, got format {found[1]}, built by an earlier version of fedsim; build "
+            "it again with `fedsim data build`",
+        )
     if found != (kind, FORMAT):
-        raise DataError(f"data={directory}: expected kind {kind!r}, format {FORMAT}, got {found}")
+        raise DataError.of("data", directory, f"kind {kind!r}, format {FORMAT}, got {found}")
     return metadata

@@ -367,25 +367,25 @@ SOURCES = {
         train(),
         BUILT.replace("built:", "built/train:"),
     ),
-    "built: shard cut": (
-        damage("built/train/data-*.arrow", cut),
+    **{
+        f"built: {name} {what}": (
+            damage(f"built/train/{name}.npy", change),
+            train(),
+            f"^data=.*/built/train: {name}.npy: cut off or damaged ",
+        )
+        for name in ("tokens", "offsets")
+        for what, change in {"cut": cut, "empty": empty, "of noise": noise}.items()
+    },
+    "built: tokens gone": (
+        lambda: files.Path("built/train/tokens.npy").unlink(),
         train(),
-        "^shards=.*data-0.*: cut off or damaged .cut off: expected [0-9]+ bytes",
+        "^data=.*/built/train: expected users.parquet, .*tokens.npy, got users.parquet, offsets.",
     ),
-    "built: shard empty": (
-        damage("built/train/data-*.arrow", empty),
+    "built by an earlier version": (
+        damage("built/metadata.json", change_json(format=1)),
         train(),
-        "^shards=.*data-0.*: cut off or damaged .*empty file",
-    ),
-    "built: shard of noise": (
-        damage("built/train/data-*.arrow", noise),
-        train(),
-        "^shards=.*data-0.*: cut off or damaged .expected a message at byte 0",
-    ),
-    "built: shard gone": (
-        lambda: next(files.Path("built/train").glob("data-*.arrow")).unlink(),
-        train(),
-        "^data=.*/built/train: expected users.parquet and .*data-0.*, got users.parquet and .]",
+        "^data=.*built: expected format 2, got format 1, built by an earlier version of fedsim; "
+        "build it again with `fedsim data build`",
     ),
     "built: users cut": (
         damage("built/train/users.parquet", cut),

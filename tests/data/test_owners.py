@@ -108,7 +108,7 @@ def test_the_bits_of_data_with_one_owner_are_those_they_always_were(tmp_path):
     assert not {"num_owner_sets", "owners"} & {*data.train.metadata, *data.metadata["columns"]}
 
 
-RECORDED = "eb595353498c597f15312db224ec94782d6b2d74d9872187c2828468c704bfc8"
+RECORDED = "c2b5ee4bc646c2e0c55e2d78c49450bbc420fd62154111799b0f40507c165673"
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import time
 
 import numpy as np
 import pytest
-from datasets import Dataset as HubDataset
+from refused import refuses
 
-from fedsim.data import shards
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset, stats
+from fedsim.data.store import FORMAT, TokenWriter, close_store, token_dtype
 from fedsim.data.text import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.errors import DataError
@@ -21,24 +21,18 @@ from fedsim.errors import DataError
 EXAMPLES = {"bob": [[1, 2, 3], [4]], "amy": [[5, 6]], "eve": []}
 
 
-def write(directory, examples, vocab_size=300, max_length=64, rows_per_shard=None):
+def write(directory, examples, vocab_size=300, max_length=64):
     """The same store as UserStore.from_examples, through a directory, in pieces of 7 rows."""
     directory.mkdir()
     ids = sorted(user for user in examples if examples[user])
     rows = [row for user in ids for row in examples[user]]
-    size = rows_per_shard or len(rows)
-    names = shards.shard_names(-(-len(rows) // size))
-    for name, first in zip(names, range(0, len(rows), size), strict=True):
-        own = rows[first : first + size]
-        pieces = (own[start : start + 7] for start in range(0, len(own), 7))
-        blocks = ((np.array([len(row) for row in p]), np.concatenate(p)) for p in pieces)
-        dtype = shards.token_dtype(vocab_size)
-        blocks = ((lengths, values.astype(dtype)) for lengths, values in blocks)
-        shards.write_stream(directory / name, blocks, dtype)
+    with TokenWriter(directory, token_dtype(vocab_size)) as writer:
+        for start in range(0, len(rows), 7):
+            piece = rows[start : start + 7]
+            writer.write(np.array([len(row) for row in piece]), np.concatenate(piece))
     counts = np.array([len(examples[user]) for user in ids])
-    tokens = np.array([sum(map(len, examples[user])) for user in ids])
     about = {"max_length": max_length, "vocab_size": vocab_size}
-    shards.close_store(directory, ids, counts, tokens, about)
+    close_store(directory, ids, counts, about)
     return UserStore.open(directory)
 
 
@@ -88,8 +82,7 @@ def test_gather_of_nothing_is_empty():
     assert tokens.shape == (0, 4) and sizes.shape == (0,)
 
 
-def test_disk_and_memory_hold_the_same(tmp_path, rng, monkeypatch):
-    monkeypatch.setattr(shards, "BATCH_ROWS", 16)
+def test_disk_and_memory_hold_the_same(tmp_path, rng):
     examples = random_examples(rng, 30, 4)
     on_disk, in_memory = write(tmp_path / "s", examples), UserStore.from_examples(examples, 64, 300)
     assert on_disk.fingerprint == in_memory.fingerprint
@@ -111,23 +104,11 @@ def test_the_users_table_counts_tokens_per_user(tmp_path, rng):
     assert store._users_column("offset").to_pylist() == store.offsets[:-1].tolist()
 
 
-def test_many_shards_are_read_as_one(tmp_path, rng, monkeypatch):
-    monkeypatch.setattr(shards, "BATCH_ROWS", 16)
-    examples = random_examples(rng, 40, 5)
-    store = write(tmp_path / "s", examples, rows_per_shard=48)
-    names = sorted(path.name for path in (tmp_path / "s").glob("data-*"))
-    assert len(names) > 3 and names[1] == f"data-00001-of-{len(names):05d}.arrow"
-    whole = UserStore.from_examples(examples, 64, 300)
-    rows = np.arange(whole.num_examples)
-    np.testing.assert_array_equal(store.gather(rows, 64)[0], whole.gather(rows, 64)[0])
-
-
-def test_shards_open_as_hugging_face_datasets(tmp_path, rng):
-    examples = random_examples(rng, 10, 3)
-    store = write(tmp_path / "s", examples)
-    hub = HubDataset.from_file(str(tmp_path / "s" / "data-00000-of-00001.arrow"))
-    assert len(hub) == store.num_examples
-    assert hub[3]["tokens"] == store.gather(np.array([3]), 64)[0][0, : store.lengths[3]].tolist()
+def test_any_program_with_numpy_reads_a_store(tmp_path, rng):
+    store = write(tmp_path / "s", random_examples(rng, 10, 3))
+    offsets, tokens = (np.load(tmp_path / "s" / f"{n}.npy") for n in ("offsets", "tokens"))
+    row = tokens[offsets[3] : offsets[4]]
+    assert row.tolist() == store.gather(np.array([3]), 64)[0][0, : store.lengths[3]].tolist()
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(65_536, "uint16"), (65_537, "uint32")])
@@ -174,12 +155,20 @@ def test_from_examples_refuses_what_does_not_fit():
 def test_open_refuses_what_is_not_a_store(tmp_path):
     with pytest.raises(DataError, match="expected a directory built by fedsim"):
         UserStore.open(tmp_path)
-    (tmp_path / "metadata.json").write_text(json.dumps({"kind": "dataset", "format": 1}))
+    (tmp_path / "metadata.json").write_text(json.dumps({"kind": "dataset", "format": FORMAT}))
     with pytest.raises(DataError, match="expected kind 'users'"):
         UserStore.open(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["shards", "num_users", "vocab_size", "fingerprint"])
+@pytest.mark.parametrize("kind", ["users", "dataset"])
+def test_what_an_earlier_version_built_is_to_be_built_again(kind, tmp_path):
+    (tmp_path / "metadata.json").write_text(json.dumps({"kind": kind, "format": 1}))
+    says = "built by an earlier version of fedsim; build it again with `fedsim data build`"
+    with refuses(f"data={tmp_path}", DataError, says=says):
+        (UserStore if kind == "users" else Dataset).open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["num_users", "vocab_size", "fingerprint"])
 def test_open_refuses_metadata_without_what_it_needs(name, tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_text('{"user_id": ["amy", "bob"], "text": "x"}\n')
@@ -194,7 +183,7 @@ def test_open_refuses_metadata_without_what_it_needs(name, tmp_path):
 
 @pytest.mark.parametrize("splits", [None, ["train", "x"], ["test"], 3])
 def test_open_refuses_a_data_set_without_splits(splits, tmp_path):
-    metadata = {"kind": "dataset", "format": shards.FORMAT} | (
+    metadata = {"kind": "dataset", "format": FORMAT} | (
         {} if splits is None else {"splits": splits}
     )
     (tmp_path / "metadata.json").write_text(json.dumps(metadata))
@@ -209,18 +198,42 @@ def test_open_refuses_files_that_do_not_belong_together(tmp_path, rng):
     shutil.copy(tmp_path / "b" / "users.parquet", tmp_path / "a")
     with pytest.raises(DataError, match="num_examples="):
         UserStore.open(tmp_path / "a")
-    (tmp_path / "b" / "data-00000-of-00001.arrow").unlink()
-    with pytest.raises(DataError, match="expected users.parquet and"):
+    (tmp_path / "b" / "tokens.npy").unlink()
+    with pytest.raises(DataError, match="expected users.parquet, offsets.npy, tokens.npy, got"):
         UserStore.open(tmp_path / "b")
 
 
+@pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy"])
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:40], lambda b: b"x" * 99])
-def test_open_refuses_a_shard_that_is_cut_off(tmp_path, rng, damage):
+def test_open_refuses_a_file_that_is_cut_off(tmp_path, rng, name, damage):
     write(tmp_path / "s", random_examples(rng, 5, 3))
-    shard = tmp_path / "s" / "data-00000-of-00001.arrow"
-    shard.write_bytes(damage(shard.read_bytes()))
-    with pytest.raises(DataError, match="data-00000-of-00001.arrow.*: cut off or damaged"):
+    file = tmp_path / "s" / name
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(DataError, match=f"data=.*/s: {name}: cut off or damaged .[a-z ]+.$"):
         UserStore.open(tmp_path / "s")
+
+
+def test_what_is_said_of_a_damaged_header_quotes_nothing_of_the_file(tmp_path):
+    store = write(tmp_path / "s", {"a": [[*b"a person's words"] * 20]}, max_length=999)
+    file = store.path / "tokens.npy"
+    whole = file.read_bytes()
+    for at in range(128):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        try:
+            UserStore.open(store.path)
+        except DataError as error:
+            assert "p\\x00e" not in str(error) and "NUMPY" not in str(error)
+            assert len(str(error)) < len(str(store.path)) + 99
+
+
+def test_offsets_that_lead_beyond_the_tokens_are_one_clear_line(tmp_path, rng):
+    store = write(tmp_path / "s", random_examples(rng, 5, 3))
+    file = tmp_path / "s" / "offsets.npy"
+    whole = file.read_bytes()
+    for bad in (2**40, -(2**40)):
+        file.write_bytes(whole[:136] + np.int64(bad).tobytes() + whole[144:])
+        with pytest.raises(DataError, match="offsets.npy is damaged"):
+            store.gather(np.array([0, 1]), 64)
 
 
 def test_lengths_are_counted_without_a_number_per_row(tmp_path, rng, monkeypatch):
@@ -296,9 +309,9 @@ def test_opening_a_store_does_not_import_pandas(tmp_path):
     subprocess.run([sys.executable, "-c", code, tmp_path / "store"], check=True)
 
 
-@pytest.mark.parametrize("name", ["users.parquet", "data-00000-of-00003.arrow", "data-00002*"])
+@pytest.mark.parametrize("name", ["users.parquet", "offsets.npy", "tokens.npy"])
 def test_a_byte_that_is_changed_since_is_found_by_reading_everything(name, tmp_path, rng):
-    store = write(tmp_path / "store", random_examples(rng, 9, 6), rows_per_shard=25)
+    store = write(tmp_path / "store", random_examples(rng, 9, 6))
     store.check()
     (path,) = (tmp_path / "store").glob(name)
     whole = path.read_bytes()

@@ -21,7 +21,7 @@ BUILT = [
     *(
         f"{split}/{name}"
         for split in ("train", "eval_users", "eval_examples", "test")
-        for name in ("metadata.json", "users.parquet", "data-00000-of-00001.arrow")
+        for name in ("metadata.json", "users.parquet", "offsets.npy", "tokens.npy")
     ),
 ]
 """Files of built data."""
@@ -132,7 +132,7 @@ def test_a_resume_a_generation_and_an_export_refuse_what_was_changed(made, capsy
     export = ["export", str(run_dir), "--out", str(tmp_path / "out")]
     generate = ["generate", str(run_dir), "--prompt", "red"]
     cases = [(run_dir / "tokenizer.json", [resume, export, generate])]
-    for name in ("tokenizer.json", "eval_users/data-00000-of-00001.arrow", "test/metadata.json"):
+    for name in ("tokenizer.json", "eval_users/tokens.npy", "test/metadata.json"):
         cases.append((built / name, [resume]))
     for path, commands in cases:
         for _ in flips(path, 1):

@@ -335,19 +335,19 @@ def test_a_byte_that_is_changed_in_built_data_is_noticed(texts, run_dir, tmp_pat
     args = command(built, run_dir, **{"num-steps": 1, "max-length": None})
     main(args)
     assert verify(capsys, run_dir)[0] == 0
-    shard = next((built / "train").glob("data-*.arrow"))
-    whole = shard.read_bytes()
+    tokens = built / "train" / "tokens.npy"
+    whole = tokens.read_bytes()
     at = whole.rfind(b"r\0e\0d")  # a token's id is its byte
     assert at > 0
-    shard.write_bytes(whole[: len(whole) // 2])
+    tokens.write_bytes(whole[: len(whole) // 2])
     assert verify(capsys, run_dir)[1]["data"][0] is False
-    shard.write_bytes(whole[:at] + b"R" + whole[at + 1 :])
+    tokens.write_bytes(whole[:at] + b"R" + whole[at + 1 :])
     code, found = verify(capsys, run_dir)
-    assert code == 1 and found["data"][0] is False and str(shard.parent) in found["data"][1]
+    assert code == 1 and found["data"][0] is False and str(tokens.parent) in found["data"][1]
     with pytest.raises(SystemExit) as stop:
         main([*args, "--resume"])
     *_, last = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and last.startswith(f"fedsim: error: data={shard.parent}: changed")
+    assert stop.value.code == 2 and last.startswith(f"fedsim: error: data={tokens.parent}: changed")
 
 
 def test_metrics_that_are_gone_are_not_looked_at(copy, capsys):

@@ -1,6 +1,6 @@
-"""From files with a user column to a built directory: read, check, tokenise, sort, merge.
+"""From files with a user column to a built directory: read, check, tokenise, sort.
 
 `build` is the whole of it, `sources` and `readers` read, `columns` and `domains` say whose a row
-is, `sorted_runs` and `merge` sort what need not fit in memory, `hub` streams data sets of the
-Hugging Face Hub.
+is, `tokenised` and `sorting` write and sort what need not fit in memory, `hub` streams data sets of
+the Hugging Face Hub.
 """

@@ -1,8 +1,8 @@
 """Build a data set that need not fit in memory, from sources with a user column and a text column.
 
-Sources -> checked -> tokenised into sorted runs -> merged into the shards of the splits. The same
+Sources -> checked -> tokenised -> sorted by DuckDB into the stores of the splits. The same
 input and options give the same bytes, whatever the number of processes and however often the build
-was killed and run again; finished parts are not done twice. Source order is kept within a user.
+was killed and run again; finished parts are not repeated. Source order is kept within a user.
 """
 
 import os
@@ -15,30 +15,22 @@ from pathlib import Path
 from typing import Any
 from unicodedata import unidata_version
 
-import numpy as np
 import pyarrow as pa
 
 from fedsim.data.building import conversations, domains, hub, user_ids
 from fedsim.data.building.columns import Columns
-from fedsim.data.building.merge import Merge, Shard, collect_owners, index_run, write_shard
 from fedsim.data.building.orders import KEYS, NUMBERS, TEXT, at_least
-from fedsim.data.building.processes import Pool
+from fedsim.data.building.processes import Meter, Pool
 from fedsim.data.building.readers import Part, cut
-from fedsim.data.building.sorted_runs import Encoding, bundled, training_texts, write_runs
+from fedsim.data.building.sorting import Rows, write_splits
 from fedsim.data.building.sources import Sources, examine, find_files, survey
 from fedsim.data.building.staging import resume, staging
 from fedsim.data.building.text_format import Form
+from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, training_texts, write_rows
 from fedsim.data.dataset import SUMS, Dataset, sums
-from fedsim.data.framing import LONG_TEXTS
 from fedsim.data.owners import decided_by_texts, is_shared
-from fedsim.data.shards import (
-    FORMAT,
-    close_store,
-    shard_names,
-    shard_rows,
-    token_dtype,
-)
 from fedsim.data.splits import Holdout, SplitRows, divide, dropped
+from fedsim.data.store import FORMAT, close_store, token_dtype
 from fedsim.data.text import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
 from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_atomically, write_json
@@ -47,6 +39,7 @@ UNOWNED = ("refuse", "drop")
 VERSIONS = (  # of one build: what reads, owns or encodes texts
     "fedsim",
     "datasets",
+    "duckdb",
     "numpy",
     "publicsuffixlist",
     "pyarrow",
@@ -72,7 +65,7 @@ class _Options:
     def __post_init__(self):
         def check(field: str, value: Any, holds: bool, expected: str) -> None:
             if not holds:
-                raise DataError(f"{field}={value}: expected {expected}")
+                raise DataError.of(field, value, expected)
 
         holdout, columns = self.holdout, self.columns
         check("max_length", self.max_length, self.max_length >= 2, "at least 2 tokens")
@@ -158,7 +151,7 @@ def build(
       killed, or the Hub is out of reach. Finished parts are kept.
     """
     if num_workers is not None and num_workers < 1:
-        raise DataError(f"num_workers={num_workers}: expected >= 1")
+        raise DataError.of("num_workers", num_workers, ">= 1")
     out = Path(expand_home("out", out)).absolute()
     talk = (conversation_column, turn_column)
     named = (user_column, text_column, order_column, url_column, owners)
@@ -197,7 +190,7 @@ class _Build:
 
     def __init__(self, directory: Path, options: _Options, pool: Pool, say: Say):
         self.directory, self.options, self.pool, self.say = directory, options, pool, say
-        self.runs, self.out = directory / "runs", directory / "out"
+        self.rows, self.out = directory / "rows", directory / "out"
         self.tokenizer: Tokenizer | None = None
 
     def run(
@@ -222,35 +215,27 @@ class _Build:
         parts, columns = self._conversations(sources.parts, columns)
         tokenizer = self._tokenizer(parts, columns, num_rows)
         encoding = Encoding(
-            self.runs,
+            self.rows,
             self.directory / "tokenizer.json",
             columns,
             options.holdout,
             options.max_length,
             options.long_texts,
         )
-        self.runs.mkdir(exist_ok=True)
+        self.rows.mkdir(exist_ok=True)
         self.out.mkdir(exist_ok=True)
-        call = partial(write_runs, encoding=encoding)
+        call = partial(write_rows, encoding=encoding)
         items = list(enumerate(bundled(parts)))
         records = self.pool.map(call, items, "tokenised", num_rows)
-        runs = tuple(run for record in records for run in record["runs"])
-        if not runs:
+        if not sum(record["examples"] for record in records):
             raise DataError(
                 f"text_column={','.join(options.columns.text)}: no user has text, expected at "
                 "least one"
             )
-        owners = collect_owners(self.runs, runs)
-        shared, least = is_shared(owners["user_id"]), options.holdout.min_examples
-        if shared:
-            several = "where texts have several owners"
-            if least > 1:
-                raise DataError(f"min_examples={least}: expected 1 {several}")
-            if rule := decided_by_texts(options.long_texts):
-                raise DataError(f"{rule} {several}")
-        group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
-        splits = dict(divide(group, counts, options.holdout))
-        self._write_splits(runs, owners, splits, tokenizer)
+        with Rows(self.rows, self.pool.num_workers, columns.order is not None) as rows:
+            owners = rows.owners()
+            splits = self._divided(owners)
+            self._write_splits(rows, owners, splits, tokenizer)
         tokenizer.save(self.out / "tokenizer.json")
         about = {
             "rows": num_rows,
@@ -259,7 +244,7 @@ class _Build:
             "long_texts": sum(record["long"] for record in records),
             "tokens_of_texts": sum(record["tokens"] for record in records),
             "tokens_cut": sum(record["tokens_cut"] for record in records),
-            **dropped(group, counts, options.holdout),
+            **dropped(owners["group"].to_numpy(), owners["rows"].to_numpy(), options.holdout),
         }
         if options.holdout.test_from is not None:
             about["texts_without_order"] = sum(record["no_order"] for record in records)
@@ -286,7 +271,7 @@ class _Build:
         """The sources, fetched if need be, and what they are on the Hub."""
         of_hub, others = hub.split_sources(named)
         if of_hub and others or len(of_hub) > 1:
-            raise DataError(f"data={named}: expected files, or one hf: data set")
+            raise DataError.of("data", named, "files, or one hf: data set")
         if not of_hub:
             files = find_files(others)
             form = self.options.form
@@ -344,55 +329,36 @@ class _Build:
         found.save(file)
         return found
 
+    def _divided(self, owners: pa.Table) -> dict[str, SplitRows]:
+        """Which rows of which owners each split has. Raises: DataError: the options do not fit."""
+        options, least = self.options, self.options.holdout.min_examples
+        if is_shared(owners["user_id"]):
+            several = "where texts have several owners"
+            if least > 1:
+                raise DataError.of("min_examples", least, f"1 {several}")
+            if rule := decided_by_texts(options.long_texts):
+                raise DataError(f"{rule} {several}")
+        group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
+        return dict(divide(group, counts, options.holdout))
+
     def _write_splits(
-        self,
-        runs: tuple[str, ...],
-        owners: pa.Table,
-        splits: dict[str, SplitRows],
-        tokenizer: Tokenizer,
+        self, rows: Rows, owners: pa.Table, splits: dict[str, SplitRows], tokenizer: Tokenizer
     ) -> None:
         """The stores of all splits."""
-        self.pool.map(partial(index_run, directory=self.runs), runs)
-        merge = Merge(self.runs, runs, self.options.columns.order)
-        merge.save(splits)
-        num_rows, num_tokens = (int(owners[name].to_numpy().sum()) for name in ("rows", "tokens"))
-        width = np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
-        size = shard_rows(num_rows, num_tokens, width)
-        shards = [
-            shard for name, rows in splits.items() for shard in self._shards(name, rows, size)
-        ]
-        total = sum(int(rows.counts.sum()) for rows in splits.values())
-        self.pool.map(partial(write_shard, merge=merge), shards, "sorted", total)
+        counts, dtype = owners["rows"].to_numpy(), token_dtype(tokenizer.vocab_size)
+        meter = Meter("sorted", int(counts.sum()), self.say)
+        write_splits(rows.blocks(dtype), counts, splits, self.out, dtype, meter.add)
+        meter.end()
         about = {
             "max_length": self.options.max_length,
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": _described(tokenizer),
         }
-        for name, rows in splits.items():
-            num_tokens = np.zeros(len(rows.owners), np.int64)
-            for shard in shards:
-                if shard.split == name:
-                    user, tokens = np.load(shard.tokens_file)
-                    num_tokens[user] += tokens
-            ids = owners["user_id"].combine_chunks().take(pa.array(rows.owners))
+        ids = owners["user_id"].combine_chunks()
+        for name, part in splits.items():
             about["split"] = name
-            close_store(self.out / name, ids, rows.counts, num_tokens, about)
-
-    def _shards(self, name: str, rows: SplitRows, size: int) -> list[Shard]:
-        directory = self.out / name
-        directory.mkdir(exist_ok=True)
-        total = int(rows.counts.sum())
-        files = shard_names(-(-total // size))
-        return [
-            Shard(
-                directory / file,
-                self.runs / f"{name}-{number}.npy",
-                name,
-                number * size,
-                min((number + 1) * size, total),
-            )
-            for number, file in enumerate(files)
-        ]
+            whose = ids.take(pa.array(part.owners))
+            close_store(self.out / name, whose, part.counts, about)
 
     def _describe(
         self,

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from fedsim.data.building.column_names import expected_of
 from fedsim.data.building.domains import registrable_domain
 from fedsim.data.building.orders import KEYS, check_format, keys_of
-from fedsim.data.building.user_ids import Rows, as_ids, count_lists, steps_of
+from fedsim.data.building.user_ids import Rows, as_ids, count_lists, refused, steps_of
 from fedsim.data.owners import SEPARATOR, together
 from fedsim.errors import DataError, MissingColumn
 
@@ -77,25 +77,23 @@ class Columns:
         for field, form, column in zip(("order", "turn"), formats, (order, turn), strict=True):
             check_format(f"{field}_format", form)
             if form is not None and column is None:
-                raise DataError(f"{field}_format={form}: expected it beside {field}_column")
+                raise DataError.of(f"{field}_format", form, f"it beside {field}_column")
         if (conversation is None) != (turn is None):
-            raise DataError(f"turn_column={turn}: expected it beside conversation_column, or none")
+            raise DataError.of("turn_column", turn, "it beside conversation_column, or none")
         if conversation is not None and (found.owners or url is not None):
-            raise DataError(
-                f"conversation_column={conversation}: expected the speaker's user_column"
-            )
+            raise DataError.of("conversation_column", conversation, "the speaker's user_column")
         for field, names in (("user_column", found.user), ("text_column", found.text)):
             if not names or len(set(names)) < len(names):
-                raise DataError(f"{field}={names}: expected at least one column, none twice")
+                raise DataError.of(field, names, "at least one column, none twice")
         shown = ",".join(found.owners)
         if len(set(found.owners)) < len(found.owners):
-            raise DataError(f"owners={shown}: expected no column twice")
+            raise DataError.of("owners", shown, "no column twice")
         if found.owners and url is not None:
-            raise DataError(f"owners={shown}: expected none beside url_column={url}")
+            raise DataError.of("owners", shown, f"none beside url_column={url}")
         for name in found.owner:
             if name in found.text:
                 field = found.blamed.partition("=")[0]
-                raise DataError(f"{field}={name}: expected a column other than text_column")
+                raise DataError.of(field, name, "a column other than text_column")
         return found
 
     def _check_delimiter(self) -> None:
@@ -103,11 +101,9 @@ class Columns:
         if given is None:
             return
         if not given or any(c.isalnum() or c == SEPARATOR for c in given):
-            raise DataError(
-                f"owners_delimiter={given}: expected characters between ids, such as , or ;"
-            )
+            raise DataError.of("owners_delimiter", given, "characters between ids, such as , or ;")
         if not self.owners:
-            raise DataError(f"owners_delimiter={given}: expected it beside owners, or none")
+            raise DataError.of("owners_delimiter", given, "it beside owners, or none")
 
     @property
     def owner(self) -> tuple[str, ...]:
@@ -193,7 +189,7 @@ def normalise(
     texts = [text_of(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
     if len(texts) > 1:
         if any(is_token_list(text.type) for text in texts):
-            raise DataError(f"text_column={columns.text}: expected one column of token ids")
+            raise DataError.of("text_column", columns.text, "one column of token ids")
         found["text"] = reduce(_join_texts, texts)
     elif texts:
         found["text"] = texts[0]
@@ -261,13 +257,13 @@ def ids_of(
     kind = column.type
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if not (is_string(kind) or numbers or pa.types.is_null(kind)):
-        raise DataError(f"{field}: expected strings or integers, got {kind}")
+        raise refused(field, f"strings or integers, got {kind}")
     column = _validate(column, field, rows[0] if len(rows) else 0)
     ids = as_ids(column, field, rows, tally, how)
     joined = pc.match_substring(ids, SEPARATOR).fill_null(False)  # pyright: ignore
     if joined.true_count:
         row = rows[joined.index(True).as_py()] + 1
-        raise DataError(f"{field}: expected ids without the control character 1F, got row {row}")
+        raise refused(field, f"ids without the control character 1F, got row {row}")
     return ids
 
 
@@ -283,9 +279,10 @@ def _owner_sets(
     ids = pa.concat_arrays([ids for _, ids in parts])
     keys, counts = together(rows, ids, len(batch))
     if len(bad := np.flatnonzero(counts > MOST_OWNERS)):
-        raise DataError(
-            f"{columns.blamed}: expected at most {MOST_OWNERS} owners of a text, got "
-            f"{counts[bad[0]]} in row {first_row + bad[0] + 1}"
+        raise refused(
+            columns.blamed,
+            f"at most {MOST_OWNERS} owners of a text, got {counts[bad[0]]} in row "
+            f"{first_row + bad[0] + 1}",
         )
     return keys
 
@@ -304,22 +301,23 @@ def _owned(
     sizes = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)  # pyright: ignore
     rows, values = np.repeat(np.arange(len(column)), sizes), column.flatten()
     if pa.types.is_list(values.type) or pa.types.is_nested(values.type):
-        raise DataError(f"{field}: expected lists of strings or integers, got {column.type}")
+        raise refused(field, f"lists of strings or integers, got {column.type}")
     if len(bad := np.flatnonzero(sizes > MOST_OWNERS)):
-        raise DataError(
-            f"{field}: expected at most {MOST_OWNERS} owners of a text, got {sizes[bad[0]]} in "
-            f"row {first_row + bad[0] + 1}"
+        raise refused(
+            field,
+            f"at most {MOST_OWNERS} owners of a text, got {sizes[bad[0]]} in row "
+            f"{first_row + bad[0] + 1}",
         )
     ids = ids_of(values, field, first_row + rows, tally, columns.normalise_ids)
     count_lists(ids, tally)
     blank = is_blank(ids)
     if blank.any():
         row = first_row + rows[blank.argmax()] + 1
-        raise DataError(f"{field}: expected owners with ids, got a null or empty one in row {row}")
+        raise refused(field, f"owners with ids, got a null or empty one in row {row}")
     _, counts = together(rows, ids, len(column))
     if len(bad := np.flatnonzero(counts < sizes)):
         row = first_row + bad[0] + 1
-        raise DataError(f"{field}: expected each owner of a text once, got one twice in row {row}")
+        raise refused(field, f"each owner of a text once, got one twice in row {row}")
     return rows, ids
 
 
@@ -372,7 +370,7 @@ def text_of(column: pa.Array, field: str, first_row: int, tokens: bool = False) 
         return column
     if not (is_string(column.type) or pa.types.is_null(column.type)):
         expected = "strings, or lists of token ids" if tokens else "strings"
-        raise DataError(f"{field}: expected {expected}, got {column.type}")
+        raise refused(field, f"{expected}, got {column.type}")
     return _validate(column.cast(pa.string()), field, first_row)
 
 
@@ -383,5 +381,5 @@ def _validate(column: pa.Array, field: str, first_row: int) -> pa.Array:
     except pa.ArrowInvalid as error:
         where = re.search(r"string index (\d+)", str(error))
         row = f" in row {first_row + int(where[1]) + 1}" if where else ""
-        raise DataError(f"{field}: expected UTF-8, got other bytes{row}") from None
+        raise refused(field, f"UTF-8, got other bytes{row}") from None
     return column

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from fedsim.data.building.columns import Columns, ids_of, is_list, is_string, normalise, plain
 from fedsim.data.building.orders import common_kind, keys_of, kind_of
 from fedsim.data.building.readers import Part, complaints, raw
+from fedsim.data.building.user_ids import refused
 from fedsim.errors import DataError
 
 ROWS_AT_ONCE = 65_536
@@ -47,7 +48,7 @@ def write(parts: Sequence[Part], columns: Columns, file: Path) -> None:
     for part in parts:
         for first_row, batch in raw(part, columns):
             if len(columns.user) == 1 and is_list(batch[columns.user[0]].type):
-                raise DataError(f"{columns.blamed}: expected one speaker, got a list")
+                raise refused(columns.blamed, "one speaker, got a list")
             speaking = replace(columns, text=())
             where, rows = batch[columns.conversation], range(first_row, first_row + len(batch))
             field = f"conversation_column={columns.conversation}"
@@ -67,7 +68,7 @@ def write(parts: Sequence[Part], columns: Columns, file: Path) -> None:
         table = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException:
         shown = ",".join(columns.text)
-        raise DataError(f"text_column={shown}: expected one type in all files") from None
+        raise DataError.of("text_column", shown, "one type in all files") from None
     turn = pa.concat_arrays(turns).flatten()
     keys = {"where": table[WHERE]} | {str(i): key for i, key in enumerate(turn)}
     keys["row"] = pa.array(np.arange(len(table)))
@@ -118,5 +119,5 @@ def _turns(turn: pa.Array, columns: Columns, first_row: int) -> pa.Array:
     keys = keys_of(turn, field, first_row, columns.turn_format)
     if keys.null_count:
         row = first_row + keys.is_null().index(True).as_py() + 1
-        raise DataError(f"{field}: expected a turn in every row, got none in row {row}")
+        raise refused(field, f"a turn in every row, got none in row {row}")
     return keys

@@ -54,7 +54,7 @@ class HubSource:
         revision."""
         name, _, config = source.removeprefix(PREFIX).partition(":")
         if not name:
-            raise DataError(f"data={source}: expected hf:NAME or hf:NAME:CONFIG")
+            raise DataError.of("data", source, "hf:NAME or hf:NAME:CONFIG")
         name = expand_home("data", name)  # a local directory
         return cls(name, config or None, split or "train", revision)
 
@@ -93,7 +93,7 @@ class HubSource:
             found = getattr(builder.config, name)
             tabs = name in ("sep", "delimiter") and found == "\t"
             if found != value and name not in OF_NO_MATTER and not (tabs and _all_tabs(files)):
-                raise DataError(f"data={self}: expected files without {name}={found}; {DIRECTLY}")
+                raise DataError.of("data", self, f"files without {name}={found}; {DIRECTLY}")
         return list(files)
 
     def failure(self, error: Exception) -> DataError:
@@ -147,7 +147,7 @@ def _copy_of(text: str, number: int, directory: Path) -> Path:
     for there, here in TEXTS.items():
         if text.endswith(there):
             return directory / f"{number:06d}{here}"
-    raise DataError(f"data={text}: expected a file ending in {', '.join(TEXTS)}; {DIRECTLY}")
+    raise DataError.of("data", text, f"a file ending in {', '.join(TEXTS)}; {DIRECTLY}")
 
 
 def _all_tabs(files: Sequence[str]) -> bool:

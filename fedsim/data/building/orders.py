@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from fedsim.data.building.user_ids import is_missing
+from fedsim.data.building.user_ids import call, is_missing, refused
 from fedsim.errors import DataError
 
 UTC_TIMES, TEXT = "utc", "text"
@@ -59,9 +58,10 @@ def check_format(field: str, form: str | None) -> None:
             return
     except ValueError:
         pass
-    raise DataError(
-        f"{field}={form}: expected utc, text, or how times are written, as in %m/%d/%Y (see "
-        "Python's strptime; not %Z)"
+    raise DataError.of(
+        field,
+        form,
+        "utc, text, or how times are written, as in %m/%d/%Y (see Python's strptime; not %Z)",
     )
 
 
@@ -84,7 +84,7 @@ def keys_of(column: pa.Array, field: str, first_row: int, form: str | None) -> p
     if as_written and pa.types.is_integer(kind) or pa.types.is_decimal(kind):
         return _Texts(column.cast(pa.string()), field, first_row, form).keys()
     if as_written:
-        raise DataError(f"{field}: expected texts, which {form} is the format of, got {kind}")
+        raise refused(field, f"texts, which {form} is the format of, got {kind}")
     missing = column.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_integer(kind):
         return _key(NUMBERS, *_exact(column.fill_null(0).to_numpy()), missing)
@@ -94,7 +94,7 @@ def keys_of(column: pa.Array, field: str, first_row: int, form: str | None) -> p
         values = np.where(missing, 0, values) + 0.0  # -0 is 0
         return _key(NUMBERS, values, np.zeros(len(values)), missing)
     if not pa.types.is_temporal(kind) or pa.types.is_interval(kind):
-        raise DataError(f"{field}: expected numbers, times or texts, got {kind}")
+        raise refused(field, f"numbers, times or texts, got {kind}")
     whole = pa.int32() if pa.types.is_date32(kind) or pa.types.is_time32(kind) else pa.int64()
     values = column.cast(whole).fill_null(0).to_numpy().astype(np.int64)
     if pa.types.is_date32(kind):
@@ -111,7 +111,7 @@ def common_kind(kinds: Iterable[str | None], field: str) -> str | None:
     """The kind of keys that were found. Raises: DataError: there are several."""
     found = sorted({kind for kind in kinds if kind is not None})
     if len(found) > 1:
-        raise DataError(f"{field}: expected values of one kind, got {' and '.join(found)}")
+        raise refused(field, f"values of one kind, got {' and '.join(found)}")
     return found[0] if found else None
 
 
@@ -126,12 +126,12 @@ def at_least(keys: pa.Array, bound: str, column: str | None, form: str | None) -
         return np.zeros(len(keys), bool)
     key = _bound(bound, kind, form)
     if key is None or kind == TEXTS:
-        raise DataError(
-            f"test_from={bound}: expected a value of order_column={column}, which holds {kind}"
+        raise DataError.of(
+            "test_from", bound, f"a value of order_column={column}, which holds {kind}"
         )
     (major, minor), (first, second) = keys.flatten(), key
-    later = _call("and", _call("equal", major, first), _call("greater_equal", minor, second))
-    return _flags(_call("or", _call("greater", major, first), later))
+    later = call("and", call("equal", major, first), call("greater_equal", minor, second))
+    return _flags(call("or", call("greater", major, first), later))
 
 
 def _bound(bound: str, kind: str, form: str | None) -> tuple[pa.Scalar, pa.Scalar] | None:
@@ -156,8 +156,8 @@ class _Texts:
     def __init__(self, column: pa.Array, field: str, first_row: int, form: str | None):
         self.field, self.first_row, self.form = field, first_row, form
         self.flag = f"`fedsim data build --{field.partition('_')[0]}-format"
-        texts = _call("utf8_trim_whitespace", column.cast(pa.string()))
-        self.texts = _call("if_else", is_missing(texts), pa.scalar(None, pa.string()), texts)
+        texts = call("utf8_trim_whitespace", column.cast(pa.string()))
+        self.texts = call("if_else", is_missing(texts), pa.scalar(None, pa.string()), texts)
         self.missing = _flags(self.texts.is_null())
 
     def keys(self) -> pa.Array:
@@ -170,17 +170,17 @@ class _Texts:
             )
         if self.form not in (None, UTC_TIMES):
             return self._by_pattern(self.form)
-        number = _flags(_call("match_substring_regex", self.texts, pattern=NUMBER))
+        number = _flags(call("match_substring_regex", self.texts, pattern=NUMBER))
         if self.form == UTC_TIMES:
             number[:] = False
-        time = _call("extract_regex", self.texts, pattern=TIME)
+        time = call("extract_regex", self.texts, pattern=TIME)
         others = ~(number | _flags(time.is_valid()) | self.missing)
         if others.any():
             raise self._refused(others)
         if number.any():
             self._expect_one(number, NUMBERS, "times")
             return self._numbers()
-        zoned = _flags(_call("not_equal", time.field("zone"), pa.scalar(""))) & ~self.missing
+        zoned = _flags(call("not_equal", time.field("zone"), pa.scalar(""))) & ~self.missing
         if self.form is None and zoned.any():
             hint = f"; {self.flag} utc` takes those for UTC"
             self._expect_one(zoned, TIMES, LOCAL, hint)
@@ -190,11 +190,12 @@ class _Texts:
         """What is said of a text that is nothing: where it is, for it may be a person's."""
         row = self.first_row + int(bad.argmax()) + 1
         if self.form not in (None, UTC_TIMES):
-            return DataError(f"{self.field}: expected {self.form}, got another text in row {row}")
+            return refused(self.field, f"{self.form}, got another text in row {row}")
         number = "" if self.form else "numbers or "
-        return DataError(
-            f"{self.field}: expected {number}times as in 2020-01-31T10:00:00Z, got another text in "
-            f"row {row}; {self.flag}` says how others are written, as in %m/%d/%Y, or text"
+        return refused(
+            self.field,
+            f"{number}times as in 2020-01-31T10:00:00Z, got another text in row {row}; "
+            f"{self.flag}` says how others are written, as in %m/%d/%Y, or text",
         )
 
     def _expect_one(self, these: np.ndarray, kind: str, other: str, hint: str = "") -> None:
@@ -202,25 +203,25 @@ class _Texts:
         others = ~(these | self.missing)
         if others.any():
             first, second = (self.first_row + int(a.argmax()) + 1 for a in (these, others))
-            raise DataError(
-                f"{self.field}: expected values of one kind, got {kind} in row {first} and {other} "
-                f"in row {second}{hint}"
+            raise refused(
+                self.field,
+                f"values of one kind, got {kind} in row {first} and {other} in row {second}{hint}",
             )
 
     def _numbers(self) -> pa.Array:
-        texts = _call("replace_substring_regex", self.texts, pattern=r"^\+", replacement="")
-        whole = _call("match_substring_regex", texts, pattern=WHOLE)
-        short = _call("and", whole, _call("less_equal", _call("utf8_length", texts), SHORT))
+        texts = call("replace_substring_regex", self.texts, pattern=r"^\+", replacement="")
+        whole = call("match_substring_regex", texts, pattern=WHOLE)
+        short = call("and", whole, call("less_equal", call("utf8_length", texts), SHORT))
         nothing = pa.scalar(None, pa.string())
-        number, rest = _exact(_filled(_call("if_else", short, texts, nothing).cast(pa.int64())))
-        floats = _flags(_call("invert", whole))
-        of_floats = _filled(_call("if_else", whole, nothing, texts).cast(pa.float64()))
+        number, rest = _exact(_filled(call("if_else", short, texts, nothing).cast(pa.int64())))
+        floats = _flags(call("invert", whole))
+        of_floats = _filled(call("if_else", whole, nothing, texts).cast(pa.float64()))
         number = np.where(floats, of_floats + 0.0, number)
         for i in np.flatnonzero(_flags(whole) & ~_flags(short)):
             value = int(texts[int(i)].as_py()) if len(texts[int(i)].as_py()) < 100 else MOST
             if abs(value) >= MOST:
                 row = self.first_row + int(i) + 1
-                raise DataError(f"{self.field}: expected at most 34 digits, got more in row {row}")
+                raise refused(self.field, f"at most 34 digits, got more in row {row}")
             number[i], rest[i] = _pair(value)
         return _key(NUMBERS, number, rest, self.missing)
 
@@ -229,27 +230,25 @@ class _Texts:
 
         def part(name: str, empty: str) -> Any:
             text = found.field(name)
-            return _call("if_else", _call("equal", text, pa.scalar("")), pa.scalar(empty), text)
+            return call("if_else", call("equal", text, pa.scalar("")), pa.scalar(empty), text)
 
-        moment = _call(
+        moment = call(
             "binary_join_element_wise", found.field("day"), "T", part("time", "00:00"),
             part("second", ":00"), "",
         )  # fmt: skip
-        moment = _call("if_else", pa.array(self.missing), pa.scalar(None, pa.string()), moment)
+        moment = call("if_else", pa.array(self.missing), pa.scalar(None, pa.string()), moment)
         try:
             seconds = moment.cast(pa.timestamp("s"))
         except pa.ArrowInvalid:  # as of 31 February
             raise self._refused(np.array([not _is_moment(each) for each in moment])) from None
-        fraction = _call("utf8_rpad", part("fraction", "0"), width=9, padding="0")
-        zone = _call(
-            "replace_substring_regex", part("zone", "Z"), pattern="Z|UTC", replacement="+0"
-        )
-        zone = _call("replace_substring", zone, pattern=":", replacement="")
-        hours = _filled(_call("utf8_slice_codeunits", zone, 1, 3).cast(pa.int64()))
-        minutes = _call("utf8_slice_codeunits", zone, 3, 5)
-        minutes = _call("if_else", _call("equal", minutes, pa.scalar("")), pa.scalar("0"), minutes)
+        fraction = call("utf8_rpad", part("fraction", "0"), width=9, padding="0")
+        zone = call("replace_substring_regex", part("zone", "Z"), pattern="Z|UTC", replacement="+0")
+        zone = call("replace_substring", zone, pattern=":", replacement="")
+        hours = _filled(call("utf8_slice_codeunits", zone, 1, 3).cast(pa.int64()))
+        minutes = call("utf8_slice_codeunits", zone, 3, 5)
+        minutes = call("if_else", call("equal", minutes, pa.scalar("")), pa.scalar("0"), minutes)
         ahead = hours * 3600 + _filled(minutes.cast(pa.int64())) * 60
-        ahead = np.where(_flags(_call("starts_with", zone, pattern="-")), -ahead, ahead)
+        ahead = np.where(_flags(call("starts_with", zone, pattern="-")), -ahead, ahead)
         nanoseconds = _filled(fraction.cast(pa.int64()))
         return _key(kind, _filled(seconds.cast(pa.int64())) - ahead, nanoseconds, self.missing)
 
@@ -308,8 +307,3 @@ def _flags(column: Any) -> np.ndarray:
 
 def _filled(column: Any) -> np.ndarray:
     return column.fill_null(0).to_numpy()
-
-
-def _call(name: str, *arguments: Any, **options: Any) -> Any:
-    """Arrow's function of that name, most of which type checkers do not know."""
-    return getattr(pc, name)(*arguments, **options)

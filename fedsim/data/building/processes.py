@@ -75,7 +75,7 @@ class Pool:
         Args: stage, total: what progress says, and the rows in all; without them it says nothing.
         Raises: Interrupted: a worker was killed, and whatever `call` raises.
         """
-        meter = _Meter(stage, total, self._say)
+        meter = Meter(stage, total, self._say)
         if self._executor is None:
             found = [call(item, report=meter.add) for item in items]
         else:
@@ -89,7 +89,7 @@ class Pool:
         executor: ProcessPoolExecutor,
         call: Callable[..., Any],
         items: Sequence[Any],
-        meter: "_Meter",
+        meter: "Meter",
     ) -> list[Any]:
         futures: list[Future] = []
         try:
@@ -133,7 +133,7 @@ class _Context(SpawnContext):
     Process = _Process
 
 
-class _Meter:
+class Meter:
     """Says how far a stage is, not too often."""
 
     def __init__(self, stage: str, total: int, say: Callable[[str], None] | None):

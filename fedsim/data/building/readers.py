@@ -236,7 +236,7 @@ def _load_saved(directory: Path, split: str | None) -> Any:
     if isinstance(found, DatasetDict):
         split = split or ("train" if "train" in found else None)
         if split not in found:
-            raise DataError(f"split={split}: expected one of {', '.join(map(str, found))}")
+            raise DataError.of("split", split, f"one of {', '.join(map(str, found))}")
         return found[split]
     return found
 

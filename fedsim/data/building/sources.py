@@ -20,7 +20,7 @@ from fedsim.data.building.orders import common_kind, kind_of
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, cut, read
 from fedsim.data.building.text_format import Form
-from fedsim.data.shards import fingerprint
+from fedsim.data.store import fingerprint
 from fedsim.errors import DataError
 from fedsim.files import expand_home
 
@@ -53,7 +53,7 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
     files: dict[Path, Path] = {}
     for source in sources:
         if not str(source).strip():  # as of an unset variable of the shell
-            raise DataError("data=: expected the name of a file or glob, got an empty one")
+            raise DataError.of("data", "", "the name of a file or glob, got an empty one")
         source = expand_home("data", source)
         here = Path(source)
         found = [here] if here.exists() else map(Path, sorted(glob.glob(source)))
@@ -61,10 +61,10 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
             found = files_in(here)
             if not found:
                 kinds = f"{', '.join(SUFFIXES)} (JSON: '{source}/*.json')"
-                raise DataError(f"data={source}: expected files in it that end in {kinds}")
+                raise DataError.of("data", source, f"files in it that end in {kinds}")
         found = [file for file in found if file.is_file() or is_saved(file)]
         if not found:
-            raise DataError(f"data={source}: expected a file or glob that exists")
+            raise DataError.of("data", source, "a file or glob that exists")
         for file in found:
             files.setdefault(file.resolve(), file)
     for file in files.values():
@@ -73,14 +73,12 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
             if file.suffix == ".js":
                 remedy = "one of an archive of Twitter is .json without what stands before its ["
             kinds = ", ".join(SUFFIXES)
-            raise DataError(f"data={file}: expected a file ending in {kinds}; {remedy}")
+            raise DataError.of("data", file, f"a file ending in {kinds}; {remedy}")
     for file in files.values():  # rows that are there twice count for their user twice
         if file.suffix == ".gz" and file.with_suffix("").resolve() in files:
-            raise DataError(
-                f"data={file}: expected it or {file.stem}, got both; rename one of them"
-            )
+            raise DataError.of("data", file, f"it or {file.stem}, got both; rename one of them")
     if not files:
-        raise DataError("data=[]: expected at least one file")
+        raise DataError.of("data", "[]", "at least one file")
     return list(files.values())
 
 
@@ -155,9 +153,8 @@ def survey(
         )
     total = sum(rows for rows, *_ in found)
     if not total:
-        raise DataError(
-            f"data={parts[0].file if parts else ''}: expected at least one row, got an empty "
-            "data set"
+        raise DataError.of(
+            "data", parts[0].file if parts else "", "at least one row, got an empty data set"
         )
     field = f"order_column={columns.order}"
     kind = common_kind(set().union(*(kinds for *_, kinds in found)), field)

@@ -38,11 +38,9 @@ def staging(out: Path, wait: bool) -> Iterator[Path]:
     try:
         descriptor = _hold(directory, wait)
     except BlockingIOError:
-        raise DataError(
-            f"out={out}: expected a directory that no other process is building"
-        ) from None
+        raise DataError.of("out", out, "a directory that no other process is building") from None
     except OSError as error:
-        raise DataError(f"out={out}: expected a place to write to ({error})") from None
+        raise DataError.of("out", out, f"a place to write to ({error})") from None
     try:
         check_absent(out)  # who held it before may have finished
         yield directory

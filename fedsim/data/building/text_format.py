@@ -27,16 +27,15 @@ class Form:
     def __post_init__(self):
         one = self.delimiter is None or len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
         if not one:
-            raise DataError(f"delimiter={self.delimiter}: expected one character, such as ; or |")
+            raise DataError.of("delimiter", self.delimiter, "one character, such as ; or |")
         if self.quoting not in (None, NONE, MINIMAL):
-            raise DataError(f"quoting={self.quoting}: expected {NONE} or {MINIMAL}")
+            raise DataError.of("quoting", self.quoting, f"{NONE} or {MINIMAL}")
         try:
             "".encode(self.encoding)
             codecs.getincrementaldecoder(self.encoding)().decode(pa.py_buffer(b""))  # as Arrow
         except (AttributeError, LookupError, TypeError, ValueError):  # punycode takes only bytes
-            raise DataError(
-                f"encoding={self.encoding}: expected an encoding of text that Python knows, such "
-                "as latin1"
+            raise DataError.of(
+                "encoding", self.encoding, "an encoding of text that Python knows, such as latin1"
             ) from None
 
     def between(self, file: Path) -> str:

@@ -82,39 +82,39 @@ def as_ids(
         least = EXACT[column.type.bit_width]
         numbers = column.cast(pa.float64())
         numbers = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float64()), numbers)  # pyright: ignore
-        fits = _call("less_equal", _call("abs", numbers), pa.scalar(float(least)))
-        whole = _call("and", fits, _call("equal", numbers, _call("floor", numbers)))
-        _refuse(_call("invert", whole), numbers, field, rows)
+        fits = call("less_equal", call("abs", numbers), pa.scalar(float(least)))
+        whole = call("and", fits, call("equal", numbers, call("floor", numbers)))
+        _refuse(call("invert", whole), numbers, field, rows)
         tally[SHORTENED] += _count(whole)
         return numbers.cast(pa.int64()).cast(pa.string())
     given = column.cast(pa.string())
-    text = _call("utf8_trim_whitespace", given)
+    text = call("utf8_trim_whitespace", given)
     nobody = is_missing(text)
-    tally[TRIMMED] += _count(_call("and", _call("not_equal", text, given), _call("invert", nobody)))
-    tally[WORDS] += _count(_call("and", nobody, _call("not_equal", text, pa.scalar(""))))
-    text = _call("if_else", nobody, pa.scalar(None, pa.string()), text)
+    tally[TRIMMED] += _count(call("and", call("not_equal", text, given), call("invert", nobody)))
+    tally[WORDS] += _count(call("and", nobody, call("not_equal", text, pa.scalar(""))))
+    text = call("if_else", nobody, pa.scalar(None, pa.string()), text)
     if how:
         text = _normalised(text, how, tally)
-    whole = _call("match_substring_regex", text, pattern=WHOLE)
-    short = _call("replace_substring_regex", text, pattern=r"\.0*$", replacement="")
-    long = _call("greater", _call("utf8_length", short), pa.scalar(DIGITS))
-    fraction = _call("match_substring_regex", text, pattern=FRACTION)
-    rounded = _call("match_substring_regex", text, pattern=ROUNDED)
-    number = _call("or", whole, fraction)
-    _refuse(_call("or", rounded, _call("and", number, long)), text, field, rows)
+    whole = call("match_substring_regex", text, pattern=WHOLE)
+    short = call("replace_substring_regex", text, pattern=r"\.0*$", replacement="")
+    long = call("greater", call("utf8_length", short), pa.scalar(DIGITS))
+    fraction = call("match_substring_regex", text, pattern=FRACTION)
+    rounded = call("match_substring_regex", text, pattern=ROUNDED)
+    number = call("or", whole, fraction)
+    _refuse(call("or", rounded, call("and", number, long)), text, field, rows)
     tally[SHORTENED] += _count(whole)
-    tally[FRACTIONS] += _count(_call("and", fraction, _call("invert", whole)))
-    tally[EXPONENTS] += _count(_call("match_substring_regex", text, pattern=LIKE_ROUNDED))
-    return _call("if_else", whole, short, text)
+    tally[FRACTIONS] += _count(call("and", fraction, call("invert", whole)))
+    tally[EXPONENTS] += _count(call("match_substring_regex", text, pattern=LIKE_ROUNDED))
+    return call("if_else", whole, short, text)
 
 
 def _normalised(text: pa.Array, how: Sequence[str], tally: Counter[str]) -> pa.Array:
     """Texts after these steps; null where nothing or a word for a missing value is left."""
     before = [step for step in how if step != "casefold"]  # a person may be called NAN
-    bare = _call("utf8_trim_whitespace", _folded(text, before))
-    bare = _call("if_else", is_missing(bare), pa.scalar(None, pa.string()), bare)
-    found = _call("utf8_trim_whitespace", _folded(bare, how))
-    tally[NORMALISED] += _count(_call("not_equal", found, text))
+    bare = call("utf8_trim_whitespace", _folded(text, before))
+    bare = call("if_else", is_missing(bare), pa.scalar(None, pa.string()), bare)
+    found = call("utf8_trim_whitespace", _folded(bare, how))
+    tally[NORMALISED] += _count(call("not_equal", found, text))
     return found
 
 
@@ -122,12 +122,12 @@ def _folded(text: pa.Array, how: Sequence[str]) -> pa.Array:
     """Texts after these steps."""
     unique = text.dictionary_encode()
     found = unique.dictionary
-    plain = _call("match_substring_regex", found, pattern=PLAIN)
+    plain = call("match_substring_regex", found, pattern=PLAIN)
     others = pa.array(
-        [fold(each, how) for each in found.filter(_call("invert", plain)).to_pylist()], pa.string()
+        [fold(each, how) for each in found.filter(call("invert", plain)).to_pylist()], pa.string()
     )
-    lower = _call("ascii_lower", found) if "casefold" in how else found
-    return _call("replace_with_mask", lower, _call("invert", plain), others).take(unique.indices)
+    lower = call("ascii_lower", found) if "casefold" in how else found
+    return call("replace_with_mask", lower, call("invert", plain), others).take(unique.indices)
 
 
 def fold(text: str, how: Sequence[str]) -> str:
@@ -150,18 +150,18 @@ def steps_of(given: str | Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in STEPS:
             shown = given if isinstance(given, str) else ",".join(given)
-            raise DataError(f"normalise_ids={shown}: expected some of {', '.join(STEPS)}")
+            raise DataError.of("normalise_ids", shown, f"some of {', '.join(STEPS)}")
     return tuple(step for step in STEPS if step in names)
 
 
 def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
     """bool: texts that are empty, or a word for a missing value."""
-    return _call("is_in", texts, value_set=pa.array(NOBODY))
+    return call("is_in", texts, value_set=pa.array(NOBODY))
 
 
 def count_lists(ids: pa.Array, tally: Counter[str]) -> None:
     """Counts ids that may be several in one cell, as addresses in the field To of a mail."""
-    tally[SEVERAL] += _count(_call("match_substring_regex", ids, pattern=LISTED))
+    tally[SEVERAL] += _count(call("match_substring_regex", ids, pattern=LISTED))
 
 
 def told(tally: Counter[str]) -> list[str]:
@@ -199,12 +199,12 @@ def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
         (ZEROS_AFTER, r"\1"),
         (r"^([0-9]+)\.$", r"\1"),
     ):
-        key = _call("replace_substring_regex", key, pattern=pattern, replacement=instead)
+        key = call("replace_substring_regex", key, pattern=pattern, replacement=instead)
     counts = key.value_counts()
     several = counts.filter(pc.greater(counts.field("counts"), 1))  # pyright: ignore
     if not len(several):
         return 0, []
-    alike = people.filter(_call("equal", key, several.field("values")[0]))
+    alike = people.filter(call("equal", key, several.field("values")[0]))
     return int(pc.sum(several.field("counts")).as_py()), alike[:2].to_pylist()  # pyright: ignore
 
 
@@ -212,16 +212,25 @@ def _refuse(bad: pa.Array, values: pa.Array, field: str, rows: Rows) -> None:
     if not _count(bad):
         return
     place = bad.index(True).as_py()
-    raise DataError(
-        f"{field}: expected text or whole numbers, got {values[place].as_py()} in row "
-        f"{rows[place] + 1}; ids that were read as floats are to be saved as text or integers"
+    raise refused(
+        field,
+        f"text or whole numbers, got {values[place].as_py()} in row {rows[place] + 1}; ids that "
+        "were read as floats are to be saved as text or integers",
     )
+
+
+def refused(column: str, expected: str) -> DataError:
+    """The error about a column, which is named as in `order_column=when`, or by a field alone."""
+    field, _, name = column.partition("=")
+    if not name:
+        return DataError(f"{field}: expected {expected}", field=field)
+    return DataError.of(field, name, expected)
 
 
 def _count(flags: pa.Array) -> int:
     return flags.true_count
 
 
-def _call(name: str, *arguments: Any, **options: Any) -> Any:
+def call(name: str, *arguments: Any, **options: Any) -> Any:
     """Arrow's function of that name, most of which type checkers do not know."""
     return getattr(pc, name)(*arguments, **options)

@@ -21,7 +21,7 @@ import pytest
 from local_hub import bytes_with, publish
 from packages import another_suffix_list, install
 
-from fedsim.data.building import sorted_runs
+from fedsim.data.building import tokenised
 from fedsim.data.building.build import build
 from fedsim.data.building.readers import Part
 from fedsim.data.dataset import Dataset, stats
@@ -215,12 +215,10 @@ def test_wordpiece_learns_from_training_users_only(tmp_path):
 
 
 def cut_finely(monkeypatch):
-    """Many runs, many blocks, nothing at its usual size except what is part of the bytes."""
-    sizes = {"readers.READ_ROWS": 64, "sorted_runs.RUN_ROWS": 100, "merge.SORTED_ROWS": 50}
-    sizes |= {"merge.TAKEN_TOKENS": 300, "merge.RUNS_AT_ONCE": 2}
+    """Many row groups, many blocks, nothing at its usual size."""
+    sizes = {"readers.READ_ROWS": 64, "tokenised.READ_ROWS": 100, "sorting.BLOCK_ROWS": 50}
     for name, size in sizes.items():
         monkeypatch.setattr(f"fedsim.data.building.{name}", size)
-    monkeypatch.setattr("fedsim.data.tokens.BLOCK_TOKENS", 99)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "wordpiece:400", "bpe:400"])
@@ -241,10 +239,10 @@ def small_files(directory, number):
     return directory / "*.jsonl"
 
 
-def test_small_files_are_one_run_together(tmp_path):
+def test_small_files_are_tokenised_together(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         build(small_files(tmp_path / "in", 40), tmp_path / "out", progress=interrupt("tokenised"))
-    assert len(list(tmp_path.glob(".out.building/runs/*.tokens"))) == 1
+    assert len(list(tmp_path.glob(".out.building/rows/*.parquet"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -258,11 +256,11 @@ def test_small_files_are_one_run_together(tmp_path):
     ],
 )
 def test_bundles_are_of_neighbours_and_not_too_many(tmp_path, monkeypatch, sizes, expected):
-    monkeypatch.setattr(sorted_runs, "BUNDLE_BYTES", 5)
-    monkeypatch.setattr(sorted_runs, "MOST_BUNDLES", 30)
+    monkeypatch.setattr(tokenised, "BUNDLE_BYTES", 5)
+    monkeypatch.setattr(tokenised, "MOST_BUNDLES", 30)
     for i, size in enumerate(sizes):
         (tmp_path / str(i)).write_bytes(b"x" * size)
-    bundles = sorted_runs.bundled([Part(tmp_path / str(i)) for i in range(len(sizes))])
+    bundles = tokenised.bundled([Part(tmp_path / str(i)) for i in range(len(sizes))])
     assert [[int(part.file.name) for part in bundle] for bundle in bundles] == expected
 
 
@@ -276,9 +274,8 @@ def few_open_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_there_may_be_more_runs_than_open_files(tmp_path, monkeypatch, few_open_files):
-    monkeypatch.setattr(sorted_runs, "BUNDLE_BYTES", 0)
-    monkeypatch.setattr("fedsim.data.tokens.READ_AT_ONCE", 2)
+def test_there_may_be_more_files_of_rows_than_open_files(tmp_path, monkeypatch, few_open_files):
+    monkeypatch.setattr(tokenised, "BUNDLE_BYTES", 0)
     files = small_files(tmp_path / "in", 24)
     data = build(files, tmp_path / "out", num_workers=1, **ALL_IN_TRAIN)
     assert data.train.num_examples == 24
@@ -290,7 +287,7 @@ def test_a_build_that_can_open_no_more_files_keeps_its_parts(tmp_path, monkeypat
     def too_many(*_, **__):
         raise OSError(errno.EMFILE, "too many")
 
-    monkeypatch.setattr("fedsim.data.building.build.write_shard", too_many)
+    monkeypatch.setattr("fedsim.data.building.build.write_splits", too_many)
     with pytest.raises(FedsimError, match="more open files .`ulimit -n`.*goes on where it was"):
         build(file, tmp_path / "out")
     monkeypatch.undo()
@@ -472,25 +469,18 @@ def test_duplicate_rows_are_kept(tmp_path):
 @pytest.mark.parametrize("order_column", [None, "n"])
 def test_one_user_may_have_everything(tmp_path, monkeypatch, order_column):
     cut_finely(monkeypatch)
-    monkeypatch.setattr("fedsim.data.shards.BATCH_ROWS", 32)
-    monkeypatch.setattr("fedsim.data.building.merge.BATCH_ROWS", 32)
-    monkeypatch.setattr("fedsim.data.shards.SHARD_BYTES", 2_000)
     rows = [("all", f"text {i}") for i in range(900)]
     order = np.random.default_rng(0).permutation(900)
     file = parquet(tmp_path / "a.parquet", rows, n=pa.array(order))
     data = build(file, tmp_path / "out", order_column=order_column, eval_users=0)
-    assert len(data.train.metadata["shards"]) > 5
     found = [*texts_of(data.eval_examples)["all"], *texts_of(data.train)["all"]]
     expected = [text for _, text in rows]
     assert found == (expected if order_column is None else [expected[i] for i in order.argsort()])
 
 
-def test_many_shards_hold_every_split_whole(tmp_path, monkeypatch, rng):
+def test_every_split_is_whole(tmp_path, monkeypatch, rng):
     """Against plain Python, with everything cut as finely as it goes and users of all sizes."""
     cut_finely(monkeypatch)
-    monkeypatch.setattr("fedsim.data.shards.BATCH_ROWS", 16)
-    monkeypatch.setattr("fedsim.data.building.merge.BATCH_ROWS", 16)
-    monkeypatch.setattr("fedsim.data.shards.SHARD_BYTES", 900)
     sizes = [*rng.integers(1, 9, 60), 70, 250]
     users = rng.permutation(np.repeat(np.arange(len(sizes)), sizes)).tolist()
     days = rng.integers(0, 100, len(users)).tolist()
@@ -514,7 +504,6 @@ def test_many_shards_hold_every_split_whole(tmp_path, monkeypatch, rng):
             expected["eval_examples"][user] = early[:held]
             expected["train"][user] = early[held:]
         expected["test"][user] = late
-    assert len(data.train.metadata["shards"]) > 3
     for name, of_user in expected.items():
         assert texts_of(getattr(data, name)) == {u: t for u, t in of_user.items() if t}
 
@@ -703,7 +692,7 @@ def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypat
     killed = subprocess.run([*command, "kill"], check=False, timeout=300)
     assert killed.returncode == -signal.SIGKILL
     staging = tmp_path / ".out.building"
-    done = {path: path.stat().st_mtime_ns for path in staging.glob("runs/part-*.json")}
+    done = {path: path.stat().st_mtime_ns for path in staging.glob("rows/part-*.json")}
     assert 1 <= len(done) < 8 and not (tmp_path / "out").exists()
     subprocess.run([*command, "watch"], check=True, timeout=300)
     build(tmp_path / "*.parquet", tmp_path / "whole", num_workers=1)
@@ -714,32 +703,32 @@ def test_a_killed_build_goes_on_and_processes_change_nothing(tmp_path, monkeypat
 
 KILLED = """
 import json, pathlib, sys
-from fedsim.data.building import build, processes, sorted_runs
+from fedsim.data.building import build, processes, tokenised
 import killing
 
 out, mode = pathlib.Path(sys.argv[2]), sys.argv[3]
 
 def say(line):
     if line.startswith("sorted"):
-        parts = out.parent.glob(".out.building/runs/part-*.json")
+        parts = out.parent.glob(".out.building/rows/part-*.json")
         kept = {path.name: path.stat().st_mtime_ns for path in parts}
         out.with_name("kept.json").write_text(json.dumps(kept))
 
 if mode == "kill":
-    build.write_runs = killing.write_runs
-sorted_runs.BUNDLE_BYTES = 0
+    build.write_rows = killing.write_rows
+tokenised.BUNDLE_BYTES = 0
 processes.SMALL_BYTES = 0
 build.build(sys.argv[1], out, num_workers=2, progress=say)
 """
 
 KILLING = """
 import os, signal, time
-from fedsim.data.building import sorted_runs
+from fedsim.data.building import tokenised
 
 PARENT = os.getppid()
 
-def write_runs(item, *, encoding, report):  # in the workers, which do not run the script again
-    record = sorted_runs.write_runs(item, encoding=encoding, report=report)
+def write_rows(item, *, encoding, report):  # in the workers, which do not run the script again
+    record = tokenised.write_rows(item, encoding=encoding, report=report)
     if len(list(encoding.directory.glob("part-*.json"))) >= 2:
         os.kill(PARENT, signal.SIGKILL)
         time.sleep(60)  # but they end with their parent
@@ -800,13 +789,6 @@ def test_scotus_has_its_statistics(tmp_path):
     assert (found["num_users"], found["num_examples"]) == (9_324, 2_245_386)
     assert found["examples_per_user"]["max"] == 2_048
     assert 145 <= found["examples_per_user"]["median"] <= 155
-
-
-def test_ids_of_a_run_may_take_more_than_an_array_of_strings_can():
-    long = pa.array(["a" * 2**20])  # the same megabyte again and again
-    found = sorted_runs.encoded([long] * 2**11 + [pa.array(["b"])])
-    assert found.indices.to_pylist() == [0] * 2**11 + [1]
-    assert len(found.dictionary) == 2
 
 
 def written_as_texts(path, orders, kind):

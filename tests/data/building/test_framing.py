@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from fedsim.data.framing import frame
+from fedsim.data.building.tokenised import frame
 
 BEGIN, END = 256, 257
 

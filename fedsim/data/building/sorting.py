@@ -1,0 +1,170 @@
+"""Second half of a build: DuckDB sorts the tokenised rows, which become the stores of the splits.
+
+Rows are sorted by group and user, then by their order, then as in the sources. No two rows are
+equal, so the result does not depend on threads or memory. Rows that do not fit in memory are
+spilled to the directory of the build. DuckDB loads no extension from a network, and its messages
+are not shown, for they may quote a person's text.
+"""
+
+import glob
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fedsim.data.splits import SplitRows
+from fedsim.data.store import TokenWriter
+from fedsim.errors import Interrupted
+from fedsim.files import DISK_FULL, TOO_MANY_FILES
+
+MEMORY = 512 * 2**20  # bytes of a sort for each thread, of which two are counted at least
+MOST_THREADS = 4
+BLOCK_ROWS = 32_768  # rows, or pieces of rows, in a block
+
+
+class Rows:
+    """The tokenised rows in `directory`; a context manager."""
+
+    def __init__(self, directory: Path, threads: int, order: bool):
+        """Args: order: whether rows have order keys."""
+        self._directory, self._order = directory, order
+        self._threads = min(threads, MOST_THREADS)
+
+    def __enter__(self) -> "Rows":
+        import duckdb  # takes a while
+
+        files = glob.escape(str(self._directory)) + "/rows-*.parquet"
+        with plain_errors():
+            self.connection = duckdb.connect(
+                config={
+                    "memory_limit": f"{MEMORY * max(2, self._threads)}B",
+                    "threads": self._threads,
+                    "temp_directory": str(self._directory / "spilled"),
+                    "autoinstall_known_extensions": False,
+                    "autoload_known_extensions": False,
+                    "arrow_large_buffer_size": True,
+                }
+            )
+            self.connection.execute("SET enable_progress_bar = false")
+            self.connection.read_parquet(files, hive_partitioning=False).create_view("rows")
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.connection.close()
+
+    def owners(self) -> pa.Table:
+        """The owners, by group and user_id, with the number of their rows.
+
+        Raises: OSError: no space, or no more files may be open.
+        """
+        with plain_errors():
+            table = self.connection.sql(
+                'SELECT "group", user_id, count(*) FILTER (first) AS rows FROM rows '
+                "GROUP BY ALL ORDER BY ALL"
+            ).to_arrow_table()
+        ids = table["user_id"].cast(pa.string())
+        return table.set_column(1, "user_id", ids).combine_chunks()
+
+    def blocks(self, dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(lengths, token ids end to end) of all rows, sorted. Raises as `owners`."""
+        order = "COLUMNS('order.') NULLS LAST," if self._order else ""
+        with plain_errors():
+            reader = self.connection.sql(
+                f'SELECT first, tokens FROM rows ORDER BY "group", user_id, {order} place'
+            ).to_arrow_reader(BLOCK_ROWS)
+        return _joined(_pieces(reader, dtype))
+
+
+def _pieces(reader: Any, dtype: np.dtype) -> Iterator[list[np.ndarray]]:
+    """Blocks of pieces: whether each is the first of its row, lengths, and token ids end to end."""
+    while True:
+        with plain_errors():
+            try:
+                batch = reader.read_next_batch()
+            except StopIteration:
+                return
+        column: Any = batch["tokens"].cast(pa.large_binary())
+        _, bounds, data = column.buffers()
+        bounds = np.frombuffer(bounds, np.int64)[column.offset : column.offset + len(column) + 1]
+        values = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]
+        first = batch["first"].to_numpy(zero_copy_only=False)
+        yield [first, np.diff(bounds) // dtype.itemsize, values.view(dtype)]
+
+
+def _joined(blocks: Iterator[list[np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(lengths, token ids end to end) of whole rows; a row may continue in the next block."""
+    held = None
+    for block in blocks:
+        if held is not None:
+            block = [np.concatenate(pair) for pair in zip(held, block, strict=True)]
+        first, lengths, values = block
+        starts = np.flatnonzero(first)
+        last = int(starts[-1])  # this row may continue
+        size = int(lengths[:last].sum())
+        if last:
+            yield np.add.reduceat(lengths[:last], starts[:-1]), values[:size]
+        held = first[last:], lengths[last:], values[size:]
+    if held is not None:
+        yield held[1].sum(keepdims=True), held[2]
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise errors of DuckDB as OSError, Interrupted or KeyboardInterrupt, without its message."""
+    import duckdb
+
+    try:
+        yield
+    except (duckdb.Error, pa.ArrowException, OSError, RuntimeError) as error:
+        message = str(error)
+        # A signal that comes while rows are read raises an error of no special type.
+        if isinstance(error, duckdb.InterruptException) or message == "Query interrupted":
+            raise KeyboardInterrupt from None
+        for number in (*DISK_FULL, *TOO_MANY_FILES):
+            if os.strerror(number) in message:
+                raise OSError(number, os.strerror(number)) from None
+        if "temp_directory" in message or "offload" in message:
+            raise OSError(DISK_FULL[0], os.strerror(DISK_FULL[0])) from None
+        if isinstance(error, duckdb.OutOfMemoryException) or "Out of Memory" in message:
+            raise Interrupted("expected more memory to sort rows in") from None
+        raise Interrupted(
+            f"rows could not be sorted ({type(error).__name__}); if that happens again, remove the "
+            "directory beside the output whose name ends in .building"
+        ) from None
+
+
+def write_splits(
+    blocks: Iterator[tuple[np.ndarray, np.ndarray]],
+    counts: np.ndarray,
+    splits: Mapping[str, SplitRows],
+    directory: Path,
+    dtype: np.dtype,
+    report: Callable[[int], None],
+) -> None:
+    """Write token ids and offsets of each split to the directory of its name in `directory`.
+
+    Args: blocks: all rows, sorted. counts: int64 [owners], rows of each. report: called with the
+      number of rows that were written.
+    """
+    ends, start = np.cumsum(counts), 0
+    spans = {name: np.zeros((2, len(counts)), np.int64) for name in splits}
+    for name, rows in splits.items():
+        spans[name][:, rows.owners] = rows.low, rows.high
+        (directory / name).mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(TokenWriter(directory / name, dtype)) for name in splits
+        }
+        for lengths, values in blocks:
+            row = np.arange(start, start + len(lengths))
+            start += len(lengths)
+            owner = np.searchsorted(ends, row, side="right")
+            place = row - (ends - counts)[owner]
+            for name, (low, high) in spans.items():
+                inside = (place >= low[owner]) & (place < high[owner])
+                writers[name].write(lengths[inside], values[np.repeat(inside, lengths)])
+            report(len(lengths))

@@ -1,0 +1,332 @@
+"""First half of a build: parts of the sources become tokenised rows on disk, in scratch Parquet.
+
+A row has its owner, which is a user within a group (see splits.py), its order keys if any, its
+place among the rows of all sources and its token ids as bytes. A long row is written in several
+pieces, because each thread of DuckDB holds 122,880 rows in memory, however long they are. Parts of
+small files are bundled, so that there are not too many files. A bundle is finished when its record
+exists; a build that was killed and run again does not repeat it.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fedsim.data.building.columns import Columns, is_blank, is_token_list
+from fedsim.data.building.orders import at_least
+from fedsim.data.building.processes import kept_for_a_build
+from fedsim.data.building.readers import PART_BYTES, READ_ROWS, Part, read
+from fedsim.data.splits import EVAL_USERS, TEST, TRAIN, Holdout
+from fedsim.data.store import copy, offsets_of, token_dtype
+from fedsim.data.text import Tokenizer
+from fedsim.errors import DataError
+from fedsim.files import write_json
+
+LONG_TEXTS = ("cut", "split")
+PIECE_BYTES = 512
+PLACES = 2**40  # more rows than a bundle has
+GROUP_BYTES = 4 * 2**20  # of a row group, which a thread that sorts reads at once
+COUNTS = ("examples", "unowned", "empty", "long", "no_order", "tokens", "tokens_cut")
+BUNDLE_BYTES, MOST_BUNDLES = 4 * 2**20, 4096  # of a bundle, about, and of a build where it can
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How texts become rows: the same for all parts."""
+
+    directory: Path
+    """The directory of the files of rows."""
+    tokenizer: Path
+    columns: Columns
+    holdout: Holdout
+    max_length: int
+    long_texts: str
+
+
+def bundled(parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts in order, with small ones together."""
+    files = [part.file for part in parts]
+    sizes = [PART_BYTES if f.is_dir() else min(f.stat().st_size, PART_BYTES) for f in files]
+    enough = max(BUNDLE_BYTES, sum(sizes) // MOST_BUNDLES)
+    bundles, held = [], enough
+    for part, size in zip(parts, sizes, strict=True):
+        if held >= enough:
+            bundles.append([])
+            held = 0
+        bundles[-1].append(part)
+        held += size
+    return bundles
+
+
+def write_rows(
+    item: tuple[int, Sequence[Part]], *, encoding: Encoding, report: Callable[[int], None]
+) -> dict[str, int]:
+    """Write the rows of a bundle. Returns its record: the number of rows, and COUNTS.
+
+    Raises: DataError: a token id is not in the vocabulary, or `read` refuses the file.
+    """
+    number, parts = item
+    record_file = encoding.directory / f"part-{number:06d}.json"
+    if record_file.exists():
+        record = json.loads(record_file.read_text())
+        report(record["rows"])
+        return record
+    record = {"rows": 0, **dict.fromkeys(COUNTS, 0)}
+    with RowWriter(encoding.directory / f"rows-{number:06d}.parquet", number * PLACES) as rows:
+        for part in parts:
+            for first_row, batch in read(part, encoding.columns):
+                table, counts = _tokenise(batch, encoding, first_row, part.file)
+                rows.add(table)
+                record["rows"] += len(batch)
+                for name, count in zip(COUNTS, counts, strict=True):
+                    record[name] += count
+                report(len(batch))
+    write_json(record_file, record)
+    return record
+
+
+class RowWriter:
+    """Writes tokenised rows to a Parquet file; a context manager. Without rows there is no file."""
+
+    def __init__(self, file: Path, place: int):
+        """Args: place: of the first row among all rows; increases from bundle to bundle."""
+        self._file, self._place = file, place
+        self._writer: pq.ParquetWriter | None = None
+        self._sink: pa.NativeFile | None = None
+        self._held: list[pa.Table] = []
+
+    def __enter__(self) -> "RowWriter":
+        return self
+
+    def add(self, table: pa.Table) -> None:
+        """Append rows, which are held until there are many or large ones."""
+        place = self._place + np.arange(len(table))
+        self._place += len(table)
+        self._held.append(table.append_column("place", pa.array(place)))
+        if (
+            sum(map(len, self._held)) >= READ_ROWS
+            or sum(t.nbytes for t in self._held) > GROUP_BYTES
+        ):
+            self._write()
+
+    def _write(self) -> None:
+        table = pa.concat_tables(self._held)
+        self._held = []
+        if self._writer is None:
+            self._sink = pa.OSFile(str(self._file), "wb")
+            keys = [name for name in table.column_names if name != "tokens"]
+            self._writer = pq.ParquetWriter(
+                self._sink,
+                table.schema,
+                compression="lz4",
+                use_dictionary=keys,  # pyright: ignore
+            )
+        self._writer.write_table(table, max(1, len(table) * GROUP_BYTES // max(table.nbytes, 1)))
+
+    def __exit__(self, error, *_) -> None:
+        try:
+            if error is None and sum(map(len, self._held)):
+                self._write()
+            if error is None and self._writer is not None:
+                self._writer.close()
+        finally:
+            if self._sink is not None:
+                self._sink.close()
+
+
+def _tokenise(
+    batch: pa.RecordBatch, encoding: Encoding, first_row: int, file: Path
+) -> tuple[pa.Table, tuple[int, ...]]:
+    """The rows of a batch, in pieces, and their COUNTS: rows; source rows without a user, without a
+    text, with a long text, without an order; tokens of the texts, and of those the ones cut off (of
+    huge texts only the tokens that were read, see `Tokenizer.encode`)."""
+    unowned = is_blank(batch["user_id"])
+    blank = unowned | is_blank(batch["text"])
+    kept = batch.filter(pa.array(~blank)) if blank.any() else batch
+    tokenizer = _tokenizer(encoding.tokenizer)
+    try:
+        if is_token_list(kept["text"].type):
+            lengths, values = _given_tokens(kept["text"], tokenizer.vocab_size)
+        else:
+            lengths, values = tokenizer.encode(kept["text"], encoding.long_texts == "cut")
+    except _BadRow as bad:
+        row = int(np.flatnonzero(~blank)[bad.row]) + first_row + 1
+        raise DataError(
+            f"text_column={encoding.columns.text[0]}: {bad} in row {row} of {file}"
+        ) from None
+    examples = frame(
+        lengths,
+        values.astype(token_dtype(tokenizer.vocab_size), copy=False),
+        begin_id=tokenizer.begin_id,
+        end_id=tokenizer.end_id,
+        max_length=encoding.max_length,
+        long_texts=encoding.long_texts,
+    )
+    long, tokens = int((lengths >= encoding.max_length).sum()), int(lengths.sum())
+    cut = np.maximum(lengths - (encoding.max_length - 1), 0)
+    num_cut = int(cut.sum()) if encoding.long_texts == "cut" else 0
+    columns = {"user_id": kept["user_id"]}
+    no_order = 0
+    if encoding.columns.order is not None:
+        no_order = kept["order"].null_count
+        columns |= {f"order{i}": key for i, key in enumerate(kept["order"].flatten())}
+    is_test = tests(kept, encoding.columns, encoding.holdout)
+    columns["group"] = _groups(kept["user_id"], is_test, encoding.holdout)
+    row, sizes, columns["first"] = pieces(examples.lengths, examples.values.itemsize)
+    if len(row) > len(kept):
+        origin = pa.array(examples.origin[row])
+        columns = {
+            name: column if name == "first" else column.take(origin)
+            for name, column in columns.items()
+        }
+    columns["tokens"] = as_bytes(sizes, examples.values)
+    unread = int(unowned.sum()), int((blank & ~unowned).sum())
+    counts = len(examples.lengths), *unread, long, no_order, tokens, num_cut
+    return pa.table(columns), counts
+
+
+class Examples(NamedTuple):
+    """Examples of texts."""
+
+    lengths: np.ndarray
+    """int64 [examples]: the number of tokens of each."""
+    values: np.ndarray
+    """The token ids of all examples end to end."""
+    origin: np.ndarray
+    """int64 [examples]: the number of the text that each comes from."""
+
+
+def frame(
+    lengths: np.ndarray,
+    values: np.ndarray,
+    *,
+    begin_id: int,
+    end_id: int,
+    max_length: int,
+    long_texts: str,
+) -> Examples:
+    """Add a begin token to each text, and an end token where it fits; cut or split long texts.
+
+    An example has at most max_length tokens, begin token included. "split" loses no token; "cut"
+    keeps the first max_length - 1 of a text. A text without tokens gives one example. All is
+    arithmetic on a whole batch, without a Python object per text or token.
+    Args: lengths: int64 [texts], tokens of each. values: their token ids end to end.
+    """
+    body = max_length - 1
+    number = np.maximum(1, -(-lengths // body))
+    if long_texts == "cut":
+        number = np.minimum(number, 1)
+    origin = np.repeat(np.arange(len(lengths)), number)
+    start = (np.arange(len(origin)) - np.repeat(np.cumsum(number) - number, number)) * body
+    left = lengths[origin] - start
+    taken = np.minimum(left, body)
+    ends = left < body
+    counts = 1 + taken + ends
+    first = np.cumsum(counts) - counts
+    framed = np.empty(int(counts.sum()), values.dtype)
+    copy(values, (np.cumsum(lengths) - lengths)[origin] + start, taken, framed, first + 1)
+    framed[first] = begin_id
+    framed[(first + counts - 1)[ends]] = end_id
+    return Examples(counts, framed, origin)
+
+
+def pieces(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, pa.Array]:
+    """Pieces of rows of `lengths` tokens of `width` bytes each.
+
+    Returns: of each piece the number of its row, its tokens, and whether it is the first of a row.
+    """
+    most = PIECE_BYTES // width
+    number = np.maximum(1, -(-lengths // most))
+    ends = np.cumsum(number)
+    sizes = np.full(int(number.sum()), most)
+    sizes[ends - 1] = lengths - (number - 1) * most
+    first = np.zeros(len(sizes), bool)
+    first[ends - number] = True
+    return np.repeat(np.arange(len(lengths)), number), sizes, pa.array(first)
+
+
+def _groups(users: pa.Array, is_test: np.ndarray, holdout: Holdout) -> pa.Array:
+    """The group of each row; see splits.py."""
+    group = np.where(is_test, TEST, TRAIN)
+    if holdout.eval_users:
+        unique = users.dictionary_encode()
+        ids = unique.dictionary.to_pylist()
+        held_out = np.fromiter(map(_taken(holdout), ids), bool, len(ids))
+        group = np.where(held_out[unique.indices.to_numpy()], EVAL_USERS, group)
+    return pa.array(group, pa.int8())
+
+
+def as_bytes(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
+    """The token ids of each row as one binary value: a list of numbers is sorted more slowly."""
+    ends = pa.py_buffer(offsets_of(lengths * values.itemsize))
+    data = pa.py_buffer(np.ascontiguousarray(values))
+    return pa.Array.from_buffers(pa.large_binary(), len(lengths), [None, ends, data])
+
+
+def tests(batch: pa.RecordBatch, columns: Columns, holdout: Holdout) -> np.ndarray:
+    """bool [rows]: whether a row is a test. Raises: DataError: test_from cannot be compared."""
+    if holdout.test_from is None:
+        return np.zeros(len(batch), bool)
+    return at_least(batch["order"], holdout.test_from, columns.order, columns.order_format)
+
+
+class _BadRow(Exception):
+    """A row of a batch is not as it should be."""
+
+    def __init__(self, row: int, reason: str):
+        super().__init__(reason)
+        self.row = row
+
+
+def _given_tokens(column: pa.Array, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths and ids of lists of token ids."""
+    lengths = pc.list_value_length(column).to_numpy().astype(np.int64)  # pyright: ignore
+    values = column.flatten()
+    ends = np.cumsum(lengths)
+    if values.null_count:
+        where = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        raise _BadRow(int(np.searchsorted(ends, where, "right")), "a null token id")
+    ids = values.to_numpy()
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(bad):
+        raise _BadRow(
+            int(np.searchsorted(ends, bad[0], "right")),
+            f"token id {ids[bad[0]]}, expected one in [0, {vocab_size})",
+        )
+    return lengths, ids
+
+
+@kept_for_a_build
+def _tokenizer(file: Path) -> Tokenizer:
+    return Tokenizer.load(file)
+
+
+@cache
+def _taken(holdout: Holdout) -> Callable[[str], bool]:
+    return lru_cache(2**20)(holdout.takes_user)
+
+
+def training_texts(
+    parts: Sequence[Part], columns: Columns, holdout: Holdout, every: int
+) -> Iterator[str]:
+    """What a tokenizer may learn from: one in `every` text of the users who are not held out."""
+    takes_user, row = _taken(holdout), 0
+    for part in parts:
+        for _, batch in read(part, columns):
+            if is_token_list(batch["text"].type):
+                raise DataError("tokenizer: expected a text column to learn from, got token ids")
+            wanted = np.flatnonzero((np.arange(row, row + len(batch)) % every) == 0)
+            row += len(batch)
+            batch = batch.take(pa.array(wanted))
+            is_test = tests(batch, columns, holdout).tolist()
+            users, texts = batch["user_id"].to_pylist(), batch["text"].to_pylist()
+            for user, text, later in zip(users, texts, is_test, strict=True):
+                if user and text and not later and not takes_user(user):
+                    yield text

@@ -1,0 +1,249 @@
+"""The files of a store: token ids and offsets of all rows, a users table, and metadata.json.
+
+tokens.npy holds the ids of all rows end to end, offsets.npy the place where each row begins, both
+in NumPy's format, so that they can be mapped into memory. The bytes depend on the rows alone, not
+on the blocks in which they are written, and JSON keys are sorted. Reading keeps nothing per row and
+shares nothing between calls, so threads may read at the same time. `UserStore` is in users.py.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import DTypeLike
+
+from fedsim.data import owners
+from fedsim.files import write_json
+
+FORMAT = 2
+OFFSETS, TOKENS = "offsets.npy", "tokens.npy"
+HEADER_BYTES = 128  # of both arrays
+KINDS = "<u2", "<u4"  # of token ids
+BLOCK_ROWS = 16_384  # copied at a time: what fits in a processor's cache
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that holds every id below vocab_size."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """int64 [rows + 1]: where each row begins, and where the last one ends; `lengths` in tokens."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<i8")
+
+
+class TokenWriter:
+    """Writes the rows of a store to its directory in pieces; a context manager."""
+
+    def __init__(self, directory: Path, dtype: DTypeLike):
+        """Raises: OSError: the files cannot be made."""
+        self._dtype = np.dtype(dtype)
+        self._rows = self._tokens = 0
+        self._files = (directory / OFFSETS).open("wb"), (directory / TOKENS).open("wb")
+
+    def __enter__(self) -> "TokenWriter":
+        self._write_headers()
+        self._files[0].write(offsets_of(np.zeros(0)).data)
+        return self
+
+    def write(self, lengths: np.ndarray, values: np.ndarray) -> None:
+        """Append rows of `lengths` tokens whose ids lie end to end. Raises: OSError: no space."""
+        self._files[0].write((self._tokens + offsets_of(lengths)[1:]).data)
+        self._files[1].write(np.ascontiguousarray(values, self._dtype).data)
+        self._rows, self._tokens = self._rows + len(lengths), self._tokens + len(values)
+
+    def __exit__(self, error, *_) -> None:
+        try:
+            if error is None:  # the headers' length is the same for every number of items
+                self._write_headers()
+        finally:
+            for file in self._files:
+                file.close()
+
+    def _write_headers(self) -> None:
+        sizes = self._rows + 1, self._tokens
+        for file, size, dtype in zip(self._files, sizes, ("<i8", self._dtype), strict=True):
+            file.seek(0)
+            file.write(encode_header(size, dtype))
+
+
+def encode_header(size: int, dtype: DTypeLike) -> bytes:
+    """HEADER_BYTES before `size` items, as numpy.save writes them."""
+    file = io.BytesIO()
+    about = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (size,)}
+    np.lib.format.write_array_header_1_0(file, about)
+    return file.getvalue()
+
+
+def encode_array(array: np.ndarray) -> pa.Buffer:
+    """A file in memory: the same bytes that TokenWriter writes."""
+    return pa.py_buffer(encode_header(len(array), array.dtype) + array.tobytes())
+
+
+class TokenReader:
+    """Rows of token ids by number.
+
+    Attributes: offsets: int64 [rows + 1]; row i has the ids values[offsets[i]:offsets[i + 1]].
+    """
+
+    def __init__(self, offsets: np.ndarray, values: np.ndarray):
+        """Raises: ValueError: the arrays do not belong together."""
+        whole = offsets.ndim == values.ndim == 1 and offsets.dtype.str == "<i8" and len(offsets)
+        whole = whole and values.dtype.str in KINDS
+        if not whole or offsets[0] or offsets[-1] != len(values):
+            raise ValueError(f"{OFFSETS} and {TOKENS}: cut off or damaged (not of one store)")
+        self.offsets, self.values = offsets, values
+
+    @classmethod
+    def open(cls, directory: Path) -> "TokenReader":
+        """The rows of a store in `directory`. Raises: ValueError: a file is cut off or damaged."""
+        return cls(_mapped(directory / OFFSETS, ("<i8",)), _mapped(directory / TOKENS, KINDS))
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return len(self.offsets) - 1
+
+    def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows in any order (-1 is padding), cut or zero-padded to `length`.
+
+        Returns: tokens int32 [rows, length], sizes int32 [rows]: real tokens per row.
+        """
+        tokens = np.zeros((len(rows), length), np.int32)
+        sizes = np.zeros(len(rows), np.int32)
+        flat = tokens.reshape(-1)
+        for low in range(0, len(rows), BLOCK_ROWS):
+            real = low + np.flatnonzero(rows[low : low + BLOCK_ROWS] >= 0)
+            begin = self.offsets[rows[real]]
+            sizes[real] = size = np.minimum(self.offsets[rows[real] + 1] - begin, length)
+            copy(self.values, begin, size, flat, real * length)
+        return tokens, sizes
+
+    def slice(self, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows low:high: lengths int64 [rows], and a view of their ids end to end."""
+        return self.lengths(low, high), self.values[self.offsets[low] : self.offsets[high]]
+
+    def lengths(self, low: int, high: int) -> np.ndarray:
+        """int64: tokens of each of the rows low:high."""
+        return np.diff(self.offsets[low : high + 1])
+
+    def sizes(self, rows: np.ndarray) -> np.ndarray:
+        """int64 [rows]: tokens of rows in any order, 0 for -1."""
+        sizes, real = np.zeros(len(rows), np.int64), rows >= 0
+        sizes[real] = self.offsets[rows[real] + 1] - self.offsets[rows[real]]
+        return sizes
+
+
+def _mapped(file: Path, kinds: tuple[str, ...]) -> np.ndarray:
+    """The array in a file that TokenWriter wrote, mapped; its items are of one of `kinds`.
+
+    Raises: ValueError: the header is not the one of as many items as the file has bytes for.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            header = opened.read(HEADER_BYTES)
+        for kind in kinds:
+            items, rest = divmod(size - HEADER_BYTES, np.dtype(kind).itemsize)
+            if not rest and header == encode_header(items, kind):
+                return np.memmap(file, kind, "r", HEADER_BYTES, (items,)).view(np.ndarray)
+    except OSError as error:
+        raise ValueError(f"{file.name}: cannot be read ({error.strerror})") from None
+    raise ValueError(f"{file.name}: cut off or damaged (no array of its size)")
+
+
+def copy(source: np.ndarray, begin: np.ndarray, size: np.ndarray, target: np.ndarray, at) -> None:
+    """target[at[i] : at[i] + size[i]] = source[begin[i] : begin[i] + size[i]] for every i."""
+    skipped = np.cumsum(size) - size
+    inside = np.arange(int(size.sum()))
+    where = np.repeat(begin - skipped, size)
+    where += inside
+    inside += np.repeat(at - skipped, size)
+    target[inside] = source[where]
+
+
+def encode_users(
+    user_ids: Sequence[str] | pa.Array, num_examples: np.ndarray, offsets: np.ndarray
+) -> pa.Buffer:
+    """The users table as Parquet: row i is user i, sorted by user_id.
+
+    Args: num_examples: int64 [users]. offsets: int64 [examples + 1], see `offsets_of`.
+    """
+    first = np.concatenate([[0], np.cumsum(num_examples)])
+    table = pa.table(
+        {
+            "user_id": pa.array(user_ids, pa.string()),
+            "offset": pa.array(first[:-1], pa.int64()),
+            "num_examples": pa.array(num_examples, pa.int32()),
+            "num_tokens": pa.array(np.diff(offsets[first]), pa.int64()),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
+
+
+def fingerprint(parts: Iterable[pa.Buffer | Path]) -> str:
+    """sha256 (hex) over buffers and files, end to end. Of a store: tables, offsets, tokens."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            with part.open("rb") as file:
+                while block := file.read(2**20):
+                    digest.update(block)
+        else:
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def seal(
+    about: dict[str, Any],
+    num_examples: np.ndarray,
+    num_tokens: int,
+    digest: str,
+    people: int | None = None,
+) -> dict[str, Any]:
+    """The metadata of a store: the entries of `about`, then totals and fingerprint.
+
+    Args: people: number of users where texts have several owners; num_examples is of owner sets.
+    """
+    shared = {} if people is None else {"num_users": people, "num_owner_sets": len(num_examples)}
+    return {
+        "kind": "users",
+        "format": FORMAT,
+        **about,
+        "num_users": len(num_examples),
+        "num_examples": int(num_examples.sum()),
+        "num_tokens": num_tokens,
+        "dtype": token_dtype(about["vocab_size"]).name,
+        "fingerprint": digest,
+        **shared,
+    }
+
+
+def close_store(
+    directory: Path,
+    user_ids: Sequence[str] | pa.Array,
+    num_examples: np.ndarray,
+    about: dict[str, Any],
+) -> None:
+    """Complete a directory of tokens and offsets with its users table and metadata.json.
+
+    Args: user_ids sorted, num_examples [users]; or the same of owner sets (see owners.py).
+      about: entries of the metadata, vocab_size and max_length among them.
+    """
+    offsets = TokenReader.open(directory).offsets
+    tables = {"users.parquet": encode_users(user_ids, num_examples, offsets)}
+    ids, people = pa.array(user_ids, pa.string()), None
+    if owners.is_shared(ids):
+        tables["owners.parquet"], tables["people.parquet"], people = owners.encode(ids)
+    for name, table in tables.items():
+        (directory / name).write_bytes(table)
+    digest = fingerprint([directory / name for name in (*tables, OFFSETS, TOKENS)])
+    metadata = seal(about, num_examples, int(offsets[-1]), digest, people)
+    write_json(directory / "metadata.json", metadata, sort_keys=True)

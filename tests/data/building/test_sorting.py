@@ -1,0 +1,138 @@
+"""Sorting by DuckDB: one result whatever the threads and memory, and plain errors."""
+
+import errno
+import hashlib
+import os
+import signal
+import threading
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from fedsim.data.building import sorting, tokenised
+from fedsim.data.building.build import build
+from fedsim.data.building.sorting import Rows, plain_errors
+from fedsim.errors import Interrupted
+
+IDS = ["a", "a\0", "a\0b", "a b", "ab", "Z", "ä", "\u2028", "\U0001f600", "a" * 40 + "1", "a" * 40]
+
+
+def written(directory, rng, num_rows, most=9):
+    """Rows in two files, and the same in Python: (id, order, rest of it, group, tokens)."""
+    rows = []
+    for number in range(2):
+        order = [None if n == 0 else float(n) for n in rng.integers(0, 4, num_rows)]
+        rest = [None if n is None else int(rng.integers(2)) for n in order]
+        found = {
+            "user_id": pa.array(rng.choice(IDS, num_rows).tolist()),
+            "order0": pa.array(order, pa.float64()),
+            "order1": pa.array(rest, pa.int64()),
+            "group": pa.array(rng.integers(0, 2, num_rows), pa.int8()),
+        }
+        lengths = rng.integers(1, most, num_rows)
+        values = rng.integers(0, 2**16, lengths.sum()).astype(np.uint16)
+        row, sizes, first = tokenised.pieces(lengths, 2)
+        table = pa.table(found).take(pa.array(row)).append_column("first", first)
+        table = table.append_column("tokens", tokenised.as_bytes(sizes, values))
+        file = directory / f"rows-{number:06d}.parquet"
+        with tokenised.RowWriter(file, number * tokenised.PLACES) as writer:
+            writer.add(table.slice(0, num_rows // 3))
+            writer.add(table.slice(num_rows // 3))
+        tokens = np.split(values, np.cumsum(lengths)[:-1])
+        columns = [column.to_pylist() for column in found.values()]
+        rows += zip(*columns, tokens, strict=True)
+    return rows
+
+
+@pytest.mark.parametrize("most", [9, 900])
+def test_rows_are_sorted_as_python_sorts_them(tmp_path, rng, monkeypatch, most):
+    """Also those that are in pieces, and in several blocks."""
+    monkeypatch.setattr(sorting, "BLOCK_ROWS", 7)
+    rows = written(tmp_path, rng, 200, most)
+    last = float("inf")
+    expected = sorted(
+        rows,
+        key=lambda row: (row[3], row[0].encode(), last if row[1] is None else row[1], row[2] or 0),
+    )
+    with Rows(tmp_path, 2, order=True) as found:
+        owners = found.owners()
+        blocks = [*found.blocks(np.dtype("<u2"))]
+    lengths, values = (np.concatenate(part) for part in zip(*blocks, strict=True))
+    assert lengths.tolist() == [len(row[4]) for row in expected]
+    np.testing.assert_array_equal(values, np.concatenate([row[4] for row in expected]))
+    of_owner = dict.fromkeys((row[3], row[0]) for row in expected)
+    assert [*zip(owners["group"].to_pylist(), owners["user_id"].to_pylist(), strict=True)] == [
+        *of_owner
+    ]
+    counts = [sum((row[3], row[0]) == owner for row in rows) for owner in of_owner]
+    assert owners["rows"].to_pylist() == counts
+
+
+def test_threads_and_memory_change_nothing(tmp_path, rng, monkeypatch):
+    written(tmp_path, rng, 6_000, most=4_000)
+    found, spilled = set(), False
+    for threads, memory in ((1, 2**29), (2, 2**29), (1, 2**25)):
+        monkeypatch.setattr(sorting, "MEMORY", memory)
+        digests = hashlib.sha256(), hashlib.sha256()
+        with Rows(tmp_path, threads, order=True) as rows:
+            for block in rows.blocks(np.dtype("<u2")):
+                for digest, array in zip(digests, block, strict=True):
+                    digest.update(array.tobytes())
+                spilled |= any(tmp_path.glob("spilled/*"))
+        found.add(tuple(digest.hexdigest() for digest in digests))
+    assert len(found) == 1 and spilled  # to the build's own directory
+
+
+@pytest.mark.parametrize("name", ["a[1]", "it's *", "user_id=1", "?"])
+def test_a_place_may_have_any_name(name, tmp_path):
+    (tmp_path / name).mkdir()
+    file = tmp_path / name / "x.jsonl"
+    file.write_text('{"user_id": "ann", "text": "x"}\n')
+    data = build(file, tmp_path / name / "out", eval_users=0, num_workers=1)
+    assert data.train.user_ids() == ["ann"]
+
+
+def test_nothing_is_loaded_from_a_network(tmp_path, rng):
+    written(tmp_path, rng, 3)
+    with Rows(tmp_path, 1, order=False) as rows:
+        for name in ("autoinstall_known_extensions", "autoload_known_extensions"):
+            (found,) = rows.connection.sql(f"SELECT current_setting('{name}')").fetchall()
+            assert found == (False,)
+
+
+@pytest.mark.parametrize(
+    "error, number",
+    [
+        (duckdb.IOException("Could not write all bytes: No space left on device"), errno.ENOSPC),
+        (duckdb.IOException("could not write to file: File too large"), errno.EFBIG),
+        (duckdb.IOException('Cannot open file "x": Too many open files'), errno.EMFILE),
+        (pa.ArrowInvalid("failed to offload data block of size 1 (temp_directory)"), errno.ENOSPC),
+    ],
+)
+def test_errors_of_the_system_are_the_ones_they_are(error, number):
+    with pytest.raises(OSError, match=os.strerror(number)) as raised, plain_errors():
+        raise error
+    assert raised.value.errno == number
+
+
+@pytest.mark.parametrize("error", [duckdb.OutOfMemoryException, duckdb.InvalidInputException])
+def test_what_duckdb_says_is_not_shown(error):
+    with pytest.raises(Interrupted) as raised, plain_errors():
+        raise error("at 'a person's text'")
+    said = str(raised.value)
+    assert "person" not in said and raised.value.__cause__ is None
+    with pytest.raises(KeyboardInterrupt), plain_errors():
+        raise duckdb.InterruptException("stopped")
+
+
+@pytest.mark.parametrize("read", ["to_arrow_table", "to_arrow_reader"])
+def test_a_signal_while_duckdb_is_at_work_is_an_interruption(read, tmp_path, rng):
+    written(tmp_path, rng, 3)
+    many = "range(1_000_000)"
+    query = f"SELECT sum(hash(a.range + b.range))::VARCHAR FROM {many} a, {many} b"
+    with Rows(tmp_path, 1, order=False) as rows, pytest.raises(KeyboardInterrupt), plain_errors():
+        threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+        found = getattr(rows.connection.sql(query), read)()
+        found.read_next_batch()
