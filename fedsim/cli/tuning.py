@@ -12,8 +12,10 @@ import tyro
 
 from fedsim.cli.reading import ReadsSources
 from fedsim.cli.screen import wrapped
-from fedsim.config import PrivacyConfig, RunConfig
+from fedsim.config import MechanismConfig, PrivacyConfig, PrivacyTarget, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
+
+Flat = tyro.conf.OmitArgPrefixes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,37 +34,9 @@ class Recommend(ReadsSources):
     Takes the flags of train, too; the commands that it prints have them.
     """
 
-    epsilon: float
-    """Target user-level epsilon. > 0 and finite."""
-
-    num_steps: int
-    """T: number of steps. >= 1."""
-
-    run: tyro.conf.OmitArgPrefixes[AdvisedRun]
-
-    batch_size: int = 128
-    """Expected gradients per step, for either algorithm. >= 1."""
-
-    delta: float | None = None
-    """In (0, 1). Default: N^-1.1 for N users; see train."""
-
-    clipping: Literal["normalised", "plain"] = "normalised"
-    """The same flag as that of train."""
-
-    sampling: Literal["poisson", "cyclic", "allocation", "shuffle"] | None = None
-    """The same flag as that of train."""
-
-    noise: Literal["independent", "correlated"] = "independent"
-    """The same flag as that of train."""
-
-    bands: int | None = None
-    """The same flag as that of train."""
-
-    max_changed: int = 1
-    """The same flag as that of train."""
-
-    participations: int | None = None
-    """The same flag as that of train."""
+    target: Flat[PrivacyTarget]
+    mechanism: Flat[MechanismConfig]
+    run: Flat[AdvisedRun]
 
     users: int = 128
     """How many users' gradients are looked at. >= 1."""
@@ -80,26 +54,20 @@ class Recommend(ReadsSources):
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads
 
-        names = (
-            "epsilon",
-            "num_steps",
-            "batch_size",
-            "delta",
-            "clipping",
-            "sampling",
-            "noise",
-            "bands",
-            "max_changed",
-            "participations",
-        )
-        privacy = PrivacyConfig(**{name: getattr(self, name) for name in names})
+        privacy = PrivacyConfig(**vars(self.target), **vars(self.mechanism))
         set_threads(self.run.engine)
         from fedsim.run.console import Console
         from fedsim.tuning.advice import report
         from fedsim.tuning.recommend import recommend
 
-        options = {"num_users": self.users, "plot": self.plot, "plan_only": self.plan_only}
-        result = recommend(privacy, self.run, Console(), **options)
+        result = recommend(
+            privacy,
+            self.run,
+            Console(),
+            num_users=self.users,
+            plot=self.plot,
+            plan_only=self.plan_only,
+        )
         if not self.json:
             print(wrapped(report(result)))
         return result
