@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import operator
 import typing
 from collections.abc import Mapping
 from dataclasses import fields
@@ -70,36 +69,37 @@ def settings_of(config: Any) -> dict[str, Any]:
     return found
 
 
+EXPECTED = {
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+}
+"""The types of settings in the words of an error."""
+
+
 def typed(name: str, value: Any, kind: Any) -> Any:
-    """`value` as the type of a setting: 1 is 1.0 where a number is asked for.
+    """`value` as the type of a setting: 1 is 1.0 where a number is asked for, 3 is no text.
 
     Raises: ConfigError: it is of another type, or none of the choices.
     """
-    kinds = typing.get_args(kind) or (kind,)
-    is_bool = isinstance(value, bool)
-    if value is None:
-        expect(name, value, type(None) in kinds, "a value")
-        return None
-    choices = [k for k in (kind, *kinds) if typing.get_origin(k) is Literal]
+    import pydantic  # takes as long to import as a command takes to say its first line
+
+    kinds = (kind, *typing.get_args(kind))
+    if getattr(value, "shape", None) == ():
+        value = value.item()  # a scalar of NumPy or JAX
+    if isinstance(value, str) and value == "inf" and float in kinds:
+        value = math.inf  # as JSON has it
+    try:
+        return pydantic.TypeAdapter(kind).validate_python(value, strict=Path not in kinds)
+    except pydantic.ValidationError:
+        choices = [typing.get_args(k) for k in kinds if typing.get_origin(k) is Literal]
     if choices:
-        among = typing.get_args(choices[0])
-        expect(name, value, value in among, f"one of {', '.join(map(str, among))}")
-    elif float in kinds:
-        try:
-            number = None if is_bool else float(value)
-        except (TypeError, ValueError):
-            number = None
-        expect(name, value, number is not None, "a number")
-        return number
-    elif int in kinds:
-        whole = hasattr(value, "__index__") and not is_bool
-        expect(name, value, whole, "a whole number")
-        return operator.index(value)
-    elif bool in kinds:
-        expect(name, value, is_bool, "true or false")
-    elif str in kinds:
-        expect(name, value, isinstance(value, str), "a text")
-    return value
+        expected = f"one of {', '.join(map(str, choices[0]))}"
+    else:
+        expected = next(words for each, words in EXPECTED.items() if each in kinds)
+    raise ConfigError.of(name, value, "a value" if value is None else expected)
 
 
 def types_of(kind: type) -> dict[str, Any]:

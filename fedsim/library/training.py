@@ -172,6 +172,6 @@ def configs_of(settings: Mapping[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
     settings, types = renamed(settings), types_of(PrivacyConfig) | types_of(RunConfig)
     for name in settings.keys() - types.keys():
         raise ConfigError.of(name, settings[name], "the name of a setting of train")
-    values = {n: v if n == "run_dir" else typed(n, v, types[n]) for n, v in settings.items()}
+    values = {name: typed(name, value, types[name]) for name, value in settings.items()}
     privacy = {name: values.pop(name) for name in flags_of(PrivacyConfig) if name in values}
     return PrivacyConfig(**privacy), run_config(**values)
