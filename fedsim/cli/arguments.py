@@ -62,11 +62,8 @@ def _with_new_names(args: list[str]) -> list[str]:
     if args[:1] not in (["train"], ["recommend"], ["audit"]):
         return args
     flags = {f"--{old}": f"--{new.replace('_', '-')}" for old, new in RENAMED.items()}
-    found = []
-    for word in args:
-        flag, equals, value = word.partition("=")
-        found.append(flags.get(flag, flag) + equals + value)
-    return found
+    parts = (word.partition("=") for word in args)
+    return [flags.get(flag, flag) + equals + value for flag, equals, value in parts]
 
 
 def _in_home(command: Any) -> Any:
@@ -96,10 +93,10 @@ def _with_file(args: list[str]) -> list[str]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.of("config", path, f"a TOML file ({error})") from None
     defaults = renamed(defaults) if args[0] == "train" else defaults
-    known = flags_of(parts[args[0]]) | flags_of(RunConfig)
+    names = flags_of(parts[args[0]]) | flags_of(RunConfig)
     flags = []
     for name, value in defaults.items():
-        expect("config", path, name in known, f"names of flags, found {name}")
+        expect("config", path, name in names, f"names of flags, found {name}")
         expect(name, value, isinstance(value, bool | int | float | str), f"a value in {path}")
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import tyro
 
-from fedsim.cli.reading import ReadsSources
-from fedsim.cli.screen import wrapped
+from fedsim.cli.screen import ReadsSources, wrapped
 from fedsim.config import (
     Algorithm,
     AuditConfig,

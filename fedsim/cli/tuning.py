@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import tyro
 
-from fedsim.cli.reading import ReadsSources
-from fedsim.cli.screen import wrapped
+from fedsim.cli.screen import ReadsSources, wrapped
 from fedsim.config import MechanismConfig, PrivacyConfig, PrivacyTarget, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
 

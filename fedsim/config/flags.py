@@ -40,20 +40,18 @@ def run_config(**settings: Any) -> RunConfig:
 
     Raises: ConfigError: a name is unknown, or data or run_dir is missing.
     """
-    known = flags_of(RunConfig)
-    for name in settings.keys() - known.keys():
+    flags = flags_of(RunConfig)
+    for name in settings.keys() - flags.keys():
         raise ConfigError.of(name, settings[name], "the name of a setting of train")
     for name in {"data", "run_dir"} - settings.keys():
         raise ConfigError.of(name, None, "a value")
-    own: dict[str, Any] = {}
+    of_run: dict[str, Any] = {}
+    of_groups: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
     for name, value in settings.items():
-        group, field = known[name]
-        if group is None:
-            own[field.name] = value
-        else:
-            own.setdefault(group, {})[field.name] = value
-    made = {group: kind(**own.pop(group, {})) for group, (_, kind) in _GROUPS.items()}
-    return RunConfig(**own, **made)
+        group, field = flags[name]
+        (of_groups[group] if group else of_run)[field.name] = value
+    groups = {group: kind(**of_groups[group]) for group, (_, kind) in _GROUPS.items()}
+    return RunConfig(**of_run, **groups)
 
 
 def changed_run(run: RunConfig, **settings: Any) -> RunConfig:
@@ -63,10 +61,10 @@ def changed_run(run: RunConfig, **settings: Any) -> RunConfig:
 
 def settings_of(config: Any) -> dict[str, Any]:
     """All settings of a config by the names of their flags."""
-    found: dict[str, Any] = {}
-    for name, (group, field) in flags_of(type(config)).items():
-        found[name] = getattr(getattr(config, group) if group else config, field.name)
-    return found
+    return {
+        name: getattr(getattr(config, group) if group else config, field.name)
+        for name, (group, field) in flags_of(type(config)).items()
+    }
 
 
 EXPECTED = {
@@ -98,31 +96,31 @@ def typed(name: str, value: Any, kind: Any) -> Any:
     if choices:
         expected = f"one of {', '.join(map(str, choices[0]))}"
     else:
-        expected = next(words for each, words in EXPECTED.items() if each in kinds)
+        expected = next(words for type_, words in EXPECTED.items() if type_ in kinds)
     raise ConfigError.of(name, value, "a value" if value is None else expected)
 
 
 def types_of(kind: type) -> dict[str, Any]:
     """The types of a config's settings by the names of their flags."""
-    own = typing.get_type_hints(kind)
-    groups = {group: typing.get_type_hints(each) for group, (_, each) in _GROUPS.items()}
+    of_config = typing.get_type_hints(kind)
+    of_groups = {name: typing.get_type_hints(group) for name, (_, group) in _GROUPS.items()}
     return {
-        name: (groups[group] if group else own)[field.name]
+        name: (of_groups[group] if group else of_config)[field.name]
         for name, (group, field) in flags_of(kind).items()
     }
 
 
 def flags_of(kind: type) -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
     """The flags of a config class: the group in which a setting is, or None, and its field."""
-    found: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {}
+    flags: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {}
     for field in fields(kind):
         if field.name not in _GROUPS or not issubclass(kind, RunConfig):
-            found[field.name] = None, field
+            flags[field.name] = None, field
             continue
         first, group = _GROUPS[field.name]
         for inner in fields(group):
-            found[field.name if inner.name == first else inner.name] = field.name, inner
-    return found
+            flags[field.name if inner.name == first else inner.name] = field.name, inner
+    return flags
 
 
 def as_dict(config: Any) -> dict[str, Any]:
