@@ -152,15 +152,14 @@ class Sweep:
         set_threads(dataclasses.replace(jobs[0].run.engine, kind="ray"))  # they compute elsewhere
         from fedsim.run.console import Console
 
-        how = {"at_once": self.at_once, "in_turn": self.in_turn}
         if chosen is not None:
             from fedsim.tuning.selection import select
 
-            found = select(settings, self.out, chosen, Console())
+            result = select(settings, self.out, chosen, Console())
             if not self.json:
-                print(found["claim"], f"the best one: {found['best']}", sep="\n")
-            return found
-        rows = sweep(settings, self.out, Console(), **how)
+                print(result["claim"], f"the best one: {result['best']}", sep="\n")
+            return result
+        rows = sweep(settings, self.out, Console(), at_once=self.at_once, in_turn=self.in_turn)
         failed = [row for row in rows if row["status"] == "failed"]
         if failed:
             raise FedsimError(

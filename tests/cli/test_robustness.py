@@ -236,6 +236,7 @@ ARGUMENTS = {
     "flags that are missing": (["train", "els"], "--epsilon .*--num-steps .*--run-dir .*--data "),
     "an algorithm": (["train", "sgd", "--epsilon", "1"], "'sgd' .*'algorithm'.*'els', 'uls'"),
     "no number": (train(epsilon="eight"), "--epsilon: .*'eight'"),
+    "sweep without a directory": (["sweep", "--set", "epsilon=1"], "from fedsim sweep: --out PATH"),
     "no command": ([], "train, evaluate, .*data"),
     "a command misspelt": (["tran", "uls"], "tran.*Available subcommands: train, evaluate"),
     "a command misspelt, with help": (["tran", "--help"], "tran.*Available subcommands: train"),
