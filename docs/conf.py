@@ -8,6 +8,7 @@ Pages are Markdown that reads well where it lies, too. Four things are done to t
 - Docstrings are plain text in this project; `docstrings.py` makes them valid reStructuredText.
 """
 
+import json
 import os
 import pkgutil
 import re
@@ -17,6 +18,7 @@ from importlib.metadata import version as version_of
 from importlib.util import find_spec
 from pathlib import Path
 
+from docutils.nodes import literal_block
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
@@ -188,6 +190,16 @@ class Room(SphinxDirective):
         return [*lines, ""]
 
 
+class SettingsSchema(SphinxDirective):
+    """JSON Schema of the settings of train: `.. settings-schema::`."""
+
+    def run(self):
+        from fedsim.cli.schema import json_schema
+
+        text = json.dumps(json_schema(), indent=2)
+        return [literal_block(text, text, language="json")]
+
+
 def member_options(kind: str) -> list[str]:
     return ["   :members:"] if kind == "autoclass" else []
 
@@ -210,4 +222,5 @@ def setup(app):
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
     app.connect("autodoc-process-docstring", finish_docstring, priority=600)
     app.add_directive("room", Room)
+    app.add_directive("settings-schema", SettingsSchema)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

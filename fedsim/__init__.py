@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from fedsim.engine import EngineError, Task
     from fedsim.errors import ConfigError, DataError, FedsimError
     from fedsim.keys import SecretKey
-    from fedsim.library import Run, load, train
+    from fedsim.library import Run, TrainSettings, load, train
     from fedsim.uls import ULS
 
     __version__: str
 
 _MODULES = ("accounting", "clipping", "data")
 _NAMES = {
-    **dict.fromkeys(("Run", "load", "train"), "library"),
+    **dict.fromkeys(("Run", "TrainSettings", "load", "train"), "library"),
     **dict.fromkeys(("PureEvent", "StepEvent"), "accounting"),
     **dict.fromkeys(("ConfigError", "DataError", "FedsimError"), "errors"),
     **dict.fromkeys(("EngineError", "Task"), "engine"),
@@ -59,6 +59,7 @@ __all__ = [
     "SecretKey",
     "StepEvent",
     "Task",
+    "TrainSettings",
     "__version__",
     "accounting",
     "clipping",

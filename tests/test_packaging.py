@@ -35,17 +35,18 @@ def test_a_source_distribution_has_every_file_of_the_repository(tmp_path):
     assert names - packed == set()
 
 
-def test_a_wheel_has_the_templates_of_pages(tmp_path):
+def test_a_wheel_has_the_templates_of_pages_and_the_mark_of_types(tmp_path):
     """Of files that are not modules, only those that pyproject.toml names are installed."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, tmp_path / name)
     shutil.copytree(ROOT / "trust", tmp_path / "fedsim" / "trust")
     (tmp_path / "fedsim" / "__init__.py").touch()
+    shutil.copy(ROOT / "py.typed", tmp_path / "fedsim")
     build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
     done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))) as wheel:
         packed = set(wheel.namelist())
     templates = {path.name for path in (ROOT / "trust" / "templates").iterdir()}
-    assert "report.md.jinja" in templates
+    assert "report.md.jinja" in templates and "fedsim/py.typed" in packed
     assert {f"fedsim/trust/templates/{name}" for name in templates} <= packed

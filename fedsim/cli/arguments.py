@@ -1,56 +1,60 @@
-"""Arguments of the command line: tyro over dataclasses, defaults from TOML, one-line errors."""
+"""Arguments of the command line: tyro over dataclasses, its errors, defaults from TOML."""
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import itertools
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from fedsim.cli.flags import commands, flags, named
+from fedsim.cli.flags import commands, named
 from fedsim.cli.help import page
 from fedsim.config import PretrainConfig, PrivacyConfig, RunConfig, flags_of, renamed
 from fedsim.config.flags import RENAMED
-from fedsim.errors import ConfigError, expect
+from fedsim.errors import ConfigError, expect, printable
 from fedsim.files import expand_home
 
 HELP = {"-h", "--help", "--help-all"}
-# What people look for, and what there is instead.
-HINTS = {
-    "--delimiter": "; `fedsim data build` has it, and what it builds is read by all commands",
-    "--encoding": "; `fedsim data build` has it, and what it builds is read by all commands",
-    "--user": "; did you mean --user-column?",
-    "--text": "; did you mean --text-column?",
-}
 
 
 def parse(command: Any, args: list[str]) -> Any:
     """The command of the union `command` that `args` describe.
 
-    Raises: ConfigError: they describe none. SystemExit: after printing help.
+    Raises: ConfigError: a setting has no such value. SystemExit: help was asked for, or tyro has
+      said what is wrong with the arguments.
     """
-    args = _with_new_names(args)
     path, kind = named(command, args)
-    name, rest = " ".join(["fedsim", *path]), args[len(path) :]
-    if HELP.intersection(rest):
-        if fault := _unknown(name, kind, rest):
-            raise ConfigError(fault)
-        print(page(name, kind, whole="--help-all" in rest), end="")
+    rest = args[len(path) :]
+    if HELP.intersection(rest) and (rest[0] in HELP or not commands(kind)):
+        print(page(" ".join(["fedsim", *path]), kind, whole="--help-all" in rest), end="")
         raise SystemExit(0)
-    shown = io.StringIO()
+    args = _with_file(_with_new_names([word for word in args if word not in HELP]))
+    fancy = sys.stderr.isatty() and all(map(str.isprintable, args))
+    tyro._experimental_options.update(ansi_codes=fancy, utf8_boxes=fancy)
+    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(shown):
-            how = {"prog": "fedsim", "config": (tyro.conf.DisallowNone,)}
-            made = tyro.cli(command, args=_with_file(args), **how)
-        return _in_home(made)
-    except SystemExit:
-        fault = _unknown(name, kind, rest) or _first_fault(shown.getvalue(), name, kind)
-    raise ConfigError(fault)
+        with contextlib.redirect_stderr(said):
+            parsed = tyro.cli(command, prog="fedsim", args=args, config=(tyro.conf.DisallowNone,))
+    except SystemExit as stop:
+        if (fault := _fault_of_setting(stop)) is not None:
+            raise fault from None
+        with contextlib.suppress(OSError):  # the exit code says that something is wrong
+            lines = map(str.rstrip, said.getvalue().rstrip().splitlines())
+            print(*(lines if fancy else map(printable, lines)), sep="\n", file=sys.stderr)
+        raise
+    return _in_home(parsed)
+
+
+def _fault_of_setting(error: BaseException | None) -> ConfigError | None:
+    """The error of a config that tyro was handling, which it would call one of a whole group."""
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__context__
+    return error
 
 
 def _with_new_names(args: list[str]) -> list[str]:
@@ -58,11 +62,8 @@ def _with_new_names(args: list[str]) -> list[str]:
     if args[:1] not in (["train"], ["recommend"], ["audit"]):
         return args
     flags = {f"--{old}": f"--{new.replace('_', '-')}" for old, new in RENAMED.items()}
-    found = []
-    for word in args:
-        flag, equals, value = word.partition("=")
-        found.append(flags.get(flag, flag) + equals + value)
-    return found
+    parts = (word.partition("=") for word in args)
+    return [flags.get(flag, flag) + equals + value for flag, equals, value in parts]
 
 
 def _in_home(command: Any) -> Any:
@@ -79,27 +80,6 @@ def _in_home(command: Any) -> Any:
     return dataclasses.replace(command, **changes)
 
 
-def _unknown(name: str, kind: Any, rest: list[str]) -> str:
-    """What to say of a command or a flag that there is not; empty if all are known."""
-    if choices := list(commands(kind)):
-        word = rest[0] if rest else ""
-        if word in HELP:
-            return ""
-        return f"command={word}: expected one of {', '.join(choices)}{_meant(word, choices)}"
-    known = {each for flag in flags(kind) for each in flag.names} | HELP
-    for word in rest:
-        flag = word.partition("=")[0].replace("_", "-")
-        if re.match("--[a-z]", flag) and not {flag, flag.replace("--no-", "--")} & known:
-            hint = HINTS.get(flag) or _meant(flag, sorted(known))
-            return f"{flag}: expected a flag of {name}{hint}"
-    return ""
-
-
-def _meant(word: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(word, names, 1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _with_file(args: list[str]) -> list[str]:
     """The flags of the TOML file that --config names, before those of the command line."""
     after = itertools.pairwise([*args, ""])
@@ -113,10 +93,10 @@ def _with_file(args: list[str]) -> list[str]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.of("config", path, f"a TOML file ({error})") from None
     defaults = renamed(defaults) if args[0] == "train" else defaults
-    known = flags_of(parts[args[0]]) | flags_of(RunConfig)
+    names = flags_of(parts[args[0]]) | flags_of(RunConfig)
     flags = []
     for name, value in defaults.items():
-        expect("config", path, name in known, f"names of flags, found {name}")
+        expect("config", path, name in names, f"names of flags, found {name}")
         expect(name, value, isinstance(value, bool | int | float | str), f"a value in {path}")
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -124,31 +104,3 @@ def _with_file(args: list[str]) -> list[str]:
         else:
             flags += [f"--{flag}", str(value)]
     return args[:1] + flags + args[1:]
-
-
-def _first_fault(box: str, name: str, kind: Any) -> str:
-    """What tyro says in a box (title, fault, help, with rules between them), as one line."""
-    lines = [line.strip("│|╭╰╮╯─ ") for line in box.splitlines()]
-    fault = " ".join(" ".join(line for line in lines if re.search(r"\w", line)).split())
-    known = {each: flag.metavar for flag in flags(kind) for each in flag.names or ("",)}
-    if found := re.search(r"Missing value for argument '(--[\w-]+)'", fault):
-        return f"{found[1]}: expected {_expected(known.get(found[1], ''))} after it"
-    value = re.search(r"Error parsing --([\w-]+): .*?'(.*?)'\]?[. ]", fault)
-    choice = re.search(r"invalid choice '(.*)' for argument '(?:--)?([\w-]+)'", fault)
-    if value or choice:
-        flag, given = (value[1], value[2]) if value else (choice[2], choice[1]) if choice else ""
-        metavar = known.get(f"--{flag}", known.get("", ""))
-        return f"{flag.replace('-', '_')}={given}: expected {_expected(metavar)}"
-    if found := re.search("Unrecognized options: (.*?) For full", fault):
-        return f"{found[1]}: expected no more arguments of {name}"
-    missing = re.findall(r"^\W {5}(\S+)", box.partition("For full")[0], re.MULTILINE)
-    if missing:  # an argument that is known by its place is shown by its type
-        return "missing " + ", ".join(m if m in known else known[""] for m in missing)
-    return re.sub("^.*?Error parsing .*?: | For full helptext.*", "", fault)  # a config's own words
-
-
-def _expected(metavar: str) -> str:
-    """What a value is to be, in words."""
-    if metavar.startswith("{"):
-        return f"one of {', '.join(metavar.strip('{}').split(','))}"
-    return {"INT": "a whole number", "FLOAT": "a number"}.get(metavar, "a value")

@@ -1,7 +1,8 @@
 """The command line: `fedsim COMMAND`, each command a frozen dataclass whose fields are its flags.
 
-A user's mistake ends with exit code 2 and one line, `fedsim: error: ...`; never a traceback. With
-`--json`, stdout holds one JSON object and nothing else; progress goes to stderr.
+A mistake in settings or data ends with exit code 2 and one line, `fedsim: error: ...`; one in the
+command line itself (no such flag, not a number) with exit code 2 and tyro's words; never a
+traceback. With `--json`, stdout holds one JSON object and nothing else; progress goes to stderr.
 """
 
 import contextlib

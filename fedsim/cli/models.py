@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import tyro
 
-from fedsim.cli.reading import ReadsSources
+from fedsim.cli.screen import ReadsSources
 from fedsim.config import Personalization, PretrainConfig, RunConfig, changed_run
 from fedsim.errors import printable
 
@@ -71,12 +71,12 @@ class Personalize:
         from fedsim.run.console import Console
         from fedsim.training.personalize import personalize_run
 
-        found = personalize_run(stored, run, Console(), split=self.split, settings=self.how)
-        del found["per_user"]  # of single persons
+        result = personalize_run(stored, run, Console(), split=self.split, settings=self.how)
+        del result["per_user"]  # of single persons
         if not self.json:
             shown = ("num_users", "learning_rate", "loss", "personalized_loss", "gain_error")
-            print(*(f"{name} {found[name]}" for name in shown), sep="\n")
-        return found
+            print(*(f"{name} {result[name]}" for name in shown), sep="\n")
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,15 +111,20 @@ class Generate:
     def __call__(self) -> dict[str, Any]:
         from fedsim.generate import generate_text
 
-        names = ("num_tokens", "temperature", "top_k", "seed")
-        options = {name: getattr(self, name) for name in names}
-        found = generate_text(self.model, self.prompt, **options)
+        result = generate_text(
+            self.model,
+            self.prompt,
+            num_tokens=self.num_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            seed=self.seed,
+        )
         if not self.json:
-            text = found["prompt"] + found["text"]
+            text = result["prompt"] + result["text"]
             print(printable(text, "\n\t") if sys.stdout.isatty() else text)
-            if found["stopped"] == "length":
-                print(f"(the model's length is {found['max_length']} tokens)", file=sys.stderr)
-        return found
+            if result["stopped"] == "length":
+                print(f"(the model's length is {result['max_length']} tokens)", file=sys.stderr)
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +151,7 @@ class Export:
     def __call__(self) -> dict[str, Any]:
         from fedsim.export import export
 
-        found = export(self.model, self.out, adapter=self.adapter)
+        result = export(self.model, self.out, adapter=self.adapter)
         if not self.json:
-            print(*(f"{name} {value}" for name, value in found.items()), sep="\n")
-        return found
+            print(*(f"{name} {value}" for name, value in result.items()), sep="\n")
+        return result

@@ -1,8 +1,11 @@
-"""Answers on standard output that fit the terminal; a file or a pipe gets lines as they are."""
+"""The first line of a command, and answers that fit the terminal; a file or a pipe gets lines as
+they are."""
 
 import shutil
 import sys
 import textwrap
+
+from fedsim.config import RunConfig
 
 
 def columns() -> int:
@@ -17,3 +20,14 @@ def wrapped(text: str) -> str:
         line if "  " in line or "fedsim " in line else fitted.fill(line)
         for line in text.splitlines()
     )
+
+
+class ReadsSources:
+    """A command with the settings of a run."""
+
+    run: RunConfig
+
+    @property
+    def doing(self) -> str:
+        """The command's first line."""
+        return f"reading data={self.run.data.source}, model={self.run.model.source}"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import tyro
 
-from fedsim.cli.reading import ReadsSources
+from fedsim.cli.screen import ReadsSources
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig, changed_run
 from fedsim.errors import expect
 

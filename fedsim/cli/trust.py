@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import tyro
 
-from fedsim.cli.reading import ReadsSources
-from fedsim.cli.screen import wrapped
+from fedsim.cli.screen import ReadsSources, wrapped
 from fedsim.config import (
     Algorithm,
     AuditConfig,
@@ -54,10 +53,10 @@ class Audit(ReadsSources):
         from fedsim.trust.audit_page import sentence
 
         console = Console(log_every=self.run.log_every)
-        found = audit(Algorithm(self.algorithm), self.audit, self.privacy, self.run, console)
+        result = audit(Algorithm(self.algorithm), self.audit, self.privacy, self.run, console)
         if not self.json:
-            print(wrapped(sentence(found)), f"written to {found['html']}", sep="\n")
-        return found
+            print(wrapped(sentence(result)), f"written to {result['html']}", sep="\n")
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +116,12 @@ class Budget:
             config = DataConfig(self.data, self.user_column, self.text_column, self.normalise_ids)
             ids = corpora.load(self.data, progress=Console().note, **config.options).people()
         place = place_of(self.budget_ledger)
-        found = budget(place, ids, delta=delta, limit_epsilon=limit, out=self.out)
+        result = budget(place, ids, delta=delta, limit_epsilon=limit, out=self.out)
         if not self.json:
-            print(table(found), wrapped("\n".join(sentences(found))), sep="\n")
+            print(table(result), wrapped("\n".join(sentences(result))), sep="\n")
             if self.out is not None:
-                print(f"written to {found['html']}")
-        return found
+                print(f"written to {result['html']}")
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +148,12 @@ class Report:
         from fedsim.run.console import Console
         from fedsim.trust.report import report
 
-        found = report(self.run_dir, self.out or self.run_dir, Console())
+        result = report(self.run_dir, self.out or self.run_dir, Console())
         if not self.json:
-            print(found["claim"], f"written to {found['html']} and {found['markdown']}", sep="\n")
-        return found
+            print(
+                result["claim"], f"written to {result['html']} and {result['markdown']}", sep="\n"
+            )
+        return result
 
 
 @dataclasses.dataclass(frozen=True)

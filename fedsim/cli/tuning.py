@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import tyro
 
-from fedsim.cli.reading import ReadsSources
-from fedsim.cli.screen import wrapped
-from fedsim.config import PrivacyConfig, RunConfig
+from fedsim.cli.screen import ReadsSources, wrapped
+from fedsim.config import MechanismConfig, PrivacyConfig, PrivacyTarget, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
+
+Flat = tyro.conf.OmitArgPrefixes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,37 +33,9 @@ class Recommend(ReadsSources):
     Takes the flags of train, too; the commands that it prints have them.
     """
 
-    epsilon: float
-    """Target user-level epsilon. > 0 and finite."""
-
-    num_steps: int
-    """T: number of steps. >= 1."""
-
-    run: tyro.conf.OmitArgPrefixes[AdvisedRun]
-
-    batch_size: int = 128
-    """Expected gradients per step, for either algorithm. >= 1."""
-
-    delta: float | None = None
-    """In (0, 1). Default: N^-1.1 for N users; see train."""
-
-    clipping: Literal["normalised", "plain"] = "normalised"
-    """The same flag as that of train."""
-
-    sampling: Literal["poisson", "cyclic", "allocation", "shuffle"] | None = None
-    """The same flag as that of train."""
-
-    noise: Literal["independent", "correlated"] = "independent"
-    """The same flag as that of train."""
-
-    bands: int | None = None
-    """The same flag as that of train."""
-
-    max_changed: int = 1
-    """The same flag as that of train."""
-
-    participations: int | None = None
-    """The same flag as that of train."""
+    target: Flat[PrivacyTarget]
+    mechanism: Flat[MechanismConfig]
+    run: Flat[AdvisedRun]
 
     users: int = 128
     """How many users' gradients are looked at. >= 1."""
@@ -80,26 +53,20 @@ class Recommend(ReadsSources):
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine.environment import set_threads
 
-        names = (
-            "epsilon",
-            "num_steps",
-            "batch_size",
-            "delta",
-            "clipping",
-            "sampling",
-            "noise",
-            "bands",
-            "max_changed",
-            "participations",
-        )
-        privacy = PrivacyConfig(**{name: getattr(self, name) for name in names})
+        privacy = PrivacyConfig(**vars(self.target), **vars(self.mechanism))
         set_threads(self.run.engine)
         from fedsim.run.console import Console
         from fedsim.tuning.advice import report
         from fedsim.tuning.recommend import recommend
 
-        options = {"num_users": self.users, "plot": self.plot, "plan_only": self.plan_only}
-        result = recommend(privacy, self.run, Console(), **options)
+        result = recommend(
+            privacy,
+            self.run,
+            Console(),
+            num_users=self.users,
+            plot=self.plot,
+            plan_only=self.plan_only,
+        )
         if not self.json:
             print(wrapped(report(result)))
         return result
@@ -185,15 +152,14 @@ class Sweep:
         set_threads(dataclasses.replace(jobs[0].run.engine, kind="ray"))  # they compute elsewhere
         from fedsim.run.console import Console
 
-        how = {"at_once": self.at_once, "in_turn": self.in_turn}
         if chosen is not None:
             from fedsim.tuning.selection import select
 
-            found = select(settings, self.out, chosen, Console())
+            result = select(settings, self.out, chosen, Console())
             if not self.json:
-                print(found["claim"], f"the best one: {found['best']}", sep="\n")
-            return found
-        rows = sweep(settings, self.out, Console(), **how)
+                print(result["claim"], f"the best one: {result['best']}", sep="\n")
+            return result
+        rows = sweep(settings, self.out, Console(), at_once=self.at_once, in_turn=self.in_turn)
         failed = [row for row in rows if row["status"] == "failed"]
         if failed:
             raise FedsimError(

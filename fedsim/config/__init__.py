@@ -19,7 +19,14 @@ from fedsim.config.flags import (
     typed,
     types_of,
 )
-from fedsim.config.privacy import ADD_OR_REMOVE, ZERO_OUT, Algorithm, PrivacyConfig
+from fedsim.config.privacy import (
+    ADD_OR_REMOVE,
+    ZERO_OUT,
+    Algorithm,
+    MechanismConfig,
+    PrivacyConfig,
+    PrivacyTarget,
+)
 from fedsim.config.run import (
     OPERATIONAL,
     UPDATE,
@@ -34,6 +41,7 @@ __all__ = [
     "Algorithm",
     "AuditConfig",
     "DataConfig",
+    "MechanismConfig",
     "MeshShape",
     "EngineConfig",
     "ModelConfig",
@@ -42,6 +50,7 @@ __all__ = [
     "Personalization",
     "PretrainConfig",
     "PrivacyConfig",
+    "PrivacyTarget",
     "ADD_OR_REMOVE",
     "ZERO_OUT",
     "RunConfig",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import operator
 import typing
 from collections.abc import Mapping
 from dataclasses import fields
@@ -41,20 +40,18 @@ def run_config(**settings: Any) -> RunConfig:
 
     Raises: ConfigError: a name is unknown, or data or run_dir is missing.
     """
-    known = flags_of(RunConfig)
-    for name in settings.keys() - known.keys():
+    flags = flags_of(RunConfig)
+    for name in settings.keys() - flags.keys():
         raise ConfigError.of(name, settings[name], "the name of a setting of train")
     for name in {"data", "run_dir"} - settings.keys():
         raise ConfigError.of(name, None, "a value")
-    own: dict[str, Any] = {}
+    of_run: dict[str, Any] = {}
+    of_groups: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
     for name, value in settings.items():
-        group, field = known[name]
-        if group is None:
-            own[field.name] = value
-        else:
-            own.setdefault(group, {})[field.name] = value
-    made = {group: kind(**own.pop(group, {})) for group, (_, kind) in _GROUPS.items()}
-    return RunConfig(**own, **made)
+        group, field = flags[name]
+        (of_groups[group] if group else of_run)[field.name] = value
+    groups = {group: kind(**of_groups[group]) for group, (_, kind) in _GROUPS.items()}
+    return RunConfig(**of_run, **groups)
 
 
 def changed_run(run: RunConfig, **settings: Any) -> RunConfig:
@@ -64,65 +61,66 @@ def changed_run(run: RunConfig, **settings: Any) -> RunConfig:
 
 def settings_of(config: Any) -> dict[str, Any]:
     """All settings of a config by the names of their flags."""
-    found: dict[str, Any] = {}
-    for name, (group, field) in flags_of(type(config)).items():
-        found[name] = getattr(getattr(config, group) if group else config, field.name)
-    return found
+    return {
+        name: getattr(getattr(config, group) if group else config, field.name)
+        for name, (group, field) in flags_of(type(config)).items()
+    }
+
+
+EXPECTED = {
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+}
+"""The types of settings in the words of an error."""
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:
-    """`value` as the type of a setting: 1 is 1.0 where a number is asked for.
+    """`value` as the type of a setting: 1 is 1.0 where a number is asked for, 3 is no text.
 
     Raises: ConfigError: it is of another type, or none of the choices.
     """
-    kinds = typing.get_args(kind) or (kind,)
-    is_bool = isinstance(value, bool)
-    if value is None:
-        expect(name, value, type(None) in kinds, "a value")
-        return None
-    choices = [k for k in (kind, *kinds) if typing.get_origin(k) is Literal]
+    import pydantic  # takes as long to import as a command takes to say its first line
+
+    kinds = (kind, *typing.get_args(kind))
+    if getattr(value, "shape", None) == ():
+        value = value.item()  # a scalar of NumPy or JAX
+    if isinstance(value, str) and value == "inf" and float in kinds:
+        value = math.inf  # as JSON has it
+    try:
+        return pydantic.TypeAdapter(kind).validate_python(value, strict=Path not in kinds)
+    except pydantic.ValidationError:
+        choices = [typing.get_args(k) for k in kinds if typing.get_origin(k) is Literal]
     if choices:
-        among = typing.get_args(choices[0])
-        expect(name, value, value in among, f"one of {', '.join(map(str, among))}")
-    elif float in kinds:
-        try:
-            number = None if is_bool else float(value)
-        except (TypeError, ValueError):
-            number = None
-        expect(name, value, number is not None, "a number")
-        return number
-    elif int in kinds:
-        whole = hasattr(value, "__index__") and not is_bool
-        expect(name, value, whole, "a whole number")
-        return operator.index(value)
-    elif bool in kinds:
-        expect(name, value, is_bool, "true or false")
-    elif str in kinds:
-        expect(name, value, isinstance(value, str), "a text")
-    return value
+        expected = f"one of {', '.join(map(str, choices[0]))}"
+    else:
+        expected = next(words for type_, words in EXPECTED.items() if type_ in kinds)
+    raise ConfigError.of(name, value, "a value" if value is None else expected)
 
 
 def types_of(kind: type) -> dict[str, Any]:
     """The types of a config's settings by the names of their flags."""
-    own = typing.get_type_hints(kind)
-    groups = {group: typing.get_type_hints(each) for group, (_, each) in _GROUPS.items()}
+    of_config = typing.get_type_hints(kind)
+    of_groups = {name: typing.get_type_hints(group) for name, (_, group) in _GROUPS.items()}
     return {
-        name: (groups[group] if group else own)[field.name]
+        name: (of_groups[group] if group else of_config)[field.name]
         for name, (group, field) in flags_of(kind).items()
     }
 
 
 def flags_of(kind: type) -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
     """The flags of a config class: the group in which a setting is, or None, and its field."""
-    found: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {}
+    flags: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {}
     for field in fields(kind):
         if field.name not in _GROUPS or not issubclass(kind, RunConfig):
-            found[field.name] = None, field
+            flags[field.name] = None, field
             continue
         first, group = _GROUPS[field.name]
         for inner in fields(group):
-            found[field.name if inner.name == first else inner.name] = field.name, inner
-    return found
+            flags[field.name if inner.name == first else inner.name] = field.name, inner
+    return flags
 
 
 def as_dict(config: Any) -> dict[str, Any]:

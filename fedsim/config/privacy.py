@@ -20,83 +20,10 @@ def sampling_of(sampling: str | None, noise: str) -> str:
     return sampling or (CYCLIC if noise == CORRELATED else POISSON)
 
 
-def expect_cell(
-    sampling: str,
-    noise: str,
-    *,
-    bands: int | None,
-    participations: int | None,
-    num_steps: int | None,
-) -> None:
-    """Raises ConfigError: the settings do not go together, with the reason.
-
-    Args:
-      sampling: of `sampling_of`.
-      bands, participations, num_steps: None where none are given.
-    """
-    if noise == CORRELATED and sampling == ALLOCATION:
-        why = f"{INDEPENDENT} with {ALLOCATION}: both together are bounded by Monte Carlo alone"
-        expect("noise", noise, False, why)
-    if noise == CORRELATED:
-        unknown = "cyclic, or shuffle to compare: for users drawn in any step no bound is proven"
-        expect("sampling", sampling, sampling in (CYCLIC, SHUFFLE), unknown)
-    if participations is not None:
-        expect("participations", participations, sampling == ALLOCATION, f"none with {sampling}")
-        divides = participations >= 1 and (num_steps is None or num_steps % participations == 0)
-        expect("participations", participations, divides, f"to divide num_steps={num_steps}")
-    if bands is not None:
-        grouped = sampling == CYCLIC or noise == CORRELATED
-        expect("bands", bands, grouped, f"none with {sampling} sampling: users are in no groups")
-        expect("bands", bands, bands >= 1, ">= 1")
-    if bands is not None and num_steps is not None:
-        expect("bands", bands, bands <= num_steps, f"<= {num_steps}, the steps")
-
-
-MOST_STEPS = 10**7
-"""As many as can be accounted for."""
-
-ZERO_OUT, ADD_OR_REMOVE = "zero-out", "add-or-remove"
-
-
-class Algorithm(enum.StrEnum):
-    """The two algorithms of the paper."""
-
-    ELS = "els"
-    ULS = "uls"
-
-
-@dataclasses.dataclass(frozen=True)
-class PrivacyConfig:
-    """What can change the guarantee."""
-
-    epsilon: float
-    """Target user-level epsilon. > 0; 'inf' trains without noise: non-private, a sanity bound,
-    which counts as infinite for its users from then on (see budget_ledger)."""
-
-    num_steps: int
-    """T: number of steps. In [1, 10000000]."""
-
-    batch_size: int = 128
-    """Expected gradients per step: B for ELS, where empty places of the pool count, or group size
-    times cohort size for ULS. >= 1."""
-
-    delta: float | None = None
-    """In (0, 1). Default: N^-1.1 for N users, which the report calls weak: delta times N is then
-    about 0.5. The paper's is n^-1.1 for n examples. For a release give one, such as 1e-6."""
-
-    adjacency: Literal["zero-out", "add-or-remove"] = "zero-out"
-    """What a user is compared with. zero-out: the same user without texts; how many users there are
-    is public, and for ELS everyone has group_size places in the pool, empty ones among them.
-    add-or-remove: nobody in their place; takes the numbers of users and examples as public."""
-
-    group_size: int | None = None
-    """G: most examples of a user, in all (ELS; default: the median user's) or a step (ULS; 1)."""
-
-    clip_norm: float = 1.0
-    """C: clip norm of an example's (ELS) or a user's (ULS) gradient. In [1e-6, 1e6]."""
-
-    clipping: Literal["normalised", "plain"] = "normalised"
-    """normalised: g min(1/C, 1/|g|), sensitivity 1 (De et al. 2022). plain: g min(1, C/|g|)."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MechanismConfig:
+    """Who takes part in a step, and how its noise depends on that of other steps: what training,
+    accounting, calibration and recommendations have in common."""
 
     sampling: Literal["poisson", "cyclic", "allocation", "shuffle"] | None = None
     """Who takes part in a step. poisson: every unit by itself, with the same probability. cyclic:
@@ -117,6 +44,102 @@ class PrivacyConfig:
     """b: groups of users in cyclic sampling, and steps that noise reaches. In [1, num_steps]; at
     most 1 over the share of users in a step. Default: with correlated noise as many as give the
     least predicted error, of at most 64; else 1."""
+
+    @property
+    def sampling_run(self) -> str:
+        """The way of sampling: the one that was asked for, or what goes with the noise."""
+        return sampling_of(self.sampling, self.noise)
+
+    def expect_cell(self, num_steps: int | None) -> None:
+        """Raises ConfigError: the settings do not go together, with the reason.
+
+        Args: num_steps: None where they are to be found.
+        """
+        sampling, noise = self.sampling_run, self.noise
+        if noise == CORRELATED and sampling == ALLOCATION:
+            why = f"{INDEPENDENT} with {ALLOCATION}: both together are bounded by Monte Carlo alone"
+            expect("noise", noise, False, why)
+        if noise == CORRELATED:
+            unknown = (
+                "cyclic, or shuffle to compare: for users drawn in any step no bound is proven"
+            )
+            expect("sampling", sampling, sampling in (CYCLIC, SHUFFLE), unknown)
+        if (count := self.participations) is not None:
+            expect("participations", count, sampling == ALLOCATION, f"none with {sampling}")
+            divides = count >= 1 and (num_steps is None or num_steps % count == 0)
+            expect("participations", count, divides, f"to divide num_steps={num_steps}")
+        if (bands := self.bands) is not None:
+            grouped = sampling == CYCLIC or noise == CORRELATED
+            why = f"none with {sampling} sampling: users are in no groups"
+            expect("bands", bands, grouped, why)
+            expect("bands", bands, bands >= 1, ">= 1")
+            fits = num_steps is None or bands <= num_steps
+            expect("bands", bands, fits, f"<= {num_steps}, the steps")
+
+
+MOST_STEPS = 10**7
+"""As many as can be accounted for."""
+
+ZERO_OUT, ADD_OR_REMOVE = "zero-out", "add-or-remove"
+
+
+class Algorithm(enum.StrEnum):
+    """The two algorithms of the paper."""
+
+    ELS = "els"
+    ULS = "uls"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacyTarget:
+    """Privacy and compute budget of a training."""
+
+    epsilon: float
+    """Target user-level epsilon. > 0; 'inf' trains without noise: non-private, a sanity bound,
+    which counts as infinite for its users from then on (see budget_ledger)."""
+
+    num_steps: int
+    """T: number of steps. In [1, 10000000]."""
+
+    batch_size: int = 128
+    """Expected gradients per step: B for ELS, where empty places of the pool count, or group size
+    times cohort size for ULS. >= 1."""
+
+    delta: float | None = None
+    """In (0, 1). Default: N^-1.1 for N users, which the report calls weak: delta times N is then
+    about 0.5. The paper's is n^-1.1 for n examples. For a release give one, such as 1e-6."""
+
+    clipping: Literal["normalised", "plain"] = "normalised"
+    """normalised: g min(1/C, 1/|g|), sensitivity 1 (De et al. 2022). plain: g min(1, C/|g|)."""
+
+    max_changed: int = 1
+    """k: ULS where texts have several owners: most groups of others in which texts of a user are.
+    What does not fit is left out; more costs noise. >= 0."""
+
+    def __post_init__(self):
+        expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
+        expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
+        expect("num_steps", self.num_steps, self.num_steps <= MOST_STEPS, f"at most {MOST_STEPS}")
+        expect("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
+        if self.delta is not None:
+            expect("delta", self.delta, 0 < self.delta < 1, "in (0, 1)")
+        expect("max_changed", self.max_changed, self.max_changed >= 0, ">= 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacyConfig(MechanismConfig, PrivacyTarget):
+    """What can change the guarantee."""
+
+    adjacency: Literal["zero-out", "add-or-remove"] = "zero-out"
+    """What a user is compared with. zero-out: the same user without texts; how many users there are
+    is public, and for ELS everyone has group_size places in the pool, empty ones among them.
+    add-or-remove: nobody in their place; takes the numbers of users and examples as public."""
+
+    group_size: int | None = None
+    """G: most examples of a user, in all (ELS; default: the median user's) or a step (ULS; 1)."""
+
+    clip_norm: float = 1.0
+    """C: clip norm of an example's (ELS) or a user's (ULS) gradient. In [1e-6, 1e6]."""
 
     group_size_epsilon: float | None = None
     """ELS: choose the group size privately, as the median of users' numbers of examples, with this
@@ -146,26 +169,15 @@ class PrivacyConfig:
     paper does for CC-News: an assumption, not a guarantee, and labelled so wherever epsilon is
     shown. Also of delta's default. Default: the users there are."""
 
-    max_changed: int = 1
-    """k: ULS where texts have several owners: most groups of others in which texts of a user are.
-    What does not fit is left out; more costs noise. >= 0."""
-
     chosen_on_data: str = ""
     """Settings chosen by looking at this data without protection (group_size,clip_norm): nothing
     accounts for that, so the report says it. `fedsim recommend` fills this in."""
 
     def __post_init__(self):
-        expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
-        expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
-        expect("num_steps", self.num_steps, self.num_steps <= MOST_STEPS, f"at most {MOST_STEPS}")
-        expect("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
-        cell = sampling_of(self.sampling, self.noise), self.noise
-        own = {"bands": self.bands, "participations": self.participations}
-        expect_cell(*cell, **own, num_steps=self.num_steps)
+        super().__post_init__()
+        self.expect_cell(self.num_steps)
         # Far outside, float32 norms underflow or overflow, and clipping bounds nothing.
         expect("clip_norm", self.clip_norm, 1e-6 <= self.clip_norm <= 1e6, "in [1e-6, 1e6]")
-        if self.delta is not None:
-            expect("delta", self.delta, 0 < self.delta < 1, "in (0, 1)")
         if self.group_size is not None:
             expect("group_size", self.group_size, self.group_size >= 1, ">= 1")
         if (share := self.group_size_epsilon) is not None:
@@ -182,7 +194,6 @@ class PrivacyConfig:
         bound = self.eval_loss_bound
         holds = bound is None or self.eval_epsilon is not None
         expect("eval_loss_bound", bound, holds, "none without eval_epsilon")
-        expect("max_changed", self.max_changed, self.max_changed >= 0, ">= 0")
         if (assumed := self.assumed_population) is not None:
             expect("assumed_population", assumed, assumed >= 1, ">= 1")
         names = flags_of(PrivacyConfig) | flags_of(RunConfig)

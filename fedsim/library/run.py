@@ -59,8 +59,8 @@ class Run:
     def eval_loss(self) -> float:
         """The last loss on users who were not trained on, in nats per token; nan if there are
         none."""
-        found = self.summary["final_eval_loss"]
-        return math.nan if found is None else float(found)
+        loss = self.summary["final_eval_loss"]
+        return math.nan if loss is None else float(loss)
 
     @property
     def finished(self) -> bool:
@@ -139,8 +139,14 @@ class Run:
         """
         from fedsim.generate import generate_text
 
-        how = {"temperature": temperature, "top_k": top_k, "seed": seed}
-        return generate_text(str(self.run_dir), prompt, num_tokens=num_tokens, **how)["text"]
+        return generate_text(
+            str(self.run_dir),
+            prompt,
+            num_tokens=num_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )["text"]
 
     def to_hf(self, out: str | Path) -> Path:
         """Write the model as a Hugging Face directory, adapters merged; returns the directory."""

@@ -78,9 +78,3 @@ def test_the_first_page_lists_the_commands_with_a_sentence_each(capsys, monkeypa
 def test_what_is_called_common_exists():
     known = {each for kind in LEAVES.values() for flag in flags.flags(kind) for each in flag.names}
     assert known >= help.COMMON
-
-
-def test_a_misspelt_command_is_told_so_before_its_help(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["trian", "--help"])
-    assert stop.value.code == 2 and "did you mean train?" in capsys.readouterr().err

@@ -21,7 +21,7 @@ GIVEN = {"data": "pydocs", "epsilon": 8.0, "num_steps": 3}
 def test_the_command_line_takes_both_names(words):
     assert parse(Command, [*TRAIN, *words]).privacy.batch_size == 48
     advised = "recommend --data pydocs --epsilon 8 --num-steps 3".split()
-    assert parse(Command, [*advised, *words]).batch_size == 48
+    assert parse(Command, [*advised, *words]).target.batch_size == 48
     assert parse(Command, ["audit", *TRAIN[1:], *words]).privacy.batch_size == 48
 
 

@@ -170,9 +170,8 @@ def test_ctrl_c_ends_the_step_and_the_same_call_goes_on(run, posts, run_dir):
 
 
 MISTAKES = {
-    "num_steps": ["many", 2.5, 0],
-    "engine": ["gpu"],
-    "epsilon": ["much", -1],
+    "num_steps": [0],
+    "epsilon": [-1],
     "batch_size": [10**6],
     "group_size": [0],
     "learning_rate": [math.inf],
@@ -182,6 +181,27 @@ MISTAKES = {
     "local_steps": [3],
     "text": ["words"],
 }
+
+
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        ("num_steps", "many", "a whole number"),
+        ("num_steps", 2.5, "a whole number"),
+        ("epsilon", "much", "a number"),
+        ("engine", "gpu", "one of ray, local"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(name, value, expected, posts, run_dir, capsys):
+    with refuses(f"{name}={value}") as refused:
+        train(posts, run_dir, **{name: value})
+    assert refused.value.expected == expected
+    flags = {"data": "pydocs", "run_dir": run_dir, **SETTINGS, name: value}
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "uls", *(f"--{n.replace('_', '-')}={v}" for n, v in flags.items())])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and f"--{name.replace('_', '-')}" in err and f"'{value}'" in err
+    assert not run_dir.exists()
 
 
 @pytest.mark.parametrize("name, value", [(n, v) for n, vs in MISTAKES.items() for v in vs])

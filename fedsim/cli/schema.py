@@ -1,0 +1,34 @@
+"""JSON Schema of the settings of `fedsim train`: `python -m fedsim.cli.schema > settings.json`.
+
+It holds for the TOML file of --config, for what a sweep is given, and for the settings in a run's
+config.json: all by the names of the flags.
+"""
+
+import dataclasses
+import json
+from typing import Any, Literal, get_args
+
+from fedsim.cli.flags import flags
+from fedsim.config import PrivacyConfig, RunConfig, flags_of, types_of
+
+
+def json_schema() -> dict[str, Any]:
+    """Types, defaults and help texts of all settings, none of which a file needs to have."""
+    import pydantic  # not of use to a command line
+
+    settings: dict[str, Any] = {}
+    for kind in (PrivacyConfig, RunConfig):
+        helps = {flag.names[0]: flag.text for flag in flags(kind)}
+        types = types_of(kind)
+        for name, (_, field) in flags_of(kind).items():
+            default = None if field.default is dataclasses.MISSING else field.default
+            about = pydantic.Field(default, description=helps[f"--{name.replace('_', '-')}"])
+            number = float in (types[name], *get_args(types[name]))
+            settings[name] = types[name] | Literal["inf"] if number else types[name], about
+    strict = pydantic.ConfigDict(extra="forbid")
+    model = pydantic.create_model("fedsim train", __config__=strict, **settings)
+    return model.model_json_schema()
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=2))

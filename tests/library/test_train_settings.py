@@ -1,0 +1,60 @@
+"""The typed signature of `fedsim.train`: it is the settings, and a type checker reads it."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import fedsim
+from fedsim.config import PrivacyConfig, RunConfig, types_of
+
+ARGUMENTS = {"epsilon", "num_steps", "data", "run_dir"}
+"""Settings that `train` names itself."""
+
+
+def test_it_has_every_setting_of_train_with_its_type():
+    settings = types_of(PrivacyConfig) | types_of(RunConfig)
+    expected = {name: kind for name, kind in settings.items() if name not in ARGUMENTS}
+    for name, kind in expected.items():
+        if kind == Path | None:  # where a text will do, too
+            expected[name] = str | Path | None
+    assert get_type_hints(fedsim.TrainSettings) == expected
+    assert not fedsim.TrainSettings.__required_keys__
+
+
+RIGHT = """
+import fedsim
+
+settings: fedsim.TrainSettings = {"clip_norm": 1, "sampling": "cyclic", "seed": None}
+fedsim.train("uls", data=[], user="customer", epsilon=4, num_steps=500, **settings)
+fedsim.train("els", "pydocs", epsilon=4, num_steps=9, lora_rank=8, budget_ledger="ledger")
+"""
+WRONG = {
+    "lora_rnk=8": "reportCallIssue",
+    'lora_rank="8"': "reportArgumentType",
+    'engine="threads"': "reportArgumentType",
+    "delta=[]": "reportArgumentType",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_pyright_takes_a_right_call_and_refuses_a_misspelt_or_wrongly_typed_one(tmp_path):
+    if importlib.util.find_spec("pyright") is None:
+        pytest.skip("pyright is not installed")
+    (tmp_path / "right.py").write_text(RIGHT)
+    calls = [f'fedsim.train("uls", [], epsilon=4, num_steps=5, {wrong})' for wrong in WRONG]
+    (tmp_path / "wrong.py").write_text("\n".join(["import fedsim", *calls]))
+    config = {"extraPaths": [str(Path(fedsim.__file__).parents[1])], "pythonVersion": "3.11"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run([*command, "-p", tmp_path], capture_output=True, text=True, timeout=300)
+    faults = [
+        (Path(fault["file"]).name, fault["range"]["start"]["line"], fault["rule"])
+        for fault in json.loads(done.stdout)["generalDiagnostics"]
+    ]
+    assert faults == [("wrong.py", line, rule) for line, rule in enumerate(WRONG.values(), 1)]
