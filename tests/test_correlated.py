@@ -22,6 +22,7 @@ from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated, add_gaussian, gaussian, release_shift
 from fedsim.noise.correlated import difference, rounding, strategy
 from fedsim.noise.independent import FARTHEST
+from fedsim.plan import CyclicSampling
 from fedsim.noise.toeplitz import best, coefficients, inverse, predictions, prefix_error
 from fedsim.plan import bands_predicted, complete, make_plan, method_for
 from fedsim.recipe import MOMENTUM_RATES
@@ -221,10 +222,10 @@ def planned(key, **changes):
 
 def test_the_plan_chooses_the_bands_and_says_the_slack(key):
     plan = planned(key)
-    assert plan.sampling_run == "cyclic" and plan.bands > 1 and plan.noise == "correlated"
+    assert isinstance(plan.sampling, CyclicSampling) and plan.sampling.bands == plan.noise.bands > 1
     assert type(plan).from_dict(plan.as_dict()) == plan
     independent = planned(key, noise="independent")
-    assert plan.predicted_error < independent.predicted_error
+    assert plan.noise.predicted_error < independent.noise.predicted_error
     assert independent.slack.epsilon < plan.slack.epsilon < 1e-4
     assert plan.slack.epsilon < dataclasses.replace(plan, num_parameters=10**6).slack.epsilon
     spent = accounting.epsilon([(plan.event(), 40)], plan.delta)

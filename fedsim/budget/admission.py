@@ -35,7 +35,7 @@ from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, FedsimError, FileDamaged, expect
 from fedsim.files import read_json, write_json
-from fedsim.plan import Plan
+from fedsim.plan import AllocatedSampling, Plan
 from fedsim.run import directory
 from fedsim.run import ledger as run_ledger
 from fedsim.run.directory import RECEIPT
@@ -357,7 +357,7 @@ def shortened(
     if not plan.noise_multiplier:
         return privacy
     event = method.event(plan.noise_multiplier * (1 - ROOM))
-    window = plan.num_steps // plan.participations if plan.participations else 1
+    window = plan.sampling.window(plan.num_steps)
 
     def phases(windows: int) -> list[tuple[Event, int]]:
         return [*before, (event, windows * window)]
@@ -375,7 +375,7 @@ def shortened(
     bands = privacy.bands or 1
     expect("bands", bands, bands <= most, f"at most {most}, the steps that fit")
     spent = accounting.epsilon(phases(windows), plan.delta)
-    part = windows if plan.participations else None
+    part = windows if isinstance(plan.sampling, AllocatedSampling) else None
     return dataclasses.replace(privacy, num_steps=most, participations=part, epsilon=spent)
 
 
