@@ -1,5 +1,6 @@
 """What `fedsim verify` finds: nothing in a run as it is, and every promise that was broken."""
 
+import dataclasses
 import json
 import shutil
 
@@ -12,8 +13,9 @@ from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import as_dict, first_named
 from fedsim.plan import Plan
-from fedsim.plan.plan import UNPROVEN
+from fedsim.plan.options import UNPROVEN
 from fedsim.run import checkpoint, directory, ledger
+from fedsim.training import planned
 
 NUM_STEPS = 6
 
@@ -256,7 +258,12 @@ def test_a_run_of_an_earlier_version_is_read_with_its_label(
     unproven = strategy if strategy == "bookkeeping:4" else None
     args = command(texts, run_dir)
     with monkeypatch.context() as earlier:
-        written = Plan.as_dict
+        made, written = planned.make_plan, Plan.as_dict
+        earlier.setattr(
+            planned,
+            "make_plan",
+            lambda *args, **given: dataclasses.replace(made(*args, **given), unproven=unproven),
+        )
         earlier.setattr(Plan, "as_dict", lambda plan: {**written(plan), "unproven": unproven})
         earlier.setattr(Strategy, "__str__", lambda _: strategy)
         earlier.setattr("fedsim.run.directory.as_dict", with_earlier_names)
