@@ -46,7 +46,7 @@ from fedsim.keys import SecretKey
 from fedsim.models import side_files
 from fedsim.plan import Plan
 from fedsim.recipe import UPDATE
-from fedsim.run import ledger
+from fedsim.run import formats, ledger
 
 CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "lock"
 TOKENIZER, MODEL = "tokenizer.json", "model"
@@ -193,6 +193,20 @@ def load(run_dir: Path) -> StoredRun:
     if stored.tokenizer and kept.is_file() and _sha256(kept) != stored.tokenizer:
         raise FileDamaged(f"{kept}: was changed since the run was started")
     return stored
+
+
+def summary_of(run_dir: Path) -> dict[str, Any] | None:
+    """What a run ended with; None: it has not. Raises: FileDamaged: its summary is none."""
+    path = run_dir / SUMMARY
+    if not path.exists():
+        return None
+    record = read_json(path)
+    if record.get("algorithm") != PRETRAIN:
+        try:
+            formats.check(formats.Summary, record)
+        except ValueError as error:
+            raise FileDamaged(f"{path}: expected the summary of a run ({error})") from None
+    return record
 
 
 def find(run_dir: Path, *, resume: bool) -> StoredRun | None:

@@ -29,6 +29,7 @@ from fedsim.accounting.pure_dp import PureEvent
 from fedsim.errors import FedsimError
 from fedsim.files import named, remove_cut_off_line, sync_directory
 from fedsim.plan import Plan, claimed_phases
+from fedsim.run import formats
 
 FILE = "ledger.jsonl"
 PIECE = 2**20  # bytes, of what is hashed at a time
@@ -270,10 +271,6 @@ def _identity(line: dict[str, Any]) -> tuple[Any, str | None]:
 
 def _check(record: dict[str, Any], number: int) -> None:
     """A line of a run's ledger can be relied upon: the head, or a step with its event."""
-    if number == 0:
-        for each in record["head"].get("before", []):
-            PureEvent(each["epsilon"])
-    elif record["step"] != number - 1:
+    formats.check(formats.StepLine if number else formats.FirstLine, record)
+    if number and record["step"] != number - 1:
         raise ValueError(f"step={record['step']}: expected {number - 1}")
-    elif record["event"] is not None:
-        event_of(record["event"])

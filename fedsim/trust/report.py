@@ -13,7 +13,7 @@ from typing import Any
 
 from fedsim.accounting.rounding import at_most
 from fedsim.config import settings_of, to_json
-from fedsim.files import read_json, write_atomically
+from fedsim.files import write_atomically
 from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, claimed_phases
 from fedsim.run import directory, ledger
 from fedsim.run.console import Console
@@ -90,7 +90,7 @@ def compose(released: Released) -> dict[str, Any]:
         "steps": None,
         "gaussian": None,
         "settings": _settings(released),
-        "summary": _summary(released.run_dir),
+        "summary": directory.summary_of(released.run_dir),
         "fingerprints": _fingerprints(released),
         "commands": _commands(released),
     }
@@ -143,12 +143,6 @@ def _settings(released: Released) -> list[tuple[str, str]]:
         *((name, str(run.get(name))) for name in names),
         ("strategy", str(released.stored.strategy.get("name"))),
     ]
-
-
-def _summary(run_dir: Path) -> dict[str, Any] | None:
-    """How the run ended; None: it has not."""
-    path = run_dir / directory.SUMMARY
-    return read_json(path) if path.exists() else None
 
 
 def _fingerprints(released: Released) -> list[tuple[str, str]]:

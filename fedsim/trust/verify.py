@@ -298,9 +298,8 @@ def _of_steps(evidence: Evidence, count: int) -> str:
 def _summary(evidence: Evidence) -> str:
     """What was claimed is what follows from the ledger and the parameters."""
     path = evidence.run_dir / directory.SUMMARY
-    if not path.exists():
+    if (claimed := directory.summary_of(evidence.run_dir)) is None:
         raise Unknown("the run has not ended: nothing is claimed yet")
-    claimed = read_json(path)
     for name, value in _claims(evidence):
         demand(name in claimed, f"{path}: expected {name}")
         found = claimed[name]
