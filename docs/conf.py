@@ -202,10 +202,19 @@ def is_package(name: str) -> bool:
     return spec is not None and spec.submodule_search_locations is not None
 
 
+def write_schemas(app, error: Exception | None) -> None:
+    """The JSON Schemas of a run's files, to which api/schemas.md links."""
+    if error is None and app.builder.format == "html":
+        from fedsim.run.formats import main
+
+        main(str(Path(app.outdir) / "api" / "schemas"))
+
+
 def setup(app):
     """Called by Sphinx."""
     app.connect("source-read", prepare_page)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
     app.connect("autodoc-process-docstring", finish_docstring, priority=600)
     app.add_directive("room", Room)
+    app.connect("build-finished", write_schemas)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from jsonschema import Draft202012Validator
 
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
@@ -15,6 +16,7 @@ from fedsim.config import as_dict, first_named
 from fedsim.plan import Plan
 from fedsim.plan.options import UNPROVEN
 from fedsim.run import checkpoint, directory, ledger
+from fedsim.run.formats import schemas
 from fedsim.training import planned
 
 NUM_STEPS = 6
@@ -247,6 +249,21 @@ BROKEN = {
 
 def with_earlier_names(settings):
     return first_named(as_dict(settings))
+
+
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_the_published_schemas_describe_a_run(algorithm, trained):
+    run_dir = trained[algorithm]
+    valid = {name: Draft202012Validator(schema) for name, schema in schemas().items()}
+    valid["plan"].validate(json.loads((run_dir / "config.json").read_text())["plan"])
+    lines = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    assert len(lines) == 1 + NUM_STEPS
+    for line in lines:
+        valid["ledger"].validate(line)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    valid["summary"].validate(summary)
+    for name in ("epsilon", "steps_done", "sampling_run", "delta"):
+        assert not valid["summary"].is_valid({**summary, name: None})
 
 
 @pytest.mark.parametrize("strategy", ["bookkeeping:4", "twice", "scan:2"])
