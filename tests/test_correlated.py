@@ -22,9 +22,8 @@ from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated, add_gaussian, gaussian, release_shift
 from fedsim.noise.correlated import difference, rounding, strategy
 from fedsim.noise.independent import FARTHEST
-from fedsim.plan import CyclicSampling
 from fedsim.noise.toeplitz import best, coefficients, inverse, predictions, prefix_error
-from fedsim.plan import bands_predicted, complete, make_plan, method_for
+from fedsim.plan import CyclicSampling, bands_predicted, complete, make_plan, method_for
 from fedsim.recipe import MOMENTUM_RATES
 from fedsim.run import checkpoint
 from fedsim.training import settled_by
@@ -239,7 +238,7 @@ def test_the_rate_follows_the_noise_on_sums(key):
     plans = planned(key, noise="independent"), planned(key)
     rates = [settled_by(plan, None, run, fresh=True).learning_rate for plan in plans]
     assert plans[1].noise_multiplier > plans[0].noise_multiplier and rates[1] > rates[0]
-    less = plans[0].predicted_error / plans[1].predicted_error
+    less = plans[0].noise.predicted_error / plans[1].noise.predicted_error
     _, exponent, _ = MOMENTUM_RATES["fresh"]
     assert rates[1] / rates[0] == pytest.approx(less**exponent, rel=0.01)
 

@@ -232,7 +232,9 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
             expect(name, value, False, expected)
         if (plan := stored.plan) is not None:
             same = plan.as_dict() == read_json(path)["plan"] and plan.unproven is None
-            expect("run_dir", run_dir, same, "a run of this version, not of an earlier one")
+            was = stored.versions.get("fedsim", "of unknown version")
+            expected = f"a run of this version, not of an earlier one (fedsim {was})"
+            expect("run_dir", run_dir, same, expected)
         return stored
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError.of("run_dir", run_dir, "a directory, found a file")

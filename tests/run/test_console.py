@@ -16,8 +16,9 @@ from fedsim.run.console import Console, guarantee_line, line, plan_rows
 WORKERS = SimpleNamespace(num_workers=2, num_lanes=8, describe=lambda: "1 CPU thread")
 PLAN = Plan(
     algorithm=Algorithm.ELS, num_users=1200, num_examples=56_000, num_units=9000, num_steps=20,
-    budget=64, group_size=8, expected_count=64, sampling=PoissonSampling(prob=64 / 9000), clip_norm=0.5, clipping="normalised", target_epsilon=4.0,
-    delta=1e-6, noise_multiplier=1.25, num_parameters=123_456, data_seal="abc",
+    budget=64, group_size=8, expected_count=64, sampling=PoissonSampling(prob=64 / 9000),
+    clip_norm=0.5, clipping="normalised", target_epsilon=4.0, delta=1e-6, noise_multiplier=1.25,
+    num_parameters=123_456, data_seal="abc",
     non_private=("delta=1e-06 (n^-1.1)", "group_size=8 (the median user's)"),
 )  # fmt: skip
 SUMMARY = {

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import as_dict, first_named
+from fedsim.engine.environment import versions
 from fedsim.plan import Plan
 from fedsim.plan.options import UNPROVEN
 from fedsim.run import checkpoint, directory, ledger
@@ -305,6 +306,7 @@ def test_a_run_of_an_earlier_version_is_read_with_its_label(
         main([*args, "--resume"])
     *_, last = capsys.readouterr().err.splitlines()
     says = f"run_dir={run_dir}: expected a run of this version, not of an earlier one"
+    says += f" (fedsim {versions()['fedsim']})"
     assert stop.value.code == 2 and last == f"fedsim: error: {says}"
 
 

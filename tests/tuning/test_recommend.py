@@ -60,7 +60,8 @@ def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     each = advised[0][algorithm]
     plan, train = planned(each["command"])
     assert each["batch_size"] == plan.budget
-    for name in "group_size expected_count sampling_prob clip_norm noise_multiplier".split():
+    assert each["sampling_prob"] == plan.sampling.prob
+    for name in "group_size expected_count clip_norm noise_multiplier".split():
         assert each[name] == getattr(plan, name), name
     assert (plan.target_epsilon, plan.num_steps, plan.delta) == (4.0, 7, advised[0]["delta"])
     clip = plan.clip
@@ -210,7 +211,8 @@ def test_a_plan_alone_computes_no_gradient_and_is_kept_by_training(texts, capsys
     for algorithm in ("els", "uls"):
         each = found[algorithm]
         plan, _ = planned(each["command"])
-        for name in "group_size expected_count sampling_prob clip_norm noise_multiplier".split():
+        assert each["sampling_prob"] == plan.sampling.prob
+        for name in "group_size expected_count clip_norm noise_multiplier".split():
             assert each[name] == getattr(plan, name), name
         assert each["seconds"] is None
         looked = "--chosen-on-data" in each["command"]
