@@ -215,6 +215,14 @@ def is_package(name: str) -> bool:
     return spec is not None and spec.submodule_search_locations is not None
 
 
+def write_schemas(app, error: Exception | None) -> None:
+    """The JSON Schemas of a run's files, to which api/schemas.md links."""
+    if error is None and app.builder.format == "html":
+        from fedsim.run.formats import main
+
+        main(str(Path(app.outdir) / "api" / "schemas"))
+
+
 def setup(app):
     """Called by Sphinx."""
     app.setup_extension("records")  # beside this file
@@ -223,4 +231,5 @@ def setup(app):
     app.connect("autodoc-process-docstring", finish_docstring, priority=600)
     app.add_directive("room", Room)
     app.add_directive("settings-schema", SettingsSchema)
+    app.connect("build-finished", write_schemas)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

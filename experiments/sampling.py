@@ -68,7 +68,7 @@ def claimed_epsilon(plan: Plan) -> float:
     """Epsilon that the run's own way of sampling has; see above."""
     cap = plan.group_size if plan.algorithm == Algorithm.ELS else 1
     event, times = StepEvent(plan.noise_multiplier, plan.accounted_prob, cap), plan.num_steps
-    if plan.sampling_run == "shuffle":
+    if plan.sampling.kind == "shuffle":
         steps_per_epoch = plan.num_units // plan.expected_count
         event, times = (
             StepEvent(plan.noise_multiplier / cap, 1.0),

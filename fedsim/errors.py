@@ -69,6 +69,14 @@ def expect_count(field: str, value: Any, least: int) -> None:
     expect(field, value, whole and value >= least, f"a whole number >= {least}")
 
 
+def first_fault(error: Any) -> str:
+    """The field and the fault of pydantic's ValidationError, the first one, as one line without
+    what the file has there."""
+    fault = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in fault["loc"])
+    return brief(f"{place}: {fault['msg'].removeprefix('Value error, ')}".removeprefix(": "), 200)
+
+
 def printable(text: str, kept: str = "\n") -> str:
     """The text with escapes for what would change a terminal's state: names of files, what is in
     them, and what a model has learnt may have such characters.

@@ -148,7 +148,7 @@ NOISE_AND_SENSITIVITY = (
         "test_plan.py::test_the_adjacency_is_named",
         (
             Patch(
-                "fedsim.plan.plan",
+                "fedsim.plan.options",
                 "ADJACENCY",
                 lambda words: {**words, "add-or-remove": "replace one user"},
             ),

@@ -33,6 +33,14 @@ def of_the_largest_user(_right, self, noise_multiplier):
     return self.sampler.event(noise_multiplier, max_contributions=most)
 
 
+def named_poisson(make_plan, *args, **options):
+    """Whatever the draws are."""
+    from fedsim.plan import PoissonSampling
+
+    plan = make_plan(*args, **options)
+    return dataclasses.replace(plan, sampling=PoissonSampling(prob=plan.sampling.prob))
+
+
 def from_a_new_pool(draw, self, step):
     """From a pool of the step's own."""
     from fedsim.sampling import pool_of
@@ -152,9 +160,7 @@ SAMPLING = (
             Patch(
                 "fedsim.plan.planner",
                 "make_plan",
-                lambda make_plan, *args, **options: dataclasses.replace(
-                    make_plan(*args, **options), sampling_run="poisson"
-                ),
+                named_poisson,
             ),
         ),
         ("--sampling", "shuffle"),
@@ -164,9 +170,9 @@ SAMPLING = (
         "test_plan.py::test_an_assumed_population_is_labelled_as_one",
         (
             Patch(
-                "fedsim.plan.plan",
-                "label_of",
-                lambda label_of, plan: label_of({**plan, "assumed_population": None}),
+                "fedsim.plan.options",
+                "Sampling.labels",
+                lambda _right, self: [],
             ),
         ),
         ("--assumed-population", "400"),

@@ -17,7 +17,7 @@ from fedsim.budget.spending import RUNNING, Books, Charge, books
 from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.els import ELS
 from fedsim.errors import ConfigError, expect
-from fedsim.plan import Plan
+from fedsim.plan import AllocatedSampling, Plan
 from fedsim.uls import ULS
 
 ROOM = 1e-4
@@ -138,7 +138,7 @@ def shortened(
     if not plan.noise_multiplier:
         return privacy
     event = method.event(plan.noise_multiplier * (1 - ROOM))
-    window = plan.num_steps // plan.participations if plan.participations else 1
+    window = plan.sampling.window(plan.num_steps)
 
     def phases(windows: int) -> list[tuple[Event, int]]:
         return [*before, (event, windows * window)]
@@ -156,7 +156,7 @@ def shortened(
     bands = privacy.bands or 1
     expect("bands", bands, bands <= most, f"at most {most}, the steps that fit")
     spent = accounting.epsilon(phases(windows), plan.delta)
-    part = windows if plan.participations else None
+    part = windows if isinstance(plan.sampling, AllocatedSampling) else None
     return dataclasses.replace(privacy, num_steps=most, participations=part, epsilon=spent)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from fedsim.config import changed_run
 from fedsim.engine.environment import set_threads
 from fedsim.errors import ConfigError, expect
-from fedsim.files import expand_home, read_json
+from fedsim.files import expand_home
 from fedsim.run import checkpoint, directory
 from fedsim.run.console import Console, guarantee_line, spent
 from fedsim.run.directory import StoredRun
@@ -38,10 +38,9 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """What `summary.json` holds. Raises: ConfigError: the run has not ended."""
-        path = self.run_dir / directory.SUMMARY
-        if not path.exists():
+        if (found := directory.summary_of(self.run_dir)) is None:
             raise ConfigError.of("run", self.run_dir, "a run that has ended")
-        return read_json(path)
+        return found
 
     @property
     def epsilon(self) -> float:

@@ -25,7 +25,8 @@ from fedsim.errors import ConfigError, expect
 from fedsim.group_size import median_group_size, private_median
 from fedsim.keys import SecretKey
 from fedsim.noise.toeplitz import Prediction, best, predictions
-from fedsim.plan.plan import assumed_share, events_before
+from fedsim.plan.options import assumed_share
+from fedsim.plan.plan import events_before
 from fedsim.sampling import Users, examples_per_user, graph_of
 
 

@@ -1,67 +1,58 @@
-"""The public constants of a run: fixed before its first step, never recomputed from a draw."""
+"""The public constants of a run: fixed before its first step, never recomputed from a draw.
+
+What a run can do in several ways is one field of the plan, of one of the classes of `options`; an
+option that is off is None. In JSON a plan is flat: the fields of `sampling`, `noise` and `purpose`
+stand beside its own, by the names that they have in ledger, summary and settings.
+"""
 
 import dataclasses
-import math
-from collections.abc import Mapping
-from typing import Any
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from fedsim.accounting import Slack, StepEvent, allocated_event, cyclic_event
+from pydantic import TypeAdapter, ValidationError
+
+from fedsim.accounting import Slack, StepEvent
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.clipping import Clip
 from fedsim.clipping.clip import lattice_bits
 from fedsim.clipping.step_releases import AdaptiveClip, NoisyLoss
-from fedsim.config import ADD_OR_REMOVE, ZERO_OUT, Algorithm, to_json
-from fedsim.config.privacy import COMPARISON_ONLY, CORRELATED, INDEPENDENT
+from fedsim.config import ADD_OR_REMOVE, Algorithm, to_json
+from fedsim.config.privacy import INDEPENDENT
+from fedsim.errors import first_fault
 from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, add_gaussian, slack
 from fedsim.noise.correlated import Strategy, strategy
 from fedsim.plan.evaluations import Evaluations
-
-SHARED = "shared"
-ADJACENCY = {
-    ZERO_OUT: "zero out one user's texts, the number of users being public",
-    ADD_OR_REMOVE: "add or remove one user",
-    SHARED: "zero out all texts that one user owns, alone or with others, who owns which being "
-    "public and fixed",
-}
-REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
-TRIAL = "of one trial of a private selection, which costs more: not a guarantee"
-UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
-"""Of earlier versions, which had such strategies."""
-
-
-def holds(plan: Mapping[str, Any]) -> str:
-    """What epsilon holds under: the adjacency, or a label that says that it is no guarantee.
-
-    Args: plan: the fields of a plan.
-    """
-    return label_of(plan) or ADJACENCY[SHARED if plan.get("shared") else plan["adjacency"]]
-
-
-def label_of(plan: Mapping[str, Any]) -> str:
-    """What makes epsilon no guarantee; empty where nothing does.
-
-    Args: plan: the fields of a plan, or a summary, which has them, too.
-    """
-    labels = [COMPARISON_ONLY] if plan["sampling_run"] != plan["sampling_accounted"] else []
-    if (assumed_population := plan.get("assumed_population")) is not None:
-        assumed = f"as if there were {assumed_population:,} users"
-        labels.append(f"{assumed}: an assumption, not a guarantee")
-    labels += [UNPROVEN] if plan.get("unproven") else []
-    labels += [TRIAL] if plan.get("trial") else []
-    labels += [REPRODUCTION] if plan.get("seeded") else []
-    return "; ".join(labels)
-
-
-LEFT_OUT_AT_DEFAULTS = (
-    *("planted", "shared", "bands", "noise", "participations", "trial", "loss_bound"),
-    *("evaluations", "drawn_once", "unproven"),
+from fedsim.plan.options import (
+    REPRODUCTION,
+    TRIAL,
+    UNPROVEN,
+    AnyNoise,
+    AnyPurpose,
+    AnySampling,
+    IndependentNoise,
+    Number,
+    Release,
+    SharedTexts,
+    Trial,
+    holds,
 )
-"""Fields of a plan that are written down where they are not at their defaults."""
+
+FLAT = ("sampling", "noise", "purpose")
+"""Fields of a plan whose own fields stand beside the plan's in JSON."""
+LEFT_OUT_AT = {
+    **{"shared": None, "bands": 1, "noise": INDEPENDENT, "loss_bound": None},
+    **{"evaluations": None, "drawn_once": "", "unproven": None, "predicted_error": None},
+}
+"""What is left out in JSON, as it was written before there were these."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Plan:
     """What a run will do, and what it will be able to claim."""
+
+    __pydantic_config__: ClassVar[Any] = {"strict": True, "use_attribute_docstrings": True}
 
     algorithm: Algorithm
     num_users: int
@@ -70,15 +61,14 @@ class Plan:
     """Sampling units: the |D_sub| examples of the pool for ELS, the users for ULS."""
     num_steps: int
     budget: int
+    """Expected gradients of a step."""
     group_size: int
     expected_count: int
     """B (examples) for ELS, M (users) for ULS."""
-    sampling_prob: float
-    sampling_run: str
-    sampling_accounted: str
+    sampling: AnySampling
     clip_norm: float
-    clipping: str
-    target_epsilon: float
+    clipping: Literal["normalised", "plain"]
+    target_epsilon: Number
     delta: float
     noise_multiplier: float
     num_parameters: int
@@ -86,47 +76,26 @@ class Plan:
     """Keyed digest of the data's fingerprint: says to the key's owner whether data are the same."""
     non_private: tuple[str, ...]
     """What the guarantee does not cover: read off the data, or known to others."""
+    noise: AnyNoise = IndependentNoise()
+    purpose: AnyPurpose = Release()
     group_size_epsilon: float | None = None
     """What choosing the group size privately cost; part of target_epsilon."""
     clip_quantile: float | None = None
     """What clip_norm, the first step's, is moved towards; None: it stays."""
     loss_bound: float | None = None
     """Up to which the training loss of each step is released, with noise; None: it is not."""
-    assumed_population: int | None = None
-    """How many users are accounted for; None: those there are."""
-    adjacency: str = ADD_OR_REMOVE
-    """zero-out or add-or-remove."""
+    adjacency: Literal["zero-out", "add-or-remove"] = ADD_OR_REMOVE
     seeded: bool = False
     """Whether the key came from a seed: such a run reproduces another one, and claims nothing."""
+    shared: SharedTexts | None = None
+    """None: each text has one owner."""
+    evaluations: Evaluations | None = None
+    """What is released of held-out users while the run trains; None: nothing with noise."""
+    drawn_once: str = ""
+    """A seal of what was drawn once for several steps; see `plan.drawn_once`."""
     unproven: str | None = None
     """The strategy, where an earlier version had it and this one has not, because contributions are
     not proven to be at most C."""
-    bands: int = 1
-    """b: groups of users that steps draw from in turn, and steps that noise reaches."""
-    participations: int | None = None
-    """K of random allocation: steps that each user takes part in."""
-    noise: str = INDEPENDENT
-    """independent or correlated."""
-    predicted_error: float = math.nan
-    """Root mean square, over the steps, of the noise on the sum of all gradients so far, in units
-    of the sensitivity; see `noise.toeplitz`."""
-    shared: dict[str, Any] | None = None
-    """Where texts have several owners: owner sets, texts with several owners, texts that the bounds
-    kept and left out, k (max_changed), and a seal of what they kept. None: each has one."""
-    trial: bool = False
-    """Whether the run is a trial of a private selection, which is what is counted and released."""
-    evaluations: Evaluations | None = None
-    """What is released of held-out users while the run trains; None: nothing with noise."""
-    planted: dict[str, int] | None = None
-    """How many canaries of each kind an audit tossed coins for. The run of an audit is none to
-    release. None: it is no audit."""
-    drawn_once: str = ""
-    """A seal of what was drawn once for several steps; see `plan.drawn_once`."""
-
-    def __eq__(self, other: object) -> bool:
-        """Whether all fields are equal. Lists take math.nan for itself; what dataclasses generate
-        does not from Python 3.13 on."""
-        return isinstance(other, Plan) and [*vars(self).values()] == [*vars(other).values()]
 
     @property
     def clip(self) -> Clip:
@@ -171,39 +140,42 @@ class Plan:
 
     @property
     def accounted_prob(self) -> float:
-        """p or q as it is accounted: below sampling_prob with an assumed population."""
-        return self.sampling_prob * assumed_share(self.assumed_population, self.num_users)
-
-    @property
-    def bands_given(self) -> int | None:
-        """The bands as a setting: None where there can be none."""
-        return self.bands if self.bands > 1 else None
+        """p or q as it is accounted: below that of the draws with an assumed population."""
+        return self.sampling.accounted_prob(self.num_users)
 
     def event(self) -> StepEvent | None:
         """What a step is to the accountant, by the plan alone; None without noise."""
         if not self.noise_multiplier:
             return None
-        if self.participations is not None:
-            return allocated_event(self.noise_multiplier, self.num_steps // self.participations)
-        cap = self.group_size if self.algorithm == Algorithm.ELS else 1
-        event = cyclic_event(self.noise_multiplier, self.accounted_prob, cap, self.bands)
-        changed = self.shared["max_changed"] if self.shared else 0
+        event = self.sampling.event(
+            self.noise_multiplier,
+            num_steps=self.num_steps,
+            num_users=self.num_users,
+            max_contributions=self.group_size if self.algorithm == Algorithm.ELS else 1,
+        )
+        changed = self.shared.max_changed if self.shared else 0
         return dataclasses.replace(event, max_changed=changed)
 
     @property
     def epsilon_holds(self) -> str:
         """What epsilon holds under: the adjacency, or a label that says that it is no guarantee."""
-        return holds(self.as_dict())
+        return self.label or self.compared
 
     @property
     def compared(self) -> str:
         """The adjacency in words."""
-        return ADJACENCY[SHARED if self.shared else self.adjacency]
+        return holds([], self.adjacency, shared=self.shared is not None)
 
     @property
     def label(self) -> str:
         """What makes epsilon no guarantee; empty where nothing does."""
-        return label_of(self.as_dict())
+        labels = [
+            *self.sampling.labels,
+            *([UNPROVEN] if self.unproven else []),
+            *([TRIAL] if isinstance(self.purpose, Trial) else []),
+            *([REPRODUCTION] if self.seeded else []),
+        ]
+        return "; ".join(labels)
 
     @property
     def guarantee(self) -> bool:
@@ -234,57 +206,59 @@ class Plan:
     @property
     def strategy(self) -> Strategy | None:
         """How steps take back noise of the steps before; None: they do not."""
-        if self.noise != CORRELATED or self.bands == 1 or not self.noise_multiplier:
+        if self.noise.bands == 1 or not self.noise_multiplier:
             return None
         stddev = self.gradient_noise_multiplier * 2.0 ** lattice_bits(self.num_parameters)
-        return strategy(self.num_steps, self.bands, stddev)
+        return strategy(self.num_steps, self.noise.bands, stddev)
 
     def add_noise(self) -> AddNoise:
         """What adds the noise of one step after another; a new one, with no steps behind it."""
-        return Correlated(self.num_steps, self.bands) if self.strategy else add_gaussian
+        return Correlated(self.num_steps, self.noise.bands) if self.strategy else add_gaussian
 
     @property
     def epsilon_metric(self) -> str:
         """The name of epsilon among the metrics."""
-        if self.sampling_run != self.sampling_accounted:
+        if self.sampling.kind != self.sampling.accounted:
             return "comparison_only/epsilon_as_if_poisson"
-        if self.assumed_population is not None:
+        if self.sampling.assumed_population is not None:
             return "comparison_only/epsilon_of_assumed_population"
         return "privacy/epsilon"
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan in JSON's types, without what only some plans have."""
-        fields = {name: to_json(value) for name, value in dataclasses.asdict(self).items()}
-        for name in LEFT_OUT_AT_DEFAULTS:
-            if fields[name] == type(self).__dataclass_fields__[name].default:
-                del fields[name]
-        return {**fields, "non_private": list(self.non_private)}
+        """The plan in JSON's types, flat, without what only some plans have."""
+        fields = plans().dump_python(self, mode="json", by_alias=True)
+        for name in FLAT:
+            fields |= fields.pop(name)
+        return {
+            name: to_json(value)
+            for name, value in fields.items()
+            if name not in LEFT_OUT_AT or value != LEFT_OUT_AT[name]
+        }
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Plan":
-        """The plan that `as_dict` wrote."""
-        typed = {
-            "algorithm": Algorithm(fields["algorithm"]),
-            "target_epsilon": float(fields["target_epsilon"]),
-            "predicted_error": _number(fields.get("predicted_error")),
-            "non_private": tuple(fields["non_private"]),
-        }
-        if (found := fields.get("evaluations")) is not None:
-            typed["evaluations"] = Evaluations(**found)
-        return cls(**{**fields, **typed})
+        """The plan that `as_dict`, of this version or an earlier one, wrote.
+
+        Raises: ValueError: it is none; the line names a field.
+        """
+        nested = {**fields, **dict.fromkeys(FLAT, {"noise": INDEPENDENT, **fields})}
+        try:
+            plan = plans().validate_json(json.dumps(nested))
+        except ValidationError as error:
+            raise ValueError(first_fault(error)) from None
+        written = plan.as_dict()
+        for name, value in fields.items():
+            if written.get(name, LEFT_OUT_AT.get(name)) != value:
+                raise ValueError(f"{name}: not of such a plan")
+        return plan
 
 
-def assumed_share(assumed_population: int | None, num_users: int) -> float:
-    """The part of the users accounted for that there are."""
-    return num_users / (assumed_population or num_users)
+@functools.cache
+def plans() -> TypeAdapter[Plan]:
+    """What reads and writes plans, with the fields of `FLAT` each by itself."""
+    return TypeAdapter(Plan)
 
 
 def events_before(group_size_epsilon: float | None) -> list[tuple[PureEvent, int]]:
     """What choosing the group size privately releases, to the accountant."""
     return [] if group_size_epsilon is None else [(PureEvent(group_size_epsilon), 1)]
-
-
-def _number(value: Any) -> float:
-    """A number that `as_dict` wrote; nan, which is itself alone, where there is none."""
-    number = math.nan if value is None else float(value)
-    return math.nan if math.isnan(number) else number

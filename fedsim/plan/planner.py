@@ -3,20 +3,33 @@
 import hashlib
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import Event
 from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig
-from fedsim.config.privacy import CORRELATED, sampling_of
+from fedsim.config.privacy import ALLOCATION, CORRELATED, CYCLIC, POISSON, sampling_of
 from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise.toeplitz import predicted_error
 from fedsim.plan.evaluations import Evaluations
-from fedsim.plan.plan import Plan, assumed_share, events_before
+from fedsim.plan.options import (
+    AllocatedSampling,
+    AnySampling,
+    Audit,
+    CorrelatedNoise,
+    CyclicSampling,
+    IndependentNoise,
+    PoissonSampling,
+    Release,
+    SharedTexts,
+    ShuffledSampling,
+    Trial,
+    assumed_share,
+)
+from fedsim.plan.plan import Plan, events_before
 from fedsim.sampling import Sampling, Users, graph_of
 from fedsim.shared_uls import SharedULS
 from fedsim.uls import ULS
@@ -102,6 +115,24 @@ def expect_affordable(plan: Plan, phases: list[tuple[Event, int]] | None) -> Non
     expect("noise_multiplier", sigma, spent <= most, wanted)
 
 
+def sampling_for(name: str, prob: float, privacy: PrivacyConfig) -> AnySampling:
+    """What the plan says of how units are drawn.
+
+    Args:
+      name: of the sampler.
+      prob: the share of all units that is expected in a step.
+      privacy: complete.
+    """
+    if name == ALLOCATION:
+        assert privacy.participations is not None, "complete() comes first"
+        return AllocatedSampling(prob=prob, participations=privacy.participations)
+    assumed = privacy.assumed_population
+    if name == POISSON:
+        return PoissonSampling(prob=prob, assumed_population=assumed)
+    kind = CyclicSampling if name == CYCLIC else ShuffledSampling
+    return kind(prob=prob, assumed_population=assumed, bands=privacy.bands or 1)
+
+
 def make_plan(
     algorithm: Algorithm,
     privacy: PrivacyConfig,
@@ -123,8 +154,13 @@ def make_plan(
     fits = not trial or num_parameters <= MOST_PARAMETERS
     most = f"at most {MOST_PARAMETERS:,} in a private selection"
     expect("num_parameters", num_parameters, fits, most)
-    sigma, bands = calibrate(method, privacy), privacy.bands or 1
-    correlated = bands if privacy.noise == CORRELATED else 1
+    sigma = calibrate(method, privacy)
+    bands = (privacy.bands or 1) if privacy.noise == CORRELATED else 1
+    error = predicted_error(sigma, privacy.num_steps, bands)
+    noise = IndependentNoise(predicted_error=error)
+    if privacy.noise == CORRELATED:
+        noise = CorrelatedNoise(predicted_error=error, bands=bands)
+    planted = getattr(users, "canaries", None)
     plan = Plan(
         algorithm=algorithm,
         num_users=users.num_users,
@@ -134,9 +170,7 @@ def make_plan(
         budget=privacy.batch_size,
         group_size=method.group_size,
         expected_count=method.sampler.expected_count,
-        sampling_prob=method.sampler.sampling_prob,
-        sampling_run=method.sampler.name,
-        sampling_accounted=method.sampler.accounted_as,
+        sampling=sampling_for(method.sampler.name, method.sampler.sampling_prob, privacy),
         clip_norm=privacy.clip_norm,
         clipping=privacy.clipping,
         target_epsilon=privacy.epsilon,
@@ -145,20 +179,15 @@ def make_plan(
         num_parameters=num_parameters,
         data_seal=data_seal,
         non_private=tuple(non_private),
+        noise=noise,
+        purpose=Trial(True) if trial else Release() if planted is None else Audit(planted),
         group_size_epsilon=privacy.group_size_epsilon,
         clip_quantile=privacy.clip_quantile,
         loss_bound=privacy.loss_bound,
-        assumed_population=privacy.assumed_population,
         adjacency=privacy.adjacency,
-        bands=bands,
-        participations=privacy.participations,
-        noise=privacy.noise,
-        predicted_error=predicted_error(sigma, privacy.num_steps, correlated),
         seeded=method.key.seed is not None,
         shared=sharing(users, method, method.key),
-        trial=trial,
         evaluations=evaluations,
-        planted=getattr(users, "canaries", None),
         drawn_once=drawn_once(method, privacy.num_steps, method.key),
     )
     part = plan.slack.delta
@@ -181,7 +210,7 @@ def drawn_once(method: ELS | ULS, num_steps: int, key: SecretKey) -> str:
     return key.seal(f"drawn once {digest.hexdigest()}") if count else ""
 
 
-def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> dict[str, Any] | None:
+def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> SharedTexts | None:
     """What the plan says of texts with several owners; None where each has one.
 
     Args: key: the run's own.
@@ -196,11 +225,11 @@ def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> dict[str, Any] |
         groups = method.groups
         used, changed, kept = groups.rows, groups.max_changed, [groups.rows, groups.offsets]
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(each).tobytes() for each in kept))
-    return {
-        "owner_sets": owners.num_sets,
-        "with_several_owners": int(np.diff(users.offsets)[owners.sizes > 1].sum()),
-        "kept": len(used),
-        "left_out": users.num_examples - len(used),
-        "max_changed": changed,
-        "seal": key.seal(digest.hexdigest()),
-    }
+    return SharedTexts(
+        owner_sets=owners.num_sets,
+        with_several_owners=int(np.diff(users.offsets)[owners.sizes > 1].sum()),
+        kept=len(used),
+        left_out=users.num_examples - len(used),
+        max_changed=changed,
+        seal=key.seal(digest.hexdigest()),
+    )

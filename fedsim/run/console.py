@@ -16,7 +16,7 @@ from rich.text import Text
 from fedsim.accounting.rounding import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm, RunConfig
 from fedsim.noise.toeplitz import predicted_error
-from fedsim.plan import Plan, label_of
+from fedsim.plan import Plan
 from fedsim.run.terminal import Terminal
 
 SHOWN = {
@@ -205,9 +205,9 @@ def guarantee_line(summary: dict[str, Any]) -> str:
     guarantee = f"epsilon {epsilon} at delta {delta}"
     if 0 < summary["steps_done"] < summary["num_steps"]:
         guarantee += f", what all {summary['num_steps']} planned steps cost"
-    if label := label_of(summary):
+    if (label := summary["epsilon_holds"]) != summary["adjacency"]:
         return f"{guarantee}: {label}"
-    return f"user-level DP: {guarantee} ({summary['adjacency']})"
+    return f"user-level DP: {guarantee} ({label})"
 
 
 def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
@@ -225,31 +225,33 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
     median = plan.group_size_epsilon
     chosen = f"; a private median, for epsilon {median:g} of it" if median else ""
     moves = f", moved to quantile {plan.clip_quantile:g} privately" if plan.clip_quantile else ""
+    noise, bands, error = plan.noise.kind, plan.sampling.bands, plan.noise.predicted_error
+    on_sums = "" if error is None else f", {error:.4g} on sums of gradients"
     rows = ""
-    if plan.strategy:
+    if error is not None and plan.strategy:
         least = predicted_error(plan.noise_multiplier, plan.num_steps, 1)
         size = plan.strategy.bytes_per_number * plan.num_parameters / 1e6
         rows = (
-            f" ({plan.predicted_error / least:.3g} times that of independent noise of this "
-            f"multiplier); rows of {plan.bands - 1} steps take {size:,.3g} MB of the driver"
+            f" ({error / least:.3g} times that of independent noise of this "
+            f"multiplier); rows of {plan.noise.bands - 1} steps take {size:,.3g} MB of the driver"
         )
-    groups = f", {plan.bands} groups of users in turn" if plan.bands > 1 else ""
+    groups = f", {bands} groups of users in turn" if bands > 1 else ""
     compute = f"{plan.num_steps:,} steps x {plan.budget:,} gradients"
     return [
-        ("algorithm", f"DP-SGD-{plan.algorithm.upper()}, {plan.sampling_run} sampling{groups}"),
+        ("algorithm", f"DP-SGD-{plan.algorithm.upper()}, {plan.sampling.kind} sampling{groups}"),
         ("data", f"{plan.num_users:,} users, {plan.num_examples:,} examples{pool}"),
         *shared_rows(plan),
         (
             "step",
             f"{plan.expected_count:,} {unit} expected, with probability "
-            f"{at_least(plan.sampling_prob, '.3g')}",
+            f"{at_least(plan.sampling.prob, '.3g')}",
         ),
         ("group size", f"{plan.group_size:,} of a user's examples {share} at most{chosen}"),
         ("adjacency", plan.compared),
         ("clipping", f"{plan.clipping}, C = {plan.clip_norm:g}{moves}"),
         ("epsilon", epsilon),
         ("noise multiplier", at_most(plan.noise_multiplier, ".4f")),
-        ("noise", f"{plan.noise}, {plan.predicted_error:.4g} on sums of gradients{rows}"),
+        ("noise", f"{noise}{on_sums}{rows}"),
         *evaluation_rows(plan),
         ("compute", f"{compute}, {plan.num_parameters:,} parameters"),
         ("workers", f"{workers.num_workers} x {workers.describe()}; {workers.num_lanes} lanes"),
@@ -269,8 +271,8 @@ def shared_rows(plan: Plan) -> list[tuple[str, str]]:
     """What became of texts with several owners, where there are."""
     if (shared := plan.shared) is None:
         return []
-    several = f"{shared['with_several_owners']:,} with several owners"
+    several = f"{shared.with_several_owners:,} with several owners"
     groups = ""
     if plan.algorithm == Algorithm.ULS:
-        groups = f"; a user in {shared['max_changed']:,} groups of others at most"
-    return [("texts", f"{several}; {shared['left_out']:,} left out{groups}")]
+        groups = f"; a user in {shared.max_changed:,} groups of others at most"
+    return [("texts", f"{several}; {shared.left_out:,} left out{groups}")]

@@ -46,7 +46,7 @@ from fedsim.files import (
 from fedsim.keys import SecretKey
 from fedsim.models import side_files
 from fedsim.plan import Plan
-from fedsim.run import ledger
+from fedsim.run import formats, ledger
 
 CONFIG, SUMMARY, RECEIPT, LOCK = "config.json", "summary.json", "budget.json", "lock"
 TOKENIZER, MODEL = "tokenizer.json", "model"
@@ -195,6 +195,20 @@ def load(run_dir: Path) -> StoredRun:
     return stored
 
 
+def summary_of(run_dir: Path) -> dict[str, Any] | None:
+    """What a run ended with; None: it has not. Raises: FileDamaged: its summary is none."""
+    path = run_dir / SUMMARY
+    if not path.exists():
+        return None
+    record = read_json(path)
+    if record.get("algorithm") != PRETRAIN:
+        try:
+            formats.check(formats.Summary, record)
+        except ValueError as error:
+            raise FileDamaged(f"{path}: expected the summary of a run ({error})") from None
+    return record
+
+
 def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
     """The run that `run_dir` holds, or None if a run may start there.
 
@@ -218,7 +232,9 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
             expect(name, value, False, expected)
         if (plan := stored.plan) is not None:
             same = plan.as_dict() == read_json(path)["plan"] and plan.unproven is None
-            expect("run_dir", run_dir, same, "a run of this version, not of an earlier one")
+            was = stored.versions.get("fedsim", "of unknown version")
+            expected = f"a run of this version, not of an earlier one (fedsim {was})"
+            expect("run_dir", run_dir, same, expected)
         return stored
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError.of("run_dir", run_dir, "a directory, found a file")

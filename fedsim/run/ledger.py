@@ -25,6 +25,7 @@ from jax.tree import leaves
 from fedsim.accounting import Event, StepEvent, epsilon, event_fields, event_of
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.plan import Plan, claimed_phases
+from fedsim.run import formats
 from fedsim.run.chained_log import ChainedLog, LedgerError, parse
 
 FILE = "ledger.jsonl"
@@ -201,10 +202,6 @@ def _identity(line: dict[str, Any]) -> tuple[Any, str | None]:
 
 def check(record: dict[str, Any], number: int) -> None:
     """Raises unless a line can be relied upon: the head, or a step with its event; see `Check`."""
-    if number == 0:
-        for each in record["head"].get("before", []):
-            PureEvent(each["epsilon"])
-    elif record["step"] != number - 1:
+    formats.check(formats.StepLine if number else formats.FirstLine, record)
+    if number and record["step"] != number - 1:
         raise ValueError(f"step={record['step']}: expected {number - 1}")
-    elif record["event"] is not None:
-        event_of(record["event"])

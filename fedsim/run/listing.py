@@ -40,8 +40,7 @@ def _row(run_dir: Path, place: Path) -> dict[str, Any] | None:
 
 
 def _facts(run_dir: Path, stored: StoredRun) -> dict[str, Any]:
-    path = run_dir / directory.SUMMARY
-    summary = read_json(path) if path.exists() else None
+    summary = directory.summary_of(run_dir)
     epsilon, steps, loss = math.inf, 0, math.nan
     if summary is not None:
         epsilon, steps = spent(summary), int(summary["steps_done"])

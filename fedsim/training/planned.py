@@ -20,6 +20,8 @@ from fedsim.engine.environment import versions
 from fedsim.errors import expect
 from fedsim.plan import (
     REPRODUCTION,
+    AllocatedSampling,
+    CyclicSampling,
     Evaluations,
     Plan,
     before_of,
@@ -34,7 +36,6 @@ from fedsim.plan import (
 )
 from fedsim.run import directory
 from fedsim.run.directory import StoredRun
-from fedsim.sampling import Allocation, Cyclic
 from fedsim.training.open import OpenRun, wait_for
 from fedsim.training.private_evaluation import Counted
 from fedsim.training.resolve import (
@@ -134,7 +135,7 @@ def _complete(
         pay = functools.partial(_pay, opened, privacy)
     completed, non_private = complete(algorithm, privacy, opened.data, key=opened.key, pay=pay)
     if stored and stored.plan:  # of versions that might choose otherwise
-        completed = dataclasses.replace(completed, bands=stored.plan.bands_given)
+        completed = dataclasses.replace(completed, bands=stored.plan.sampling.bands_given)
     expect_local_steps(run, completed.group_size if algorithm == Algorithm.ULS else None)
     own_task = opened.source is not None
     not_covered = outside(run, fresh_model=opened.model is None, own_task=own_task)
@@ -217,7 +218,10 @@ def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
     if stored.plan.drawn_once:
         same = drawn_once(method, stored.plan.num_steps, opened.key) == stored.plan.drawn_once
     else:  # of an earlier version, which kept no seal
-        turns, now = stored.plan.sampling_run in (Cyclic.name, Allocation.name), versions()
+        turns, now = (
+            isinstance(stored.plan.sampling, CyclicSampling | AllocatedSampling),
+            versions(),
+        )
         drawing = ("numpy", "randomgen")
         same = not turns or all(stored.versions.get(name) == now[name] for name in drawing)
     again = "those that draw the pool and users' turns as when it began"

@@ -13,7 +13,7 @@ from fedsim.engine.trials import AUTO, choose_strategy
 from fedsim.errors import expect
 from fedsim.files import cache_dir
 from fedsim.noise.toeplitz import predicted_error
-from fedsim.plan import Plan
+from fedsim.plan import CorrelatedNoise, Plan
 from fedsim.run import directory
 from fedsim.run.directory import StoredRun
 from fedsim.training.optimizers import rate_of, update_rule
@@ -63,8 +63,11 @@ def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: b
         return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in UPDATE})
     bound = plan.clip.sensitivity
     stddev = bound * plan.gradient_noise_multiplier / plan.expected_count
-    if plan.strategy:  # what steps add up to has noise of as much as independent noise of less
-        stddev *= plan.predicted_error / predicted_error(plan.noise_multiplier, plan.num_steps, 1)
+    if isinstance(plan.noise, CorrelatedNoise) and plan.strategy:
+        # What steps add up to has noise of as much as independent noise of less.
+        stddev *= plan.noise.predicted_error / predicted_error(
+            plan.noise_multiplier, plan.num_steps, 1
+        )
     return settled(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)
 
 

@@ -279,8 +279,8 @@ class Trainer:
             ledger.record(
                 step,
                 self.event,
-                sampling_run=self.plan.sampling_run,
-                sampling_accounted=self.plan.sampling_accounted,
+                sampling_run=self.plan.sampling.kind,
+                sampling_accounted=self.plan.sampling.accounted,
                 epsilon=to_json(epsilon),
                 gradient_sha256=sha256,
                 **self.noise_row,

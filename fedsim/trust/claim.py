@@ -13,7 +13,7 @@ from fedsim.accounting.gaussian_dp import zcdp_delta
 from fedsim.accounting.rounding import at_most
 from fedsim.config import ZERO_OUT, Algorithm
 from fedsim.errors import FedsimError
-from fedsim.plan import Plan
+from fedsim.plan import Plan, ShuffledSampling, Trial
 from fedsim.run import checkpoint
 from fedsim.run.directory import StoredRun
 from fedsim.trust.evidence import Check
@@ -77,7 +77,7 @@ def claim(released: Released) -> str:
     model = f"The model with SHA-256 fingerprint {released.fingerprint}"
     els, own = plan.algorithm == Algorithm.ELS, "each an id of its own in the data"
     if plan.shared is not None:
-        texts = f"{plan.shared['kept']:,} texts of {plan.num_users:,} users ({own}; a text can have"
+        texts = f"{plan.shared.kept:,} texts of {plan.num_users:,} users ({own}; a text can have"
         trained = f"was trained on {texts} several owners)"
         known = "taking as known who the users are and who owns which text"
     elif plan.adjacency == ZERO_OUT:
@@ -93,10 +93,10 @@ def claim(released: Released) -> str:
         return f"{model} {trained} without noise, so that no privacy is claimed for anyone."
     if released.label:
         reasons = {
-            "in shuffled order": plan.sampling_run != plan.sampling_accounted,
-            "taken for a sample of more users": plan.assumed_population is not None,
+            "in shuffled order": isinstance(plan.sampling, ShuffledSampling),
+            "taken for a sample of more users": plan.sampling.assumed_population is not None,
             f"with the strategy {plan.unproven}": plan.unproven is not None,
-            "as a trial of a private selection": plan.trial,
+            "as a trial of a private selection": isinstance(plan.purpose, Trial),
             "with a seed, to be reproduced": plan.seeded,
         }
         why = " and ".join(reason for reason, holds in reasons.items() if holds)

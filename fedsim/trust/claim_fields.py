@@ -22,7 +22,7 @@ def facts(released: Released) -> dict[str, Any]:
         "private": released.phases is not None,
         "label": released.label,
         "els": plan.algorithm == Algorithm.ELS,
-        "prob": plan.accounted_prob * plan.bands,
+        "prob": plan.accounted_prob * plan.sampling.bands,
         "unit": unit(plan),
         "adjacency": adjacency(plan),
         "mechanism": mechanism(plan),

@@ -100,8 +100,8 @@ def _implementation(released: Released) -> dict[str, Any]:
         + ("; ".join(tuning(plan)) or "none was reported")
         + f".{chosen}",
         "mechanisms": f"- {mechanism(plan)}, with fedsim.\n"
-        f"- Sampling that was run: {plan.sampling_run}; that was accounted: "
-        f"{plan.sampling_accounted}.\n"
+        f"- Sampling that was run: {plan.sampling.kind}; that was accounted: "
+        f"{plan.sampling.accounted}.\n"
         "- Floating point: contributions are whole numbers, their sums exact, and the noise lies "
         "on a lattice that does not depend on the data.\n"
         "- Noise and draws come from AES-128 in counter mode, keyed by 256 secret bits.\n"

@@ -13,9 +13,8 @@ from typing import Any
 
 from fedsim.accounting.rounding import at_most
 from fedsim.config import settings_of, to_json
-from fedsim.config.privacy import INDEPENDENT
-from fedsim.files import read_json, write_atomically
-from fedsim.plan import claimed_phases
+from fedsim.files import write_atomically
+from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, claimed_phases
 from fedsim.run import directory, ledger
 from fedsim.run.console import Console
 from fedsim.trust import registry
@@ -71,7 +70,7 @@ def read(run_dir: Path, console: Console) -> Released:
     stored, lines = directory.load(run_dir), ledger.read(run_dir)
     plan = stored.plan
     assert plan is not None, "verify() found one"
-    if plan.planted is not None:
+    if isinstance(plan.purpose, Audit):
         raise ReportError("nothing to report: an audit's run, some of whose users were made up")
     phases = claimed_phases(plan, ledger.phases(lines))
     found = Released(run_dir, stored, plan, lines, phases, math.inf, checks)
@@ -91,7 +90,7 @@ def compose(released: Released) -> dict[str, Any]:
         "steps": None,
         "gaussian": None,
         "settings": _settings(released),
-        "summary": _summary(released.run_dir),
+        "summary": directory.summary_of(released.run_dir),
         "fingerprints": _fingerprints(released),
         "commands": _commands(released),
     }
@@ -146,12 +145,6 @@ def _settings(released: Released) -> list[tuple[str, str]]:
     ]
 
 
-def _summary(run_dir: Path) -> dict[str, Any] | None:
-    """How the run ended; None: it has not."""
-    path = run_dir / directory.SUMMARY
-    return read_json(path) if path.exists() else None
-
-
 def _fingerprints(released: Released) -> list[tuple[str, str]]:
     head = released.lines[0]["head"]
     return [
@@ -169,19 +162,19 @@ def _commands(released: Released) -> list[str]:
     plan, path = released.plan, shlex.quote(str(released.run_dir))
     lines = [f"fedsim verify {path}{flag}" for flag in ("", " --replay", " --whole")]
     event, cell = plan.event(), {}
-    if plan.noise != INDEPENDENT:
-        cell["noise"] = plan.noise
-    if plan.bands > 1 or cell:
-        cell["bands"] = plan.bands
-    if plan.participations:
-        cell["participations"] = plan.participations
+    if isinstance(plan.noise, CorrelatedNoise):
+        cell["noise"] = plan.noise.kind
+    if plan.sampling.bands > 1 or cell:
+        cell["bands"] = plan.sampling.bands
+    if isinstance(plan.sampling, AllocatedSampling):
+        cell["participations"] = plan.sampling.participations
     if released.phases is not None:
         lines.append(
             f"fedsim account {plan.algorithm} --num-steps {released.num_steps} "
             f"--sampling-prob {plan.accounted_prob!r} --noise-multiplier {plan.noise_multiplier!r} "
             f"--group-size {plan.group_size} --delta {plan.delta!r}"
             + (f" --max-changed {event.max_changed}" if event and event.max_changed else "")
-            + (f" --sampling {plan.sampling_run}" if cell else "")
+            + (f" --sampling {plan.sampling.kind}" if cell else "")
             + "".join(f" --{name} {value}" for name, value in cell.items())
             + "".join(f" --before {event.epsilon!r}" for event, _ in plan.before)
         )

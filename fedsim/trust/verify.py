@@ -17,7 +17,7 @@ from fedsim.accounting import RunningEpsilon, event_fields
 from fedsim.accounting.rounding import at_least, at_most
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm
-from fedsim.config.privacy import CORRELATED, sampling_of
+from fedsim.config.privacy import sampling_of
 from fedsim.data.dataset import SUMS
 from fedsim.els import ELS
 from fedsim.engine import EngineError
@@ -25,7 +25,15 @@ from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
 from fedsim.noise.toeplitz import predicted_error
-from fedsim.plan import Plan, claimed_fields, claimed_phases, method_for, sharing
+from fedsim.plan import (
+    AllocatedSampling,
+    Audit,
+    Plan,
+    claimed_fields,
+    claimed_phases,
+    method_for,
+    sharing,
+)
 from fedsim.run import checkpoint, directory, ledger, metrics
 from fedsim.run.chained_log import LedgerError
 from fedsim.run.console import Console
@@ -53,9 +61,9 @@ LOOKED_AT = 12  # of the epsilons that were shown on the way; all others lie bet
 SHOWN = ("privacy/", "comparison_only/")
 UNPROTECTED = (metrics.FILE, "progress.json", "tb/")
 ELSEWHERE = "; if they are elsewhere now, say so with --data"
-PLANNED = ("num_steps", "participations", "delta", "clip_norm", "adjacency", "clipping", "noise")
-PLANNED += ("bands", "group_size", "group_size_epsilon", "clip_quantile", "loss_bound")
-PLANNED += ("assumed_population",)
+PLANNED = ("num_steps", "delta", "clip_norm", "adjacency", "clipping", "group_size")
+PLANNED += ("group_size_epsilon", "clip_quantile", "loss_bound")
+DRAWN = ("bands", "participations", "assumed_population")  # settings of how units are drawn
 
 
 def verify(
@@ -142,10 +150,13 @@ def _ledger(evidence: Evidence) -> str:
 def _settings(evidence: Evidence) -> str:
     """The plan is what the settings ask for."""
     plan, privacy = evidence.plan, evidence.privacy
+    sampling, allocated = plan.sampling, isinstance(plan.sampling, AllocatedSampling)
     asked = {name: (getattr(privacy, name), getattr(plan, name)) for name in PLANNED}
+    asked |= {name: (getattr(privacy, name), getattr(sampling, name, None)) for name in DRAWN}
     asked |= {
-        "budget": (None if plan.participations else privacy.batch_size, plan.budget),
-        "sampling": (sampling_of(privacy.sampling, privacy.noise), plan.sampling_run),
+        "budget": (None if allocated else privacy.batch_size, plan.budget),
+        "sampling": (sampling_of(privacy.sampling, privacy.noise), plan.sampling.kind),
+        "noise": (privacy.noise, plan.noise.kind),
         "epsilon": (privacy.epsilon, plan.target_epsilon),
     }
     if (how := plan.evaluations) is not None or privacy.eval_epsilon is not None:
@@ -154,16 +165,16 @@ def _settings(evidence: Evidence) -> str:
         same = wanted is None or wanted == planned
         demand(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
     share = plan.expected_count / plan.num_units
-    if plan.participations:  # it follows from these, and count and budget from it, rounded
-        share = 1 / (plan.num_steps // plan.participations)
-    demand(plan.sampling_prob == share, f"sampling_prob={plan.sampling_prob}: expected {share}")
+    if allocated:  # it follows from these, and count and budget from it, rounded
+        share = 1 / sampling.window(plan.num_steps)
+    demand(sampling.prob == share, f"sampling_prob={sampling.prob}: expected {share}")
     each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
     count = plan.budget // each
     demand(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
-    bands = plan.bands if plan.noise == CORRELATED else 1
-    error = predicted_error(plan.noise_multiplier, plan.num_steps, bands)
-    same = math.isclose(plan.predicted_error, error, rel_tol=PREDICTION_TOLERANCE)
-    demand(same, f"predicted_error={plan.predicted_error}: expected {error}")
+    found = plan.noise.predicted_error
+    error = predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
+    same = found is not None and math.isclose(found, error, rel_tol=PREDICTION_TOLERANCE)
+    demand(same, f"predicted_error={found}: expected {error}")
     name = str(evidence.stored.strategy.get("name"))
     if plan.unproven is None and name not in directory.LAYERED:
         Strategy.parse(name)
@@ -177,8 +188,8 @@ def _events(evidence: Evidence) -> str:
     event = plan.event()
     demanded = {
         "event": event and event_fields(event),
-        "sampling_run": plan.sampling_run,
-        "sampling_accounted": plan.sampling_accounted,
+        "sampling_run": plan.sampling.kind,
+        "sampling_accounted": plan.sampling.accounted,
     }
     path = evidence.run_dir / ledger.FILE
     for line in evidence.lines[1:]:
@@ -288,9 +299,8 @@ def _of_steps(evidence: Evidence, count: int) -> str:
 def _summary(evidence: Evidence) -> str:
     """What was claimed is what follows from the ledger and the parameters."""
     path = evidence.run_dir / directory.SUMMARY
-    if not path.exists():
+    if (claimed := directory.summary_of(evidence.run_dir)) is None:
         raise Unknown("the run has not ended: nothing is claimed yet")
-    claimed = read_json(path)
     for name, value in _claims(evidence):
         demand(name in claimed, f"{path}: expected {name}")
         found = claimed[name]
@@ -357,7 +367,7 @@ def _data(evidence: Evidence) -> str:
             store.check()
     except (DataError, OSError) as error:
         raise Violated(str(error)) from None
-    if evidence.plan.planted is not None:
+    if isinstance(evidence.plan.purpose, Audit):
         raise Unknown("an audit's run: the users it made up beside those of the data are not kept")
     same = key.seal(users.fingerprint) == evidence.plan.data_seal
     where = _where(evidence)
@@ -395,18 +405,19 @@ def _owners(evidence: Evidence) -> str:
         what = "texts of the pool"
     else:
         assert isinstance(method, SharedULS), "of texts with several owners"
-        most, cap = most_entered(method.groups, users.offsets, owners), plan.shared["max_changed"]
+        most, cap = most_entered(method.groups, users.offsets, owners), plan.shared.max_changed
         what = "groups of others"
     demand(most <= cap, f"{most} {what} for one user: expected at most {cap}")
-    share = plan.shared["left_out"] / plan.num_examples
+    share = plan.shared.left_out / plan.num_examples
     return f"at most {most} {what} for any one user, of {cap}; {share:.1%} of the texts left out"
 
 
 def _method(evidence: Evidence, drawing: SecretKey) -> ELS | ULS:
     """The algorithm as the run drew with it."""
     plan = evidence.plan
-    found = {"delta": plan.delta, "group_size": plan.group_size, "bands": plan.bands_given}
-    found |= {"participations": plan.participations, "batch_size": plan.budget}
+    found = {"delta": plan.delta, "group_size": plan.group_size, "batch_size": plan.budget}
+    found |= {"bands": plan.sampling.bands_given}
+    found |= {"participations": getattr(plan.sampling, "participations", None)}
     privacy = dataclasses.replace(evidence.privacy, **found)
     return method_for(plan.algorithm, privacy, evidence.users, evidence.key, drawing)
 

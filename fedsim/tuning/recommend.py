@@ -20,14 +20,14 @@ from fedsim import engine
 from fedsim.clipping import Clip
 from fedsim.clipping.clip import num_coordinates
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, RunConfig
-from fedsim.config.privacy import CORRELATED, POISSON, SHUFFLE, sampling_of
+from fedsim.config.privacy import CORRELATED, sampling_of
 from fedsim.data.dataset import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise.toeplitz import predicted_error
-from fedsim.plan import calibrate, holds, method_for
+from fedsim.plan import calibrate, holds, method_for, sampling_for
 from fedsim.run.console import Console
 from fedsim.run.model_source import find_model, load_data, make_task
 from fedsim.sampling import Users, examples_per_user, graph_of, pool_of
@@ -220,16 +220,8 @@ def _about(
 
 def _holds(privacy: PrivacyConfig, users: Users) -> str:
     """What epsilon of a training would hold under, with the key that it draws itself."""
-    run = sampling_of(privacy.sampling, privacy.noise)
-    return holds(
-        {
-            "sampling_run": run,
-            "sampling_accounted": POISSON if run == SHUFFLE else run,
-            "assumed_population": privacy.assumed_population,
-            "adjacency": privacy.adjacency,
-            "shared": graph_of(users) is not None,
-        }
-    )
+    sampling = sampling_for(sampling_of(privacy.sampling, privacy.noise), 1.0, privacy)
+    return holds(sampling.labels, privacy.adjacency, shared=graph_of(users) is not None)
 
 
 def _advice(

@@ -10,19 +10,20 @@ from rich.console import Console as RichConsole
 
 from fedsim.config import Algorithm
 from fedsim.config.privacy import COMPARISON_ONLY
-from fedsim.plan import Plan
+from fedsim.plan import Plan, PoissonSampling, claimed_fields
 from fedsim.run.console import Console, guarantee_line, line, plan_rows
 
 WORKERS = SimpleNamespace(num_workers=2, num_lanes=8, describe=lambda: "1 CPU thread")
 PLAN = Plan(
     algorithm=Algorithm.ELS, num_users=1200, num_examples=56_000, num_units=9000, num_steps=20,
-    budget=64, group_size=8, expected_count=64, sampling_prob=64 / 9000, sampling_run="poisson",
-    sampling_accounted="poisson", clip_norm=0.5, clipping="normalised", target_epsilon=4.0,
-    delta=1e-6, noise_multiplier=1.25, num_parameters=123_456, data_seal="abc",
+    budget=64, group_size=8, expected_count=64, sampling=PoissonSampling(prob=64 / 9000),
+    clip_norm=0.5, clipping="normalised", target_epsilon=4.0, delta=1e-6, noise_multiplier=1.25,
+    num_parameters=123_456, data_seal="abc",
     non_private=("delta=1e-06 (n^-1.1)", "group_size=8 (the median user's)"),
 )  # fmt: skip
 SUMMARY = {
     **PLAN.as_dict(), "epsilon": 3.98766, "adjacency": "add or remove one user", "steps_done": 20,
+    "epsilon_holds": "add or remove one user",
     "initial_eval_loss": 5.5, "final_eval_loss": 4.25, "gradients_computed": 1290,
     "wall_seconds": 12.3,
 }  # fmt: skip
@@ -40,6 +41,11 @@ def no_terminal(monkeypatch):
 
 def replaced(**fields):
     return Plan.from_dict({**PLAN.as_dict(), **fields})
+
+
+def claimed(plan):
+    """The summary of a run of this plan."""
+    return {**SUMMARY, **claimed_fields(plan, 3.98766, "")}
 
 
 def shown(capsys):
@@ -127,16 +133,17 @@ def test_the_claim_has_the_slack_of_noise_that_is_not_ideal():
 
 
 def test_a_shuffled_run_claims_no_guarantee():
-    text = guarantee_line({**SUMMARY, "sampling_run": "shuffle"})
+    text = guarantee_line(claimed(replaced(sampling_run="shuffle")))
     assert text == f"epsilon 3.9877 at delta 1.00e-6: {COMPARISON_ONLY}"
     assert "user-level DP" not in text
 
 
 def test_an_epsilon_of_an_assumed_population_is_never_shown_as_a_guarantee():
     label = "as if there were 12,000 users: an assumption, not a guarantee"
-    assumed = dict(plan_rows(replaced(assumed_population=12_000), WORKERS))
+    plan = replaced(assumed_population=12_000)
+    assumed = dict(plan_rows(plan, WORKERS))
     assert assumed["epsilon"] == f"4 at delta 1.00e-6 ({label})"
-    assert guarantee_line({**SUMMARY, "assumed_population": 12_000}).endswith(f"1.00e-6: {label}")
+    assert guarantee_line(claimed(plan)).endswith(f"1.00e-6: {label}")
     values = {**VALUES, "comparison_only/epsilon_of_assumed_population": 0.5}
     del values["privacy/epsilon"]
     assert "epsilon of an assumed population 0.5" in line(values)

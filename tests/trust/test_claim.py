@@ -137,6 +137,10 @@ def rows_of(found):
 
 
 SHARED = {"kept": 900, "left_out": 77, "with_several_owners": 1_234, "max_changed": 3}
+SHARED |= {"owner_sets": 40, "seal": "abc"}
+CYCLIC = {"sampling_run": "cyclic", "sampling_accounted": "cyclic", "bands": 3}
+CORRELATED = {**CYCLIC, "noise": "correlated", "predicted_error": 0.5}
+ALLOCATED = {"sampling_run": "allocation", "sampling_accounted": "allocation", "participations": 2}
 
 
 @pytest.mark.parametrize(
@@ -144,13 +148,13 @@ SHARED = {"kept": 900, "left_out": 77, "with_several_owners": 1_234, "max_change
     [
         ({"algorithm": "uls"}, "accountant", "a Gaussian, sampled with probability 0.007111 "),
         ({"algorithm": "els", "group_size": 4}, "accountant", "Binomial(4, 0.007111)"),
-        ({"participations": 2}, "accountant", "in one of every 10 steps"),
-        ({"bands": 3}, "accountant", "0.02133) (Theorem 1), in at most one of every 3 successive"),
+        (ALLOCATED, "accountant", "in one of every 10 steps"),
+        (CYCLIC, "accountant", "0.02133) (Theorem 1), in at most one of every 3 successive"),
         ({"algorithm": "uls", "shared": SHARED}, "accountant", "removes one and changes 3 "),
         ({"shared": SHARED}, "texts with several owners", "1,234 of 56,000"),
         ({"shared": SHARED}, "adjacency", "who owns which are the same, and public"),
         ({"adjacency": "add-or-remove"}, "adjacency", "one user with all texts, added or removed"),
-        ({"bands": 3, "noise": "correlated"}, "noise of different steps", "the 2 steps before it"),
+        (CORRELATED, "noise of different steps", "the 2 steps before it"),
         ({"group_size_epsilon": 0.25}, "accounted before training", "0.25 of epsilon"),
         ({"non_private": ["C (chosen by looking)", "N"]}, "tuning of settings", "C (chosen by loo"),
         ({"clip_quantile": 0.5}, "mechanism", "follows a quantile of the norms privately"),

@@ -1,5 +1,6 @@
 """What `fedsim verify` finds: nothing in a run as it is, and every promise that was broken."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,14 +8,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from jsonschema import Draft202012Validator
 
 from fedsim.cli.main import main
 from fedsim.clipping import Strategy
 from fedsim.config import as_dict, first_named
+from fedsim.engine.environment import versions
 from fedsim.plan import Plan
-from fedsim.plan.plan import UNPROVEN
+from fedsim.plan.options import UNPROVEN
 from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.chained_log import LINK, link
+from fedsim.run.formats import schemas
+from fedsim.training import planned
 
 NUM_STEPS = 6
 
@@ -248,6 +253,21 @@ def with_earlier_names(settings):
     return first_named(as_dict(settings))
 
 
+@pytest.mark.parametrize("algorithm", ["els", "uls"])
+def test_the_published_schemas_describe_a_run(algorithm, trained):
+    run_dir = trained[algorithm]
+    valid = {name: Draft202012Validator(schema) for name, schema in schemas().items()}
+    valid["plan"].validate(json.loads((run_dir / "config.json").read_text())["plan"])
+    lines = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    assert len(lines) == 1 + NUM_STEPS
+    for line in lines:
+        valid["ledger"].validate(line)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    valid["summary"].validate(summary)
+    for name in ("epsilon", "steps_done", "sampling_run", "delta"):
+        assert not valid["summary"].is_valid({**summary, name: None})
+
+
 @pytest.mark.parametrize("strategy", ["bookkeeping:4", "twice", "scan:2"])
 def test_a_run_of_an_earlier_version_is_read_with_its_label(
     strategy, texts, run_dir, capsys, monkeypatch
@@ -257,7 +277,12 @@ def test_a_run_of_an_earlier_version_is_read_with_its_label(
     unproven = strategy if strategy == "bookkeeping:4" else None
     args = command(texts, run_dir)
     with monkeypatch.context() as earlier:
-        written = Plan.as_dict
+        made, written = planned.make_plan, Plan.as_dict
+        earlier.setattr(
+            planned,
+            "make_plan",
+            lambda *args, **given: dataclasses.replace(made(*args, **given), unproven=unproven),
+        )
         earlier.setattr(Plan, "as_dict", lambda plan: {**written(plan), "unproven": unproven})
         earlier.setattr(Strategy, "__str__", lambda _: strategy)
         earlier.setattr("fedsim.run.directory.as_dict", with_earlier_names)
@@ -282,6 +307,7 @@ def test_a_run_of_an_earlier_version_is_read_with_its_label(
         main([*args, "--resume"])
     *_, last = capsys.readouterr().err.splitlines()
     says = f"run_dir={run_dir}: expected a run of this version, not of an earlier one"
+    says += f" (fedsim {versions()['fedsim']})"
     assert stop.value.code == 2 and last == f"fedsim: error: {says}"
 
 

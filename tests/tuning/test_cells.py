@@ -35,12 +35,12 @@ def test_training_has_the_noise_that_is_said_of_each(algorithm):
         privacy, _ = complete(algorithm, dataclasses.replace(privacy, **cell.changes), data)
         method = method_for(algorithm, privacy, USERS, SecretKey.create(seed=1))
         plan = make_plan(algorithm, privacy, USERS, method, PARAMETERS, [], "")
-        assert (plan.sampling_run, plan.noise) == (cell.sampling, cell.noise)
+        assert (plan.sampling.kind, plan.noise.kind) == (cell.sampling, cell.noise)
         assert plan.noise_multiplier == cell.noise_multiplier and plan.budget == cell.batch_size
         per_number = plan.strategy.bytes_per_number if plan.strategy else 0
         assert cell.row_bytes == per_number * PARAMETERS
         plans.append(plan)
-    errors = [plan.predicted_error / plan.expected_count for plan in plans]
+    errors = [plan.noise.predicted_error / plan.expected_count for plan in plans]
     ratios = [error / errors[0] for error in errors]
     assert [cell.ratio for cell in found] == pytest.approx(ratios)
     assert least(found).noise == "correlated" and least(found).ratio == pytest.approx(min(ratios))

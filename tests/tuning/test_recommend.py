@@ -60,7 +60,8 @@ def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     each = advised[0][algorithm]
     plan, train = planned(each["command"])
     assert each["batch_size"] == plan.budget
-    for name in "group_size expected_count sampling_prob clip_norm noise_multiplier".split():
+    assert each["sampling_prob"] == plan.sampling.prob
+    for name in "group_size expected_count clip_norm noise_multiplier".split():
         assert each[name] == getattr(plan, name), name
     assert (plan.target_epsilon, plan.num_steps, plan.delta) == (4.0, 7, advised[0]["delta"])
     clip = plan.clip
@@ -69,8 +70,8 @@ def test_training_adds_exactly_the_noise_that_was_predicted(algorithm, advised):
     assert each["noise_per_step"] == pytest.approx(each["added_stddev"] * plan.clip_norm / real)
     assert (train.run.learning_rate, train.run.engine.kind) == (0.3, "local")  # flags are passed on
     assert 3.99 < accounting.epsilon([(plan.event(), 7)], plan.delta) <= 4
-    assert (each["sampling"], each["noise"]) == (plan.sampling_run, plan.noise)
-    error = plan.predicted_error * plan.clip_norm / plan.expected_count / real
+    assert (each["sampling"], each["noise"]) == (plan.sampling.kind, plan.noise.kind)
+    error = plan.noise.predicted_error * plan.clip_norm / plan.expected_count / real
     assert each["noise_on_sums"] == pytest.approx(error)
     chosen = min(each["cells"], key=lambda cell: cell["ratio"])
     assert (chosen["sampling"], chosen["bands"]) == (each["sampling"], each["bands"])
@@ -210,7 +211,8 @@ def test_a_plan_alone_computes_no_gradient_and_is_kept_by_training(texts, capsys
     for algorithm in ("els", "uls"):
         each = found[algorithm]
         plan, _ = planned(each["command"])
-        for name in "group_size expected_count sampling_prob clip_norm noise_multiplier".split():
+        assert each["sampling_prob"] == plan.sampling.prob
+        for name in "group_size expected_count clip_norm noise_multiplier".split():
             assert each[name] == getattr(plan, name), name
         assert each["seconds"] is None
         looked = "--chosen-on-data" in each["command"]

@@ -1,0 +1,106 @@
+"""What a run's files hold: the published schemas say it, and what is something else is refused."""
+
+import dataclasses
+import json
+
+import jsonschema
+import pytest
+from test_console import PLAN
+from test_ledger import EVENT, OTHER, write
+from test_plan import WAYS
+
+from fedsim.accounting import allocated_event
+from fedsim.errors import FileDamaged
+from fedsim.plan import CyclicSampling, ledger_head
+from fedsim.run import directory, ledger
+from fedsim.run.formats import main, schemas
+from fedsim.run.ledger import LedgerError
+
+
+@pytest.fixture(scope="module")
+def validators():
+    return {name: jsonschema.Draft202012Validator(each) for name, each in schemas().items()}
+
+
+def test_one_command_writes_them(tmp_path):
+    main(str(tmp_path / "new"))
+    for name, schema in schemas().items():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert json.loads((tmp_path / "new" / f"{name}.json").read_text()) == schema
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_plan_is_of_its_schema(name, validators):
+    for way in WAYS[name]:
+        validators["plan"].validate(dataclasses.replace(PLAN, **{name: way}).as_dict())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bands": 2},
+        {"sampling_run": "bernoulli"},
+        {"sampling_accounted": "cyclic"},
+        {"noise": "white"},
+        {"trial": False},
+        {"planted": {"text": "many"}},
+        {"target_epsilon": "much"},
+        {"x": 1},
+    ],
+    ids=str,
+)
+def test_what_is_no_plan_is_not(change, validators):
+    assert not validators["plan"].is_valid({**PLAN.as_dict(), **change})
+    for name in PLAN.as_dict():
+        rest = {each: value for each, value in PLAN.as_dict().items() if each != name}
+        assert not validators["plan"].is_valid(rest), name
+
+
+def test_every_line_of_a_ledger_is_of_its_schema(tmp_path, validators):
+    cyclic = dataclasses.replace(PLAN, sampling=CyclicSampling(prob=0.1, bands=2))
+    head = ledger_head(
+        dataclasses.replace(cyclic, group_size_epsilon=0.5), config_sha256="0" * 64, key_seal="a"
+    )
+    write(tmp_path, [EVENT, OTHER, allocated_event(2.0, 4), None], head)
+    for line in ledger.read(tmp_path):
+        validators["ledger"].validate(line)
+        assert not validators["ledger"].is_valid({**line, "chain": "x"})
+    assert not validators["ledger"].is_valid({**line, "event": {"noise_multiplier": 2.0}})
+    first = ledger.read(tmp_path)[0]
+    first["head"]["plan"]["bands"] = "two"
+    assert not validators["ledger"].is_valid(first)
+
+
+@pytest.mark.parametrize(
+    "fault, says",
+    [
+        ({"step": "0", "event": None}, "step: Input should be a valid integer"),
+        ({"step": 0, "event": None, "note": "my text"}, "note: Unexpected keyword argument"),
+        ({"step": 0, "event": None, "epsilon": {"a": "my text"}}, "epsilon: Input should be"),
+    ],
+    ids=str,
+)
+def test_a_line_of_something_else_is_refused_by_field_without_its_text(fault, says):
+    lines, chain = b"", ""
+    for record in ({"head": {"plan": {}, "adjacency": ""}}, fault):
+        line, chain = ledger.sealed(record, chain)
+        lines += line
+    with pytest.raises(LedgerError, match=f"^x: line 2 is none of a ledger: {says}") as refusal:
+        ledger.parse(lines, "x")
+    assert "my text" not in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+SUMMARY = {"epsilon": "inf", "epsilon_holds": "a", "adjacency": "a", "delta": 1e-6}
+SUMMARY |= {"num_steps": 4, "steps_done": 0}
+
+
+@pytest.mark.parametrize("name, value", [("epsilon", "much"), ("steps_done", None), ("delta", [])])
+def test_a_damaged_summary_is_named(name, value, tmp_path):
+    path = tmp_path / directory.SUMMARY
+    assert directory.summary_of(tmp_path) is None
+    path.write_text(json.dumps(SUMMARY))
+    assert directory.summary_of(tmp_path) == SUMMARY
+    path.write_text(json.dumps({**SUMMARY, name: value}))
+    says = f"{path}: expected the summary of a run \\({name}: "
+    with pytest.raises(FileDamaged, match=f"^{says}"):
+        directory.summary_of(tmp_path)
