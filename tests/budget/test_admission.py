@@ -47,6 +47,10 @@ def admitted(applicant, entry, seen=None, *, killed=False):
             yield
 
 
+def head_of(key):
+    return {"plan": {}, "adjacency": "", "key_seal": key.seal("ledger")}
+
+
 def run(place, run_dir, *, limit=None, steps=STEPS, killed=False, kind="train", label="", at=None):
     """A run that releases so many of its steps, and ends or is killed.
 
@@ -60,7 +64,7 @@ def run(place, run_dir, *, limit=None, steps=STEPS, killed=False, kind="train", 
     applicant = Applicant(place, PEOPLE, kind, limits, run_dir)
     entry = applicant.entry(key.seal("ledger"), PLANNED, (0.0, 0.0), label)
     with directory.lock(run_dir), admitted(applicant, entry, killed=killed):
-        book = Ledger(run_dir, {"key_seal": key.seal("ledger")})
+        book = Ledger(run_dir, head_of(key))
         for step in range(steps):
             if at is not None and step == book.num_steps:
                 at(step)
@@ -191,7 +195,7 @@ def test_whatever_is_copied_killed_and_put_back_a_step_is_released_once(number, 
             try:
                 entry = applicant.entry(key.seal("ledger"), PLANNED, (0.0, 0.0), "")
                 with directory.lock(tmp_path / "a"), admitted(applicant, entry, killed=killed):
-                    book = Ledger(tmp_path / "a", {"key_seal": key.seal("ledger")})
+                    book = Ledger(tmp_path / "a", head_of(key))
                     for step in range(book.num_steps, min(STEPS, book.num_steps + 4)):
                         if rng.random() < 0.2:
                             break
@@ -244,7 +248,7 @@ def test_a_copy_that_took_other_steps_is_refused(place, tmp_path):
     copied(tmp_path / "a", 2)
     run(place, tmp_path / "a", steps=4, killed=True)
     put_back(tmp_path / "a", 2)
-    book = Ledger(tmp_path / "a", {"key_seal": SecretKey.load(tmp_path / "a").seal("ledger")})
+    book = Ledger(tmp_path / "a", head_of(SecretKey.load(tmp_path / "a")))
     for step in range(2, 6):
         book.record(step, STEP, gradient_sha256="other")
     book.close()

@@ -13,8 +13,8 @@ from fedsim.accounting import allocated_event
 from fedsim.errors import FileDamaged
 from fedsim.plan import CyclicSampling, ledger_head
 from fedsim.run import directory, ledger
+from fedsim.run.chained_log import ChainedLog, LedgerError
 from fedsim.run.formats import main, schemas
-from fedsim.run.ledger import LedgerError
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +80,13 @@ def test_every_line_of_a_ledger_is_of_its_schema(tmp_path, validators):
     ],
     ids=str,
 )
-def test_a_line_of_something_else_is_refused_by_field_without_its_text(fault, says):
-    lines, chain = b"", ""
+def test_a_line_of_something_else_is_refused_by_field_without_its_text(fault, says, tmp_path):
+    log = ChainedLog(tmp_path / ledger.FILE, lambda *_: None)
     for record in ({"head": {"plan": {}, "adjacency": ""}}, fault):
-        line, chain = ledger.sealed(record, chain)
-        lines += line
-    with pytest.raises(LedgerError, match=f"^x: line 2 is none of a ledger: {says}") as refusal:
-        ledger.parse(lines, "x")
+        log.append(record)
+    log.close()
+    with pytest.raises(LedgerError, match=f"line 2 is none of a ledger: {says}") as refusal:
+        ledger.read(tmp_path)
     assert "my text" not in str(refusal.value) and "\n" not in str(refusal.value)
 
 
