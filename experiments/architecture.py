@@ -72,7 +72,7 @@ def imports() -> dict[str, Any]:
                 found.add(other)
                 folder = other.split(".")[1:2]
                 if folder and folder != here and (PACKAGE / folder[0]).is_dir():
-                    inside = len(other.split(".")) > 2
+                    inside = len(str(node.module).split(".")) > 2
                     through, past = through + (not inside), past + inside
         number[module] = len(found - {module, "fedsim"})
     largest = max(number, key=lambda module: number[module])
@@ -146,7 +146,7 @@ def profiled(walk: Walk) -> Iterator[None]:
 def take(name: str) -> list[str]:
     """Go a walk in this process. Returns: the files."""
     from fedsim.cli.main import main
-    from fedsim.training.trainer import Trainer
+    from fedsim.training import Trainer
 
     walk, step = Walk(), Trainer._step  # one line of the paper's loop
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):

@@ -37,8 +37,7 @@ from experiments.records import (
 )
 from experiments.rows import Rows
 from fedsim.config import Algorithm, PrivacyConfig
-from fedsim.data.building.build import build
-from fedsim.data.dataset import Dataset
+from fedsim.data import Dataset, build
 from fedsim.errors import ConfigError, DataError
 from fedsim.keys import SecretKey
 
@@ -88,7 +87,7 @@ def planned(
     algorithm: Algorithm, privacy: PrivacyConfig, data: Dataset, key: SecretKey, params: Any
 ) -> tuple[Any, Any]:
     """(Plan, ELS or ULS) of a training of these parameters, without a run around it."""
-    from fedsim.clipping.clip import num_coordinates
+    from fedsim.clipping import num_coordinates
     from fedsim.plan import complete, make_plan, method_for
 
     privacy, _ = complete(algorithm, privacy, data)

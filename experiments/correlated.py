@@ -87,7 +87,7 @@ SETTINGS = {
 def errors(settings: Settings) -> list[dict[str, Any]]:
     """A row for each shape, algorithm and epsilon."""
     from fedsim import accounting
-    from fedsim.noise.toeplitz import best, predictions
+    from fedsim.noise import best, predictions
 
     rows = []
     for (users, steps, count), epsilon in itertools.product(settings.shapes, settings.epsilons):
@@ -123,7 +123,7 @@ def allocation(
     K divides the steps, so they are not quite `count`. Nothing of ELS, where it is refused."""
     from fedsim import accounting
     from fedsim.config import Algorithm, PrivacyConfig
-    from fedsim.plan.defaults import allocated
+    from fedsim.plan import allocated
 
     names = ("participations", "allocation_noise_multiplier", "allocation_ratio")
     if algorithm == "els":
@@ -250,7 +250,7 @@ def train(cell: Cell, settings: Settings) -> dict[str, Any]:
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.keys import SecretKey
-    from fedsim.run.model_source import find_model, load_data, make_task
+    from fedsim.run import find_model, load_data, make_task
     from fedsim.training.optimizers import update_rule
 
     started = time.monotonic()

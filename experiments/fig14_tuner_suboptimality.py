@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from experiments import common, finetuning
 from experiments.finetuning import ULS_GRIDS
 from experiments.rows import ERRORS, by, seed_error
-from fedsim.run.console import Console
+from fedsim.run import Console
 from fedsim.tuning import doubling, recommend
 from fedsim.tuning.doubling import Configuration
 

@@ -26,9 +26,8 @@ from experiments.finetuning import STACK_OVERFLOW, Comparison
 from experiments.rows import ERRORS, by, middle, rates_inside
 from experiments.testing import side_by_side
 from fedsim.config import Personalization, changed_run
-from fedsim.run import directory
-from fedsim.run.console import Console
-from fedsim.training.personalize import personalize_run
+from fedsim.run import Console, directory
+from fedsim.training import personalize_run
 
 ALIKE = 0.2  # of the mean gain
 SMALLER_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)

@@ -25,12 +25,10 @@ from experiments.records import as_written
 from experiments.rows import CAME, Row, Rows, over_seeds
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, RunConfig, run_config
-from fedsim.data import corpora
-from fedsim.data.dataset import Dataset
-from fedsim.run import directory, metrics
-from fedsim.run.console import Console
+from fedsim.data import Dataset, corpora
+from fedsim.run import Console, directory, metrics
+from fedsim.tuning import jobs_of, sweep
 from fedsim.tuning.doubling import Configuration
-from fedsim.tuning.sweep import jobs_of, sweep
 
 STACK_OVERFLOW, CC_NEWS = "Stack Overflow", "CC-News"
 SMALL: dict[str, str] = dict(zip((STACK_OVERFLOW, CC_NEWS), starting_model.USERS, strict=True))

@@ -11,8 +11,7 @@ import dp_accounting
 import numpy as np
 from scipy import optimize
 
-from fedsim.accounting import accountant, composition
-from fedsim.accounting.events import StepEvent
+from fedsim.accounting import StepEvent, accountant, composition
 from fedsim.errors import expect, expect_count
 
 

@@ -25,10 +25,8 @@ from matplotlib.figure import Figure
 from experiments import common
 from experiments.rows import Row, Rows
 from fedsim.config import Algorithm, PrivacyConfig, run_config
-from fedsim.data.building.build import build
-from fedsim.data.dataset import stats
-from fedsim.run import directory
-from fedsim.run.console import Console
+from fedsim.data import build, stats
+from fedsim.run import Console, directory
 from fedsim.training import train
 
 SOURCE = "scotus"

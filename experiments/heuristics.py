@@ -12,7 +12,7 @@ from experiments import finetuning
 from experiments.finetuning import Arguments, Training
 from fedsim.config import RunConfig
 from fedsim.group_size import median_group_size
-from fedsim.run.console import Console
+from fedsim.run import Console
 from fedsim.tuning import doubling, recommend
 
 

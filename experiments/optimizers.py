@@ -58,7 +58,7 @@ from experiments.updates import (
 )
 from fedsim import files
 from fedsim.config import RunConfig
-from fedsim.engine.task import Task
+from fedsim.engine import Task
 from fedsim.evaluate import VALIDATION
 from fedsim.plan import Plan
 from fedsim.training import optimizers
@@ -121,7 +121,7 @@ def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.evaluate import evaluate
     from fedsim.keys import SecretKey
-    from fedsim.run.model_source import find_model, load_data, make_task
+    from fedsim.run import find_model, load_data, make_task
     from fedsim.training import settled_by
 
     started, start, real = time.monotonic(), source(cell.case), cell.case in SMOLLM2

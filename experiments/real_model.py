@@ -151,10 +151,8 @@ def texts_of(source: str, least: int, settings: Settings) -> Path:
 @functools.lru_cache(maxsize=1)
 def opened(source: str, settings: Settings) -> tuple[Any, Any]:
     """(Model, data in its tokens)."""
-    from fedsim.data import corpora
-    from fedsim.data.building.build import build
-    from fedsim.data.dataset import Dataset
-    from fedsim.run.model_source import find_model
+    from fedsim.data import Dataset, build, corpora
+    from fedsim.run import find_model
 
     if source == "pydocs":
         return None, corpora.load(source, max_length=settings.max_length)
@@ -189,7 +187,7 @@ def at_start(source: str, rank: int, settings: Settings) -> tuple[float, np.ndar
     """(Held-out loss, losses of attacked texts of users in and out) before training, where
     adapters change nothing."""
     from fedsim.keys import SecretKey
-    from fedsim.run.model_source import make_task
+    from fedsim.run import make_task
 
     model, data = opened(source, settings)
     run = run_of(Cell(source, rank, 0, "uls", 1.0, 1), settings)
@@ -230,7 +228,7 @@ def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.group_size import median_group_size
     from fedsim.keys import SecretKey
-    from fedsim.run.model_source import make_task
+    from fedsim.run import make_task
     from fedsim.training import settled_by
     from fedsim.training.optimizers import update_rule
 
@@ -331,8 +329,8 @@ def main() -> None:
 
 def described(settings: Settings) -> dict[str, Any]:
     """The model that adapters are added to."""
-    from fedsim.clipping.clip import num_coordinates
-    from fedsim.run.model_source import find_model
+    from fedsim.clipping import num_coordinates
+    from fedsim.run import find_model
 
     if any(source == "pydocs" for source, _ in settings.sources):
         return {"source": settings.model}

@@ -186,8 +186,8 @@ def started(data: str, settings: Settings, seed: int) -> tuple[Any, ...]:
     """(Run settings, model, data, key, task, parameters before training); texts are cut."""
     from fedsim import engine
     from fedsim.keys import SecretKey
-    from fedsim.models.language_model import LanguageModelTask
-    from fedsim.run.model_source import make_task
+    from fedsim.models import LanguageModelTask
+    from fedsim.run import make_task
 
     engine.remember_programs()
     run, model, users = opened(data, settings)
@@ -203,8 +203,8 @@ def opened(data: str, settings: Settings) -> tuple[Any, Any, Any]:
     """(Run settings, model, data) of a set of users; the few are drawn among those with text, and
     held-out users are the same."""
     from fedsim.config import run_config
-    from fedsim.data.users import UserStore
-    from fedsim.run.model_source import find_model, load_data
+    from fedsim.data import UserStore
+    from fedsim.run import find_model, load_data
 
     made_up = settings.source == "pydocs"
     built = settings.source if made_up else starting_model.users(settings.source)
@@ -235,10 +235,10 @@ def opened(data: str, settings: Settings) -> tuple[Any, Any, Any]:
 def look(at: Users, settings: Settings) -> Row:
     """What the heuristics look at: the median user, and L_ULS(G) at the starting model with the
     interval that it is in with a confidence of 95 %."""
-    from fedsim.clipping.clip import num_coordinates
+    from fedsim.clipping import num_coordinates
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.group_size import median_group_size
-    from fedsim.run.model_source import model_sha256
+    from fedsim.run import model_sha256
     from fedsim.tuning.estimates import GradientNorms
 
     _, model, data, key, task, params = started(at.data, settings, SEED_OF_LOOK)
@@ -268,7 +268,7 @@ def train(cell: Cell, settings: Settings) -> Row:
     from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.evaluate import evaluate, headline
-    from fedsim.run.model_source import model_sha256
+    from fedsim.run import model_sha256
     from fedsim.training import settled_by
     from fedsim.training.optimizers import update_rule
 
@@ -360,7 +360,7 @@ def main() -> None:
 
 def model_of(settings: Settings) -> str:
     """What rows call the starting model of this machine, which is made if need be."""
-    from fedsim.run.model_source import model_sha256
+    from fedsim.run import model_sha256
 
     return short_hash(model_sha256(opened(settings.data[0], settings)[1]))
 

@@ -20,8 +20,8 @@ from experiments import common
 from experiments.data import Screen, prepare
 from fedsim import files
 from fedsim.config import PretrainConfig, run_config
-from fedsim.run.console import Console
-from fedsim.training.pretrain import pretrain
+from fedsim.run import Console
+from fedsim.training import pretrain
 
 PUBLIC = ("debian_desc", "allsides_news")
 SCREENED = ("scotus", "reddit_links")  # files with users' text

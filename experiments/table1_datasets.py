@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments import common, synthetic
 from experiments.data import RECIPES
-from fedsim.data.dataset import Dataset, stats
+from fedsim.data import Dataset, stats
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,10 +47,9 @@ from experiments.rows import (
 )
 from fedsim import files
 from fedsim.config import ADD_OR_REMOVE, Algorithm, PretrainConfig, PrivacyConfig, run_config
-from fedsim.data.building.build import build
-from fedsim.data.dataset import Dataset
+from fedsim.data import Dataset, build
 from fedsim.errors import DataError
-from fedsim.run.console import Console
+from fedsim.run import Console
 
 NAME = "table_pretraining"
 EPSILON = 8.0
@@ -152,7 +151,7 @@ def data_of(settings: Settings, directory: Path) -> tuple[Dataset, Dataset]:
 
 def make_start(settings: Settings, directory: Path) -> None:
     """Make what is missing of the data and of the run that fine-tuning starts from."""
-    from fedsim.training.pretrain import pretrain
+    from fedsim.training import pretrain
 
     public, _ = data_of(settings, directory)
     run = run_config(
@@ -177,7 +176,7 @@ def make_start(settings: Settings, directory: Path) -> None:
 def at_start(settings: Settings, directory: Path) -> tuple[Any, Any, float, float]:
     """(Pre-trained model, users' data, held-out loss of a fresh model, of this one)."""
     from fedsim.keys import SecretKey
-    from fedsim.run.model_source import find_model, make_task
+    from fedsim.run import find_model, make_task
 
     model, data = find_model(str(directory / "pretrain")), Dataset.open(directory / "private")
     key = SecretKey.create(0, NAME).jax_key("parameters")
@@ -208,7 +207,7 @@ def train(cell: Cell, settings: Settings, directory: Path) -> Row:
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.group_size import median_group_size
     from fedsim.keys import SecretKey
-    from fedsim.run.model_source import make_task, model_sha256
+    from fedsim.run import make_task, model_sha256
     from fedsim.training import settled_by
     from fedsim.training.optimizers import update_rule
 

@@ -86,7 +86,7 @@ def evaluations() -> Iterator[Row]:
 
 def training_loss() -> Iterator[Row]:
     """Noise on the mean training loss of a step."""
-    from fedsim.clipping.step_releases import NoisyLoss
+    from fedsim.clipping import NoisyLoss
 
     released = NoisyLoss(bound=6.0, count=1000, noise_multiplier=1.0)
     stddev = released.stddev * released.bound / 2 / released.count
@@ -106,8 +106,7 @@ def audits() -> Iterator[Row]:
 def selections() -> Iterator[Row]:
     """One of ten settings, chosen privately, against all of them released."""
     from fedsim import accounting
-    from fedsim.accounting import StepEvent
-    from fedsim.accounting.selection import SelectionEvent
+    from fedsim.accounting import SelectionEvent, StepEvent
 
     trial = ((StepEvent(2.0, 0.1), 200),)
     yield row("tuning.md", "one trial", accounting.epsilon(trial, RUN_DELTA))
@@ -131,7 +130,7 @@ class OneTextEach:
 def correlated(settings: Settings) -> Iterator[Row]:
     """Predicted error of the best bands, against independent noise at the same epsilon."""
     from fedsim.config import Algorithm, PrivacyConfig
-    from fedsim.noise.toeplitz import best
+    from fedsim.noise import best
     from fedsim.plan import bands_predicted
 
     for users, steps, cohort in settings.correlated:
@@ -147,8 +146,8 @@ def correlated(settings: Settings) -> Iterator[Row]:
 def slacks(settings: Settings) -> Iterator[Row]:
     """What is added to epsilon because correlated noise is not ideal."""
     from fedsim import noise
-    from fedsim.clipping.clip import lattice_bits
-    from fedsim.noise.correlated import strategy
+    from fedsim.clipping import lattice_bits
+    from fedsim.noise import strategy
 
     for parameters, steps, bands in settings.slacks:
         stddev = 1.3 * 2.0 ** lattice_bits(parameters)

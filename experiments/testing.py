@@ -18,9 +18,7 @@ from fedsim.errors import FedsimError
 from fedsim.evaluate import SPLITS, evaluate, last_model
 from fedsim.files import cache_dir
 from fedsim.keys import SecretKey
-from fedsim.run import directory
-from fedsim.run.console import Console
-from fedsim.run.model_source import find_model, make_task
+from fedsim.run import Console, directory, find_model, make_task
 
 REPORTED = ("test", "eval_users", "eval_examples")  # the first that there is
 
@@ -78,7 +76,7 @@ def side_by_side(
     use, one after another in this process."""
     if arguments.scale == "smoke":
         return [function(job) for job in jobs]
-    from fedsim.engine.parallel_runs import ParallelRuns
+    from fedsim.engine import ParallelRuns
 
     side = ParallelRuns(cache_dir=cache_dir() / "compiled")
     try:

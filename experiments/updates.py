@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim.engine.task import Task, WrappedTask
+from fedsim.engine import Task, WrappedTask
 
 CORRECTED = "adam, bias corrected"
 SCALED, SCALED_ARRAYS = "scale then privatize", "scale then privatize, by arrays"

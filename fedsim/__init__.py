@@ -19,65 +19,13 @@ a folder or a file each:
 Names are loaded when they are first used: `import fedsim` takes no time.
 """
 
-from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fedsim import accounting, clipping, data
-    from fedsim.accounting import PureEvent, StepEvent
-    from fedsim.clipping import Clip
-    from fedsim.els import ELS
-    from fedsim.engine import EngineError, Task
-    from fedsim.errors import ConfigError, DataError, FedsimError
-    from fedsim.keys import SecretKey
-    from fedsim.library import Run, TrainSettings, load, train
-    from fedsim.uls import ULS
+from lazy_loader import attach_stub
 
-    __version__: str
-
-_MODULES = ("accounting", "clipping", "data")
-_NAMES = {
-    **dict.fromkeys(("Run", "TrainSettings", "load", "train"), "library"),
-    **dict.fromkeys(("PureEvent", "StepEvent"), "accounting"),
-    **dict.fromkeys(("ConfigError", "DataError", "FedsimError"), "errors"),
-    **dict.fromkeys(("EngineError", "Task"), "engine"),
-    **{"ELS": "els", "ULS": "uls", "Clip": "clipping", "SecretKey": "keys"},
-}
-"""The module of each name that can be imported from here."""
-
-__all__ = [
-    "ELS",
-    "ULS",
-    "Clip",
-    "ConfigError",
-    "DataError",
-    "EngineError",
-    "FedsimError",
-    "PureEvent",
-    "Run",
-    "SecretKey",
-    "StepEvent",
-    "Task",
-    "TrainSettings",
-    "__version__",
-    "accounting",
-    "clipping",
-    "data",
-    "load",
-    "train",
-]
+_of_stub, __dir__, __all__ = attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return version("fedsim")
-    if name in _MODULES:
-        return import_module(f"fedsim.{name}")
-    if name in _NAMES:
-        return getattr(import_module(f"fedsim.{_NAMES[name]}"), name)
-    raise AttributeError(f"module 'fedsim' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+    return version("fedsim") if name == "__version__" else _of_stub(name)

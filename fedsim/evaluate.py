@@ -13,15 +13,15 @@ import numpy as np
 
 from fedsim import engine
 from fedsim.config import RunConfig
-from fedsim.data.dataset import Dataset
+from fedsim.data import Dataset
 from fedsim.engine import Engine
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
-from fedsim.models.language_model import LanguageModelTask
-from fedsim.run import checkpoint
-from fedsim.run.console import Console
-from fedsim.run.directory import StoredRun
-from fedsim.run.model_source import (
+from fedsim.models import LanguageModelTask
+from fedsim.run import (
+    Console,
+    StoredRun,
+    checkpoint,
     expect_language_model,
     find_model,
     load_data,

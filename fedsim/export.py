@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from fedsim.engine.environment import expect_usable_jax
+from fedsim.engine import expect_usable_jax
 from fedsim.errors import expect
 from fedsim.files import expand_home
 from fedsim.models import lora, pretrained
-from fedsim.run import directory, ledger
-from fedsim.run.console import Console
-from fedsim.run.model_source import files_of_run, find_model, parts_of_run
-from fedsim.trust.model_card import FILE, model_card
+from fedsim.run import Console, directory, files_of_run, find_model, ledger, parts_of_run
+from fedsim.trust import FILE, model_card
 
 
 def export(source: str, out: str | Path, *, adapter: bool = False) -> dict[str, Any]:

@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.data.text import Tokenizer
-from fedsim.engine.environment import expect_usable_jax
+from fedsim.data import Tokenizer
+from fedsim.engine import expect_usable_jax
 from fedsim.errors import expect
 from fedsim.files import expand_home
-from fedsim.models.language_model import lengths_up_to
-from fedsim.models.pretrained import HUB, TOKENIZER, Pretrained
-from fedsim.models.transformer import Transformer, TransformerConfig
-from fedsim.run.model_source import find_model
+from fedsim.models import HUB, TOKENIZER, Pretrained, Transformer, TransformerConfig, lengths_up_to
+from fedsim.run import find_model
 
 
 def generate_text(

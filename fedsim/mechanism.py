@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedsim.clipping import Clip
-from fedsim.clipping.clip import lattice_bits
+from fedsim.clipping import Clip, lattice_bits
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import AddNoise, add_gaussian, in_blocks, release_shift

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedsim.config.run import AXES, MeshShape
+from fedsim.config import AXES, MeshShape
 from fedsim.errors import expect
 
 BLOCKS = "blocks"

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import graphlib
+import importlib
 import sys
 from pathlib import Path
 
@@ -33,8 +34,24 @@ def module_name(path):
 SOURCES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
+def exported(stub):
+    """{name: the module that has it, or (that is) the module} of a folder's door, its stub."""
+    folder = module_name(stub.parent / "__init__.py")
+    return {
+        alias.name: f"{folder}.{node.module or alias.name}"
+        for node in ast.parse(stub.read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+DOORS = {
+    module_name(stub.with_suffix(".py")): exported(stub) for stub in ROOT.rglob("__init__.pyi")
+}
+
+
 def imported(module):
-    """Absolute names a module imports anywhere, inside functions too."""
+    """Absolute names a module imports anywhere, inside functions too, and where they are from."""
     names = set()
     for node in ast.walk(ast.parse(SOURCES[module].read_text())):
         if isinstance(node, ast.Import):
@@ -43,6 +60,8 @@ def imported(module):
             assert node.level == 0, f"{module}: a relative import"
             names.add(node.module)
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            door = DOORS.get(node.module, {})
+            names |= {door[alias.name] for alias in node.names if alias.name in door}
     return names
 
 
@@ -90,6 +109,25 @@ def test_a_module_imports_only_from_its_own_level_and_below():
         if level(other) > level(module)
     }
     assert upward == set()
+
+
+def test_a_folder_is_entered_through_its_door_alone():
+    for module, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.module.startswith("fedsim."):
+                continue
+            package, folder, *room = node.module.split(".")
+            if not inside(module, f"{package}.{folder}"):
+                assert not room, f"{module} imports from {node.module}"
+
+
+@pytest.mark.parametrize("folder", sorted(DOORS.keys()))
+def test_what_a_door_offers_is_there_and_is_what_it_names(folder):
+    door = importlib.import_module(folder)
+    assert sorted(door.__all__) == sorted(DOORS[folder])
+    for name, home in DOORS[folder].items():
+        module = importlib.import_module(home)
+        assert getattr(door, name) in (module, getattr(module, name, None))
 
 
 def test_no_module_imports_itself_through_others():

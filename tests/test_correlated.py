@@ -10,8 +10,7 @@ import pytest
 from jax_privacy.matrix_factorization import toeplitz as reference
 from problems import users_of_sizes
 from refused import refuses
-from test_verify import command as train_command
-from test_verify import texts, verify  # noqa: F401 (a fixture)
+from test_verify import command as train_command, texts, verify  # noqa: F401 (a fixture)
 
 from fedsim import accounting
 from fedsim.cli.main import main

@@ -9,8 +9,7 @@ import pytest
 from dp_accounting import pld
 from problems import users_of_sizes
 from refused import refuses
-from test_verify import command as train_command
-from test_verify import texts, verify  # noqa: F401 (a fixture)
+from test_verify import command as train_command, texts, verify  # noqa: F401 (a fixture)
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent, cyclic_event

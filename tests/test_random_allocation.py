@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 from refused import refuses
-from test_verify import command as train_command
-from test_verify import texts, verify  # noqa: F401 (a fixture)
+from test_verify import command as train_command, texts, verify  # noqa: F401 (a fixture)
 
 from fedsim.accounting import allocated_event
 from fedsim.cli.main import main

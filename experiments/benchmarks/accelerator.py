@@ -32,17 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.common import at_least, circumstances
-from fedsim.clipping import Clip, Strategy, clip_chunk
-from fedsim.clipping.clip import num_coordinates
+from fedsim.clipping import Clip, Strategy, clip_chunk, num_coordinates, zeros_like
 from fedsim.clipping.products import in_one_product
-from fedsim.clipping.scan import zeros_like
 from fedsim.engine.arithmetic import check_arithmetic
 from fedsim.engine.resources import compiler_options
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
-from fedsim.models import lora
+from fedsim.models import Transformer, TransformerConfig, lora, stacked
 from fedsim.models.language_model import next_token_nats
-from fedsim.models.transformer import Transformer, TransformerConfig, stacked
 
 CLIP = Clip(1.0, normalised=True)
 LAST_S = 420.0  # a cell may take a minute to compile
@@ -201,9 +198,9 @@ def rows_of(
 def private_run(quick: bool) -> dict[str, Any]:
     """A run on made-up text on this device, and whether it can be computed again, bit by bit."""
     from fedsim.config import Algorithm, PrivacyConfig, run_config
-    from fedsim.run.console import Console
+    from fedsim.run import Console
     from fedsim.training import train
-    from fedsim.trust.verify import verify
+    from fedsim.trust import verify
 
     with tempfile.TemporaryDirectory() as scratch:
         place, console = Path(scratch), Console()

@@ -34,16 +34,14 @@ import numpy as np
 
 from experiments.benchmarks.common import at_most, circumstances
 from experiments.benchmarks.peers import run
-from fedsim.clipping import Clip, clip_chunk
+from fedsim.clipping import Clip, clip_chunk, zeros_like
 from fedsim.clipping.products import in_one_product
-from fedsim.clipping.scan import zeros_like
 from fedsim.clipping.strategy import NAMES, Strategy, candidates
+from fedsim.engine import Task, choose_strategy
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.resources import ALLOCATOR
-from fedsim.engine.task import Task
-from fedsim.engine.trials import choose_strategy
+from fedsim.models import Transformer, TransformerConfig
 from fedsim.models.language_model import next_token_nats
-from fedsim.models.transformer import Transformer, TransformerConfig
 
 CLIP = Clip(1.0, normalised=True)
 POSITIONS = 64

@@ -19,15 +19,14 @@ import jax
 import numpy as np
 
 from experiments.benchmarks.common import at_most, circumstances
-from fedsim.clipping import Clip, Strategy
-from fedsim.clipping.clip import lattice_bits, num_coordinates
+from fedsim.clipping import Clip, Strategy, lattice_bits, num_coordinates
 from fedsim.config import Algorithm, PrivacyConfig, run_config
-from fedsim.engine.environment import keep_memory
+from fedsim.engine import keep_memory
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.noise import AddNoise, Correlated, add_gaussian
 from fedsim.plan import method_for
-from fedsim.run.model_source import find_model, load_data, make_task
+from fedsim.run import find_model, load_data, make_task
 from fedsim.training.optimizers import update_rule, updater
 
 BANDS, STEPS, SIGMA, BUDGET = 8, 500, 1.0, 64

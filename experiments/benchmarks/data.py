@@ -30,8 +30,7 @@ import numpy as np
 
 from experiments import synthetic
 from experiments.benchmarks.common import at_least, at_most, circumstances
-from fedsim.data.building.build import build
-from fedsim.data.users import UserStore
+from fedsim.data import UserStore, build
 from fedsim.keys import SecretKey
 from fedsim.sampling import draw_groups
 

@@ -33,16 +33,13 @@ import numpy as np
 from experiments.benchmarks.peers import run, shape
 from experiments.mean_task import MeanTask
 from fedsim.clipping import Clip
-from fedsim.engine import ray_engine
+from fedsim.engine import Stats, Task, Worker, ray_engine
 from fedsim.engine.cluster import Cluster
-from fedsim.engine.engine import Stats
 from fedsim.engine.ray_engine import RayEngine
-from fedsim.engine.task import Task
-from fedsim.engine.worker import Worker
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
+from fedsim.models import Transformer, TransformerConfig
 from fedsim.models.language_model import next_token_nats
-from fedsim.models.transformer import Transformer, TransformerConfig
 from fedsim.run.checkpoint import params_sha256
 from fedsim.sampling import Poisson, draw_groups
 

@@ -22,11 +22,9 @@ from experiments.benchmarks.accelerator import SMOLLM2, Model, Problem
 from experiments.benchmarks.clipping import as_a_worker, in_turn, median, temporary_mib
 from experiments.benchmarks.common import at_most, circumstances
 from experiments.benchmarks.peers import run
-from fedsim.clipping.clip import num_coordinates
+from fedsim.clipping import candidates, num_coordinates, zeros_like
 from fedsim.clipping.products import in_one_product
-from fedsim.clipping.scan import zeros_like
-from fedsim.clipping.strategy import candidates
-from fedsim.models.transformer import TransformerConfig
+from fedsim.models import TransformerConfig
 
 BOUND = 1.05
 QUICK = {**SMOLLM2, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 96}

@@ -44,16 +44,13 @@ def measured(step: Step) -> dict[str, Any]:
     import numpy as np
     import optax
 
-    from fedsim.clipping import Clip, Strategy
-    from fedsim.clipping.clip import num_coordinates
+    from fedsim.clipping import Clip, Strategy, num_coordinates
     from fedsim.config import MeshShape
-    from fedsim.data.dataset import Dataset
-    from fedsim.data.users import UserStore
+    from fedsim.data import Dataset, UserStore
     from fedsim.engine.local_engine import LocalEngine
     from fedsim.keys import SecretKey
     from fedsim.mechanism import noisy_mean
-    from fedsim.models.language_model import LanguageModelTask
-    from fedsim.models.transformer import preset
+    from fedsim.models import LanguageModelTask, preset
     from fedsim.placement import beside
     from fedsim.training.optimizers import is_finite, updater
 
@@ -95,7 +92,7 @@ def random_params(config) -> Any:
     import numpy as np
     from flax import traverse_util
 
-    from fedsim.models.transformer import Transformer
+    from fedsim.models import Transformer
     from fedsim.placement import BLOCKS
 
     first = jax.ShapeDtypeStruct((1, 2), jnp.int32)
@@ -125,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     step = Step("small", "fsdp:2") if given.quick else Step(given.model, given.mesh)
     from fedsim.config import EngineConfig, MeshShape
-    from fedsim.engine.environment import set_threads
+    from fedsim.engine import set_threads
 
     set_threads(EngineConfig("local", mesh=step.mesh))
     # What is freed goes back at once: what the process keeps for later is no need of a device.

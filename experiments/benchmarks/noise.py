@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from experiments.benchmarks.common import at_most, circumstances
-from fedsim.clipping import Clip
-from fedsim.clipping.clip import lattice_bits
-from fedsim.engine.environment import keep_memory
+from fedsim.clipping import Clip, lattice_bits
+from fedsim.engine import keep_memory
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import independent

@@ -25,8 +25,7 @@ from scipy import optimize, sparse
 
 from experiments.benchmarks.common import at_most, circumstances
 from experiments.benchmarks.data import build_store
-from fedsim.data.owners import Owners
-from fedsim.data.users import UserStore
+from fedsim.data import Owners, UserStore
 from fedsim.keys import SecretKey
 from fedsim.sampling.shared import bounded_pool, greedy_pool, owners_groups
 from fedsim.trust.evidence import most_entered, most_owned

@@ -22,13 +22,10 @@ import numpy as np
 from experiments.benchmarks.accelerator import SMOLLM2
 from experiments.benchmarks.clipping import as_a_worker, in_turn, median
 from experiments.benchmarks.common import at_least, circumstances
-from fedsim.clipping import Clip, Strategy
-from fedsim.clipping.clip import num_coordinates
+from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import EngineConfig
 from fedsim.engine.local_engine import LocalEngine
-from fedsim.models import lora
-from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.transformer import Transformer, TransformerConfig, stacked
+from fedsim.models import LanguageModelTask, Transformer, TransformerConfig, lora, stacked
 
 BOUND = 0.6
 LENGTHS = (7, 8, 9, 10, 11, 12, 12, 14, 15, 16, 17, 18, 20, 21, 22, 24)

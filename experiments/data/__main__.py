@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments.common import mistakes
 from experiments.data import RECIPES, Screen, options_of, prepare
-from fedsim.run.console import Console
+from fedsim.run import Console
 
 
 @mistakes()

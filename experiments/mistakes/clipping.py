@@ -83,7 +83,7 @@ def in_float32(clip_chunk, *args, total=None, **options):
 
 def whole_length(factor, bound, real, clip, dimensions):
     """As long as C without what rounding adds."""
-    from fedsim.clipping.clip import lattice_bits
+    from fedsim.clipping import lattice_bits
 
     scale, dropped = factor(bound, real, clip, dimensions)
     longest = 2.0 ** lattice_bits(dimensions)

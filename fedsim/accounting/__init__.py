@@ -13,66 +13,6 @@ which each user is in one, `composition` that of many, `pure_dp` the loss of pur
 `noise_slack` what noise that is not ideal adds.
 """
 
-from fedsim.accounting.accountant import (
-    RELATIVE_ACCURACY,
-    RunningEpsilon,
-    composed_loss,
-    delta,
-    epsilon,
-    epsilon_with,
-    privacy_curve,
-)
-from fedsim.accounting.events import (
-    MOST_CONTRIBUTIONS,
-    MOST_NOISE,
-    MOST_STEPS,
-    Event,
-    Phases,
-    StepEvent,
-    allocated_event,
-    cyclic_event,
-    event_fields,
-    event_of,
-    of_words,
-    to_words,
-)
-from fedsim.accounting.gaussian_dp import gaussian_delta, gaussian_epsilon, gaussian_mu, zcdp_delta
-from fedsim.accounting.noise_slack import Slack, slack, together
-from fedsim.accounting.pure_dp import PureEvent
-from fedsim.accounting.selection import SelectionEvent
-from fedsim.accounting.unknowns import calibrate_noise, noise_multiplier, num_steps, sampling_prob
+from lazy_loader import attach_stub
 
-__all__ = [
-    "MOST_CONTRIBUTIONS",
-    "MOST_NOISE",
-    "MOST_STEPS",
-    "RELATIVE_ACCURACY",
-    "Event",
-    "Phases",
-    "PureEvent",
-    "RunningEpsilon",
-    "SelectionEvent",
-    "Slack",
-    "StepEvent",
-    "allocated_event",
-    "calibrate_noise",
-    "composed_loss",
-    "cyclic_event",
-    "delta",
-    "epsilon",
-    "epsilon_with",
-    "event_fields",
-    "event_of",
-    "gaussian_delta",
-    "gaussian_epsilon",
-    "gaussian_mu",
-    "noise_multiplier",
-    "num_steps",
-    "of_words",
-    "privacy_curve",
-    "sampling_prob",
-    "slack",
-    "to_words",
-    "together",
-    "zcdp_delta",
-]
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

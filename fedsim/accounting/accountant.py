@@ -23,8 +23,7 @@ from fedsim.accounting.composition import Query
 from fedsim.accounting.events import Event, Phases, StepEvent, merge
 from fedsim.accounting.noise_slack import together
 from fedsim.accounting.pure_dp import PureEvent, pure_pld, pure_pmf
-from fedsim.accounting.selection import SelectionEvent, selection_pmf
-from fedsim.accounting.selection import loss_range as selection_range
+from fedsim.accounting.selection import SelectionEvent, loss_range as selection_range, selection_pmf
 from fedsim.errors import expect, expect_count
 
 RELATIVE_ACCURACY = calibration.SPEND_ACCURACY

@@ -8,3 +8,7 @@ applicant    whether a run fits under the limits, and how many of its steps woul
 admission    it is counted before its first release, and what it released when it ends
 receipt      where a run is counted, and what the ledger says of it
 """
+
+from lazy_loader import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

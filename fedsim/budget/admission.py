@@ -19,9 +19,7 @@ from fedsim.budget.applicant import Applicant
 from fedsim.budget.ledger import BudgetLedger, Entry, Released, hold
 from fedsim.budget.receipt import Receipt
 from fedsim.budget.spending import GONE, state_of
-from fedsim.run import ledger as run_ledger
-from fedsim.run.chained_log import LedgerError
-from fedsim.run.directory import RECEIPT
+from fedsim.run import RECEIPT, LedgerError, ledger as run_ledger
 
 RELEASED, STOPPED = "released", "stopped"
 GROUP_SIZE = "group size"

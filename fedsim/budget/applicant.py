@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fedsim import accounting
-from fedsim.accounting import Event, Phases
-from fedsim.accounting.rounding import at_least, at_most
+from fedsim.accounting import Event, Phases, at_least, at_most
 from fedsim.budget.ledger import ELSEWHERE, BudgetLedger, Entry, Limit, Released, look, place_of
 from fedsim.budget.spending import RUNNING, Books, Charge, books
 from fedsim.config import PrivacyConfig, RunConfig

@@ -40,10 +40,8 @@ from fedsim.files import (
     read_json,
     write_json,
 )
-from fedsim.keys import FILE as KEY
-from fedsim.keys import SecretKey
-from fedsim.run.chained_log import ChainedLog, LedgerError
-from fedsim.run.ledger import Reached
+from fedsim.keys import FILE as KEY, SecretKey
+from fedsim.run import ChainedLog, LedgerError, Reached
 
 FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
 SHARED = 0o660

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from fedsim.errors import FileDamaged
 from fedsim.files import remove_cut_off_line, sync_directory, write_durably
-from fedsim.run.chained_log import LedgerError
-from fedsim.run.ledger import Reached
+from fedsim.run import LedgerError, Reached
 
 DIRECTORY = "steps"
 

@@ -12,9 +12,7 @@ from fedsim.budget.ledger import FILE, BudgetLedger, hold
 from fedsim.budget.spending import Total, books_of
 from fedsim.errors import FileDamaged
 from fedsim.files import read_json, write_json
-from fedsim.run import ledger as run_ledger
-from fedsim.run.chained_log import LedgerError
-from fedsim.run.directory import RECEIPT
+from fedsim.run import RECEIPT, LedgerError, ledger as run_ledger
 
 
 class Receipt(NamedTuple):

@@ -25,8 +25,7 @@ from fedsim.accounting import StepEvent
 from fedsim.budget import people
 from fedsim.budget.ledger import BudgetLedger, Entry, Limit, Released
 from fedsim.errors import FedsimError
-from fedsim.run import directory
-from fedsim.run import ledger as run_ledger
+from fedsim.run import directory, ledger as run_ledger
 
 RUNNING, KILLED, GONE = "running", "killed", "gone"
 """How a run stands that has not ended."""

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import tyro
 
-from fedsim.config import MechanismConfig, to_json
-from fedsim.config.privacy import ALLOCATION, COMPARISON_ONLY, CORRELATED, ONLY_USERS, SHUFFLE
+from fedsim.config import (
+    ALLOCATION,
+    COMPARISON_ONLY,
+    CORRELATED,
+    ONLY_USERS,
+    SHUFFLE,
+    MechanismConfig,
+    to_json,
+)
 from fedsim.errors import expect
 
 if TYPE_CHECKING:
@@ -97,7 +104,7 @@ class _Mechanism(MechanismConfig):
 
     def answer(self, num_steps: int, noise_multiplier: float, **found: Any) -> dict[str, Any]:
         """The settings, what was found, and the predicted error; see `noise.toeplitz`."""
-        from fedsim.noise.toeplitz import predicted_error
+        from fedsim.noise import predicted_error
 
         bands = (self.bands or 1) if self.noise == CORRELATED else 1
         settings = {name: value for name, value in vars(self).items() if name != "json"}
@@ -135,7 +142,7 @@ class Account(_Mechanism):
 
     def __call__(self) -> dict[str, Any]:
         from fedsim import accounting
-        from fedsim.accounting.rounding import at_most
+        from fedsim.accounting import at_most
 
         expect("num_steps", self.num_steps, self.num_steps >= 1, ">= 1")
         one = (self.delta is None) != (self.epsilon is None)
@@ -191,8 +198,7 @@ class Calibrate(_Mechanism):
     """Print one JSON object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.accounting import MOST_STEPS
-        from fedsim.accounting.rounding import at_least, at_most
+        from fedsim.accounting import MOST_STEPS, at_least, at_most
 
         unknown = [
             name
@@ -246,7 +252,7 @@ class Calibrate(_Mechanism):
         """These settings with the least noise, and with the bands that have the least predicted
         error where none are given; with what to say of these."""
         from fedsim import accounting
-        from fedsim.noise.toeplitz import best, predictions
+        from fedsim.noise import best, predictions
 
         steps, prob = self.num_steps, self.sampling_prob
         assert steps is not None and prob is not None, "given"

@@ -14,8 +14,7 @@ import tyro
 
 from fedsim.cli.flags import commands, named
 from fedsim.cli.help import page
-from fedsim.config import PretrainConfig, PrivacyConfig, RunConfig, flags_of, renamed
-from fedsim.config.flags import RENAMED
+from fedsim.config import RENAMED, PretrainConfig, PrivacyConfig, RunConfig, flags_of, renamed
 from fedsim.errors import ConfigError, expect, printable
 from fedsim.files import expand_home
 

@@ -122,8 +122,8 @@ class DataBuild:
         return f"reading {' '.join(self.sources) or 'no sources'}"
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.data.building.build import build
-        from fedsim.run.terminal import Terminal
+        from fedsim.data import build
+        from fedsim.run import Terminal
 
         given = {
             field.name: getattr(self, field.name)
@@ -160,9 +160,8 @@ class DataStats:
         return f"reading data={self.directory}"
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.data import corpora
-        from fedsim.data.dataset import draw_histograms
-        from fedsim.run.terminal import Terminal
+        from fedsim.data import corpora, draw_histograms
+        from fedsim.run import Terminal
 
         there = self.directory == "pydocs" or corpora.is_built(self.directory)
         expected = "a directory made by `fedsim data build`, or pydocs"
@@ -196,8 +195,8 @@ class Data:
 
 def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
     """Statistics of every split; as a table unless JSON was asked for."""
-    from fedsim.data.dataset import stats
-    from fedsim.run.terminal import Terminal
+    from fedsim.data import stats
+    from fedsim.run import Terminal
 
     if cut_off := dataset.cut_off():
         Terminal().note(f"warning: {cut_off}")

@@ -27,8 +27,7 @@ from fedsim.cli.trust import Audit, Budget, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.errors import ConfigError, FedsimError, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of
-from fedsim.run.signals import terminated
-from fedsim.run.terminal import Terminal
+from fedsim.run import Terminal, terminated
 
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
 

@@ -32,11 +32,11 @@ class Pretrain(ReadsSources):
     """Print summary.json's object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.engine.environment import set_threads
+        from fedsim.engine import set_threads
 
         set_threads(self.run.engine)
-        from fedsim.run.console import Console
-        from fedsim.training.pretrain import pretrain
+        from fedsim.run import Console
+        from fedsim.training import pretrain
 
         return pretrain(self.pretrain, self.run, Console(log_every=self.run.log_every))
 
@@ -62,14 +62,14 @@ class Personalize:
         return f"reading run={self.run_dir}"
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.engine.environment import set_threads
+        from fedsim.engine import set_threads
         from fedsim.run import directory
 
         stored = directory.load(self.run_dir)
         run = changed_run(stored.run, engine="local")
         set_threads(run.engine)
-        from fedsim.run.console import Console
-        from fedsim.training.personalize import personalize_run
+        from fedsim.run import Console
+        from fedsim.training import personalize_run
 
         result = personalize_run(stored, run, Console(), split=self.split, settings=self.how)
         del result["per_user"]  # of single persons

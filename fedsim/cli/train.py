@@ -36,7 +36,7 @@ class Train(ReadsSources):
     """Print summary.json's object on stdout; of a dry run, the plan."""
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.engine.environment import keep_memory, set_threads
+        from fedsim.engine import keep_memory, set_threads
 
         run = self.run
         if self.dry_run:  # in this process alone, on what there is here
@@ -44,12 +44,12 @@ class Train(ReadsSources):
             run = changed_run(run, engine="local", accelerator=device)
         set_threads(run.engine)  # of the process that computes, in a dry run this one
         keep_memory()
-        from fedsim.run.console import Console
+        from fedsim.run import Console
 
         console = Console(log_every=run.log_every)
         args = (Algorithm(self.algorithm), self.privacy, run, console)
         if self.dry_run:
-            from fedsim.training.dry_run import dry_run
+            from fedsim.training import dry_run
 
             return dry_run(*args, self.run.engine)
         from fedsim.training import train
@@ -106,7 +106,7 @@ class Evaluate:
         return f"reading run={self.run_dir}"
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.engine.environment import set_threads
+        from fedsim.engine import set_threads
         from fedsim.run import directory
 
         self._expect_epsilon()
@@ -119,14 +119,14 @@ class Evaluate:
             budget_ledger=self.budget_ledger or stored.run.budget_ledger,
         )
         set_threads(run.engine)
-        from fedsim.run.console import Console
+        from fedsim.run import Console
 
         if self.epsilon is None:
             from fedsim.evaluate import evaluate_run
 
             result = evaluate_run(stored, run, Console())
         else:
-            from fedsim.training.private_evaluation import PrivateEvaluation, evaluate_privately
+            from fedsim.training import PrivateEvaluation, evaluate_privately
 
             how = PrivateEvaluation(self.epsilon, self.delta, self.split, self.loss_bound)
             result = evaluate_privately(stored, run, how, Console())

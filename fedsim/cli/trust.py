@@ -45,12 +45,11 @@ class Audit(ReadsSources):
     """Print one JSON object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.engine.environment import set_threads
+        from fedsim.engine import set_threads
 
         set_threads(self.run.engine)
-        from fedsim.run.console import Console
-        from fedsim.trust.audit import audit
-        from fedsim.trust.audit_page import sentence
+        from fedsim.run import Console
+        from fedsim.trust import audit, sentence
 
         console = Console(log_every=self.run.log_every)
         result = audit(Algorithm(self.algorithm), self.audit, self.privacy, self.run, console)
@@ -102,10 +101,10 @@ class Budget:
         return "reading the ledger of the data"
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.budget.ledger import place_of
+        from fedsim.budget import place_of
         from fedsim.data import corpora
-        from fedsim.run.console import Console
-        from fedsim.trust.budget_page import budget, sentences, table
+        from fedsim.run import Console
+        from fedsim.trust import budget, sentences, table
 
         limit, delta = self.limit_epsilon, self.delta
         holds = limit is None or 0 < limit < math.inf
@@ -145,8 +144,8 @@ class Report:
         return f"reading run={self.run_dir}"
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.run.console import Console
-        from fedsim.trust.report import report
+        from fedsim.run import Console
+        from fedsim.trust import report
 
         result = report(self.run_dir, self.out or self.run_dir, Console())
         if not self.json:
@@ -188,7 +187,7 @@ class Verify:
         return f"reading run={self.run_dir}"
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.engine.environment import set_threads
+        from fedsim.engine import set_threads
         from fedsim.errors import FedsimError
         from fedsim.run import directory
 
@@ -198,8 +197,8 @@ class Verify:
             pass  # named below
         else:
             set_threads(changed_run(run, engine=self.engine or run.engine.kind).engine)
-        from fedsim.run.console import Console
-        from fedsim.trust.verify import plan_of, verify
+        from fedsim.run import Console
+        from fedsim.trust import plan_of, verify
 
         checks = verify(
             self.run_dir,
@@ -248,7 +247,7 @@ class Runs:
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.config import to_json
-        from fedsim.run.listing import lines_of, runs_in
+        from fedsim.run import lines_of, runs_in
 
         place = self.directory
         expect("directory", place, place.is_dir(), "a directory with runs")

@@ -51,13 +51,12 @@ class Recommend(ReadsSources):
     """Print one JSON object on stdout."""
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.engine.environment import set_threads
+        from fedsim.engine import set_threads
 
         privacy = PrivacyConfig(**vars(self.target), **vars(self.mechanism))
         set_threads(self.run.engine)
-        from fedsim.run.console import Console
-        from fedsim.tuning.advice import report
-        from fedsim.tuning.recommend import recommend
+        from fedsim.run import Console
+        from fedsim.tuning import recommend, report
 
         result = recommend(
             privacy,
@@ -131,8 +130,8 @@ class Sweep:
         return f"preparing the runs of {self.out}"
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.engine.environment import set_threads
-        from fedsim.tuning.sweep import expand, jobs_of, sweep
+        from fedsim.engine import set_threads
+        from fedsim.tuning import expand, jobs_of, sweep
 
         expect("at_once", self.at_once, self.at_once is None or self.at_once >= 1, ">= 1")
         alone = not self.in_turn or self.at_once is None
@@ -150,10 +149,10 @@ class Sweep:
             return {"out": str(self.out), "rows": rows}
         chosen = self._selection()
         set_threads(dataclasses.replace(jobs[0].run.engine, kind="ray"))  # they compute elsewhere
-        from fedsim.run.console import Console
+        from fedsim.run import Console
 
         if chosen is not None:
-            from fedsim.tuning.selection import select
+            from fedsim.tuning import select
 
             result = select(settings, self.out, chosen, Console())
             if not self.json:
@@ -179,7 +178,7 @@ class Sweep:
             for name, value in others:
                 expect(name, value, not value, "--private beside it")
             return None
-        from fedsim.tuning.selection import Selection
+        from fedsim.tuning import Selection
 
         expect("select", self.select, self.select is not None, "eval/loss, to select by")
         said = (self.eval_epsilon is None) == self.public_eval

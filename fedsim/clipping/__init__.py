@@ -1,7 +1,5 @@
 """Clipped sums: one signature, several strategies; `scan` is the oracle of the others."""
 
-from fedsim.clipping.clip import Clip
-from fedsim.clipping.scan import Buckets, LocalSteps
-from fedsim.clipping.strategy import Strategy, clip_chunk
+from lazy_loader import attach_stub
 
-__all__ = ["Buckets", "Clip", "LocalSteps", "Strategy", "clip_chunk"]
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -15,8 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax import traverse_util
+from flax import linen as nn, traverse_util
 from flax.core import tracers
 from jax.extend.core import Var
 

@@ -3,10 +3,6 @@
 from fedsim.data import load; load("pydocs").train is a UserStore.
 """
 
-from fedsim.data.corpora import load
-from fedsim.data.dataset import Dataset, stats
-from fedsim.data.text import Tokenizer
-from fedsim.data.users import UserStore
-from fedsim.errors import DataError
+from lazy_loader import attach_stub
 
-__all__ = ["DataError", "Dataset", "Tokenizer", "UserStore", "load", "stats"]
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

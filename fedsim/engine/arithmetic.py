@@ -17,9 +17,7 @@ import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from fedsim.clipping import Clip, Strategy, clip_chunk
-from fedsim.clipping.clip import lattice_bits, num_coordinates
-from fedsim.clipping.contribution import ROUNDING
+from fedsim.clipping import ROUNDING, Clip, Strategy, clip_chunk, lattice_bits, num_coordinates
 from fedsim.errors import FedsimError
 from fedsim.placement import everywhere, in_parts, shardings
 

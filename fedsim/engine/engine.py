@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedsim.clipping import Clip, Strategy
-from fedsim.clipping.clip import lattice_capacity, num_coordinates
+from fedsim.clipping import Clip, Strategy, lattice_capacity, num_coordinates
 from fedsim.engine.lanes import Lanes, cut, cut_examples
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError

@@ -14,10 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedsim.clipping import Clip, Strategy, clip_chunk
-from fedsim.clipping.observed import UnsupportedModel
-from fedsim.clipping.packing import Chunk
-from fedsim.clipping.scan import zeros_like
+from fedsim.clipping import Chunk, Clip, Strategy, UnsupportedModel, clip_chunk, zeros_like
 from fedsim.engine.arithmetic import check_stored
 from fedsim.engine.resources import compiler_options
 from fedsim.engine.task import Task

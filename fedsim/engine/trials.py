@@ -15,11 +15,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedsim.clipping import Clip, Strategy
-from fedsim.clipping.clip import num_coordinates
-from fedsim.clipping.observed import UnsupportedModel
-from fedsim.clipping.packing import padded
-from fedsim.clipping.strategy import candidates, choose
+from fedsim.clipping import (
+    Clip,
+    Strategy,
+    UnsupportedModel,
+    candidates,
+    choose,
+    num_coordinates,
+    padded,
+)
 from fedsim.engine.engine import TRIAL_UNITS, Engine, Trial, ignore
 from fedsim.engine.environment import free_memory, trial_clock
 from fedsim.errors import ConfigError

@@ -16,10 +16,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedsim.clipping import Buckets, Clip, Strategy
-from fedsim.clipping.clip import lattice_capacity, num_coordinates
-from fedsim.clipping.observed import UnsupportedModel
-from fedsim.clipping.packing import Chunk, chunks
+from fedsim.clipping import (
+    Buckets,
+    Chunk,
+    Clip,
+    Strategy,
+    UnsupportedModel,
+    chunks,
+    lattice_capacity,
+    num_coordinates,
+)
 from fedsim.config import MeshShape
 from fedsim.engine.arithmetic import check_arithmetic, check_contributions
 from fedsim.engine.engine import Stats

@@ -1,6 +1,5 @@
 """fedsim for people who write Python: `train`, `load`, and the `Run` that both return."""
 
-from fedsim.library.run import Run, load
-from fedsim.library.training import TrainSettings, train
+from lazy_loader import attach_stub
 
-__all__ = ["Run", "TrainSettings", "load", "train"]
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

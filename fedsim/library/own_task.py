@@ -12,11 +12,10 @@ import pyarrow as pa
 
 from fedsim.clipping import LocalSteps
 from fedsim.config import RunConfig
-from fedsim.data.building import user_ids
-from fedsim.data.dataset import SPLITS, Dataset
-from fedsim.engine.task import Batch, Params, Task, WrappedTask
+from fedsim.data import SPLITS, Dataset, user_ids
+from fedsim.engine import Batch, Params, Task, WrappedTask
 from fedsim.errors import ConfigError, DataError, FileDamaged, expect
-from fedsim.run.model_source import local_steps_of
+from fedsim.run import local_steps_of
 
 ROWS = 4096
 """Rows that are read at a time for the fingerprint."""

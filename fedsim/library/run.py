@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.config import changed_run
-from fedsim.engine.environment import set_threads
+from fedsim.engine import set_threads
 from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
-from fedsim.run import checkpoint, directory
-from fedsim.run.console import Console, guarantee_line, spent
-from fedsim.run.directory import StoredRun
-from fedsim.trust.evidence import Check
+from fedsim.run import Console, StoredRun, checkpoint, directory, guarantee_line, spent
+from fedsim.trust import Check
 
 
 def load(run_dir: str | Path) -> "Run":
@@ -90,7 +88,7 @@ class Run:
             from fedsim.evaluate import evaluate_run
 
             return evaluate_run(self.stored, run, Console())
-        from fedsim.training.private_evaluation import PrivateEvaluation, evaluate_privately
+        from fedsim.training import PrivateEvaluation, evaluate_privately
 
         return evaluate_privately(self.stored, run, PrivateEvaluation(epsilon, **how), Console())
 
@@ -105,7 +103,7 @@ class Run:
           data: where the data are now. Default: where they were when the run was started.
         """
         set_threads(self.stored.run.engine)
-        from fedsim.trust.verify import verify
+        from fedsim.trust import verify
 
         again = "whole" if whole else "last" if replay else ""
         place = None if data is None else expand_home("data", data)
@@ -117,7 +115,7 @@ class Run:
         Args: out: the directory for report.html and report.md. Default: the run's.
         Raises: ReportError: a promise is violated, or there is no model to report of.
         """
-        from fedsim.trust.report import report
+        from fedsim.trust import report
 
         return report(self.run_dir, Path(expand_home("out", out or self.run_dir)), Console())
 

@@ -14,9 +14,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data.building import readers, sources
-from fedsim.data.building.column_names import expected_of
-from fedsim.data.building.columns import Columns, is_blank, is_list, is_string, normalise, plain
+from fedsim.data import (
+    Columns,
+    expected_of,
+    is_blank,
+    is_list,
+    is_string,
+    normalise,
+    plain,
+    readers,
+    sources,
+)
 from fedsim.errors import DataError
 from fedsim.files import cache_dir, own_directory
 

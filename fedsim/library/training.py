@@ -15,13 +15,12 @@ from fedsim.config import (
     typed,
     types_of,
 )
-from fedsim.engine.environment import set_threads
-from fedsim.engine.task import Task
+from fedsim.engine import Task, set_threads
 from fedsim.errors import ConfigError, MissingColumn, expect
 from fedsim.library.own_task import OwnTask
 from fedsim.library.run import Run
 from fedsim.library.tables import source_of
-from fedsim.run.console import Console
+from fedsim.run import Console
 
 USER, TEXT = "user_id", "text"
 

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from fedsim.clipping import Buckets, LocalSteps
-from fedsim.clipping.packing import packed
-from fedsim.data.dataset import Dataset
+from fedsim.clipping import Buckets, LocalSteps, packed
+from fedsim.data import Dataset
 from fedsim.models import lora
 from fedsim.models.transformer import Transformer, TransformerConfig
 

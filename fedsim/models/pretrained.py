@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from fedsim.data.text import Tokenizer
+from fedsim.data import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.files import expand_home, read_object
 from fedsim.models import families, gguf_files, side_files, tensor_files

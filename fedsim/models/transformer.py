@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from fedsim.clipping.observed import remat_function, remat_module
+from fedsim.clipping import remat_function, remat_module
 from fedsim.errors import expect
 from fedsim.placement import BLOCKS
 

@@ -14,14 +14,14 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from fedsim.keys import SecretKey
 
 if TYPE_CHECKING:
-    from fedsim.accounting.noise_slack import Errors, Slack
+    from fedsim.accounting import Errors, Slack
 
 BLOCK = 2**19  # numbers drawn from one stream: fewer would wait for Python's lock
 TAIL = 3.6541528853610088  # where NumPy's ziggurat begins to draw from the tail
@@ -32,6 +32,16 @@ OUTSIDE = 3e-4  # more than the probability that a number lies beyond TAIL, or i
 CELL_ERRORS = (1.0, 2.0**-38), (OUTSIDE, 2.0**-36)
 """(probability, eta): the probability of a cell is that of the ideal noise up to a factor of
 e^(+-eta); beyond TAIL, where floats are coarser, eta is the second one."""
+
+
+class AddNoise(Protocol):
+    """A kind of noise; `add_gaussian` is the independent one."""
+
+    def __call__(
+        self, sums: list[np.ndarray], *, stddev: float, key: SecretKey, step: int
+    ) -> list[np.ndarray]:
+        """The sums of a step with its noise, rounded; see `add_gaussian`."""
+        ...
 
 
 def release_shift(stddev: float) -> int:

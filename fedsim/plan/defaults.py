@@ -10,21 +10,22 @@ from collections.abc import Callable
 import numpy as np
 
 from fedsim import accounting
-from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig
-from fedsim.config.privacy import (
+from fedsim.config import (
     ALLOCATION,
     CORRELATED,
     INDEPENDENT,
     ONLY_USERS,
     POISSON,
+    ZERO_OUT,
+    Algorithm,
+    PrivacyConfig,
     sampling_of,
 )
-from fedsim.data.dataset import Dataset
-from fedsim.data.owners import decided_by_texts
+from fedsim.data import Dataset, decided_by_texts
 from fedsim.errors import ConfigError, expect
 from fedsim.group_size import median_group_size, private_median
 from fedsim.keys import SecretKey
-from fedsim.noise.toeplitz import Prediction, best, predictions
+from fedsim.noise import Prediction, best, predictions
 from fedsim.plan.options import assumed_share
 from fedsim.plan.plan import events_before
 from fedsim.sampling import Users, examples_per_user, graph_of

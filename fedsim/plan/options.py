@@ -11,8 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, WithJsonSchema
 
 from fedsim.accounting import StepEvent, allocated_event, cyclic_event
-from fedsim.config import ADD_OR_REMOVE, ZERO_OUT
-from fedsim.config.privacy import COMPARISON_ONLY
+from fedsim.config import ADD_OR_REMOVE, COMPARISON_ONLY, ZERO_OUT
 
 SHARED = "shared"
 ADJACENCY = {

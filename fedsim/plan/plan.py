@@ -13,16 +13,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedsim.accounting import Slack, StepEvent
-from fedsim.accounting.pure_dp import PureEvent
-from fedsim.clipping import Clip
-from fedsim.clipping.clip import lattice_bits
-from fedsim.clipping.step_releases import AdaptiveClip, NoisyLoss
-from fedsim.config import ADD_OR_REMOVE, Algorithm, to_json
-from fedsim.config.privacy import INDEPENDENT
+from fedsim.accounting import PureEvent, Slack, StepEvent
+from fedsim.clipping import AdaptiveClip, Clip, NoisyLoss, lattice_bits
+from fedsim.config import ADD_OR_REMOVE, INDEPENDENT, Algorithm, to_json
 from fedsim.errors import first_fault
-from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, add_gaussian, slack
-from fedsim.noise.correlated import Strategy, strategy
+from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, Strategy, add_gaussian, slack, strategy
 from fedsim.plan.evaluations import Evaluations
 from fedsim.plan.options import (
     REPRODUCTION,

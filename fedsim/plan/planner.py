@@ -8,12 +8,20 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import Event
-from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig
-from fedsim.config.privacy import ALLOCATION, CORRELATED, CYCLIC, POISSON, sampling_of
+from fedsim.config import (
+    ALLOCATION,
+    CORRELATED,
+    CYCLIC,
+    POISSON,
+    ZERO_OUT,
+    Algorithm,
+    PrivacyConfig,
+    sampling_of,
+)
 from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise.toeplitz import predicted_error
+from fedsim.noise import predicted_error
 from fedsim.plan.evaluations import Evaluations
 from fedsim.plan.options import (
     AllocatedSampling,

@@ -3,3 +3,7 @@
 `directory` owns the directory, `ledger` has what was released, `checkpoint` the state, `metrics`
 what was measured, `console` what a person sees.
 """
+
+from lazy_loader import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -13,9 +13,9 @@ from rich import progress
 from rich.console import Console as RichConsole
 from rich.text import Text
 
-from fedsim.accounting.rounding import at_least, at_most
+from fedsim.accounting import at_least, at_most
 from fedsim.config import ZERO_OUT, Algorithm, RunConfig
-from fedsim.noise.toeplitz import predicted_error
+from fedsim.noise import predicted_error
 from fedsim.plan import Plan
 from fedsim.run.terminal import Terminal
 

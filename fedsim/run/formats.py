@@ -15,12 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 
-from fedsim.accounting import StepEvent
-from fedsim.accounting.pure_dp import PureEvent
+from fedsim.accounting import PureEvent, StepEvent
 from fedsim.errors import first_fault
 from fedsim.files import make_directory, write_json
-from fedsim.plan.options import Number
-from fedsim.plan.plan import FLAT, LEFT_OUT_AT, plans
+from fedsim.plan import FLAT, LEFT_OUT_AT, Number, plans
 
 CHECKED: Any = {"strict": True, "extra": "forbid", "use_attribute_docstrings": True}
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]

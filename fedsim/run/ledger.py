@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 from jax.tree import leaves
 
-from fedsim.accounting import Event, StepEvent, epsilon, event_fields, event_of
-from fedsim.accounting.pure_dp import PureEvent
+from fedsim.accounting import Event, PureEvent, StepEvent, epsilon, event_fields, event_of
 from fedsim.plan import Plan, claimed_phases
 from fedsim.run import formats
 from fedsim.run.chained_log import ChainedLog, LedgerError, parse

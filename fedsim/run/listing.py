@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting import at_most
 from fedsim.config import settings_of
 from fedsim.errors import FedsimError
 from fedsim.files import read_json

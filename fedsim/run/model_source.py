@@ -9,18 +9,18 @@ import jax
 
 from fedsim.clipping import LocalSteps
 from fedsim.config import DataConfig, RunConfig
-from fedsim.data import corpora
-from fedsim.data.dataset import Dataset
-from fedsim.data.text import Tokenizer
+from fedsim.data import Dataset, Tokenizer, corpora
 from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
-from fedsim.models import lora, pretrained, side_files
-from fedsim.models.language_model import LanguageModelTask
-from fedsim.models.pretrained import Pretrained
-from fedsim.models.transformer import (
+from fedsim.models import (
     PRESETS,
+    LanguageModelTask,
+    Pretrained,
     TransformerConfig,
+    lora,
     preset,
+    pretrained,
+    side_files,
     stacked,
     unstacked,
 )

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from fedsim.config import ZERO_OUT
-from fedsim.data.owners import Owners
+from fedsim.data import Owners
 from fedsim.keys import SecretKey
 from fedsim.sampling.shared import Groups, bounded_pool, owners_groups
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize, sparse
 
-from fedsim.data.owners import Owners
+from fedsim.data import Owners
 from fedsim.keys import SecretKey
 
 EXACT_SETS = 1000  # owner sets up to which the largest pool is looked for

@@ -9,18 +9,6 @@
 privatised gradient of a step; the rest is here.
 """
 
-from fedsim.training.launch import train
-from fedsim.training.open import open_run, wait_for
-from fedsim.training.resolve import expect_strategy, outside, settled_by, strategy_for
-from fedsim.training.trainer import Trainer
+from lazy_loader import attach_stub
 
-__all__ = [
-    "Trainer",
-    "expect_strategy",
-    "open_run",
-    "outside",
-    "settled_by",
-    "strategy_for",
-    "train",
-    "wait_for",
-]
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -13,12 +13,10 @@ import optax
 
 from fedsim.clipping import Strategy
 from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
-from fedsim.engine import Engine, Task
-from fedsim.engine.resources import place_workers
-from fedsim.engine.trials import TRIAL_UNITS
+from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers
 from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan
-from fedsim.run.console import Console
+from fedsim.run import Console
 from fedsim.training.open import open_run
 from fedsim.training.planned import plan_run
 from fedsim.training.resolve import runnable, update_of

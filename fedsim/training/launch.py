@@ -3,10 +3,9 @@
 from typing import Any
 
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig
-from fedsim.engine.environment import versions
+from fedsim.engine import versions
 from fedsim.plan import method_for
-from fedsim.run import directory
-from fedsim.run.console import Console
+from fedsim.run import Console, directory
 from fedsim.training.open import OpenRun, Plant, Source, open_run
 from fedsim.training.planned import PlannedRun, plan_run
 from fedsim.training.resolve import runnable

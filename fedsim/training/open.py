@@ -24,18 +24,21 @@ from fedsim.config import (
     changed,
     first_named,
 )
-from fedsim.data.dataset import Dataset
-from fedsim.engine import Engine
-from fedsim.engine.environment import versions
-from fedsim.engine.task import Task
+from fedsim.data import Dataset
+from fedsim.engine import Engine, Task, versions
 from fedsim.keys import SecretKey
-from fedsim.models import side_files
-from fedsim.models.pretrained import Pretrained
+from fedsim.models import Pretrained, side_files
 from fedsim.noise import AddNoise
-from fedsim.run import directory
-from fedsim.run.console import Console
-from fedsim.run.directory import Identity, StoredRun
-from fedsim.run.model_source import find_model, load_data, make_task, model_sha256
+from fedsim.run import (
+    Console,
+    Identity,
+    StoredRun,
+    directory,
+    find_model,
+    load_data,
+    make_task,
+    model_sha256,
+)
 
 
 class Source(Protocol):

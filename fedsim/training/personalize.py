@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.config import Personalization, RunConfig
-from fedsim.data.users import UserStore
-from fedsim.engine.worker import Worker
+from fedsim.data import UserStore
+from fedsim.engine import Worker
 from fedsim.errors import ConfigError, expect
 from fedsim.evaluate import last_model
 from fedsim.keys import SecretKey
-from fedsim.run.console import Console
-from fedsim.run.directory import StoredRun
+from fedsim.run import Console, StoredRun
 
 
 @dataclasses.dataclass(frozen=True)

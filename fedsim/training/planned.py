@@ -8,15 +8,12 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from fedsim.budget.admission import GROUP_SIZE, count_at_once
-from fedsim.budget.applicant import Applicant, shortened
-from fedsim.clipping import Strategy
-from fedsim.clipping.clip import num_coordinates
+from fedsim.budget import GROUP_SIZE, Applicant, count_at_once, shortened
+from fedsim.clipping import Strategy, num_coordinates
 from fedsim.config import Algorithm, PrivacyConfig
-from fedsim.data.dataset import Dataset
+from fedsim.data import Dataset
 from fedsim.els import ELS
-from fedsim.engine import Engine, Task
-from fedsim.engine.environment import versions
+from fedsim.engine import Engine, Task, versions
 from fedsim.errors import expect
 from fedsim.plan import (
     REPRODUCTION,
@@ -34,8 +31,7 @@ from fedsim.plan import (
     planned_phases,
     sharing,
 )
-from fedsim.run import directory
-from fedsim.run.directory import StoredRun
+from fedsim.run import StoredRun, directory
 from fedsim.training.open import OpenRun, wait_for
 from fedsim.training.private_evaluation import Counted
 from fedsim.training.resolve import (

@@ -18,23 +18,17 @@ import jax
 import numpy as np
 import optax
 
-from fedsim.budget.admission import admitted
-from fedsim.budget.applicant import Applicant
-from fedsim.clipping import Clip, Strategy
-from fedsim.clipping.clip import num_coordinates
+from fedsim.budget import Applicant, admitted
+from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import PretrainConfig, RunConfig, as_dict, to_json
-from fedsim.data.dataset import Dataset
+from fedsim.data import Dataset
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.evaluate import evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
-from fedsim.run import checkpoint, directory
-from fedsim.run.console import Console
-from fedsim.run.metrics import Metrics
-from fedsim.run.signals import stop_signals
-from fedsim.run.state import State, restored, save
-from fedsim.training import open_run, wait_for
+from fedsim.run import Console, Metrics, State, checkpoint, directory, restored, save, stop_signals
+from fedsim.training.open import open_run, wait_for
 from fedsim.training.optimizers import diverged, is_finite, update_rule, updater
 from fedsim.training.recipe import settled
 

@@ -24,23 +24,17 @@ import jax
 import numpy as np
 
 from fedsim.accounting import Event, StepEvent
-from fedsim.budget.admission import admitted
-from fedsim.budget.applicant import Applicant
-from fedsim.budget.ledger import Entry, Limit, place_of
+from fedsim.budget import Applicant, Entry, Limit, admitted, place_of
 from fedsim.config import ZERO_OUT, RunConfig
-from fedsim.data.dataset import Dataset
-from fedsim.data.users import UserStore
+from fedsim.data import Dataset, UserStore
 from fedsim.engine import Engine
 from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.evaluate import VALIDATION, last_model
 from fedsim.files import make_directory, open_to_append, whole_lines, write_durably, write_json
 from fedsim.keys import SecretKey
 from fedsim.noise import noisy_mean_loss
-from fedsim.plan import ADJACENCY, REPRODUCTION, Evaluations, Plan, noise_of
-from fedsim.plan.evaluations import MOST_ROWS
-from fedsim.run.console import Console
-from fedsim.run.directory import StoredRun
-from fedsim.run.ledger import note
+from fedsim.plan import ADJACENCY, MOST_ROWS, REPRODUCTION, Evaluations, Plan, noise_of
+from fedsim.run import Console, StoredRun, note
 from fedsim.sampling import graph_of
 
 FILE = "evaluations.jsonl"

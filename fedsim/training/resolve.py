@@ -8,14 +8,12 @@ import optax
 from fedsim.clipping import Clip, Strategy
 from fedsim.config import UPDATE, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.els import ELS
-from fedsim.engine import Engine
-from fedsim.engine.trials import AUTO, choose_strategy
+from fedsim.engine import AUTO, Engine, choose_strategy
 from fedsim.errors import expect
 from fedsim.files import cache_dir
-from fedsim.noise.toeplitz import predicted_error
+from fedsim.noise import predicted_error
 from fedsim.plan import CorrelatedNoise, Plan
-from fedsim.run import directory
-from fedsim.run.directory import StoredRun
+from fedsim.run import StoredRun, directory
 from fedsim.training.optimizers import rate_of, update_rule
 from fedsim.training.recipe import Noise, settled
 from fedsim.uls import ULS

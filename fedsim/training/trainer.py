@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting import at_most
 from fedsim.config import as_dict, settings_of, to_json
 from fedsim.engine import Stats
 from fedsim.errors import ConfigError
@@ -24,12 +24,22 @@ from fedsim.evaluate import VALIDATION, begin_evaluate, headline
 from fedsim.files import write_json
 from fedsim.noise import Correlated
 from fedsim.plan import claimed_fields, ledger_head
-from fedsim.run import checkpoint, directory, released
-from fedsim.run.console import EVALUATED
-from fedsim.run.ledger import Ledger, OtherBits, claimed_epsilon, gradient_sha256
-from fedsim.run.metrics import Metrics
-from fedsim.run.signals import stop_signals
-from fedsim.run.state import State, restored, results, save
+from fedsim.run import (
+    EVALUATED,
+    Ledger,
+    Metrics,
+    OtherBits,
+    State,
+    checkpoint,
+    claimed_epsilon,
+    directory,
+    gradient_sha256,
+    released,
+    restored,
+    results,
+    save,
+    stop_signals,
+)
 from fedsim.training.open import OpenRun
 from fedsim.training.optimizers import (
     Diverged,

@@ -4,3 +4,7 @@
 the noise that is left (`noise_audit`); `pages` writes their pages from `templates`, with the charts
 of `plots`.
 """
+
+from lazy_loader import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

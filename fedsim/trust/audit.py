@@ -17,17 +17,15 @@ import numpy as np
 from fedsim import accounting
 from fedsim.accounting import Phases
 from fedsim.config import Algorithm, AuditConfig, PrivacyConfig, RunConfig, changed_run
-from fedsim.data.dataset import Dataset
-from fedsim.engine.trials import AUTO
+from fedsim.data import Dataset
+from fedsim.engine import AUTO
 from fedsim.errors import expect
 from fedsim.files import write_json
 from fedsim.group_size import median_group_size
 from fedsim.keys import SecretKey
-from fedsim.models.language_model import LanguageModelTask
+from fedsim.models import LanguageModelTask
 from fedsim.plan import ADJACENCY, REPRODUCTION, claimed_phases
-from fedsim.run import checkpoint, directory, ledger
-from fedsim.run.console import Console
-from fedsim.run.model_source import find_model, load_data
+from fedsim.run import Console, checkpoint, directory, find_model, ledger, load_data
 from fedsim.sampling import examples_per_user, graph_of
 from fedsim.training import train
 from fedsim.trust import bounds

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import accounting
-from fedsim.accounting import StepEvent
-from fedsim.accounting.rounding import at_least, at_most
-from fedsim.budget.ledger import BudgetLedger, Entry, Limit, hold
-from fedsim.budget.people import union
-from fedsim.budget.spending import Books, Charge, books
+from fedsim.accounting import StepEvent, at_least, at_most
+from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, books, hold, union
 from fedsim.config import to_json
 from fedsim.errors import expect
-from fedsim.run.terminal import aligned
+from fedsim.run import aligned
 from fedsim.trust.pages import write
 from fedsim.trust.plots import Chart, Series
 

@@ -15,13 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.clipping import Buckets
-from fedsim.clipping.clip import num_coordinates
-from fedsim.data.dataset import Dataset
-from fedsim.data.owners import Owners, joined
-from fedsim.data.text import Tokenizer
-from fedsim.data.users import UserStore
-from fedsim.engine.task import Task, WrappedTask
+from fedsim.clipping import Buckets, num_coordinates
+from fedsim.data import Dataset, Owners, Tokenizer, UserStore, joined
+from fedsim.engine import Task, WrappedTask
 from fedsim.errors import expect
 from fedsim.noise import AddNoise
 from fedsim.trust.noise_audit import ReleasedNoise

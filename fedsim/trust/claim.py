@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting import Event, RunningEpsilon, StepEvent
-from fedsim.accounting.gaussian_dp import zcdp_delta
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting import Event, RunningEpsilon, StepEvent, at_most, zcdp_delta
 from fedsim.config import ZERO_OUT, Algorithm
 from fedsim.errors import FedsimError
 from fedsim.plan import Plan, ShuffledSampling, Trial
-from fedsim.run import checkpoint
-from fedsim.run.directory import StoredRun
+from fedsim.run import StoredRun, checkpoint
 from fedsim.trust.evidence import Check
 
 CURVE_POINTS = 25

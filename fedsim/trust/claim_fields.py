@@ -3,10 +3,9 @@
 import math
 from typing import Any
 
-from fedsim.accounting.rounding import at_most
-from fedsim.budget.receipt import together
-from fedsim.config import ZERO_OUT, Algorithm
-from fedsim.config.privacy import COMPARISON_ONLY
+from fedsim.accounting import at_most
+from fedsim.budget import together
+from fedsim.config import COMPARISON_ONLY, ZERO_OUT, Algorithm
 from fedsim.errors import FedsimError
 from fedsim.plan import Plan
 from fedsim.trust.claim import Released, claim

@@ -11,21 +11,17 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from fedsim import accounting
-from fedsim.accounting.rounding import at_most
-from fedsim.budget.receipt import expect_receipt
+from fedsim.accounting import at_most
+from fedsim.budget import expect_receipt
 from fedsim.config import changed_run
-from fedsim.data.dataset import Dataset
-from fedsim.data.owners import Owners
-from fedsim.data.users import UserStore
+from fedsim.data import Dataset, Owners, UserStore
 from fedsim.errors import ConfigError, FedsimError
 from fedsim.evaluate import VALIDATION
 from fedsim.keys import SecretKey
 from fedsim.plan import REPRODUCTION
-from fedsim.run import directory, metrics
-from fedsim.run.console import Console
-from fedsim.run.model_source import find_model, load_data
-from fedsim.sampling.shared import Groups
-from fedsim.training.private_evaluation import DIRECTORY, FILE, SPLIT, Evaluated
+from fedsim.run import Console, directory, find_model, load_data, metrics
+from fedsim.sampling import Groups
+from fedsim.training import DIRECTORY, FILE, SPLIT, Evaluated
 
 T = TypeVar("T")
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from fedsim.run import directory
-from fedsim.run.console import Console
+from fedsim.run import Console, directory
 from fedsim.trust.claim import ReportError
 from fedsim.trust.claim_fields import facts
 from fedsim.trust.pages import as_markdown

@@ -19,10 +19,9 @@ from scipy import stats
 
 from fedsim import accounting
 from fedsim.accounting import Phases, StepEvent
-from fedsim.clipping.clip import lattice_bits
+from fedsim.clipping import lattice_bits
 from fedsim.keys import SecretKey
-from fedsim.noise import AddNoise
-from fedsim.noise.independent import CELLS_BITS
+from fedsim.noise import CELLS_BITS, AddNoise
 
 LEAST = 1 / 4
 """Of the noise that is claimed: epsilon is not computed for less."""

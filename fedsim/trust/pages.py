@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup  # which comes with Jinja2
 
-from fedsim.accounting.rounding import at_least, at_most
+from fedsim.accounting import at_least, at_most
 from fedsim.errors import printable
 from fedsim.files import make_place, write_atomically
 from fedsim.trust.plots import Chart, svg

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting import at_most
 from fedsim.errors import brief
 
 SIZE = 5.6, 3.5  # inches of 72 points: about as wide as a telephone, so that text is legible there

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub.utils import yaml_dump
 
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting import at_most
 from fedsim.config import Algorithm
 from fedsim.trust.claim import Released, claim, gaussian
 from fedsim.trust.claim_fields import adjacency, all_runs, mechanism, slack, tuning, unit

@@ -11,13 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedsim.engine.environment import versions
+from fedsim.engine import versions
 from fedsim.errors import ConfigError
-from fedsim.run import checkpoint, directory, ledger
-from fedsim.run.signals import terminated
-from fedsim.training import train
-from fedsim.training.private_evaluation import FILE as EVALUATIONS
-from fedsim.training.private_evaluation import Evaluated
+from fedsim.run import checkpoint, directory, ledger, terminated
+from fedsim.training import FILE as EVALUATIONS, Evaluated, train
 from fedsim.trust.evidence import Evidence, Interrupted, Unknown, Violated
 
 

@@ -11,12 +11,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from fedsim.accounting.rounding import at_most
+from fedsim.accounting import at_most
 from fedsim.config import settings_of, to_json
 from fedsim.files import write_atomically
 from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, claimed_phases
-from fedsim.run import directory, ledger
-from fedsim.run.console import Console
+from fedsim.run import Console, directory, ledger
 from fedsim.trust import registry
 from fedsim.trust.claim import (
     Gaussian,

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.config import Algorithm
-from fedsim.data.dataset import Dataset
-from fedsim.data.owners import of_ids
-from fedsim.data.users import UserStore
+from fedsim.data import Dataset, UserStore, of_ids
 from fedsim.trust.canaries import POOLS, CanaryTask, Planted, PlantedStore, canary_tokens
 
 OPPOSED = -0.5

@@ -13,18 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import accounting, keys
-from fedsim.accounting import RunningEpsilon, event_fields
-from fedsim.accounting.rounding import at_least, at_most
+from fedsim.accounting import RunningEpsilon, at_least, at_most, event_fields
 from fedsim.clipping import Strategy
-from fedsim.config import Algorithm
-from fedsim.config.privacy import sampling_of
-from fedsim.data.dataset import SUMS
+from fedsim.config import Algorithm, sampling_of
+from fedsim.data import SUMS
 from fedsim.els import ELS
 from fedsim.engine import EngineError
 from fedsim.errors import ConfigError, DataError, FedsimError, FileDamaged
 from fedsim.files import read_json
 from fedsim.keys import SecretKey
-from fedsim.noise.toeplitz import predicted_error
+from fedsim.noise import predicted_error
 from fedsim.plan import (
     AllocatedSampling,
     Audit,
@@ -34,10 +32,7 @@ from fedsim.plan import (
     method_for,
     sharing,
 )
-from fedsim.run import checkpoint, directory, ledger, metrics
-from fedsim.run.chained_log import LedgerError
-from fedsim.run.console import Console
-from fedsim.run.state import apart, results
+from fedsim.run import Console, LedgerError, apart, checkpoint, directory, ledger, metrics, results
 from fedsim.shared_uls import SharedULS
 from fedsim.trust.evidence import (
     Check,

@@ -12,14 +12,21 @@ from typing import Any
 
 from fedsim import accounting
 from fedsim.accounting import allocated_event
-from fedsim.clipping.clip import lattice_bits
-from fedsim.config import Algorithm, PrivacyConfig, RunConfig
-from fedsim.config.privacy import ALLOCATION, CORRELATED, CYCLIC, INDEPENDENT, POISSON
-from fedsim.noise.correlated import strategy
-from fedsim.noise.toeplitz import Prediction, predicted_error
-from fedsim.plan.defaults import allocated, bands_predicted
+from fedsim.clipping import lattice_bits
+from fedsim.config import (
+    ALLOCATION,
+    CORRELATED,
+    CYCLIC,
+    INDEPENDENT,
+    POISSON,
+    Algorithm,
+    PrivacyConfig,
+    RunConfig,
+)
+from fedsim.noise import Prediction, predicted_error, strategy
+from fedsim.plan import allocated, bands_predicted
 from fedsim.sampling import Users, graph_of
-from fedsim.training.recipe import Noise, settled
+from fedsim.training import Noise, settled
 
 ADDING = ("momentum", "sgd")
 """Optimizers that add gradients up, for which correlated noise is."""

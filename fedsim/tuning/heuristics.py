@@ -12,7 +12,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.config import ZERO_OUT, Algorithm, PrivacyConfig
-from fedsim.data.dataset import Dataset
+from fedsim.data import Dataset
 from fedsim.keys import SecretKey
 from fedsim.plan import complete
 from fedsim.sampling import Users, graph_of, groups_of, pool_of

@@ -17,21 +17,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedsim import engine
-from fedsim.clipping import Clip
-from fedsim.clipping.clip import num_coordinates
-from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig, RunConfig
-from fedsim.config.privacy import CORRELATED, sampling_of
-from fedsim.data.dataset import Dataset
+from fedsim.clipping import Clip, num_coordinates
+from fedsim.config import (
+    ADD_OR_REMOVE,
+    CORRELATED,
+    Algorithm,
+    PrivacyConfig,
+    RunConfig,
+    sampling_of,
+)
+from fedsim.data import Dataset
 from fedsim.els import ELS
 from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise.toeplitz import predicted_error
+from fedsim.noise import predicted_error
 from fedsim.plan import calibrate, holds, method_for, sampling_for
-from fedsim.run.console import Console
-from fedsim.run.model_source import find_model, load_data, make_task
-from fedsim.sampling import Users, examples_per_user, graph_of, pool_of
-from fedsim.sampling.shared import Groups
+from fedsim.run import Console, find_model, load_data, make_task
+from fedsim.sampling import Groups, Users, examples_per_user, graph_of, pool_of
 from fedsim.shared_uls import SharedULS
 from fedsim.training import wait_for
 from fedsim.tuning import doubling

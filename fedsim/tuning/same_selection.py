@@ -10,11 +10,11 @@ from typing import Any
 
 from fedsim.accounting import SelectionEvent
 from fedsim.config import OPERATIONAL, PrivacyConfig, RunConfig, as_dict, changed
-from fedsim.data.dataset import Dataset
+from fedsim.data import Dataset
 from fedsim.errors import expect
 from fedsim.files import read_json, write_json
 from fedsim.keys import SecretKey
-from fedsim.run.model_source import find_model, model_sha256
+from fedsim.run import find_model, model_sha256
 from fedsim.tuning.sweep import RUNS, Job
 
 BEGAN = "began.json"

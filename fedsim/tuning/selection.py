@@ -14,21 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import accounting
-from fedsim.accounting import Phases, SelectionEvent, StepEvent, calibration
-from fedsim.accounting.accountant import spent
-from fedsim.accounting.rounding import at_most
-from fedsim.accounting.selection import draw_trials
-from fedsim.budget.admission import admitted, close
-from fedsim.budget.applicant import Applicant
-from fedsim.budget.ledger import Limit, place_of
+from fedsim.accounting import (
+    Phases,
+    SelectionEvent,
+    StepEvent,
+    at_most,
+    calibration,
+    draw_trials,
+    spent,
+)
+from fedsim.budget import Applicant, Limit, admitted, close, place_of
 from fedsim.config import changed_run, to_json
-from fedsim.data.dataset import Dataset
+from fedsim.data import Dataset
 from fedsim.errors import FedsimError, expect
 from fedsim.evaluate import last_model
 from fedsim.files import make_directory, private_directory, read_json, sync_directory, write_json
-from fedsim.keys import FILE as KEY
-from fedsim.keys import SecretKey
-from fedsim.models.transformer import PRESETS
+from fedsim.keys import FILE as KEY, SecretKey
+from fedsim.models import PRESETS
 from fedsim.noise import noisy_mean_loss, slack
 from fedsim.plan import (
     MOST_PARAMETERS,
@@ -40,13 +42,9 @@ from fedsim.plan import (
     noise_of,
     planned_phases,
 )
-from fedsim.run import directory
-from fedsim.run.console import Console
-from fedsim.run.model_source import find_model, load_data
+from fedsim.run import Console, directory, find_model, load_data
 from fedsim.sampling import graph_of
-from fedsim.training import expect_strategy, outside
-from fedsim.training.optimizers import Diverged
-from fedsim.training.private_evaluation import largest_loss, user_losses
+from fedsim.training import Diverged, expect_strategy, largest_loss, outside, user_losses
 from fedsim.tuning.same_selection import BEGAN, Began
 from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, entries, jobs_of, outcomes_of
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from fedsim.budget.ledger import place_of
+from fedsim.budget import place_of
 from fedsim.config import (
     OPERATIONAL,
     Algorithm,
@@ -37,9 +37,7 @@ from fedsim.config import (
 from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.files import cache_dir, expand_home, private_directory, write_atomically
 from fedsim.keys import SecretKey
-from fedsim.run import directory, metrics
-from fedsim.run.console import Console
-from fedsim.run.state import REALISED
+from fedsim.run import REALISED, Console, directory, metrics
 from fedsim.tuning import hparams
 
 RUNS, LOGS, BOARD, TABLE = "runs", "logs", "tb", "results"
@@ -191,11 +189,7 @@ def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:
     Raises: ConfigError: they are not there, or not those of a run that has ended: places are part
       of its name, and not what lies there.
     """
-    from fedsim.run.model_source import (  # imports JAX, which runs do in processes of their own
-        find_model,
-        load_data,
-        model_sha256,
-    )
+    from fedsim.run import find_model, load_data, model_sha256
 
     places: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
@@ -232,7 +226,7 @@ def _side_by_side(
     jobs: Sequence[Job], console: Console, at_once: int | None
 ) -> Iterator[tuple[Job, Any]]:
     """(job, its summary or the FedsimError that ended it), as jobs end."""
-    from fedsim.engine.parallel_runs import ParallelRuns
+    from fedsim.engine import ParallelRuns
 
     first = jobs[0].run
     side = ParallelRuns(

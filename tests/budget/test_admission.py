@@ -25,8 +25,7 @@ from fedsim.budget.receipt import expect_receipt, together
 from fedsim.budget.spending import books, charge_of
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.keys import SecretKey
-from fedsim.run import directory
-from fedsim.run import ledger as ledger_module
+from fedsim.run import directory, ledger as ledger_module
 from fedsim.run.chained_log import LedgerError
 from fedsim.run.directory import LOCK, RECEIPT
 from fedsim.run.ledger import Ledger

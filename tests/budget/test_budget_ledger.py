@@ -8,8 +8,7 @@ from fedsim.accounting import StepEvent
 from fedsim.budget import people
 from fedsim.budget.ledger import FILE, LAST, LOCK, BudgetLedger, Entry, Limit, hold
 from fedsim.errors import FileDamaged
-from fedsim.keys import FILE as KEY
-from fedsim.keys import SecretKey
+from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.run.chained_log import LINK, LedgerError, link
 
 PHASES = [(StepEvent(2.0, 0.1), 10)]

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from problems import SoftmaxTask
 
 from fedsim.clipping import Clip, Strategy, clip_chunk

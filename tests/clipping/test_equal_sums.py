@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from zoo import LENGTH, VOCAB, Tied, Untied, losses_of, random_batch, random_params
 
 from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk

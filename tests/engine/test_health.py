@@ -1,8 +1,7 @@
 """The state machine of workers: every transition, every deadline, whatever the order of events."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fedsim.engine.health import Health, Patience, State
 

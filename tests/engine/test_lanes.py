@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fedsim.clipping import Buckets, Clip, Strategy
 from fedsim.data.users import UserStore

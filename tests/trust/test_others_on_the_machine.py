@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jax._src import compilation_cache
-from test_verify import command
-from test_verify import write_texts as write_verify_texts
+from test_verify import command, write_texts as write_verify_texts
 
 from fedsim import files
 from fedsim.accounting import calibration

@@ -4,3 +4,7 @@
 is, `tokenised` and `sorting` write and sort what need not fit in memory, `hub` streams data sets of
 the Hugging Face Hub.
 """
+
+from lazy_loader import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -6,9 +6,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset as HubDataset
-from datasets import DatasetDict
-from datasets import IterableDataset as HubStream
+from datasets import Dataset as HubDataset, DatasetDict, IterableDataset as HubStream
 
 from fedsim.data.building.build import build
 from fedsim.data.building.hub import HubSource

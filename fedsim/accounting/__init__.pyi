@@ -1,0 +1,46 @@
+from . import (
+    accountant as accountant,
+    calibration as calibration,
+    composition as composition,
+    mixture as mixture,
+)
+from .accountant import (
+    RELATIVE_ACCURACY as RELATIVE_ACCURACY,
+    RunningEpsilon as RunningEpsilon,
+    composed_loss as composed_loss,
+    delta as delta,
+    epsilon as epsilon,
+    epsilon_with as epsilon_with,
+    privacy_curve as privacy_curve,
+    spent as spent,
+)
+from .events import (
+    MOST_CONTRIBUTIONS as MOST_CONTRIBUTIONS,
+    MOST_NOISE as MOST_NOISE,
+    MOST_STEPS as MOST_STEPS,
+    Event as Event,
+    Phases as Phases,
+    StepEvent as StepEvent,
+    allocated_event as allocated_event,
+    cyclic_event as cyclic_event,
+    event_fields as event_fields,
+    event_of as event_of,
+    of_words as of_words,
+    to_words as to_words,
+)
+from .gaussian_dp import (
+    gaussian_delta as gaussian_delta,
+    gaussian_epsilon as gaussian_epsilon,
+    gaussian_mu as gaussian_mu,
+    zcdp_delta as zcdp_delta,
+)
+from .noise_slack import Errors as Errors, Slack as Slack, slack as slack, together as together
+from .pure_dp import PureEvent as PureEvent
+from .rounding import at_least as at_least, at_most as at_most
+from .selection import SelectionEvent as SelectionEvent, draw_trials as draw_trials
+from .unknowns import (
+    calibrate_noise as calibrate_noise,
+    noise_multiplier as noise_multiplier,
+    num_steps as num_steps,
+    sampling_prob as sampling_prob,
+)

@@ -1,0 +1,46 @@
+from .commands import (
+    AuditConfig as AuditConfig,
+    Personalization as Personalization,
+    PretrainConfig as PretrainConfig,
+)
+from .flags import (
+    RENAMED as RENAMED,
+    as_dict as as_dict,
+    changed as changed,
+    changed_run as changed_run,
+    first_named as first_named,
+    flags_of as flags_of,
+    renamed as renamed,
+    run_config as run_config,
+    settings_of as settings_of,
+    to_json as to_json,
+    typed as typed,
+    types_of as types_of,
+)
+from .privacy import (
+    ADD_OR_REMOVE as ADD_OR_REMOVE,
+    ALLOCATION as ALLOCATION,
+    COMPARISON_ONLY as COMPARISON_ONLY,
+    CORRELATED as CORRELATED,
+    CYCLIC as CYCLIC,
+    INDEPENDENT as INDEPENDENT,
+    ONLY_USERS as ONLY_USERS,
+    POISSON as POISSON,
+    SHUFFLE as SHUFFLE,
+    ZERO_OUT as ZERO_OUT,
+    Algorithm as Algorithm,
+    MechanismConfig as MechanismConfig,
+    PrivacyConfig as PrivacyConfig,
+    PrivacyTarget as PrivacyTarget,
+    sampling_of as sampling_of,
+)
+from .run import (
+    AXES as AXES,
+    OPERATIONAL as OPERATIONAL,
+    UPDATE as UPDATE,
+    DataConfig as DataConfig,
+    EngineConfig as EngineConfig,
+    MeshShape as MeshShape,
+    ModelConfig as ModelConfig,
+    RunConfig as RunConfig,
+)

@@ -1,0 +1,28 @@
+from . import corpora as corpora
+from .building import readers as readers, sources as sources, user_ids as user_ids
+from .building.build import build as build
+from .building.column_names import expected_of as expected_of
+from .building.columns import (
+    Columns as Columns,
+    is_blank as is_blank,
+    is_list as is_list,
+    is_string as is_string,
+    normalise as normalise,
+    plain as plain,
+)
+from .corpora import load as load
+from .dataset import (
+    SPLITS as SPLITS,
+    SUMS as SUMS,
+    Dataset as Dataset,
+    draw_histograms as draw_histograms,
+    stats as stats,
+)
+from .owners import (
+    Owners as Owners,
+    decided_by_texts as decided_by_texts,
+    joined as joined,
+    of_ids as of_ids,
+)
+from .text import Tokenizer as Tokenizer
+from .users import UserStore as UserStore

@@ -1,0 +1,16 @@
+from . import (
+    lora as lora,
+    pretrained as pretrained,
+    side_files as side_files,
+    tensor_files as tensor_files,
+)
+from .language_model import LanguageModelTask as LanguageModelTask, lengths_up_to as lengths_up_to
+from .pretrained import HUB as HUB, TOKENIZER as TOKENIZER, Pretrained as Pretrained
+from .transformer import (
+    PRESETS as PRESETS,
+    Transformer as Transformer,
+    TransformerConfig as TransformerConfig,
+    preset as preset,
+    stacked as stacked,
+    unstacked as unstacked,
+)

@@ -1,0 +1,20 @@
+from . import independent as independent
+from .correlated import Correlated as Correlated, Strategy as Strategy, strategy as strategy
+from .independent import (
+    CELL_ERRORS as CELL_ERRORS,
+    CELLS_BITS as CELLS_BITS,
+    AddNoise as AddNoise,
+    add_gaussian as add_gaussian,
+    gaussian as gaussian,
+    in_blocks as in_blocks,
+    noisy_mean_loss as noisy_mean_loss,
+    noisy_number as noisy_number,
+    release_shift as release_shift,
+    slack as slack,
+)
+from .toeplitz import (
+    Prediction as Prediction,
+    best as best,
+    predicted_error as predicted_error,
+    predictions as predictions,
+)

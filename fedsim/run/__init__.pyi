@@ -1,0 +1,45 @@
+from . import (
+    checkpoint as checkpoint,
+    directory as directory,
+    ledger as ledger,
+    metrics as metrics,
+    released as released,
+)
+from .chained_log import ChainedLog as ChainedLog, LedgerError as LedgerError
+from .console import (
+    EVALUATED as EVALUATED,
+    Console as Console,
+    guarantee_line as guarantee_line,
+    spent as spent,
+)
+from .directory import RECEIPT as RECEIPT, Identity as Identity, StoredRun as StoredRun
+from .ledger import (
+    Ledger as Ledger,
+    OtherBits as OtherBits,
+    Reached as Reached,
+    claimed_epsilon as claimed_epsilon,
+    gradient_sha256 as gradient_sha256,
+    note as note,
+)
+from .listing import lines_of as lines_of, runs_in as runs_in
+from .metrics import Metrics as Metrics
+from .model_source import (
+    expect_language_model as expect_language_model,
+    files_of_run as files_of_run,
+    find_model as find_model,
+    load_data as load_data,
+    local_steps_of as local_steps_of,
+    make_task as make_task,
+    model_sha256 as model_sha256,
+    parts_of_run as parts_of_run,
+)
+from .signals import stop_signals as stop_signals, terminated as terminated
+from .state import (
+    REALISED as REALISED,
+    State as State,
+    apart as apart,
+    restored as restored,
+    results as results,
+    save as save,
+)
+from .terminal import Terminal as Terminal, aligned as aligned

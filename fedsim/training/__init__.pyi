@@ -1,0 +1,25 @@
+from . import optimizers as optimizers
+from .dry_run import dry_run as dry_run
+from .launch import train as train
+from .open import open_run as open_run, wait_for as wait_for
+from .optimizers import Diverged as Diverged
+from .personalize import personalize_run as personalize_run
+from .pretrain import pretrain as pretrain
+from .private_evaluation import (
+    DIRECTORY as DIRECTORY,
+    FILE as FILE,
+    SPLIT as SPLIT,
+    Evaluated as Evaluated,
+    PrivateEvaluation as PrivateEvaluation,
+    evaluate_privately as evaluate_privately,
+    largest_loss as largest_loss,
+    user_losses as user_losses,
+)
+from .recipe import Noise as Noise, settled as settled
+from .resolve import (
+    expect_strategy as expect_strategy,
+    outside as outside,
+    settled_by as settled_by,
+    strategy_for as strategy_for,
+)
+from .trainer import Trainer as Trainer
