@@ -157,9 +157,8 @@ def test_whatever_starts_ray_for_others_turns_authentication_on():
 def test_the_list_of_dependencies_is_short_used_and_pinned():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[\[>=<]", line)[0].lower() for line in project["dependencies"]}
-    assert (
-        len(names) <= 25
-    )  # in place of our own code: three write pages, DuckDB, pydantic, lazy_loader
+    # In place of our own code: three that write pages, DuckDB, pydantic and lazy_loader.
+    assert len(names) <= 25
     pins = (REPOSITORY / "constraints.txt").read_text().lower().splitlines()
     pinned = {line.partition("==")[0] for line in pins}
     assert {name.replace("_", "-") for name in names} <= {p.replace("_", "-") for p in pinned}
