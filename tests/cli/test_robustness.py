@@ -24,6 +24,7 @@ from test_verify import command, write_texts
 from fedsim import files
 from fedsim.cli.main import main
 from fedsim.run import directory, ledger
+from fedsim.run.chained_log import ChainedLog
 
 
 @pytest.fixture(scope="module")
@@ -528,9 +529,14 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_there(
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    append = ChainedLog.append
+
+    def of_the_run(log, line):
+        return full() if log.path.name == ledger.FILE else append(log, line)
+
     with monkeypatch.context() as patch:
         if written == "ledger":
-            patch.setattr(ledger.Ledger, "_append", full)
+            patch.setattr(ChainedLog, "append", of_the_run)
         elif written == "checkpoint":
             patch.setattr("fedsim.models.tensor_files.write_with", full)
         elif written == "metrics":
