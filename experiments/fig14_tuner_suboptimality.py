@@ -21,8 +21,9 @@ from experiments import common, finetuning
 from experiments.finetuning import ULS_GRIDS
 from experiments.rows import ERRORS, by, seed_error
 from fedsim.run import Console
-from fedsim.tuning import doubling, recommend
+from fedsim.tuning import doubling
 from fedsim.tuning.doubling import Configuration
+from fedsim.tuning.recommend import user_grad_norms as measured_norms
 
 SETTINGS = ULS_GRIDS
 STRATEGIES = {  # wide ones first: strategies that choose alike lie on each other
@@ -43,7 +44,7 @@ def run(settings: finetuning.UlsGrid, arguments: finetuning.Arguments) -> list[d
         users = finetuning.assumed(name, training, arguments)
         delta = finetuning.delta_of(name, training, arguments)
         run_config = finetuning.run_of(name, arguments, training, training.seeds[0])
-        norms = recommend.user_grad_norms(run_config, settings.group_sizes, Console())
+        norms = measured_norms(run_config, settings.group_sizes, Console())
         error = seed_error(own)
         for epsilon, cells in by(own, lambda row: row["epsilon"]).items():
             losses = {Configuration(r["group_size"], r["cohort_size"]): r["loss"] for r in cells}

@@ -13,7 +13,8 @@ from experiments.finetuning import Arguments, Training
 from fedsim.config import RunConfig
 from fedsim.group_size import median_group_size
 from fedsim.run import Console
-from fedsim.tuning import doubling, recommend
+from fedsim.tuning import doubling
+from fedsim.tuning.recommend import user_grad_norms as measured_norms
 
 
 def cells_of(
@@ -44,7 +45,7 @@ def cells_of(
 @functools.cache
 def user_grad_norms(run: RunConfig, groups: tuple[int, ...]) -> dict[int, float]:
     """L_ULS by group size, which depends on neither epsilon nor population."""
-    return recommend.user_grad_norms(run, groups, Console())
+    return measured_norms(run, groups, Console())
 
 
 def groups_of(

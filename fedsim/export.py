@@ -8,7 +8,7 @@ from fedsim.errors import expect
 from fedsim.files import expand_home
 from fedsim.models import lora, pretrained
 from fedsim.run import Console, directory, files_of_run, find_model, ledger, parts_of_run
-from fedsim.trust import FILE, model_card
+from fedsim.trust import CARD, model_card
 
 
 def export(source: str, out: str | Path, *, adapter: bool = False) -> dict[str, Any]:
@@ -49,4 +49,4 @@ def _card(source: str, base: str | None = None) -> str:
 
 def _write(card: str, out: Path) -> None:
     if card:
-        (out / FILE).write_text(card, encoding="utf-8")
+        (out / CARD).write_text(card, encoding="utf-8")

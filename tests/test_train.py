@@ -24,8 +24,8 @@ from fedsim.run import checkpoint, directory, ledger
 from fedsim.run.console import Console, guarantee_line
 from fedsim.run.state import APART
 from fedsim.training.open import key_context
-from fedsim.trust import report
 from fedsim.trust.pages import as_markdown
+from fedsim.trust.report import compose, read
 
 NUM_STEPS = 24
 
@@ -165,8 +165,8 @@ def test_a_stop_signal_ends_the_step_and_saves_it(texts, undisturbed, stopped_ru
     assert 3 <= stopped["steps_done"] < NUM_STEPS
     assert stopped["epsilon"] == undisturbed["uls"]["epsilon"]  # it may have looked at itself
     assert stopped["steps_done"] == len(lines(run_dir, "ledger.jsonl")) - 1
-    reported = report.read(run_dir, Console())
-    page = as_markdown("report.md.jinja", **report.compose(reported))
+    reported = read(run_dir, Console())
+    page = as_markdown("report.md.jinja", **compose(reported))
     assert f"| steps accounted | {NUM_STEPS} of {NUM_STEPS} planned, of which" in page
     ideal = stopped["epsilon"] + stopped["slack"]["epsilon"]
     assert ideal <= reported.epsilon < ideal + 1e-3

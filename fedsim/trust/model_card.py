@@ -10,7 +10,7 @@ from fedsim.trust.claim_fields import facts
 from fedsim.trust.pages import as_markdown
 from fedsim.trust.report import read
 
-FILE = "README.md"
+CARD = "README.md"
 
 
 def model_card(run_dir: Path, console: Console, *, base: str | None = None) -> str:

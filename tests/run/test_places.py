@@ -28,7 +28,7 @@ from fedsim.generate import generate_text
 from fedsim.library import Run, train
 from fedsim.models import pretrained
 from fedsim.run.model_source import find_model
-from fedsim.tuning import sweep
+from fedsim.tuning.sweep import _job
 
 CACHE = str(cache_dir())  # of all tests, with what they have compiled
 VARIABLES = ("FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER", "XDG_CACHE_HOME", "XDG_STATE_HOME")
@@ -154,7 +154,7 @@ ENTRIES = {
     "generate": lambda path: generate_text(path, "", **HOW),
     "export": lambda path: export(path, "out"),
     "Run": Run,
-    "a sweep": lambda path: sweep._job({"algorithm": "els", "data": path, "epsilon": 1.0,
+    "a sweep": lambda path: _job({"algorithm": "els", "data": path, "epsilon": 1.0,
                                         "num_steps": 1}, Path("out")).run.data.source,
 }  # fmt: skip
 

@@ -22,9 +22,10 @@ from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated
 from fedsim.plan import ADJACENCY
 from fedsim.sampling import Poisson, Sampling
-from fedsim.trust import audit, bounds
+from fedsim.trust import bounds
+from fedsim.trust.audit import judge
 from fedsim.trust.audit_page import sentence
-from fedsim.trust.canaries import CanaryTask, Planted, coins
+from fedsim.trust.canaries import POOLS, CanaryTask, Planted, coins
 from fedsim.uls import ULS
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def audited(
     """
     rng = np.random.default_rng(trial)
     included = coins(CANARIES, rng)
-    group_size, rows = (4, 4) if algorithm is ULS else (2, 2 * audit.POOLS)
+    group_size, rows = (4, 4) if algorithm is ULS else (2, 2 * POOLS)
     plant = Planted(CANARIES, 0, rows, 1.0, included, rng)
     sizes = [rows] * (OTHERS + int(included.sum()))
     users = users_of_sizes(sizes)
@@ -305,7 +306,7 @@ def result(epsilon, label=ADJACENCY["zero-out"], found=5.0, largest=9.0, indepen
     ],
 )  # fmt: skip
 def test_a_verdict_is_about_what_is_claimed(given, holds, verdict):
-    found = audit.judge(given)
+    found = judge(given)
     assert found["holds"] is holds and found["verdict"].startswith(verdict)
     assert found["verdict"] in sentence({**given, **found})
 

@@ -20,8 +20,7 @@ from fedsim.cli.tuning import read_spec
 from fedsim.plan import REPRODUCTION
 from fedsim.run import ledger
 from fedsim.run.console import Console
-from fedsim.tuning import sweep
-from fedsim.tuning.sweep import expand, identity, jobs_of
+from fedsim.tuning.sweep import expand, identity, jobs_of, sweep, write_table
 
 BASE = {"data": "pydocs", "epsilon": 4, "num_steps": 3, "algorithm": "uls"}
 
@@ -102,7 +101,7 @@ def test_a_sweep_leaves_what_is_not_its_own_as_it_is(tmp_path):
     for place in (tmp_path / "posts", tmp_path / "posts" / "metadata.json"):
         (tmp_path / "posts" / "metadata.json").write_text("{}")
         with refuses(f"out={place}"):
-            sweep.sweep([BASE], place, Console(), here=True)
+            sweep([BASE], place, Console(), here=True)
     assert (tmp_path / "posts").stat().st_mode & 0o777 == 0o755
     assert [path.name for path in (tmp_path / "posts").iterdir()] == ["metadata.json"]
 
@@ -156,7 +155,7 @@ def test_a_sweep_killed_half_way_repeats_no_finished_run(spec_file, tmp_path, ca
     finished = {p: (p / "summary.json").stat().st_mtime_ns for p in started("summary.json")}
     assert len(finished) < 4
     settings = expand(read_spec(spec_file, ("num_steps=40",)))
-    sweep.sweep(settings, out, Console(), here=True)
+    sweep(settings, out, Console(), here=True)
     assert f"4 runs, {len(finished)} of them finished before" in capsys.readouterr().err
     for path, when in finished.items():
         assert (path / "summary.json").stat().st_mtime_ns == when
@@ -175,7 +174,7 @@ def test_a_sweep_killed_half_way_repeats_no_finished_run(spec_file, tmp_path, ca
         assert steps == list(range(40))
     logs = [path.read_text() for path in sorted((out / "logs").iterdir())]
     assert any("resuming after step" in log for log in logs)  # from a checkpoint
-    sweep.sweep(settings, out, Console())
+    sweep(settings, out, Console())
     assert "4 runs, 4 of them finished before" in capsys.readouterr().err
     check_board(out)
 
@@ -196,7 +195,7 @@ def check_board(out):
 def test_a_run_of_a_sweep_has_the_bits_that_it_has_alone(spec_file, tmp_path, capsys, ray_cluster):
     settings = expand(read_spec(spec_file, ("epsilon=8",)))
     bad = {**settings[1], "batch_size": 100_000}  # more than there are users: found when it starts
-    rows = sweep.sweep([settings[1], bad], tmp_path, Console(), at_once=1)
+    rows = sweep([settings[1], bad], tmp_path, Console(), at_once=1)
     assert [row["status"] for row in rows] == ["done", "failed"]
     assert "batch_size=100000: expected" in rows[1]["error"]
     assert (
@@ -234,7 +233,7 @@ def test_a_run_that_has_its_turn_uses_all_workers_and_a_signal_ends_the_sweep(
 
     settings = expand(read_spec(spec_file, ("epsilon=8",)))[1]
     for name, how in (("turn", {"in_turn": True}), ("here", {"here": True})):
-        sweep.sweep([settings], tmp_path / name, Console(), **how)
+        sweep([settings], tmp_path / name, Console(), **how)
     rows = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("turn", "here")]
     assert rows[0][0]["params_sha256"] == rows[1][0]["params_sha256"]
 
@@ -245,7 +244,7 @@ def test_an_epsilon_in_the_table_stands_beside_what_it_holds_under(tmp_path):
     job.run.run_dir.mkdir(parents=True)
     ended = {"epsilon": 3.9, "epsilon_holds": REPRODUCTION, "steps_done": 3, "num_steps": 3}
     (job.run.run_dir / "summary.json").write_text(json.dumps(ended))
-    (row,) = sweep.write_table([job], tmp_path, {})
+    (row,) = write_table([job], tmp_path, {})
     assert (row["spent_epsilon"], row["epsilon_holds"]) == (3.9, REPRODUCTION)
     (written,) = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
     assert written["epsilon_holds"] == REPRODUCTION
@@ -293,8 +292,8 @@ def test_a_finished_run_of_other_data_at_the_same_place_is_not_taken(tmp_path):
     write("one")
     settings = {"algorithm": "uls", "data": str(source), "epsilon": 4, "num_steps": 2}
     settings |= {"batch_size": 8, "max_length": 16, "strategy": "scan:1"}
-    (row,) = sweep.sweep([settings], tmp_path / "out", Console(), here=True)
+    (row,) = sweep([settings], tmp_path / "out", Console(), here=True)
     assert row["status"] == "done"
     write("two")
     with refuses(f"data={source}", says=f"{row['run']} began with"):
-        sweep.sweep([settings], tmp_path / "out", Console(), here=True)
+        sweep([settings], tmp_path / "out", Console(), here=True)
