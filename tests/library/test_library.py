@@ -64,7 +64,7 @@ def test_importing_it_loads_nothing_and_shows_what_there_is():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     for name in fedsim.__all__:
         assert getattr(fedsim, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+    with pytest.raises(AttributeError, match="fedsim.*trian"):
         _ = fedsim.trian
 
 
