@@ -30,7 +30,7 @@ HEAD_NORMS = {"query_norm": "attn_q_norm", "key_norm": "attn_k_norm"}
 CONTROL = 3  # the type of special tokens
 
 
-class Found(NamedTuple):
+class GGUFModel(NamedTuple):
     """What a file has."""
 
     config: TransformerConfig
@@ -39,7 +39,7 @@ class Found(NamedTuple):
     """As `files_of`."""
 
 
-def load(file: Path, heard: Callable[[int, int], None]) -> Found:
+def load(file: Path, heard: Callable[[int, int], None]) -> GGUFModel:
     """The model of a file.
 
     Args: heard: told how many of how many arrays are read.
@@ -72,14 +72,16 @@ def load(file: Path, heard: Callable[[int, int], None]) -> Found:
         raise _no_file(file, error) from None
 
 
-def _found(file: Path, kind: str, about: dict[str, Any], tensors: dict[str, np.ndarray]) -> Found:
+def _found(
+    file: Path, kind: str, about: dict[str, Any], tensors: dict[str, np.ndarray]
+) -> GGUFModel:
     if "rope_freqs.weight" in tensors or f"{kind}.rope.scaling.type" in about:
         raise UnsupportedArchitecture.of("model", file, "rotary positions without scaling")
     config = _config(kind, about, tensors)
     used: set[str] = set()
     params = _params(kind, config, tensors, used)
     tensor_files.expect_none_left(str(file), [name for name in tensors if name not in used])
-    return Found(config, params, files_of(file, about))
+    return GGUFModel(config, params, files_of(file, about))
 
 
 def _config(kind: str, about: dict[str, Any], tensors: dict[str, Any]) -> TransformerConfig:

@@ -55,7 +55,7 @@ class Check:
         return {True: "holds", False: "VIOLATED", None: "not looked at"}[self.holds]
 
 
-class Found(Generic[T]):
+class Finding(Generic[T]):
     """What one look finds and those after it rely on; Unknown until then."""
 
     def __init__(self, what: str):
@@ -76,9 +76,9 @@ class Found(Generic[T]):
 class Evidence:
     """A run directory as its checks read it."""
 
-    lines = Found[list[dict[str, Any]]]("a ledger that is whole")
-    key = Found[SecretKey]("the run's own key")
-    users = Found[UserStore]("the data that the run was started with")
+    lines = Finding[list[dict[str, Any]]]("a ledger that is whole")
+    key = Finding[SecretKey]("the run's own key")
+    users = Finding[UserStore]("the data that the run was started with")
 
     def __init__(self, run_dir: Path, data: str | None, engine: str | None, console: Console):
         """Args: data, engine: where the data are now, and where to compute; None: as recorded.

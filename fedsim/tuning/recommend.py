@@ -68,7 +68,7 @@ class Start:
             yield
 
 
-class Found(NamedTuple):
+class HeuristicSettings(NamedTuple):
     """What the heuristics say of both algorithms."""
 
     settings: dict[Algorithm, PrivacyConfig]
@@ -175,7 +175,7 @@ def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> G
     )
 
 
-def _ask(heuristics: Heuristics, start: Start, times: UnitTimes | None) -> Found:
+def _ask(heuristics: Heuristics, start: Start, times: UnitTimes | None) -> HeuristicSettings:
     """Ask them for both algorithms; where no gradient is computed, ULS has G = 1 and C is given."""
     els, of_els = heuristics.els()
     norms = heuristics.norms
@@ -196,11 +196,11 @@ def _ask(heuristics: Heuristics, start: Start, times: UnitTimes | None) -> Found
             of_user = norms.user_norm(uls.group_size)
         clip_norms = {Algorithm.ELS: of_example, Algorithm.ULS: of_user}
     settings = {Algorithm.ELS: els, Algorithm.ULS: uls}
-    return Found(settings, clip_norms, turns, list(dict.fromkeys([*of_els, *of_uls])))
+    return HeuristicSettings(settings, clip_norms, turns, list(dict.fromkeys([*of_els, *of_uls])))
 
 
 def _about(
-    start: Start, privacy: PrivacyConfig, found: Found, norms: GradientNorms | None
+    start: Start, privacy: PrivacyConfig, found: HeuristicSettings, norms: GradientNorms | None
 ) -> dict[str, Any]:
     """What was asked, of which data and which model, and what was looked at."""
     users, workers = start.data.train, start.workers
@@ -229,7 +229,7 @@ def _holds(privacy: PrivacyConfig, users: Users) -> str:
 
 def _advice(
     algorithm: Algorithm,
-    found: Found,
+    found: HeuristicSettings,
     privacy: PrivacyConfig,
     start: Start,
     times: UnitTimes | None,
