@@ -31,7 +31,8 @@ from fedsim.config import PrivacyConfig, RunConfig
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *(page for page in DOCS if "_build" not in page.parts)]
-LINKED = [*PAGES, *map(ROOT.joinpath, ("SECURITY.md", "CHANGELOG.md"))]
+LINKED = [*PAGES, *map(ROOT.joinpath, ("SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
+LINKED += [ROOT / "CODE_OF_CONDUCT.md"]
 LINKED += [ROOT / folder / "README.md" for folder in ("cluster", "experiments")]
 
 BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.M | re.S)
