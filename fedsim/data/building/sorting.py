@@ -9,7 +9,7 @@ are not shown, for they may quote a person's text.
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class Rows:
                     "arrow_large_buffer_size": True,
                 }
             )
-            self.connection.execute("SET enable_progress_bar = false")
+            with suppress(duckdb.InvalidInputException):  # a notebook without ipywidgets has none
+                self.connection.execute("SET enable_progress_bar = false")
             self.connection.read_parquet(files, hive_partitioning=False).create_view("rows")
         return self
 
