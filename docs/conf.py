@@ -164,10 +164,12 @@ class Room(SphinxDirective):
     def package(self, name: str) -> list[str]:
         """What the package exports, under its name; then the rest, module by module."""
         package = import_module(name)
+        modules = {module.name for module in modules_of(name)}
         own = [
             export
             for export in getattr(package, "__all__", ())
             if getattr(getattr(package, export), "__module__", "").startswith(name)
+            and f"{name}.{export}" not in modules  # a module of this name has it
         ]
         lines = [f".. automodule:: {name}", "   :no-members:", ""]
         for export in own:

@@ -54,7 +54,8 @@ def test_a_dry_run_shows_the_plan_of_the_run_and_leaves_nothing(
 ):
     computing, set_threads = [], environment.set_threads
     monkeypatch.setattr(
-        environment, "set_threads", lambda config: computing.append(config) or set_threads(config)
+        "fedsim.engine.set_threads",
+        lambda config: computing.append(config) or set_threads(config),
     )
     args = command(texts, run_dir, engine="ray")  # of which it needs no worker
     main([*args, "--dry-run", "--json"])
