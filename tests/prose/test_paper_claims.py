@@ -221,12 +221,12 @@ def test_figure_18_tells_the_spread_over_users_from_that_over_seeds():
     assert fig18_personalization.margin(row, "gain", [row]) == pytest.approx(3 * np.sqrt(1 + 4))
 
 
-def shuffled(algorithm, steps, group_size=1):
+def shuffled(algorithm, steps, group_size=1, kind="shuffle"):
     """A plan of 10 steps in an epoch."""
     units = {"num_units": 100, "expected_count": 10, "accounted_prob": 0.1}
     noise = {"noise_multiplier": 4.0, "delta": 1e-6, "num_steps": steps}
-    who = {"algorithm": algorithm, "group_size": group_size, "sampling_run": "shuffle"}
-    return SimpleNamespace(**units, **noise, **who)
+    who = {"algorithm": algorithm, "group_size": group_size}
+    return SimpleNamespace(**units, **noise, **who, sampling=SimpleNamespace(kind=kind))
 
 
 def test_shuffling_may_claim_what_one_gaussian_release_an_epoch_has():
@@ -239,7 +239,7 @@ def test_shuffling_may_claim_what_one_gaussian_release_an_epoch_has():
     # All of a user's examples may fall into one batch.
     assert claimed(shuffled("els", 10, group_size=2)) == gaussian(2.0, 1)
     assert claimed(shuffled("uls", 10, group_size=2)) == gaussian(4.0, 1)
-    poisson = SimpleNamespace(**{**vars(shuffled("els", 10, 2)), "sampling_run": "poisson"})
+    poisson = shuffled("els", 10, 2, "poisson")
     event = StepEvent(4.0, 0.1, 2)
     assert claimed(poisson) == accounting.epsilon([(event, 10)], 1e-6) < gaussian(2.0, 1)
 
