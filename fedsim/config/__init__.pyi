@@ -32,7 +32,7 @@ from .privacy import (
     MechanismConfig as MechanismConfig,
     PrivacyConfig as PrivacyConfig,
     PrivacyTarget as PrivacyTarget,
-    sampling_of as sampling_of,
+    SamplingName as SamplingName,
 )
 from .run import (
     AXES as AXES,

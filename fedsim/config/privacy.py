@@ -12,12 +12,8 @@ from fedsim.errors import expect
 POISSON, CYCLIC, ALLOCATION, SHUFFLE = "poisson", "cyclic", "allocation", "shuffle"
 ONLY_USERS = "poisson or cyclic with els: of several texts at random steps no tight bound is known"
 INDEPENDENT, CORRELATED = "independent", "correlated"
+SamplingName = Literal["poisson", "cyclic", "allocation", "shuffle"]
 COMPARISON_ONLY = "as if Poisson sampled: comparison only, not a guarantee"
-
-
-def sampling_of(sampling: str | None, noise: str) -> str:
-    """The way of sampling: the one that was asked for, or what goes with the noise."""
-    return sampling or (CYCLIC if noise == CORRELATED else POISSON)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +21,7 @@ class MechanismConfig:
     """Who takes part in a step, and how its noise depends on that of other steps: what training,
     accounting, calibration and recommendations have in common."""
 
-    sampling: Literal["poisson", "cyclic", "allocation", "shuffle"] | None = None
+    sampling: SamplingName | None = None
     """Who takes part in a step. poisson: every unit by itself, with the same probability. cyclic:
     so, but of one of several groups of users, in turn. allocation (uls): every user in exactly
     `participations` steps, at random, one in each num_steps / participations. shuffle is the
@@ -48,7 +44,7 @@ class MechanismConfig:
     @property
     def sampling_run(self) -> str:
         """The way of sampling: the one that was asked for, or what goes with the noise."""
-        return sampling_of(self.sampling, self.noise)
+        return self.sampling or (CYCLIC if self.noise == CORRELATED else POISSON)
 
     def expect_cell(self, num_steps: int | None) -> None:
         """Raises ConfigError: the settings do not go together, with the reason.

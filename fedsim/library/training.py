@@ -9,6 +9,7 @@ from fedsim.config import (
     Algorithm,
     PrivacyConfig,
     RunConfig,
+    SamplingName,
     flags_of,
     renamed,
     run_config,
@@ -34,7 +35,7 @@ class TrainSettings(TypedDict, total=False):
     delta: float | None
     clipping: Literal["normalised", "plain"]
     max_changed: int
-    sampling: Literal["poisson", "cyclic", "allocation", "shuffle"] | None
+    sampling: SamplingName | None
     participations: int | None
     noise: Literal["independent", "correlated"]
     bands: int | None

@@ -19,7 +19,6 @@ from fedsim.config import (
     ZERO_OUT,
     Algorithm,
     PrivacyConfig,
-    sampling_of,
 )
 from fedsim.data import Dataset, decided_by_texts
 from fedsim.errors import ConfigError, expect
@@ -155,7 +154,7 @@ def _expect_shared(privacy: PrivacyConfig, data: Dataset) -> None:
         "adjacency": (privacy.adjacency, ZERO_OUT),
         "noise": (privacy.noise, INDEPENDENT),
         # In groups that take turns, a text would be in those of all its owners.
-        "sampling": (sampling_of(privacy.sampling, privacy.noise), POISSON),
+        "sampling": (privacy.sampling_run, POISSON),
     }
     for name, (value, only) in asked.items():
         expect(name, value, value == only, f"{only} {where}")

@@ -16,7 +16,6 @@ from fedsim.config import (
     ZERO_OUT,
     Algorithm,
     PrivacyConfig,
-    sampling_of,
 )
 from fedsim.els import ELS
 from fedsim.errors import expect
@@ -69,7 +68,7 @@ def method_for(
         batch_size=privacy.batch_size,
         group_size=privacy.group_size,
         sampling=Sampling(
-            sampling_of(privacy.sampling, privacy.noise),
+            privacy.sampling_run,
             privacy.bands or 1,
             privacy.adjacency == ZERO_OUT,
             privacy.num_steps // (privacy.participations or 1),

@@ -16,13 +16,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 
 from fedsim.accounting import PureEvent, StepEvent
+from fedsim.config import SamplingName
 from fedsim.errors import first_fault
 from fedsim.files import make_directory, write_json
 from fedsim.plan import FLAT, LEFT_OUT_AT, Number, plans
 
 CHECKED: Any = {"strict": True, "extra": "forbid", "use_attribute_docstrings": True}
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-NAMES = Literal["poisson", "cyclic", "allocation", "shuffle"]
 Loss = Annotated[
     float,
     Field(strict=False),
@@ -83,8 +83,8 @@ class StepLine:
     """What the step is to the accountant; null: it has no noise."""
     chain: Digest
     """sha256 of the link before in hex, followed by this line's bytes up to this field."""
-    sampling_run: NAMES | None = None
-    sampling_accounted: NAMES | None = None
+    sampling_run: SamplingName | None = None
+    sampling_accounted: SamplingName | None = None
     epsilon: Number | None = None
     """Of all steps so far, as it was shown; null: it was not."""
     gradient_sha256: str | None = None

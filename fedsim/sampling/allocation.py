@@ -24,7 +24,6 @@ class Allocation(Poisson):
     window: int = 1
     """W = T / K, for K participations in T steps."""
     name: ClassVar[str] = "allocation"
-    accounted_as: ClassVar[str] = "allocation"
 
     @property
     def sampling_prob(self) -> float:

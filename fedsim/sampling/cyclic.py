@@ -33,7 +33,6 @@ class Cyclic(Poisson):
     owners: Callable[[], np.ndarray] | None = None
     """Whose each unit is, int64 [units]; None: each is a user."""
     name: ClassVar[str] = "cyclic"
-    accounted_as: ClassVar[str] = "cyclic"
 
     def __post_init__(self) -> None:
         most = self.num_units // self.expected_count

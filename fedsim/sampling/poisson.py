@@ -35,8 +35,6 @@ class Poisson:
     """The share of an assumed population's units that is there. Below 1 what is accounted is an
     assumption, not a guarantee."""
     name: ClassVar[str] = "poisson"
-    accounted_as: ClassVar[str] = "poisson"
-    """The sampler whose events are accounted."""
 
     @property
     def sampling_prob(self) -> float:

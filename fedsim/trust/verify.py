@@ -15,7 +15,7 @@ from typing import Any
 from fedsim import accounting, keys
 from fedsim.accounting import RunningEpsilon, at_least, at_most, event_fields
 from fedsim.clipping import Strategy
-from fedsim.config import Algorithm, sampling_of
+from fedsim.config import Algorithm
 from fedsim.data import SUMS
 from fedsim.els import ELS
 from fedsim.engine import EngineError
@@ -150,7 +150,7 @@ def _settings(evidence: Evidence) -> str:
     asked |= {name: (getattr(privacy, name), getattr(sampling, name, None)) for name in DRAWN}
     asked |= {
         "budget": (None if allocated else privacy.batch_size, plan.budget),
-        "sampling": (sampling_of(privacy.sampling, privacy.noise), plan.sampling.kind),
+        "sampling": (privacy.sampling_run, plan.sampling.kind),
         "noise": (privacy.noise, plan.noise.kind),
         "epsilon": (privacy.epsilon, plan.target_epsilon),
     }

@@ -24,7 +24,6 @@ from fedsim.config import (
     Algorithm,
     PrivacyConfig,
     RunConfig,
-    sampling_of,
 )
 from fedsim.data import Dataset
 from fedsim.els import ELS
@@ -223,7 +222,7 @@ def _about(
 
 def _holds(privacy: PrivacyConfig, users: Users) -> str:
     """What epsilon of a training would hold under, with the key that it draws itself."""
-    sampling = sampling_for(sampling_of(privacy.sampling, privacy.noise), 1.0, privacy)
+    sampling = sampling_for(privacy.sampling_run, 1.0, privacy)
     return holds(sampling.labels, privacy.adjacency, shared=graph_of(users) is not None)
 
 
