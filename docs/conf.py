@@ -60,7 +60,7 @@ PAGES = {  # files outside docs/ that a page of the site holds
     "README.md": "index.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
-    "cluster/README.md": "clusters.md",
+    "cluster/README.md": "cluster_files.md",
     "experiments/README.md": "experiments.md",
 }
 

@@ -18,7 +18,7 @@ from experiments import common
 from experiments.rows import Row, Rows
 
 RUN_STEPS, RUN_DELTA = 500, 1e-6
-"""Of the three runs of docs/budget.md, with q = 0.1 and sigma = 2; trials have other steps."""
+"""Of the three runs of docs/theory/budget.md, with q = 0.1 and sigma = 2; trials have other steps."""
 HOW = ("composed by losses", "chosen by looking", "added up")
 
 
@@ -63,15 +63,15 @@ def several_runs() -> Iterator[Row]:
     from fedsim.budget.spending import Charge, total
 
     phases: Released = [(StepEvent(2.0, 0.1), RUN_STEPS)]
-    yield row("budget.md", "one run", accounting.epsilon(phases, RUN_DELTA))
+    yield row("theory/budget.md", "one run", accounting.epsilon(phases, RUN_DELTA))
     charges = []
     for number in (1, 2, 3):
         entry = Entry(number, f"run {number}", "train", "", "all", "", phases, (0.0, 0.0))
         charges.append(Charge(entry, phases, "released"))
     found = total(charges, RUN_DELTA, sums=True)
-    yield row("budget.md", "three runs, added up", found.added_up)
-    yield row("budget.md", "three runs, chosen by looking", found.adaptive)
-    yield row("budget.md", "three runs, composed by losses", found.fixed)
+    yield row("theory/budget.md", "three runs, added up", found.added_up)
+    yield row("theory/budget.md", "three runs, chosen by looking", found.adaptive)
+    yield row("theory/budget.md", "three runs, composed by losses", found.fixed)
 
 
 def evaluations() -> Iterator[Row]:
@@ -81,7 +81,7 @@ def evaluations() -> Iterator[Row]:
     for count in (1, 11):
         sigma, _ = noise_of(1.0, 1000**-1.1, count)
         stddev = sigma * math.log(256) / 2 / 1000
-        yield row("budget.md", f"noise on the loss, {count} evaluations", stddev)
+        yield row("theory/budget.md", f"noise on the loss, {count} evaluations", stddev)
 
 
 def training_loss() -> Iterator[Row]:
@@ -90,7 +90,7 @@ def training_loss() -> Iterator[Row]:
 
     released = NoisyLoss(bound=6.0, count=1000, noise_multiplier=1.0)
     stddev = released.stddev * released.bound / 2 / released.count
-    yield row("tuning.md", "noise on the training loss", stddev)
+    yield row("theory/selection.md", "noise on the training loss", stddev)
 
 
 def audits() -> Iterator[Row]:
@@ -100,7 +100,7 @@ def audits() -> Iterator[Row]:
     for canaries in (400, 100):
         significance = 0.05 / len(bounds.options_of(canaries))
         most = bounds.lower_bound(canaries, canaries, canaries, RUN_DELTA, significance)
-        yield row("guarantees.md", f"largest that {canaries} canaries refute", most)
+        yield row("theory/audits.md", f"largest that {canaries} canaries refute", most)
 
 
 def selections() -> Iterator[Row]:
@@ -109,13 +109,13 @@ def selections() -> Iterator[Row]:
     from fedsim.accounting import SelectionEvent, StepEvent
 
     trial = ((StepEvent(2.0, 0.1), 200),)
-    yield row("tuning.md", "one trial", accounting.epsilon(trial, RUN_DELTA))
+    yield row("theory/selection.md", "one trial", accounting.epsilon(trial, RUN_DELTA))
     for shape in (0.0, 1.0):
         event = SelectionEvent((trial,) * 10, mean=10, shape=shape)
         spent = accounting.epsilon([(event, 1)], RUN_DELTA)
-        yield row("tuning.md", f"the best of ten expected, shape {shape:g}", spent)
+        yield row("theory/selection.md", f"the best of ten expected, shape {shape:g}", spent)
     spent = accounting.epsilon(list(trial) * 10, RUN_DELTA)
-    yield row("tuning.md", "all ten", spent)
+    yield row("theory/selection.md", "all ten", spent)
 
 
 @dataclasses.dataclass
@@ -140,7 +140,7 @@ def correlated(settings: Settings) -> Iterator[Row]:
             privacy = PrivacyConfig(epsilon, steps, cohort, **own)
             found = bands_predicted(Algorithm.ULS, privacy, people)
             what = f"{users} users, {steps} steps, {cohort} in each, epsilon {epsilon:g}"
-            yield row("noise.md", what, best(found).error / found[0].error)
+            yield row("theory/correlated.md", what, best(found).error / found[0].error)
 
 
 def slacks(settings: Settings) -> Iterator[Row]:
@@ -154,9 +154,9 @@ def slacks(settings: Settings) -> Iterator[Row]:
         plan = strategy(steps, bands, stddev)
         found = noise.slack(parameters * steps, 4.0, 1e-6, plan.cell_errors)
         what = f"{parameters} parameters, {steps} steps, {bands} bands"
-        yield row("noise.md", f"slack, {what}", found.epsilon)
+        yield row("theory/correlated.md", f"slack, {what}", found.epsilon)
         size = parameters * plan.bytes_per_number
-        yield row("noise.md", f"MB of rows of noise, {what}", size / 1e6)
+        yield row("theory/correlated.md", f"MB of rows of noise, {what}", size / 1e6)
 
 
 def papers_delta() -> Iterator[Row]:

@@ -30,7 +30,7 @@ def private_median(sizes: np.ndarray, epsilon: float, rng: np.random.Generator) 
       texts, for such users count for nothing. With probability 1 - FAILURE at most
       `rank_error(epsilon)` users more than for the best value of GRID have to be passed to reach
       the median. What float64 rounds is not accounted: 2^-50 (epsilon N + 4) of epsilon for N
-      users, and 1e-14 (1 + e^epsilon) of delta (docs/noise.md).
+      users, and 1e-14 (1 + e^epsilon) of delta (docs/theory/noise.md).
     Args: sizes: examples of each user, int [users].
     """
     scores = epsilon * utility(sizes[sizes > 0])  # sensitivity 1/2, so exp(epsilon u / (2 * 1/2))

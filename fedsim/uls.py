@@ -26,7 +26,7 @@ class ULS:
       its `event`s (Theorem 2), under either adjacency: zero-out, a user without texts keeping
       their place, so that N and the probabilities depend on nobody's texts; or add-or-remove of one
       user, as in the paper, with those taken as public. Where examples have several
-      owners, of the theorem in docs/shared.md.
+      owners, of the theorem in docs/theory/owners.md.
     """
 
     def __init__(

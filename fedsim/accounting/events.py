@@ -27,7 +27,7 @@ class StepEvent:
     gradient is clipped as a whole; its group size never reaches the accountant. Where texts have
     several owners, a user also has texts in the groups of others, max_changed of them at most:
     without the user these are not gone, but other ones. N(Binomial(max_contributions +
-    max_changed, q), sigma^2) against N(-Binomial(max_changed, q), sigma^2); docs/shared.md.
+    max_changed, q), sigma^2) against N(-Binomial(max_changed, q), sigma^2); docs/theory/owners.md.
 
     Raises: ConfigError: a field is out of range.
     """

@@ -2,7 +2,7 @@
 
 A mechanism is mu-GDP if telling two neighbours apart is no easier than telling N(0, 1) from
 N(mu, 1). Costs add up as mu^2, also where every mechanism is chosen by looking at what those before
-released: that makes mu the currency of a privacy filter (docs/budget.md has the theorem).
+released: that makes mu the currency of a privacy filter (docs/theory/budget.md has the theorem).
 
 Steps with sampling are not exactly Gaussian in their farthest tails. So a small probability is set
 aside: with it a mechanism may give everything away, and otherwise it is mu-GDP.

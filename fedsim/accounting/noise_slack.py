@@ -1,4 +1,4 @@
-"""What noise that is not ideal adds to epsilon and delta; docs/noise.md has the theorem.
+"""What noise that is not ideal adds to epsilon and delta; docs/theory/noise.md has the theorem.
 
 The probability of everything that a number with noise can be is that of ideal noise up to a factor
 of e^(+-eta), and eta is known. `slack` adds that up over all numbers that a mechanism draws;

@@ -11,7 +11,7 @@ a w_s that is v less, so the means of steps s, ..., s + b - 1 are moved by v, c_
 c_(b-1) v: together by |c| |v|, and no other step's is. With tau at least |c| times the noise that
 hides |v|, that is the Gaussian mechanism, once for every b steps. The w_t follow from the key
 alone: a row is never stored, and a resumed run draws the rows again. The c_i are multiples of a
-power of two, such that their sum is exact in float64. docs/noise.md has the proof.
+power of two, such that their sum is exact in float64. docs/theory/correlated.md has the proof.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 The sum S is whole numbers. What is released is round((S + round(X)) / 2^shift), X being Gaussian.
 Since S is whole, S + round(X) = round(S + X), which is computed from S + X alone: were X ideal, the
 release would be exactly the Gaussian mechanism, rounded afterwards. `slack` bounds how far the X
-that is drawn is from the ideal; see docs/guarantees.md for the proof.
+that is drawn is from the ideal; see docs/theory/noise.md for the proof.
 
 Each block has a stream of its own, so that all cores can draw and the bits do not depend on how
 many there are.

@@ -29,7 +29,7 @@ def claimed_phases(
     A run that ended before its last step may have been stopped because of what it had released, and
     then the steps until there give away more than if their number had been fixed beforehand. How it
     ended follows from all the steps it would have released: their epsilon holds for every rule of
-    stopping (docs/budget.md).
+    stopping (docs/theory/budget.md).
     Args: released: of a ledger; None: without noise. Where nothing was released, nothing counts.
     """
     event = plan.event()

@@ -126,8 +126,8 @@ def test_users_whose_turns_are_kept_are_not_refuted_and_users_redrawn_in_every_s
 
 
 def told(kind):
-    """What docs/guarantees.md has of this kind of training."""
-    text = (ROOT / "docs" / "guarantees.md").read_text()
+    """What docs/theory/audits.md has of this kind of training."""
+    text = (ROOT / "docs" / "theory" / "audits.md").read_text()
     _, _, after = text.partition("| lower bound on ε |")
     head, _, kept, redrawn = [line.strip("| ").split(" | ") for line in after.splitlines()[:4]]
     return [float(row[1 + head.index(kind)]) for row in (kept, redrawn)]
