@@ -18,7 +18,7 @@ from experiments import common
 from experiments.rows import Row, Rows
 
 RUN_STEPS, RUN_DELTA = 500, 1e-6
-"""Of the three runs of docs/theory/budget.md, with q = 0.1 and sigma = 2; trials have other steps."""
+"""Of the three runs of docs/theory/budget.md, q = 0.1 and sigma = 2; trials have other steps."""
 HOW = ("composed by losses", "chosen by looking", "added up")
 
 

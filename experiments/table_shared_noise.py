@@ -1,8 +1,8 @@
 """What texts with several owners cost in ULS: noise against how many groups of others change.
 
-Beyond the paper; docs/theory/owners.md has the theorem. Beside the theorem's pair of distributions stands
-the tempting one, of a user who adds 2 C for every group of others, which proves nothing and takes
-more noise; and ELS with as many texts of a user as that. All are of epsilon 4.
+Beyond the paper; docs/theory/owners.md has the theorem. Beside the theorem's pair of distributions
+stands the tempting one, of a user who adds 2 C for every group of others, which proves nothing
+and takes more noise; and ELS with as many texts of a user as that. All are of epsilon 4.
 
     python -m experiments.table_shared_noise --scale small      (a minute; smoke: 10 seconds)
 """

@@ -1,8 +1,8 @@
 """Algorithm 2 where texts have several owners: each text is in the group of one of them.
 
 A user's content is in their own group, which is empty without it, and in up to max_changed groups
-of others, which are other groups without it: docs/theory/owners.md has the theorem. Algorithm 1 needs no
-such file: its pool differs (`sampling.pool_of`), its steps do not.
+of others, which are other groups without it: docs/theory/owners.md has the theorem. Algorithm
+1 needs no such file: its pool differs (`sampling.pool_of`), its steps do not.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from fedsim.uls import ULS
 class SharedULS(ULS):
     """ULS, its sampling units being the users whom a group of texts was given to.
 
-    Guarantees: as ULS, by the theorem of docs/theory/owners.md, under zero-out adjacency with the graph of
-      who owns what taken as public and fixed.
+    Guarantees: as ULS, by the theorem of docs/theory/owners.md, under zero-out adjacency with the
+      graph of who owns what taken as public and fixed.
     """
 
     def __init__(self, users: Users, *, key: SecretKey, max_changed: int, **settings: Any):

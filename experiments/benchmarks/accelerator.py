@@ -10,9 +10,9 @@ A cell is a model, an algorithm and a group size. `plain` is a mini-batch gradie
 without clipping, as many of them in a pass as is fastest; `ratio` is its seconds over those of a
 clipped sum: 1 where clipping is free. `mfu` is the share of the device's peak in bfloat16: six
 times parameters times tokens (with adapters four times) over seconds and peak. `at_once` is the
-units of a pass: runs on an accelerator take one (docs/lab/accelerator.md), more say what that costs.
-After seven minutes no cell is begun: what was not reached, and what the memory did not hold, is
-listed under `skipped`. First comes a private run on made-up text, which is replayed bit by bit.
+units of a pass: runs on an accelerator take one (docs/lab/accelerator.md), more say what that
+costs. After seven minutes no cell is begun: what was not reached, and what the memory did not hold,
+is listed under `skipped`. First comes a private run on made-up text, which is replayed bit by bit.
 """
 
 import argparse

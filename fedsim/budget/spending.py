@@ -6,8 +6,8 @@ Two numbers, both from the runs' losses, neither from adding up epsilons:
   whether to run at all, by looking at what earlier ones had released (Zhu et al. 2022, Theorem 10).
 - `adaptive` holds however runs were chosen, for a limit that was fixed before the first of them: it
   is a privacy filter. The first run counts with its loss. Every later one counts as mu-GDP but for
-  a probability that is set aside for it, and mu^2 adds up (`accounting.gaussian_mu`; docs/theory/budget.md
-  has the theorem).
+  a probability that is set aside for it, and mu^2 adds up (`accounting.gaussian_mu`;
+  docs/theory/budget.md has the theorem).
 
 In both a run counts with all it planned, for it may have been stopped by looking at what it had
 released. `adaptive` is what limits are held against.

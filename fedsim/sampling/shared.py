@@ -2,7 +2,8 @@
 
 Both are functions of the key and of who owns which text, and of nothing that a text says: what is
 kept of one user's texts depends on everyone, so the graph is taken as public and fixed, and what is
-protected is what is in a user's texts (docs/theory/owners.md). Both are found once, before the first step.
+protected is what is in a user's texts (docs/theory/owners.md). Both are found once, before
+the first step.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The story of docs/lab/several_runs.md is true: its commands run, the last one is refused, and it pays."""
+"""The story of docs/lab/several_runs.md is true: its commands run, the last is refused, it pays."""
 
 import json
 import re
@@ -17,7 +17,12 @@ BUILD = ("--max-length", "32", "--eval-users", "0.2")
 
 
 def section() -> str:
-    return (ROOT / "docs" / "lab" / "several_runs.md").read_text().split("## A story")[1].split("\n## ")[0]
+    return (
+        (ROOT / "docs" / "lab" / "several_runs.md")
+        .read_text()
+        .split("## A story")[1]
+        .split("\n## ")[0]
+    )
 
 
 def story(source: str) -> list[list[str]]:

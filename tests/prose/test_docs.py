@@ -3,7 +3,7 @@
 A training in a block of Python is replaced by a copy of one tiny run, which is really trained. Not
 run at all: `pip`, `pytest`, `tensorboard` and experiments, which take minutes; `docker`, `kubectl`,
 `ray` and `cluster/local.sh`, which need a registry, a cluster or ports; `export`. Their files must
-exist.
+exist. `test_guide.py` runs the commands of the guide.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from fedsim.config import PrivacyConfig, RunConfig
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *(page for page in DOCS if "_build" not in page.parts)]
+GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
 LINKED = [*PAGES, *map(ROOT.joinpath, ("SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
 LINKED += [ROOT / "CODE_OF_CONDUCT.md"]
 LINKED += [ROOT / folder / "README.md" for folder in ("cluster", "experiments")]
@@ -41,7 +42,9 @@ LANGUAGES |= {"{record}", "{record-table}"}
 NOT_RUN = {"pip", "pytest", "tensorboard", "sphinx-build", "python", "docker", "kubectl"}
 NOT_RUN |= {"export", "ray"}
 QUICK = ("account", "calibrate")
-OTHERS_FLAGS = set("--help --help-all --dist --scale --dry-run --quick --shm-size".split())
+OTHERS_FLAGS = set(
+    "--help --help-all --dist --scale --dry-run --quick --shm-size --version --logdir".split()
+)
 
 
 def name_of(page: Path) -> str:
@@ -57,15 +60,19 @@ def prose(page: Path) -> str:
     return BLOCK.sub("", page.read_text())
 
 
-def commands(page: Path) -> list[list[str]]:
-    """What the sh blocks of a page type, word by word."""
+def lines_of(block: str) -> list[list[str]]:
+    """The commands of a block, word by word."""
     found = []
-    for block in blocks(page, "sh"):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            ends = [-1, *(i for i, word in enumerate(words) if word == "&&"), len(words)]
-            found += [words[a + 1 : b] for a, b in zip(ends, ends[1:], strict=False)]
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        ends = [-1, *(i for i, word in enumerate(words) if word == "&&"), len(words)]
+        found += [words[a + 1 : b] for a, b in zip(ends, ends[1:], strict=False)]
     return [words for words in found if words]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands of the sh blocks of a page, word by word."""
+    return [words for block in blocks(page, "sh") for words in lines_of(block)]
 
 
 def fedsim_commands(page: Path) -> list[list[str]]:
@@ -156,7 +163,7 @@ def test_the_site_builds_without_a_warning_and_its_links_resolve(tmp_path):
 
     pages = {page: Links(page) for page in site.rglob("*.html")}
     assert {
-        site / name for name in ("index.html", "api/library.html", "noise.html")
+        site / name for name in ("index.html", "api/library.html", "theory/noise.html")
     } <= pages.keys()
     broken = []
     for page, links in pages.items():

@@ -132,4 +132,4 @@ def test_the_claims_of_every_record_are_on_a_page_of_the_lab():
     pages = [page.read_text() for page in ROOT.glob("docs/lab/*.md")]
     shown = {name for page in pages for name in CLAIMS_OF_PAGES.findall(page)}
     judged = {f.stem for f in records.committed() if json.loads(f.read_text())["claims"]}
-    assert judged - shown == {"table_mutations", "table_quoted"}  # of fedsim; of the documents
+    assert judged <= shown

@@ -1,0 +1,165 @@
+"""Pages of the guide are short, and their commands run.
+
+A slow test types the commands of a page one after another, in a directory with some users' posts.
+It makes them tiny (`SMALL`), trains on these posts instead of `pydocs`, and gives a random model
+instead of one of the Hub. A block that cannot run here begins with `# not run here:` and a reason.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from pretrained_models import make_model
+from test_docs import BLOCK, GUIDE, ROOT, blocks, lines_of, name_of, prose
+
+from fedsim.cli.main import main
+
+MOST_WORDS, MOST_NUMBERS, WORDS_OF_ALL = 700, 10, 9000
+HUB_MODEL = "hf:HuggingFaceTB/SmolLM2-135M"
+NOT_RUN_HERE = {
+    "clusters.md": ["opens ports; tests/engine/test_job.py runs the same commands"],
+    "first_run.md": ["pip, and .ci/run types this line in a new environment"],
+    "gpus.md": [
+        "needs a GPU",
+        "needs four devices",
+        "starts Ray; tests/engine/test_mesh_workers.py trains so",
+    ],
+    "tuning.md": ["starts Ray; tests/tuning/test_sweep.py has sweeps"] * 2,
+}
+TRAINING = {"--num-steps": "2", "--engine": "local", "--strategy": "scan:1", "--batch-size": "8"}
+SMALL = {
+    "data build": {"--max-length": "32"},
+    "train": TRAINING | {"--eval-examples": "8"},
+    "pretrain": {"--num-steps": "2", "--warmup-steps": "1", "--engine": "local"}
+    | {"--batch-size": "16"},
+    "audit": TRAINING | {"--gradient-canaries": "20", "--text-canaries": "10"},
+    "recommend": {"--num-steps": "2", "--engine": "local", "--batch-size": "8", "--users": "4"},
+    "personalize": {"--users": "2", "--max-examples": "4"},
+}
+ONLY_RAY = {"--num-workers"}
+
+
+def numbers(page: Path) -> list[str]:
+    """The numbers in a page's sentences: not those of code, tables and links."""
+    sentences = [line for line in prose(page).splitlines() if not line.startswith("|")]
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", "\n".join(sentences))
+    return re.findall(r"(?<![\w.])\d[\d,.]*", text)
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=name_of)
+def test_a_page_is_one_screen_of_reading_with_few_numbers(page):
+    assert len(prose(page).split()) <= MOST_WORDS
+    assert len(numbers(page)) <= MOST_NUMBERS
+
+
+def test_the_guide_is_read_in_an_hour():
+    pages = [*GUIDE, ROOT / "docs/glossary.md"]
+    assert sum(len(prose(page).split()) for page in pages) <= WORDS_OF_ALL
+
+
+def test_every_page_is_in_the_contents():
+    contents = "\n".join(blocks(ROOT / "docs/index.md", "{toctree}"))
+    for folder in ("guide", "theory"):
+        pages = {f"{folder}/{page.stem}" for page in (ROOT / "docs" / folder).glob("*.md")}
+        assert pages == set(re.findall(rf"^{folder}/\w+$", contents, re.M))
+
+
+def test_pages_of_the_theory_say_what_was_checked():
+    for page in (ROOT / "docs/theory").glob("*.md"):
+        text = page.read_text()
+        assert re.search(r"^## (Checked by|Audit)$", text, re.M), page
+        assert "∎" in text or page.stem == "claim", page  # a proof
+
+
+def test_blocks_that_do_not_run_here_are_these():
+    marked: dict[str, list[str]] = {}
+    for page in GUIDE:
+        for tag, block in BLOCK.findall(page.read_text()):
+            if reason := re.match(r"# not run here: (.*)\n", block):
+                assert tag == "sh"
+                marked.setdefault(page.name, []).append(reason[1])
+    assert marked == NOT_RUN_HERE
+
+
+# ---- Commands -----------------------------------------------------------------------------------
+
+
+def typed(page: Path) -> Iterator[list[str]]:
+    """The `fedsim` commands of the blocks that run here, made tiny."""
+    for block in blocks(page, "sh"):
+        if not block.startswith("# not run here"):
+            for words in lines_of(block):
+                assert words[0] == "fedsim", words
+                yield small(words[1:])
+
+
+def small(words: list[str]) -> list[str]:
+    """A command with the settings of SMALL, on posts and with a model that are here."""
+    here = {HUB_MODEL: "model", "pydocs": "posts", "medium": "micro"}
+    words = [here.get(word, word) for word in words]
+    for flag in ONLY_RAY.intersection(words):
+        del words[words.index(flag) : words.index(flag) + 2]
+    name = " ".join(words[:2]) if words[0] == "data" else words[0]
+    for flag, value in SMALL.get(name, {}).items():
+        if flag in words:
+            words[words.index(flag) + 1] = value
+        else:
+            words += [flag, value]
+    if words[0] in ("train", "audit") and "--model" not in words:
+        words += ["--model", "micro"]
+    return words
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A directory with the sources that pages name, built posts and a run on them."""
+    place = tmp_path_factory.mktemp("guide")
+    posts = [f"The court of the {i}th day is adjourned." for i in range(400)]
+    people = [f"author {i % 80}" for i in range(400)]
+    table = pd.DataFrame({"author": people, "body": posts})
+    table.to_parquet(place / "posts.parquet")
+    pairs = [[people[i], people[(i + 1) % 400]] for i in range(400)]
+    (place / "mail").mkdir()
+    rows = [{"people": pair, "body": post} for pair, post in zip(pairs, posts, strict=True)]
+    (place / "mail/one.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    mail = pd.DataFrame(pairs, columns=["from", "to"]).assign(cc="", body=posts)
+    mail.to_csv(place / "mail.csv", index=False)
+    turns = {"doc": [str(i // 10) for i in range(400)], "turn": range(400)}
+    hearings = pd.DataFrame({"user_id": people, "text": posts, **turns})
+    hearings.to_parquet(place / "scotus.parquet")
+    make_model(place)
+    os.environ["FEDSIM_BUDGET_LEDGER"], ledger = str(place / "ledger"), _ledger()
+    try:
+        before = Path.cwd()
+        os.chdir(place)
+        columns = ["--user-column", "author", "--text-column", "body", "--eval-users", "0.2"]
+        main(["data", "build", "posts.parquet", *columns, "--max-length", "32", "--out", "posts"])
+        shutil.copytree("posts", "public")
+        main(small(shlex.split("train uls --data posts --epsilon 0.5 --run-dir runs/posts")))
+        os.chdir(before)
+    finally:
+        os.environ["FEDSIM_BUDGET_LEDGER"] = ledger
+    return place
+
+
+def _ledger() -> str:
+    return os.environ["FEDSIM_BUDGET_LEDGER"]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("page", [page for page in GUIDE if any(typed(page))], ids=name_of)
+def test_commands_run(page, prepared, tmp_path, monkeypatch):
+    shutil.copytree(prepared, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("FEDSIM_BUDGET_LEDGER", str(tmp_path / "here/ledger"))
+    for words in typed(page):
+        for flag in {"--out", "--run-dir"}.intersection(words) if "--resume" not in words else ():
+            shutil.rmtree(words[words.index(flag) + 1], ignore_errors=True)  # of `prepared`
+        main(words)
