@@ -5,23 +5,32 @@ memory-mapped from then on. Of two processes that want the same thing at once, o
 other waits for it.
 """
 
+import ast
 import hashlib
 import json
-from collections.abc import Callable
+import platform
+import re
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unicodedata import unidata_version
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from fedsim import files
-from fedsim.data import pydocs
-from fedsim.data.building import domains, hub, user_ids
+from fedsim.data.building import hub, user_ids
 from fedsim.data.building.build import build
 from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
-from fedsim.data.text import Tokenizer, file_of
+from fedsim.data.tokenizer import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
 
 
@@ -91,13 +100,13 @@ def _load_hub(source: str, cache_dir: str | Path | None, options: dict[str, Any]
 
 
 def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
-    versions = pydocs.made_of()
+    versions = pydocs_versions()
 
     def harvest_and_build(out: Path) -> Dataset:
         if progress := options.get("progress"):
-            progress(f"reading the docstrings of Python, {', '.join(pydocs.PACKAGES)} (once)")
+            progress(f"reading the docstrings of Python, {', '.join(PACKAGES)} (once)")
         with TemporaryDirectory() as scratch:
-            file = pydocs.harvest(Path(scratch))
+            file = harvest_pydocs(Path(scratch))
             return build([file], out, provenance={"packages": versions}, wait=True, **options)
 
     return _cached(["pydocs", versions], cache_dir, options, harvest_and_build)
@@ -120,7 +129,7 @@ def _cached(
     if options.get("normalise_ids"):
         relevant["unicode"] = unidata_version
     if options.get("url_column") is not None:
-        relevant["public_suffix_list"] = domains.list_version()  # says whose a text is
+        relevant["public_suffix_list"] = user_ids.list_version()  # says whose a text is
     key = json.dumps([FORMAT, facts, relevant], sort_keys=True, default=str)
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     cache = files.expand_home("cache_dir", cache_dir) if cache_dir else files.cache_dir()
@@ -133,3 +142,70 @@ def _cached(
             if not out.is_dir():  # else another process built it meanwhile
                 raise
     return Dataset.open(out)
+
+
+PACKAGES = ("numpy", "scipy", "jax")
+SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
+MIN_WORDS = 5
+BLOCKS = ("body", "handlers", "orelse", "finalbody")  # where definitions are found
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def pydocs_versions() -> dict[str, str]:
+    """What the corpus depends on: the versions of the packages and of Python."""
+    found = {name: metadata.version(name) for name in PACKAGES}
+    return {**found, "python": platform.python_version()}
+
+
+def harvest_pydocs(directory: Path) -> Path:
+    """Writes pydocs.parquet (user_id, text) into `directory` and returns its path."""
+    rows = [
+        (user, paragraph)
+        for prefix, root in _roots()
+        for user, file in _modules(prefix, root)
+        for paragraph in _paragraphs(file)
+    ]
+    users, texts = zip(*rows, strict=True)
+    path = directory / "pydocs.parquet"
+    pq.write_table(pa.table({"user_id": users, "text": texts}), path)
+    return path
+
+
+def _roots() -> Iterator[tuple[str, Path]]:
+    yield "", Path(sysconfig.get_path("stdlib"))
+    for name in PACKAGES:
+        spec = find_spec(name)  # finds a top-level package without importing it
+        if spec is None or not spec.submodule_search_locations:
+            raise DataError.of("data", "pydocs", f"the package {name} to be installed")
+        yield f"{name}/", Path(spec.submodule_search_locations[0])
+
+
+def _modules(prefix: str, root: Path) -> Iterator[tuple[str, Path]]:
+    """(user id, file) of each module below `root` that is no test, in a fixed order."""
+    relative = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
+    for name in sorted(relative):
+        *folders, module = name.split("/")
+        if SKIPPED.isdisjoint(folders) and not module.startswith(("test_", "conftest")):
+            yield prefix + name, relative[name]
+
+
+def _paragraphs(file: Path) -> Iterator[str]:
+    """Paragraphs of at least MIN_WORDS words of the docstrings, in the order of the file."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # templates and files for other versions of Python
+        return
+    for docstring in _docstrings(tree):
+        for paragraph in re.split(r"\n\s*\n", docstring):
+            if len(paragraph.split()) >= MIN_WORDS:
+                yield paragraph.strip()
+
+
+def _docstrings(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, DOCUMENTED) and (docstring := ast.get_docstring(node)):
+        yield docstring
+    for block in BLOCKS:
+        for child in getattr(node, block, ()):
+            yield from _docstrings(child)

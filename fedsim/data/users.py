@@ -18,16 +18,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data import owners
-from fedsim.data.owners import Owners
 from fedsim.data.store import (
     FORMAT,
     OFFSETS,
     TOKENS,
+    Owners,
     TokenReader,
+    decode_owners,
     encode_array,
+    encode_owners,
     encode_users,
     fingerprint,
+    is_shared,
+    of_ids,
     offsets_of,
     seal,
     token_dtype,
@@ -61,7 +64,7 @@ class UserStore:
     ):
         """Open a users table (Parquet) and the rows of all users.
 
-        Args: graph: who owns which owner set, and who the users are, as `owners.encode` writes it.
+        Args: graph: who owns which owner set, and who the users are, as `encode_owners` writes it.
         """
         self.path: Path | None = None
         self.metadata = metadata
@@ -121,7 +124,7 @@ class UserStore:
         sequences of a tuple of ids belong to all of these users.
         Raises: DataError: a sequence is longer than max_length, or an id is not below vocab_size.
         """
-        by_id = {owners.of_ids(user): rows for user, rows in examples.items()}
+        by_id = {of_ids(user): rows for user, rows in examples.items()}
         if len(by_id) < len(examples):
             raise DataError("user_id: expected ids that differ as strings")
         ids = sorted(by_id)
@@ -138,8 +141,8 @@ class UserStore:
         users = encode_users(ids, counts, ends)
         reader = TokenReader(ends, tokens.astype(token_dtype(vocab_size)))
         keys, graph, people = pa.array(ids, pa.string()), None, None
-        if owners.is_shared(keys):
-            *graph, people = owners.encode(keys)
+        if is_shared(keys):
+            *graph, people = encode_owners(keys)
         metadata = seal(
             {"max_length": max_length, "vocab_size": vocab_size},
             counts,
@@ -215,7 +218,7 @@ class UserStore:
         if self._graph is None:
             return None
         try:
-            found = owners.decode(self._graph[0], self.num_users)
+            found = decode_owners(self._graph[0], self.num_users)
         except (pa.ArrowException, KeyError, ValueError, OSError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"owners.parquet: cut off or damaged ({reason})") from None

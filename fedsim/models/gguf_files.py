@@ -15,7 +15,7 @@ from flax import traverse_util
 
 from fedsim.errors import ConfigError, brief
 from fedsim.files import cache_dir, own_directory, write_atomically
-from fedsim.models import families, tensor_files
+from fedsim.models import families, model_files
 from fedsim.models.families import UnsupportedArchitecture, number, whole
 from fedsim.models.transformer import TransformerConfig
 
@@ -80,7 +80,7 @@ def _found(
     config = _config(kind, about, tensors)
     used: set[str] = set()
     params = _params(kind, config, tensors, used)
-    tensor_files.expect_none_left(str(file), [name for name in tensors if name not in used])
+    model_files.expect_none_left(str(file), [name for name in tensors if name not in used])
     return GGUFModel(config, params, files_of(file, about))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from flax import traverse_util
 
 from fedsim.errors import ConfigError, expect
-from fedsim.models import families, side_files, tensor_files
+from fedsim.models import families, model_files
 from fedsim.models.transformer import (
     DENSE,
     LORA_A,
@@ -131,10 +131,10 @@ def save(
     except OSError as error:
         raise ConfigError.of("out", directory, f"a directory to make ({error})") from None
     try:
-        tensor_files.write(directory / "adapter_model.safetensors", tensors)
+        model_files.write(directory / "adapter_model.safetensors", tensors)
         (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
         if files is not None:
-            side_files.copy(files, directory, but=(side_files.CONFIG,))
+            model_files.copy_side_files(files, directory, but=(model_files.CONFIG,))
     except (OSError, ConfigError):
         shutil.rmtree(directory)
         raise

@@ -21,14 +21,13 @@ from flax import traverse_util
 from fedsim.data import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.files import expand_home, read_object
-from fedsim.models import families, gguf_files, side_files, tensor_files
-from fedsim.models.side_files import CONFIG, SETTINGS, TOKENIZER
-from fedsim.models.tensor_files import Stored, TensorError
+from fedsim.models import families, gguf_files, model_files
+from fedsim.models.model_files import CONFIG, SETTINGS, TOKENIZER, Stored, TensorError
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 HUB = "hf:"
 ROWS = 4096  # compared at a time
-WANTED = (*side_files.PATTERNS, tensor_files.INDEX, "model*.safetensors")
+WANTED = (*model_files.PATTERNS, model_files.INDEX, "model*.safetensors")
 
 
 class Pretrained(NamedTuple):
@@ -83,7 +82,7 @@ def load_directory(directory: Path, heard: Callable[[int, int], None] = ignore) 
     if not (directory / CONFIG).is_file():
         raise ConfigError.of("model", directory, f"a directory with a {CONFIG}")
     config = families.config_of(read_object(directory / CONFIG, "model"))
-    tensors = tensor_files.read_directory(directory)
+    tensors = model_files.read_directory(directory)
     params = from_tensors(str(directory), config, tensors, heard)
     tokenizer = directory / TOKENIZER
     return Pretrained(config, params, tokenizer if tokenizer.is_file() else None, directory)
@@ -142,7 +141,7 @@ def _arrays_of(
             unused.remove(families.HEAD)
         else:
             why = f"; {families.HEAD} is not the embedding, as tie_word_embeddings would have it"
-    tensor_files.expect_none_left(source, unused, why)
+    model_files.expect_none_left(source, unused, why)
     return arrays
 
 
@@ -162,7 +161,7 @@ def check_shapes(source: str, c: TransformerConfig, params: Any) -> None:
     """Raises: TensorError: an array has another shape than the config says, or is missing."""
     found: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
     shapes = shapes_of(c)
-    tensor_files.expect_none_left(source, ["/".join(path) for path in found if path not in shapes])
+    model_files.expect_none_left(source, ["/".join(path) for path in found if path not in shapes])
     for path, expected in shapes.items():
         if path not in found:
             name = "/".join(path)
@@ -211,9 +210,9 @@ def save(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        tensor_files.write_directory(temporary, tensors)
+        model_files.write_directory(temporary, tensors)
         _write(temporary / CONFIG, fields)
-        copied = side_files.copy(files, temporary, but=(CONFIG,)) if files else []
+        copied = model_files.copy_side_files(files, temporary, but=(CONFIG,)) if files else []
         if tokenizer is not None and TOKENIZER not in copied:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
         if tokenizer is not None and SETTINGS not in copied:

@@ -17,21 +17,25 @@ from unicodedata import unidata_version
 
 import pyarrow as pa
 
-from fedsim.data.building import conversations, domains, hub, user_ids
+from fedsim.data.building import hub, user_ids
 from fedsim.data.building.columns import Columns
 from fedsim.data.building.orders import KEYS, NUMBERS, TEXT, at_least
-from fedsim.data.building.processes import Meter, Pool
+from fedsim.data.building.processes import Meter, Pool, resume, staging
 from fedsim.data.building.readers import Part, cut
 from fedsim.data.building.sorting import Rows, write_splits
-from fedsim.data.building.sources import Sources, examine, find_files, survey
-from fedsim.data.building.staging import resume, staging
-from fedsim.data.building.text_format import Form
+from fedsim.data.building.sources import (
+    Sources,
+    conversation_columns,
+    examine,
+    find_files,
+    survey,
+    write_conversations,
+)
+from fedsim.data.building.text_files import TextFormat
 from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, training_texts, write_rows
-from fedsim.data.dataset import SUMS, Dataset, sums
-from fedsim.data.owners import decided_by_texts, is_shared
-from fedsim.data.splits import Holdout, SplitRows, divide, dropped
-from fedsim.data.store import FORMAT, close_store, token_dtype
-from fedsim.data.text import Tokenizer, file_of
+from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
+from fedsim.data.store import FORMAT, close_store, decided_by_texts, is_shared, token_dtype
+from fedsim.data.tokenizer import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
 from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_atomically, write_json
 
@@ -60,7 +64,7 @@ class _Options:
     max_length: int
     long_texts: str
     unowned: str
-    form: Form
+    text_format: TextFormat
 
     def __post_init__(self):
         def check(field: str, value: Any, holds: bool, expected: str) -> None:
@@ -140,7 +144,7 @@ def build(
       min_examples: leaves out users with fewer.
       test_from: rows whose order column is at least this become the split "test".
       unowned: "refuse" rows without a user, or "drop" and count them.
-      delimiter, encoding, quoting: how CSV and JSON files are written; see `Form`.
+      delimiter, encoding, quoting: how CSV and JSON files are written; see `TextFormat`.
       split, revision: of hf: and saved data sets. Default: train, the newest.
       num_workers: processes; default: one per CPU. Does not change the result.
       progress: is told in a line, every few seconds and at the end of a stage, how far it is.
@@ -165,7 +169,7 @@ def build(
         max_length,
         long_texts,
         unowned,
-        Form(delimiter, encoding, quoting),
+        TextFormat(delimiter, encoding, quoting),
     )
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     try:
@@ -274,8 +278,8 @@ class _Build:
             raise DataError.of("data", named, "files, or one hf: data set")
         if not of_hub:
             files = find_files(others)
-            form = self.options.form
-            sources = examine(files, self.options.columns, self.pool, split, form)
+            text_format = self.options.text_format
+            sources = examine(files, self.options.columns, self.pool, split, text_format)
             self._resume([sources.files, split])
             return sources, []
         source = hub.HubSource.parse(of_hub[0], split, revision).pinned()
@@ -283,9 +287,9 @@ class _Build:
         self._resume([about])
         if self.say:
             self.say(f"fetching {source}, split {source.split}")
-        columns, form = self.options.columns, self.options.form
+        columns, text_format = self.options.columns, self.options.text_format
         files = hub.fetch(source, columns, self.directory / "fetched", self.pool)
-        return examine(files, columns, self.pool, None, form), [about]
+        return examine(files, columns, self.pool, None, text_format), [about]
 
     def _resume(self, identity: list[Any]) -> None:
         """Goes on with what an interrupted build of the same left. What is the Hub's is asked for
@@ -307,8 +311,8 @@ class _Build:
             return parts, columns
         if self.say:
             self.say("finding whom texts are said to")
-        conversations.write(parts, columns, file)
-        columns = conversations.owned(columns)
+        write_conversations(parts, columns, file)
+        columns = conversation_columns(columns)
         return cut(file, columns), columns
 
     def _tokenizer(self, parts: Sequence[Part], columns: Columns, num_rows: int) -> Tokenizer:
@@ -392,7 +396,7 @@ class _Build:
         if options.columns.normalise_ids:
             metadata["unicode"] = unidata_version
         if options.columns.url is not None:
-            metadata["public_suffix_list"] = domains.list_version()
+            metadata["public_suffix_list"] = user_ids.list_version()
         write_json(self.out / "metadata.json", metadata, sort_keys=True)
         write_atomically(self.out / SUMS, sums(self.out, splits).encode())
 

@@ -14,12 +14,71 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedsim.data.building.column_names import expected_of
-from fedsim.data.building.domains import registrable_domain
 from fedsim.data.building.orders import KEYS, check_format, keys_of
-from fedsim.data.building.user_ids import Rows, as_ids, count_lists, refused, steps_of
-from fedsim.data.owners import SEPARATOR, together
+from fedsim.data.building.user_ids import (
+    Rows,
+    as_ids,
+    count_lists,
+    refused,
+    registrable_domain,
+    steps_of,
+)
+from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
+
+USUAL = frozenset(
+    """
+    account actor address age answer article at author authors bcc bio body by category cc channel
+    chat city code comment comments completion content contents context conversation count country
+    created creation data date dataset day description dialog dialogue doc document documents domain
+    edited email entities file first forum from full group handle hash header host hour html id ids
+    idx index info input instruction item items key kind label labels lang language last length
+    likes line link links list location lower mail markdown member message messages meta metadata
+    metrics mime minute model modified month name names nick nickname node note num number of
+    order org origin output owner owners page paragraph parent part participant path people person
+    phone place platform post posted posts preview profile prompt published query question questions
+    quote rating reaction reactions reason receiver recipient record ref region replies reply repo
+    response responses retweet review revision role room root row rows score screen section sender
+    sentence sentences sequence series service session site size source speaker speech split state
+    status stream subject summary tag tags target team text texts thread time timestamp title to
+    token tokens topic tweet turn turns type uid unix updated uri url user username users utc utt
+    utterance uuid value values verified version views votes web when where who word words year
+    """.split()
+)
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_]+")
+NAME = re.compile(r"[\w.:/# -]+")
+MOST_CHARACTERS, MOST_WORDS = 60, 5  # of a name
+MOST_SHOWN = 50
+
+
+def is_usual(name: str) -> bool:
+    """Whether a name is made of words that names of columns are usually made of."""
+    words = [word.lower() for word in WORD.findall(name)]
+    fits = len(name) <= MOST_CHARACTERS and NAME.fullmatch(name) and not re.search(r"\d{3}", name)
+    return bool(fits) and 0 < len(words) <= MOST_WORDS and USUAL.issuperset(words)
+
+
+def expected_of(found: Sequence[str], wanted: Sequence[str]) -> str:
+    """What is said of a column that is not there: those `found`, if they may be shown.
+
+    Args: wanted: the columns that were asked for.
+    """
+    header = not set(wanted).isdisjoint(found)
+    shown = [name for name in found if is_usual(name) or header and "." not in name][:MOST_SHOWN]
+    hidden = len(found) - len(shown)
+    if hidden:
+        whose = "1 whose name is" if hidden == 1 else f"{hidden} whose names are"
+        shown = [", ".join(shown)] if shown else []
+        shown.append(f"{whose} not shown, for it may be a person's text")
+    separated = len(found) == 1 and next((s for s in ";\t|" if s in found[0]), "")
+    hint = ""
+    if separated:
+        hint = f"; columns are separated by {separated!r}: `fedsim data build --delimiter`"
+    elif hidden and not header:
+        hint = "; the first line of CSV must have the names of the columns"
+    listed = (" and " if hidden else ", ").join(shown)
+    return f"no such column, expected one of {listed}{hint}"
+
 
 TEXT_JOINT = "\n"
 ID_JOINT = "/"
@@ -28,7 +87,7 @@ MOST_OWNERS = 1000  # of one text
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns. Several user columns make one id together, several text columns a text.
+    """Names of columns. Several user columns make one id owner_sets, several text columns a text.
 
     A user column of lists, and the columns of `owners`, give a text to several users.
     """
@@ -277,7 +336,7 @@ def _owner_sets(
     parts = [_owned(batch, name, columns, first_row, tally) for name in columns.owner]
     rows = np.concatenate([rows for rows, _ in parts])
     ids = pa.concat_arrays([ids for _, ids in parts])
-    keys, counts = together(rows, ids, len(batch))
+    keys, counts = owner_sets(rows, ids, len(batch))
     if len(bad := np.flatnonzero(counts > MOST_OWNERS)):
         raise refused(
             columns.blamed,
@@ -314,7 +373,7 @@ def _owned(
     if blank.any():
         row = first_row + rows[blank.argmax()] + 1
         raise refused(field, f"owners with ids, got a null or empty one in row {row}")
-    _, counts = together(rows, ids, len(column))
+    _, counts = owner_sets(rows, ids, len(column))
     if len(bad := np.flatnonzero(counts < sizes)):
         row = first_row + bad[0] + 1
         raise refused(field, f"each owner of a text once, got one twice in row {row}")

@@ -8,6 +8,9 @@ CSV and JSON are kept as they are and read as local ones: `datasets` would take 
 import os
 import re
 import shutil
+import socket
+import ssl
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,7 +25,6 @@ from fedsim.data.building.columns import Columns, is_string, paths
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import reason_of
 from fedsim.data.building.sources import identify
-from fedsim.data.network import may_pass
 from fedsim.errors import DataError, Interrupted
 from fedsim.files import DISK_FULL, expand_home
 
@@ -244,3 +246,33 @@ def split_sources(sources: Sequence[str | Path]) -> tuple[list[str], list[str | 
     """(those of the Hub, the others)."""
     of_hub = [str(source) for source in sources if str(source).startswith(PREFIX)]
     return of_hub, [source for source in sources if not str(source).startswith(PREFIX)]
+
+
+KINDS = (ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
+LIBRARIES = {"httpx": "RequestError", "httpx2": "RequestError", "aiohttp": "ClientError"}
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether an error, or one that led to it, may be gone when the same is asked again."""
+    while error is not None:
+        status = _status(error)
+        if status in (408, 429) or status >= 500:
+            return True
+        if not status and isinstance(error, (*KINDS, *_kinds_of_libraries())):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _status(error: BaseException) -> int:
+    """What the server answered, in numbers; 0 where it did not."""
+    response = getattr(error, "response", error)
+    found = getattr(response, "status_code", None) or getattr(response, "status", None)
+    return found if isinstance(found, int) else 0
+
+
+def _kinds_of_libraries() -> list[type[BaseException]]:
+    """Of those that were imported: others raised nothing."""
+    return [
+        getattr(sys.modules[name], kind) for name, kind in LIBRARIES.items() if name in sys.modules
+    ]

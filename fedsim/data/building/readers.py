@@ -19,10 +19,10 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from fedsim.data.building import csv_records, json_records
+from fedsim.data.building import text_files
 from fedsim.data.building.columns import Columns, normalise, paths, pick
-from fedsim.data.building.text_format import NONE, Form
-from fedsim.data.owners import SEPARATOR
+from fedsim.data.building.text_files import NONE, TextFormat
+from fedsim.data.store import SEPARATOR
 from fedsim.errors import DataError, printable
 from fedsim.files import TOO_MANY_FILES
 
@@ -31,7 +31,7 @@ PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
 CSV_BLOCKS = tuple(16 * 2**20 * 8**i for i in range(3))  # bytes; one row must fit
 SUFFIXES = (".parquet", *(f".{k}{z}" for k in ("json", "jsonl", "csv", "tsv") for z in ("", ".gz")))
 OTHER = "; where it is of another encoding: `fedsim data build --encoding latin1`"
-UTF8 = Form()
+UTF8 = TextFormat()
 SAVED = ("state.json", "dataset_dict.json")  # what datasets.save_to_disk leaves
 
 
@@ -47,7 +47,7 @@ class Part:
     """Rows (lines of JSONL) of the file before it."""
     split: str | None = None
     """Which data set of a saved dictionary it is."""
-    form: Form = UTF8
+    text_format: TextFormat = UTF8
 
     @property
     def kind(self) -> str:
@@ -59,12 +59,14 @@ def _suffix(file: Path) -> str:
     return file.name.removesuffix(".gz").rpartition(".")[2]
 
 
-def cut(file: Path, columns: Columns, split: str | None = None, form: Form = UTF8) -> list[Part]:
+def cut(
+    file: Path, columns: Columns, split: str | None = None, text_format: TextFormat = UTF8
+) -> list[Part]:
     """The parts of a file, in order: the same for the same file and columns.
 
     Raises: DataError: it cannot be read, or lacks a column.
     """
-    whole = Part(file, split=split, form=form)
+    whole = Part(file, split=split, text_format=text_format)
     with complaints(whole):
         if whole.kind == "parquet":
             return _cut_parquet(file, columns)
@@ -74,12 +76,12 @@ def cut(file: Path, columns: Columns, split: str | None = None, form: Form = UTF
             bounds = [*range(0, len(table), PART_ROWS), len(table)]
             spans = zip(bounds[:-1], bounds[1:], strict=True)
             return [Part(file, low, high, low, split) for low, high in spans]
-        if form.decoder == UTF8.decoder and _is_utf16(file):
+        if text_format.decoder == UTF8.decoder and _is_utf16(file):
             raise ValueError(f"it is UTF-16{OTHER.replace('latin1', 'utf-16')}")
         if whole.kind in ("csv", "tsv"):
-            csv_records.check(file, form)
-        if whole.kind == "jsonl" and file.suffix != ".gz" and form.has_lines:
-            return _cut_lines(file, form)
+            text_files.check_csv(file, text_format)
+        if whole.kind == "jsonl" and file.suffix != ".gz" and text_format.has_lines:
+            return _cut_lines(file, text_format)
     return [whole]
 
 
@@ -254,14 +256,14 @@ def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBa
 
 def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     """All is read as it is written: 007 is not 7."""
-    between = part.form.between(part.file)
-    marks = part.form.quoting != NONE
+    between = part.text_format.between(part.file)
+    marks = part.text_format.quoting != NONE
     parse_options = pa_csv.ParseOptions(
-        delimiter=between, quote_char=marks and csv_records.MARK, newlines_in_values=marks
+        delimiter=between, quote_char=marks and text_files.MARK, newlines_in_values=marks
     )
     done = 0
     for block_size in CSV_BLOCKS:  # a row longer than a block needs a larger one
-        read_options = pa_csv.ReadOptions(block_size=block_size, encoding=part.form.encoding)
+        read_options = pa_csv.ReadOptions(block_size=block_size, encoding=part.text_format.encoding)
         try:
             with pa_csv.open_csv(_open_stream(part.file), read_options, parse_options) as guess:
                 columns.check(guess.schema.names)
@@ -286,7 +288,7 @@ def _open_stream(file: Path) -> pa.NativeFile:
     return pa.input_stream(str(file), compression="gzip" if file.suffix == ".gz" else None)
 
 
-def _cut_lines(file: Path, form: Form) -> list[Part]:
+def _cut_lines(file: Path, text_format: TextFormat) -> list[Part]:
     """Parts that end at line ends, and how many lines come before each."""
     parts, start, lines, size = [], 0, 0, file.stat().st_size
     with file.open("rb") as stream:
@@ -294,11 +296,11 @@ def _cut_lines(file: Path, form: Form) -> list[Part]:
             stream.seek(min(start + PART_BYTES, size))
             stream.readline()
             end = stream.tell() if stream.tell() < size else size
-            parts.append(Part(file, start, end, lines, form=form))
+            parts.append(Part(file, start, end, lines, text_format=text_format))
             stream.seek(start)
             lines += sum(block.count(b"\n") for block in _blocks(stream, end - start))
             start = end
-    return parts or [Part(file, form=form)]
+    return parts or [Part(file, text_format=text_format)]
 
 
 def _blocks(stream: BinaryIO, size: int) -> Iterator[bytes]:
@@ -309,35 +311,35 @@ def _blocks(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 def _read_jsonl(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     """One object a line."""
-    encoding = part.form.decoder
-    if part.form.has_lines:
+    encoding = part.text_format.decoder
+    if part.text_format.has_lines:
         opener = gzip.open if part.file.suffix == ".gz" else open
         stream: Any = opener(part.file, "rb")
     else:
-        stream, encoding = part.form.opened(part.file), "utf-8"
+        stream, encoding = part.text_format.opened(part.file), "utf-8"
     with stream:
         stream.seek(part.start)
-        records = json_records.of_lines(_lines(stream, part), part.first_row, encoding)
+        records = text_files.json_lines(_lines(stream, part), part.first_row, encoding)
         yield from _batches(records, columns, part.first_row, "line", checked=part.start > 0)
 
 
 def _read_json(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     """One list of objects, or one object a line."""
-    with part.form.opened(part.file) as stream:
+    with part.text_format.opened(part.file) as stream:
         begins = ""
-        while not begins and (text := stream.read(json_records.READ_CHARACTERS)):
+        while not begins and (text := stream.read(text_files.READ_CHARACTERS)):
             begins = text.lstrip()
         if begins.startswith("["):
             stream.seek(0)
-            yield from _batches(json_records.of_list(stream), columns, 0, "entry")
+            yield from _batches(text_files.json_list(stream), columns, 0, "entry")
             return
-    if hint := json_records.other_form(begins, columns.names):
+    if hint := text_files.other_json(begins, columns.names):
         raise ValueError(f"expected a list of objects, or one object a line, got {hint}")
     yield from _read_jsonl(part, columns)
 
 
 def _batches(
-    records: Iterator[json_records.Record],
+    records: Iterator[text_files.Record],
     columns: Columns,
     row: int,
     word: str,
@@ -348,19 +350,21 @@ def _batches(
     texts = set(columns.text) - {*columns.owner, columns.order, columns.conversation, columns.turn}
     while rows := _some(records):
         if not checked:
-            found = dict.fromkeys(name for each in rows for name in json_records.names(each.fields))
+            found = dict.fromkeys(
+                name for each in rows for name in text_files.field_names(each.fields)
+            )
             columns.check(list(found))
             checked = True
         where = word, [each.number for each in rows]
         arrays = {}
         for name in columns.names:
-            values = [json_records.value(each.fields, name) for each in rows]
-            arrays[name] = json_records.column(values, name, where, name in texts)
+            values = [text_files.field_value(each.fields, name) for each in rows]
+            arrays[name] = text_files.as_column(values, name, where, name in texts)
         yield row, pa.RecordBatch.from_pydict(arrays)
         row += len(rows)
 
 
-def _some(records: Iterator[json_records.Record]) -> list[json_records.Record]:
+def _some(records: Iterator[text_files.Record]) -> list[text_files.Record]:
     """The next records, until they are many or large."""
     rows, size = [], 0
     for record in records:
@@ -374,6 +378,6 @@ def _some(records: Iterator[json_records.Record]) -> list[json_records.Record]:
 def _lines(stream: Any, part: Part) -> Iterator[bytes]:
     """The lines of a part; of one that is too long the beginning, which is too long, too."""
     left = -1 if part.end is None else part.end - part.start
-    while left and (line := stream.readline(json_records.MOST_CHARACTERS + 1)):
+    while left and (line := stream.readline(text_files.MOST_CHARACTERS + 1)):
         left -= len(line) if left > 0 else 0
         yield line if isinstance(line, bytes) else line.encode("utf-8", "surrogatepass")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fedsim.data.splits import SplitRows
+from fedsim.data.dataset import SplitRows
 from fedsim.data.store import TokenWriter
 from fedsim.errors import Interrupted
 from fedsim.files import DISK_FULL, TOO_MANY_FILES

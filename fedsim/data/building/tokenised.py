@@ -23,9 +23,9 @@ from fedsim.data.building.columns import Columns, is_blank, is_token_list
 from fedsim.data.building.orders import at_least
 from fedsim.data.building.processes import kept_for_a_build
 from fedsim.data.building.readers import PART_BYTES, READ_ROWS, Part, read
-from fedsim.data.splits import EVAL_USERS, TEST, TRAIN, Holdout
+from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
 from fedsim.data.store import copy, offsets_of, token_dtype
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
 from fedsim.files import write_json
 

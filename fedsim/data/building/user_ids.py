@@ -7,17 +7,23 @@ counted: 007 and 7, Ann and ann, the texts 3.1 and 3.10 are two users each. What
 for a person to say: see STEPS.
 """
 
+import ipaddress
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from encodings.idna import nameprep
+from functools import cache, lru_cache
+from importlib.metadata import version
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from publicsuffixlist import PublicSuffixList
 
-from fedsim.data.owners import SEPARATOR
+from fedsim.data.store import SEPARATOR
 from fedsim.errors import DataError
 
 # What pandas.read_csv takes for a missing value, and NaT, which pandas writes.
@@ -234,3 +240,86 @@ def _count(flags: pa.Array) -> int:
 def call(name: str, *arguments: Any, **options: Any) -> Any:
     """Arrow's function of that name, most of which type checkers do not know."""
     return getattr(pc, name)(*arguments, **options)
+
+
+WITH_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
+INVISIBLE = "".join(map(chr, range(33)))  # what browsers leave out around a URL
+LEFT_OUT = str.maketrans("", "", "\t\r\n")  # and in it
+# Python's codec, of IDNA 2003, takes straße.de for strasse.de, which is another registrant's.
+LETTERS_OF_THEIR_OWN, DOTS = re.compile("([ßς])"), re.compile("[.\u3002\uff0e\uff61]")
+LABEL_BYTES = 63
+
+
+def list_version() -> str:
+    """The version of the public suffix list."""
+    return f"publicsuffixlist {version('publicsuffixlist')}"
+
+
+def host_of(url: str | None) -> str | None:
+    """The host in lower case and punycode, without port, user or trailing dot; None if none."""
+    try:
+        host = split_url(url).hostname
+    except ValueError:
+        return None
+    return clean_host(host) if host else None
+
+
+def split_url(url: str | None) -> SplitResult:
+    """The parts of a URL, which may have no scheme; it may have another URL in it, with one."""
+    url = (url or "").strip().strip(INVISIBLE).translate(LEFT_OUT)
+    return urlsplit(url if WITH_SCHEME.match(url) else f"//{url}")
+
+
+def registrable_domain(url: str | None) -> str | None:
+    """The domain that someone registered, such as bbc.co.uk; an IP address is its own owner.
+
+    None where nobody can be named: no host, localhost, a bare public suffix such as com.
+    """
+    host = host_of(url)
+    return _owner(host) if host else None
+
+
+@lru_cache(2**16)
+def clean_host(host: str) -> str | None:
+    """A host in lower case and punycode, without trailing dots; None if it cannot be one."""
+    host = host.lower()
+    try:
+        return (host if host.isascii() else _punycode(host)).rstrip(".")
+    except UnicodeError:
+        return None
+
+
+def _punycode(host: str) -> str:
+    """Raises: UnicodeError: it is no name of a host."""
+    if not LETTERS_OF_THEIR_OWN.search(host):
+        return host.encode("idna").decode()
+    return ".".join(map(_label, DOTS.split(host)))
+
+
+def _label(label: str) -> str:
+    if not LETTERS_OF_THEIR_OWN.search(label):
+        return label.encode("idna").decode()
+    pieces = LETTERS_OF_THEIR_OWN.split(label)  # every other one is such a letter
+    pieces[::2] = map(nameprep, pieces[::2])
+    found = f"xn--{''.join(pieces).encode('punycode').decode()}"
+    if len(found) > LABEL_BYTES:
+        raise UnicodeError("the label is too long")
+    return found
+
+
+def address_of(host: str) -> str | None:
+    """The address that a host is, in its shortest form; None if it is a name."""
+    try:
+        return ipaddress.ip_address(host).compressed
+    except ValueError:
+        return None
+
+
+@lru_cache(2**16)
+def _owner(host: str) -> str | None:
+    return address_of(host) or _suffixes().privatesuffix(host)
+
+
+@cache
+def _suffixes() -> PublicSuffixList:
+    return PublicSuffixList()

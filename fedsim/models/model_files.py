@@ -1,9 +1,6 @@
-"""Models in safetensors files (Hugging Face): named arrays, and nothing in a file is code.
+"""TODO."""
 
-The library `safetensors` reads and writes a file. Large models are cut into several, which an index
-names.
-"""
-
+import hashlib
 import json
 import os
 import re
@@ -16,8 +13,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedsim.errors import ConfigError, brief
-from fedsim.files import read_object, write_json, write_with
+from fedsim.errors import ConfigError, FileDamaged, brief
+from fedsim.files import MOST_JSON, read_object, write_atomically, write_json, write_with
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -169,3 +166,54 @@ def write(
             raise
 
     write_with(file, save)
+
+
+CONFIG, TOKENIZER, SETTINGS = "config.json", "tokenizer.json", "tokenizer_config.json"
+SIDE_FILES = (
+    *(CONFIG, "generation_config.json", TOKENIZER, SETTINGS, "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt"),
+    *("merges.txt", "tokenizer.model", "spiece.model"),
+)
+TEMPLATES = "additional_chat_templates"
+PATTERNS = (*SIDE_FILES, f"{TEMPLATES}/*.jinja")
+
+
+def side_files(directory: Path) -> list[str]:
+    """The names of those files that are there.
+
+    Raises: ConfigError: one is larger than MOST_JSON.
+    """
+    more = (f"{TEMPLATES}/{path.name}" for path in directory.glob(f"{TEMPLATES}/*.jinja"))
+    names = [name for name in (*SIDE_FILES, *sorted(more)) if (directory / name).is_file()]
+    for name in names:
+        size = (directory / name).stat().st_size
+        if size > MOST_JSON:
+            expected = f"at most {MOST_JSON} bytes, got {size}"
+            raise ConfigError.of("model", directory / name, expected)
+    return names
+
+
+def side_file_digests(directory: Path) -> dict[str, str]:
+    """sha256 of each of the files that are there."""
+    return {name: _sha256(directory / name) for name in side_files(directory)}
+
+
+def check_side_files(directory: Path, expected: Mapping[str, str]) -> None:
+    """Raises FileDamaged: a file is not what `side_file_digests` had found."""
+    for name, sha256 in expected.items():
+        path = directory / name
+        if not path.is_file() or _sha256(path) != sha256:
+            raise FileDamaged(f"{path}: was changed since the run was started")
+
+
+def copy_side_files(directory: Path, out: Path, but: tuple[str, ...] = ()) -> list[str]:
+    """Copy those that are there, except `but`, into the directory `out`. Returns their names."""
+    names = [name for name in side_files(directory) if name not in but]
+    for name in names:
+        (out / name).parent.mkdir(exist_ok=True)
+        write_atomically(out / name, (directory / name).read_bytes())
+    return names
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

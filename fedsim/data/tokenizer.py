@@ -1,13 +1,4 @@
-"""Text to token ids and back, through the `tokenizers` library: its files are data, never code.
-
-`bytes` is the default: 256 bytes and one special token need no training, so nothing about the users
-reaches the tokenizer. `wordpiece:SIZE` is the paper's kind and `bpe:SIZE` a byte-level BPE, trained
-on the data: a step outside the privacy guarantee, and recorded as one. Any tokenizer.json or BERT
-vocab.txt can be loaded instead, from a file or, as `hf:NAME`, from the Hub.
-
-Every example begins with a begin token, so that a causal model predicts its first real token too:
-see special_tokens.py for which. Special tokens spelled out in a text are text.
-"""
+"""TODO."""
 
 import hashlib
 import json
@@ -16,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,11 +15,146 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 
-from fedsim.data import special_tokens
-from fedsim.data.network import may_pass
 from fedsim.data.store import token_dtype
-from fedsim.errors import DataError, Interrupted, brief
-from fedsim.files import expand_home
+from fedsim.errors import ConfigError, DataError, Interrupted, brief
+from fedsim.files import expand_home, read_object
+
+TOKENIZER = "tokenizer.json"
+NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+ID_FILES = ("generation_config.json", "config.json")
+BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
+END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
+BEGIN, END = "bos_token", "eos_token"
+NOTHING: Mapping[str, Sequence[str | int]] = {}
+
+
+class SpecialTokens(NamedTuple):
+    """Ids of the tokens around an example."""
+
+    begin: int
+    end: int
+    ends: frozenset[int]
+    """All that end a text where a model writes one: a chat model has several."""
+
+
+def named_beside(file: Path) -> dict[str, list[str | int]]:
+    """What the files beside a tokenizer.json name, by field, likeliest first.
+
+    Raises: DataError: one of them is no JSON object, or a field is no token.
+    """
+    found: dict[str, list[str | int]] = {}
+    for name in (*NAME_FILES, *ID_FILES) if file.name == TOKENIZER else ():
+        path = file.with_name(name)
+        if not path.exists():
+            continue
+        try:
+            record = read_object(path, "tokenizer")
+        except ConfigError as error:
+            raise DataError(str(error), field=error.field) from None
+        for field in (BEGIN, END):
+            key = field if name in NAME_FILES else f"{field}_id"
+            found.setdefault(key, []).extend(_listed(path, key, record.get(key)))
+    return found
+
+
+def _listed(path: Path, field: str, value: Any) -> Iterable[Any]:
+    """The tokens of a field: null, a name, an object with one, an id, or a list of ids."""
+    if value is None:
+        return ()
+    if field.endswith("_id"):
+        values = value if isinstance(value, list) else [value]
+        holds = all(type(number) is int for number in values)
+        expected = "a token id, or a list of them"
+    else:
+        values = [value.get("content") if isinstance(value, dict) else value]
+        holds, expected = isinstance(values[0], str), "the name of a token"
+    if not holds:
+        raise DataError.of("tokenizer", path, f"{expected} as {field}, got {brief(value)}")
+    return values
+
+
+def special_tokens_of(
+    name: str,
+    vocab: Mapping[str, int],
+    record: Mapping[str, Any],
+    named: Mapping[str, Sequence[str | int]] = NOTHING,
+) -> SpecialTokens:
+    """The begin and end tokens of a tokenizer.
+
+    Args:
+      vocab: ids of all tokens, added ones among them.
+      record: its tokenizer.json.
+      named: what `named_beside` found.
+    Raises: DataError: nothing names any.
+    """
+    ids = set(vocab.values())
+
+    def valid(tokens: Iterable[Any]) -> list[int]:
+        numbers = [vocab.get(token) if isinstance(token, str) else token for token in tokens]
+        return [number for number in numbers if number in ids]
+
+    before, after = _template(record)
+    named_ends = valid(named.get(f"{END}_id", ()))
+    special = [token.get("id") for token in record["added_tokens"] if token.get("special")]
+    only = valid(special) if len(special) == 1 else []
+    begins = [*valid(named.get(BEGIN, ())), *valid(before), *valid(named.get(f"{BEGIN}_id", ()))]
+    ends = [*valid(named.get(END, ())), *valid(after), *named_ends]
+    begins = begins or valid(BEGIN_TOKENS) or ends or valid(END_TOKENS) or only
+    ends = ends or valid(END_TOKENS) or begins
+    if not begins:
+        known = ", ".join(dict.fromkeys(BEGIN_TOKENS + END_TOKENS))
+        raise DataError.of(
+            "tokenizer",
+            name,
+            f"a begin or end token: {BEGIN} and {END} in a {NAME_FILES[0]} beside {TOKENIZER}, "
+            f"or one of {known}",
+        )
+    return SpecialTokens(begins[0], ends[0], frozenset([ends[0], *named_ends]))
+
+
+def _template(record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Ids that a tokenizer.json puts before a text, and after it."""
+    outer = record["post_processor"] or {}
+    for template in outer.get("processors", [outer]):
+        if "cls" in template:  # of the kinds BertProcessing and RobertaProcessing
+            return [template["cls"][1]], [template["sep"][1]]
+        around: tuple[list[int], list[int]] = [], []
+        passed = False
+        for part in template.get("single", ()):
+            if "SpecialToken" in part:
+                token = template["special_tokens"][part["SpecialToken"]["id"]]
+                around[passed].extend(token["ids"])
+            else:
+                passed = True
+        if passed:
+            return around
+    return [], []
+
+
+def with_template(
+    record: Mapping[str, Any], vocab: Mapping[str, int], special: SpecialTokens
+) -> str | None:
+    """A tokenizer.json that says by itself, in its template, which tokens are around a text; None
+    if `record` does so already."""
+    try:
+        if special_tokens_of("", vocab, record)[:2] == special[:2]:
+            return None
+    except DataError:  # without the files beside it, none
+        pass
+    names = {number: token for token, number in vocab.items()}
+    parts = [{"SpecialToken": {"id": names[number], "type_id": 0}} for number in special[:2]]
+    first, second = ({"Sequence": {"id": x, "type_id": i}} for i, x in enumerate("AB"))
+    template = {
+        "type": "TemplateProcessing",
+        "single": [parts[0], first, parts[1]],
+        "pair": [parts[0], first, second, parts[1]],
+        "special_tokens": {
+            names[number]: {"id": names[number], "ids": [number], "tokens": [names[number]]}
+            for number in special[:2]
+        },
+    }
+    return json.dumps({**record, "post_processor": template})
+
 
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MIN_SIZE, MAX_CHARACTERS = 300, 1000
@@ -52,13 +179,13 @@ class Tokenizer:
         inner: tokenizers.Tokenizer,
         name: str,
         trained_on_data: bool = False,
-        named: Mapping[str, Sequence[str | int]] = special_tokens.NOTHING,
+        named: Mapping[str, Sequence[str | int]] = NOTHING,
     ):
         inner.no_padding()  # a tokenizer.json may ask for both; they would corrupt examples
         inner.no_truncation()
         record, vocab = json.loads(inner.to_str()), inner.get_vocab(with_added_tokens=True)
-        special = special_tokens.tokens_of(name, vocab, record, named)
-        if (changed := special_tokens.with_template(record, vocab, special)) is not None:
+        special = special_tokens_of(name, vocab, record, named)
+        if (changed := with_template(record, vocab, special)) is not None:
             inner = tokenizers.Tokenizer.from_str(changed)
         self._json = inner.to_str()
         inner.encode_special_tokens = True  # not kept in the file: "[SEP]" in a text stays text
@@ -138,7 +265,7 @@ class Tokenizer:
             )
         try:
             inner = _load_vocab(file) if file.suffix == ".txt" else _load_json(file)
-            return cls(inner, name or file.name, named=special_tokens.beside(file))
+            return cls(inner, name or file.name, named=named_beside(file))
         except DataError:
             raise
         except Exception as error:  # the library raises bare Exception
@@ -235,13 +362,15 @@ def _download(spec: str) -> Path:
     the files that name its special tokens."""
     import huggingface_hub
 
+    from fedsim.data.building.hub import may_pass  # which takes longer to import than this
+
     name, _, revision = spec.partition("@")
-    wanted = [special_tokens.TOKENIZER, *special_tokens.NAMES, *special_tokens.IDS]
+    wanted = [TOKENIZER, *NAME_FILES, *ID_FILES]
     try:
         found = huggingface_hub.snapshot_download(
             name, revision=revision or None, allow_patterns=wanted
         )
-        file = Path(found) / special_tokens.TOKENIZER
+        file = Path(found) / TOKENIZER
         if not file.is_file():
             raise FileNotFoundError("it has none")
         return file

@@ -1,18 +1,201 @@
-"""Objects of JSON files, one a line or all in one list, and columns of what they hold.
+"""TODO."""
 
-Read through json itself: Arrow's reader would take some texts for dates. No message shows what a
-file holds: it is a user's.
-"""
-
+import codecs
+import csv
+import gzip
 import json
 import re
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import pyarrow as pa
 
-from fedsim.data.building.column_names import is_usual
+from fedsim.data.building.columns import is_usual
 from fedsim.errors import DataError
+
+NONE, MINIMAL = "none", "minimal"
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """What a file's name does not say of it."""
+
+    delimiter: str | None = None
+    """What stands between columns. None: a comma, or a tab in a file named .tsv."""
+    encoding: str = "utf-8"
+    quoting: str | None = None
+    """What quotation marks in CSV are. "none": characters like others. "minimal": they stand around
+    what has delimiters or line ends in it. None: the same, unless a file reads as well without."""
+
+    def __post_init__(self):
+        one = self.delimiter is None or len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
+        if not one:
+            raise DataError.of("delimiter", self.delimiter, "one character, such as ; or |")
+        if self.quoting not in (None, NONE, MINIMAL):
+            raise DataError.of("quoting", self.quoting, f"{NONE} or {MINIMAL}")
+        try:
+            "".encode(self.encoding)
+            codecs.getincrementaldecoder(self.encoding)().decode(pa.py_buffer(b""))  # as Arrow
+        except (AttributeError, LookupError, TypeError, ValueError):  # punycode takes only bytes
+            raise DataError.of(
+                "encoding", self.encoding, "an encoding of text that Python knows, such as latin1"
+            ) from None
+
+    def between(self, file: Path) -> str:
+        """What stands between this file's columns."""
+        if self.delimiter is not None:
+            return self.delimiter
+        return "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
+
+    @property
+    def decoder(self) -> str:
+        """The encoding, in which a file may begin with a mark of its byte order."""
+        utf8 = codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
+        return "utf-8-sig" if utf8 else self.encoding
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether the bytes of a line end mean one everywhere, so that a file can be cut there."""
+        return self.decoder == "utf-8-sig" or "\n{}".encode(self.encoding) == b"\n{}"
+
+    def opened(self, file: Path, *, errors: str = "strict") -> TextIO:
+        """The characters of a file, line ends as they are."""
+        opener = gzip.open if file.suffix == ".gz" else open
+        return opener(file, "rt", encoding=self.decoder, errors=errors, newline="")
+
+
+MARK = '"'
+MOST_CHARACTERS = 2**26  # of a record: a file of a few hundred kB may unpack to one of many GB
+
+
+def check_csv(file: Path, text_format: TextFormat) -> None:
+    """Raises: DataError: a quotation does not end where a field does or may be none, a record is
+    too long or has not as many columns as the first line, or the first line comes again. Names the
+    line in which the record begins."""
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        with text_format.opened(file, errors="replace") as stream:
+            _check(_Lines(stream), text_format, text_format.between(file))
+    finally:
+        csv.field_size_limit(before)
+
+
+def _check(lines: "_Lines", text_format: TextFormat, between: str) -> None:
+    quoting = csv.QUOTE_NONE if text_format.quoting == NONE else csv.QUOTE_MINIMAL
+    reader = csv.reader(lines, delimiter=between, strict=True, quoting=quoting)
+    line, first, doubts = 0, [], _Doubts(0, between)
+    try:
+        for record in reader:
+            if not first:
+                first, doubts = record, _Doubts(len(record), between)
+            elif record and len(record) != len(first):  # empty lines are no records
+                raise DataError(_ragged(line + 1, len(first), len(record), between, text_format))
+            elif len(first) > 1 and record == first:
+                raise DataError(
+                    f"line {line + 1}: expected the names of the columns once, in the first line, "
+                    "and here they are again, as where files were joined"
+                )
+            if lines.quoted and text_format.quoting is None and len(first) > 1:
+                doubts.see(line + 1, lines.taken)
+            line = reader.line_num
+            lines.begin_record()
+    except csv.Error as error:
+        raise DataError(
+            f"line {line + 1}: expected every quotation to end where a column or a line does, so "
+            f"that it is certain whose text follows ({error}); without quoting: `fedsim data build "
+            "--quoting none`"
+        ) from None
+    doubts.settle()
+
+
+class _Lines:
+    """The lines of a file, and which of them the record that is read now has taken.
+
+    Attributes: taken: the lines. quoted: whether a quotation mark is in them.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._done = stream, 0
+        self.begin_record()
+
+    def begin_record(self) -> None:
+        """The next line is another record's."""
+        self._done += len(getattr(self, "taken", ()))
+        self.taken: list[str] = []
+        self._size, self.quoted = 0, False
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._stream.readline(MOST_CHARACTERS - self._size + 1):
+            self.taken.append(line)
+            self._size += len(line)
+            self.quoted = self.quoted or MARK in line
+            if self._size > MOST_CHARACTERS:
+                raise DataError(
+                    f"line {self._done + 1}: expected a record of at most {MOST_CHARACTERS:,} "
+                    "characters; is a quotation never closed, or the file no CSV?"
+                )
+            yield line
+
+
+class _Doubts:
+    """Whether a file reads as well without quoting, by its records with quotation marks.
+
+    A record of several lines may hide rows: all its lines, or some between its first and its last,
+    have as many columns as the first line of the file. Texts have commas, too, so that it counts
+    only where nothing else shows that the file is quoted; texts have hardly any tabs.
+    """
+
+    def __init__(self, columns: int, between: str):
+        self._columns, self._between = columns, between
+        self._hiding: DataError | None = None  # what is said of the first record that may hide rows
+        self._is_quoted = False  # a record shows it
+        self._has_bare_marks = False  # inside fields that are not quoted: no program writes that
+
+    def see(self, line: int, lines: list[str]) -> None:
+        """A record with a quotation mark, which begins in that line.
+
+        Raises: DataError: it may hide rows, and has tabs between its columns.
+        """
+        counts = [each.count(self._between) + 1 for each in lines if each.strip("\r\n")]
+        are_rows = all(count == self._columns for count in counts)
+        doubled = MARK * 2 in "".join(lines)
+        hides_rows = len(lines) > 1 and (are_rows or self._columns in counts[1:-1])
+        if hides_rows and self._between == "\t":
+            raise self._refusal(line, line + len(lines) - 1)
+        if hides_rows:
+            self._hiding = self._hiding or self._refusal(line, line + len(lines) - 1)
+            self._is_quoted |= doubled
+            return
+        fields = lines[0].split(self._between)
+        bare = are_rows and any(MARK in each and not each.startswith(MARK) for each in fields)
+        self._has_bare_marks |= bare
+        self._is_quoted |= not bare and (doubled or not are_rows or line == 1)
+
+    def settle(self) -> None:
+        """Raises: DataError: a record may hide rows."""
+        if self._hiding is not None and (self._has_bare_marks or not self._is_quoted):
+            raise self._hiding
+
+    def _refusal(self, first: int, last: int) -> DataError:
+        return DataError(
+            f"line {first}: expected a quotation that is certain; the one that begins here ends in "
+            f"line {last}, and lines in it have {self._columns} columns, as the first line has: "
+            "they may be rows of other users. Written without quoting: `fedsim data build "
+            "--quoting none`; with: `--quoting minimal`"
+        )
+
+
+def _ragged(line: int, columns: int, found: int, between: str, text_format: TextFormat) -> str:
+    """What is said of a record with a wrong number of columns."""
+    said = f"line {line}: expected {columns} columns, as in the first line, found {found}"
+    if found < columns or text_format.quoting == NONE:
+        return said
+    mark = "a tab" if between == "\t" else f"'{between}'"
+    return f"{said} (a text with {mark} in it stands between quotation marks)"
+
 
 READ_CHARACTERS = 2**20  # of a list, at a time
 MOST_CHARACTERS = 2**26  # of an object: a file of a few hundred kB may unpack to one of many GB
@@ -47,7 +230,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _decoder = json.JSONDecoder(object_pairs_hook=_once)
 
 
-def of_lines(lines: Iterator[bytes], before: int, encoding: str) -> Iterator[Record]:
+def json_lines(lines: Iterator[bytes], before: int, encoding: str) -> Iterator[Record]:
     """The object of each line that is not blank. Raises: ValueError: naming the line."""
     for number, line in enumerate(lines, before + 1):
         if line.isspace():
@@ -61,7 +244,7 @@ def of_lines(lines: Iterator[bytes], before: int, encoding: str) -> Iterator[Rec
         yield Record(len(line), number, _expect_object(row, f"line {number}"))
 
 
-def of_list(stream: TextIO) -> Iterator[Record]:
+def json_list(stream: TextIO) -> Iterator[Record]:
     """Each entry of the list that a file is; it is never in memory as a whole.
 
     Raises: ValueError: naming the entry.
@@ -110,7 +293,7 @@ def of_list(stream: TextIO) -> Iterator[Record]:
         raise ValueError("expected nothing after the list")
 
 
-def other_form(text: str, wanted: list[str]) -> str | None:
+def other_json(text: str, wanted: list[str]) -> str | None:
     """What a file is that begins with this text, where it is neither a list of objects nor has one
     object a line, in which `wanted` are, and how it becomes one; None where that is not certain."""
     if SCRIPT.match(text):
@@ -120,7 +303,7 @@ def other_form(text: str, wanted: list[str]) -> str | None:
     except (ValueError, RecursionError):
         first, end = None, len(text)  # something else, or it goes on
     over_lines = "\n" in text[:end]
-    if isinstance(first, dict) and not over_lines and not {*wanted}.isdisjoint(names(first)):
+    if isinstance(first, dict) and not over_lines and not {*wanted}.isdisjoint(field_names(first)):
         return None
     key = _list_inside(text) if over_lines or first is not None else None
     if key is not None:
@@ -159,23 +342,23 @@ def _expect_object(row: Any, where: str) -> dict[str, Any]:
     return row
 
 
-def names(record: dict[str, Any]) -> Iterator[str]:
+def field_names(record: dict[str, Any]) -> Iterator[str]:
     """The names of a record's fields, those inside others with a dot."""
     for key, value in record.items():
         yield key
         if isinstance(value, dict):
-            yield from (f"{key}.{inner}" for inner in names(value))
+            yield from (f"{key}.{inner}" for inner in field_names(value))
 
 
-def value(record: dict[str, Any], name: str) -> Any:
+def field_value(record: dict[str, Any], name: str) -> Any:
     """The field of that name, or inside others of that path; None if there is none."""
     if name in record or "." not in name:
         return record.get(name)
     outer, _, inner = name.partition(".")
-    return value(record[outer], inner) if isinstance(record.get(outer), dict) else None
+    return field_value(record[outer], inner) if isinstance(record.get(outer), dict) else None
 
 
-def column(
+def as_column(
     values: list[Any], name: str, where: tuple[str, list[int]], is_text: bool = False
 ) -> pa.Array:
     """Numbers and strings mixed in one column become strings; beside lists, others
