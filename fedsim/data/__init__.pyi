@@ -1,6 +1,6 @@
 from . import corpora as corpora
 from .building import readers as readers, sources as sources, user_ids as user_ids
-from .building.build import build as build
+from .building.build import BuildSettings as BuildSettings, build as build
 from .building.columns import (
     Columns as Columns,
     expected_of as expected_of,
