@@ -1,8 +1,12 @@
-"""Where data comes from: a built directory, files, the Hub, or the embedded corpus `pydocs`.
+"""Load data from a built directory, files, the Hugging Face Hub, or the corpus `pydocs`.
 
-What is built on the way is kept in the user's cache, under a key of everything it depends on, and
-memory-mapped from then on. Of two processes that want the same thing at once, one builds it and the
-other waits for it.
+Data that is built on the way is kept in the user's cache, under a key of everything it depends on,
+and memory-mapped from then on. If two processes want the same data at once, one builds it and the
+other waits.
+
+`pydocs` holds docstring paragraphs of packages that are installed beside fedsim. Its users are
+module files, such as numpy/linalg/_linalg.py. Nothing is downloaded, redistributed or imported:
+sources are parsed. The same package versions give the same corpus.
 """
 
 import ast
@@ -33,16 +37,23 @@ from fedsim.data.store import FORMAT
 from fedsim.data.tokenizer import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
 
+PACKAGES = ("numpy", "scipy", "jax")  # of pydocs, beside the standard library
+SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
+MIN_WORDS = 5  # of a paragraph of pydocs
+BLOCKS = ("body", "handlers", "orelse", "finalbody")  # parts of a statement that hold definitions
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
 
 def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_options) -> Dataset:
-    """The data set that `source` names, built first if need be.
+    """Load the data set that `source` names, and build it first if necessary.
 
     Args:
-      source: a built directory (opened as it is, no build options), a file or glob, a saved data
-        set, hf:NAME[:CONFIG], or "pydocs".
-      cache_dir: where builds are kept; see `files.cache_dir`.
-      build_options: as for `build`.
-    Raises: DataError: bad input, as `build` raises it.
+      source: a built directory (opened as it is, without build options), a file or glob, a
+        directory saved by `datasets`, hf:NAME[:CONFIG], or "pydocs".
+      cache_dir: directory of built data. Default: `files.cache_dir`.
+      build_options: keyword arguments of `build`, the fields of `BuildSettings` among them.
+    Raises:
+      DataError: the input is invalid, or build options are given for a built directory.
     """
     source = files.expand_home("data", source)
     if "tokenizer" in build_options:
@@ -64,8 +75,10 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
 
 
 def is_built(source: str | Path) -> bool:
-    """Whether a source is a directory that `build` made, to be opened as it is: one that says so,
-    whatever lies in it beside, or one that holds no files to be read, which is told what it lacks.
+    """True for a directory that is opened as it is instead of being built from.
+
+    That is a directory whose metadata.json says so, whatever else is in it, and a directory without
+    files to build from: opening it raises an error that names the missing files.
     """
     path = Path(files.expand_home("data", source))
     named = bool(str(source).strip())  # Path("") is the current directory
@@ -87,15 +100,11 @@ def _facts(path: Path) -> list[tuple[str, int, int]]:
     return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
-def _facts_of_hub(source: hub.HubSource) -> list[Any]:
-    local = Path(source.name)
-    return [asdict(source), *(_facts(local) if local.exists() else [])]
-
-
 def _load_hub(source: str, cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
-    found = hub.HubSource.parse(source, options.get("split"), options.get("revision")).pinned()
-    facts = [user_ids.RULE, *_facts_of_hub(found)]
-    options = {**options, "revision": found.revision}
+    pinned = hub.HubSource.parse(source, options.get("split"), options.get("revision")).pinned()
+    local = Path(pinned.name)
+    facts = [user_ids.RULE, asdict(pinned), *(_facts(local) if local.exists() else [])]
+    options = {**options, "revision": pinned.revision}
     return _cached(facts, cache_dir, options, lambda out: build(source, out, wait=True, **options))
 
 
@@ -118,7 +127,7 @@ def _cached(
     options: dict[str, Any],
     make: Callable[[Path], Dataset],
 ) -> Dataset:
-    """The data set under the key of `facts` and `options`, made if it is not there."""
+    """Open the data set under the key of `facts` and `options`, and make it if it is absent."""
     relevant = {n: v for n, v in options.items() if n not in ("progress", "num_workers")}
     spec = str(options.get("tokenizer", ""))
     tokenizer = Path(spec)
@@ -129,11 +138,11 @@ def _cached(
     if options.get("normalise_ids"):
         relevant["unicode"] = unidata_version
     if options.get("url_column") is not None:
-        relevant["public_suffix_list"] = user_ids.list_version()  # says whose a text is
+        relevant["public_suffix_list"] = user_ids.list_version()  # which determines the users
     key = json.dumps([FORMAT, facts, relevant], sort_keys=True, default=str)
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     cache = files.expand_home("cache_dir", cache_dir) if cache_dir else files.cache_dir()
-    # Text of people: nobody else can have put it there, nor put other text in its place.
+    # The directory belongs to this user alone: nobody else can replace the text in it.
     out = files.own_directory(Path(cache) / "data") / name
     if not out.is_dir():
         try:
@@ -144,21 +153,18 @@ def _cached(
     return Dataset.open(out)
 
 
-PACKAGES = ("numpy", "scipy", "jax")
-SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
-MIN_WORDS = 5
-BLOCKS = ("body", "handlers", "orelse", "finalbody")  # where definitions are found
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
 def pydocs_versions() -> dict[str, str]:
-    """What the corpus depends on: the versions of the packages and of Python."""
-    found = {name: metadata.version(name) for name in PACKAGES}
-    return {**found, "python": platform.python_version()}
+    """Versions of the packages and of Python, which determine the corpus."""
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    return {**versions, "python": platform.python_version()}
 
 
 def harvest_pydocs(directory: Path) -> Path:
-    """Writes pydocs.parquet (user_id, text) into `directory` and returns its path."""
+    """Write pydocs.parquet (user_id, text) into `directory`. Returns: the path of the file.
+
+    Raises:
+      DataError: a package of PACKAGES is not installed.
+    """
     rows = [
         (user, paragraph)
         for prefix, root in _roots()
@@ -181,7 +187,7 @@ def _roots() -> Iterator[tuple[str, Path]]:
 
 
 def _modules(prefix: str, root: Path) -> Iterator[tuple[str, Path]]:
-    """(user id, file) of each module below `root` that is no test, in a fixed order."""
+    """Yield (user id, file) of each module below `root` that is no test, in a fixed order."""
     relative = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
     for name in sorted(relative):
         *folders, module = name.split("/")
@@ -190,7 +196,7 @@ def _modules(prefix: str, root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _paragraphs(file: Path) -> Iterator[str]:
-    """Paragraphs of at least MIN_WORDS words of the docstrings, in the order of the file."""
+    """Yield docstring paragraphs of at least MIN_WORDS words, in the order of the file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
