@@ -1,4 +1,23 @@
-"""TODO."""
+"""Text to token ids and back, through the `tokenizers` library: its files are data, never code.
+
+`bytes` is the default: 256 bytes and one special token need no training, so that nothing about the
+users reaches the tokenizer. `wordpiece:SIZE` is the paper's kind and `bpe:SIZE` a byte-level BPE,
+both trained on the data: a step outside the privacy guarantee, and recorded as one. A
+tokenizer.json or a BERT vocab.txt can be loaded instead, from a file or, as `hf:NAME`, from the
+Hub.
+
+Every example begins with a begin token, so that a causal model predicts its first real token too.
+Begin and end tokens are looked up in this order; a name or id that the vocabulary lacks is skipped:
+
+1. `bos_token` and `eos_token` of tokenizer_config.json and special_tokens_map.json;
+2. the template in tokenizer.json: the tokens that it puts before and after a text;
+3. `bos_token_id` and `eos_token_id` of generation_config.json and config.json;
+4. if no file names any: names that are in wide use, then the only special token of the vocabulary.
+
+These files are read from the directory of a file called tokenizer.json. `with_template` keeps the
+result in the tokenizer.json itself, which can then be copied alone, as into a built data set.
+Special tokens that are spelled out in a text are text.
+"""
 
 import hashlib
 import json
@@ -29,18 +48,21 @@ NOTHING: Mapping[str, Sequence[str | int]] = {}
 
 
 class SpecialTokens(NamedTuple):
-    """Ids of the tokens around an example."""
+    """Ids of the special tokens of a tokenizer."""
 
     begin: int
+    """Begins an example."""
     end: int
+    """Ends an example."""
     ends: frozenset[int]
-    """All that end a text where a model writes one: a chat model has several."""
+    """Ids of all tokens that end a generated text: a chat model has several."""
 
 
 def named_beside(file: Path) -> dict[str, list[str | int]]:
-    """What the files beside a tokenizer.json name, by field, likeliest first.
+    """Tokens that the files beside a tokenizer.json name, by field, in order of precedence.
 
-    Raises: DataError: one of them is no JSON object, or a field is no token.
+    Raises:
+      DataError: a file is not a JSON object, or a field is not a token.
     """
     found: dict[str, list[str | int]] = {}
     for name in (*NAME_FILES, *ID_FILES) if file.name == TOKENIZER else ():
@@ -58,7 +80,7 @@ def named_beside(file: Path) -> dict[str, list[str | int]]:
 
 
 def _listed(path: Path, field: str, value: Any) -> Iterable[Any]:
-    """The tokens of a field: null, a name, an object with one, an id, or a list of ids."""
+    """Tokens of a field: null, a name, an object with a name, an id, or a list of ids."""
     if value is None:
         return ()
     if field.endswith("_id"):
@@ -79,13 +101,15 @@ def special_tokens_of(
     record: Mapping[str, Any],
     named: Mapping[str, Sequence[str | int]] = NOTHING,
 ) -> SpecialTokens:
-    """The begin and end tokens of a tokenizer.
+    """Select the begin and end tokens of a tokenizer.
 
     Args:
-      vocab: ids of all tokens, added ones among them.
-      record: its tokenizer.json.
-      named: what `named_beside` found.
-    Raises: DataError: nothing names any.
+      name: name of the tokenizer, for the error.
+      vocab: id of each token, added tokens included.
+      record: content of tokenizer.json.
+      named: result of `named_beside`.
+    Raises:
+      DataError: no file names such a token, and the vocabulary has none that is in wide use.
     """
     ids = set(vocab.values())
 
@@ -113,10 +137,10 @@ def special_tokens_of(
 
 
 def _template(record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Ids that a tokenizer.json puts before a text, and after it."""
+    """Ids that a tokenizer.json puts before and after a text."""
     outer = record["post_processor"] or {}
     for template in outer.get("processors", [outer]):
-        if "cls" in template:  # of the kinds BertProcessing and RobertaProcessing
+        if "cls" in template:  # BertProcessing and RobertaProcessing
             return [template["cls"][1]], [template["sep"][1]]
         around: tuple[list[int], list[int]] = [], []
         passed = False
@@ -134,12 +158,14 @@ def _template(record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
 def with_template(
     record: Mapping[str, Any], vocab: Mapping[str, int], special: SpecialTokens
 ) -> str | None:
-    """A tokenizer.json that says by itself, in its template, which tokens are around a text; None
-    if `record` does so already."""
+    """A tokenizer.json whose template names the begin and end tokens; None if `record` is one.
+
+    Args: as of `special_tokens_of`.
+    """
     try:
         if special_tokens_of("", vocab, record)[:2] == special[:2]:
             return None
-    except DataError:  # without the files beside it, none
+    except DataError:  # it names no special tokens
         pass
     names = {number: token for token, number in vocab.items()}
     parts = [{"SpecialToken": {"id": names[number], "type_id": 0}} for number in special[:2]]
@@ -157,21 +183,21 @@ def with_template(
 
 
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-MIN_SIZE, MAX_CHARACTERS = 300, 1000
-SIZE_DIGITS = 7  # the library takes memory for as many pieces as are asked for
-PIECE = 2**20  # characters that are given to the library at once
+MIN_SIZE, MAX_CHARACTERS = 300, 1000  # pieces; characters of a WordPiece tokenizer
+SIZE_DIGITS = 7  # of SIZE, at most: the library allocates memory for all pieces
+PIECE = 2**20  # characters passed to the library at once
 
 
 class Tokenizer:
     """A tokenizer of the `tokenizers` library with a name, a begin token and an end token.
 
     Attributes:
-      name: "bytes", "wordpiece:SIZE", "bpe:SIZE", "hf:NAME" or the file's name.
-      vocab_size: every id is below it.
+      name: "bytes", "wordpiece:SIZE", "bpe:SIZE", "hf:NAME" or the name of the file.
+      vocab_size: upper bound of ids, exclusive.
       begin, end: the tokens around an example. begin_id, end_id: their ids.
-      end_ids: of all tokens that end a text which the model writes; end_id is among them.
+      end_ids: ids of all tokens that end a generated text, end_id among them.
       sha256: hex digest of the tokenizer.json that `save` writes.
-      trained_on_data: True if the users' texts made the vocabulary (not private).
+      trained_on_data: True if the vocabulary was trained on the users' texts (not private).
     """
 
     def __init__(
@@ -181,14 +207,14 @@ class Tokenizer:
         trained_on_data: bool = False,
         named: Mapping[str, Sequence[str | int]] = NOTHING,
     ):
-        inner.no_padding()  # a tokenizer.json may ask for both; they would corrupt examples
+        inner.no_padding()  # which a tokenizer.json may switch on, and which would corrupt examples
         inner.no_truncation()
         record, vocab = json.loads(inner.to_str()), inner.get_vocab(with_added_tokens=True)
         special = special_tokens_of(name, vocab, record, named)
         if (changed := with_template(record, vocab, special)) is not None:
             inner = tokenizers.Tokenizer.from_str(changed)
         self._json = inner.to_str()
-        inner.encode_special_tokens = True  # not kept in the file: "[SEP]" in a text stays text
+        inner.encode_special_tokens = True  # not saved in the file: "[SEP]" in a text stays text
         self.name, self.trained_on_data = name, trained_on_data
         self.vocab_size = max(vocab.values()) + 1  # ids may have holes
         self.begin_id, self.end_id, self.end_ids = special
@@ -199,15 +225,21 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
-        """Ids 0-255 are the bytes of UTF-8, 256 is <|endoftext|>. Any text comes back as it was."""
+        """The tokenizer whose ids 0-255 are bytes of UTF-8; 256 is <|endoftext|>."""
         return cls(tokenizers.Tokenizer.from_str(_bytes_json()), "bytes")
 
     @classmethod
     def train_wordpiece(cls, texts: Callable[[], Iterable[str]], size: int) -> "Tokenizer":
-        """A lower-case WordPiece of at most `size` pieces, learnt from `texts()`: not private.
+        """Train a lower-case WordPiece tokenizer. Not private.
 
-        The library breaks ties by a piece's id and numbers single characters at random, so they
-        are numbered here first. `texts` is called twice: to count characters, then to learn.
+        The library breaks ties by the ids of pieces and numbers single characters at random, so
+        characters are numbered here first.
+
+        Args:
+          texts: called twice: to count characters, then to train.
+          size: maximum number of pieces.
+        Raises:
+          DataError: size < MIN_SIZE.
         """
         if size < MIN_SIZE:
             raise DataError.of("tokenizer", f"wordpiece:{size}", f"a size >= {MIN_SIZE}")
@@ -230,9 +262,15 @@ class Tokenizer:
 
     @classmethod
     def train_bpe(cls, texts: Callable[[], Iterable[str]], size: int) -> "Tokenizer":
-        """A byte-level BPE of at most `size` pieces, learnt from `texts()`: not private.
+        """Train a byte-level BPE tokenizer that splits words as GPT-2 does. Not private.
 
-        Any text comes back as it was. Words are what GPT-2 takes for words.
+        It loses no text.
+
+        Args:
+          texts: called once.
+          size: maximum number of pieces.
+        Raises:
+          DataError: size < MIN_SIZE.
         """
         if size < MIN_SIZE:
             raise DataError.of("tokenizer", f"bpe:{size}", f"a size >= {MIN_SIZE}")
@@ -250,10 +288,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, file: str | Path, name: str | None = None) -> "Tokenizer":
-        """The tokenizer of a tokenizer.json, with the begin and end tokens that it and the files
-        beside it name, or of a BERT vocab.txt (lower-case if it has no capital letters).
+        """Load a tokenizer.json, or a BERT vocab.txt (lower-case if it has no capital letters).
 
-        Raises: DataError: the file is missing, or is neither, or nothing names special tokens.
+        Raises:
+          DataError: the file is missing or of another kind, or no special tokens are named.
         """
         file = Path(expand_home("tokenizer", file))
         if not file.is_file():
@@ -276,8 +314,14 @@ class Tokenizer:
 
     @classmethod
     def named(cls, spec: str | Path) -> "Tokenizer | None":
-        """The tokenizer that is there under `bytes`, `hf:NAME` (as it is now), or a file's name;
-        None where it is to be learnt from texts."""
+        """The tokenizer that `bytes`, `hf:NAME` (its newest revision) or a file names.
+
+        Returns:
+          None if `spec` names a tokenizer that has to be trained.
+        Raises:
+          DataError: the tokenizer cannot be loaded.
+          Interrupted: the Hub cannot be reached.
+        """
         kind, _, rest = str(spec).partition(":")
         if spec == "bytes":
             return cls.bytes()
@@ -287,7 +331,15 @@ class Tokenizer:
 
     @classmethod
     def from_spec(cls, spec: str | Path, texts: Callable[[], Iterable[str]] = tuple) -> "Tokenizer":
-        """`bytes`, `wordpiece:SIZE` or `bpe:SIZE` (learnt from `texts()`), `hf:NAME`, or a file."""
+        """The tokenizer of `bytes`, `wordpiece:SIZE`, `bpe:SIZE`, `hf:NAME` or a file.
+
+        Args:
+          spec: as above.
+          texts: called for the texts to train on.
+        Raises:
+          DataError: the tokenizer cannot be loaded, or SIZE is invalid.
+          Interrupted: the Hub cannot be reached.
+        """
         if (found := cls.named(spec)) is not None:
             return found
         kind, _, size = str(spec).partition(":")
@@ -299,19 +351,23 @@ class Tokenizer:
         return train(texts, int(size))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without begin and end tokens."""
+        """Token ids of each text, without begin and end tokens."""
         lengths, values = self.encode(pa.array(texts, pa.string()))
         return [ids.tolist() for ids in np.split(values, np.cumsum(lengths)[:-1])][: len(texts)]
 
     def encode(self, texts: pa.Array, first_only: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of texts (no nulls), without begin and end tokens.
+        """Token ids of texts, without begin and end tokens.
 
-        A text of more than PIECE characters is taken apart at white space and its pieces' ids are
-        put together, so that one huge text does not take memory many times its size.
-        Args: first_only: of such a text, only the first piece: enough for who cuts it anyway.
-        Returns: lengths int64 [texts], their ids end to end (uint8, uint16 or uint32).
+        A text of more than PIECE characters is encoded in pieces that end at white space, so that
+        one huge text does not take memory many times its size.
+
+        Args:
+          texts: string [texts], without nulls.
+          first_only: encode only the first piece of such a text, for callers that cut it anyway.
+        Returns:
+          (lengths int64 [texts], ids of all texts end to end, uint8, uint16 or uint32).
         """
-        if self._is_bytes:  # what the library gives, without an object per text
+        if self._is_bytes:  # the library's result, without an object per text
             offsets = np.frombuffer(texts.buffers()[1], np.int32, len(texts) + 1, texts.offset * 4)
             data = texts.buffers()[2] or b""
             values = np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]]
@@ -329,23 +385,23 @@ class Tokenizer:
         return lengths, values
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; special tokens are left out."""
+        """The text of token ids, without special tokens."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def save(self, file: str | Path) -> None:
-        """Writes tokenizer.json: the same tokenizer gives the same bytes."""
+        """Write tokenizer.json. Equal tokenizers give equal bytes."""
         Path(expand_home("file", file)).write_text(self._json, encoding="utf-8")
 
 
 def file_of(spec: str | Path) -> str:
-    """A directory with a tokenizer.json, as of a model, stands for that file."""
+    """Path of the tokenizer.json in a directory, such as a model's; any other `spec` unchanged."""
     spec = expand_home("tokenizer", spec)
     file = Path(spec) / "tokenizer.json"
     return str(file if file.is_file() else spec)
 
 
 def _take_apart(text: str) -> Iterable[str]:
-    """The text in pieces of at most PIECE characters that end before white space if they can."""
+    """Yield pieces of at most PIECE characters that end before white space if possible."""
     start = 0
     while len(text) - start > PIECE:
         space = max(
@@ -358,8 +414,7 @@ def _take_apart(text: str) -> Iterable[str]:
 
 
 def _download(spec: str) -> Path:
-    """tokenizer.json of NAME or NAME@REVISION on the Hub, from the cache if it is there; beside it
-    the files that name its special tokens."""
+    """Download tokenizer.json of NAME[@REVISION] and the files that name its special tokens."""
     import huggingface_hub
 
     from fedsim.data.building.hub import may_pass  # which takes longer to import than this
@@ -393,7 +448,7 @@ def _load_vocab(file: Path) -> tokenizers.Tokenizer:
 
 @cache
 def _bytes_json() -> str:
-    """A byte-level BPE with no merges; the library spells byte b as one printable character."""
+    """A byte-level BPE without merges. The library spells a byte as a printable character."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     spare = iter(range(256, 512))
     alphabet = [chr(b if b in printable else next(spare)) for b in range(256)]
