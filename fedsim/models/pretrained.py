@@ -1,9 +1,9 @@
-"""Models that others made, and models for others: Hugging Face directories, without torch.
+"""Load and save models in Hugging Face's format, without torch.
 
-A directory has config.json, model.safetensors (or several, and their index) and tokenizer.json,
-beside which tokenizer_config.json has `transformers` take it as it is. What is loaded is float32
-whatever it was; what is saved is read by `transformers`, and has the files of the model that it was
-trained from.
+A directory has config.json, model.safetensors (or several, and their index) and tokenizer.json; its
+tokenizer_config.json makes `transformers` read the tokenizer.json unchanged. Loaded parameters are
+float32, whatever they were. Saved models can be read by `transformers`, and have the side files of
+the model that they were trained from.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from fedsim.models.model_files import CONFIG, SETTINGS, TOKENIZER, Stored, Tenso
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 HUB = "hf:"
-ROWS = 4096  # compared at a time
+ROWS = 4096  # that `_same` compares at a time
 WANTED = (*model_files.PATTERNS, model_files.INDEX, "model*.safetensors")
 
 
@@ -34,24 +34,26 @@ class Pretrained(NamedTuple):
     """A model with its parameters."""
 
     config: TransformerConfig
-    """Its max_length is the longest the model was made for."""
+    """Its max_length is the longest sequence of the model."""
     params: Any
     """Nested dicts of float32 NumPy arrays."""
     tokenizer: Path | None
-    """Its tokenizer.json."""
+    """Path of its tokenizer.json, if it has one."""
     files: Path | None = None
-    """The directory with what else belongs to it: see side_files."""
+    """Directory of its side files; see model_files."""
 
 
 def ignore(done: int, of: int) -> None:
-    """Tells nobody."""
+    """Report to nobody."""
 
 
 def load(source: str, heard: Callable[[int, int], None] = ignore) -> Pretrained:
-    """A Hugging Face directory, `hf:NAME` or `hf:NAME@REVISION` from the Hub, or a GGUF file.
+    """Load a Hugging Face directory, hf:NAME[@REVISION] from the Hub, or a GGUF file.
 
-    Args: heard: told how many of how many arrays are read.
-    Raises: ConfigError: there is none, it is of an unsupported architecture, or lacks an array.
+    Args:
+      heard: called with (number of arrays that are read, number of arrays).
+    Raises:
+      ConfigError: there is no such model, its architecture is unsupported, or an array is missing.
     """
     source = expand_home("model", source)
     if source.startswith(HUB):
@@ -64,8 +66,7 @@ def load(source: str, heard: Callable[[int, int], None] = ignore) -> Pretrained:
 
 
 def named(source: str) -> tuple[str, str | None]:
-    """(What other tools call the model, its revision there) of `hf:NAME[@REVISION]`, or of a
-    place in the file system, which has none."""
+    """(name of a model in other tools, its revision) of hf:NAME[@REVISION] or of a path."""
     if not source.startswith(HUB):
         return source, None
     name, _, revision = source.removeprefix(HUB).partition("@")
@@ -73,12 +74,12 @@ def named(source: str) -> tuple[str, str | None]:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether a model of Hugging Face's format lies there."""
+    """True if a directory has a model in Hugging Face's format."""
     return (path / CONFIG).is_file() and "model_type" in read_object(path / CONFIG, "model")
 
 
 def load_directory(directory: Path, heard: Callable[[int, int], None] = ignore) -> Pretrained:
-    """A model in Hugging Face's format. Args: heard: as of `load`."""
+    """Load a model in Hugging Face's format. Args and Raises: as of `load`."""
     if not (directory / CONFIG).is_file():
         raise ConfigError.of("model", directory, f"a directory with a {CONFIG}")
     config = families.config_of(read_object(directory / CONFIG, "model"))
@@ -94,12 +95,19 @@ def from_tensors(
     tensors: Mapping[str, np.ndarray | Stored],
     heard: Callable[[int, int], None] = ignore,
 ) -> Any:
-    """Our parameters from arrays under their names. Args: heard: as of `load`.
+    """Convert arrays under their Hugging Face names to parameters.
 
-    Nothing is copied before all names, types and shapes are right: what it takes is then bounded by
-    the files.
-    Raises: TensorError: an array is missing, holds whole numbers (of a quantised model, whose
-      scales are elsewhere), has another shape than the config says, or is not of the model.
+    Nothing is copied before all names, types and shapes are correct, so that memory is bounded by
+    the size of the files.
+
+    Args:
+      source: the model, for errors.
+      heard: as of `load`.
+    Returns:
+      Nested dicts of float32 arrays.
+    Raises:
+      TensorError: an array is missing, unknown or of another shape than the config says, or holds
+        whole numbers (of a quantised model, whose scales are elsewhere).
     """
     arrays = _arrays_of(source, c, tensors)
     leaves = {}
@@ -116,7 +124,7 @@ def from_tensors(
 def _arrays_of(
     source: str, c: TransformerConfig, tensors: Mapping[str, np.ndarray | Stored]
 ) -> dict[tuple[str, ...], np.ndarray | Stored]:
-    """The array that each of our parameters is in. Raises: TensorError: as of `from_tensors`."""
+    """The array that holds each parameter. Raises: TensorError: as `from_tensors`."""
     prefix = "" if any(name.startswith("transformer.") for name in tensors) else "transformer."
     arrays, used, shapes = {}, set(), shapes_of(c)
     for path, (name, transposed, third) in families.places(c):
@@ -146,7 +154,7 @@ def _arrays_of(
 
 
 def _same(a: np.ndarray | Stored, b: np.ndarray | Stored) -> bool:
-    """Whether two arrays have the same bits; some rows at a time, as both may be large."""
+    """True if two arrays have equal bits. Compares some rows at a time: both may be large."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     a, b = np.asarray(a), np.asarray(b)
@@ -158,7 +166,11 @@ def _same(a: np.ndarray | Stored, b: np.ndarray | Stored) -> bool:
 
 
 def check_shapes(source: str, c: TransformerConfig, params: Any) -> None:
-    """Raises: TensorError: an array has another shape than the config says, or is missing."""
+    """Check the shapes of all parameters.
+
+    Raises:
+      TensorError: an array has another shape than the config says, or is missing or unknown.
+    """
     found: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
     shapes = shapes_of(c)
     model_files.expect_none_left(source, ["/".join(path) for path in found if path not in shapes])
@@ -170,7 +182,7 @@ def check_shapes(source: str, c: TransformerConfig, params: Any) -> None:
 
 
 def shapes_of(c: TransformerConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The shape of every parameter. All blocks are alike: one is traced, however many there are."""
+    """Shape of every parameter. Blocks are alike, so that one is traced for any number of them."""
     one = Transformer(dataclasses.replace(c, num_layers=1))
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     params: Any = jax.eval_shape(one.init, jax.random.key(0), tokens)["params"]
@@ -195,12 +207,15 @@ def save(
     tokenizer: Path | None = None,
     files: Path | None = None,
 ) -> None:
-    """Write a model in Hugging Face's format into a new directory, whole or not at all.
+    """Write a model in Hugging Face's format into a new directory, completely or not at all.
 
-    Args: files: the directory of the files of the model that it was trained from, which are taken
-      as they are; of config.json, only the type of the weights is new.
-    Raises: ConfigError: the directory is there already, no family has the model's parts, or the
-      tokenizer is none (DataError).
+    Args:
+      tokenizer: its tokenizer.json.
+      files: directory of the model that it was trained from, whose side files are copied. Of its
+        config.json, only the type of the weights changes.
+    Raises:
+      ConfigError: the directory exists, or no family has the parts of the model.
+      DataError: the tokenizer is invalid.
     """
     fields = _fields(c, files, tokenizer)
     tensors = to_tensors(c, params)
@@ -224,7 +239,7 @@ def save(
 
 
 def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) -> dict[str, Any]:
-    """config.json: that of the model it was trained from, or one of our own."""
+    """Fields of config.json: those of the model it was trained from, or new ones."""
     if files is not None and (files / CONFIG).is_file():
         fields = read_object(files / CONFIG, "model")
         kind = fields.get("model_type")
@@ -239,17 +254,17 @@ def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) ->
 
 
 OF_WEIGHTS = ("dtype", "torch_dtype", "auto_map")
-"""Fields of config.json about how the weights were stored, and about code that is not copied."""
+"""Fields of config.json about the stored type of weights, and about code that is not copied."""
 
 
 def _as_described(c: TransformerConfig) -> TransformerConfig:
-    """The config without what a run chooses, as a config.json describes it."""
+    """The config as a config.json describes it, without the settings of a run."""
     chosen: dict[str, Any] = {"dtype": None, "remat": False, "lora": None}
     return dataclasses.replace(c, max_length=c.table, num_positions=None, **chosen)
 
 
 def _about(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What has `transformers` take tokenizer.json as it is: it would go by the kind of model."""
+    """Fields that make `transformers` read tokenizer.json unchanged, not by the kind of model."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokenizer.begin,
@@ -263,7 +278,10 @@ def _write(file: Path, fields: dict[str, Any]) -> None:
 
 
 def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
-    """Arrays under their names, float32; a bias that the family has and the model lacks is zero."""
+    """Convert parameters to arrays under their Hugging Face names, float32.
+
+    Biases that the family has and the model lacks are zeros.
+    """
     leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
     parts: dict[str, list[np.ndarray]] = {}
     for path, (name, transposed, _) in families.places(c):  # thirds come in order
@@ -276,7 +294,7 @@ def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
 
 
 def _download(source: str) -> Path:
-    """The files of hf:NAME[@REVISION], from the cache if they are there."""
+    """Download the files of hf:NAME[@REVISION], unless they are in the cache."""
     import huggingface_hub
 
     name, revision = named(source)

@@ -270,7 +270,7 @@ LIBRARIES = {"httpx": "RequestError", "httpx2": "RequestError", "aiohttp": "Clie
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """True if an error, or a cause of it, may be gone on a retry: one of the network or a server."""
+    """True if an error, or a cause of it, is the network's or a server's: a retry may succeed."""
     while error is not None:
         status = _status(error)
         if status in (408, 429) or status >= 500:

@@ -1,4 +1,15 @@
-"""TODO."""
+"""Text files: the format of CSV and JSON, the check of CSV records, and the parser of JSON.
+
+It must be certain where a record of a CSV file ends: else a user is given the texts of others.
+Arrow's reader extends a quotation that is never closed to the end of the file, and continues one
+that ends in the middle of a field. Python's reader, in its strict mode, does neither. A file that
+was written without quoting can pass both: a text begins with a quotation mark, a text some lines
+later ends with one, and all rows between become one text. So a quotation over several lines is
+refused if the file is also valid without quoting.
+
+JSON is parsed by Python: Arrow's reader would convert some texts to dates. No error shows a value
+of a file, for it may be personal.
+"""
 
 import codecs
 import csv
@@ -17,18 +28,26 @@ from fedsim.data.building.columns import is_usual
 from fedsim.errors import DataError
 
 NONE, MINIMAL = "none", "minimal"
+MARK = '"'
+MOST_CHARACTERS = 2**26  # of a record: a file of a few hundred kB may unpack to one of many GB
+READ_CHARACTERS = 2**20  # of a JSON list, at a time
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """What a file's name does not say of it."""
+    """Format of a text file that its name does not say.
+
+    Raises:
+      DataError: a setting is invalid.
+    """
 
     delimiter: str | None = None
-    """What stands between columns. None: a comma, or a tab in a file named .tsv."""
+    """Delimiter of columns. None: a comma, or a tab in a file named .tsv."""
     encoding: str = "utf-8"
     quoting: str | None = None
-    """What quotation marks in CSV are. "none": characters like others. "minimal": they stand around
-    what has delimiters or line ends in it. None: the same, unless a file reads as well without."""
+    """Meaning of quotation marks in CSV. "none": characters like others. "minimal": they enclose
+    fields with delimiters or line ends. None: as "minimal", but a file that is also valid without
+    quoting is refused."""
 
     def __post_init__(self):
         one = self.delimiter is None or len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
@@ -45,36 +64,36 @@ class TextFormat:
             ) from None
 
     def between(self, file: Path) -> str:
-        """What stands between this file's columns."""
+        """The delimiter of columns in a file."""
         if self.delimiter is not None:
             return self.delimiter
         return "\t" if file.name.removesuffix(".gz").endswith(".tsv") else ","
 
     @property
     def decoder(self) -> str:
-        """The encoding, in which a file may begin with a mark of its byte order."""
+        """The encoding to read with. UTF-8 may begin with a byte order mark."""
         utf8 = codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
         return "utf-8-sig" if utf8 else self.encoding
 
     @property
     def has_lines(self) -> bool:
-        """Whether the bytes of a line end mean one everywhere, so that a file can be cut there."""
+        """True if the bytes of a line end mean nothing else: a file can be cut after them."""
         return self.decoder == "utf-8-sig" or "\n{}".encode(self.encoding) == b"\n{}"
 
     def opened(self, file: Path, *, errors: str = "strict") -> TextIO:
-        """The characters of a file, line ends as they are."""
+        """Open a file as text. Line ends stay as they are."""
         opener = gzip.open if file.suffix == ".gz" else open
         return opener(file, "rt", encoding=self.decoder, errors=errors, newline="")
 
 
-MARK = '"'
-MOST_CHARACTERS = 2**26  # of a record: a file of a few hundred kB may unpack to one of many GB
-
-
 def check_csv(file: Path, text_format: TextFormat) -> None:
-    """Raises: DataError: a quotation does not end where a field does or may be none, a record is
-    too long or has not as many columns as the first line, or the first line comes again. Names the
-    line in which the record begins."""
+    """Check that the end of every record of a CSV file is certain.
+
+    Raises:
+      DataError: names the line in which a record begins. A quotation does not end where a field
+        does, or may be none; a record is too long, or has another number of columns than the first
+        line; or the first line is repeated.
+    """
     before = csv.field_size_limit(sys.maxsize)
     try:
         with text_format.opened(file, errors="replace") as stream:
@@ -112,9 +131,11 @@ def _check(lines: "_Lines", text_format: TextFormat, between: str) -> None:
 
 
 class _Lines:
-    """The lines of a file, and which of them the record that is read now has taken.
+    """Lines of a file, with those of the record that is being read.
 
-    Attributes: taken: the lines. quoted: whether a quotation mark is in them.
+    Attributes:
+      taken: lines of the record.
+      quoted: True if the record has a quotation mark.
     """
 
     def __init__(self, stream: TextIO):
@@ -122,7 +143,7 @@ class _Lines:
         self.begin_record()
 
     def begin_record(self) -> None:
-        """The next line is another record's."""
+        """Begin the next record."""
         self._done += len(getattr(self, "taken", ()))
         self.taken: list[str] = []
         self._size, self.quoted = 0, False
@@ -141,23 +162,24 @@ class _Lines:
 
 
 class _Doubts:
-    """Whether a file reads as well without quoting, by its records with quotation marks.
+    """Evidence, from records with quotation marks, that a file is valid without quoting.
 
     A record of several lines may hide rows: all its lines, or some between its first and its last,
-    have as many columns as the first line of the file. Texts have commas, too, so that it counts
-    only where nothing else shows that the file is quoted; texts have hardly any tabs.
+    have as many columns as the first line of the file. Texts have commas, too, so this counts only
+    if no record shows that the file is quoted. Texts hardly ever have tabs.
     """
 
     def __init__(self, columns: int, between: str):
         self._columns, self._between = columns, between
-        self._hiding: DataError | None = None  # what is said of the first record that may hide rows
-        self._is_quoted = False  # a record shows it
-        self._has_bare_marks = False  # inside fields that are not quoted: no program writes that
+        self._hiding: DataError | None = None  # the error about the first record that may hide rows
+        self._is_quoted = False  # True once a record shows it
+        self._has_bare_marks = False  # inside unquoted fields, which no program writes
 
     def see(self, line: int, lines: list[str]) -> None:
-        """A record with a quotation mark, which begins in that line.
+        """Add a record with a quotation mark. Args: line: the line in which it begins.
 
-        Raises: DataError: it may hide rows, and has tabs between its columns.
+        Raises:
+          DataError: the record may hide rows, and its delimiter is a tab.
         """
         counts = [each.count(self._between) + 1 for each in lines if each.strip("\r\n")]
         are_rows = all(count == self._columns for count in counts)
@@ -175,7 +197,7 @@ class _Doubts:
         self._is_quoted |= not bare and (doubled or not are_rows or line == 1)
 
     def settle(self) -> None:
-        """Raises: DataError: a record may hide rows."""
+        """Decide at the end of the file. Raises: DataError: a record may hide rows."""
         if self._hiding is not None and (self._has_bare_marks or not self._is_quoted):
             raise self._hiding
 
@@ -189,7 +211,7 @@ class _Doubts:
 
 
 def _ragged(line: int, columns: int, found: int, between: str, text_format: TextFormat) -> str:
-    """What is said of a record with a wrong number of columns."""
+    """Error line about a record with a wrong number of columns."""
     said = f"line {line}: expected {columns} columns, as in the first line, found {found}"
     if found < columns or text_format.quoting == NONE:
         return said
@@ -197,8 +219,6 @@ def _ragged(line: int, columns: int, found: int, between: str, text_format: Text
     return f"{said} (a text with {mark} in it stands between quotation marks)"
 
 
-READ_CHARACTERS = 2**20  # of a list, at a time
-MOST_CHARACTERS = 2**26  # of an object: a file of a few hundred kB may unpack to one of many GB
 NOT_SPACE = re.compile(r"\S")
 KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
 KINDS |= {int: "a number", float: "a number", type(None): "null"}
@@ -209,18 +229,17 @@ TELEGRAM = "exports of Telegram hold texts as lists of pieces, whose `text` is t
 
 
 class Record(NamedTuple):
-    """An object of a file."""
+    """An object of a JSON file."""
 
     size: int
-    """Characters or bytes."""
+    """Its length in characters or bytes."""
     number: int
-    """Of the line or the entry of the list that it is, from 1."""
+    """Number of its line, or of its entry in the list, from 1."""
     fields: dict[str, Any]
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of these keys. Raises: DataError: one is there twice, so that it is not certain
-    whose text it is, or which."""
+    """Make an object. Raises: DataError: a key is there twice, so that its value is uncertain."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise DataError("expected every key of an object once, got one twice")
@@ -231,7 +250,13 @@ _decoder = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def json_lines(lines: Iterator[bytes], before: int, encoding: str) -> Iterator[Record]:
-    """The object of each line that is not blank. Raises: ValueError: naming the line."""
+    """Yield the object of each line that is not blank.
+
+    Args:
+      before: number of lines of the file before these.
+    Raises:
+      ValueError: names the line.
+    """
     for number, line in enumerate(lines, before + 1):
         if line.isspace():
             continue
@@ -245,9 +270,10 @@ def json_lines(lines: Iterator[bytes], before: int, encoding: str) -> Iterator[R
 
 
 def json_list(stream: TextIO) -> Iterator[Record]:
-    """Each entry of the list that a file is; it is never in memory as a whole.
+    """Yield the entries of a file that is one list. The list is never in memory as a whole.
 
-    Raises: ValueError: naming the entry.
+    Raises:
+      ValueError: names the entry.
     """
     text, at, number = "", 0, 0
 
@@ -294,8 +320,14 @@ def json_list(stream: TextIO) -> Iterator[Record]:
 
 
 def other_json(text: str, wanted: list[str]) -> str | None:
-    """What a file is that begins with this text, where it is neither a list of objects nor has one
-    object a line, in which `wanted` are, and how it becomes one; None where that is not certain."""
+    """Describe a JSON file that is neither a list of objects nor has one object per line.
+
+    Args:
+      text: beginning of the file.
+      wanted: columns to read.
+    Returns:
+      Its format and how to convert it; None if the format is not certain.
+    """
     if SCRIPT.match(text):
         return "a script, as in an archive of Twitter: leave out what stands before its first ["
     try:
@@ -315,7 +347,7 @@ def other_json(text: str, wanted: list[str]) -> str | None:
 
 
 def _list_inside(text: str) -> str | None:
-    """The key of the first list of objects in the object that a text begins with, if any."""
+    """Key of the first list of objects in the object that a text begins with, if any."""
     at = 1 if text.startswith("{") else len(text)
     try:
         while at < len(text):
@@ -331,7 +363,7 @@ def _list_inside(text: str) -> str | None:
 
 
 def _next(text: str, at: int) -> int:
-    """Where the next character is that is not white space."""
+    """Index of the next character that is not white space."""
     found = NOT_SPACE.search(text, at)
     return found.start() if found else len(text)
 
@@ -343,7 +375,7 @@ def _expect_object(row: Any, where: str) -> dict[str, Any]:
 
 
 def field_names(record: dict[str, Any]) -> Iterator[str]:
-    """The names of a record's fields, those inside others with a dot."""
+    """Names of the fields of a record. Names of fields inside others have a dot."""
     for key, value in record.items():
         yield key
         if isinstance(value, dict):
@@ -351,7 +383,7 @@ def field_names(record: dict[str, Any]) -> Iterator[str]:
 
 
 def field_value(record: dict[str, Any], name: str) -> Any:
-    """The field of that name, or inside others of that path; None if there is none."""
+    """Value of a field, or of a field inside others; None if there is none."""
     if name in record or "." not in name:
         return record.get(name)
     outer, _, inner = name.partition(".")
@@ -361,11 +393,17 @@ def field_value(record: dict[str, Any], name: str) -> Any:
 def as_column(
     values: list[Any], name: str, where: tuple[str, list[int]], is_text: bool = False
 ) -> pa.Array:
-    """Numbers and strings mixed in one column become strings; beside lists, others
-    become lists of one. In texts, half of a surrogate pair becomes U+FFFD.
+    """Convert values to an Arrow array.
 
-    Args: where: "line" or "entry", and its number for each value. is_text: it holds no ids.
-    Raises: ValueError: values of several kinds, or of one that makes no column, naming the first.
+    Numbers beside strings become strings. Values beside lists become lists of one. In texts, half
+    of a surrogate pair becomes U+FFFD.
+
+    Args:
+      name: name of the column, for errors.
+      where: "line" or "entry", and its number for each value.
+      is_text: True if the column holds texts, not ids.
+    Raises:
+      ValueError: values are of several kinds, or of a kind that makes no column. Names the first.
     """
     kinds = {type(value) for value in values} - {type(None)}
     refused = None
@@ -390,7 +428,7 @@ def as_column(
 
 
 def _has_no_place(value: Any, is_text: bool) -> bool:
-    """Whether a value is an object, or a list of what makes no ids or tokens, by its first."""
+    """True for an object, and for a list whose first value is neither an id nor a token."""
     if isinstance(value, list):
         value = next((each for each in value if each is not None), None)
         return isinstance(value, dict | list) or is_text and isinstance(value, str)
@@ -398,7 +436,7 @@ def _has_no_place(value: Any, is_text: bool) -> bool:
 
 
 def _first_refused(values: list[Any], kinds: set[type]) -> int:
-    """The row of the rarest kind, or the first that makes no column with those before it."""
+    """Index of the value of the rarest kind, or of the first that Arrow cannot add to a column."""
     if len({KINDS[kind] for kind in kinds}) > 1:
         rare = min(kinds, key=lambda kind: sum(type(value) is kind for value in values))
         return next(i for i, value in enumerate(values) if type(value) is rare)
@@ -414,7 +452,7 @@ def _first_refused(values: list[Any], kinds: set[type]) -> int:
 
 
 def _reason(value: Any, kinds: set[type], is_text: bool) -> str:
-    """Why a value makes no column, without the value."""
+    """Reason why a value makes no column, without the value."""
     said = KINDS[type(value)]
     if isinstance(value, list):
         inside = {KINDS[type(each)] for each in value}
