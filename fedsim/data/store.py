@@ -100,15 +100,15 @@ def owner_sets(rows: np.ndarray, ids: pa.Array, num_rows: int) -> tuple[pa.Array
       rows: int64 [pairs], the row that ids[i] owns; pairs may repeat. A row without a pair gets "".
       ids: string [pairs].
     """
-    found = ids.dictionary_encode()
-    order = pc.sort_indices(found.dictionary)  # pyright: ignore
+    encoded = ids.dictionary_encode()
+    order = pc.sort_indices(encoded.dictionary)  # pyright: ignore
     rank = np.empty(len(order), np.int64)
     rank[order.to_numpy()] = np.arange(len(order))
-    pairs = np.unique(rows * len(order) + rank[found.indices.to_numpy()])
+    pairs = np.unique(rows * len(order) + rank[encoded.indices.to_numpy()])
     row, place = np.divmod(pairs, max(len(order), 1))
     counts = np.bincount(row, minlength=num_rows)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    named = found.dictionary.take(order).take(pa.array(place))
+    named = encoded.dictionary.take(order).take(pa.array(place))
     lists = pa.ListArray.from_arrays(starts, named)
     return pc.binary_join(lists, SEPARATOR), counts  # pyright: ignore
 
@@ -142,12 +142,12 @@ def encode_owners(keys: pa.Array) -> tuple[pa.Buffer, pa.Buffer, int]:
       u, sorted; number of users).
     """
     lists = pc.split_pattern(keys, SEPARATOR)  # pyright: ignore
-    found = lists.values.dictionary_encode()
-    order = pc.sort_indices(found.dictionary)  # pyright: ignore
+    encoded = lists.values.dictionary_encode()
+    order = pc.sort_indices(encoded.dictionary)  # pyright: ignore
     rank = np.empty(len(order), np.int32)
     rank[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
-    users = pa.ListArray.from_arrays(lists.offsets, rank[found.indices.to_numpy()])
-    people = pa.table({"user_id": found.dictionary.take(order).cast(pa.string())})
+    users = pa.ListArray.from_arrays(lists.offsets, rank[encoded.indices.to_numpy()])
+    people = pa.table({"user_id": encoded.dictionary.take(order).cast(pa.string())})
     return _parquet(pa.table({"owners": users})), _parquet(people), len(people)
 
 

@@ -126,12 +126,12 @@ def special_tokens_of(
     begins = begins or valid(BEGIN_TOKENS) or ends or valid(END_TOKENS) or only
     ends = ends or valid(END_TOKENS) or begins
     if not begins:
-        known = ", ".join(dict.fromkeys(BEGIN_TOKENS + END_TOKENS))
+        common = ", ".join(dict.fromkeys(BEGIN_TOKENS + END_TOKENS))
         raise DataError.of(
             "tokenizer",
             name,
             f"a begin or end token: {BEGIN} and {END} in a {NAME_FILES[0]} beside {TOKENIZER}, "
-            f"or one of {known}",
+            f"or one of {common}",
         )
     return SpecialTokens(begins[0], ends[0], frozenset([ends[0], *named_ends]))
 
@@ -375,12 +375,12 @@ class Tokenizer:
         strings, owner = texts.to_pylist(), np.arange(len(texts))
         if any(len(text) > PIECE for text in strings):
             pieces = [list(_take_apart(text))[: 1 if first_only else None] for text in strings]
-            owner = np.repeat(owner, [len(found) for found in pieces])
+            owner = np.repeat(owner, [len(parts) for parts in pieces])
             strings = list(chain.from_iterable(pieces))
-        found = [e.ids for e in self._inner.encode_batch_fast(strings, add_special_tokens=False)]
-        counts = np.fromiter(map(len, found), np.int64, len(found))
+        encoded = [e.ids for e in self._inner.encode_batch_fast(strings, add_special_tokens=False)]
+        counts = np.fromiter(map(len, encoded), np.int64, len(encoded))
         dtype = token_dtype(self.vocab_size)
-        values = np.fromiter(chain.from_iterable(found), dtype, int(counts.sum()))
+        values = np.fromiter(chain.from_iterable(encoded), dtype, int(counts.sum()))
         lengths = np.bincount(owner, counts, minlength=len(texts)).astype(np.int64)
         return lengths, values
 
@@ -422,10 +422,10 @@ def _download(spec: str) -> Path:
     name, _, revision = spec.partition("@")
     wanted = [TOKENIZER, *NAME_FILES, *ID_FILES]
     try:
-        found = huggingface_hub.snapshot_download(
+        snapshot = huggingface_hub.snapshot_download(
             name, revision=revision or None, allow_patterns=wanted
         )
-        file = Path(found) / TOKENIZER
+        file = Path(snapshot) / TOKENIZER
         if not file.is_file():
             raise FileNotFoundError("it has none")
         return file

@@ -103,10 +103,10 @@ class UserStore:
         metadata = read_metadata(path, "users")
         _expect_names(metadata)
         expected = [*TABLES[: 3 if SETS in metadata else 1], OFFSETS, TOKENS]
-        found = [name for name in (*TABLES, OFFSETS, TOKENS) if (path / name).is_file()]
-        if found != expected:
+        existing = [name for name in (*TABLES, OFFSETS, TOKENS) if (path / name).is_file()]
+        if existing != expected:
             raise DataError.of(
-                "data", path, f"{', '.join(expected)}, got {', '.join(found) or 'none'}"
+                "data", path, f"{', '.join(expected)}, got {', '.join(existing) or 'none'}"
             )
         users, *graph = (pa.memory_map(str(path / name)).read_buffer() for name in expected[:-2])
         try:
@@ -238,17 +238,17 @@ class UserStore:
         if self._graph is None:
             return None
         try:
-            found = decode_owners(self._graph[0], self.num_users)
+            graph = decode_owners(self._graph[0], self.num_users)
         except (pa.ArrowException, KeyError, ValueError, OSError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"owners.parquet: cut off or damaged ({reason})") from None
-        sets, users = len(self.offsets) - 1, found.users
-        if found.num_sets != sets or not 0 <= users.min() <= users.max() < self.num_users:
+        sets, users = len(self.offsets) - 1, graph.users
+        if graph.num_sets != sets or not 0 <= users.min() <= users.max() < self.num_users:
             raise DataError(
                 f"owners.parquet: expected the owners of {sets} owner sets among "
                 f"{self.num_users} users"
             )
-        return found
+        return graph
 
     @property
     def examples_per_user(self) -> np.ndarray:
@@ -303,18 +303,19 @@ def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
     file = directory / "metadata.json"
     try:
         metadata = json.loads(file.read_text(encoding="utf-8"))
-        found = metadata["kind"], metadata["format"]
+        found_kind, found_format = metadata["kind"], metadata["format"]
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError.of(
             "data", directory, "a directory built by fedsim (with its metadata.json)"
         ) from None
-    if found[0] == kind and found[1] in range(1, FORMAT):
+    if found_kind == kind and found_format in range(1, FORMAT):
         raise DataError.of(
             "data",
             directory,
-            f"format {FORMAT}, got format {found[1]}, built by an earlier version of fedsim; build "
-            "it again with `fedsim data build`",
+            f"format {FORMAT}, got format {found_format}, built by an earlier version of fedsim; "
+            "build it again with `fedsim data build`",
         )
-    if found != (kind, FORMAT):
-        raise DataError.of("data", directory, f"kind {kind!r}, format {FORMAT}, got {found}")
+    if (found_kind, found_format) != (kind, FORMAT):
+        got = (found_kind, found_format)
+        raise DataError.of("data", directory, f"kind {kind!r}, format {FORMAT}, got {got}")
     return metadata

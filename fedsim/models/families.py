@@ -265,7 +265,7 @@ def fields_of(c: TransformerConfig) -> dict[str, Any]:
     if (s := c.rope_scaling) is not None:
         rope = {"rope_type": "llama3", **dataclasses.asdict(s)}
         rope["original_max_position_embeddings"] = rope.pop("original_length")
-    found = shared | {
+    fields = shared | {
         "hidden_size": c.width,
         "intermediate_size": c.hidden,
         "num_hidden_layers": c.num_layers,
@@ -282,13 +282,13 @@ def fields_of(c: TransformerConfig) -> dict[str, Any]:
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
     }
     if kind == "llama":
-        found["mlp_bias"] = c.mlp_bias
+        fields["mlp_bias"] = c.mlp_bias
     elif kind == "mistral" or c.window is not None:
-        found["sliding_window"] = c.window
+        fields["sliding_window"] = c.window
     if kind.startswith("qwen") and c.window is not None:
         layers = ["sliding_attention"] * c.num_layers
-        found |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": layers}
-    return found
+        fields |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": layers}
+    return fields
 
 
 def family_of(c: TransformerConfig) -> str:
@@ -352,9 +352,9 @@ def _llama_places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
 def _llama_dense(c: TransformerConfig) -> dict[str, tuple[str, bool]]:
     """(Hugging Face name, True if it has a bias) of each layer."""
     attention = {"query": "q", "key": "k", "value": "v"}
-    found = {ours: (f"self_attn.{x}_proj", c.query_bias) for ours, x in attention.items()}
-    found["out"] = ("self_attn.o_proj", c.out_bias)
-    return found | {name: (f"mlp.{name}_proj", c.mlp_bias) for name in ("gate", "up", "down")}
+    layers = {ours: (f"self_attn.{x}_proj", c.query_bias) for ours, x in attention.items()}
+    layers["out"] = ("self_attn.o_proj", c.out_bias)
+    return layers | {name: (f"mlp.{name}_proj", c.mlp_bias) for name in ("gate", "up", "down")}
 
 
 GPT2_DENSE = {"out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}

@@ -161,7 +161,9 @@ class LanguageModelTask:
         return np.minimum(sizes, self.config.max_length)
 
     def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
-        """(nats, number of predictions) of each row, for evaluation; rows may have several texts."""
+        """(nats, number of predictions) of each row, for evaluation. Rows may have several texts;
+        see `packed_nats`.
+        """
         if frozen:
             params = lora.joined(frozen[0], params)
         if "positions" in batch:

@@ -59,8 +59,8 @@ def init(c: TransformerConfig, key: jax.Array) -> Any:
     leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(shapes))
     for number, (path, leaf) in enumerate(sorted(leaves.items())):
         if path[1].endswith(A):
-            own = jax.random.fold_in(key, number)
-            leaves[path] = LORA_A(own, leaf.shape, jnp.float32)
+            adapter_key = jax.random.fold_in(key, number)
+            leaves[path] = LORA_A(adapter_key, leaf.shape, jnp.float32)
         else:
             leaves[path] = jnp.zeros(leaf.shape, jnp.float32)
     return traverse_util.unflatten_dict(leaves)
@@ -193,7 +193,7 @@ def _jointly(
     b = np.zeros((a.shape[1], sum(widths.values())), np.float32)
     starts = dict(zip(widths, np.cumsum([0, *widths.values()]), strict=False))
     row = 0
-    for name, (_, own) in parts.items():
-        b[row : row + len(own), starts[name] : starts[name] + widths[name]] = own
-        row += len(own)
+    for name, (_, part_b) in parts.items():
+        b[row : row + len(part_b), starts[name] : starts[name] + widths[name]] = part_b
+        row += len(part_b)
     return a, b

@@ -128,10 +128,11 @@ def _arrays_of(
     prefix = "" if any(name.startswith("transformer.") for name in tensors) else "transformer."
     arrays, used, shapes = {}, set(), shapes_of(c)
     for path, (name, transposed, third) in families.places(c):
-        found = name if name in tensors else name.removeprefix(prefix)  # as of the first GPT-2
-        if found not in tensors:
+        # The files of the first GPT-2 have names without the prefix.
+        stored_name = name if name in tensors else name.removeprefix(prefix)
+        if stored_name not in tensors:
             raise TensorError.of("model", source, f"a tensor {name}, and there is none")
-        array, expected = tensors[found], shapes[path]
+        array, expected = tensors[stored_name], shapes[path]
         if not jnp.issubdtype(array.dtype, jnp.floating):
             wanted = f"floating point numbers in {name}, got {array.dtype}"
             raise TensorError.of("model", source, wanted)
@@ -140,7 +141,7 @@ def _arrays_of(
         shape = array.shape[::-1] if transposed else array.shape
         _expect_shape(source, path, shape, expected)
         arrays[path] = array
-        used.add(found)
+        used.add(stored_name)
     embedding = arrays["embed", "embedding"]
     unused = [name for name in tensors if name not in used and not families.is_buffer(name)]
     why = ""
@@ -248,8 +249,8 @@ def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) ->
             return {**kept, "architectures": [families.CLASSES[kind]], "dtype": "float32"}
     fields = families.fields_of(c)
     if tokenizer is not None:
-        own = Tokenizer.load(tokenizer)
-        fields |= {"bos_token_id": own.begin_id, "eos_token_id": own.end_id}
+        loaded = Tokenizer.load(tokenizer)
+        fields |= {"bos_token_id": loaded.begin_id, "eos_token_id": loaded.end_id}
     return fields
 
 
@@ -286,10 +287,10 @@ def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
     parts: dict[str, list[np.ndarray]] = {}
     for path, (name, transposed, _) in families.places(c):  # thirds come in order
         if path in leaves:
-            found = np.asarray(leaves[path], np.float32)
+            array = np.asarray(leaves[path], np.float32)
         else:
-            found = np.zeros(leaves[*path[:-1], "kernel"].shape[1], np.float32)
-        parts.setdefault(name, []).append(found.T if transposed else found)
+            array = np.zeros(leaves[*path[:-1], "kernel"].shape[1], np.float32)
+        parts.setdefault(name, []).append(array.T if transposed else array)
     return {n: np.ascontiguousarray(np.concatenate(x, axis=-1)) for n, x in parts.items()}
 
 
@@ -299,11 +300,11 @@ def _download(source: str) -> Path:
 
     name, revision = named(source)
     try:
-        found = huggingface_hub.snapshot_download(
+        snapshot = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(WANTED)
         )
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:200]
         wanted = f"a repository with {CONFIG} and safetensors ({reason})"
         raise ConfigError.of("model", source, wanted) from None
-    return Path(found)
+    return Path(snapshot)

@@ -146,8 +146,8 @@ def preset(
 ) -> TransformerConfig:
     """Config of the preset `name`. Raises: ConfigError: there is none of that name."""
     check_preset(name)
-    own = None if dtype == "float32" else dtype
-    return TransformerConfig(vocab_size, max_length, *PRESETS[name], own)
+    compute_dtype = None if dtype == "float32" else dtype
+    return TransformerConfig(vocab_size, max_length, *PRESETS[name], compute_dtype)
 
 
 def _norm(c: TransformerConfig, name: str) -> nn.Module:
@@ -304,8 +304,8 @@ def unstacked(params: Mapping[str, Any]) -> dict[str, Any]:
     rest = {name: leaf for name, leaf in params.items() if name != BLOCKS}
     blocks = params.get(BLOCKS, {})
     count = len(jax.tree.leaves(blocks)[0]) if blocks else 0
-    each = ((i, jax.tree.map(lambda leaf: leaf[i], blocks)) for i in range(count))  # noqa: B023
-    return {**rest, **{f"block_{i}": block for i, block in each}}
+    numbered = ((i, jax.tree.map(lambda leaf: leaf[i], blocks)) for i in range(count))  # noqa: B023
+    return {**rest, **{f"block_{i}": block for i, block in numbered}}
 
 
 def _in_turn(block: nn.Module, x_BLD: jax.Array, stacked: Any, *positions: Any) -> jax.Array:

@@ -229,23 +229,23 @@ def _names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 def paths(schema: pa.Schema) -> list[str]:
     """Names of columns. Names of fields inside columns have a dot: user.id."""
-    found = []
+    names = []
     for field in schema:
-        found.append(field.name)
+        names.append(field.name)
         if pa.types.is_struct(field.type):
             inner = paths(pa.schema(field.type.fields))
-            found += [f"{field.name}.{name}" for name in inner]
-    return found
+            names += [f"{field.name}.{name}" for name in inner]
+    return names
 
 
 def pick(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
     """Select columns, or fields inside columns, by the names that `paths` gives."""
-    found = {}
+    picked = {}
     for name in names:
         outer, *inner = [name] if name in batch.schema.names else name.split(".")
         column = batch[outer]
-        found[name] = pc.struct_field(column, inner) if inner else column  # pyright: ignore
-    return pa.RecordBatch.from_pydict(found)
+        picked[name] = pc.struct_field(column, inner) if inner else column  # pyright: ignore
+    return pa.RecordBatch.from_pydict(picked)
 
 
 def normalise(
@@ -262,24 +262,24 @@ def normalise(
     Raises:
       DataError: a column has the wrong type, or text that is not UTF-8.
     """
-    found = {}
+    result = {}
     if columns.owner:
         tally = Counter() if tally is None else tally
-        found["user_id"] = _users(batch, columns, first_row, tally)
+        result["user_id"] = _users(batch, columns, first_row, tally)
     texts = [text_of(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
     if len(texts) > 1:
         if any(is_token_list(text.type) for text in texts):
             raise DataError.of("text_column", columns.text, "one column of token ids")
-        found["text"] = reduce(_join_texts, texts)
+        result["text"] = reduce(_join_texts, texts)
     elif texts:
-        found["text"] = texts[0]
+        result["text"] = texts[0]
     if columns.order is not None:
         order, field = plain(batch[columns.order]), f"order_column={columns.order}"
         keys = keys_of(_validate(order, field, first_row), field, first_row, columns.order_format)
         if pa.types.is_null(keys.type) and columns.order_as is not None:
             keys = keys.cast(KEYS[columns.order_as])
-        found["order"] = keys
-    return pa.RecordBatch.from_pydict(found)
+        result["order"] = keys
+    return pa.RecordBatch.from_pydict(result)
 
 
 def _users(

@@ -126,10 +126,10 @@ def common_kind(kinds: Iterable[str | None], field: str) -> str | None:
     Raises:
       DataError: there are several kinds.
     """
-    found = sorted({kind for kind in kinds if kind is not None})
-    if len(found) > 1:
-        raise refused(field, f"values of one kind, got {' and '.join(found)}")
-    return found[0] if found else None
+    distinct = sorted({kind for kind in kinds if kind is not None})
+    if len(distinct) > 1:
+        raise refused(field, f"values of one kind, got {' and '.join(distinct)}")
+    return distinct[0] if distinct else None
 
 
 def at_least(keys: pa.Array, bound: str, column: str | None, form: str | None) -> np.ndarray:
@@ -162,14 +162,14 @@ def _bound(bound: str, kind: str, form: str | None) -> tuple[pa.Scalar, pa.Scala
     """Key of a bound, for keys of one kind; None if it has no such key."""
     forms: list[str | None] = [] if form in (None, UTC_TIMES) else [form]
     forms.append(UTC_TIMES if kind == TIMES else None)
-    for each in forms:
+    for candidate in forms:
         text = f"1970-01-01T{bound}" if kind == CLOCK else bound
         try:
-            found = keys_of(pa.array([text]), "test_from", 0, each)
+            keys = keys_of(pa.array([text]), "test_from", 0, candidate)
         except DataError:
             continue
-        if kind_of(found) == (LOCAL if kind == CLOCK else kind):
-            one, other = found.flatten()
+        if kind_of(keys) == (LOCAL if kind == CLOCK else kind):
+            one, other = keys.flatten()
             return one[0], other[0]
     return None
 
@@ -264,7 +264,7 @@ class _Texts:
         try:
             seconds = moment.cast(pa.timestamp("s"))
         except pa.ArrowInvalid:  # 31 February
-            raise self._refused(np.array([not _is_moment(each) for each in moment])) from None
+            raise self._refused(np.array([not _is_moment(text) for text in moment])) from None
         fraction = call("utf8_rpad", part("fraction", "0"), width=9, padding="0")
         zone = call("replace_substring_regex", part("zone", "Z"), pattern="Z|UTC", replacement="+0")
         zone = call("replace_substring", zone, pattern=":", replacement="")

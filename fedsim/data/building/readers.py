@@ -241,13 +241,13 @@ def _read_parquet(part: Part, columns: Columns) -> Iterator[tuple[int, pa.Record
 def _load_saved(directory: Path, split: str | None) -> Any:
     from datasets import DatasetDict, load_from_disk
 
-    found = load_from_disk(str(directory))
-    if isinstance(found, DatasetDict):
-        split = split or ("train" if "train" in found else None)
-        if split not in found:
-            raise DataError.of("split", split, f"one of {', '.join(map(str, found))}")
-        return found[split]
-    return found
+    saved = load_from_disk(str(directory))
+    if isinstance(saved, DatasetDict):
+        split = split or ("train" if "train" in saved else None)
+        if split not in saved:
+            raise DataError.of("split", split, f"one of {', '.join(map(str, saved))}")
+        return saved[split]
+    return saved
 
 
 def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -357,15 +357,15 @@ def _batches(
     texts = set(columns.text) - {*columns.owner, columns.order, columns.conversation, columns.turn}
     while rows := _some(records):
         if not checked:
-            found = dict.fromkeys(
-                name for each in rows for name in text_files.field_names(each.fields)
+            names = dict.fromkeys(
+                name for record in rows for name in text_files.field_names(record.fields)
             )
-            columns.check(list(found))
+            columns.check(list(names))
             checked = True
-        where = word, [each.number for each in rows]
+        where = word, [record.number for record in rows]
         arrays = {}
         for name in columns.names:
-            values = [text_files.field_value(each.fields, name) for each in rows]
+            values = [text_files.field_value(record.fields, name) for record in rows]
             arrays[name] = text_files.as_column(values, name, where, name in texts)
         yield row, pa.RecordBatch.from_pydict(arrays)
         row += len(rows)

@@ -105,8 +105,8 @@ def files_in(directory: Path) -> list[Path]:
     also hold settings, those of built data sets among them.
     """
     kinds = tuple(kind for kind in SUFFIXES if not kind.startswith(".json.") and kind != ".json")
-    found = (p for p in directory.iterdir() if p.is_file() and p.name.endswith(kinds))
-    return sorted(path for path in found if not path.name.startswith("."))
+    readable = (p for p in directory.iterdir() if p.is_file() and p.name.endswith(kinds))
+    return sorted(path for path in readable if not path.name.startswith("."))
 
 
 def is_saved(path: Path) -> bool:
@@ -126,11 +126,11 @@ def examine(
     Raises:
       DataError: a file cannot be read, or lacks a column.
     """
-    found = pool.map(
+    examined = pool.map(
         partial(_examine, columns=columns, split=split, text_format=text_format), list(files)
     )
-    parts = tuple(part for parts, _ in found for part in parts)
-    return Sources(parts, tuple(about for _, about in found))
+    parts = tuple(part for parts, _ in examined for part in parts)
+    return Sources(parts, tuple(about for _, about in examined))
 
 
 def _examine(
@@ -164,10 +164,10 @@ def survey(
       DataError: a file cannot be read, has user ids that are null, empty or no whole numbers, or
         orders of several kinds; or there are no rows.
     """
-    found = pool.map(partial(_survey, columns=columns), parts)
+    surveys = pool.map(partial(_survey, columns=columns), parts)
     bad: dict[Path, list[int]] = {}
     counts: dict[Path, int] = {}
-    for part, (_, number, rows, *_) in zip(parts, found, strict=True):
+    for part, (_, number, rows, *_) in zip(parts, surveys, strict=True):
         if number and not allow_unowned:
             counts[part.file] = counts.get(part.file, 0) + number
             bad.setdefault(part.file, []).extend(rows)
@@ -180,14 +180,14 @@ def survey(
             f"(rows {shown}); expected a user for every row, or "
             "`fedsim data build --unowned drop`, which leaves such rows out"
         )
-    total = sum(rows for rows, *_ in found)
+    total = sum(rows for rows, *_ in surveys)
     if not total:
         raise DataError.of(
             "data", parts[0].file if parts else "", "at least one row, got an empty data set"
         )
     field = f"order_column={columns.order}"
-    kind = common_kind(set().union(*(kinds for *_, kinds in found)), field)
-    tally = sum((tally for *_, tally, _ in found), Counter())
+    kind = common_kind(set().union(*(kinds for *_, kinds in surveys)), field)
+    tally = sum((tally for *_, tally, _ in surveys), Counter())
     return total, tally, kind
 
 
@@ -225,8 +225,8 @@ SPEAKER, SPOKEN_TO, WHERE, ORDER = (
 def conversation_columns(columns: Columns) -> Columns:
     """Columns of the file that `write_conversations` writes."""
     order = None if columns.order is None else ORDER
-    found = replace(columns, owners=(SPEAKER, SPOKEN_TO), conversation=None, turn=None)
-    return replace(found, order=order)
+    owned = replace(columns, owners=(SPEAKER, SPOKEN_TO), conversation=None, turn=None)
+    return replace(owned, order=order)
 
 
 def write_conversations(parts: Sequence[Part], columns: Columns, file: Path) -> None:
@@ -303,8 +303,8 @@ def last_other_speaker(where: np.ndarray, speaker: np.ndarray) -> np.ndarray:
     first = np.flatnonzero(begins)
     before = np.append(-1, speaker[first][:-1])
     before[fresh[first]] = -1
-    found = before[np.cumsum(begins) - 1]
-    return np.where((speaker >= 0) & (where >= 0), found, -1)
+    others = before[np.cumsum(begins) - 1]
+    return np.where((speaker >= 0) & (where >= 0), others, -1)
 
 
 def _codes(column: pa.ChunkedArray) -> np.ndarray:

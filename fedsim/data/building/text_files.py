@@ -181,7 +181,7 @@ class _Doubts:
         Raises:
           DataError: the record may hide rows, and its delimiter is a tab.
         """
-        counts = [each.count(self._between) + 1 for each in lines if each.strip("\r\n")]
+        counts = [text.count(self._between) + 1 for text in lines if text.strip("\r\n")]
         are_rows = all(count == self._columns for count in counts)
         doubled = MARK * 2 in "".join(lines)
         hides_rows = len(lines) > 1 and (are_rows or self._columns in counts[1:-1])
@@ -192,7 +192,7 @@ class _Doubts:
             self._is_quoted |= doubled
             return
         fields = lines[0].split(self._between)
-        bare = are_rows and any(MARK in each and not each.startswith(MARK) for each in fields)
+        bare = are_rows and any(MARK in text and not text.startswith(MARK) for text in fields)
         self._has_bare_marks |= bare
         self._is_quoted |= not bare and (doubled or not are_rows or line == 1)
 
@@ -240,10 +240,10 @@ class Record(NamedTuple):
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object. Raises: DataError: a key is there twice, so that its value is uncertain."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise DataError("expected every key of an object once, got one twice")
-    return found
+    return fields
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=_once)
@@ -364,8 +364,8 @@ def _list_inside(text: str) -> str | None:
 
 def _next(text: str, at: int) -> int:
     """Index of the next character that is not white space."""
-    found = NOT_SPACE.search(text, at)
-    return found.start() if found else len(text)
+    match = NOT_SPACE.search(text, at)
+    return match.start() if match else len(text)
 
 
 def _expect_object(row: Any, where: str) -> dict[str, Any]:
@@ -430,7 +430,7 @@ def as_column(
 def _has_no_place(value: Any, is_text: bool) -> bool:
     """True for an object, and for a list whose first value is neither an id nor a token."""
     if isinstance(value, list):
-        value = next((each for each in value if each is not None), None)
+        value = next((item for item in value if item is not None), None)
         return isinstance(value, dict | list) or is_text and isinstance(value, str)
     return isinstance(value, dict)
 
@@ -455,8 +455,8 @@ def _reason(value: Any, kinds: set[type], is_text: bool) -> str:
     """Reason why a value makes no column, without the value."""
     said = KINDS[type(value)]
     if isinstance(value, list):
-        inside = {KINDS[type(each)] for each in value}
-        if any(isinstance(each, str) and HALF.search(each) for each in value):
+        inside = {KINDS[type(item)] for item in value}
+        if any(isinstance(item, str) and HALF.search(item) for item in value):
             return HALVED
         expected = "whole numbers, which are tokens," if is_text else "texts or whole numbers"
         hint = f" ({TELEGRAM})" if is_text and inside & {KINDS[dict], KINDS[str]} else ""

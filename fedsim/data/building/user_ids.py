@@ -126,20 +126,21 @@ def _normalised(text: pa.Array, how: Sequence[str], tally: Counter[str]) -> pa.A
     before = [step for step in how if step != "casefold"]  # a person may be called NAN
     bare = call("utf8_trim_whitespace", _folded(text, before))
     bare = call("if_else", is_missing(bare), pa.scalar(None, pa.string()), bare)
-    found = call("utf8_trim_whitespace", _folded(bare, how))
-    tally[NORMALISED] += _count(call("not_equal", found, text))
-    return found
+    result = call("utf8_trim_whitespace", _folded(bare, how))
+    tally[NORMALISED] += _count(call("not_equal", result, text))
+    return result
 
 
 def _folded(text: pa.Array, how: Sequence[str]) -> pa.Array:
     """Apply steps to each different text once."""
     unique = text.dictionary_encode()
-    found = unique.dictionary
-    plain = call("match_substring_regex", found, pattern=PLAIN)
+    values = unique.dictionary
+    plain = call("match_substring_regex", values, pattern=PLAIN)
     others = pa.array(
-        [fold(each, how) for each in found.filter(call("invert", plain)).to_pylist()], pa.string()
+        [fold(text, how) for text in values.filter(call("invert", plain)).to_pylist()],
+        pa.string(),
     )
-    lower = call("ascii_lower", found) if "casefold" in how else found
+    lower = call("ascii_lower", values) if "casefold" in how else values
     return call("replace_with_mask", lower, call("invert", plain), others).take(unique.indices)
 
 
@@ -318,10 +319,10 @@ def _label(label: str) -> str:
         return label.encode("idna").decode()
     pieces = LETTERS_OF_THEIR_OWN.split(label)  # every other one is such a letter
     pieces[::2] = map(nameprep, pieces[::2])
-    found = f"xn--{''.join(pieces).encode('punycode').decode()}"
-    if len(found) > LABEL_BYTES:
+    encoded = f"xn--{''.join(pieces).encode('punycode').decode()}"
+    if len(encoded) > LABEL_BYTES:
         raise UnicodeError("the label is too long")
-    return found
+    return encoded
 
 
 def address_of(host: str) -> str | None:
