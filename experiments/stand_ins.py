@@ -41,7 +41,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from experiments import common
-from fedsim.data.building.domains import registrable_domain
+from fedsim.data.building.user_ids import registrable_domain
 from fedsim.errors import ConfigError, expect
 
 Files = Iterator[tuple[str, bytes]]

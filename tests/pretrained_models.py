@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedsim.cli.main import main
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.models import pretrained
 from fedsim.models.transformer import Transformer, TransformerConfig
 

@@ -67,7 +67,7 @@ def test_the_error_is_the_stated_one_on_real_users(name, epsilon):
     column = "url" if name == "allsides_news" else "user_id"
     users = pq.read_table(SHARED / f"{name}.parquet", columns=[column])[column]
     if name == "allsides_news":
-        from fedsim.data.building.domains import registrable_domain
+        from fedsim.data.building.user_ids import registrable_domain
 
         users = [registrable_domain(url) for url in users.to_pylist()]
         sizes = np.unique([user or "" for user in users], return_counts=True)[1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import shared as benchmark
-from fedsim.data.owners import Owners
+from fedsim.data.store import Owners
 from fedsim.keys import SecretKey
 from fedsim.sampling import shared
 from fedsim.sampling.shared import bounded_pool, greedy_pool, largest_pool, owners_groups

@@ -23,10 +23,9 @@ from experiments.data.urls import host_name, hosts_above, normal_url
 from fedsim.data import Dataset, build, expected_of
 from fedsim.data.building import hub
 from fedsim.data.building.columns import Columns, is_blank, is_list, normalise, text_of
-from fedsim.data.building.processes import Pool
+from fedsim.data.building.processes import Pool, check_absent, resume
 from fedsim.data.building.readers import Part, complaints, raw
 from fedsim.data.building.sources import examine, find_files, identify
-from fedsim.data.building.staging import check_absent, resume
 from fedsim.errors import DataError, Interrupted, MissingColumn
 from fedsim.files import write_json
 

@@ -3,7 +3,7 @@
 import re
 from functools import lru_cache
 
-from fedsim.data.building.domains import address_of, clean_host, host_of, split_url
+from fedsim.data.building.user_ids import address_of, clean_host, host_of, split_url
 
 PORTS = {"http": 80, "https": 443}
 

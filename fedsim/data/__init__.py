@@ -1,6 +1,7 @@
-"""Users' text: built from files (build, corpora), kept as a store (users), read as rows of tokens.
+"""Users' text: built from files, kept in a store, read as rows of token ids.
 
-from fedsim.data import load; load("pydocs").train is a UserStore.
+`from fedsim.data import load; load("pydocs").train` is a UserStore. `corpora` finds or builds data,
+`building` builds it, `dataset` has the splits, `users` and `store` read and write one split.
 """
 
 from lazy_loader import attach_stub

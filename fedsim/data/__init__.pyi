@@ -1,9 +1,9 @@
 from . import corpora as corpora
 from .building import readers as readers, sources as sources, user_ids as user_ids
-from .building.build import build as build
-from .building.column_names import expected_of as expected_of
+from .building.build import BuildSettings as BuildSettings, build as build
 from .building.columns import (
     Columns as Columns,
+    expected_of as expected_of,
     is_blank as is_blank,
     is_list as is_list,
     is_string as is_string,
@@ -18,11 +18,11 @@ from .dataset import (
     draw_histograms as draw_histograms,
     stats as stats,
 )
-from .owners import (
+from .store import (
     Owners as Owners,
     decided_by_texts as decided_by_texts,
     joined as joined,
     of_ids as of_ids,
 )
-from .text import Tokenizer as Tokenizer
+from .tokenizer import Tokenizer as Tokenizer
 from .users import UserStore as UserStore

@@ -1,39 +1,59 @@
-"""Where data comes from: a built directory, files, the Hub, or the embedded corpus `pydocs`.
+"""Load data from a built directory, files, the Hugging Face Hub, or the corpus `pydocs`.
 
-What is built on the way is kept in the user's cache, under a key of everything it depends on, and
-memory-mapped from then on. Of two processes that want the same thing at once, one builds it and the
-other waits for it.
+Data that is built on the way is kept in the user's cache, under a key of everything it depends on,
+and memory-mapped from then on. If two processes want the same data at once, one builds it and the
+other waits.
+
+`pydocs` holds docstring paragraphs of packages that are installed beside fedsim. Its users are
+module files, such as numpy/linalg/_linalg.py. Nothing is downloaded, redistributed or imported:
+sources are parsed. The same package versions give the same corpus.
 """
 
+import ast
 import hashlib
 import json
-from collections.abc import Callable
+import platform
+import re
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unicodedata import unidata_version
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from fedsim import files
-from fedsim.data import pydocs
-from fedsim.data.building import domains, hub, user_ids
+from fedsim.data.building import hub, user_ids
 from fedsim.data.building.build import build
 from fedsim.data.building.sources import files_in, find_files, is_saved
 from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
-from fedsim.data.text import Tokenizer, file_of
+from fedsim.data.tokenizer import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
+
+PACKAGES = ("numpy", "scipy", "jax")  # of pydocs, beside the standard library
+SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
+MIN_WORDS = 5  # of a paragraph of pydocs
+BLOCKS = ("body", "handlers", "orelse", "finalbody")  # parts of a statement that hold definitions
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_options) -> Dataset:
-    """The data set that `source` names, built first if need be.
+    """Load the data set that `source` names, and build it first if necessary.
 
     Args:
-      source: a built directory (opened as it is, no build options), a file or glob, a saved data
-        set, hf:NAME[:CONFIG], or "pydocs".
-      cache_dir: where builds are kept; see `files.cache_dir`.
-      build_options: as for `build`.
-    Raises: DataError: bad input, as `build` raises it.
+      source: a built directory (opened as it is, without build options), a file or glob, a
+        directory saved by `datasets`, hf:NAME[:CONFIG], or "pydocs".
+      cache_dir: directory of built data. Default: `files.cache_dir`.
+      build_options: keyword arguments of `build`, the fields of `BuildSettings` among them.
+    Raises:
+      DataError: the input is invalid, or build options are given for a built directory.
     """
     source = files.expand_home("data", source)
     if "tokenizer" in build_options:
@@ -55,8 +75,10 @@ def load(source: str | Path, *, cache_dir: str | Path | None = None, **build_opt
 
 
 def is_built(source: str | Path) -> bool:
-    """Whether a source is a directory that `build` made, to be opened as it is: one that says so,
-    whatever lies in it beside, or one that holds no files to be read, which is told what it lacks.
+    """True for a directory that is opened as it is instead of being built from.
+
+    That is a directory whose metadata.json says so, whatever else is in it, and a directory without
+    files to build from: opening it raises an error that names the missing files.
     """
     path = Path(files.expand_home("data", source))
     named = bool(str(source).strip())  # Path("") is the current directory
@@ -78,26 +100,22 @@ def _facts(path: Path) -> list[tuple[str, int, int]]:
     return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
-def _facts_of_hub(source: hub.HubSource) -> list[Any]:
-    local = Path(source.name)
-    return [asdict(source), *(_facts(local) if local.exists() else [])]
-
-
 def _load_hub(source: str, cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
-    found = hub.HubSource.parse(source, options.get("split"), options.get("revision")).pinned()
-    facts = [user_ids.RULE, *_facts_of_hub(found)]
-    options = {**options, "revision": found.revision}
+    pinned = hub.HubSource.parse(source, options.get("split"), options.get("revision")).pinned()
+    local = Path(pinned.name)
+    facts = [user_ids.RULE, asdict(pinned), *(_facts(local) if local.exists() else [])]
+    options = {**options, "revision": pinned.revision}
     return _cached(facts, cache_dir, options, lambda out: build(source, out, wait=True, **options))
 
 
 def _load_pydocs(cache_dir: str | Path | None, options: dict[str, Any]) -> Dataset:
-    versions = pydocs.made_of()
+    versions = pydocs_versions()
 
     def harvest_and_build(out: Path) -> Dataset:
         if progress := options.get("progress"):
-            progress(f"reading the docstrings of Python, {', '.join(pydocs.PACKAGES)} (once)")
+            progress(f"reading the docstrings of Python, {', '.join(PACKAGES)} (once)")
         with TemporaryDirectory() as scratch:
-            file = pydocs.harvest(Path(scratch))
+            file = harvest_pydocs(Path(scratch))
             return build([file], out, provenance={"packages": versions}, wait=True, **options)
 
     return _cached(["pydocs", versions], cache_dir, options, harvest_and_build)
@@ -109,7 +127,7 @@ def _cached(
     options: dict[str, Any],
     make: Callable[[Path], Dataset],
 ) -> Dataset:
-    """The data set under the key of `facts` and `options`, made if it is not there."""
+    """Open the data set under the key of `facts` and `options`, and make it if it is absent."""
     relevant = {n: v for n, v in options.items() if n not in ("progress", "num_workers")}
     spec = str(options.get("tokenizer", ""))
     tokenizer = Path(spec)
@@ -120,11 +138,11 @@ def _cached(
     if options.get("normalise_ids"):
         relevant["unicode"] = unidata_version
     if options.get("url_column") is not None:
-        relevant["public_suffix_list"] = domains.list_version()  # says whose a text is
+        relevant["public_suffix_list"] = user_ids.list_version()  # which determines the users
     key = json.dumps([FORMAT, facts, relevant], sort_keys=True, default=str)
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     cache = files.expand_home("cache_dir", cache_dir) if cache_dir else files.cache_dir()
-    # Text of people: nobody else can have put it there, nor put other text in its place.
+    # The directory belongs to this user alone: nobody else can replace the text in it.
     out = files.own_directory(Path(cache) / "data") / name
     if not out.is_dir():
         try:
@@ -133,3 +151,67 @@ def _cached(
             if not out.is_dir():  # else another process built it meanwhile
                 raise
     return Dataset.open(out)
+
+
+def pydocs_versions() -> dict[str, str]:
+    """Versions of the packages and of Python, which determine the corpus."""
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    return {**versions, "python": platform.python_version()}
+
+
+def harvest_pydocs(directory: Path) -> Path:
+    """Write pydocs.parquet (user_id, text) into `directory`. Returns: the path of the file.
+
+    Raises:
+      DataError: a package of PACKAGES is not installed.
+    """
+    rows = [
+        (user, paragraph)
+        for prefix, root in _roots()
+        for user, file in _modules(prefix, root)
+        for paragraph in _paragraphs(file)
+    ]
+    users, texts = zip(*rows, strict=True)
+    path = directory / "pydocs.parquet"
+    pq.write_table(pa.table({"user_id": users, "text": texts}), path)
+    return path
+
+
+def _roots() -> Iterator[tuple[str, Path]]:
+    yield "", Path(sysconfig.get_path("stdlib"))
+    for name in PACKAGES:
+        spec = find_spec(name)  # finds a top-level package without importing it
+        if spec is None or not spec.submodule_search_locations:
+            raise DataError.of("data", "pydocs", f"the package {name} to be installed")
+        yield f"{name}/", Path(spec.submodule_search_locations[0])
+
+
+def _modules(prefix: str, root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (user id, file) of each module below `root` that is no test, in a fixed order."""
+    relative = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
+    for name in sorted(relative):
+        *folders, module = name.split("/")
+        if SKIPPED.isdisjoint(folders) and not module.startswith(("test_", "conftest")):
+            yield prefix + name, relative[name]
+
+
+def _paragraphs(file: Path) -> Iterator[str]:
+    """Yield docstring paragraphs of at least MIN_WORDS words, in the order of the file."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # templates and files for other versions of Python
+        return
+    for docstring in _docstrings(tree):
+        for paragraph in re.split(r"\n\s*\n", docstring):
+            if len(paragraph.split()) >= MIN_WORDS:
+                yield paragraph.strip()
+
+
+def _docstrings(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, DOCUMENTED) and (docstring := ast.get_docstring(node)):
+        yield docstring
+    for block in BLOCKS:
+        for child in getattr(node, block, ()):
+            yield from _docstrings(child)

@@ -1,4 +1,7 @@
-"""Dataset: a tokenizer and splits of users' text; the paper's Table 1 and Figure 10 of them."""
+"""A data set: a tokenizer and splits of users' text, the rules that divide it, and its statistics.
+
+The statistics are Table 1 and Figure 10 of the paper.
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -8,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.data.owners import Owners
+from fedsim.data.store import SEPARATOR, Owners
 from fedsim.data.users import UserStore, read_metadata
 from fedsim.errors import DataError
 from fedsim.files import expand_home
 
-SAID_FROM = 0.01  # of the tokens of texts, where they are cut off
-SUMS = "SHA256SUMS"  # of what the fingerprints of the splits do not cover
-BINS = 40  # of a histogram
+WARN_SHARE = 0.01  # of all tokens: a build that cut off more is warned about
+SUMS = "SHA256SUMS"  # of the files that fingerprints of splits do not cover
+BINS = 40  # of a histogram, at most
 SPLITS = ("train", "eval_users", "eval_examples", "test")
 
 
@@ -24,7 +27,7 @@ class Dataset:
     """Users' text, ready to train on. Pickles as paths when it lies on disk."""
 
     train: UserStore
-    """The training users' examples, less the held-out ones."""
+    """Examples of the training users that are not held out."""
     eval_users: UserStore | None = None
     """All examples of the users held out of training, or None."""
     eval_examples: UserStore | None = None
@@ -32,16 +35,17 @@ class Dataset:
     test: UserStore | None = None
     """Later examples, of training users and of others, or None."""
     tokenizer_path: Path | None = None
-    """Its tokenizer.json, or None in memory."""
+    """Path of tokenizer.json, or None in memory."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Sources, tokenizer, rules of the splits, and what was dropped and cut."""
+    """Sources, tokenizer, rules of the splits, and counts of dropped and cut texts."""
     path: Path | None = None
 
     @classmethod
     def open(cls, directory: str | Path) -> "Dataset":
-        """A directory that `build` made, memory-mapped.
+        """Open a directory that `build` made. Stores are memory-mapped.
 
-        Raises: DataError: it is not one, or its files do not belong together.
+        Raises:
+          DataError: the directory was not built by fedsim, or its files do not belong together.
         """
         path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "dataset")
@@ -55,19 +59,19 @@ class Dataset:
         return cls(**stores, tokenizer_path=path / "tokenizer.json", metadata=metadata, path=path)
 
     def people(self) -> list[str]:
-        """The ids of all users of all splits."""
-        return sorted({each for store in self.splits().values() for each in store.user_ids()})
+        """Ids of all users of all splits, sorted."""
+        return sorted({user for store in self.splits().values() for user in store.user_ids()})
 
     def splits(self) -> dict[str, UserStore]:
-        """The splits there are, by name; "train" first."""
+        """Stores of the splits that exist, by name; "train" first."""
         stores = {name: getattr(self, name) for name in SPLITS}
         return {name: store for name, store in stores.items() if store is not None}
 
     def cut_off(self) -> str | None:
-        """What a person is told of tokens that long texts lost in the build; None: hardly any."""
+        """Warning about tokens that the build cut off long texts; None if they are below 1 %."""
         counts, rules = (self.metadata.get(name, {}) for name in ("counts", "rules"))
         cut, tokens = counts.get("tokens_cut", 0), counts.get("tokens_of_texts", 0)
-        if not tokens or cut < SAID_FROM * tokens:
+        if not tokens or cut < WARN_SHARE * tokens:
             return None
         return (
             f"{cut / tokens:.0%} of the tokens of all texts are cut off: {counts['long_texts']:,} "
@@ -77,7 +81,7 @@ class Dataset:
 
 
 def sums(directory: Path, splits: Iterable[str]) -> str:
-    """What `sha256sum` says of tokenizer and metadata of a data set and of its splits."""
+    """Output of `sha256sum` for the tokenizer and the metadata of a data set and its splits."""
     names = ["metadata.json", "tokenizer.json", *(f"{split}/metadata.json" for split in splits)]
     digests = (hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in names)
     return "".join(f"{d}  {name}\n" for d, name in zip(digests, names, strict=True))
@@ -85,24 +89,28 @@ def sums(directory: Path, splits: Iterable[str]) -> str:
 
 def _expect_sums(path: Path, splits: list[str]) -> None:
     if not (path / SUMS).is_file():
-        return  # of an earlier version
-    known = (path / SUMS).read_bytes().split(b"\n")
+        return  # an earlier version of fedsim built it
+    recorded = (path / SUMS).read_bytes().split(b"\n")
     try:
-        found = sums(path, splits).encode().split(b"\n")
+        current = sums(path, splits).encode().split(b"\n")
     except OSError as error:
         raise DataError.of("data", error.filename, f"a file ({error.strerror})") from None
-    for line in found[:-1]:
-        if line not in known:
+    for line in current[:-1]:
+        if line not in recorded:
             raise DataError(f"data={path / line.decode()[66:]}: changed since it was built")
-    if known != found:
+    if recorded != current:
         raise DataError(f"data={path / SUMS}: changed since it was built")
 
 
 def stats(store: UserStore) -> dict[str, Any]:
-    """Table 1 for one store: totals, examples per user, tokens per example.
+    """Statistics of a store as in Table 1 of the paper: examples per user, tokens per example.
 
-    Quantiles are exact (the lower of two neighbours). share_at_max_length is the share of rows
-    that fill max_length: an upper bound on the share of texts that were cut.
+    Quantiles are exact (the lower of two neighbours).
+
+    Returns:
+      A JSON object. Its share_at_max_length is the share of rows with max_length tokens: an upper
+      bound on the share of texts that were cut. Stores whose texts have several owners add counts
+      of owner sets and of connected components of users.
     """
     per_user = np.sort(store.examples_per_user)
     lengths = store.length_counts()
@@ -129,7 +137,7 @@ def stats(store: UserStore) -> dict[str, Any]:
 
 
 def _of_owners(owners: Owners, per_set: np.ndarray) -> dict[str, Any]:
-    """How texts are shared: owners per text, owner sets, and connected components of users."""
+    """Owners per text, owner sets, and connected components of users."""
     order = np.argsort(owners.sizes, kind="stable")
     sizes, up_to = owners.sizes[order], np.cumsum(per_set[order])
 
@@ -148,23 +156,30 @@ def _of_owners(owners: Owners, per_set: np.ndarray) -> dict[str, Any]:
 
 
 def _place(share: float, number: int) -> int:
-    """The place, from 0, of a quantile among `number` sorted values: the lower of two."""
+    """Index of a quantile among `number` sorted values: the lower of two neighbours."""
     return int(np.floor(share * (number - 1)))
 
 
 def histogram_bins(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(edges [bins + 1], users [bins]) of examples per user, in bins of equal ratio."""
+    """Bins of equal ratio of examples per user.
+
+    Args:
+      sizes: int64 [users], examples of each user.
+    Returns:
+      (edges int64 [bins + 1], number of users int64 [bins]).
+    """
     top = max(int(sizes.max(initial=1)), 1)
     edges = np.unique(np.floor(np.geomspace(1, top + 1, BINS + 1)).astype(np.int64))
     return edges, np.histogram(sizes, edges)[0]
 
 
 def draw_histograms(stores: Mapping[str, UserStore], file: Path) -> None:
-    """Write Figure 10, examples per user, as a PNG with a panel for each store.
+    """Draw examples per user (Figure 10 of the paper) as a PNG with a panel for each store.
 
     Equal data give equal files.
 
-    Raises: DataError: `file` is no PNG, or not in a directory that exists.
+    Raises:
+      DataError: the name of the file does not end in .png, or its directory does not exist.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -185,3 +200,104 @@ def draw_histograms(stores: Mapping[str, UserStore], file: Path) -> None:
     if not file.absolute().parent.is_dir():
         raise DataError.of("histogram", file, "a file in a directory that exists")
     figure.savefig(file, dpi=120, metadata={"Software": None})
+
+
+EVAL_SHARE, EVAL_CAP = 10, 32
+# Groups of owners. A user with rows before and after test_from is an owner in two groups.
+TRAIN, EVAL_USERS, TEST = range(3)
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """Rule that holds out users and examples of training for evaluation."""
+
+    eval_users: float
+    """Fraction of users, selected by a fixed hash of the id: the same users in every build."""
+    eval_examples: bool
+    """Also the first min(32, ceil(n / 10)) of the n >= 2 examples of a training user, as the paper
+    does for CC-News."""
+    min_examples: int = 1
+    """Users with fewer examples are dropped from training and evaluation."""
+    test_from: str | None = None
+    """Rows whose order column is at least this value are tests, as the paper does for Stack
+    Overflow, unless their user is held out."""
+
+    def takes_user(self, user_id: str) -> bool:
+        """True if all examples of a user are held out.
+
+        An owner set is held out if any of its users is, so that no text of a held-out user is
+        trained on.
+        """
+        if SEPARATOR in user_id:
+            return any(map(self.takes_user, user_id.split(SEPARATOR)))
+        digest = hashlib.sha256(b"fedsim eval user\0" + user_id.encode()).digest()
+        return int.from_bytes(digest[:8], "big") < self.eval_users * 2**64
+
+    def num_eval_examples(self, num_examples: np.ndarray) -> np.ndarray:
+        """Number of first examples of each training user that are held out, int64 [users].
+
+        Args:
+          num_examples: int64 [users].
+        """
+        tenth = np.minimum(EVAL_CAP, -(-num_examples // EVAL_SHARE))
+        return np.where((num_examples >= 2) & self.eval_examples, tenth, 0)
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """Rows of a split: of the owner owners[i], the rows low[i] to high[i] in the owner's order."""
+
+    owners: np.ndarray
+    """int64 [users], ascending."""
+    low: np.ndarray
+    high: np.ndarray
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Number of rows of each owner, int64 [users]."""
+        return self.high - self.low
+
+
+def divide(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> Mapping[str, SplitRows]:
+    """Divide rows into splits. Splits without rows are left out.
+
+    Args:
+      group: int8 [owners], TRAIN, EVAL_USERS or TEST.
+      counts: int64 [owners], rows of each.
+    Raises:
+      DataError: no rows are left for training.
+    """
+    large = (counts >= holdout.min_examples) | (group == TEST)
+    held = np.where(group == TRAIN, holdout.num_eval_examples(counts), 0)
+    none = np.zeros_like(counts)
+    spans = {
+        "train": (group == TRAIN, held, counts),
+        "eval_users": (group == EVAL_USERS, none, counts),
+        "eval_examples": (group == TRAIN, none, held),
+        "test": (group == TEST, none, counts),
+    }
+    splits = {}
+    for name, (chosen, low, high) in spans.items():
+        owners = np.flatnonzero(chosen & large & (high > low))
+        if len(owners):
+            splits[name] = SplitRows(owners, low[owners], high[owners])
+    if "train" not in splits:
+        raise DataError(_nothing_left(group, holdout))
+    return splits
+
+
+def _nothing_left(group: np.ndarray, holdout: Holdout) -> str:
+    if (group == EVAL_USERS).all():
+        return (
+            f"eval_users={holdout.eval_users}: holds out all {len(group)} users, expected to leave "
+            "at least one for training"
+        )
+    if holdout.test_from is not None and not (group == TRAIN).any():
+        return f"test_from={holdout.test_from}: expected a value that leaves rows for training"
+    return f"min_examples={holdout.min_examples}: expected at most as many as the largest user has"
+
+
+def dropped(group: np.ndarray, counts: np.ndarray, holdout: Holdout) -> dict[str, Any]:
+    """Counts of the users and examples that min_examples drops. Args: as of `divide`."""
+    small = (counts < holdout.min_examples) & (group != TEST)
+    return {"users_dropped": int(small.sum()), "examples_dropped": int(counts[small].sum())}

@@ -1,47 +1,204 @@
-"""The files of a store: token ids and offsets of all rows, a users table, and metadata.json.
+"""Files of a store: token ids and offsets of all rows, a table of users, and metadata.json.
 
-tokens.npy holds the ids of all rows end to end, offsets.npy the place where each row begins, both
-in NumPy's format, so that they can be mapped into memory. The bytes depend on the rows alone, not
-on the blocks in which they are written, and JSON keys are sorted. Reading keeps nothing per row and
-shares nothing between calls, so threads may read at the same time. `UserStore` is in users.py.
+tokens.npy holds the ids of all rows end to end, offsets.npy the index of the first id of each row,
+both in NumPy's format, so that they can be mapped into memory. The bytes depend on the rows alone,
+not on the blocks in which they are written, and JSON keys are sorted. Reading keeps nothing per row
+and shares nothing between calls, so that threads may read at the same time. `UserStore` in users.py
+puts the files together.
+
+If texts have several owners, the rows of a store are sorted by *owner set*: the texts of the same
+users lie together, as the texts of one user do in other stores. While data is built, an owner set
+is a string: the sorted ids with SEPARATOR between them. The owner set of one user is the user's id.
 """
 
 import hashlib
 import io
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import DTypeLike
+from scipy import sparse
+from scipy.sparse import csgraph
 
-from fedsim.data import owners
 from fedsim.files import write_json
+
+SEPARATOR = "\x1f"
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The users who own the texts of each owner set.
+
+    Attributes:
+      num_users: number of users of all sets.
+      starts: int64 [sets + 1].
+      users: int32 [memberships]. The users of set s are users[starts[s]:starts[s + 1]], sorted,
+        without duplicates.
+    """
+
+    num_users: int
+    starts: np.ndarray
+    users: np.ndarray
+
+    @property
+    def num_sets(self) -> int:
+        """Number of owner sets."""
+        return len(self.starts) - 1
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of owners of each set, int64 [sets]."""
+        return np.diff(self.starts)
+
+    @property
+    def sets(self) -> np.ndarray:
+        """Index of the set of each membership, int64 [memberships]."""
+        return np.repeat(np.arange(self.num_sets), self.sizes)
+
+    def count(self, per_set: np.ndarray) -> np.ndarray:
+        """Number of texts that each user owns, int64 [users].
+
+        Args:
+          per_set: int64 [sets], texts of each set.
+        """
+        weights = np.repeat(per_set, self.sizes)
+        return np.bincount(self.users, weights, self.num_users).astype(np.int64)
+
+    def components(self, per_set: np.ndarray) -> tuple[int, int]:
+        """(number of connected components, users of the largest). A shared text connects its users.
+
+        Args:
+          per_set: int64 [sets], texts of each set; sets without texts connect nobody.
+        """
+        there = np.repeat(per_set > 0, self.sizes)
+        sets, users = self.sets[there], self.users[there].astype(np.int64)
+        total = self.num_users + self.num_sets
+        edges = sparse.coo_array((np.ones(len(sets), bool), (users, self.num_users + sets)))
+        edges.resize((total, total))
+        _, labels = csgraph.connected_components(edges, directed=False)
+        counts = np.bincount(labels[: self.num_users])
+        return int(np.count_nonzero(counts)), int(counts.max(initial=0))
+
+
+def joined(one: Owners, other: Owners) -> Owners:
+    """The graph of two stores, one after the other, that have no user in common."""
+    starts = np.concatenate([one.starts, one.starts[-1] + other.starts[1:]])
+    users = np.concatenate([one.users, one.num_users + other.users])
+    return Owners(one.num_users + other.num_users, starts, users.astype(np.int32))
+
+
+def owner_sets(rows: np.ndarray, ids: pa.Array, num_rows: int) -> tuple[pa.Array, np.ndarray]:
+    """Owner sets of rows as strings, and the number of owners of each row, int64 [num_rows].
+
+    Args:
+      rows: int64 [pairs], the row that ids[i] owns; pairs may repeat. A row without a pair gets "".
+      ids: string [pairs].
+    """
+    encoded = ids.dictionary_encode()
+    order = pc.sort_indices(encoded.dictionary)  # pyright: ignore
+    rank = np.empty(len(order), np.int64)
+    rank[order.to_numpy()] = np.arange(len(order))
+    pairs = np.unique(rows * len(order) + rank[encoded.indices.to_numpy()])
+    row, place = np.divmod(pairs, max(len(order), 1))
+    counts = np.bincount(row, minlength=num_rows)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    named = encoded.dictionary.take(order).take(pa.array(place))
+    lists = pa.ListArray.from_arrays(starts, named)
+    return pc.binary_join(lists, SEPARATOR), counts  # pyright: ignore
+
+
+def decided_by_texts(long_texts: str, against: Sequence[str] = ()) -> str:
+    """Start of an error line about a build setting that makes row counts depend on what texts say.
+
+    Where texts have several owners, the draw must depend only on the ownership of texts.
+
+    Args:
+      against: sources whose near duplicates were dropped, in data that fedsim 0.2 built.
+    Returns:
+      The line without its end, or "" if no setting does so.
+    """
+    if long_texts != "cut":
+        return f"long_texts={long_texts}: expected cut"
+    return f"against={','.join(against)}: expected none" if against else ""
+
+
+def is_shared(keys: pa.Array | pa.ChunkedArray) -> bool:
+    """True if an owner set has several owners. Args: keys: owner sets as strings."""
+    several = pc.match_substring(keys, SEPARATOR)  # pyright: ignore
+    return bool(pc.any(several).as_py())  # pyright: ignore
+
+
+def encode_owners(keys: pa.Array) -> tuple[pa.Buffer, pa.Buffer, int]:
+    """Encode owner sets, given as strings, as two Parquet files.
+
+    Returns:
+      (owners.parquet: row i has the user numbers of set i; people.parquet: row u has the id of user
+      u, sorted; number of users).
+    """
+    lists = pc.split_pattern(keys, SEPARATOR)  # pyright: ignore
+    encoded = lists.values.dictionary_encode()
+    order = pc.sort_indices(encoded.dictionary)  # pyright: ignore
+    rank = np.empty(len(order), np.int32)
+    rank[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
+    users = pa.ListArray.from_arrays(lists.offsets, rank[encoded.indices.to_numpy()])
+    people = pa.table({"user_id": encoded.dictionary.take(order).cast(pa.string())})
+    return _parquet(pa.table({"owners": users})), _parquet(people), len(people)
+
+
+def decode_owners(owners: pa.Buffer, num_users: int) -> Owners:
+    """Decode the owners.parquet of `encode_owners`."""
+    with pq.ParquetFile(pa.BufferReader(owners)) as table:
+        lists = table.read(["owners"])["owners"].combine_chunks()
+    if isinstance(lists, pa.ChunkedArray):
+        lists = lists.chunk(0) if lists.num_chunks else pa.array([], pa.list_(pa.int32()))
+    starts = lists.offsets.to_numpy().astype(np.int64)
+    return Owners(num_users, starts - starts[0], lists.flatten().to_numpy())
+
+
+def of_ids(owner: Any) -> str:
+    """The owner set of an id, or of a tuple of ids, as a string."""
+    ids: Sequence[Any] = owner if isinstance(owner, tuple) else (owner,)
+    return SEPARATOR.join(sorted(set(map(str, ids))))
+
+
+def _parquet(table: pa.Table) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
+
 
 FORMAT = 2
 OFFSETS, TOKENS = "offsets.npy", "tokens.npy"
-HEADER_BYTES = 128  # of both arrays
-KINDS = "<u2", "<u4"  # of token ids
-BLOCK_ROWS = 16_384  # copied at a time: what fits in a processor's cache
+HEADER_BYTES = 128  # of each array file
+KINDS = "<u2", "<u4"  # dtypes of token ids
+BLOCK_ROWS = 16_384  # rows copied at a time: as many as fit in a processor's cache
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type that holds every id below vocab_size."""
+    """The smallest type that holds every id below vocab_size: uint16 or uint32, little-endian."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """int64 [rows + 1]: where each row begins, and where the last one ends; `lengths` in tokens."""
+    """Offsets of rows laid end to end, int64 [rows + 1]; the last is their total length.
+
+    Args:
+      lengths: int [rows], tokens of each row.
+    """
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<i8")
 
 
 class TokenWriter:
-    """Writes the rows of a store to its directory in pieces; a context manager."""
+    """Write the rows of a store to a directory in pieces. A context manager."""
 
     def __init__(self, directory: Path, dtype: DTypeLike):
-        """Raises: OSError: the files cannot be made."""
+        """Open the files. Raises: OSError: the files cannot be made."""
         self._dtype = np.dtype(dtype)
         self._rows = self._tokens = 0
         self._files = (directory / OFFSETS).open("wb"), (directory / TOKENS).open("wb")
@@ -52,14 +209,21 @@ class TokenWriter:
         return self
 
     def write(self, lengths: np.ndarray, values: np.ndarray) -> None:
-        """Append rows of `lengths` tokens whose ids lie end to end. Raises: OSError: no space."""
+        """Append rows.
+
+        Args:
+          lengths: int [rows], tokens of each row.
+          values: token ids of all rows end to end.
+        Raises:
+          OSError: the disk is full.
+        """
         self._files[0].write((self._tokens + offsets_of(lengths)[1:]).data)
         self._files[1].write(np.ascontiguousarray(values, self._dtype).data)
         self._rows, self._tokens = self._rows + len(lengths), self._tokens + len(values)
 
     def __exit__(self, error, *_) -> None:
         try:
-            if error is None:  # the headers' length is the same for every number of items
+            if error is None:  # now with their real sizes; the length of a header is fixed
                 self._write_headers()
         finally:
             for file in self._files:
@@ -73,7 +237,7 @@ class TokenWriter:
 
 
 def encode_header(size: int, dtype: DTypeLike) -> bytes:
-    """HEADER_BYTES before `size` items, as numpy.save writes them."""
+    """Header of an array of `size` items, HEADER_BYTES long, as numpy.save writes it."""
     file = io.BytesIO()
     about = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (size,)}
     np.lib.format.write_array_header_1_0(file, about)
@@ -81,18 +245,20 @@ def encode_header(size: int, dtype: DTypeLike) -> bytes:
 
 
 def encode_array(array: np.ndarray) -> pa.Buffer:
-    """A file in memory: the same bytes that TokenWriter writes."""
+    """An array as a file in memory, in the bytes that TokenWriter writes."""
     return pa.py_buffer(encode_header(len(array), array.dtype) + array.tobytes())
 
 
 class TokenReader:
-    """Rows of token ids by number.
+    """Read rows of token ids by their number.
 
-    Attributes: offsets: int64 [rows + 1]; row i has the ids values[offsets[i]:offsets[i + 1]].
+    Attributes:
+      offsets: int64 [rows + 1]. Row i is values[offsets[i]:offsets[i + 1]].
+      values: uint16 or uint32 [tokens].
     """
 
     def __init__(self, offsets: np.ndarray, values: np.ndarray):
-        """Raises: ValueError: the arrays do not belong together."""
+        """Check the arrays. Raises: ValueError: the arrays do not belong together."""
         whole = offsets.ndim == values.ndim == 1 and offsets.dtype.str == "<i8" and len(offsets)
         whole = whole and values.dtype.str in KINDS
         if not whole or offsets[0] or offsets[-1] != len(values):
@@ -101,18 +267,25 @@ class TokenReader:
 
     @classmethod
     def open(cls, directory: Path) -> "TokenReader":
-        """The rows of a store in `directory`. Raises: ValueError: a file is cut off or damaged."""
+        """Map the rows of the store in `directory`.
+
+        Raises:
+          ValueError: a file is cut off or damaged.
+        """
         return cls(_mapped(directory / OFFSETS, ("<i8",)), _mapped(directory / TOKENS, KINDS))
 
     @property
     def num_rows(self) -> int:
-        """The number of rows."""
+        """Number of rows."""
         return len(self.offsets) - 1
 
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows in any order (-1 is padding), cut or zero-padded to `length`.
+        """Gather rows in any order, cut or zero-padded to `length` tokens.
 
-        Returns: tokens int32 [rows, length], sizes int32 [rows]: real tokens per row.
+        Args:
+          rows: int64 [rows]; -1 is padding.
+        Returns:
+          (tokens int32 [rows, length], number of real tokens int32 [rows]).
         """
         tokens = np.zeros((len(rows), length), np.int32)
         sizes = np.zeros(len(rows), np.int32)
@@ -125,24 +298,27 @@ class TokenReader:
         return tokens, sizes
 
     def slice(self, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows low:high: lengths int64 [rows], and a view of their ids end to end."""
+        """Rows low:high as (lengths int64 [rows], view of their token ids end to end)."""
         return self.lengths(low, high), self.values[self.offsets[low] : self.offsets[high]]
 
     def lengths(self, low: int, high: int) -> np.ndarray:
-        """int64: tokens of each of the rows low:high."""
+        """Tokens of the rows low:high, int64 [high - low]."""
         return np.diff(self.offsets[low : high + 1])
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """int64 [rows]: tokens of rows in any order, 0 for -1."""
+        """Tokens of rows in any order, int64 [rows]; 0 for -1."""
         sizes, real = np.zeros(len(rows), np.int64), rows >= 0
         sizes[real] = self.offsets[rows[real] + 1] - self.offsets[rows[real]]
         return sizes
 
 
 def _mapped(file: Path, kinds: tuple[str, ...]) -> np.ndarray:
-    """The array in a file that TokenWriter wrote, mapped; its items are of one of `kinds`.
+    """Map the array in a file that TokenWriter wrote.
 
-    Raises: ValueError: the header is not the one of as many items as the file has bytes for.
+    Args:
+      kinds: dtypes that the items may have.
+    Raises:
+      ValueError: the header does not match the size of the file.
     """
     try:
         size = file.stat().st_size
@@ -158,7 +334,7 @@ def _mapped(file: Path, kinds: tuple[str, ...]) -> np.ndarray:
 
 
 def copy(source: np.ndarray, begin: np.ndarray, size: np.ndarray, target: np.ndarray, at) -> None:
-    """target[at[i] : at[i] + size[i]] = source[begin[i] : begin[i] + size[i]] for every i."""
+    """Copy source[begin[i]:begin[i] + size[i]] to target[at[i]:at[i] + size[i]] for every i."""
     skipped = np.cumsum(size) - size
     inside = np.arange(int(size.sum()))
     where = np.repeat(begin - skipped, size)
@@ -170,9 +346,11 @@ def copy(source: np.ndarray, begin: np.ndarray, size: np.ndarray, target: np.nda
 def encode_users(
     user_ids: Sequence[str] | pa.Array, num_examples: np.ndarray, offsets: np.ndarray
 ) -> pa.Buffer:
-    """The users table as Parquet: row i is user i, sorted by user_id.
+    """The table of users as Parquet: row i is user i, sorted by user_id.
 
-    Args: num_examples: int64 [users]. offsets: int64 [examples + 1], see `offsets_of`.
+    Args:
+      num_examples: int64 [users].
+      offsets: int64 [examples + 1], of `offsets_of`.
     """
     first = np.concatenate([[0], np.cumsum(num_examples)])
     table = pa.table(
@@ -189,7 +367,7 @@ def encode_users(
 
 
 def fingerprint(parts: Iterable[pa.Buffer | Path]) -> str:
-    """sha256 (hex) over buffers and files, end to end. Of a store: tables, offsets, tokens."""
+    """sha256 (hex) of buffers and files, end to end. Of a store: tables, offsets, tokens."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Path):
@@ -208,9 +386,11 @@ def seal(
     digest: str,
     people: int | None = None,
 ) -> dict[str, Any]:
-    """The metadata of a store: the entries of `about`, then totals and fingerprint.
+    """Metadata of a store: the entries of `about`, then totals and the fingerprint.
 
-    Args: people: number of users where texts have several owners; num_examples is of owner sets.
+    Args:
+      num_examples: int64 [users], or [sets] where texts have several owners.
+      people: number of users where texts have several owners, else None.
     """
     shared = {} if people is None else {"num_users": people, "num_owner_sets": len(num_examples)}
     return {
@@ -232,16 +412,18 @@ def close_store(
     num_examples: np.ndarray,
     about: dict[str, Any],
 ) -> None:
-    """Complete a directory of tokens and offsets with its users table and metadata.json.
+    """Complete a directory of tokens and offsets with its table of users and metadata.json.
 
-    Args: user_ids sorted, num_examples [users]; or the same of owner sets (see owners.py).
+    Args:
+      user_ids: sorted ids of users, or owner sets as strings.
+      num_examples: int64 [users], or [sets].
       about: entries of the metadata, vocab_size and max_length among them.
     """
     offsets = TokenReader.open(directory).offsets
     tables = {"users.parquet": encode_users(user_ids, num_examples, offsets)}
     ids, people = pa.array(user_ids, pa.string()), None
-    if owners.is_shared(ids):
-        tables["owners.parquet"], tables["people.parquet"], people = owners.encode(ids)
+    if is_shared(ids):
+        tables["owners.parquet"], tables["people.parquet"], people = encode_owners(ids)
     for name, table in tables.items():
         (directory / name).write_bytes(table)
     digest = fingerprint([directory / name for name in (*tables, OFFSETS, TOKENS)])

@@ -1,11 +1,10 @@
 """UserStore: the tokenised text of many users, one row per example, rows sorted by user.
 
-Where texts have several owners, rows are sorted by owner set instead (see owners.py), and what is
-said of users here is true of owner sets. A user owns the rows offsets[u]:offsets[u + 1], so an
-example is named by its row number alone: the samplers draw plain integers and users' ids never
-leave the driver. Rows are ragged on disk (flat arrays, memory-mapped, shared by all processes of a
-machine) and padded when a batch is gathered. Small data in memory is the same arrays, read by the
-same code. The files are store.py's.
+If texts have several owners, rows are sorted by owner set instead (see store.py), and statements
+about users here are true of owner sets. A user owns the rows offsets[u]:offsets[u + 1], so a row
+number alone names an example: samplers draw integers, and ids of users never leave the driver. Rows
+are ragged on disk (flat arrays, memory-mapped, shared by all processes of a machine) and padded
+when a batch is gathered. Small data in memory has the same arrays and is read by the same code.
 """
 
 import functools
@@ -18,16 +17,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedsim.data import owners
-from fedsim.data.owners import Owners
 from fedsim.data.store import (
     FORMAT,
     OFFSETS,
     TOKENS,
+    Owners,
     TokenReader,
+    decode_owners,
     encode_array,
+    encode_owners,
     encode_users,
     fingerprint,
+    is_shared,
+    of_ids,
     offsets_of,
     seal,
     token_dtype,
@@ -36,20 +38,23 @@ from fedsim.errors import DataError
 from fedsim.files import expand_home
 
 SCAN_ROWS = 2**18
-TABLES = ("users.parquet", "owners.parquet", "people.parquet")  # the last two: of several owners
-SETS = "num_owner_sets"  # in the metadata of a store whose texts have several owners
+# The last two exist where texts have several owners.
+TABLES = ("users.parquet", "owners.parquet", "people.parquet")
+SETS = "num_owner_sets"  # field in the metadata of such a store
 
 
 class UserStore:
-    """One split of users' tokenised text. Read-only; cheap to pickle when it lies on disk.
+    """One split of users' tokenised text. Read-only; pickles as its path if it lies on disk.
 
     Attributes:
       num_users, num_examples, num_tokens: totals.
-      offsets: int64 [num_users + 1]; user u owns rows offsets[u]:offsets[u + 1]. Where texts have
-        several owners: the rows of each owner set.
-      max_length: no row is longer, in tokens. vocab_size: every token id is below it.
-      fingerprint: sha256 (hex) over the users table, offsets and tokens.
-      metadata: the store's metadata.json. path: its directory, or None in memory.
+      offsets: int64 [num_users + 1]; user u owns the rows offsets[u]:offsets[u + 1]. Where texts
+        have several owners: int64 [sets + 1], the rows of each owner set.
+      max_length: maximum number of tokens of a row.
+      vocab_size: upper bound of token ids, exclusive.
+      fingerprint: sha256 (hex) of the table of users, offsets and tokens.
+      metadata: content of metadata.json.
+      path: directory of the store, or None in memory.
     """
 
     def __init__(
@@ -59,9 +64,12 @@ class UserStore:
         metadata: dict[str, Any],
         graph: tuple[pa.Buffer, pa.Buffer] | None = None,
     ):
-        """Open a users table (Parquet) and the rows of all users.
+        """Open a table of users (Parquet) and the rows of all users.
 
-        Args: graph: who owns which owner set, and who the users are, as `owners.encode` writes it.
+        Args:
+          graph: owners.parquet and people.parquet of `encode_owners`; None if texts have one owner.
+        Raises:
+          DataError: the files do not belong together.
         """
         self.path: Path | None = None
         self.metadata = metadata
@@ -72,7 +80,7 @@ class UserStore:
         self.num_tokens: int = metadata["num_tokens"]
         self._users, self._reader, self._graph = users, rows, graph
         column = self._users_column("num_examples")
-        # Arrow's own to_numpy imports pandas, which takes longer than all else here.
+        # Arrow's to_numpy imports pandas, which takes longer than the rest of this function.
         counts = np.concatenate([np.zeros(0, np.int32), *map(np.from_dlpack, column.chunks)])
         self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.num_users: int = len(counts) if graph is None else metadata["num_users"]
@@ -86,18 +94,19 @@ class UserStore:
 
     @classmethod
     def open(cls, directory: str | Path) -> "UserStore":
-        """The store in `directory`, memory-mapped: opening reads the users table, not the text.
+        """Open the store in `directory`, memory-mapped. Reads the table of users, not the text.
 
-        Raises: DataError: `directory` is not a store, or its files do not belong together.
+        Raises:
+          DataError: `directory` is not a store, or its files do not belong together.
         """
         path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "users")
         _expect_names(metadata)
         expected = [*TABLES[: 3 if SETS in metadata else 1], OFFSETS, TOKENS]
-        found = [name for name in (*TABLES, OFFSETS, TOKENS) if (path / name).is_file()]
-        if found != expected:
+        existing = [name for name in (*TABLES, OFFSETS, TOKENS) if (path / name).is_file()]
+        if existing != expected:
             raise DataError.of(
-                "data", path, f"{', '.join(expected)}, got {', '.join(found) or 'none'}"
+                "data", path, f"{', '.join(expected)}, got {', '.join(existing) or 'none'}"
             )
         users, *graph = (pa.memory_map(str(path / name)).read_buffer() for name in expected[:-2])
         try:
@@ -115,13 +124,19 @@ class UserStore:
         max_length: int,
         vocab_size: int,
     ) -> "UserStore":
-        """A store in memory. `examples` maps a user id to that user's sequences of token ids.
+        """Make a store in memory.
 
-        Users are sorted by id, as on disk; a user with no sequences keeps an empty slice. The
-        sequences of a tuple of ids belong to all of these users.
-        Raises: DataError: a sequence is longer than max_length, or an id is not below vocab_size.
+        Users are sorted by id, as on disk. A user without sequences keeps an empty slice.
+
+        Args:
+          examples: sequences of token ids of each user, by user id. The sequences of a tuple of ids
+            belong to all of these users.
+          max_length: maximum number of tokens of a sequence.
+          vocab_size: upper bound of token ids, exclusive.
+        Raises:
+          DataError: a sequence or a token id exceeds its bound, or two ids are equal as strings.
         """
-        by_id = {owners.of_ids(user): rows for user, rows in examples.items()}
+        by_id = {of_ids(user): rows for user, rows in examples.items()}
         if len(by_id) < len(examples):
             raise DataError("user_id: expected ids that differ as strings")
         ids = sorted(by_id)
@@ -138,8 +153,8 @@ class UserStore:
         users = encode_users(ids, counts, ends)
         reader = TokenReader(ends, tokens.astype(token_dtype(vocab_size)))
         keys, graph, people = pa.array(ids, pa.string()), None, None
-        if owners.is_shared(keys):
-            *graph, people = owners.encode(keys)
+        if is_shared(keys):
+            *graph, people = encode_owners(keys)
         metadata = seal(
             {"max_length": max_length, "vocab_size": vocab_size},
             counts,
@@ -150,9 +165,10 @@ class UserStore:
         return cls(users, reader, metadata, (graph[0], graph[1]) if graph else None)
 
     def check(self) -> None:
-        """Read everything once: is it what was built? Takes a second per gigabyte or two.
+        """Compare the bytes of the store with its fingerprint. Takes a second per gigabyte or two.
 
-        Raises: DataError: a byte was changed since.
+        Raises:
+          DataError: the store was changed since it was built.
         """
         parts: list[Any] = [self._users, *(self._graph or ())]
         if self.path is not None:
@@ -164,10 +180,16 @@ class UserStore:
             raise DataError(f"data={where}: changed since it was built: another fingerprint")
 
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of `rows` (1-D, in any order; -1 is padding), cut or zero-padded to `length`.
+        """Gather the tokens of rows in any order, cut or zero-padded to `length`.
 
-        Returns: tokens int32 [len(rows), length], sizes int32 [len(rows)]: real tokens per row.
-        Raises: IndexError: a row is below -1 or not below num_examples.
+        Args:
+          rows: int [rows]; -1 is padding.
+          length: tokens per row of the result.
+        Returns:
+          (tokens int32 [rows, length], number of real tokens int32 [rows]).
+        Raises:
+          IndexError: a row is not in [-1, num_examples).
+          DataError: the offsets are damaged.
         """
         rows = np.asarray(rows, np.int64)
         if rows.size and not -1 <= rows.min() <= rows.max() < self.num_examples:
@@ -181,24 +203,24 @@ class UserStore:
             raise DataError(f"data={where}: {OFFSETS} is damaged ({error})") from None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """int64 [rows]: the real tokens of rows in any order, 0 for -1. Reads no token."""
+        """Number of real tokens of rows in any order, int64 [rows]; 0 for -1. Reads no tokens."""
         return self._reader.sizes(np.asarray(rows, np.int64))
 
     @property
     def lengths(self) -> np.ndarray:
-        """int32 [num_examples]: tokens per row; made anew each time, four bytes an example."""
+        """Tokens of each row, int32 [num_examples]. Computed at each access."""
         parts = (self._reader.lengths(low, high) for low, high in self._scan())
         return np.concatenate([np.zeros(0, np.int32), *(p.astype(np.int32) for p in parts)])
 
     def length_counts(self) -> np.ndarray:
-        """int64 [max_length + 1]: how many rows have each length, without a number per row."""
+        """Number of rows of each length, int64 [max_length + 1]. Memory does not grow with rows."""
         counts = np.zeros(self.max_length + 1, np.int64)
         for low, high in self._scan():
             counts += np.bincount(self._reader.lengths(low, high), minlength=len(counts))
         return counts
 
     def scan(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """All rows in order, SCAN_ROWS at a time: lengths [rows] and token ids end to end."""
+        """Yield all rows in order, SCAN_ROWS at a time: (lengths [rows], token ids end to end)."""
         for low, high in self._scan():
             yield self._reader.slice(low, high)
 
@@ -208,33 +230,34 @@ class UserStore:
 
     @functools.cached_property
     def owners(self) -> Owners | None:
-        """Who owns the texts of each owner set; None where every text has one owner.
+        """Graph of users and owner sets; None if every text has one owner.
 
-        Raises: DataError: it is damaged, or of another store.
+        Raises:
+          DataError: the graph is damaged, or of another store.
         """
         if self._graph is None:
             return None
         try:
-            found = owners.decode(self._graph[0], self.num_users)
+            graph = decode_owners(self._graph[0], self.num_users)
         except (pa.ArrowException, KeyError, ValueError, OSError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"owners.parquet: cut off or damaged ({reason})") from None
-        sets, users = len(self.offsets) - 1, found.users
-        if found.num_sets != sets or not 0 <= users.min() <= users.max() < self.num_users:
+        sets, users = len(self.offsets) - 1, graph.users
+        if graph.num_sets != sets or not 0 <= users.min() <= users.max() < self.num_users:
             raise DataError(
                 f"owners.parquet: expected the owners of {sets} owner sets among "
                 f"{self.num_users} users"
             )
-        return found
+        return graph
 
     @property
     def examples_per_user(self) -> np.ndarray:
-        """int64 [num_users]: texts that each user owns, alone or with others."""
+        """Number of texts that each user owns, alone or with others, int64 [num_users]."""
         per_set = np.diff(self.offsets)
         return per_set if self.owners is None else self.owners.count(per_set)
 
     def user_ids(self) -> list[str]:
-        """[num_users] the ids, in the order of the users; read from its table each time."""
+        """Ids of the users [num_users], in the order of the store. Reads the file at each call."""
         if self._graph is not None:
             return _column(self._graph[1], "user_id", TABLES[2]).to_pylist()
         return self._users_column("user_id").to_pylist()
@@ -270,25 +293,29 @@ def _expect_names(metadata: dict[str, Any]) -> None:
 
 
 def read_metadata(directory: Path, kind: str) -> dict[str, Any]:
-    """metadata.json of a directory fedsim built; `kind` is "users" (a store) or "dataset".
+    """Read metadata.json of a directory that fedsim built.
 
-    Raises: DataError: it is missing, not fedsim's, or of another kind or format version.
+    Args:
+      kind: "users" (a store) or "dataset".
+    Raises:
+      DataError: the file is missing, not written by fedsim, or of another kind or format version.
     """
     file = directory / "metadata.json"
     try:
         metadata = json.loads(file.read_text(encoding="utf-8"))
-        found = metadata["kind"], metadata["format"]
+        found_kind, found_format = metadata["kind"], metadata["format"]
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError.of(
             "data", directory, "a directory built by fedsim (with its metadata.json)"
         ) from None
-    if found[0] == kind and found[1] in range(1, FORMAT):
+    if found_kind == kind and found_format in range(1, FORMAT):
         raise DataError.of(
             "data",
             directory,
-            f"format {FORMAT}, got format {found[1]}, built by an earlier version of fedsim; build "
-            "it again with `fedsim data build`",
+            f"format {FORMAT}, got format {found_format}, built by an earlier version of fedsim; "
+            "build it again with `fedsim data build`",
         )
-    if found != (kind, FORMAT):
-        raise DataError.of("data", directory, f"kind {kind!r}, format {FORMAT}, got {found}")
+    if (found_kind, found_format) != (kind, FORMAT):
+        got = (found_kind, found_format)
+        raise DataError.of("data", directory, f"kind {kind!r}, format {FORMAT}, got {got}")
     return metadata

@@ -1,7 +1,7 @@
-"""Language models: the transformer, pretrained ones from files and hubs, and LoRA.
+"""Language models: the transformer, pretrained models from files and the Hub, and LoRA.
 
-`language_model` is the task of training one; `families` maps other architectures' files to the
-transformer, `pretrained` and `gguf_files` read them, `tensor_files` reads and writes safetensors.
+`language_model` is the task of training a model; `families` maps the files of other architectures
+to the transformer; `pretrained` and `gguf_files` load them, `model_files` reads and writes files.
 """
 
 from lazy_loader import attach_stub

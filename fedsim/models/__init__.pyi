@@ -1,9 +1,4 @@
-from . import (
-    lora as lora,
-    pretrained as pretrained,
-    side_files as side_files,
-    tensor_files as tensor_files,
-)
+from . import lora as lora, model_files as model_files, pretrained as pretrained
 from .language_model import LanguageModelTask as LanguageModelTask, lengths_up_to as lengths_up_to
 from .pretrained import HUB as HUB, TOKENIZER as TOKENIZER, Pretrained as Pretrained
 from .transformer import (

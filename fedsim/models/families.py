@@ -1,8 +1,8 @@
-"""Hugging Face's names for what `Transformer` is made of: settings and arrays of each family.
+"""Hugging Face names for the parts of `Transformer`: settings and arrays of each model family.
 
-A family turns the fields of a config.json into a TransformerConfig and back, and says for each of
-our parameters which array it is there: its name, whether it is transposed (torch keeps [out, in]),
-and which third of it (GPT-2 keeps queries, keys and values in one).
+A family converts the fields of a config.json to a TransformerConfig and back, and gives the place
+of each parameter in a file: the name of its array, whether it is transposed (torch keeps [out,
+in]), and the third of the array (GPT-2 keeps queries, keys and values in one).
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ Path = tuple[str, ...]
 
 
 class UnsupportedArchitecture(ConfigError):
-    """A model that `Transformer` cannot be; the message says what about it."""
+    """A model that `Transformer` cannot represent. The message names the reason."""
 
 
 class Place(NamedTuple):
-    """Where a parameter is in a file."""
+    """Place of a parameter in a file."""
 
     name: str
     transposed: bool = False
@@ -42,14 +42,16 @@ CLASSES = {
 NEEDED: Any = object()
 HEAD_COUNT = "num_attention_heads"
 TOKENS, LENGTH, WIDTH, LAYERS, HEADS = 2**24, 2**24, 2**20, 2**10, 2**12
-"""Bounds on sizes, above those of every model in use: larger ones would be traced for hours before
-an array is found missing."""
+"""Bounds of sizes, above those of all models in use. A larger model would be traced for hours
+before an array is found to be missing."""
 
 
 def whole(f: Mapping[str, Any], name: str, most: int, default: Any = NEEDED) -> Any:
-    """A field's whole number in [1, most]; null is as if absent, where the default is taken.
+    """A whole number in [1, most] of a config.json; `default` if it is absent or null.
 
-    Raises: KeyError: it is absent, and needed. UnsupportedArchitecture: it is something else.
+    Raises:
+      KeyError: the field is absent, and there is no default.
+      UnsupportedArchitecture: the field has another value.
     """
     if (value := f.get(name)) is None:
         return _default(name, default)
@@ -61,7 +63,10 @@ def whole(f: Mapping[str, Any], name: str, most: int, default: Any = NEEDED) -> 
 def number(
     f: Mapping[str, Any], name: str, least: float, most: float, default: Any = NEEDED
 ) -> float:
-    """A field's number in [least, most]; else as `whole`."""
+    """A number in [least, most] of a config.json; `default` if it is absent or null.
+
+    Raises: as `whole`.
+    """
     if (value := f.get(name)) is None:
         return _default(name, default)
     if type(value) not in (int, float) or not least <= value <= most:
@@ -88,9 +93,10 @@ def _odd(name: str, value: Any, expected: str) -> UnsupportedArchitecture:
 
 
 def config_of(fields: Mapping[str, Any]) -> TransformerConfig:
-    """What a config.json describes. max_length is the longest sequence the model was made for.
+    """Convert a config.json. The max_length of the result is the longest sequence of the model.
 
-    Raises: UnsupportedArchitecture: no Transformer is like that, or a field is missing or odd.
+    Raises:
+      UnsupportedArchitecture: no Transformer is like that, or a field is missing or invalid.
     """
     kind = fields.get("model_type")
     if kind not in TYPES:
@@ -108,7 +114,11 @@ def config_of(fields: Mapping[str, Any]) -> TransformerConfig:
 
 
 def check_heads(c: TransformerConfig) -> None:
-    """Raises: UnsupportedArchitecture: heads, their groups and their widths do not fit together."""
+    """Check that heads, their groups and their widths fit together.
+
+    Raises:
+      UnsupportedArchitecture: they do not.
+    """
     if c.head_width is None and c.width % c.num_heads:
         names = ("n_head", "n_embd") if c.positions == "learned" else (HEAD_COUNT, "hidden_size")
         raise _odd(names[0], c.num_heads, f"a divisor of {names[1]}={c.width}")
@@ -178,7 +188,7 @@ def _llama_config(kind: str, f: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _rope(f: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, where old and new versions of `transformers` write them."""
+    """(base, scaling) of rotary positions, as old and new versions of `transformers` write them."""
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         if (value := f.get(name)) is not None:
@@ -204,7 +214,11 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def _window(kind: str, f: Mapping[str, Any]) -> int | None:
-    """Positions that a position sees. Of Qwen, some layers may have one and others none."""
+    """Number of positions that a position attends to; None without a limit.
+
+    Raises:
+      UnsupportedArchitecture: some layers have a limit and others none, as Qwen allows.
+    """
     layers = f.get("layer_types") or []
     if not isinstance(layers, list) or not all(layer in LAYER_TYPES for layer in layers):
         raise _odd("layer_types", layers, f"a list of {' and '.join(LAYER_TYPES)}")
@@ -225,9 +239,10 @@ def _window(kind: str, f: Mapping[str, Any]) -> int | None:
 
 
 def fields_of(c: TransformerConfig) -> dict[str, Any]:
-    """config.json of a model like that, in the first family that has its parts.
+    """Fields of a config.json for a config, in the first family that has its parts.
 
-    Raises: UnsupportedArchitecture: none has.
+    Raises:
+      UnsupportedArchitecture: no family has them.
     """
     kind = family_of(c)
     shared = {"model_type": kind, "architectures": [CLASSES[kind]], "dtype": "float32"}
@@ -250,7 +265,7 @@ def fields_of(c: TransformerConfig) -> dict[str, Any]:
     if (s := c.rope_scaling) is not None:
         rope = {"rope_type": "llama3", **dataclasses.asdict(s)}
         rope["original_max_position_embeddings"] = rope.pop("original_length")
-    found = shared | {
+    fields = shared | {
         "hidden_size": c.width,
         "intermediate_size": c.hidden,
         "num_hidden_layers": c.num_layers,
@@ -267,17 +282,21 @@ def fields_of(c: TransformerConfig) -> dict[str, Any]:
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
     }
     if kind == "llama":
-        found["mlp_bias"] = c.mlp_bias
+        fields["mlp_bias"] = c.mlp_bias
     elif kind == "mistral" or c.window is not None:
-        found["sliding_window"] = c.window
+        fields["sliding_window"] = c.window
     if kind.startswith("qwen") and c.window is not None:
         layers = ["sliding_attention"] * c.num_layers
-        found |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": layers}
-    return found
+        fields |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": layers}
+    return fields
 
 
 def family_of(c: TransformerConfig) -> str:
-    """Raises: UnsupportedArchitecture: no family has all of the model's parts."""
+    """Name of the first family that has the parts of a config.
+
+    Raises:
+      UnsupportedArchitecture: no family has them.
+    """
     if (c.norm, c.positions, c.mlp) == ("layer", "learned", "gelu"):
         # Biases that a model lacks are zeros there.
         if c.mlp_bias and c.kv_heads == c.num_heads and c.head * c.num_heads == c.width:
@@ -298,17 +317,17 @@ def family_of(c: TransformerConfig) -> str:
 
 
 BUFFERS = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
-"""What older versions of `transformers` wrote beside parameters: constants, which it computes."""
+"""Constants beside parameters, which older versions of `transformers` wrote."""
 HEAD = "lm_head.weight"
 
 
 def is_buffer(name: str) -> bool:
-    """Whether an array is no parameter, and `transformers` leaves it out, too."""
+    """True for an array that is no parameter. `transformers` ignores it, too."""
     return BUFFERS.search(name) is not None
 
 
 def places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
-    """(parameter of ours, where it is in a file) of every parameter that the family has."""
+    """Yield (path of a parameter, its place in a file) of all parameters of the family."""
     yield from _gpt2_places(c) if c.positions == "learned" else _llama_places(c)
 
 
@@ -331,11 +350,11 @@ def _llama_places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
 
 
 def _llama_dense(c: TransformerConfig) -> dict[str, tuple[str, bool]]:
-    """The Hugging Face name of each of our layers, and whether it has a bias."""
+    """(Hugging Face name, True if it has a bias) of each layer."""
     attention = {"query": "q", "key": "k", "value": "v"}
-    found = {ours: (f"self_attn.{x}_proj", c.query_bias) for ours, x in attention.items()}
-    found["out"] = ("self_attn.o_proj", c.out_bias)
-    return found | {name: (f"mlp.{name}_proj", c.mlp_bias) for name in ("gate", "up", "down")}
+    layers = {ours: (f"self_attn.{x}_proj", c.query_bias) for ours, x in attention.items()}
+    layers["out"] = ("self_attn.o_proj", c.out_bias)
+    return layers | {name: (f"mlp.{name}_proj", c.mlp_bias) for name in ("gate", "up", "down")}
 
 
 GPT2_DENSE = {"out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
@@ -363,7 +382,7 @@ def _gpt2_places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
 
 
 def peft_name(c: TransformerConfig, layer: str) -> str:
-    """What the Hugging Face module is called, inside of its block, that holds a layer."""
+    """Name of the Hugging Face module, inside its block, that holds a layer."""
     if c.positions == "learned":
         return GPT2_DENSE.get(layer, GPT2_JOINT)
     return _llama_dense(c)[layer][0]

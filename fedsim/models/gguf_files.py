@@ -1,8 +1,8 @@
 """GGUF files (llama.cpp): weights, quantised or not, and the tokenizer inside; needs fedsim[gguf].
 
-What was quantised is read as the float32 values it stands for. Llama's queries and keys are stored
-with the features of a rotary pair side by side; here, as at Hugging Face, they are half a head
-apart.
+Quantised weights are read as the float32 values that they represent. GGUF stores the queries and
+keys of Llama with the two features of a rotary pair side by side; here, as in Hugging Face's files,
+they are half a head apart.
 """
 
 import json
@@ -15,7 +15,7 @@ from flax import traverse_util
 
 from fedsim.errors import ConfigError, brief
 from fedsim.files import cache_dir, own_directory, write_atomically
-from fedsim.models import families, tensor_files
+from fedsim.models import families, model_files
 from fedsim.models.families import UnsupportedArchitecture, number, whole
 from fedsim.models.transformer import TransformerConfig
 
@@ -31,19 +31,21 @@ CONTROL = 3  # the type of special tokens
 
 
 class GGUFModel(NamedTuple):
-    """What a file has."""
+    """Content of a GGUF file."""
 
     config: TransformerConfig
     params: Any
     files: Path | None
-    """As `files_of`."""
+    """Directory of its side files; see `files_of`."""
 
 
 def load(file: Path, heard: Callable[[int, int], None]) -> GGUFModel:
-    """The model of a file.
+    """Load the model of a GGUF file.
 
-    Args: heard: told how many of how many arrays are read.
-    Raises: ConfigError: it is none, or of another architecture, or `gguf` is not installed.
+    Args:
+      heard: called with (number of arrays that are read, number of arrays).
+    Raises:
+      ConfigError: the file is not GGUF or of another architecture, or `gguf` is not installed.
     """
     reader = _reader(file)
     try:
@@ -68,7 +70,7 @@ def load(file: Path, heard: Callable[[int, int], None]) -> GGUFModel:
         raise ConfigError.of("model", file, f"{error} in it") from None
     except (ConfigError, OSError):
         raise
-    except Exception as error:  # of a file that is not what it says
+    except Exception as error:  # the file contradicts itself
         raise _no_file(file, error) from None
 
 
@@ -80,7 +82,7 @@ def _found(
     config = _config(kind, about, tensors)
     used: set[str] = set()
     params = _params(kind, config, tensors, used)
-    tensor_files.expect_none_left(str(file), [name for name in tensors if name not in used])
+    model_files.expect_none_left(str(file), [name for name in tensors if name not in used])
     return GGUFModel(config, params, files_of(file, about))
 
 
@@ -140,18 +142,22 @@ def _params(kind: str, c: TransformerConfig, tensors: dict[str, np.ndarray], use
 
 
 def halves_apart(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """[heads * K, ...] with rotary pairs side by side -> the same with pairs K / 2 apart."""
+    """Move rotary pairs of a tensor [heads * K, ...] from side by side to K / 2 apart."""
     pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def files_of(file: Path, about: dict[str, Any]) -> Path | None:
-    """A directory in the cache with tokenizer.json and tokenizer_config.json of a file.
+    """Write tokenizer.json and tokenizer_config.json of a GGUF file into a directory of the cache.
 
-    The first is the one beside the file, or made of what is inside it; the second says which begin
-    and end tokens, and which chat template, are inside it. None where the tokenizer's kind is not
-    known: then a tokenizer.json beside the file is needed.
-    Args: about: the fields of the file.
+    The tokenizer.json is a copy of the one beside the file, or made of the content of the file. The
+    tokenizer_config.json has the begin and end tokens and the chat template of the file.
+
+    Args:
+      about: fields of the file.
+    Returns:
+      The directory; None if the tokenizer is of an unknown kind, and no tokenizer.json lies beside
+      the file.
     """
     beside = file.with_name("tokenizer.json")
     text = beside.read_bytes() if beside.is_file() else _tokenizer(about)
@@ -162,13 +168,15 @@ def files_of(file: Path, about: dict[str, Any]) -> Path | None:
     settings = json.dumps(_settings(about), indent=2, ensure_ascii=False).encode()
     for name, data in (("tokenizer.json", text), ("tokenizer_config.json", settings)):
         out = directory / name
-        if not out.is_file() or out.read_bytes() != data:  # whatever a cache has, the file counts
+        if (
+            not out.is_file() or out.read_bytes() != data
+        ):  # the content of the GGUF file takes precedence
             write_atomically(out, data)
     return directory
 
 
 def _settings(about: dict[str, Any]) -> dict[str, Any]:
-    """What `transformers` reads of a tokenizer_config.json, as far as a file says it."""
+    """Fields of a tokenizer_config.json that `transformers` reads, as far as the file has them."""
     tokens = about.get("tokenizer.ggml.tokens", ())
     found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name in ("bos", "eos", "unknown", "padding"):
@@ -184,7 +192,7 @@ SHORT = {"unknown": "unk", "padding": "pad"}
 
 
 def _tokenizer(about: dict[str, Any]) -> bytes | None:
-    """The byte-level BPE inside as a tokenizer.json, where it splits words in a way known here."""
+    """The byte-level BPE of a file as a tokenizer.json; None if its split of words is unknown."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     kind, splits = about.get("tokenizer.ggml.model"), about.get("tokenizer.ggml.pre", "default")
@@ -214,7 +222,7 @@ def _reader(file: Path) -> Any:
         raise ConfigError.of("model", file, "a file that exists")
     try:
         return GGUFReader(file)
-    except Exception as error:  # as many kinds as there are ways to be no such file
+    except Exception as error:  # the library raises errors of many types
         raise _no_file(file, error) from None
 
 

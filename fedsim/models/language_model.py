@@ -1,4 +1,4 @@
-"""Language modelling as a task: example indices to cross entropy of the next token, in nats.
+"""Language modelling as a task: from row numbers to cross entropy of the next token, in nats.
 
 Shape suffixes: B rows, L positions, V vocabulary; 1 is an axis of length one.
 """
@@ -19,12 +19,13 @@ from fedsim.models.transformer import Transformer, TransformerConfig
 def next_token_nats(
     model: nn.Module, params: Any, tokens_BL: jax.Array, sizes_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross entropy of predicting tokens[i + 1] from tokens[: i + 1].
+    """Cross entropy of predicting tokens[i + 1] from tokens[: i + 1], summed over each row.
 
     Args:
-      tokens_BL: ids, starting with the beginning-of-text token.
-      sizes_B: real tokens of each row; the rest is padding and predicts nothing.
-    Returns: (nats, predictions): float32 [B] sums over a row's sizes - 1 predictions, and how many.
+      tokens_BL: ids, starting with the begin token.
+      sizes_B: number of real tokens of each row; the rest is padding, which is not predicted.
+    Returns:
+      (nats float32 [B], number of predictions int [B], which is sizes - 1).
     """
     logits_BLV: Any = model.apply({"params": params}, tokens_BL[:, :-1])
     return nats_of(logits_BLV, tokens_BL, sizes_B)
@@ -33,7 +34,11 @@ def next_token_nats(
 def packed_nats(
     model: nn.Module, params: Any, batch: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The same of rows that have several texts, as `clipping.packing.packed` makes them."""
+    """`next_token_nats` of rows with several texts, as `clipping.packing.packed` makes them.
+
+    Args:
+      batch: tokens, targets (-1 is not predicted) and positions in the text, each int [B, L].
+    """
     tokens_BL, targets_BL = batch["tokens"], batch["targets"]
     logits_BLV: Any = model.apply({"params": params}, tokens_BL, None, batch["positions"])
     return _summed(logits_BLV, jnp.maximum(targets_BL, 0), targets_BL >= 0)
@@ -42,7 +47,7 @@ def packed_nats(
 def nats_of(
     logits_BLV: jax.Array, tokens_BL: jax.Array, sizes_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The cross entropy of `next_token_nats`, from the logits of all tokens but the last."""
+    """`next_token_nats` from the logits of all tokens but the last."""
     real_BL = jnp.arange(1, tokens_BL.shape[1])[None] < sizes_B[:, None]
     return _summed(logits_BLV, tokens_BL[:, 1:], real_BL)
 
@@ -55,10 +60,10 @@ def _summed(logits_BLV, targets_BL, real_BL) -> tuple[jax.Array, jax.Array]:
 
 @jax.custom_vjp
 def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
-    """-log_softmax(logits)[targets], float32 [B, L], for targets in [0, V). In reverse mode only.
+    """-log_softmax(logits)[targets], float32 [B, L], for targets in [0, V). Only in reverse mode.
 
-    The gradient is what JAX derives, in float32 bit for bit, in a form that XLA does not compute
-    twice: a twelfth of a small model's step.
+    The gradient equals JAX's in float32, bit for bit, in a form that XLA does not compute twice,
+    which saves a twelfth of a small model's step.
     """
     # Not _cross_entropy_forward's value: alone, XLA rounds that otherwise in the last bit.
     log_probs_BLV = jax.nn.log_softmax(logits_BLV)
@@ -85,8 +90,8 @@ def _cross_entropy_backward(residuals, cotangent_BL):
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-LARGE = 10_000_000  # weights in blocks, from which on a program costs less than it saves
-ROW = 128  # tokens of a row of several texts, at least: what a processor multiplies well
+LARGE = 10_000_000  # weights in blocks above which a program costs less than it saves
+ROW = 128  # minimum length of a row of several texts: processors multiply that well
 
 
 class LanguageModelTask:
@@ -102,7 +107,14 @@ class LanguageModelTask:
         frozen: Any = None,
         local_steps: LocalSteps | None = None,
     ):
-        """Args: frozen: the model, if the parameters that are trained are its adapters."""
+        """Make a task.
+
+        Args:
+          dataset: splits to read rows from.
+          config: the transformer.
+          frozen: parameters of the model, if its adapters alone are trained.
+          local_steps: local steps of a unit, if its contribution is not one gradient.
+        """
         self.dataset = dataset
         self.config = config
         self.frozen = frozen
@@ -113,13 +125,15 @@ class LanguageModelTask:
         return f"LanguageModelTask({self.config}{local})"
 
     def describe(self) -> dict[str, Any]:
-        """The transformer's configuration."""
+        """The configuration of the transformer, as JSON."""
         return self.config.as_dict()
 
     @property
     def buckets(self) -> Buckets:
-        """Lengths that rows may be cut to: few of a small model, to which another program costs
-        more than padding; and how short texts share a row."""
+        """Lengths that rows may be cut to, and the rule by which short texts share a row.
+
+        A small model has few lengths: another program costs more than it saves in padding.
+        """
         c = self.config
         lengths = lengths_up_to(c.max_length, many=12 * c.num_layers * c.width**2 > LARGE)
         return Buckets(lengths, _sizes, _trim, self._packed)
@@ -128,22 +142,28 @@ class LanguageModelTask:
         return packed(batch, lambda sizes: np.maximum(ROW, self.buckets.holding(sizes)))
 
     def init(self, key: jax.Array) -> Any:
-        """Fresh parameters, float32."""
+        """Initial parameters, float32."""
         tokens = jnp.zeros((1, self.config.max_length), jnp.int32)
         return Transformer(self.config).init(key, tokens)["params"]
 
     def read(self, split: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples of a split by index, -1 = padding: {tokens [rows, length], sizes [rows]}."""
+        """Read examples by row number; -1 is padding.
+
+        Returns:
+          {"tokens": int32 [rows, max_length], "sizes": int32 [rows], number of real tokens}.
+        """
         tokens, sizes = getattr(self.dataset, split).gather(rows, self.config.max_length)
         return {"tokens": tokens, "sizes": sizes}
 
     def sizes(self, split: str, rows: np.ndarray) -> np.ndarray:
-        """Tokens of examples of a split, at most the task's length; 0 where the index is -1."""
+        """Number of tokens of examples, at most max_length, int64 [rows]; 0 for -1."""
         sizes = getattr(self.dataset, split).sizes(rows)
         return np.minimum(sizes, self.config.max_length)
 
     def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
-        """(nats, predictions) per row: what evaluation adds up. Rows may have several texts."""
+        """(nats, number of predictions) of each row, for evaluation. Rows may have several texts;
+        see `packed_nats`.
+        """
         if frozen:
             params = lora.joined(frozen[0], params)
         if "positions" in batch:
@@ -151,13 +171,13 @@ class LanguageModelTask:
         return next_token_nats(Transformer(self.config), params, batch["tokens"], batch["sizes"])
 
     def losses(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
-        """f(theta, z) per row: mean cross entropy in nats per predicted token, float32 [rows]."""
+        """Loss f(theta, z) of each row: mean nats per predicted token, float32 [rows]."""
         nats, predictions = self.nats(params, batch, *frozen)
         return nats / jnp.maximum(predictions, 1)
 
 
 def lengths_up_to(longest: int, *, many: bool = False) -> tuple[int, ...]:
-    """32, 64, 128, ... below `longest`, and `longest`; `many`: 16, 32, 64, 96, 128, 192, ..."""
+    """32, 64, 128, ... below `longest`, and `longest`; if `many`, 16, 32, 64, 96, 128, 192, ..."""
     lengths = [2**n for n in range(5, longest.bit_length())]
     if many:
         lengths = sorted([16, *lengths, *(length * 3 // 2 for length in lengths[1:])])

@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2021): small adapters are trained, the model they sit on stays as it is.
+"""LoRA (Hu et al. 2021): small adapters are trained, and the model beneath them does not change.
 
-The adapters are the run's parameters: clipping, noise and checkpoints are about them alone. The
-frozen model is an argument beside them, so no gradient of it is ever computed.
+The adapters are the parameters of a run: they alone are clipped, noised and saved in checkpoints.
+The frozen model is a separate argument, so that no gradient of it is ever computed.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 from flax import traverse_util
 
 from fedsim.errors import ConfigError, expect
-from fedsim.models import families, side_files, tensor_files
+from fedsim.models import families, model_files
 from fedsim.models.transformer import (
     DENSE,
     LORA_A,
@@ -33,9 +33,13 @@ SCALE = 2.0
 
 
 def adapted(c: TransformerConfig, rank: int, alpha: float, layers: str) -> TransformerConfig:
-    """The model with adapters on `layers`: names with commas between them, or "all".
+    """Add adapters to a config.
 
-    Raises: ConfigError: it has no such layer.
+    Args:
+      rank, alpha: see `Lora`.
+      layers: names of layers with commas between them, or "all".
+    Raises:
+      ConfigError: the model has no such layer.
     """
     have = [name for name in DENSE if name != "gate" or c.mlp == "swiglu"]
     chosen = have if layers == "all" else layers.split(",")
@@ -47,7 +51,7 @@ def adapted(c: TransformerConfig, rank: int, alpha: float, layers: str) -> Trans
 
 
 def init(c: TransformerConfig, key: jax.Array) -> Any:
-    """Fresh adapters, float32: the model's logits do not change."""
+    """Initial adapters, float32. They do not change the logits of the model."""
 
     # Drawn one by one: to compile the whole model's initialisation takes longer than a first step.
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
@@ -55,28 +59,30 @@ def init(c: TransformerConfig, key: jax.Array) -> Any:
     leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(shapes))
     for number, (path, leaf) in enumerate(sorted(leaves.items())):
         if path[1].endswith(A):
-            own = jax.random.fold_in(key, number)
-            leaves[path] = LORA_A(own, leaf.shape, jnp.float32)
+            adapter_key = jax.random.fold_in(key, number)
+            leaves[path] = LORA_A(adapter_key, leaf.shape, jnp.float32)
         else:
             leaves[path] = jnp.zeros(leaf.shape, jnp.float32)
     return traverse_util.unflatten_dict(leaves)
 
 
 def adapters_of(params: Any) -> Any:
-    """The adapters among parameters."""
+    """Select the adapters among parameters."""
     leaves = traverse_util.flatten_dict(params)
     return traverse_util.unflatten_dict({p: x for p, x in leaves.items() if p[1].endswith((A, B))})
 
 
 def joined(frozen: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model is applied with. Args: both `stacked`, or neither."""
+    """Parameters of the adapted model. Args: frozen, adapters: both `stacked`, or neither."""
     return {name: {**leaf, **adapters.get(name, {})} for name, leaf in frozen.items()}
 
 
 def merged(c: TransformerConfig, frozen: Any, adapters: Any) -> tuple[TransformerConfig, Any]:
-    """The ordinary model that computes the same: W + (alpha / rank) A B.
+    """Config and parameters of the equal model without adapters: W + (alpha / rank) A B.
 
-    Args: frozen: not stacked. adapters: stacked or not.
+    Args:
+      frozen: parameters of the model, not stacked.
+      adapters: stacked or not.
     """
     assert c.lora is not None
     leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(frozen))
@@ -99,12 +105,15 @@ def save(
 ) -> None:
     """Write adapters in PEFT's format into a new directory.
 
-    GPT-2 has queries, keys and values in one layer: their adapters become one, of the ranks' sum.
+    GPT-2 has queries, keys and values in one layer: their adapters become one, whose rank is the
+    sum of their ranks.
+
     Args:
-      base: the model they belong to: a directory, or its name on the Hub.
-      revision: of it there.
-      files: the directory of its tokenizer and chat template, which are put beside the adapters.
-    Raises: ConfigError: the directory is there already, or cannot be made.
+      base: the adapted model: a directory, or its name on the Hub.
+      revision: revision of the model on the Hub.
+      files: directory of its tokenizer and chat template, which are copied beside the adapters.
+    Raises:
+      ConfigError: the directory exists, or cannot be made.
     """
     assert c.lora is not None
     tensors, ranks = _tensors(c, adapters)
@@ -131,17 +140,17 @@ def save(
     except OSError as error:
         raise ConfigError.of("out", directory, f"a directory to make ({error})") from None
     try:
-        tensor_files.write(directory / "adapter_model.safetensors", tensors)
+        model_files.write(directory / "adapter_model.safetensors", tensors)
         (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
         if files is not None:
-            side_files.copy(files, directory, but=(side_files.CONFIG,))
+            model_files.copy_side_files(files, directory, but=(model_files.CONFIG,))
     except (OSError, ConfigError):
         shutil.rmtree(directory)
         raise
 
 
 def _tensors(c: TransformerConfig, adapters: Any) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Arrays under PEFT's names, and the rank of each layer."""
+    """(arrays by their PEFT names, rank of each layer)."""
     assert c.lora is not None
     heads = {"query": c.num_heads, "key": c.kv_heads, "value": c.kv_heads}
     tensors, ranks, adapters = {}, {}, unstacked(adapters)
@@ -174,12 +183,17 @@ def _tensors(c: TransformerConfig, adapters: Any) -> tuple[dict[str, np.ndarray]
 def _jointly(
     parts: Mapping[str, tuple[np.ndarray, np.ndarray]], widths: Mapping[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One adapter of a layer that is several side by side: [x A1 B1, x A2 B2, ...]."""
+    """Join adapters of layers that lie side by side in one: [x A1 B1, x A2 B2, ...].
+
+    Args:
+      parts: (A [inputs, rank], B [rank, width]) of each layer.
+      widths: outputs of each layer.
+    """
     a = np.concatenate([a for a, _ in parts.values()], axis=1)
     b = np.zeros((a.shape[1], sum(widths.values())), np.float32)
     starts = dict(zip(widths, np.cumsum([0, *widths.values()]), strict=False))
     row = 0
-    for name, (_, own) in parts.items():
-        b[row : row + len(own), starts[name] : starts[name] + widths[name]] = own
-        row += len(own)
+    for name, (_, part_b) in parts.items():
+        b[row : row + len(part_b), starts[name] : starts[name] + widths[name]] = part_b
+        row += len(part_b)
     return a, b

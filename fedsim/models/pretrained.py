@@ -1,9 +1,9 @@
-"""Models that others made, and models for others: Hugging Face directories, without torch.
+"""Load and save models in Hugging Face's format, without torch.
 
-A directory has config.json, model.safetensors (or several, and their index) and tokenizer.json,
-beside which tokenizer_config.json has `transformers` take it as it is. What is loaded is float32
-whatever it was; what is saved is read by `transformers`, and has the files of the model that it was
-trained from.
+A directory has config.json, model.safetensors (or several, and their index) and tokenizer.json; its
+tokenizer_config.json makes `transformers` read the tokenizer.json unchanged. Loaded parameters are
+float32, whatever they were. Saved models can be read by `transformers`, and have the side files of
+the model that they were trained from.
 """
 
 import dataclasses
@@ -21,38 +21,39 @@ from flax import traverse_util
 from fedsim.data import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.files import expand_home, read_object
-from fedsim.models import families, gguf_files, side_files, tensor_files
-from fedsim.models.side_files import CONFIG, SETTINGS, TOKENIZER
-from fedsim.models.tensor_files import Stored, TensorError
+from fedsim.models import families, gguf_files, model_files
+from fedsim.models.model_files import CONFIG, SETTINGS, TOKENIZER, Stored, TensorError
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 HUB = "hf:"
-ROWS = 4096  # compared at a time
-WANTED = (*side_files.PATTERNS, tensor_files.INDEX, "model*.safetensors")
+ROWS = 4096  # that `_same` compares at a time
+WANTED = (*model_files.PATTERNS, model_files.INDEX, "model*.safetensors")
 
 
 class Pretrained(NamedTuple):
     """A model with its parameters."""
 
     config: TransformerConfig
-    """Its max_length is the longest the model was made for."""
+    """Its max_length is the longest sequence of the model."""
     params: Any
     """Nested dicts of float32 NumPy arrays."""
     tokenizer: Path | None
-    """Its tokenizer.json."""
+    """Path of its tokenizer.json, if it has one."""
     files: Path | None = None
-    """The directory with what else belongs to it: see side_files."""
+    """Directory of its side files; see model_files."""
 
 
 def ignore(done: int, of: int) -> None:
-    """Tells nobody."""
+    """Report to nobody."""
 
 
 def load(source: str, heard: Callable[[int, int], None] = ignore) -> Pretrained:
-    """A Hugging Face directory, `hf:NAME` or `hf:NAME@REVISION` from the Hub, or a GGUF file.
+    """Load a Hugging Face directory, hf:NAME[@REVISION] from the Hub, or a GGUF file.
 
-    Args: heard: told how many of how many arrays are read.
-    Raises: ConfigError: there is none, it is of an unsupported architecture, or lacks an array.
+    Args:
+      heard: called with (number of arrays that are read, number of arrays).
+    Raises:
+      ConfigError: there is no such model, its architecture is unsupported, or an array is missing.
     """
     source = expand_home("model", source)
     if source.startswith(HUB):
@@ -65,8 +66,7 @@ def load(source: str, heard: Callable[[int, int], None] = ignore) -> Pretrained:
 
 
 def named(source: str) -> tuple[str, str | None]:
-    """(What other tools call the model, its revision there) of `hf:NAME[@REVISION]`, or of a
-    place in the file system, which has none."""
+    """(name of a model in other tools, its revision) of hf:NAME[@REVISION] or of a path."""
     if not source.startswith(HUB):
         return source, None
     name, _, revision = source.removeprefix(HUB).partition("@")
@@ -74,16 +74,16 @@ def named(source: str) -> tuple[str, str | None]:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether a model of Hugging Face's format lies there."""
+    """True if a directory has a model in Hugging Face's format."""
     return (path / CONFIG).is_file() and "model_type" in read_object(path / CONFIG, "model")
 
 
 def load_directory(directory: Path, heard: Callable[[int, int], None] = ignore) -> Pretrained:
-    """A model in Hugging Face's format. Args: heard: as of `load`."""
+    """Load a model in Hugging Face's format. Args and Raises: as of `load`."""
     if not (directory / CONFIG).is_file():
         raise ConfigError.of("model", directory, f"a directory with a {CONFIG}")
     config = families.config_of(read_object(directory / CONFIG, "model"))
-    tensors = tensor_files.read_directory(directory)
+    tensors = model_files.read_directory(directory)
     params = from_tensors(str(directory), config, tensors, heard)
     tokenizer = directory / TOKENIZER
     return Pretrained(config, params, tokenizer if tokenizer.is_file() else None, directory)
@@ -95,12 +95,19 @@ def from_tensors(
     tensors: Mapping[str, np.ndarray | Stored],
     heard: Callable[[int, int], None] = ignore,
 ) -> Any:
-    """Our parameters from arrays under their names. Args: heard: as of `load`.
+    """Convert arrays under their Hugging Face names to parameters.
 
-    Nothing is copied before all names, types and shapes are right: what it takes is then bounded by
-    the files.
-    Raises: TensorError: an array is missing, holds whole numbers (of a quantised model, whose
-      scales are elsewhere), has another shape than the config says, or is not of the model.
+    Nothing is copied before all names, types and shapes are correct, so that memory is bounded by
+    the size of the files.
+
+    Args:
+      source: the model, for errors.
+      heard: as of `load`.
+    Returns:
+      Nested dicts of float32 arrays.
+    Raises:
+      TensorError: an array is missing, unknown or of another shape than the config says, or holds
+        whole numbers (of a quantised model, whose scales are elsewhere).
     """
     arrays = _arrays_of(source, c, tensors)
     leaves = {}
@@ -117,14 +124,15 @@ def from_tensors(
 def _arrays_of(
     source: str, c: TransformerConfig, tensors: Mapping[str, np.ndarray | Stored]
 ) -> dict[tuple[str, ...], np.ndarray | Stored]:
-    """The array that each of our parameters is in. Raises: TensorError: as of `from_tensors`."""
+    """The array that holds each parameter. Raises: TensorError: as `from_tensors`."""
     prefix = "" if any(name.startswith("transformer.") for name in tensors) else "transformer."
     arrays, used, shapes = {}, set(), shapes_of(c)
     for path, (name, transposed, third) in families.places(c):
-        found = name if name in tensors else name.removeprefix(prefix)  # as of the first GPT-2
-        if found not in tensors:
+        # The files of the first GPT-2 have names without the prefix.
+        stored_name = name if name in tensors else name.removeprefix(prefix)
+        if stored_name not in tensors:
             raise TensorError.of("model", source, f"a tensor {name}, and there is none")
-        array, expected = tensors[found], shapes[path]
+        array, expected = tensors[stored_name], shapes[path]
         if not jnp.issubdtype(array.dtype, jnp.floating):
             wanted = f"floating point numbers in {name}, got {array.dtype}"
             raise TensorError.of("model", source, wanted)
@@ -133,7 +141,7 @@ def _arrays_of(
         shape = array.shape[::-1] if transposed else array.shape
         _expect_shape(source, path, shape, expected)
         arrays[path] = array
-        used.add(found)
+        used.add(stored_name)
     embedding = arrays["embed", "embedding"]
     unused = [name for name in tensors if name not in used and not families.is_buffer(name)]
     why = ""
@@ -142,12 +150,12 @@ def _arrays_of(
             unused.remove(families.HEAD)
         else:
             why = f"; {families.HEAD} is not the embedding, as tie_word_embeddings would have it"
-    tensor_files.expect_none_left(source, unused, why)
+    model_files.expect_none_left(source, unused, why)
     return arrays
 
 
 def _same(a: np.ndarray | Stored, b: np.ndarray | Stored) -> bool:
-    """Whether two arrays have the same bits; some rows at a time, as both may be large."""
+    """True if two arrays have equal bits. Compares some rows at a time: both may be large."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     a, b = np.asarray(a), np.asarray(b)
@@ -159,10 +167,14 @@ def _same(a: np.ndarray | Stored, b: np.ndarray | Stored) -> bool:
 
 
 def check_shapes(source: str, c: TransformerConfig, params: Any) -> None:
-    """Raises: TensorError: an array has another shape than the config says, or is missing."""
+    """Check the shapes of all parameters.
+
+    Raises:
+      TensorError: an array has another shape than the config says, or is missing or unknown.
+    """
     found: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
     shapes = shapes_of(c)
-    tensor_files.expect_none_left(source, ["/".join(path) for path in found if path not in shapes])
+    model_files.expect_none_left(source, ["/".join(path) for path in found if path not in shapes])
     for path, expected in shapes.items():
         if path not in found:
             name = "/".join(path)
@@ -171,7 +183,7 @@ def check_shapes(source: str, c: TransformerConfig, params: Any) -> None:
 
 
 def shapes_of(c: TransformerConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The shape of every parameter. All blocks are alike: one is traced, however many there are."""
+    """Shape of every parameter. Blocks are alike, so that one is traced for any number of them."""
     one = Transformer(dataclasses.replace(c, num_layers=1))
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     params: Any = jax.eval_shape(one.init, jax.random.key(0), tokens)["params"]
@@ -196,12 +208,15 @@ def save(
     tokenizer: Path | None = None,
     files: Path | None = None,
 ) -> None:
-    """Write a model in Hugging Face's format into a new directory, whole or not at all.
+    """Write a model in Hugging Face's format into a new directory, completely or not at all.
 
-    Args: files: the directory of the files of the model that it was trained from, which are taken
-      as they are; of config.json, only the type of the weights is new.
-    Raises: ConfigError: the directory is there already, no family has the model's parts, or the
-      tokenizer is none (DataError).
+    Args:
+      tokenizer: its tokenizer.json.
+      files: directory of the model that it was trained from, whose side files are copied. Of its
+        config.json, only the type of the weights changes.
+    Raises:
+      ConfigError: the directory exists, or no family has the parts of the model.
+      DataError: the tokenizer is invalid.
     """
     fields = _fields(c, files, tokenizer)
     tensors = to_tensors(c, params)
@@ -211,9 +226,9 @@ def save(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        tensor_files.write_directory(temporary, tensors)
+        model_files.write_directory(temporary, tensors)
         _write(temporary / CONFIG, fields)
-        copied = side_files.copy(files, temporary, but=(CONFIG,)) if files else []
+        copied = model_files.copy_side_files(files, temporary, but=(CONFIG,)) if files else []
         if tokenizer is not None and TOKENIZER not in copied:
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
         if tokenizer is not None and SETTINGS not in copied:
@@ -225,7 +240,7 @@ def save(
 
 
 def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) -> dict[str, Any]:
-    """config.json: that of the model it was trained from, or one of our own."""
+    """Fields of config.json: those of the model it was trained from, or new ones."""
     if files is not None and (files / CONFIG).is_file():
         fields = read_object(files / CONFIG, "model")
         kind = fields.get("model_type")
@@ -234,23 +249,23 @@ def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) ->
             return {**kept, "architectures": [families.CLASSES[kind]], "dtype": "float32"}
     fields = families.fields_of(c)
     if tokenizer is not None:
-        own = Tokenizer.load(tokenizer)
-        fields |= {"bos_token_id": own.begin_id, "eos_token_id": own.end_id}
+        loaded = Tokenizer.load(tokenizer)
+        fields |= {"bos_token_id": loaded.begin_id, "eos_token_id": loaded.end_id}
     return fields
 
 
 OF_WEIGHTS = ("dtype", "torch_dtype", "auto_map")
-"""Fields of config.json about how the weights were stored, and about code that is not copied."""
+"""Fields of config.json about the stored type of weights, and about code that is not copied."""
 
 
 def _as_described(c: TransformerConfig) -> TransformerConfig:
-    """The config without what a run chooses, as a config.json describes it."""
+    """The config as a config.json describes it, without the settings of a run."""
     chosen: dict[str, Any] = {"dtype": None, "remat": False, "lora": None}
     return dataclasses.replace(c, max_length=c.table, num_positions=None, **chosen)
 
 
 def _about(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What has `transformers` take tokenizer.json as it is: it would go by the kind of model."""
+    """Fields that make `transformers` read tokenizer.json unchanged, not by the kind of model."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokenizer.begin,
@@ -264,29 +279,32 @@ def _write(file: Path, fields: dict[str, Any]) -> None:
 
 
 def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
-    """Arrays under their names, float32; a bias that the family has and the model lacks is zero."""
+    """Convert parameters to arrays under their Hugging Face names, float32.
+
+    Biases that the family has and the model lacks are zeros.
+    """
     leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
     parts: dict[str, list[np.ndarray]] = {}
     for path, (name, transposed, _) in families.places(c):  # thirds come in order
         if path in leaves:
-            found = np.asarray(leaves[path], np.float32)
+            array = np.asarray(leaves[path], np.float32)
         else:
-            found = np.zeros(leaves[*path[:-1], "kernel"].shape[1], np.float32)
-        parts.setdefault(name, []).append(found.T if transposed else found)
+            array = np.zeros(leaves[*path[:-1], "kernel"].shape[1], np.float32)
+        parts.setdefault(name, []).append(array.T if transposed else array)
     return {n: np.ascontiguousarray(np.concatenate(x, axis=-1)) for n, x in parts.items()}
 
 
 def _download(source: str) -> Path:
-    """The files of hf:NAME[@REVISION], from the cache if they are there."""
+    """Download the files of hf:NAME[@REVISION], unless they are in the cache."""
     import huggingface_hub
 
     name, revision = named(source)
     try:
-        found = huggingface_hub.snapshot_download(
+        snapshot = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(WANTED)
         )
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:200]
         wanted = f"a repository with {CONFIG} and safetensors ({reason})"
         raise ConfigError.of("model", source, wanted) from None
-    return Path(found)
+    return Path(snapshot)

@@ -26,7 +26,7 @@ from fedsim.placement import BLOCKS
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 and later stretch rotary positions: low frequencies are divided by `factor`."""
+    """Scaling of rotary positions in Llama 3.1 and later: divides low frequencies by `factor`."""
 
     factor: float
     low_freq_factor: float
@@ -41,17 +41,17 @@ class Lora:
     rank: int
     alpha: float
     layers: tuple[str, ...]
-    """Which of `DENSE`, in every block."""
+    """Names of DENSE: layers that have adapters, in every block."""
 
 
 DENSE = ("query", "key", "value", "out", "gate", "up", "down")
 LORA_A = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-"""How an adapter's A starts, as in the reference implementation: uniform in +-1/sqrt(inputs)."""
+"""Initial A of an adapter, as in the reference implementation: uniform in +-1/sqrt(inputs)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes and parts of a model. The defaults are the paper's kind."""
+    """Sizes and parts of a model. The defaults are those of the paper's models."""
 
     vocab_size: int
     max_length: int
@@ -67,7 +67,7 @@ class TransformerConfig:
     mlp_width: int | None = None
     """None: four times the width."""
     num_positions: int | None = None
-    """The longest sequence it is made for: rows of the table of learned positions. None:
+    """Length of the longest sequence of the model: rows of the table of learned positions. None:
     max_length."""
     norm: Literal["layer", "rms"] = "layer"
     norm_epsilon: float = 1e-6
@@ -77,21 +77,21 @@ class TransformerConfig:
     rope_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     window: int | None = None
-    """A position sees so many, itself included. None: all before it."""
+    """Number of positions that a position attends to, itself included. None: all before it."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     query_bias: bool = False
-    """Whether queries, keys and values have biases."""
+    """True if queries, keys and values have biases."""
     out_bias: bool = False
     mlp_bias: bool = True
     tied: bool = True
-    """The embedding is the output layer, too."""
+    """True if the embedding is also the output layer."""
     remat: bool = False
-    """Compute each block again in the backward pass: less memory, more time. The same values."""
+    """Compute each block again in the backward pass: less memory, more time, equal values."""
     lora: Lora | None = None
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.num_kv_heads or self.num_heads
 
     @property
@@ -110,12 +110,12 @@ class TransformerConfig:
         return self.num_positions or self.max_length
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings in JSON's types."""
+        """The config as JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "TransformerConfig":
-        """The config that `as_dict` wrote."""
+        """Make a config from the result of `as_dict`."""
         scaling, lora = fields["rope_scaling"], fields["lora"]
         parts = {
             "rope_scaling": scaling and RopeScaling(**scaling),
@@ -137,17 +137,17 @@ PRESETS = {
 
 
 def check_preset(name: str) -> None:
-    """Raises ConfigError unless there is a model of that name."""
+    """Check the name of a preset. Raises: ConfigError: there is none of that name."""
     expect("model", name, name in PRESETS, "one of " + ", ".join(PRESETS))
 
 
 def preset(
     name: str, vocab_size: int, max_length: int, dtype: str = "float32"
 ) -> TransformerConfig:
-    """The sizes that `name` stands for."""
+    """Config of the preset `name`. Raises: ConfigError: there is none of that name."""
     check_preset(name)
-    own = None if dtype == "float32" else dtype
-    return TransformerConfig(vocab_size, max_length, *PRESETS[name], own)
+    compute_dtype = None if dtype == "float32" else dtype
+    return TransformerConfig(vocab_size, max_length, *PRESETS[name], compute_dtype)
 
 
 def _norm(c: TransformerConfig, name: str) -> nn.Module:
@@ -216,7 +216,11 @@ class Block(nn.Module):
 
     @nn.nowrap
     def _remember(self, name: str, new_BLHK: jax.Array, start: jax.Array) -> jax.Array:
-        """All keys or values so far, [B, max_length, H, K], those of `start` and later new."""
+        """Add keys or values from position `start` on to the cache.
+
+        Returns:
+          All keys or values, [B, max_length, H, K].
+        """
         rows, _, *heads = new_BLHK.shape
         shape = (rows, self.config.max_length, *heads)
         cache = self.variable("cache", name, jnp.zeros, shape, new_BLHK.dtype)
@@ -225,14 +229,14 @@ class Block(nn.Module):
 
 
 def _attention(c: TransformerConfig):
-    """Causal attention of (q, k, v)."""
+    """Causal attention as a function of queries, keys and values."""
     local = {} if c.window is None else {"local_window_size": (c.window - 1, 0)}
     attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, **local)
     return remat_function(attention) if c.remat else attention
 
 
 def _seen(c: TransformerConfig, positions_L: jax.Array) -> jax.Array:
-    """Which of max_length keys a position sees, bool [1, 1, L, S]."""
+    """Mask of the keys, of max_length, that each position attends to, bool [1, 1, L, S]."""
     back_LS = positions_L[:, None] - jnp.arange(c.max_length)[None, :]
     seen_LS = back_LS >= 0
     if c.window is not None:
@@ -241,8 +245,10 @@ def _seen(c: TransformerConfig, positions_L: jax.Array) -> jax.Array:
 
 
 def _own_text(c: TransformerConfig, positions_BL: jax.Array) -> jax.Array:
-    """Which positions of its row a position sees, those of its own text up to itself, bool
-    [B, 1, L, S]."""
+    """Mask of the positions of a row that each position attends to, bool [B, 1, L, S].
+
+    Those are the positions of its own text, up to itself.
+    """
     here_L = jnp.arange(positions_BL.shape[1])
     back_LS = here_L[:, None] - here_L[None, :]
     farthest_BL = positions_BL
@@ -253,12 +259,12 @@ def _own_text(c: TransformerConfig, positions_BL: jax.Array) -> jax.Array:
 
 
 def _positions(length: int, start: jax.Array | None) -> jax.Array:
-    """Those of `length` tokens from `start` on, or from the first, int [1, L]."""
+    """Positions start ... start + length - 1, int [1, L]. `start` defaults to 0."""
     return (jnp.arange(length) + (0 if start is None else start))[None]
 
 
 def rope_frequencies(c: TransformerConfig) -> np.ndarray:
-    """Radians per position of each pair of a head's features, float32 [K / 2]."""
+    """Radians per position of each pair of features of a head, float32 [K / 2]."""
     frequencies = c.rope_base ** (-np.arange(0, c.head, 2) / c.head)
     if (s := c.rope_scaling) is not None:
         turns = s.original_length * frequencies / (2 * math.pi)  # within the original length
@@ -269,9 +275,11 @@ def rope_frequencies(c: TransformerConfig) -> np.ndarray:
 
 
 def rotate(c: TransformerConfig, x_BLHK: jax.Array, positions_BL: jax.Array) -> jax.Array:
-    """Rotary positions (Su et al. 2021); feature i is paired with i + K/2, as Hugging Face does.
+    """Apply rotary positions (Su et al. 2021). Pairs feature i with i + K/2, as Hugging Face does.
 
-    Args: positions_BL: of every row, or [1, L].
+    Args:
+      x_BLHK: queries or keys.
+      positions_BL: int [B, L] or [1, L].
     """
     angles_BLK = positions_BL[:, :, None].astype(jnp.float32) * rope_frequencies(c)[None, None]
     cos, sin = jnp.cos(angles_BLK)[:, :, None], jnp.sin(angles_BLK)[:, :, None]
@@ -281,8 +289,10 @@ def rotate(c: TransformerConfig, x_BLHK: jax.Array, positions_BL: jax.Array) -> 
 
 
 def stacked(params: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The same parameters, NumPy, with all blocks' as one tree, leaves [layers, ...]: a transformer
-    that gets them compiles a block once, and goes through the layers in a loop."""
+    """Parameters with the trees of all blocks as one tree of NumPy arrays [layers, ...].
+
+    A transformer with such parameters compiles a block once, and loops over the layers.
+    """
     names = [f"block_{i}" for i in range(num_layers)]
     rest = {name: leaf for name, leaf in params.items() if name not in names}
     blocks = (params[name] for name in names)
@@ -290,12 +300,12 @@ def stacked(params: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 def unstacked(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The same parameters with a tree for each block, whether they were `stacked` or not."""
+    """Parameters with a tree for each block. Args: params: `stacked` or not."""
     rest = {name: leaf for name, leaf in params.items() if name != BLOCKS}
     blocks = params.get(BLOCKS, {})
     count = len(jax.tree.leaves(blocks)[0]) if blocks else 0
-    each = ((i, jax.tree.map(lambda leaf: leaf[i], blocks)) for i in range(count))  # noqa: B023
-    return {**rest, **{f"block_{i}": block for i, block in each}}
+    numbered = ((i, jax.tree.map(lambda leaf: leaf[i], blocks)) for i in range(count))  # noqa: B023
+    return {**rest, **{f"block_{i}": block for i, block in numbered}}
 
 
 def _in_turn(block: nn.Module, x_BLD: jax.Array, stacked: Any, *positions: Any) -> jax.Array:
@@ -306,11 +316,11 @@ def _in_turn(block: nn.Module, x_BLD: jax.Array, stacked: Any, *positions: Any) 
 
 
 class Transformer(nn.Module):
-    """Tokens to logits. Parameters may be `stacked`.
+    """Tokens int [B, L] to logits [B, L, V]. Parameters may be `stacked`.
 
-    With `start`, the tokens are those from that position on; keys and values of all before them
-    are in the collection `cache`, to which their own are added. With `positions_BL`, a row has
-    several texts: each token's position in its text, of which alone it sees anything.
+    With `start`, the tokens begin at that position. The keys and values of all tokens before are
+    in the collection `cache`, to which those of these tokens are added. With `positions_BL`, a row
+    has several texts: the position of each token in its text, which alone it attends to.
     """
 
     config: TransformerConfig

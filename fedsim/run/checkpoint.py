@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from fedsim.errors import FedsimError
 from fedsim.files import make_directory
-from fedsim.models import tensor_files
+from fedsim.models import model_files
 from fedsim.placement import any_cut, beside, is_cut, slabs
 from fedsim.run import msgpack_checkpoint
 
@@ -70,7 +70,7 @@ def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Pa
     for _, array in sorted(arrays.items()):
         for slab in slabs(array, SLAB) if array.ndim else [array]:
             digest.update(slab.tobytes())
-    tensor_files.write(path, arrays, {ABOUT: f"{digest.hexdigest()} {text}"})
+    model_files.write(path, arrays, {ABOUT: f"{digest.hexdigest()} {text}"})
     for old in kept(run_dir)[:-KEEP]:
         old.unlink()
     return path

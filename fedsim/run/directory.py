@@ -44,7 +44,7 @@ from fedsim.files import (
     write_json,
 )
 from fedsim.keys import SecretKey
-from fedsim.models import side_files
+from fedsim.models import model_files
 from fedsim.plan import Plan
 from fedsim.run import formats, ledger
 
@@ -316,7 +316,7 @@ def create(
             stored = dataclasses.replace(stored, tokenizer=_sha256(run_dir / TOKENIZER))
         if model is not None:
             make_directory(run_dir / MODEL)
-            side_files.copy(model, run_dir / MODEL)
+            model_files.copy_side_files(model, run_dir / MODEL)
         write_json(run_dir / CONFIG, stored.as_dict())
         yield
 

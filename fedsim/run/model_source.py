@@ -18,9 +18,9 @@ from fedsim.models import (
     Pretrained,
     TransformerConfig,
     lora,
+    model_files,
     preset,
     pretrained,
-    side_files,
     stacked,
     unstacked,
 )
@@ -88,7 +88,7 @@ def files_of_run(run_dir: Path, base: Pretrained | None) -> Path | None:
     """
     if not (stored := directory.load(run_dir)).files:
         return base and base.files
-    side_files.check(run_dir / directory.MODEL, stored.files)
+    model_files.check_side_files(run_dir / directory.MODEL, stored.files)
     return run_dir / directory.MODEL
 
 

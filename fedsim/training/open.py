@@ -27,7 +27,7 @@ from fedsim.config import (
 from fedsim.data import Dataset
 from fedsim.engine import Engine, Task, versions
 from fedsim.keys import SecretKey
-from fedsim.models import Pretrained, side_files
+from fedsim.models import Pretrained, model_files
 from fedsim.noise import AddNoise
 from fedsim.run import (
     Console,
@@ -133,7 +133,7 @@ class OpenRun:
             return self.stored
         files = self.model and self.model.files
         if files is not None:
-            known["files"] = side_files.digests(files)
+            known["files"] = model_files.side_file_digests(files)
         stored = StoredRun(
             self.identity, self.settings, self.run, task.describe(), versions(), **known
         )

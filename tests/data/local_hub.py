@@ -5,7 +5,7 @@ import json
 
 from huggingface_hub import constants
 
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 
 
 def publish(name, text, directory, monkeypatch):

@@ -2,7 +2,7 @@
 
 from publicsuffixlist import PublicSuffixList
 
-from fedsim.data.building import domains
+from fedsim.data.building import user_ids
 
 
 def install(package, directory, monkeypatch):
@@ -17,4 +17,4 @@ def another_suffix_list(directory, monkeypatch):
     """A list by which shop.example is a public suffix."""
     install("publicsuffixlist", directory, monkeypatch)
     suffixes = PublicSuffixList(source=["example", "shop.example"])
-    monkeypatch.setattr(domains, "_owner", suffixes.privatesuffix)
+    monkeypatch.setattr(user_ids, "_owner", suffixes.privatesuffix)

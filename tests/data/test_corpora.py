@@ -10,10 +10,10 @@ import pytest
 from local_hub import bytes_with, publish
 from packages import another_suffix_list
 
-from fedsim.data import corpora, pydocs
+from fedsim.data import corpora
 from fedsim.data.building.build import build
 from fedsim.data.corpora import load
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
 from fedsim.files import cache_dir
 
@@ -65,24 +65,32 @@ def test_pydocs_texts_are_paragraphs_of_docstrings(corpus):
 def test_pydocs_is_found_in_the_cache(corpus, monkeypatch):
     cache, data = corpus
     monkeypatch.setattr(corpora, "build", None)  # neither built again ...
-    monkeypatch.setattr(pydocs, "harvest", None)  # ... nor read again
+    monkeypatch.setattr(corpora, "harvest_pydocs", None)  # ... nor read again
     again = load("pydocs", cache_dir=cache)
     assert again.path == data.path and again.train.fingerprint == data.train.fingerprint
 
 
 def test_pydocs_records_versions(corpus):
     packages = corpus[1].metadata["provenance"]["packages"]
-    assert packages == pydocs.made_of() and set(packages) == {"numpy", "scipy", "jax", "python"}
+    assert packages == corpora.pydocs_versions()
+    assert set(packages) == {
+        "numpy",
+        "scipy",
+        "jax",
+        "python",
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_harvest_is_deterministic(tmp_path, monkeypatch):
-    monkeypatch.setattr(pydocs, "PACKAGES", ("numpy",))
-    monkeypatch.setattr(pydocs.sysconfig, "get_path", lambda name: str(tmp_path / "stdlib"))
+    monkeypatch.setattr(corpora, "PACKAGES", ("numpy",))
+    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda name: str(tmp_path / "stdlib"))
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    first, second = (pydocs.harvest(tmp_path / name).read_bytes() for name in ("one", "two"))
+    first, second = (
+        corpora.harvest_pydocs(tmp_path / name).read_bytes() for name in ("one", "two")
+    )
     assert first == second
 
 
@@ -94,14 +102,14 @@ def test_paragraphs_of_a_module(tmp_path):
         "            Six seven eight nine ten.\n            '''\n"
         "x = '''no docstring but five words'''\n"
     )
-    assert list(pydocs._paragraphs(tmp_path / "m.py")) == [
+    assert list(corpora._paragraphs(tmp_path / "m.py")) == [
         "First paragraph has five words.",
         "Inside a branch and class.",
         "One two three four five.",
         "Six seven eight nine ten.",
     ]
     (tmp_path / "bad.py").write_text("def (:")
-    assert list(pydocs._paragraphs(tmp_path / "bad.py")) == []
+    assert list(corpora._paragraphs(tmp_path / "bad.py")) == []
 
 
 def test_files_are_built_once(source, tmp_path, monkeypatch):

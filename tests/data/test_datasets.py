@@ -10,7 +10,7 @@ import tokenizers
 from experiments.data import options_of
 from fedsim.data.building.build import build
 from fedsim.data.dataset import stats
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared"
 TOKENIZER = SHARED / "models" / "smollm2_tokenizer.json"

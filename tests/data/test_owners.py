@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedsim.data import owners
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset, stats
+from fedsim.data.store import encode_owners
 from fedsim.data.users import UserStore
 from fedsim.errors import DataError
 
@@ -250,7 +250,7 @@ def test_statistics_agree_with_loops(rng):
 def test_a_graph_of_another_store_is_found_out(tmp_path):
     store = build_all(jsonl(tmp_path, MAIL), tmp_path / "out", user_column="who").train
     file = store.path / "owners.parquet"
-    file.write_bytes(bytes(owners.encode(pa.array(["a", "a\x1fb"]))[0]))
+    file.write_bytes(bytes(encode_owners(pa.array(["a", "a\x1fb"]))[0]))
     with pytest.raises(DataError, match="changed since it was built"):
         UserStore.open(store.path).check()
     with pytest.raises(DataError, match="owners.parquet: expected the owners of 4 owner sets"):

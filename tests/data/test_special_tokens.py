@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, processors
 
 from fedsim.data.building.build import build
-from fedsim.data.text import Tokenizer as Ours
+from fedsim.data.tokenizer import Tokenizer as Ours
 from fedsim.errors import DataError
 
 BOS, EOS, TURN = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜Turn｜>"

@@ -7,7 +7,7 @@ import sys
 import pytest
 from tokenizers import Tokenizer as Library
 
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
 
 TEXTS = ["Hello, world", "naïve café 日本 😀", " \n\ttabs ", "<|endoftext|> [SEP] \x00", ""]
@@ -52,7 +52,7 @@ def test_wordpiece_learns_words_and_says_so():
 @pytest.mark.ci
 def test_wordpiece_is_the_same_in_every_process():
     code = (
-        "from fedsim.data.text import Tokenizer\n"
+        "from fedsim.data.tokenizer import Tokenizer\n"
         "texts = ['the cat sat on the mat \\u65e5 \\xe9', 'abc bcd cde def', 'xyz zyx yxz'] * 3\n"
         "print(Tokenizer.train_wordpiece(lambda: texts, 300).sha256)"
     )

@@ -14,7 +14,7 @@ from refused import refuses
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset, stats
 from fedsim.data.store import FORMAT, TokenWriter, close_store, token_dtype
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.errors import DataError
 

@@ -8,7 +8,7 @@ import pytest
 from test_hostile import time_bound
 from zoo import FAMILIES, random_like
 
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.models import gguf_files, pretrained
 from fedsim.models.transformer import unstacked

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from zoo import FAMILIES, random_like
 
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import FedsimError
-from fedsim.models import pretrained, tensor_files
+from fedsim.models import model_files, pretrained
 from fedsim.models.transformer import Transformer
 from fedsim.run.model_source import find_model
 
@@ -64,8 +64,8 @@ def make(kind, directory, shard_bytes=None):
     out = directory / kind
     pretrained.save(out, config, params, file)
     if shard_bytes:
-        (out / tensor_files.SINGLE).unlink()
-        tensor_files.write_directory(out, pretrained.to_tensors(config, params), shard_bytes)
+        (out / model_files.SINGLE).unlink()
+        model_files.write_directory(out, pretrained.to_tensors(config, params), shard_bytes)
     return out
 
 
@@ -167,8 +167,8 @@ def change(rng, directory):
         file = directory / rng.choice(["tokenizer_config.json", "generation_config.json"])
         file.write_text(json.dumps({"eos_token_id": [0, 1], "bos_token": "a", "bos_token_id": 3}))
         change_json(rng, file) if rng.random() < 0.7 else change_bytes(rng, file)
-    elif name == "index" and (directory / tensor_files.INDEX).exists():
-        file = directory / tensor_files.INDEX
+    elif name == "index" and (directory / model_files.INDEX).exists():
+        file = directory / model_files.INDEX
         change_json(rng, file) if rng.random() < 0.7 else change_bytes(rng, file)
     else:
         file = rng.choice(sorted(directory.glob("*.safetensors")))

@@ -15,7 +15,7 @@ from zoo import FAMILIES, random_like
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.data.dataset import Dataset
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.export import export

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from zoo import random_like
 
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.models import lora, pretrained
 from fedsim.models.transformer import Transformer, preset
 

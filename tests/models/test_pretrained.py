@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from zoo import FAMILIES, random_like
 
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError
-from fedsim.models import families, gguf_files, pretrained, tensor_files
+from fedsim.models import families, gguf_files, model_files, pretrained
 from fedsim.models.transformer import RopeScaling, Transformer, TransformerConfig, preset
 
 SHARED = Path(__file__).parents[3] / "shared" / "models"
@@ -66,7 +66,7 @@ def test_large_models_are_read_from_several_files_in_half_precision(rng, tmp_pat
     config, params = FAMILIES["qwen3"], random_like(FAMILIES["qwen3"], rng)
     tensors = pretrained.to_tensors(config, params)
     halves = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
-    tensor_files.write_directory(tmp_path, halves, shard_bytes=1000)
+    model_files.write_directory(tmp_path, halves, shard_bytes=1000)
     (tmp_path / "config.json").write_text(json.dumps(families.fields_of(config)))
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     found = pretrained.load(str(tmp_path)).params
@@ -355,7 +355,7 @@ def test_stories260k_gives_the_references_logits(tmp_path):
             ("post_attention_layernorm", w["ffn_norm"][i]),
         ):
             tensors[f"{there}.{name}.weight"] = tensor
-    tensor_files.write_directory(tmp_path, tensors)
+    model_files.write_directory(tmp_path, tensors)
     (tmp_path / "config.json").write_text(json.dumps(families.fields_of(config)))
     found = pretrained.load(str(tmp_path))
     text = "Once upon a time, there was a little girl named Lily. She loved to play outside."

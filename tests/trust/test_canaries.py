@@ -12,7 +12,7 @@ from problems import mean_problem
 from fedsim.clipping import Clip, LocalSteps
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.data.users import UserStore
 from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task, WrappedTask

@@ -1,8 +1,8 @@
-"""From files with a user column to a built directory: read, check, tokenise, sort.
+"""Build a data set from files with a user column: read, check, tokenise, sort.
 
-`build` is the whole of it, `sources` and `readers` read, `columns` and `domains` say whose a row
-is, `tokenised` and `sorting` write and sort what need not fit in memory, `hub` streams data sets of
-the Hugging Face Hub.
+`build` runs the stages. `sources`, `readers`, `text_files` and `hub` read; `columns`, `user_ids`
+and `orders` normalise the values of a row; `tokenised` and `sorting` write and sort rows that need
+not fit in memory; `processes` has the worker processes and the working directory.
 """
 
 from lazy_loader import attach_stub

@@ -1,15 +1,16 @@
 """Build a data set that need not fit in memory, from sources with a user column and a text column.
 
-Sources -> checked -> tokenised -> sorted by DuckDB into the stores of the splits. The same
-input and options give the same bytes, whatever the number of processes and however often the build
-was killed and run again; finished parts are not repeated. Source order is kept within a user.
+Sources are read and checked, texts are tokenised, and DuckDB sorts the rows into the stores of the
+splits. The same input and settings give the same bytes, whatever the number of processes and
+however often the build was killed and run again; finished parts are not repeated. Examples of a
+user keep the order of the sources unless an order column sorts them.
 """
 
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,161 +18,199 @@ from unicodedata import unidata_version
 
 import pyarrow as pa
 
-from fedsim.data.building import conversations, domains, hub, user_ids
+from fedsim.data.building import hub, user_ids
 from fedsim.data.building.columns import Columns
 from fedsim.data.building.orders import KEYS, NUMBERS, TEXT, at_least
-from fedsim.data.building.processes import Meter, Pool
+from fedsim.data.building.processes import Meter, Pool, resume, staging
 from fedsim.data.building.readers import Part, cut
 from fedsim.data.building.sorting import Rows, write_splits
-from fedsim.data.building.sources import Sources, examine, find_files, survey
-from fedsim.data.building.staging import resume, staging
-from fedsim.data.building.text_format import Form
+from fedsim.data.building.sources import (
+    Sources,
+    conversation_columns,
+    examine,
+    find_files,
+    survey,
+    write_conversations,
+)
+from fedsim.data.building.text_files import TextFormat
 from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, training_texts, write_rows
-from fedsim.data.dataset import SUMS, Dataset, sums
-from fedsim.data.owners import decided_by_texts, is_shared
-from fedsim.data.splits import Holdout, SplitRows, divide, dropped
-from fedsim.data.store import FORMAT, close_store, token_dtype
-from fedsim.data.text import Tokenizer, file_of
+from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
+from fedsim.data.store import FORMAT, close_store, decided_by_texts, is_shared, token_dtype
+from fedsim.data.tokenizer import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
 from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_atomically, write_json
 
 UNOWNED = ("refuse", "drop")
-VERSIONS = (  # of one build: what reads, owns or encodes texts
-    "fedsim",
-    "datasets",
-    "duckdb",
-    "numpy",
-    "publicsuffixlist",
-    "pyarrow",
-    "tokenizers",
-)
-LEARNT_TEXTS = 2**22  # a tokenizer is trained on at most so many, taken evenly
+# Packages that read texts, decide who owns them or encode them: a build does not resume under
+# other versions.
+VERSIONS = ("fedsim", "datasets", "duckdb", "numpy", "publicsuffixlist", "pyarrow", "tokenizers")
+MAX_TRAINING_TEXTS = 2**22  # that a tokenizer is trained on, evenly spaced in the data
 
 Say = Callable[[str], None] | None
+"""Function that shows a line to the user."""
 
 
 @dataclass(frozen=True)
-class _Options:
-    """What determines the bytes of a build, besides the sources."""
+class BuildSettings:
+    """Settings of a build that, with the sources, determine the bytes of the data set.
 
-    columns: Columns
-    holdout: Holdout
-    tokenizer: str
-    max_length: int
-    long_texts: str
-    unowned: str
-    form: Form
+    Raises: DataError: a setting is invalid, or does not go with another.
+    """
+
+    user_column: str | Sequence[str] = "user_id"
+    """Column of users; the values of several columns make one id together. A column of lists gives
+    each text to all users of its list."""
+    owners: str | Sequence[str] = ()
+    """Columns of users who own the text together. Replaces user_column."""
+    owners_delimiter: str | None = None
+    """Characters at each of which a cell of `owners` is split into several users."""
+    conversation_column: str | None = None
+    """Column of conversations: a text belongs to its user, and to the last other user who spoke
+    before in its conversation. All texts are in memory at once."""
+    turn_column: str | None = None
+    """Column that orders the rows of a conversation. Goes with conversation_column."""
+    text_column: str | Sequence[str] = "text"
+    """Column of texts; newlines join the texts of several columns."""
+    url_column: str | None = None
+    """Column of URLs whose registrable domains are the users. Replaces user_column."""
+    order_column: str | None = None
+    """Column that sorts the examples of a user; equal values keep the order of the sources."""
+    order_format: str | None = None
+    """Format of order_column if it is neither numbers nor ISO 8601: "utc", "text" or a pattern of
+    strptime; see `orders`."""
+    turn_format: str | None = None
+    """Format of turn_column, as order_format."""
+    normalise_ids: str | Sequence[str] = ()
+    """Steps that make one user of ids that look alike: some of "strip-marks", "nfkc" and
+    "casefold"; see `user_ids.STEPS`."""
+    tokenizer: str | Path = "bytes"
+    """One of "bytes", "wordpiece:SIZE" or "bpe:SIZE" (trained on the texts of users who are not
+    held out), "hf:NAME", a tokenizer.json or vocab.txt, or a directory with a tokenizer.json."""
+    max_length: int = 128
+    """Maximum number of tokens of an example, begin token included. >= 2."""
+    long_texts: str = "cut"
+    """Longer texts: "cut" drops the rest, "split" makes several examples of a text."""
+    eval_users: float = 0.05
+    """Fraction of users held out of training, selected by a hash of their ids. In [0, 1)."""
+    eval_examples: bool = True
+    """Also hold out the first min(32, ceil(n / 10)) of the n examples of each training user."""
+    min_examples: int = 1
+    """Users with fewer examples are dropped. >= 1."""
+    test_from: str | None = None
+    """Rows whose order column is at least this value become the split "test"."""
+    unowned: str = "refuse"
+    """Rows without a user: "refuse" raises an error, "drop" counts them."""
+    delimiter: str | None = None
+    """Delimiter of CSV files; see `TextFormat`."""
+    encoding: str = "utf-8"
+    """Encoding of CSV and JSON files; see `TextFormat`."""
+    quoting: str | None = None
+    """Meaning of quotation marks in CSV files; see `TextFormat`."""
 
     def __post_init__(self):
-        def check(field: str, value: Any, holds: bool, expected: str) -> None:
+        def check(field: str, holds: bool, expected: str) -> None:
             if not holds:
-                raise DataError.of(field, value, expected)
+                raise DataError.of(field, getattr(self, field), expected)
 
-        holdout, columns = self.holdout, self.columns
-        check("max_length", self.max_length, self.max_length >= 2, "at least 2 tokens")
-        of = f"one of {', '.join(LONG_TEXTS)}"
-        check("long_texts", self.long_texts, self.long_texts in LONG_TEXTS, of)
-        check("unowned", self.unowned, self.unowned in UNOWNED, f"one of {', '.join(UNOWNED)}")
-        share = holdout.eval_users
-        check("eval_users", share, 0 <= share < 1, "a fraction in [0, 1)")
-        check("min_examples", holdout.min_examples, holdout.min_examples >= 1, "at least 1")
-        ordered = holdout.test_from is None or columns.order is not None
-        check("test_from", holdout.test_from, ordered, "an order_column to compare with")
-        alone = holdout.test_from is None or columns.order_format != TEXT
-        check("test_from", holdout.test_from, alone, "numbers or times, not order_format=text")
+        columns, _ = self.columns, self.text_format  # which check themselves
+        check("max_length", self.max_length >= 2, "at least 2 tokens")
+        check("long_texts", self.long_texts in LONG_TEXTS, f"one of {', '.join(LONG_TEXTS)}")
+        check("unowned", self.unowned in UNOWNED, f"one of {', '.join(UNOWNED)}")
+        check("eval_users", 0 <= self.eval_users < 1, "a fraction in [0, 1)")
+        check("min_examples", self.min_examples >= 1, "at least 1")
+        if self.test_from is not None:
+            check("test_from", columns.order is not None, "an order_column to compare with")
+            comparable = columns.order_format != TEXT
+            check("test_from", comparable, "numbers or times, not order_format=text")
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Names and formats of the columns to read."""
+        return Columns.of(
+            user=self.user_column,
+            text=self.text_column,
+            order=self.order_column,
+            url=self.url_column,
+            owners=self.owners,
+            conversation=self.conversation_column,
+            turn=self.turn_column,
+            owners_delimiter=self.owners_delimiter,
+            order_format=self.order_format,
+            turn_format=self.turn_format,
+            normalise_ids=self.normalise_ids,
+        )
+
+    @cached_property
+    def holdout(self) -> Holdout:
+        """Rule that divides users and examples into splits."""
+        return Holdout(self.eval_users, self.eval_examples, self.min_examples, self.test_from)
+
+    @cached_property
+    def text_format(self) -> TextFormat:
+        """Format of CSV and JSON files."""
+        return TextFormat(self.delimiter, self.encoding, self.quoting)
+
+    @cached_property
+    def tokenizer_spec(self) -> str:
+        """The tokenizer, with a directory replaced by the tokenizer.json in it."""
+        return file_of(self.tokenizer)
+
+    def identity(self) -> dict[str, Any]:
+        """The settings in one form for all ways to write them, as JSON."""
+        return {
+            "columns": asdict(self.columns),
+            "holdout": asdict(self.holdout),
+            "tokenizer": self.tokenizer_spec,
+            "max_length": self.max_length,
+            "long_texts": self.long_texts,
+            "unowned": self.unowned,
+            "text_format": asdict(self.text_format),
+        }
 
 
 def build(
     sources: Sequence[str | Path] | str | Path,
     out: str | Path,
     *,
-    user_column: str | Sequence[str] = "user_id",
-    owners: str | Sequence[str] = (),
-    owners_delimiter: str | None = None,
-    conversation_column: str | None = None,
-    turn_column: str | None = None,
-    text_column: str | Sequence[str] = "text",
-    url_column: str | None = None,
-    order_column: str | None = None,
-    order_format: str | None = None,
-    turn_format: str | None = None,
-    normalise_ids: str | Sequence[str] = (),
-    tokenizer: str | Path = "bytes",
-    max_length: int = 128,
-    long_texts: str = "cut",
-    eval_users: float = 0.05,
-    eval_examples: bool = True,
-    min_examples: int = 1,
-    test_from: str | None = None,
-    unowned: str = "refuse",
-    delimiter: str | None = None,
-    encoding: str = "utf-8",
-    quoting: str | None = None,
     split: str | None = None,
     revision: str | None = None,
     num_workers: int | None = None,
     progress: Say = None,
     provenance: dict[str, Any] | None = None,
     wait: bool = False,
+    **settings: Any,
 ) -> Dataset:
-    """Builds `out` from files, globs, saved data sets or hf:NAME[:CONFIG], and opens it.
+    """Build the data set `out` and open it.
 
-    A build that was interrupted or killed goes on where it was. Where processes are started (large
-    data on several CPUs), a script must call this under `if __name__ == "__main__":`.
+    A build that was interrupted or killed resumes when it is called again with the same arguments.
+    Where processes are started (large data on several CPUs), a script must call this under
+    `if __name__ == "__main__":`.
 
     Args:
-      user_column, text_column: one column or several; several text columns are joined by newlines.
-        One user column of lists gives each text to all users of its list.
-      owners: columns, instead of user_column, in any of which a user who owns the text may be.
-      owners_delimiter: characters at each of which a cell of `owners` is split into several users.
-      conversation_column, turn_column: which conversation a text is part of, and where in it: it
-        belongs to its user and to the last other one who spoke before. Takes memory for all texts.
-      url_column: makes the user the registrable domain of this column's URL.
-      order_column: sorts a user's examples; ties, and all without it, stay as in the sources.
-      order_format, turn_format: how order_column and turn_column are written, where that is not as
-        numbers or ISO 8601: "utc", "text" or a pattern of strptime; see `orders`.
-      normalise_ids: what makes ids that look alike one user, some of "strip-marks", "nfkc" and
-        "casefold"; see `user_ids.STEPS`.
-      tokenizer: "bytes", "wordpiece:SIZE" or "bpe:SIZE" (trained on the texts of the users not held
-        out), "hf:NAME", a tokenizer.json or vocab.txt, or a directory with the former.
-      max_length: tokens per example, begin token included; longer texts are "cut" or "split".
-      eval_users: fraction of users held out of training, drawn by a hash of their ids.
-      eval_examples: also hold out the first min(32, ceil(n / 10)) examples of each training user.
-      min_examples: leaves out users with fewer.
-      test_from: rows whose order column is at least this become the split "test".
-      unowned: "refuse" rows without a user, or "drop" and count them.
-      delimiter, encoding, quoting: how CSV and JSON files are written; see `Form`.
-      split, revision: of hf: and saved data sets. Default: train, the newest.
-      num_workers: processes; default: one per CPU. Does not change the result.
-      progress: is told in a line, every few seconds and at the end of a stage, how far it is.
-      provenance: anything to record about where the sources came from.
-      wait: for another process that is building `out`, instead of raising at once.
-    Raises: DataError: bad input, or `out` exists or is being built. FedsimError: the disk is full.
-      Nothing is left behind. FedsimError: too many files are open. Interrupted: a worker was
-      killed, or the Hub is out of reach. Finished parts are kept.
+      sources: files, globs, directories saved by `datasets`, or one hf:NAME[:CONFIG].
+      out: a directory that does not exist.
+      split: split of an hf: or a saved data set. Default: train.
+      revision: branch, tag or commit of an hf: data set. Default: the newest.
+      num_workers: number of processes. The result does not depend on it. Default: one per CPU.
+      progress: called with a line of progress every few seconds, and with notes on the data.
+      provenance: recorded in the metadata, as JSON.
+      wait: wait for another process that builds `out` instead of raising an error.
+      settings: the fields of `BuildSettings`.
+    Raises:
+      DataError: the input is invalid, or `out` exists or is being built. Nothing is kept.
+      FedsimError: the disk is full (nothing is kept), or too many files are open (finished parts
+        are kept).
+      Interrupted: a worker was killed, or the Hub cannot be reached. Finished parts are kept.
     """
     if num_workers is not None and num_workers < 1:
         raise DataError.of("num_workers", num_workers, ">= 1")
     out = Path(expand_home("out", out)).absolute()
-    talk = (conversation_column, turn_column)
-    named = (user_column, text_column, order_column, url_column, owners)
-    how = (order_format, turn_format, normalise_ids)
-    columns = Columns.of(*named, *talk, owners_delimiter, *how)
-    holdout = Holdout(eval_users, eval_examples, min_examples, test_from)
-    options = _Options(
-        columns,
-        holdout,
-        file_of(tokenizer),
-        max_length,
-        long_texts,
-        unowned,
-        Form(delimiter, encoding, quoting),
-    )
+    rules = BuildSettings(**settings)
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     try:
         with staging(out, wait) as directory, Pool(num_workers, progress) as pool:
-            building = _Build(directory, options, pool, progress)
-            building.run(sources, split, revision, provenance or {})
+            running = _Build(directory, rules, pool, progress)
+            running.run(sources, split, revision, provenance or {})
     except OSError as error:
         if error.errno in DISK_FULL:
             raise FedsimError(f"out={out}: no space left on the disk; nothing was kept") from error
@@ -186,12 +225,12 @@ def build(
 
 
 class _Build:
-    """One build at work in its directory."""
+    """A build in its working directory, stage by stage."""
 
-    def __init__(self, directory: Path, options: _Options, pool: Pool, say: Say):
-        self.directory, self.options, self.pool, self.say = directory, options, pool, say
+    def __init__(self, directory: Path, settings: BuildSettings, pool: Pool, progress: Say):
+        self.directory, self.settings, self.pool = directory, settings, pool
+        self.progress = progress
         self.rows, self.out = directory / "rows", directory / "out"
-        self.tokenizer: Tokenizer | None = None
 
     def run(
         self,
@@ -200,165 +239,190 @@ class _Build:
         revision: str | None,
         provenance: dict[str, Any],
     ) -> None:
-        """All stages; self.out is complete at the end."""
-        sources, hubs = self._sources(named, split, revision)
-        options = self.options
+        """Run all stages; the data set is complete in self.out at the end."""
+        sources, hubs = self._find_sources(named, split, revision)
         self.pool.grow(sources.num_bytes)
-        drop = options.unowned == "drop"
-        num_rows, put_right, order_as = survey(sources.parts, options.columns, self.pool, drop)
-        columns = options.columns
-        if columns.order is not None:
-            columns = replace(columns, order_as=order_as or NUMBERS)  # where all are missing
-            if (bound := options.holdout.test_from) is not None:
-                nothing = pa.nulls(0, KEYS[order_as or NUMBERS])
-                at_least(nothing, bound, columns.order, columns.order_format)
-        parts, columns = self._conversations(sources.parts, columns)
-        tokenizer = self._tokenizer(parts, columns, num_rows)
-        encoding = Encoding(
-            self.rows,
-            self.directory / "tokenizer.json",
-            columns,
-            options.holdout,
-            options.max_length,
-            options.long_texts,
-        )
-        self.rows.mkdir(exist_ok=True)
+        num_rows, id_counts, columns = self._survey(sources.parts)
+        parts, columns = self._assign_owners(sources.parts, columns)
+        tokenizer = self._train_tokenizer(parts, columns, num_rows)
+        records = self._tokenise(parts, columns, num_rows)
         self.out.mkdir(exist_ok=True)
-        call = partial(write_rows, encoding=encoding)
-        items = list(enumerate(bundled(parts)))
-        records = self.pool.map(call, items, "tokenised", num_rows)
-        if not sum(record["examples"] for record in records):
-            raise DataError(
-                f"text_column={','.join(options.columns.text)}: no user has text, expected at "
-                "least one"
-            )
         with Rows(self.rows, self.pool.num_workers, columns.order is not None) as rows:
             owners = rows.owners()
-            splits = self._divided(owners)
+            splits = self._divide(owners)
             self._write_splits(rows, owners, splits, tokenizer)
         tokenizer.save(self.out / "tokenizer.json")
-        about = {
-            "rows": num_rows,
-            "rows_without_user_dropped": sum(record["unowned"] for record in records),
-            "empty_texts_dropped": sum(record["empty"] for record in records),
-            "long_texts": sum(record["long"] for record in records),
-            "tokens_of_texts": sum(record["tokens"] for record in records),
-            "tokens_cut": sum(record["tokens_cut"] for record in records),
-            **dropped(owners["group"].to_numpy(), owners["rows"].to_numpy(), options.holdout),
-        }
-        if options.holdout.test_from is not None:
-            about["texts_without_order"] = sum(record["no_order"] for record in records)
-        about |= self._told(put_right, owners["user_id"].combine_chunks().unique())
-        self._describe(sources, hubs, tokenizer, list(splits), about, provenance)
+        counts = self._counts(num_rows, records, owners)
+        counts |= self._note_ids(id_counts, owners["user_id"].combine_chunks().unique())
+        self._describe(sources, hubs, tokenizer, list(splits), counts, provenance)
 
-    def _told(self, put_right: Counter[str], ids: pa.Array) -> dict[str, int]:
-        """Counts of what was put right of user ids, and of those that may be of one person; told to
-        who looks on, for either may be a mistake."""
-        counts, told = user_ids.counted(put_right), user_ids.told(put_right)
-        if self.options.columns.url is None:
-            number, examples = user_ids.look_alikes(ids)
-            if number:
-                counts["users_that_look_alike"] = number
-                told.append(user_ids.told_alike(number, examples))
-        if self.say:
-            for line in told:
-                self.say(line)
-        return counts
+    def _say(self, line: str) -> None:
+        if self.progress:
+            self.progress(line)
 
-    def _sources(
+    def _find_sources(
         self, named: Sequence[str | Path], split: str | None, revision: str | None
     ) -> tuple[Sources, list[dict[str, Any]]]:
-        """The sources, fetched if need be, and what they are on the Hub."""
+        """The sources, downloaded if necessary, and the identity of a data set of the Hub."""
         of_hub, others = hub.split_sources(named)
+        columns, text_format = self.settings.columns, self.settings.text_format
         if of_hub and others or len(of_hub) > 1:
             raise DataError.of("data", named, "files, or one hf: data set")
         if not of_hub:
-            files = find_files(others)
-            form = self.options.form
-            sources = examine(files, self.options.columns, self.pool, split, form)
+            sources = examine(find_files(others), columns, self.pool, split, text_format)
             self._resume([sources.files, split])
             return sources, []
         source = hub.HubSource.parse(of_hub[0], split, revision).pinned()
         about = source.identity()
         self._resume([about])
-        if self.say:
-            self.say(f"fetching {source}, split {source.split}")
-        columns, form = self.options.columns, self.options.form
+        self._say(f"fetching {source}, split {source.split}")
         files = hub.fetch(source, columns, self.directory / "fetched", self.pool)
-        return examine(files, columns, self.pool, None, form), [about]
+        return examine(files, columns, self.pool, None, text_format), [about]
 
     def _resume(self, identity: list[Any]) -> None:
-        """Goes on with what an interrupted build of the same left. What is the Hub's is asked for
-        here and once, for it may change meanwhile."""
-        self.tokenizer = Tokenizer.named(self.options.tokenizer)
+        """Keep the finished parts of an interrupted build with the same sources and settings.
+
+        A tokenizer of the Hub is downloaded here, once: it may change while the build runs.
+        """
+        self.tokenizer = Tokenizer.named(self.settings.tokenizer_spec)
         digest = self.tokenizer.sha256 if self.tokenizer else None
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
         plan["versions"] = {name: version(name) for name in VERSIONS}
-        plan["versions"]["unicode"] = unidata_version  # of normalise_ids
-        if resume(self.directory, {**plan, **asdict(self.options)}) and self.say:
-            self.say("going on with the build that was interrupted")
+        plan["versions"]["unicode"] = unidata_version  # normalise_ids depends on it
+        if resume(self.directory, {**plan, **self.settings.identity()}):
+            self._say("going on with the build that was interrupted")
 
-    def _conversations(
+    def _survey(self, parts: Sequence[Part]) -> tuple[int, Counter[str], Columns]:
+        """(number of rows, counts of corrected user ids, columns with their kind of order)."""
+        settings, columns = self.settings, self.settings.columns
+        drop = settings.unowned == "drop"
+        num_rows, id_counts, kind = survey(parts, columns, self.pool, drop)
+        if columns.order is not None:
+            kind = kind or NUMBERS  # any kind will do where all values are missing
+            columns = replace(columns, order_as=kind)
+            if settings.test_from is not None:  # an empty column, to check the bound alone
+                nothing = pa.nulls(0, KEYS[kind])
+                at_least(nothing, settings.test_from, columns.order, columns.order_format)
+        return num_rows, id_counts, columns
+
+    def _assign_owners(
         self, parts: Sequence[Part], columns: Columns
     ) -> tuple[Sequence[Part], Columns]:
-        """What says whose all texts are, and its columns: the sources, if they do."""
-        file = self.directory / "conversations.parquet"
+        """Parts and columns that name the owners of every text: of conversations, a new file."""
         if columns.conversation is None:
             return parts, columns
-        if self.say:
-            self.say("finding whom texts are said to")
-        conversations.write(parts, columns, file)
-        columns = conversations.owned(columns)
+        file = self.directory / "conversations.parquet"
+        self._say("finding whom texts are said to")
+        write_conversations(parts, columns, file)
+        columns = conversation_columns(columns)
         return cut(file, columns), columns
 
-    def _tokenizer(self, parts: Sequence[Part], columns: Columns, num_rows: int) -> Tokenizer:
-        """The tokenizer, trained if need be; saved, too, for workers and a later resumption."""
-        file, spec = self.directory / "tokenizer.json", self.options.tokenizer
+    def _train_tokenizer(self, parts: Sequence[Part], columns: Columns, num_rows: int) -> Tokenizer:
+        """The tokenizer, trained if necessary, and saved for workers and a resumed build."""
+        file, spec = self.directory / "tokenizer.json", self.settings.tokenizer_spec
         if self.tokenizer:
             self.tokenizer.save(file)
             return self.tokenizer
         if file.exists():
-            found = Tokenizer.load(file, spec)
-            found.trained_on_data = True
-            return found
-        if self.say:
-            self.say(f"training {spec}")
-        every = -(-num_rows // LEARNT_TEXTS)
-        holdout = self.options.holdout
-        found = Tokenizer.from_spec(spec, lambda: training_texts(parts, columns, holdout, every))
-        found.save(file)
-        return found
+            tokenizer = Tokenizer.load(file, spec)
+            tokenizer.trained_on_data = True
+            return tokenizer
+        self._say(f"training {spec}")
+        every, holdout = -(-num_rows // MAX_TRAINING_TEXTS), self.settings.holdout
+        tokenizer = Tokenizer.from_spec(
+            spec, lambda: training_texts(parts, columns, holdout, every)
+        )
+        tokenizer.save(file)
+        return tokenizer
 
-    def _divided(self, owners: pa.Table) -> dict[str, SplitRows]:
-        """Which rows of which owners each split has. Raises: DataError: the options do not fit."""
-        options, least = self.options, self.options.holdout.min_examples
+    def _tokenise(
+        self, parts: Sequence[Part], columns: Columns, num_rows: int
+    ) -> list[dict[str, int]]:
+        """Write the rows of all parts. Returns the record of each bundle of parts."""
+        settings = self.settings
+        encoding = Encoding(
+            self.rows,
+            self.directory / "tokenizer.json",
+            columns,
+            settings.holdout,
+            settings.max_length,
+            settings.long_texts,
+        )
+        self.rows.mkdir(exist_ok=True)
+        bundles = list(enumerate(bundled(parts)))
+        call = partial(write_rows, encoding=encoding)
+        records = self.pool.map(call, bundles, "tokenised", num_rows)
+        if not sum(record["examples"] for record in records):
+            names = ",".join(settings.columns.text)
+            raise DataError(f"text_column={names}: no user has text, expected at least one")
+        return records
+
+    def _counts(
+        self, num_rows: int, records: Sequence[dict[str, int]], owners: pa.Table
+    ) -> dict[str, int]:
+        """Rows, texts and tokens that were read, dropped and cut."""
+
+        def total(name: str) -> int:
+            return sum(record[name] for record in records)
+
+        holdout = self.settings.holdout
+        counts = {
+            "rows": num_rows,
+            "rows_without_user_dropped": total("unowned"),
+            "empty_texts_dropped": total("empty"),
+            "long_texts": total("long"),
+            "tokens_of_texts": total("tokens"),
+            "tokens_cut": total("tokens_cut"),
+            **dropped(owners["group"].to_numpy(), owners["rows"].to_numpy(), holdout),
+        }
+        if holdout.test_from is not None:
+            counts["texts_without_order"] = total("no_order")
+        return counts
+
+    def _note_ids(self, id_counts: Counter[str], ids: pa.Array) -> dict[str, int]:
+        """Counts of corrected user ids, and of ids that may be of one person.
+
+        The user is told of both, for either may be a mistake in the data.
+        """
+        counts, notes = user_ids.counted(id_counts), user_ids.told(id_counts)
+        if self.settings.columns.url is None:
+            number, examples = user_ids.look_alikes(ids)
+            if number:
+                counts["users_that_look_alike"] = number
+                notes.append(user_ids.told_alike(number, examples))
+        for line in notes:
+            self._say(line)
+        return counts
+
+    def _divide(self, owners: pa.Table) -> dict[str, SplitRows]:
+        """The rows of each split. Raises: DataError: a setting does not go with shared texts."""
+        settings = self.settings
         if is_shared(owners["user_id"]):
             several = "where texts have several owners"
-            if least > 1:
-                raise DataError.of("min_examples", least, f"1 {several}")
-            if rule := decided_by_texts(options.long_texts):
+            if settings.min_examples > 1:
+                raise DataError.of("min_examples", settings.min_examples, f"1 {several}")
+            if rule := decided_by_texts(settings.long_texts):
                 raise DataError(f"{rule} {several}")
         group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
-        return dict(divide(group, counts, options.holdout))
+        return dict(divide(group, counts, settings.holdout))
 
     def _write_splits(
         self, rows: Rows, owners: pa.Table, splits: dict[str, SplitRows], tokenizer: Tokenizer
     ) -> None:
-        """The stores of all splits."""
+        """Write the store of each split."""
         counts, dtype = owners["rows"].to_numpy(), token_dtype(tokenizer.vocab_size)
-        meter = Meter("sorted", int(counts.sum()), self.say)
+        meter = Meter("sorted", int(counts.sum()), self.progress)
         write_splits(rows.blocks(dtype), counts, splits, self.out, dtype, meter.add)
         meter.end()
         about = {
-            "max_length": self.options.max_length,
+            "max_length": self.settings.max_length,
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": _described(tokenizer),
         }
         ids = owners["user_id"].combine_chunks()
         for name, part in splits.items():
-            about["split"] = name
-            whose = ids.take(pa.array(part.owners))
-            close_store(self.out / name, whose, part.counts, about)
+            users = ids.take(pa.array(part.owners))
+            close_store(self.out / name, users, part.counts, {**about, "split": name})
 
     def _describe(
         self,
@@ -369,30 +433,27 @@ class _Build:
         counts: dict[str, int],
         provenance: dict[str, Any],
     ) -> None:
-        """metadata.json of the whole."""
-        options = self.options
-        rules = {"max_length": options.max_length, "long_texts": options.long_texts}
-        columns = asdict(options.columns)
-        names = ("owners", "conversation", "turn", "owners_delimiter", "order_as")
-        for name in (*names, "order_format", "turn_format", "normalise_ids"):
-            if not columns[name]:
-                del columns[name]
+        """Write metadata.json and the checksums of the data set."""
+        settings = self.settings
+        always = ("user", "text", "order", "url")
+        columns = asdict(settings.columns).items()
+        rules = {"max_length": settings.max_length, "long_texts": settings.long_texts}
         metadata = {
             "kind": "dataset",
             "format": FORMAT,
             "splits": splits,
             "tokenizer": _described(tokenizer),
-            "columns": columns,
-            "rules": {**rules, **asdict(options.holdout), "unowned": options.unowned},
+            "columns": {name: value for name, value in columns if value or name in always},
+            "rules": {**rules, **asdict(settings.holdout), "unowned": settings.unowned},
             "counts": counts,
             "sources": list(sources.files),
             "hub": hubs,
             "provenance": provenance,
         }
-        if options.columns.normalise_ids:
+        if settings.columns.normalise_ids:
             metadata["unicode"] = unidata_version
-        if options.columns.url is not None:
-            metadata["public_suffix_list"] = domains.list_version()
+        if settings.columns.url is not None:
+            metadata["public_suffix_list"] = user_ids.list_version()
         write_json(self.out / "metadata.json", metadata, sort_keys=True)
         write_atomically(self.out / SUMS, sums(self.out, splits).encode())
 

@@ -1,7 +1,12 @@
-"""Which columns of a source hold what, and how they become user ids, texts and an order.
+"""Columns of a source: their names, and their values as user ids, texts and order.
 
-Whatever the file, rows come out as record batches of `user_id` (string), `text` (string, or lists
-of token ids) and, if asked for, `order`. Every complaint names the row, counted from 1.
+Rows of any file become record batches of `user_id` (string), `text` (string, or lists of token ids)
+and, if requested, `order`. Errors name the row, counted from 1.
+
+The first line of a CSV file without a header is somebody's text, and so may be keys of JSON,
+columns of a table that was read without a header, and fields inside columns. So an error shows the
+name of a column only if all its words are common in column names, or if the name stands beside a
+requested column.
 """
 
 import re
@@ -14,16 +19,75 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedsim.data.building.column_names import expected_of
-from fedsim.data.building.domains import registrable_domain
 from fedsim.data.building.orders import KEYS, check_format, keys_of
-from fedsim.data.building.user_ids import Rows, as_ids, count_lists, refused, steps_of
-from fedsim.data.owners import SEPARATOR, together
+from fedsim.data.building.user_ids import (
+    Rows,
+    as_ids,
+    count_lists,
+    refused,
+    registrable_domain,
+    steps_of,
+)
+from fedsim.data.store import SEPARATOR, owner_sets
 from fedsim.errors import DataError, MissingColumn
 
+USUAL = frozenset(
+    """
+    account actor address age answer article at author authors bcc bio body by category cc channel
+    chat city code comment comments completion content contents context conversation count country
+    created creation data date dataset day description dialog dialogue doc document documents domain
+    edited email entities file first forum from full group handle hash header host hour html id ids
+    idx index info input instruction item items key kind label labels lang language last length
+    likes line link links list location lower mail markdown member message messages meta metadata
+    metrics mime minute model modified month name names nick nickname node note num number of
+    order org origin output owner owners page paragraph parent part participant path people person
+    phone place platform post posted posts preview profile prompt published query question questions
+    quote rating reaction reactions reason receiver recipient record ref region replies reply repo
+    response responses retweet review revision role room root row rows score screen section sender
+    sentence sentences sequence series service session site size source speaker speech split state
+    status stream subject summary tag tags target team text texts thread time timestamp title to
+    token tokens topic tweet turn turns type uid unix updated uri url user username users utc utt
+    utterance uuid value values verified version views votes web when where who word words year
+    """.split()
+)
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_]+")
+NAME = re.compile(r"[\w.:/# -]+")
+MOST_CHARACTERS, MOST_WORDS = 60, 5  # of a name
+MOST_SHOWN = 50
 TEXT_JOINT = "\n"
 ID_JOINT = "/"
 MOST_OWNERS = 1000  # of one text
+
+
+def is_usual(name: str) -> bool:
+    """True if a name is made of words that are common in column names."""
+    words = [word.lower() for word in WORD.findall(name)]
+    fits = len(name) <= MOST_CHARACTERS and NAME.fullmatch(name) and not re.search(r"\d{3}", name)
+    return bool(fits) and 0 < len(words) <= MOST_WORDS and USUAL.issuperset(words)
+
+
+def expected_of(found: Sequence[str], wanted: Sequence[str]) -> str:
+    """Rest of the error line about a missing column: the columns of the file that may be shown.
+
+    Args:
+      found: columns of the file.
+      wanted: requested columns.
+    """
+    header = not set(wanted).isdisjoint(found)
+    shown = [name for name in found if is_usual(name) or header and "." not in name][:MOST_SHOWN]
+    hidden = len(found) - len(shown)
+    if hidden:
+        whose = "1 whose name is" if hidden == 1 else f"{hidden} whose names are"
+        shown = [", ".join(shown)] if shown else []
+        shown.append(f"{whose} not shown, for it may be a person's text")
+    separated = len(found) == 1 and next((s for s in ";\t|" if s in found[0]), "")
+    hint = ""
+    if separated:
+        hint = f"; columns are separated by {separated!r}: `fedsim data build --delimiter`"
+    elif hidden and not header:
+        hint = "; the first line of CSV must have the names of the columns"
+    listed = (" and " if hidden else ", ").join(shown)
+    return f"no such column, expected one of {listed}{hint}"
 
 
 @dataclass(frozen=True)
@@ -41,60 +105,66 @@ class Columns:
     owners: tuple[str, ...] = ()
     """If given, a text belongs to the users in any of these columns, not to `user`."""
     conversation: str | None = None
-    """If given, a text belongs to whom it is said to, too; see `conversations`."""
+    """If given, a text also belongs to the user to whom it is said; see sources.py."""
     turn: str | None = None
-    """Where in its conversation a row is."""
+    """Orders the rows of a conversation."""
     owners_delimiter: str | None = None
     """Characters at each of which a cell of `owners` is split into several users."""
     order_format: str | None = None
-    """How the order is written; see `orders`."""
+    """Format of the order column; see `orders`."""
     turn_format: str | None = None
     normalise_ids: tuple[str, ...] = ()
-    """What is done to ids first; see `user_ids.MARKS`."""
+    """Steps that are applied to ids; see `user_ids.STEPS`."""
     order_as: str | None = None
-    """Which kind of values the order has, in all of the data; see `orders.KEYS`."""
+    """Kind of the values of the order column in all files; see `orders.KEYS`."""
 
     @classmethod
     def of(
         cls,
         user: str | Sequence[str],
         text: str | Sequence[str],
-        order: str | None = None,
-        url: str | None = None,
+        *,
         owners: str | Sequence[str] = (),
-        conversation: str | None = None,
-        turn: str | None = None,
-        owners_delimiter: str | None = None,
-        order_format: str | None = None,
-        turn_format: str | None = None,
         normalise_ids: str | Sequence[str] = (),
+        **others: str | None,
     ) -> "Columns":
-        """Columns from one name or several. Raises: DataError: none, or a column has two roles."""
-        names = (_names(user), _names(text), order, url, _names(owners))
-        formats = order_format, turn_format
-        found = cls(*names, conversation, turn, owners_delimiter, *formats, steps_of(normalise_ids))
-        found._check_delimiter()
-        for field, form, column in zip(("order", "turn"), formats, (order, turn), strict=True):
+        """Make Columns from one name or several.
+
+        Raises:
+          DataError: a name is missing or has two roles, or a setting does not go with another.
+        """
+        steps = steps_of(normalise_ids)
+        columns = cls(
+            _names(user), _names(text), owners=_names(owners), normalise_ids=steps, **others
+        )
+        columns._check()
+        return columns
+
+    def _check(self) -> None:
+        self._check_delimiter()
+        for field, form, column in (
+            ("order", self.order_format, self.order),
+            ("turn", self.turn_format, self.turn),
+        ):
             check_format(f"{field}_format", form)
             if form is not None and column is None:
                 raise DataError.of(f"{field}_format", form, f"it beside {field}_column")
+        conversation, turn, shown = self.conversation, self.turn, ",".join(self.owners)
         if (conversation is None) != (turn is None):
             raise DataError.of("turn_column", turn, "it beside conversation_column, or none")
-        if conversation is not None and (found.owners or url is not None):
+        if conversation is not None and (self.owners or self.url is not None):
             raise DataError.of("conversation_column", conversation, "the speaker's user_column")
-        for field, names in (("user_column", found.user), ("text_column", found.text)):
+        for field, names in (("user_column", self.user), ("text_column", self.text)):
             if not names or len(set(names)) < len(names):
                 raise DataError.of(field, names, "at least one column, none twice")
-        shown = ",".join(found.owners)
-        if len(set(found.owners)) < len(found.owners):
+        if len(set(self.owners)) < len(self.owners):
             raise DataError.of("owners", shown, "no column twice")
-        if found.owners and url is not None:
-            raise DataError.of("owners", shown, f"none beside url_column={url}")
-        for name in found.owner:
-            if name in found.text:
-                field = found.blamed.partition("=")[0]
+        if self.owners and self.url is not None:
+            raise DataError.of("owners", shown, f"none beside url_column={self.url}")
+        for name in self.owner:
+            if name in self.text:
+                field = self.blamed.partition("=")[0]
                 raise DataError.of(field, name, "a column other than text_column")
-        return found
 
     def _check_delimiter(self) -> None:
         given = self.owners_delimiter
@@ -107,29 +177,35 @@ class Columns:
 
     @property
     def owner(self) -> tuple[str, ...]:
-        """The columns that say whose a row is."""
+        """Columns that name the owners of a row."""
         return self.owners or (self.user if self.url is None else (self.url,))
 
     @property
     def names(self) -> list[str]:
-        """The columns to read, each once."""
+        """Columns to read, without duplicates."""
         single = filter(None, (self.order, self.conversation, self.turn))
         return list(dict.fromkeys((*self.owner, *self.text, *single)))
 
     def outer(self, found: Sequence[str]) -> list[str]:
-        """The columns among those `found` that hold them."""
+        """Columns of a file that contain the columns to read. Args: found: columns of the file."""
         names = [name if name in found else name.partition(".")[0] for name in self.names]
         return list(dict.fromkeys(names))
 
     @property
     def blamed(self) -> str:
-        """The flag and value that a row without a user is about."""
+        """Setting and value to name in an error about the user of a row."""
         if self.owners:
             return f"owners={','.join(self.owners)}"
         return f"url_column={self.url}" if self.url else f"user_column={','.join(self.user)}"
 
     def check(self, found: Sequence[str]) -> None:
-        """Raises: DataError: a column is not among those `found`, or is there twice."""
+        """Check that a file has all columns once.
+
+        Args:
+          found: columns of the file.
+        Raises:
+          DataError: a column is there twice. MissingColumn: a column is not there.
+        """
         for name in self.names:
             if found.count(name) > 1:
                 raise DataError(f"column {name}: expected one of that name, got several")
@@ -152,60 +228,64 @@ def _names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def paths(schema: pa.Schema) -> list[str]:
-    """The names of columns, those inside others with a dot: user.id."""
-    found = []
+    """Names of columns. Names of fields inside columns have a dot: user.id."""
+    names = []
     for field in schema:
-        found.append(field.name)
+        names.append(field.name)
         if pa.types.is_struct(field.type):
             inner = paths(pa.schema(field.type.fields))
-            found += [f"{field.name}.{name}" for name in inner]
-    return found
+            names += [f"{field.name}.{name}" for name in inner]
+    return names
 
 
 def pick(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-    """The columns of these names, those inside others, too; see `paths`."""
-    found = {}
+    """Select columns, or fields inside columns, by the names that `paths` gives."""
+    picked = {}
     for name in names:
         outer, *inner = [name] if name in batch.schema.names else name.split(".")
         column = batch[outer]
-        found[name] = pc.struct_field(column, inner) if inner else column  # pyright: ignore
-    return pa.RecordBatch.from_pydict(found)
+        picked[name] = pc.struct_field(column, inner) if inner else column  # pyright: ignore
+    return pa.RecordBatch.from_pydict(picked)
 
 
 def normalise(
     batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str] | None = None
 ) -> pa.RecordBatch:
-    """The batch as user_id, text (each if columns are named that have it) and perhaps order.
+    """Convert a batch to the columns user_id, text and order, as far as `columns` names them.
 
-    A row nobody owns has a user_id that is null or blank.
+    The user_id of a row without owner is null or blank.
 
-    Args: tally: counts what was put right of user ids; see `user_ids`.
-    Raises: DataError: a column has another type than it should, or text that is not UTF-8.
+    Args:
+      batch: rows as in the file.
+      first_row: number of rows of the file before the batch.
+      tally: counts corrected user ids; see `user_ids`.
+    Raises:
+      DataError: a column has the wrong type, or text that is not UTF-8.
     """
-    found = {}
+    result = {}
     if columns.owner:
         tally = Counter() if tally is None else tally
-        found["user_id"] = _users(batch, columns, first_row, tally)
+        result["user_id"] = _users(batch, columns, first_row, tally)
     texts = [text_of(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
     if len(texts) > 1:
         if any(is_token_list(text.type) for text in texts):
             raise DataError.of("text_column", columns.text, "one column of token ids")
-        found["text"] = reduce(_join_texts, texts)
+        result["text"] = reduce(_join_texts, texts)
     elif texts:
-        found["text"] = texts[0]
+        result["text"] = texts[0]
     if columns.order is not None:
         order, field = plain(batch[columns.order]), f"order_column={columns.order}"
         keys = keys_of(_validate(order, field, first_row), field, first_row, columns.order_format)
         if pa.types.is_null(keys.type) and columns.order_as is not None:
             keys = keys.cast(KEYS[columns.order_as])
-        found["order"] = keys
-    return pa.RecordBatch.from_pydict(found)
+        result["order"] = keys
+    return pa.RecordBatch.from_pydict(result)
 
 
 def _users(
     batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
 ) -> pa.Array:
-    """Whose each row is: an id, or a set of owners as one string."""
+    """Owner of each row: an id, or an owner set as a string."""
     lists = len(columns.user) == 1 and is_list(plain(batch[columns.owner[0]]).type)
     if columns.owners or (columns.url is None and lists):
         return _owner_sets(batch, columns, first_row, tally)
@@ -219,7 +299,7 @@ def _users(
 
 
 def is_blank(column: pa.Array) -> np.ndarray:
-    """bool [rows]: null, empty, or white space only; of token lists: null or empty."""
+    """True for null, empty and white-space texts and empty token lists, bool [rows]."""
     if is_token_list(column.type):
         blank = pc.equal(pc.list_value_length(column), 0)  # pyright: ignore
     else:
@@ -229,22 +309,22 @@ def is_blank(column: pa.Array) -> np.ndarray:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether a column holds lists."""
+    """True for types of lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
 def is_token_list(kind: pa.DataType) -> bool:
-    """Whether a text column holds token ids instead of text."""
+    """True for types of lists of token ids."""
     return is_list(kind) and pa.types.is_integer(kind.value_type)  # pyright: ignore
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """The column with its values in the place of a dictionary's numbers."""
+    """The column with a dictionary's numbers replaced by their values."""
     return column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
 
 
 def is_string(kind: pa.DataType) -> bool:
-    """Whether `kind` is one of Arrow's string types."""
+    """True for Arrow's string types."""
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     return any(test(kind) for test in tests)
 
@@ -252,7 +332,11 @@ def is_string(kind: pa.DataType) -> bool:
 def ids_of(
     column: pa.Array, field: str, rows: Rows, tally: Counter[str], how: Sequence[str] = ()
 ) -> pa.Array:
-    """Ids as strings; see `user_ids`. Raises: DataError: it has no ids."""
+    """User ids as strings; see `user_ids.as_ids`.
+
+    Raises:
+      DataError: the column has another type, or an id contains SEPARATOR.
+    """
     column = plain(column)
     kind = column.type
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
@@ -270,14 +354,15 @@ def ids_of(
 def _owner_sets(
     batch: pa.RecordBatch, columns: Columns, first_row: int, tally: Counter[str]
 ) -> pa.Array:
-    """Each row's set of owners as one string (see data/owners.py), blank where there is none.
+    """Owner set of each row as a string (see store.py), blank for a row without owners.
 
-    Raises: DataError: a list with a null, an empty id or an id twice, or too many owners.
+    Raises:
+      DataError: a list has a null, an empty id or an id twice, or a row has too many owners.
     """
     parts = [_owned(batch, name, columns, first_row, tally) for name in columns.owner]
     rows = np.concatenate([rows for rows, _ in parts])
     ids = pa.concat_arrays([ids for _, ids in parts])
-    keys, counts = together(rows, ids, len(batch))
+    keys, counts = owner_sets(rows, ids, len(batch))
     if len(bad := np.flatnonzero(counts > MOST_OWNERS)):
         raise refused(
             columns.blamed,
@@ -290,7 +375,7 @@ def _owner_sets(
 def _owned(
     batch: pa.RecordBatch, name: str, columns: Columns, first_row: int, tally: Counter[str]
 ) -> tuple[np.ndarray, pa.Array]:
-    """(row, owner) of one column: lists, or single ids, of which null and blank ones are nobody."""
+    """(rows, owners) of one column of lists, or of single ids without null and blank ones."""
     column, field = plain(batch[name]), columns.blamed
     if not is_list(column.type):
         rows, parts = _split(column, field, first_row, columns.owners_delimiter)
@@ -314,7 +399,7 @@ def _owned(
     if blank.any():
         row = first_row + rows[blank.argmax()] + 1
         raise refused(field, f"owners with ids, got a null or empty one in row {row}")
-    _, counts = together(rows, ids, len(column))
+    _, counts = owner_sets(rows, ids, len(column))
     if len(bad := np.flatnonzero(counts < sizes)):
         row = first_row + bad[0] + 1
         raise refused(field, f"each owner of a text once, got one twice in row {row}")
@@ -324,7 +409,7 @@ def _owned(
 def _split(
     column: pa.Array, field: str, first_row: int, delimiter: str | None
 ) -> tuple[np.ndarray, pa.Array]:
-    """(row, id) of a column of single ids, or of texts with several ids in each."""
+    """(rows, ids) of a column of single ids, or of texts that a delimiter splits into ids."""
     if delimiter is None or not is_string(column.type):
         return np.arange(len(column)), column
     texts = _validate(column.cast(pa.string()), field, first_row)
@@ -336,8 +421,10 @@ def _split(
 
 
 def _join_ids(parts: Sequence[pa.Array]) -> pa.Array:
-    """One id of several: joined by slashes, with the parts' own slashes escaped so that other parts
-    never make the same id. Null if a part is null or blank."""
+    """Join ids with slashes. Null if a part is null or blank.
+
+    Slashes inside the parts are escaped, so that different parts never make the same id.
+    """
     if len(parts) == 1:
         return parts[0]
     escaped = []
@@ -350,7 +437,7 @@ def _join_ids(parts: Sequence[pa.Array]) -> pa.Array:
 
 
 def _join_texts(one: pa.Array, other: pa.Array) -> pa.Array:
-    """Texts joined; nulls and empty ones are skipped."""
+    """Join texts with newlines. Null and empty texts are skipped."""
     one, other = one.fill_null(""), other.fill_null("")
     both = pc.binary_join_element_wise(one, other, TEXT_JOINT)  # pyright: ignore
     both = pc.if_else(pc.equal(other, ""), one, both)  # pyright: ignore
@@ -364,7 +451,11 @@ def _as_domains(urls: pa.Array) -> pa.Array:
 
 
 def text_of(column: pa.Array, field: str, first_row: int, tokens: bool = False) -> pa.Array:
-    """Texts, or lists of token ids. Raises: DataError: it has neither, or no UTF-8."""
+    """Texts, or lists of token ids if `tokens`.
+
+    Raises:
+      DataError: the column has another type, or text that is not UTF-8.
+    """
     column = plain(column)
     if tokens and is_token_list(column.type):
         return column
@@ -375,7 +466,7 @@ def text_of(column: pa.Array, field: str, first_row: int, tokens: bool = False) 
 
 
 def _validate(column: pa.Array, field: str, first_row: int) -> pa.Array:
-    """The column, if its strings are UTF-8; before anything else trips over them."""
+    """Check that strings are UTF-8, before another function fails on them."""
     try:
         column.validate(full=True)
     except pa.ArrowInvalid as error:

@@ -1,13 +1,16 @@
 """Data sets of the Hugging Face Hub, streamed: `hf:NAME` or `hf:NAME:CONFIG`.
 
-Only the columns that are needed are kept, as Parquet files, one for each shard of the data set, so
-that what comes over the network is read from it once and a build that was killed goes on. Files of
-CSV and JSON are kept as they are and read as local ones: `datasets` would take 007 for 7.
+Only the required columns are kept, as a Parquet file for each shard of the data set, so that each
+byte is downloaded once and a build that was killed can resume. CSV and JSON files are copied
+unchanged and read as local files: `datasets` would read 007 as 7.
 """
 
 import os
 import re
 import shutil
+import socket
+import ssl
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,26 +25,25 @@ from fedsim.data.building.columns import Columns, is_string, paths
 from fedsim.data.building.processes import Pool
 from fedsim.data.building.readers import reason_of
 from fedsim.data.building.sources import identify
-from fedsim.data.network import may_pass
 from fedsim.errors import DataError, Interrupted
 from fedsim.files import DISK_FULL, expand_home
 
 PREFIX = "hf:"
 FETCH_ROWS = 1_000
-PAUSES_S = (1.0, 5.0, 25.0)  # before a shard is asked for again
-# What files of CSV and JSON are called here, by what they are called there.
+PAUSES_S = (1.0, 5.0, 25.0)  # before retries
+# Local suffix of a CSV or JSON file, by its suffix on the Hub.
 TEXTS = {
     f".{kind}{z}": f".{kind}{z}" for kind in ("csv", "tsv", "json", "jsonl") for z in ("", ".gz")
 }
 TEXTS |= {".ndjson": ".jsonl", ".ndjson.gz": ".jsonl.gz"}
 DIRECTLY = "download the files and build from them: `fedsim data build FILE ...`"
-# What a builder's settings may be without a file being another one for it.
+# Settings of a builder of `datasets` that do not change how it reads a file.
 OF_NO_MATTER = ("name", "version", "data_dir", "data_files", "description", "features")
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set of the Hub, or a local directory that looks like one."""
+    """A data set of the Hub, or a local directory in the format of one."""
 
     name: str
     config: str | None
@@ -50,8 +52,11 @@ class HubSource:
 
     @classmethod
     def parse(cls, source: str, split: str | None, revision: str | None) -> "HubSource":
-        """The data set that hf:NAME or hf:NAME:CONFIG names. Default: split train, newest
-        revision."""
+        """Parse hf:NAME or hf:NAME:CONFIG. Default: split train, newest revision.
+
+        Raises:
+          DataError: NAME is empty.
+        """
         name, _, config = source.removeprefix(PREFIX).partition(":")
         if not name:
             raise DataError.of("data", source, "hf:NAME or hf:NAME:CONFIG")
@@ -63,20 +68,26 @@ class HubSource:
         return f"{PREFIX}{self.name}{config}"
 
     def open(self) -> Any:
-        """The streaming `datasets.IterableDataset`."""
+        """Open the data set as a streaming `datasets.IterableDataset`.
+
+        Raises:
+          DataError: the data set cannot be streamed.
+          Interrupted: the Hub cannot be reached.
+        """
         from datasets import load_dataset
 
         try:
             return load_dataset(
                 self.name, self.config, split=self.split, revision=self.revision, streaming=True
             )
-        except Exception as error:  # as many kinds as there are ways for a network to fail
+        except Exception as error:  # the libraries raise errors of many types
             raise self.failure(error) from error
 
     def text_files(self) -> list[str] | None:
-        """The paths or addresses of its files if they are CSV or JSON, else None.
+        """Paths or addresses of the files of the data set if they are CSV or JSON, else None.
 
-        Raises: DataError: they are written in a way that only `datasets` reads.
+        Raises:
+          DataError: the files need settings that only `datasets` supports.
         """
         from datasets import load_dataset_builder
         from datasets.packaged_modules.csv.csv import Csv
@@ -90,14 +101,14 @@ class HubSource:
         if not isinstance(builder, Csv | Json) or not files:
             return None
         for name, value in vars(type(builder.config)()).items():
-            found = getattr(builder.config, name)
-            tabs = name in ("sep", "delimiter") and found == "\t"
-            if found != value and name not in OF_NO_MATTER and not (tabs and _all_tabs(files)):
-                raise DataError.of("data", self, f"files without {name}={found}; {DIRECTLY}")
+            setting = getattr(builder.config, name)
+            tabs = name in ("sep", "delimiter") and setting == "\t"
+            if setting != value and name not in OF_NO_MATTER and not (tabs and _all_tabs(files)):
+                raise DataError.of("data", self, f"files without {name}={setting}; {DIRECTLY}")
         return list(files)
 
     def failure(self, error: Exception) -> DataError:
-        """What went wrong, in one line; Interrupted if it is the network that did."""
+        """Error line for an exception of the Hub's libraries; Interrupted if the network failed."""
         said = reason_of(error) if isinstance(error, pa.ArrowException) else str(error)
         reason = " ".join(said.split())[:300] or type(error).__name__
         kind, expected = DataError, "a data set that can be streamed"
@@ -109,27 +120,31 @@ class HubSource:
         )
 
     def pinned(self) -> "HubSource":
-        """The same at the commit that its revision names now."""
+        """The same data set at the commit that its revision names now."""
         if Path(self.name).exists() or re.fullmatch("[0-9a-f]{40}", self.revision or ""):
             return self
         import huggingface_hub
 
         try:
-            found = huggingface_hub.HfApi().dataset_info(self.name, revision=self.revision)
+            info = huggingface_hub.HfApi().dataset_info(self.name, revision=self.revision)
         except Exception as error:
             raise self.failure(error) from error
-        return HubSource(self.name, self.config, self.split, found.sha)
+        return HubSource(self.name, self.config, self.split, info.sha)
 
     def identity(self) -> dict[str, Any]:
-        """What is read, for a pinned one: its fields, and the bytes of a local directory."""
+        """Identity of a pinned data set: its fields, and the digest of a local directory."""
         about, local = {**asdict(self), "source": str(self)}, Path(self.name)
         return {**identify(local), **about} if local.exists() else about
 
 
 def fetch(source: HubSource, columns: Columns, directory: Path, pool: Pool) -> list[Path]:
-    """The data set's files, in order, fetched into `directory` where they are not there yet.
+    """Download the files of the data set into `directory`, except those that are there.
 
-    Raises: DataError: it cannot be read, or lacks a column. Interrupted: the network failed.
+    Returns:
+      The files, in order.
+    Raises:
+      DataError: the data set cannot be read, or lacks a column.
+      Interrupted: the network failed.
     """
     directory.mkdir(exist_ok=True)
     if texts := source.text_files():
@@ -171,7 +186,7 @@ def _fetch(
 
 
 def _patiently(file: Path, make: Callable[[], None]) -> None:
-    """Makes a file, unless it is there; again where the network fails."""
+    """Make a file unless it exists. Try again after a pause if the network fails."""
     for pause in PAUSES_S:
         if file.exists():
             return
@@ -229,8 +244,12 @@ def _fetch_shard(
 
 
 def _like(schema: pa.Schema, table: pa.Table) -> pa.Table:
-    """The table in a schema. Raises: DataError: one has texts where the other has none: of such a
-    column, cast, a text 007 would be the number 7, another user."""
+    """Cast a table to a schema.
+
+    Raises:
+      DataError: a column has texts in one and none in the other. Cast to numbers, the text 007
+        would be 7, another user.
+    """
     for name in table.column_names:
         kinds = schema.field(name).type, table.schema.field(name).type
         if len({is_string(getattr(kind, "value_type", kind)) for kind in kinds}) > 1:
@@ -241,6 +260,36 @@ def _like(schema: pa.Schema, table: pa.Table) -> pa.Table:
 
 
 def split_sources(sources: Sequence[str | Path]) -> tuple[list[str], list[str | Path]]:
-    """(those of the Hub, the others)."""
+    """(sources of the Hub, other sources)."""
     of_hub = [str(source) for source in sources if str(source).startswith(PREFIX)]
     return of_hub, [source for source in sources if not str(source).startswith(PREFIX)]
+
+
+KINDS = (ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
+LIBRARIES = {"httpx": "RequestError", "httpx2": "RequestError", "aiohttp": "ClientError"}
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """True if an error, or a cause of it, is the network's or a server's: a retry may succeed."""
+    while error is not None:
+        status = _status(error)
+        if status in (408, 429) or status >= 500:
+            return True
+        if not status and isinstance(error, (*KINDS, *_kinds_of_libraries())):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _status(error: BaseException) -> int:
+    """HTTP status of the server's answer; 0 if there was none."""
+    response = getattr(error, "response", error)
+    status = getattr(response, "status_code", None) or getattr(response, "status", None)
+    return status if isinstance(status, int) else 0
+
+
+def _kinds_of_libraries() -> list[type[BaseException]]:
+    """Network errors of the libraries that are imported; others cannot have raised any."""
+    return [
+        getattr(sys.modules[name], kind) for name, kind in LIBRARIES.items() if name in sys.modules
+    ]

@@ -1,16 +1,16 @@
-"""Where a row stands among its user's rows, or in its conversation: order and turn columns.
+"""Order and turn columns, which sort the rows of a user or of a conversation.
 
-Each value is read by itself, so that nobody's value decides how another's is read. It becomes a
-key, a few numbers that sort as the values do, exactly:
+Each value is read by itself, so that no value decides how the value of another user is read. It
+becomes a key, a few numbers that sort exactly as the values do:
 
-- numbers: whole ones of up to 34 digits, and floats, which are compared with each other as numbers;
+- numbers: whole numbers of up to 34 digits, and floats; both are compared as numbers;
 - times: ISO 8601 (2020-01-31, 2020-01-31T10:00:00.5+02:00) down to nanoseconds, in UTC;
 - times without a zone, which are not compared with times;
-- whatever a format says: "utc" takes times without a zone for UTC, "text" compares texts character
+- values in a given format: "utc" reads times without a zone as UTC, "text" compares texts character
   by character, and a pattern of strptime (%m/%d/%Y) reads other times.
 
-Numbers, times and dates that a file has as such are what its schema says. A column with values of
-two kinds is refused, and so is a text that is of none: texts of dates sort in no order of time.
+Numbers, times and dates of a typed file are read by the schema of the file. A column with values of
+two kinds is refused, and so is a text of no kind: texts of dates do not sort by time.
 """
 
 from collections.abc import Iterable
@@ -28,15 +28,15 @@ _FINER = ("nanoseconds", pa.int32())
 NUMBERS, TIMES, LOCAL = "numbers", "times with a zone", "times without a zone"
 CLOCK, TEXTS = "times of day", "texts"
 KEYS: dict[str, pa.DataType] = {
-    NUMBERS: pa.struct([("number", pa.float64()), ("rest", pa.int64())]),  # their sum
+    NUMBERS: pa.struct([("number", pa.float64()), ("rest", pa.int64())]),  # the value is their sum
     TIMES: pa.struct([("utc", pa.int64()), _FINER]),  # seconds since 1970
     LOCAL: pa.struct([("local", pa.int64()), _FINER]),
     CLOCK: pa.struct([("clock", pa.int64()), _FINER]),
     TEXTS: pa.struct([("text", pa.string())]),
 }
 """The type of the keys of each kind of values."""
-MOST = 10**34  # below, what a float leaves of a whole number fits 64 bits
-EXACT = 2**62  # up to here int64 does not overflow on the way
+MOST = 10**34  # below, the remainder of a whole number after rounding to a float fits 64 bits
+EXACT = 2**62  # below, int64 does not overflow in `_exact`
 SHORT = 18  # digits that fit 64 bits
 WHOLE = r"^[+-]?[0-9]+$"
 NUMBER = r"(?i)^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?$|^[+-]?inf(inity)?$"
@@ -49,11 +49,18 @@ DAY = 86_400  # seconds
 
 
 def check_format(field: str, form: str | None) -> None:
-    """Raises: DataError: `form` is no format."""
+    """Check the format of a column.
+
+    Args:
+      field: name of the setting, for the error.
+      form: "utc", "text", a pattern of strptime, or None.
+    Raises:
+      DataError: the format is none of these.
+    """
     if form in (None, UTC_TIMES, TEXT):
         return
     try:
-        if "%" in form and "%Z" not in form:  # names of zones are the machine's
+        if "%" in form and "%Z" not in form:  # %Z depends on the machine
             datetime.strptime(datetime(2001, 2, 3, 4, 5, 6, tzinfo=UTC).strftime(form), form)
             return
     except ValueError:
@@ -66,15 +73,21 @@ def check_format(field: str, form: str | None) -> None:
 
 
 def kind_of(keys: pa.Array) -> str | None:
-    """Which of KEYS they are of; None where all are missing."""
+    """Kind of keys (a name of KEYS); None if all keys are missing."""
     return next((kind for kind, of in KEYS.items() if keys.type == of), None)
 
 
 def keys_of(column: pa.Array, field: str, first_row: int, form: str | None) -> pa.Array:
-    """The keys of a column's values, null where one is missing; without a type where all are.
+    """Keys of the values of a column.
 
-    Args: field: "order_column=when", or of turns. form: utc, text or a pattern; see above.
-    Raises: DataError: a value is of no kind, or values are of two.
+    Args:
+      field: setting and column, such as "order_column=when", for errors.
+      first_row: number of rows of the file before the column, for errors.
+      form: as of `check_format`.
+    Returns:
+      An array of a type of KEYS, null for a missing value; of type null if all values are missing.
+    Raises:
+      DataError: a value is of no kind, or values are of two kinds.
     """
     kind, as_written = column.type, form not in (None, UTC_TIMES)
     if kind in KEYS.values() or pa.types.is_null(kind):
@@ -108,18 +121,29 @@ def keys_of(column: pa.Array, field: str, first_row: int, form: str | None) -> p
 
 
 def common_kind(kinds: Iterable[str | None], field: str) -> str | None:
-    """The kind of keys that were found. Raises: DataError: there are several."""
-    found = sorted({kind for kind in kinds if kind is not None})
-    if len(found) > 1:
-        raise refused(field, f"values of one kind, got {' and '.join(found)}")
-    return found[0] if found else None
+    """The one kind of keys among `kinds`; None if all are missing.
+
+    Raises:
+      DataError: there are several kinds.
+    """
+    distinct = sorted({kind for kind in kinds if kind is not None})
+    if len(distinct) > 1:
+        raise refused(field, f"values of one kind, got {' and '.join(distinct)}")
+    return distinct[0] if distinct else None
 
 
 def at_least(keys: pa.Array, bound: str, column: str | None, form: str | None) -> np.ndarray:
-    """bool [rows]: whether the order of a row is at least what `bound` says, as in the column or in
-    ISO 8601. A missing one is not; a bound without a zone is of UTC.
+    """True for rows whose order is at least `bound`, bool [rows].
 
-    Raises: DataError: it cannot be compared with them.
+    A missing order is not. A bound without a zone is in UTC.
+
+    Args:
+      keys: result of `keys_of`.
+      bound: a value in the format of the column or in ISO 8601.
+      column: name of the column, for the error.
+      form: as of `check_format`.
+    Raises:
+      DataError: the bound cannot be compared with the keys.
     """
     kind = kind_of(keys)
     if kind is None:
@@ -135,23 +159,23 @@ def at_least(keys: pa.Array, bound: str, column: str | None, form: str | None) -
 
 
 def _bound(bound: str, kind: str, form: str | None) -> tuple[pa.Scalar, pa.Scalar] | None:
-    """The key of a bound for keys of a kind; None where it has none."""
+    """Key of a bound, for keys of one kind; None if it has no such key."""
     forms: list[str | None] = [] if form in (None, UTC_TIMES) else [form]
     forms.append(UTC_TIMES if kind == TIMES else None)
-    for each in forms:
+    for candidate in forms:
         text = f"1970-01-01T{bound}" if kind == CLOCK else bound
         try:
-            found = keys_of(pa.array([text]), "test_from", 0, each)
+            keys = keys_of(pa.array([text]), "test_from", 0, candidate)
         except DataError:
             continue
-        if kind_of(found) == (LOCAL if kind == CLOCK else kind):
-            one, other = found.flatten()
+        if kind_of(keys) == (LOCAL if kind == CLOCK else kind):
+            one, other = keys.flatten()
             return one[0], other[0]
     return None
 
 
 class _Texts:
-    """Orders that are written as texts."""
+    """Keys of a column of texts."""
 
     def __init__(self, column: pa.Array, field: str, first_row: int, form: str | None):
         self.field, self.first_row, self.form = field, first_row, form
@@ -161,7 +185,7 @@ class _Texts:
         self.missing = _flags(self.texts.is_null())
 
     def keys(self) -> pa.Array:
-        """As `keys_of`."""
+        """Convert the texts to keys; see `keys_of`."""
         if self.missing.all():
             return pa.nulls(len(self.texts))
         if self.form == TEXT:
@@ -187,7 +211,7 @@ class _Texts:
         return self._times(time, TIMES if self.form or zoned.any() else LOCAL)
 
     def _refused(self, bad: np.ndarray) -> DataError:
-        """What is said of a text that is nothing: where it is, for it may be a person's."""
+        """The error about a text of no kind. It shows the row alone: the text may be personal."""
         row = self.first_row + int(bad.argmax()) + 1
         if self.form not in (None, UTC_TIMES):
             return refused(self.field, f"{self.form}, got another text in row {row}")
@@ -199,7 +223,7 @@ class _Texts:
         )
 
     def _expect_one(self, these: np.ndarray, kind: str, other: str, hint: str = "") -> None:
-        """Raises: DataError: not all that are not missing are of one kind."""
+        """Check that all texts that are not missing are of one kind. Raises: DataError."""
         others = ~(these | self.missing)
         if others.any():
             first, second = (self.first_row + int(a.argmax()) + 1 for a in (these, others))
@@ -226,7 +250,7 @@ class _Texts:
         return _key(NUMBERS, number, rest, self.missing)
 
     def _times(self, found: Any, kind: str) -> pa.Array:
-        """Of days, times, fractions of seconds and zones, each perhaps empty; see TIME."""
+        """Keys of days, times, fractions of seconds and zones; some may be empty. See TIME."""
 
         def part(name: str, empty: str) -> Any:
             text = found.field(name)
@@ -239,8 +263,8 @@ class _Texts:
         moment = call("if_else", pa.array(self.missing), pa.scalar(None, pa.string()), moment)
         try:
             seconds = moment.cast(pa.timestamp("s"))
-        except pa.ArrowInvalid:  # as of 31 February
-            raise self._refused(np.array([not _is_moment(each) for each in moment])) from None
+        except pa.ArrowInvalid:  # 31 February
+            raise self._refused(np.array([not _is_moment(text) for text in moment])) from None
         fraction = call("utf8_rpad", part("fraction", "0"), width=9, padding="0")
         zone = call("replace_substring_regex", part("zone", "Z"), pattern="Z|UTC", replacement="+0")
         zone = call("replace_substring", zone, pattern=":", replacement="")
@@ -253,7 +277,7 @@ class _Texts:
         return _key(kind, _filled(seconds.cast(pa.int64())) - ahead, nanoseconds, self.missing)
 
     def _by_pattern(self, pattern: str) -> pa.Array:
-        """Of times that are written as `pattern` says."""
+        """Keys of times in the format of a pattern of strptime."""
         unique = self.texts.dictionary_encode()
         number = _filled(unique.indices)
         seconds = np.zeros(len(unique.dictionary), np.int64)
@@ -287,7 +311,7 @@ def _key(kind: str, major: np.ndarray, minor: np.ndarray, missing: np.ndarray) -
 
 
 def _exact(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whole numbers as floats and what these leave: pairs that sort as the numbers do."""
+    """Split whole numbers into floats and remainders: pairs that sort as the numbers do."""
     near = (values < EXACT) & (values > -EXACT)
     whole = np.where(near, values, 0).astype(np.int64)
     number = whole.astype(np.float64)

@@ -1,7 +1,7 @@
-"""Reading users' text: Parquet, JSON, JSONL, CSV (.gz), and saved `datasets` directories.
+"""Read users' text: Parquet, JSON, JSONL, CSV (.gz), and directories saved by `datasets`.
 
-A file is cut into parts where its format allows it, so that several processes can read it. Rows
-come in the order of the file as checked batches; complaints name the file, the row and the reason.
+A file is cut into parts if its format allows it, so that several processes can read it. Rows come
+in the order of the file as checked batches. Errors name the file, the row and the reason.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from fedsim.data.building import csv_records, json_records
+from fedsim.data.building import text_files
 from fedsim.data.building.columns import Columns, normalise, paths, pick
-from fedsim.data.building.text_format import NONE, Form
-from fedsim.data.owners import SEPARATOR
+from fedsim.data.building.text_files import NONE, TextFormat
+from fedsim.data.store import SEPARATOR
 from fedsim.errors import DataError, printable
 from fedsim.files import TOO_MANY_FILES
 
@@ -31,27 +31,27 @@ PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
 CSV_BLOCKS = tuple(16 * 2**20 * 8**i for i in range(3))  # bytes; one row must fit
 SUFFIXES = (".parquet", *(f".{k}{z}" for k in ("json", "jsonl", "csv", "tsv") for z in ("", ".gz")))
 OTHER = "; where it is of another encoding: `fedsim data build --encoding latin1`"
-UTF8 = Form()
-SAVED = ("state.json", "dataset_dict.json")  # what datasets.save_to_disk leaves
+UTF8 = TextFormat()
+SAVED = ("state.json", "dataset_dict.json")  # one of them is in a saved directory
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a file: row groups of Parquet, bytes of JSONL, rows of a saved data set."""
+    """A part of a file: row groups of Parquet, bytes of JSONL, rows of a saved data set."""
 
     file: Path
     start: int = 0
     end: int | None = None
-    """Where it ends; None is the end of the file."""
+    """End of the part, exclusive; None is the end of the file."""
     first_row: int = 0
-    """Rows (lines of JSONL) of the file before it."""
+    """Number of rows (lines of JSONL) of the file before the part."""
     split: str | None = None
-    """Which data set of a saved dictionary it is."""
-    form: Form = UTF8
+    """Split of a saved dictionary of data sets."""
+    text_format: TextFormat = UTF8
 
     @property
     def kind(self) -> str:
-        """parquet, json, jsonl, csv, tsv, or saved."""
+        """Format of the file: parquet, json, jsonl, csv, tsv, or saved."""
         return "saved" if self.file.is_dir() else _suffix(self.file)
 
 
@@ -59,12 +59,15 @@ def _suffix(file: Path) -> str:
     return file.name.removesuffix(".gz").rpartition(".")[2]
 
 
-def cut(file: Path, columns: Columns, split: str | None = None, form: Form = UTF8) -> list[Part]:
-    """The parts of a file, in order: the same for the same file and columns.
+def cut(
+    file: Path, columns: Columns, split: str | None = None, text_format: TextFormat = UTF8
+) -> list[Part]:
+    """Cut a file into parts, in order. Equal files and columns give equal parts.
 
-    Raises: DataError: it cannot be read, or lacks a column.
+    Raises:
+      DataError: the file cannot be read, or lacks a column.
     """
-    whole = Part(file, split=split, form=form)
+    whole = Part(file, split=split, text_format=text_format)
     with complaints(whole):
         if whole.kind == "parquet":
             return _cut_parquet(file, columns)
@@ -74,23 +77,26 @@ def cut(file: Path, columns: Columns, split: str | None = None, form: Form = UTF
             bounds = [*range(0, len(table), PART_ROWS), len(table)]
             spans = zip(bounds[:-1], bounds[1:], strict=True)
             return [Part(file, low, high, low, split) for low, high in spans]
-        if form.decoder == UTF8.decoder and _is_utf16(file):
+        if text_format.decoder == UTF8.decoder and _is_utf16(file):
             raise ValueError(f"it is UTF-16{OTHER.replace('latin1', 'utf-16')}")
         if whole.kind in ("csv", "tsv"):
-            csv_records.check(file, form)
-        if whole.kind == "jsonl" and file.suffix != ".gz" and form.has_lines:
-            return _cut_lines(file, form)
+            text_files.check_csv(file, text_format)
+        if whole.kind == "jsonl" and file.suffix != ".gz" and text_format.has_lines:
+            return _cut_lines(file, text_format)
     return [whole]
 
 
 def read(
     part: Part, columns: Columns, tally: Counter[str] | None = None
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The part's rows in order: (rows of the file before the batch, batch).
+    """Yield the rows of a part in order: (number of rows of the file before the batch, batch).
 
     Batches have the columns user_id, text and perhaps order; see `columns.normalise`.
-    Args: tally: counts what was put right of user ids.
-    Raises: DataError: naming the file and what is wrong with it.
+
+    Args:
+      tally: counts corrected user ids.
+    Raises:
+      DataError: names the file and the reason.
     """
     for first_row, batch in raw(part, columns):
         with complaints(part):
@@ -99,7 +105,7 @@ def read(
 
 
 def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The same with the columns as they are in the file."""
+    """Yield the rows of a part as `read` does, with the columns of the file."""
     readers = {
         "parquet": _read_parquet,
         "json": _read_json,
@@ -115,7 +121,7 @@ def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
 
 
 class complaints:
-    """Turns what readers raise into one line that names the file."""
+    """Context manager that turns errors of readers into one line that names the file."""
 
     def __init__(self, part: Part):
         self.part = part
@@ -129,7 +135,7 @@ class complaints:
             named.field = error.field
             raise named from None
         if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
-            return  # nothing is wrong with this one
+            return  # the file itself is not at fault
         expected = (pa.ArrowException, OSError, EOFError, ValueError, OverflowError)
         expected += (zlib.error, RecursionError)
         if isinstance(error, expected):
@@ -141,7 +147,7 @@ class complaints:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of what a library says, without what it quotes of the data."""
+    """First line of an error message of a library, without the values that it quotes."""
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if isinstance(error, pa.ArrowException):
         reason = re.sub(r"'.*'|\".*\"|(?<=columns, got )(\d+).*", r"\1...", reason)
@@ -150,12 +156,15 @@ def reason_of(error: Exception) -> str:
 
 
 def with_plain_types(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with values in the place of categories and runs, what extension types are stored
-    as, and lists whose size is not part of their type.
+    """Convert columns to types that all functions here support.
 
-    Raises: DataError: a column has fields inside, whose names are nobody's business.
+    Dictionaries and runs become their values, extension types their storage, and lists of fixed
+    size lists.
+
+    Raises:
+      DataError: a column has fields inside. Their names are not shown: they may be personal.
     """
-    names = batch.schema.names  # those that a build itself has made begin with SEPARATOR
+    names = batch.schema.names  # names of columns that a build has made begin with SEPARATOR
     columns = {
         name: batch[name] if name.startswith(SEPARATOR) else _plain(batch[name], name)
         for name in names
@@ -173,7 +182,7 @@ def _plain(column: Any, name: str) -> pa.Array:
     if test.is_nested(inside):
         raise DataError(f"column {name}: expected values, or lists of them, got fields inside it")
     if test.is_dictionary(kind):
-        if test.is_string_view(kind.value_type):  # which Arrow cannot take by number
+        if test.is_string_view(kind.value_type):  # for which Arrow cannot decode
             values = column.dictionary.cast(pa.large_string())
             column = pa.DictionaryArray.from_arrays(column.indices, values)
         return _plain(column.dictionary_decode(), name)
@@ -187,7 +196,7 @@ def _plain(column: Any, name: str) -> pa.Array:
 
 
 def _is_utf16(file: Path) -> bool:
-    """Whether a file begins with a byte order mark of UTF-16, as tables exported as Unicode do."""
+    """True if a file begins with a byte order mark of UTF-16, as tables exported as Unicode do."""
     opener = gzip.open if file.suffix == ".gz" else open
     with contextlib.suppress(OSError, EOFError, zlib.error), opener(file, "rb") as opened:
         return opened.read(2) in (b"\xff\xfe", b"\xfe\xff")
@@ -195,7 +204,7 @@ def _is_utf16(file: Path) -> bool:
 
 
 def _small(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(start, piece) of batches that are large in bytes."""
+    """Yield (start, slice) of a batch, in slices of at most READ_ROWS rows and about READ_BYTES."""
     rows = max(1, len(batch) * READ_BYTES // max(batch.nbytes, 1))
     for start in range(0, len(batch), min(rows, READ_ROWS)):
         yield start, batch.slice(start, min(rows, READ_ROWS))
@@ -232,13 +241,13 @@ def _read_parquet(part: Part, columns: Columns) -> Iterator[tuple[int, pa.Record
 def _load_saved(directory: Path, split: str | None) -> Any:
     from datasets import DatasetDict, load_from_disk
 
-    found = load_from_disk(str(directory))
-    if isinstance(found, DatasetDict):
-        split = split or ("train" if "train" in found else None)
-        if split not in found:
-            raise DataError.of("split", split, f"one of {', '.join(map(str, found))}")
-        return found[split]
-    return found
+    saved = load_from_disk(str(directory))
+    if isinstance(saved, DatasetDict):
+        split = split or ("train" if "train" in saved else None)
+        if split not in saved:
+            raise DataError.of("split", split, f"one of {', '.join(map(str, saved))}")
+        return saved[split]
+    return saved
 
 
 def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -253,15 +262,15 @@ def _read_saved(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBa
 
 
 def _read_csv(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """All is read as it is written: 007 is not 7."""
-    between = part.form.between(part.file)
-    marks = part.form.quoting != NONE
+    """Read all values as texts: 007 is not 7."""
+    between = part.text_format.between(part.file)
+    marks = part.text_format.quoting != NONE
     parse_options = pa_csv.ParseOptions(
-        delimiter=between, quote_char=marks and csv_records.MARK, newlines_in_values=marks
+        delimiter=between, quote_char=marks and text_files.MARK, newlines_in_values=marks
     )
     done = 0
-    for block_size in CSV_BLOCKS:  # a row longer than a block needs a larger one
-        read_options = pa_csv.ReadOptions(block_size=block_size, encoding=part.form.encoding)
+    for block_size in CSV_BLOCKS:  # a row must fit in a block
+        read_options = pa_csv.ReadOptions(block_size=block_size, encoding=part.text_format.encoding)
         try:
             with pa_csv.open_csv(_open_stream(part.file), read_options, parse_options) as guess:
                 columns.check(guess.schema.names)
@@ -286,19 +295,19 @@ def _open_stream(file: Path) -> pa.NativeFile:
     return pa.input_stream(str(file), compression="gzip" if file.suffix == ".gz" else None)
 
 
-def _cut_lines(file: Path, form: Form) -> list[Part]:
-    """Parts that end at line ends, and how many lines come before each."""
+def _cut_lines(file: Path, text_format: TextFormat) -> list[Part]:
+    """Cut a JSONL file at line ends, and count the lines before each part."""
     parts, start, lines, size = [], 0, 0, file.stat().st_size
     with file.open("rb") as stream:
         while start < size:
             stream.seek(min(start + PART_BYTES, size))
             stream.readline()
             end = stream.tell() if stream.tell() < size else size
-            parts.append(Part(file, start, end, lines, form=form))
+            parts.append(Part(file, start, end, lines, text_format=text_format))
             stream.seek(start)
             lines += sum(block.count(b"\n") for block in _blocks(stream, end - start))
             start = end
-    return parts or [Part(file, form=form)]
+    return parts or [Part(file, text_format=text_format)]
 
 
 def _blocks(stream: BinaryIO, size: int) -> Iterator[bytes]:
@@ -308,60 +317,62 @@ def _blocks(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _read_jsonl(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """One object a line."""
-    encoding = part.form.decoder
-    if part.form.has_lines:
+    """Read one object per line."""
+    encoding = part.text_format.decoder
+    if part.text_format.has_lines:
         opener = gzip.open if part.file.suffix == ".gz" else open
         stream: Any = opener(part.file, "rb")
     else:
-        stream, encoding = part.form.opened(part.file), "utf-8"
+        stream, encoding = part.text_format.opened(part.file), "utf-8"
     with stream:
         stream.seek(part.start)
-        records = json_records.of_lines(_lines(stream, part), part.first_row, encoding)
+        records = text_files.json_lines(_lines(stream, part), part.first_row, encoding)
         yield from _batches(records, columns, part.first_row, "line", checked=part.start > 0)
 
 
 def _read_json(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """One list of objects, or one object a line."""
-    with part.form.opened(part.file) as stream:
+    """Read one list of objects, or one object per line."""
+    with part.text_format.opened(part.file) as stream:
         begins = ""
-        while not begins and (text := stream.read(json_records.READ_CHARACTERS)):
+        while not begins and (text := stream.read(text_files.READ_CHARACTERS)):
             begins = text.lstrip()
         if begins.startswith("["):
             stream.seek(0)
-            yield from _batches(json_records.of_list(stream), columns, 0, "entry")
+            yield from _batches(text_files.json_list(stream), columns, 0, "entry")
             return
-    if hint := json_records.other_form(begins, columns.names):
+    if hint := text_files.other_json(begins, columns.names):
         raise ValueError(f"expected a list of objects, or one object a line, got {hint}")
     yield from _read_jsonl(part, columns)
 
 
 def _batches(
-    records: Iterator[json_records.Record],
+    records: Iterator[text_files.Record],
     columns: Columns,
     row: int,
     word: str,
     *,
     checked: bool = False,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Args: word: what a record is of its file, line or entry."""
+    """Yield batches of records. Args: word: "line" or "entry", the kind of a record in errors."""
     texts = set(columns.text) - {*columns.owner, columns.order, columns.conversation, columns.turn}
     while rows := _some(records):
         if not checked:
-            found = dict.fromkeys(name for each in rows for name in json_records.names(each.fields))
-            columns.check(list(found))
+            names = dict.fromkeys(
+                name for record in rows for name in text_files.field_names(record.fields)
+            )
+            columns.check(list(names))
             checked = True
-        where = word, [each.number for each in rows]
+        where = word, [record.number for record in rows]
         arrays = {}
         for name in columns.names:
-            values = [json_records.value(each.fields, name) for each in rows]
-            arrays[name] = json_records.column(values, name, where, name in texts)
+            values = [text_files.field_value(record.fields, name) for record in rows]
+            arrays[name] = text_files.as_column(values, name, where, name in texts)
         yield row, pa.RecordBatch.from_pydict(arrays)
         row += len(rows)
 
 
-def _some(records: Iterator[json_records.Record]) -> list[json_records.Record]:
-    """The next records, until they are many or large."""
+def _some(records: Iterator[text_files.Record]) -> list[text_files.Record]:
+    """The next records, as many as a batch holds."""
     rows, size = [], 0
     for record in records:
         rows.append(record)
@@ -372,8 +383,8 @@ def _some(records: Iterator[json_records.Record]) -> list[json_records.Record]:
 
 
 def _lines(stream: Any, part: Part) -> Iterator[bytes]:
-    """The lines of a part; of one that is too long the beginning, which is too long, too."""
+    """Yield the lines of a part. A line that is too long is cut, but stays longer than allowed."""
     left = -1 if part.end is None else part.end - part.start
-    while left and (line := stream.readline(json_records.MOST_CHARACTERS + 1)):
+    while left and (line := stream.readline(text_files.MOST_CHARACTERS + 1)):
         left -= len(line) if left > 0 else 0
         yield line if isinstance(line, bytes) else line.encode("utf-8", "surrogatepass")

@@ -2,8 +2,8 @@
 
 Rows are sorted by group and user, then by their order, then as in the sources. No two rows are
 equal, so the result does not depend on threads or memory. Rows that do not fit in memory are
-spilled to the directory of the build. DuckDB loads no extension from a network, and its messages
-are not shown, for they may quote a person's text.
+spilled to the directory of the build. DuckDB loads no extension from a network. Its messages are
+not shown, for they may quote a person's text.
 """
 
 import glob
@@ -16,21 +16,27 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fedsim.data.splits import SplitRows
+from fedsim.data.dataset import SplitRows
 from fedsim.data.store import TokenWriter
 from fedsim.errors import Interrupted
 from fedsim.files import DISK_FULL, TOO_MANY_FILES
 
-MEMORY = 512 * 2**20  # bytes of a sort for each thread, of which two are counted at least
+MEMORY = 512 * 2**20  # bytes for each thread of a sort, and at least for two
 MOST_THREADS = 4
 BLOCK_ROWS = 32_768  # rows, or pieces of rows, in a block
 
 
 class Rows:
-    """The tokenised rows in `directory`; a context manager."""
+    """The tokenised rows in a directory. A context manager."""
 
     def __init__(self, directory: Path, threads: int, order: bool):
-        """Args: order: whether rows have order keys."""
+        """Keep the settings. DuckDB starts when the context is entered.
+
+        Args:
+          directory: directory of the files of rows.
+          threads: number of threads, of which at most MOST_THREADS are used.
+          order: True if rows have order keys.
+        """
         self._directory, self._order = directory, order
         self._threads = min(threads, MOST_THREADS)
 
@@ -49,7 +55,7 @@ class Rows:
                     "arrow_large_buffer_size": True,
                 }
             )
-            with suppress(duckdb.InvalidInputException):  # a notebook without ipywidgets has none
+            with suppress(duckdb.InvalidInputException):  # raised in a notebook without ipywidgets
                 self.connection.execute("SET enable_progress_bar = false")
             self.connection.read_parquet(files, hive_partitioning=False).create_view("rows")
         return self
@@ -58,9 +64,11 @@ class Rows:
         self.connection.close()
 
     def owners(self) -> pa.Table:
-        """The owners, by group and user_id, with the number of their rows.
+        """Owners by group and user_id, with their numbers of rows (columns group, user_id, rows).
 
-        Raises: OSError: no space, or no more files may be open.
+        Raises:
+          OSError: the disk is full, or too many files are open.
+          Interrupted: DuckDB failed, or needs more memory.
         """
         with plain_errors():
             table = self.connection.sql(
@@ -71,7 +79,10 @@ class Rows:
         return table.set_column(1, "user_id", ids).combine_chunks()
 
     def blocks(self, dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(lengths, token ids end to end) of all rows, sorted. Raises as `owners`."""
+        """Yield all rows, sorted, in blocks: (lengths int64 [rows], token ids end to end).
+
+        Raises: as `owners`.
+        """
         order = "COLUMNS('order.') NULLS LAST," if self._order else ""
         with plain_errors():
             reader = self.connection.sql(
@@ -81,7 +92,7 @@ class Rows:
 
 
 def _pieces(reader: Any, dtype: np.dtype) -> Iterator[list[np.ndarray]]:
-    """Blocks of pieces: whether each is the first of its row, lengths, and token ids end to end."""
+    """Yield blocks of pieces: [True for the first of a row, lengths, token ids end to end]."""
     while True:
         with plain_errors():
             try:
@@ -97,7 +108,7 @@ def _pieces(reader: Any, dtype: np.dtype) -> Iterator[list[np.ndarray]]:
 
 
 def _joined(blocks: Iterator[list[np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(lengths, token ids end to end) of whole rows; a row may continue in the next block."""
+    """Yield whole rows, of which a row may continue in the next block: (lengths, token ids)."""
     held = None
     for block in blocks:
         if held is not None:
@@ -148,8 +159,12 @@ def write_splits(
 ) -> None:
     """Write token ids and offsets of each split to the directory of its name in `directory`.
 
-    Args: blocks: all rows, sorted. counts: int64 [owners], rows of each. report: called with the
-      number of rows that were written.
+    Args:
+      blocks: all rows, sorted, as `Rows.blocks` yields them.
+      counts: int64 [owners], rows of each.
+      splits: rows of each split.
+      dtype: type of token ids on disk.
+      report: called with the number of rows that were written.
     """
     ends, start = np.cumsum(counts), 0
     spans = {name: np.zeros((2, len(counts)), np.int64) for name in splits}

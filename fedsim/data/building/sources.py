@@ -1,8 +1,11 @@
-"""What data is made of: files and globs, saved `datasets` directories, what the Hub sends.
+"""Sources of a data set: files and globs, directories saved by `datasets`, files from the Hub.
 
-The sources are found, identified by their bytes, cut into parts, and every user id is looked at
-before an hour is spent on tokenising: a row without a user is an error, for a row nobody owns is
-protected by nothing.
+Sources are found, identified by their bytes and cut into parts, and every user id is checked before
+an hour is spent on tokenising. A row without a user is an error, for nothing protects it.
+
+Rows of conversations are rewritten with their owners. Transcripts, chats and forums name the
+speaker of a text, but not the listener. The listener is taken to be the last other speaker in the
+same conversation. The first speaker of a conversation has no listener in the data.
 """
 
 import glob
@@ -14,12 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from fedsim.data.building.columns import Columns, is_blank
-from fedsim.data.building.orders import common_kind, kind_of
+from fedsim.data.building.columns import (
+    Columns,
+    ids_of,
+    is_blank,
+    is_list,
+    is_string,
+    normalise,
+    plain,
+)
+from fedsim.data.building.orders import common_kind, keys_of, kind_of
 from fedsim.data.building.processes import Pool
-from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, cut, read
-from fedsim.data.building.text_format import Form
+from fedsim.data.building.readers import SAVED, SUFFIXES, UTF8, Part, complaints, cut, raw, read
+from fedsim.data.building.text_files import TextFormat
+from fedsim.data.building.user_ids import refused
 from fedsim.data.store import fingerprint
 from fedsim.errors import DataError
 from fedsim.files import expand_home
@@ -29,30 +44,31 @@ SHOWN_ROWS = 5
 
 @dataclass(frozen=True)
 class Sources:
-    """Parts to read, in order, and what their files are."""
+    """Parts to read, in order, and the identity of their files."""
 
     parts: tuple[Part, ...]
     files: tuple[dict[str, Any], ...]
-    """name, bytes and sha256 of each."""
+    """name, bytes and sha256 of each file."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk."""
+        """Size of all files in bytes."""
         return sum(file["bytes"] for file in self.files)
 
 
 def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
-    """The files that `sources` (paths or globs) name, in the order given, a glob's sorted.
+    """Find the files of paths and globs, in the given order; files of a glob are sorted.
 
-    Each is there once, whatever paths lead to it.
-    A directory stands for the files in it that can be read; one that `datasets.save_to_disk` wrote
-    counts as one file.
-    Raises: DataError: nothing is there, a file's extension is unknown, or it is there packed, too.
+    Each file is there once, whatever paths lead to it. A directory stands for its files that can be
+    read; one that `datasets.save_to_disk` wrote counts as one file.
+
+    Raises:
+      DataError: there is no such file, its extension is unknown, or it is there compressed, too.
     """
     sources = [sources] if isinstance(sources, str | Path) else sources
     files: dict[Path, Path] = {}
     for source in sources:
-        if not str(source).strip():  # as of an unset variable of the shell
+        if not str(source).strip():  # such as an unset variable of the shell
             raise DataError.of("data", "", "the name of a file or glob, got an empty one")
         source = expand_home("data", source)
         here = Path(source)
@@ -74,7 +90,7 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
                 remedy = "one of an archive of Twitter is .json without what stands before its ["
             kinds = ", ".join(SUFFIXES)
             raise DataError.of("data", file, f"a file ending in {kinds}; {remedy}")
-    for file in files.values():  # rows that are there twice count for their user twice
+    for file in files.values():  # duplicate rows would count twice for their user
         if file.suffix == ".gz" and file.with_suffix("").resolve() in files:
             raise DataError.of("data", file, f"it or {file.stem}, got both; rename one of them")
     if not files:
@@ -83,29 +99,38 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
 
 
 def files_in(directory: Path) -> list[Path]:
-    """The files in a directory that can be read, by name; none that is hidden, as those that macOS
-    puts beside others, nor in JSON, in which also settings are kept, those of a built data set
-    among them."""
+    """Files of a directory that can be read, by name.
+
+    Hidden files are skipped, such as those that macOS puts beside others, and .json files, which
+    also hold settings, those of built data sets among them.
+    """
     kinds = tuple(kind for kind in SUFFIXES if not kind.startswith(".json.") and kind != ".json")
-    found = (p for p in directory.iterdir() if p.is_file() and p.name.endswith(kinds))
-    return sorted(path for path in found if not path.name.startswith("."))
+    readable = (p for p in directory.iterdir() if p.is_file() and p.name.endswith(kinds))
+    return sorted(path for path in readable if not path.name.startswith("."))
 
 
 def is_saved(path: Path) -> bool:
-    """Whether `datasets.save_to_disk` wrote this directory."""
+    """True if `datasets.save_to_disk` wrote this directory."""
     return path.is_dir() and any((path / name).is_file() for name in SAVED)
 
 
 def examine(
-    files: Sequence[Path], columns: Columns, pool: Pool, split: str | None, form: Form = UTF8
+    files: Sequence[Path],
+    columns: Columns,
+    pool: Pool,
+    split: str | None,
+    text_format: TextFormat = UTF8,
 ) -> Sources:
-    """Identifies the files and cuts them into parts.
+    """Identify files and cut them into parts.
 
-    Raises: DataError: a file cannot be read, or lacks a column.
+    Raises:
+      DataError: a file cannot be read, or lacks a column.
     """
-    found = pool.map(partial(_examine, columns=columns, split=split, form=form), list(files))
-    parts = tuple(part for parts, _ in found for part in parts)
-    return Sources(parts, tuple(about for _, about in found))
+    examined = pool.map(
+        partial(_examine, columns=columns, split=split, text_format=text_format), list(files)
+    )
+    parts = tuple(part for parts, _ in examined for part in parts)
+    return Sources(parts, tuple(about for _, about in examined))
 
 
 def _examine(
@@ -113,10 +138,10 @@ def _examine(
     *,
     columns: Columns,
     split: str | None,
-    form: Form,
+    text_format: TextFormat,
     report: Callable[[int], None],
 ) -> tuple[list[Part], dict[str, Any]]:
-    return cut(file, columns, split, form), identify(file)
+    return cut(file, columns, split, text_format), identify(file)
 
 
 def identify(file: Path) -> dict[str, Any]:
@@ -129,16 +154,20 @@ def identify(file: Path) -> dict[str, Any]:
 def survey(
     parts: Sequence[Part], columns: Columns, pool: Pool, allow_unowned: bool = False
 ) -> tuple[int, Counter[str], str | None]:
-    """Looks at every user id. Returns the number of rows, what was put right (`user_ids`), and of
-    which kind the values of an order column are (`orders`).
+    """Check every user id and order.
 
-    Raises: DataError: a file cannot be read, has null, empty or float user ids, or orders of
-      several kinds; it has no rows.
+    Args:
+      allow_unowned: allow rows without a user.
+    Returns:
+      (number of rows, counts of corrected user ids, kind of the order column; see `orders`).
+    Raises:
+      DataError: a file cannot be read, has user ids that are null, empty or no whole numbers, or
+        orders of several kinds; or there are no rows.
     """
-    found = pool.map(partial(_survey, columns=columns), parts)
+    surveys = pool.map(partial(_survey, columns=columns), parts)
     bad: dict[Path, list[int]] = {}
     counts: dict[Path, int] = {}
-    for part, (_, number, rows, *_) in zip(parts, found, strict=True):
+    for part, (_, number, rows, *_) in zip(parts, surveys, strict=True):
         if number and not allow_unowned:
             counts[part.file] = counts.get(part.file, 0) + number
             bad.setdefault(part.file, []).extend(rows)
@@ -151,23 +180,27 @@ def survey(
             f"(rows {shown}); expected a user for every row, or "
             "`fedsim data build --unowned drop`, which leaves such rows out"
         )
-    total = sum(rows for rows, *_ in found)
+    total = sum(rows for rows, *_ in surveys)
     if not total:
         raise DataError.of(
             "data", parts[0].file if parts else "", "at least one row, got an empty data set"
         )
     field = f"order_column={columns.order}"
-    kind = common_kind(set().union(*(kinds for *_, kinds in found)), field)
-    tally = sum((tally for *_, tally, _ in found), Counter())
+    kind = common_kind(set().union(*(kinds for *_, kinds in surveys)), field)
+    tally = sum((tally for *_, tally, _ in surveys), Counter())
     return total, tally, kind
 
 
 def _survey(
     part: Part, *, columns: Columns, report: Callable[[int], None]
 ) -> tuple[int, int, list[int], Counter[str], set[str | None]]:
-    """Rows of a part, how many have no user, the first such rows, counted from 1, what was put
-    right of the others, and of which kinds their orders are."""
-    if part.kind in ("parquet", "saved"):  # elsewhere all columns are parsed anyway
+    """Survey a part.
+
+    Returns:
+      (number of rows, number of rows without a user, the first of these counted from 1, counts of
+      corrected user ids, kinds of orders).
+    """
+    if part.kind in ("parquet", "saved"):  # in other formats all columns are parsed anyway
         columns = replace(columns, text=())
     rows, bad, first, kinds = 0, 0, [], set()
     tally: Counter[str] = Counter()
@@ -180,3 +213,111 @@ def _survey(
         rows += len(batch)
         report(len(batch))
     return rows, bad, first, tally, kinds
+
+
+ROWS_AT_ONCE = 65_536
+# Names that no column of a source has.
+SPEAKER, SPOKEN_TO, WHERE, ORDER = (
+    f"\x1f{name}" for name in ("speaker", "spoken to", "conversation", "order")
+)
+
+
+def conversation_columns(columns: Columns) -> Columns:
+    """Columns of the file that `write_conversations` writes."""
+    order = None if columns.order is None else ORDER
+    owned = replace(columns, owners=(SPEAKER, SPOKEN_TO), conversation=None, turn=None)
+    return replace(owned, order=order)
+
+
+def write_conversations(parts: Sequence[Part], columns: Columns, file: Path) -> None:
+    """Write the rows of all parts as Parquet, by conversation and turn, with both owners of each.
+
+    All rows are in memory at once. Rows of one turn keep the order of the sources.
+
+    Args:
+      columns: columns of the parts. The user column has the speaker.
+    Raises:
+      DataError: a row has no turn, turns are of several kinds, or conversations have no ids.
+    """
+    assert columns.conversation is not None and columns.turn is not None, "of conversations"
+    tables, turns = [], []
+    for part in parts:
+        for first_row, batch in raw(part, columns):
+            if len(columns.user) == 1 and is_list(batch[columns.user[0]].type):
+                raise refused(columns.blamed, "one speaker, got a list")
+            speaking = replace(columns, text=())
+            where, rows = batch[columns.conversation], range(first_row, first_row + len(batch))
+            field = f"conversation_column={columns.conversation}"
+            with complaints(part):
+                said = normalise(batch, speaking, first_row)
+                found: dict[str, Any] = {
+                    SPEAKER: said["user_id"],
+                    WHERE: ids_of(where, field, rows, Counter(), columns.normalise_ids),
+                }
+                if len(batch):
+                    turns.append(_turns(plain(batch[columns.turn]), columns, first_row))
+            if columns.order is not None:
+                found[ORDER] = said["order"]
+            tables.append(pa.table(found | {name: plain(batch[name]) for name in columns.text}))
+    common_kind(map(kind_of, turns), f"turn_column={columns.turn}")
+    try:
+        table = pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException:
+        shown = ",".join(columns.text)
+        raise DataError.of("text_column", shown, "one type in all files") from None
+    turn = pa.concat_arrays(turns).flatten()
+    keys = {"where": table[WHERE]} | {str(i): key for i, key in enumerate(turn)}
+    keys["row"] = pa.array(np.arange(len(table)))
+    by = [(name, "ascending") for name in keys]
+    table = _wide(table).take(pc.sort_indices(pa.table(keys), sort_keys=by))  # pyright: ignore
+    speakers = table[SPEAKER].combine_chunks().dictionary_encode()
+    number = last_other_speaker(_codes(table[WHERE]), _codes(table[SPEAKER]))
+    spoken_to = speakers.dictionary.take(pa.array(number, mask=number < 0))
+    table = table.drop_columns([WHERE]).append_column(SPOKEN_TO, spoken_to)
+    pq.write_table(table, file, row_group_size=ROWS_AT_ONCE)
+
+
+def _wide(table: pa.Table) -> pa.Table:
+    """Cast columns to types that hold more than 2 GiB of strings."""
+    kinds = {}
+    for field in table.schema:
+        kinds[field.name] = kind = field.type
+        if is_string(kind):
+            kinds[field.name] = pa.large_string()
+        elif pa.types.is_list(kind):
+            kinds[field.name] = pa.large_list(kind.value_type)  # pyright: ignore
+    return table.cast(pa.schema(kinds.items()))
+
+
+def last_other_speaker(where: np.ndarray, speaker: np.ndarray) -> np.ndarray:
+    """The last speaker before, in the same conversation, who is not the speaker; -1 if none.
+
+    Args:
+      where: int64 [rows], conversations; -1 if none. Rows are in order of conversation and turn.
+      speaker: int64 [rows], speakers; -1 if none.
+    Returns:
+      int64 [rows].
+    """
+    fresh = np.diff(where, prepend=-2) != 0
+    begins = fresh | (np.diff(speaker, prepend=-2) != 0)  # a sequence of texts of one speaker
+    first = np.flatnonzero(begins)
+    before = np.append(-1, speaker[first][:-1])
+    before[fresh[first]] = -1
+    others = before[np.cumsum(begins) - 1]
+    return np.where((speaker >= 0) & (where >= 0), others, -1)
+
+
+def _codes(column: pa.ChunkedArray) -> np.ndarray:
+    """A number for each different value, int64 [rows]; -1 for null."""
+    indices = column.combine_chunks().dictionary_encode().indices
+    return indices.fill_null(-1).to_numpy().astype(np.int64)
+
+
+def _turns(turn: pa.Array, columns: Columns, first_row: int) -> pa.Array:
+    """Keys of turns; see `orders`. Raises: DataError: a turn is missing, or has no order."""
+    field = f"turn_column={columns.turn}"
+    keys = keys_of(turn, field, first_row, columns.turn_format)
+    if keys.null_count:
+        row = first_row + keys.is_null().index(True).as_py() + 1
+        raise refused(field, f"a turn in every row, got none in row {row}")
+    return keys

@@ -1,10 +1,10 @@
 """First half of a build: parts of the sources become tokenised rows on disk, in scratch Parquet.
 
-A row has its owner, which is a user within a group (see splits.py), its order keys if any, its
-place among the rows of all sources and its token ids as bytes. A long row is written in several
+A row has its owner, which is a user within a group (see dataset.py), its order keys if any, its
+place among the rows of all sources, and its token ids as bytes. A long row is written in several
 pieces, because each thread of DuckDB holds 122,880 rows in memory, however long they are. Parts of
-small files are bundled, so that there are not too many files. A bundle is finished when its record
-exists; a build that was killed and run again does not repeat it.
+small files are bundled to limit the number of files. A bundle is finished when its record exists; a
+build that was killed and run again does not repeat it.
 """
 
 import json
@@ -23,27 +23,28 @@ from fedsim.data.building.columns import Columns, is_blank, is_token_list
 from fedsim.data.building.orders import at_least
 from fedsim.data.building.processes import kept_for_a_build
 from fedsim.data.building.readers import PART_BYTES, READ_ROWS, Part, read
-from fedsim.data.splits import EVAL_USERS, TEST, TRAIN, Holdout
+from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
 from fedsim.data.store import copy, offsets_of, token_dtype
-from fedsim.data.text import Tokenizer
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError
 from fedsim.files import write_json
 
 LONG_TEXTS = ("cut", "split")
 PIECE_BYTES = 512
-PLACES = 2**40  # more rows than a bundle has
-GROUP_BYTES = 4 * 2**20  # of a row group, which a thread that sorts reads at once
+PLACES = 2**40  # more than the rows of a bundle
+GROUP_BYTES = 4 * 2**20  # of a row group, which a sorting thread reads at once
 COUNTS = ("examples", "unowned", "empty", "long", "no_order", "tokens", "tokens_cut")
-BUNDLE_BYTES, MOST_BUNDLES = 4 * 2**20, 4096  # of a bundle, about, and of a build where it can
+BUNDLE_BYTES, MOST_BUNDLES = 4 * 2**20, 4096  # size of a bundle, and bundles of a build, about
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How texts become rows: the same for all parts."""
+    """Settings by which texts become rows: the same for all parts."""
 
     directory: Path
-    """The directory of the files of rows."""
+    """Directory of the files of rows."""
     tokenizer: Path
+    """Path of tokenizer.json."""
     columns: Columns
     holdout: Holdout
     max_length: int
@@ -51,7 +52,7 @@ class Encoding:
 
 
 def bundled(parts: Sequence[Part]) -> list[list[Part]]:
-    """The parts in order, with small ones together."""
+    """Group parts, in order, so that small ones are together."""
     files = [part.file for part in parts]
     sizes = [PART_BYTES if f.is_dir() else min(f.stat().st_size, PART_BYTES) for f in files]
     enough = max(BUNDLE_BYTES, sum(sizes) // MOST_BUNDLES)
@@ -68,9 +69,15 @@ def bundled(parts: Sequence[Part]) -> list[list[Part]]:
 def write_rows(
     item: tuple[int, Sequence[Part]], *, encoding: Encoding, report: Callable[[int], None]
 ) -> dict[str, int]:
-    """Write the rows of a bundle. Returns its record: the number of rows, and COUNTS.
+    """Write the rows of a bundle, unless they are there.
 
-    Raises: DataError: a token id is not in the vocabulary, or `read` refuses the file.
+    Args:
+      item: number of the bundle, and its parts.
+      report: called with numbers of source rows that were read.
+    Returns:
+      The record of the bundle: the number of source rows, and COUNTS.
+    Raises:
+      DataError: a token id is not in the vocabulary, or `read` refuses a file.
     """
     number, parts = item
     record_file = encoding.directory / f"part-{number:06d}.json"
@@ -93,10 +100,14 @@ def write_rows(
 
 
 class RowWriter:
-    """Writes tokenised rows to a Parquet file; a context manager. Without rows there is no file."""
+    """Write tokenised rows to a Parquet file; without rows, to no file. A context manager."""
 
     def __init__(self, file: Path, place: int):
-        """Args: place: of the first row among all rows; increases from bundle to bundle."""
+        """Keep the settings. The file is made with the first row group.
+
+        Args:
+          place: number of the first row among all rows; increases from bundle to bundle.
+        """
         self._file, self._place = file, place
         self._writer: pq.ParquetWriter | None = None
         self._sink: pa.NativeFile | None = None
@@ -106,7 +117,7 @@ class RowWriter:
         return self
 
     def add(self, table: pa.Table) -> None:
-        """Append rows, which are held until there are many or large ones."""
+        """Append rows. They are held until they make a row group."""
         place = self._place + np.arange(len(table))
         self._place += len(table)
         self._held.append(table.append_column("place", pa.array(place)))
@@ -144,9 +155,13 @@ class RowWriter:
 def _tokenise(
     batch: pa.RecordBatch, encoding: Encoding, first_row: int, file: Path
 ) -> tuple[pa.Table, tuple[int, ...]]:
-    """The rows of a batch, in pieces, and their COUNTS: rows; source rows without a user, without a
-    text, with a long text, without an order; tokens of the texts, and of those the ones cut off (of
-    huge texts only the tokens that were read, see `Tokenizer.encode`)."""
+    """Tokenise a batch.
+
+    Returns:
+      The rows, in pieces, and their COUNTS: rows; source rows without a user, without a text, with
+      a long text, without an order; tokens of the texts, and tokens that were cut off. Of a huge
+      text, only tokens that were encoded are counted; see `Tokenizer.encode`.
+    """
     unowned = is_blank(batch["user_id"])
     blank = unowned | is_blank(batch["text"])
     kept = batch.filter(pa.array(~blank)) if blank.any() else batch
@@ -196,11 +211,11 @@ class Examples(NamedTuple):
     """Examples of texts."""
 
     lengths: np.ndarray
-    """int64 [examples]: the number of tokens of each."""
+    """int64 [examples]: number of tokens of each."""
     values: np.ndarray
-    """The token ids of all examples end to end."""
+    """Token ids of all examples end to end."""
     origin: np.ndarray
-    """int64 [examples]: the number of the text that each comes from."""
+    """int64 [examples]: index of the text that each comes from."""
 
 
 def frame(
@@ -212,12 +227,15 @@ def frame(
     max_length: int,
     long_texts: str,
 ) -> Examples:
-    """Add a begin token to each text, and an end token where it fits; cut or split long texts.
+    """Frame texts: a begin token before each, an end token if it fits; cut or split long texts.
 
     An example has at most max_length tokens, begin token included. "split" loses no token; "cut"
-    keeps the first max_length - 1 of a text. A text without tokens gives one example. All is
-    arithmetic on a whole batch, without a Python object per text or token.
-    Args: lengths: int64 [texts], tokens of each. values: their token ids end to end.
+    keeps the first max_length - 1 tokens of a text. A text without tokens gives one example. The
+    work is arithmetic on a whole batch, without a Python object per text or token.
+
+    Args:
+      lengths: int64 [texts], tokens of each text.
+      values: token ids of all texts end to end.
     """
     body = max_length - 1
     number = np.maximum(1, -(-lengths // body))
@@ -238,9 +256,13 @@ def frame(
 
 
 def pieces(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, pa.Array]:
-    """Pieces of rows of `lengths` tokens of `width` bytes each.
+    """Cut rows into pieces of at most PIECE_BYTES.
 
-    Returns: of each piece the number of its row, its tokens, and whether it is the first of a row.
+    Args:
+      lengths: int64 [rows], tokens of each row.
+      width: bytes of a token id.
+    Returns:
+      Of each piece: the index of its row, its number of tokens, True if it is the first of its row.
     """
     most = PIECE_BYTES // width
     number = np.maximum(1, -(-lengths // most))
@@ -253,7 +275,7 @@ def pieces(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, pa.
 
 
 def _groups(users: pa.Array, is_test: np.ndarray, holdout: Holdout) -> pa.Array:
-    """The group of each row; see splits.py."""
+    """Group of each row, int8: TRAIN, EVAL_USERS or TEST of dataset.py."""
     group = np.where(is_test, TEST, TRAIN)
     if holdout.eval_users:
         unique = users.dictionary_encode()
@@ -264,21 +286,30 @@ def _groups(users: pa.Array, is_test: np.ndarray, holdout: Holdout) -> pa.Array:
 
 
 def as_bytes(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
-    """The token ids of each row as one binary value: a list of numbers is sorted more slowly."""
+    """Token ids of each row as one binary value, which sorts faster than a list of numbers.
+
+    Args:
+      lengths: int64 [rows], tokens of each row.
+      values: token ids of all rows end to end.
+    """
     ends = pa.py_buffer(offsets_of(lengths * values.itemsize))
     data = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(pa.large_binary(), len(lengths), [None, ends, data])
 
 
 def tests(batch: pa.RecordBatch, columns: Columns, holdout: Holdout) -> np.ndarray:
-    """bool [rows]: whether a row is a test. Raises: DataError: test_from cannot be compared."""
+    """True for rows of the split "test", bool [rows].
+
+    Raises:
+      DataError: test_from cannot be compared with the orders.
+    """
     if holdout.test_from is None:
         return np.zeros(len(batch), bool)
     return at_least(batch["order"], holdout.test_from, columns.order, columns.order_format)
 
 
 class _BadRow(Exception):
-    """A row of a batch is not as it should be."""
+    """A row of a batch is invalid."""
 
     def __init__(self, row: int, reason: str):
         super().__init__(reason)
@@ -286,7 +317,7 @@ class _BadRow(Exception):
 
 
 def _given_tokens(column: pa.Array, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths and ids of lists of token ids."""
+    """Lengths and ids of lists of token ids. Raises: _BadRow: an id is null or out of range."""
     lengths = pc.list_value_length(column).to_numpy().astype(np.int64)  # pyright: ignore
     values = column.flatten()
     ends = np.cumsum(lengths)
@@ -316,7 +347,11 @@ def _taken(holdout: Holdout) -> Callable[[str], bool]:
 def training_texts(
     parts: Sequence[Part], columns: Columns, holdout: Holdout, every: int
 ) -> Iterator[str]:
-    """What a tokenizer may learn from: one in `every` text of the users who are not held out."""
+    """Yield texts to train a tokenizer on: one in `every` of the users who are not held out.
+
+    Raises:
+      DataError: the text column holds token ids.
+    """
     takes_user, row = _taken(holdout), 0
     for part in parts:
         for _, batch in read(part, columns):

@@ -1,52 +1,62 @@
-"""How ids of users are read: one rule, whatever the file.
+"""User ids: one rule for all files.
 
-What is certain is put right: white space around an id is no part of it, the words that stand for a
-missing value are nobody, and 7.0 is 7, which pandas writes for whole numbers in a column with gaps.
-What is not is refused, as the float 0.5 and the rounded 1.23E18 are, or stays as it is and is
-counted: 007 and 7, Ann and ann, the texts 3.1 and 3.10 are two users each. What else is one user is
-for a person to say: see STEPS.
+Certain corrections are made: white space around an id is no part of it, words that stand for a
+missing value are nobody, and 7.0 is 7, as pandas writes whole numbers in a column with gaps. The
+float 0.5 and the rounded 1.23E18 are refused. Doubtful ids stay as they are and are counted: 007
+and 7, Ann and ann, the texts 3.1 and 3.10 are two users each. Only a person can say which other ids
+belong together: see STEPS.
+
+The user of a URL is its registrable domain, by the public suffix list that `publicsuffixlist`
+bundles, private section included: customers of github.io are separate users. Another version of the
+list is another partition of the same data, hence another privacy unit, so the version is recorded.
 """
 
+import ipaddress
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from encodings.idna import nameprep
+from functools import cache, lru_cache
+from importlib.metadata import version
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from publicsuffixlist import PublicSuffixList
 
-from fedsim.data.owners import SEPARATOR
+from fedsim.data.store import SEPARATOR
 from fedsim.errors import DataError
 
-# What pandas.read_csv takes for a missing value, and NaT, which pandas writes.
+# Values that pandas.read_csv reads as missing, and NaT, which pandas writes.
 NOBODY = ["", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND"]
 NOBODY += ["1.#QNAN", "<NA>", "N/A", "NA", "NULL", "NaN", "NaT", "None", "n/a", "nan", "null"]
-RULE = 4  # another number where another rule gives other users
-EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # by a float's bits: whole numbers below are themselves
-DIGITS = 15  # so many are always below 2^53
+RULE = 4  # version of the rule: a change that gives other users gets another number
+EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # by bits of a float: smaller whole numbers are exact
+DIGITS = 15  # numbers with as many digits are below 2^53
 WHOLE, FRACTION = r"^[+-]?[0-9]+\.0*$", r"^[+-]?[0-9]*\.[0-9]+$"
-LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]"  # two parts
-# As programs write floats that are large or small, and have rounded: 1.5E18, 1,5E+18, 1e+18.
+LISTED = r"[^\s,;]\s*[,;][\s,;]*[^\s,;]"  # a comma or semicolon between two parts
+# Large and small floats as programs write them, rounded: 1.5E18, 1,5E+18, 1e+18.
 ROUNDED = r"^[+-]?([0-9]+[.,][0-9]*[eEdD][+-]?|[.,][0-9]+[eEdD][+-]?|[0-9]+[eEdD]\+)[0-9]+$"
-LIKE_ROUNDED = r"^[+-]?[0-9][eE]-?[0-9]+$"  # or a name: 5e18
-# What two ids may differ in that looks alike, beside what FOLDED makes one: zeros in front or at
-# the end, and the decimal comma.
+LIKE_ROUNDED = r"^[+-]?[0-9][eE]-?[0-9]+$"  # 5e18, which may also be a name
+# Differences of ids that look alike, beside those that STEPS remove: zeros in front or at the end,
+# and the decimal comma.
 ZEROS, COMMA = r"^0+([0-9])", r"^([0-9]+),([0-9]+)$"
 ZEROS_AFTER = r"^([0-9]+\.(?:[0-9]*[1-9])?)0+$"
-# Format and control characters, and what else Unicode calls ignorable: variation selectors, fillers
+# Ignorable characters of Unicode that its categories Cf and Cc lack: variation selectors, fillers
 # and joiners that are letters or marks by their category; the blank of Braille.
 MARKS = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u2800\u3164\ufe00-\ufe0f\uffa0"
     "\ufff0-\ufff8\U000e0000-\U000e0fff]"
 )
 MAIL = r"^(?:mailto:|.*<)([^<>]+@[^<>]+)>?$"  # "Ann" <ann@x.org>, without white space: ann@x.org
-PLAIN = "^[!-~]*$"  # of which only capitals are folded
+PLAIN = "^[!-~]*$"  # texts in which STEPS change only capitals
 
 STEPS = ("strip-marks", "nfkc", "casefold")
-"""What may be done to all ids: characters that one does not see go; those that look alike, as full
-and half width ones do, are one (Unicode's NFKC); capitals are small letters. In this order."""
+"""Steps that may be applied to all ids, in this order: remove invisible characters; make one of
+characters that look alike, such as full and half width (Unicode's NFKC); make capitals small."""
 
 TRIMMED, SHORTENED, WORDS = "user_ids_trimmed", "user_ids_without_fraction", "words_for_nobody"
 FRACTIONS, SEVERAL = "user_ids_like_fractions", "owners_like_several"
@@ -62,7 +72,7 @@ _SAID = {
     SEVERAL: "an owner with a comma or semicolon inside, who is one user: if that is a list, "
     "`fedsim data build --owners-delimiter ,` makes it several",
 }
-"""What is counted of rows, and what a person is told that they have."""
+"""Names of counts of rows, and the end of the line that tells the user about them."""
 
 Rows = Sequence[int] | np.ndarray
 
@@ -70,13 +80,16 @@ Rows = Sequence[int] | np.ndarray
 def as_ids(
     column: pa.Array, field: str, rows: Rows, tally: Counter[str], how: Sequence[str] = ()
 ) -> pa.Array:
-    """Ids as strings; null where a row is nobody's.
+    """User ids as strings; null for a row without user.
 
     Args:
-      rows: the row of each, counted from 0.
-      tally: counts what was put right, by the names of `_SAID`.
-      how: those of STEPS that are done to texts.
-    Raises: DataError: numbers with a fraction, or so large that a float has rounded them.
+      column: strings, integers or floats.
+      field: name of the setting and column, for errors.
+      rows: number of each row, counted from 0, for errors.
+      tally: counts corrections and doubtful ids, by the names of `_SAID`.
+      how: steps of STEPS that are applied to texts.
+    Raises:
+      DataError: a number has a fraction, or is so large that a float has rounded it.
     """
     if pa.types.is_floating(column.type):
         least = EXACT[column.type.bit_width]
@@ -109,29 +122,30 @@ def as_ids(
 
 
 def _normalised(text: pa.Array, how: Sequence[str], tally: Counter[str]) -> pa.Array:
-    """Texts after these steps; null where nothing or a word for a missing value is left."""
+    """Apply steps to texts. Null if nothing or a word for a missing value is left."""
     before = [step for step in how if step != "casefold"]  # a person may be called NAN
     bare = call("utf8_trim_whitespace", _folded(text, before))
     bare = call("if_else", is_missing(bare), pa.scalar(None, pa.string()), bare)
-    found = call("utf8_trim_whitespace", _folded(bare, how))
-    tally[NORMALISED] += _count(call("not_equal", found, text))
-    return found
+    result = call("utf8_trim_whitespace", _folded(bare, how))
+    tally[NORMALISED] += _count(call("not_equal", result, text))
+    return result
 
 
 def _folded(text: pa.Array, how: Sequence[str]) -> pa.Array:
-    """Texts after these steps."""
+    """Apply steps to each different text once."""
     unique = text.dictionary_encode()
-    found = unique.dictionary
-    plain = call("match_substring_regex", found, pattern=PLAIN)
+    values = unique.dictionary
+    plain = call("match_substring_regex", values, pattern=PLAIN)
     others = pa.array(
-        [fold(each, how) for each in found.filter(call("invert", plain)).to_pylist()], pa.string()
+        [fold(text, how) for text in values.filter(call("invert", plain)).to_pylist()],
+        pa.string(),
     )
-    lower = call("ascii_lower", found) if "casefold" in how else found
+    lower = call("ascii_lower", values) if "casefold" in how else values
     return call("replace_with_mask", lower, call("invert", plain), others).take(unique.indices)
 
 
 def fold(text: str, how: Sequence[str]) -> str:
-    """A text after these steps; doing them again changes nothing."""
+    """Apply steps to a text. Applying them again changes nothing."""
     if "strip-marks" in how:
         text = "".join(
             c for c in MARKS.sub("", text) if unicodedata.category(c) not in ("Cf", "Cc")
@@ -145,7 +159,11 @@ def fold(text: str, how: Sequence[str]) -> str:
 
 
 def steps_of(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Which of STEPS are to be done, in their order. Raises: DataError: there is no such one."""
+    """Parse names of STEPS, in a sequence or with commas between them, into their order.
+
+    Raises:
+      DataError: a step has another name.
+    """
     names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
     for name in names:
         if name not in STEPS:
@@ -155,17 +173,17 @@ def steps_of(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def is_missing(texts: pa.Array | pa.ChunkedArray) -> Any:
-    """bool: texts that are empty, or a word for a missing value."""
+    """True for texts that are empty or a word for a missing value."""
     return call("is_in", texts, value_set=pa.array(NOBODY))
 
 
 def count_lists(ids: pa.Array, tally: Counter[str]) -> None:
-    """Counts ids that may be several in one cell, as addresses in the field To of a mail."""
+    """Count ids that may be several in one cell, as addresses in the field To of a mail."""
     tally[SEVERAL] += _count(call("match_substring_regex", ids, pattern=LISTED))
 
 
 def told(tally: Counter[str]) -> list[str]:
-    """What a person is told of rows that were counted."""
+    """Lines for the user about corrected and doubtful ids."""
     rows = {
         name: "1 row has" if tally[name] == 1 else f"{tally[name]:,} rows have" for name in _SAID
     }
@@ -173,21 +191,26 @@ def told(tally: Counter[str]) -> list[str]:
 
 
 def counted(tally: Counter[str]) -> dict[str, int]:
-    """What was counted, of what there is any."""
+    """Counts of corrected and doubtful ids that are not zero."""
     return {name: tally[name] for name in _SAID if tally[name]}
 
 
 def told_alike(number: int, examples: Sequence[str]) -> str:
-    """What a person is told of what `look_alikes` found."""
+    """Line for the user about the result of `look_alikes`."""
     names = " and ".join(map(repr, examples))
     return f"{number:,} user ids look like another one, as {names} do: a user each"
 
 
 def look_alikes(ids: pa.Array) -> tuple[int, list[str]]:
-    """How many users have an id that differs from another's only in what STEPS make one, in white
-    space, zeros in front or after a point, or a decimal comma; and two of them that do.
+    """Find users whose ids look like the id of another user.
 
-    Args: ids: each user once, or each set of owners (see data/owners.py).
+    Such ids differ only in what STEPS would remove, in white space, in zeros in front or after a
+    point, or in a decimal comma.
+
+    Args:
+      ids: different user ids, or owner sets as strings (see store.py).
+    Returns:
+      (number of such users, two of them that look alike).
     """
     people = pc.split_pattern(ids, SEPARATOR).flatten().unique()  # pyright: ignore
     key = _folded(people, STEPS)
@@ -220,7 +243,7 @@ def _refuse(bad: pa.Array, values: pa.Array, field: str, rows: Rows) -> None:
 
 
 def refused(column: str, expected: str) -> DataError:
-    """The error about a column, which is named as in `order_column=when`, or by a field alone."""
+    """The error about a column, named as in `order_column=when`, or about a setting alone."""
     field, _, name = column.partition("=")
     if not name:
         return DataError(f"{field}: expected {expected}", field=field)
@@ -232,5 +255,89 @@ def _count(flags: pa.Array) -> int:
 
 
 def call(name: str, *arguments: Any, **options: Any) -> Any:
-    """Arrow's function of that name, most of which type checkers do not know."""
+    """Call the Arrow function of that name; type checkers do not know most of them."""
     return getattr(pc, name)(*arguments, **options)
+
+
+WITH_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*:)?//", re.IGNORECASE)
+INVISIBLE = "".join(map(chr, range(33)))  # what browsers leave out around a URL
+LEFT_OUT = str.maketrans("", "", "\t\r\n")  # and in it
+# Python's codec, of IDNA 2003, takes straße.de for strasse.de, which is another registrant's.
+LETTERS_OF_THEIR_OWN, DOTS = re.compile("([ßς])"), re.compile("[.\u3002\uff0e\uff61]")
+LABEL_BYTES = 63
+
+
+def list_version() -> str:
+    """Version of the public suffix list."""
+    return f"publicsuffixlist {version('publicsuffixlist')}"
+
+
+def host_of(url: str | None) -> str | None:
+    """Host of a URL in lower case and punycode, without port, user and trailing dot."""
+    try:
+        host = split_url(url).hostname
+    except ValueError:
+        return None
+    return clean_host(host) if host else None
+
+
+def split_url(url: str | None) -> SplitResult:
+    """Parts of a URL, which may have no scheme, and may contain another URL that has one."""
+    url = (url or "").strip().strip(INVISIBLE).translate(LEFT_OUT)
+    return urlsplit(url if WITH_SCHEME.match(url) else f"//{url}")
+
+
+def registrable_domain(url: str | None) -> str | None:
+    """Domain of a URL that someone registered, such as bbc.co.uk. An IP address is its own owner.
+
+    Returns:
+      None if there is no owner: no host, localhost, a bare public suffix such as com.
+    """
+    host = host_of(url)
+    return _owner(host) if host else None
+
+
+@lru_cache(2**16)
+def clean_host(host: str) -> str | None:
+    """A host in lower case and punycode, without trailing dots; None if it is not a valid name."""
+    host = host.lower()
+    try:
+        return (host if host.isascii() else _punycode(host)).rstrip(".")
+    except UnicodeError:
+        return None
+
+
+def _punycode(host: str) -> str:
+    """Encode a host with letters beyond ASCII. Raises: UnicodeError: the name is not valid."""
+    if not LETTERS_OF_THEIR_OWN.search(host):
+        return host.encode("idna").decode()
+    return ".".join(map(_label, DOTS.split(host)))
+
+
+def _label(label: str) -> str:
+    if not LETTERS_OF_THEIR_OWN.search(label):
+        return label.encode("idna").decode()
+    pieces = LETTERS_OF_THEIR_OWN.split(label)  # every other one is such a letter
+    pieces[::2] = map(nameprep, pieces[::2])
+    encoded = f"xn--{''.join(pieces).encode('punycode').decode()}"
+    if len(encoded) > LABEL_BYTES:
+        raise UnicodeError("the label is too long")
+    return encoded
+
+
+def address_of(host: str) -> str | None:
+    """The shortest form of a host that is an IP address; None for a name."""
+    try:
+        return ipaddress.ip_address(host).compressed
+    except ValueError:
+        return None
+
+
+@lru_cache(2**16)
+def _owner(host: str) -> str | None:
+    return address_of(host) or _suffixes().privatesuffix(host)
+
+
+@cache
+def _suffixes() -> PublicSuffixList:
+    return PublicSuffixList()

@@ -24,9 +24,8 @@ from packages import another_suffix_list, install
 from fedsim.data.building import tokenised
 from fedsim.data.building.build import build
 from fedsim.data.building.readers import Part
-from fedsim.data.dataset import Dataset, stats
-from fedsim.data.splits import Holdout
-from fedsim.data.text import Tokenizer
+from fedsim.data.dataset import Dataset, Holdout, stats
+from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import DataError, FedsimError
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"

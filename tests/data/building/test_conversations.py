@@ -13,8 +13,8 @@ from test_owners import texts
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.data.building.columns import Columns
-from fedsim.data.building.conversations import SPEAKER, SPOKEN_TO, last_other_speaker, write
 from fedsim.data.building.readers import Part
+from fedsim.data.building.sources import SPEAKER, SPOKEN_TO, last_other_speaker, write_conversations
 from fedsim.data.dataset import Dataset
 from fedsim.errors import DataError
 
@@ -109,7 +109,7 @@ def test_turns_are_in_order_whatever_the_file(tmp_path, kind, order):
 def test_all_texts_together_may_take_more_than_an_array_of_strings_can(text, kind, tmp_path):
     file = source(tmp_path, [("a", 1, "amy", text), ("a", 2, "bob", text)])
     columns = Columns.of("who", "text", conversation="case", turn="turn")
-    write([Part(file)], columns, tmp_path / "out.parquet")
+    write_conversations([Part(file)], columns, tmp_path / "out.parquet")
     schema = pq.read_schema(tmp_path / "out.parquet")
     assert schema.field("text").type.equals(kind)
     assert {schema.field(name).type for name in (SPEAKER, SPOKEN_TO)} == {pa.large_string()}

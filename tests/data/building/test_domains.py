@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedsim.data.building.domains import list_version, registrable_domain
+from fedsim.data.building.user_ids import list_version, registrable_domain
 
 
 @pytest.mark.parametrize(

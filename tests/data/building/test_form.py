@@ -7,9 +7,9 @@ import json
 import pytest
 from test_build import texts_of
 
-from fedsim.data.building import json_records
+from fedsim.data.building import text_files
 from fedsim.data.building.build import build
-from fedsim.data.building.text_format import Form
+from fedsim.data.building.text_files import TextFormat
 from fedsim.errors import DataError
 
 ROWS = [("ann", "caf\u00e9; or tea"), ("bob", 'say "\u00e7a"'), ("ann", "two\nlines")]
@@ -59,20 +59,20 @@ def test_a_table_in_utf16_is_known_by_its_mark(rows, tmp_path):
         built(tmp_path / "x.csv", tmp_path)
 
 
-def of_list(text):
-    return [record.fields for record in json_records.of_list(io.StringIO(text))]
+def json_list(text):
+    return [record.fields for record in text_files.json_list(io.StringIO(text))]
 
 
 @pytest.mark.parametrize("characters", [1, 7, 2**20])
 def test_a_list_is_read_in_pieces_of_any_size(characters, monkeypatch):
-    monkeypatch.setattr(json_records, "READ_CHARACTERS", characters)
+    monkeypatch.setattr(text_files, "READ_CHARACTERS", characters)
     rows = [{"user_id": user, "text": text, "n": [1, {"a": "]"}]} for user, text in ROWS]
     for indent in (None, 2):
-        assert of_list(json.dumps(rows, indent=indent) + "\n ") == rows
-    assert of_list(" [ ] ") == []
+        assert json_list(json.dumps(rows, indent=indent) + "\n ") == rows
+    assert json_list(" [ ] ") == []
     for broken in ('[{"a": 1} {"a": 2}]', '[{"a": 1},', '[{"a": 1}', '[{"a": 1}] x', "[1]", "[{]"):
         with pytest.raises(ValueError, match="entry|after the list"):
-            of_list(broken)
+            json_list(broken)
 
 
 @pytest.mark.parametrize("as_list", [True, False])
@@ -111,7 +111,7 @@ def test_files_with_marks_of_their_byte_order_may_be_joined(tmp_path):
 )
 def test_an_encoding_that_is_none_of_text_is_refused(encoding):
     with pytest.raises(DataError, match="expected an encoding of text that Python knows"):
-        Form(encoding=encoding)
+        TextFormat(encoding=encoding)
 
 
 def test_a_folder_is_all_files_in_it_that_can_be_read(tmp_path):

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from test_build import ALL_IN_TRAIN, texts_of
 
-from fedsim.data.building import csv_records, json_records
+from fedsim.data.building import text_files
 from fedsim.data.building.build import build
-from fedsim.data.building.column_names import expected_of, is_usual
+from fedsim.data.building.columns import expected_of, is_usual
 from fedsim.data.building.readers import reason_of
 from fedsim.data.building.user_ids import look_alikes
 from fedsim.errors import DataError, printable
@@ -67,7 +67,7 @@ def test_a_bad_object_is_named_by_its_line(bad, message, name, word, number, tmp
 def test_a_number_that_is_too_large_is_named_by_its_line(values):
     where = "line", list(range(7, 7 + len(values)))
     with pytest.raises(ValueError, match="line 9, n: expected a number below 2.63"):
-        json_records.column(values, "n", where)
+        text_files.as_column(values, "n", where)
 
 
 def test_half_of_a_character_in_a_text_is_replaced(tmp_path):
@@ -261,9 +261,8 @@ def test_what_share_of_tokens_is_cut_is_counted_and_said(long_texts, share, tmp_
 @pytest.mark.parametrize("name", ["x.csv.gz", "x.tsv.gz", "x.jsonl.gz", "x.json.gz", "l.json.gz"])
 def test_a_small_file_that_unpacks_to_a_large_row_is_refused(name, tmp_path, monkeypatch):
     most = 2**18
-    for module in (csv_records, json_records):
-        monkeypatch.setattr(module, "MOST_CHARACTERS", most)
-    monkeypatch.setattr(json_records, "READ_CHARACTERS", most // 4)
+    monkeypatch.setattr(text_files, "MOST_CHARACTERS", most)
+    monkeypatch.setattr(text_files, "READ_CHARACTERS", most // 4)
     begin = {"x": b'{"user_id": "a", "text": "', "l": b'[{"user_id": "a", "text": "'}[name[0]]
     if "json" not in name:
         begin = b"user_id\ttext\na\t" if "tsv" in name else b"user_id,text\na,"

@@ -8,9 +8,9 @@ import re
 import pytest
 from test_build import ALL_IN_TRAIN, by_user, texts_of
 
-from fedsim.data.building import csv_records
+from fedsim.data.building import text_files
 from fedsim.data.building.build import build
-from fedsim.data.building.text_format import Form
+from fedsim.data.building.text_files import TextFormat
 from fedsim.errors import DataError
 
 DUMP = [
@@ -58,7 +58,7 @@ def test_without_quoting_marks_are_characters_and_line_ends_end_rows(tmp_path):
             dump(tmp_path / "x.csv", [("a", "b"), ("c", '"d,e"')]), tmp_path / "n", quoting="none"
         )
     with pytest.raises(DataError, match="quoting=all: expected none or minimal"):
-        Form(quoting="all")
+        TextFormat(quoting="all")
 
 
 # Texts with line ends and commas in them, as people write them, in files that are quoted.
@@ -86,7 +86,7 @@ def test_what_is_quoted_everywhere_is_quoted(tmp_path):
 
 def is_refused(path):
     try:
-        csv_records.check(path, Form())
+        text_files.check_csv(path, TextFormat())
         return False
     except DataError:
         return True
@@ -117,7 +117,7 @@ def test_a_header_that_comes_again_is_refused(tmp_path):
 
 
 def test_a_record_that_never_ends_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_records, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(text_files, "MOST_CHARACTERS", 1000)
     for text in ("a" * 2000, '"' + "a\n" * 1000):
         file = dump(tmp_path / "x.csv", [("ann", "fine"), ("ben", text)])
         with pytest.raises(DataError, match="line 3: expected a record of at most 1,000 charac"):

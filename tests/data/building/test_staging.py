@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from fedsim.data.building.staging import resume, staging
+from fedsim.data.building.processes import resume, staging
 from fedsim.errors import DataError, Interrupted
 
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedsim.data.building import csv_records, user_ids
+from fedsim.data.building import text_files, user_ids
 from fedsim.data.building.build import build
-from fedsim.data.building.text_format import Form
+from fedsim.data.building.text_files import TextFormat
 from fedsim.errors import DataError
 
 pytestmark = pytest.mark.privacy
@@ -225,4 +225,4 @@ FINE = [
 def test_quotations_that_end_where_fields_do_are_fine(text, tmp_path):
     file = tmp_path / "x.csv"
     file.write_text(text, newline="")
-    csv_records.check(file, Form())
+    text_files.check_csv(file, TextFormat())

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.data.urls import host_name, hosts_above, normal_url
-from fedsim.data.building.domains import host_of
+from fedsim.data.building.user_ids import host_of
 
 
 @pytest.mark.parametrize(

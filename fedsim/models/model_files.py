@@ -1,9 +1,13 @@
-"""Models in safetensors files (Hugging Face): named arrays, and nothing in a file is code.
+"""Files of a model: arrays in safetensors files, and side files beside them.
 
-The library `safetensors` reads and writes a file. Large models are cut into several, which an index
-names.
+Arrays have names, and nothing in a file is code. The library `safetensors` reads and writes a file.
+Large models are split into several files, which an index names.
+
+Side files are the tokenizer, the chat template and the generation settings. Training does not
+change them, and programs that serve the trained model need them unchanged.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -16,8 +20,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedsim.errors import ConfigError, brief
-from fedsim.files import read_object, write_json, write_with
+from fedsim.errors import ConfigError, FileDamaged, brief
+from fedsim.files import MOST_JSON, read_object, write_atomically, write_json, write_with
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -26,20 +30,20 @@ DTYPES = {
     **{"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1"), "I8": np.dtype("i1")},
     **{"I16": np.dtype("<i2"), "BOOL": np.dtype("?")},
 }
-NAMED = 4  # in an error
+NAMED = 4  # arrays that an error names, at most
 SHARD_BYTES = 5_000_000_000
-FOR_OTHERS = {"format": "pt"}  # metadata that other tools ask for
+FOR_OTHERS = {"format": "pt"}  # metadata that other tools expect
 
 
 class TensorError(ConfigError):
-    """A file that is no safetensors file, or lacks an array; one line."""
+    """A file is not a safetensors file, or lacks an array."""
 
 
 class Stored:
-    """An array in a file, with its `shape` and `dtype`; `np.asarray` reads it, anew each time."""
+    """An array in a file, with its `shape` and `dtype`. Every `np.asarray` reads it again."""
 
     def __init__(self, file: Path, opened: Any, name: str):
-        """Raises: TensorError: the array is of a type that models are not made of."""
+        """Read the shape and type. Raises: TensorError: models have no arrays of this type."""
         self._file, self._opened, self._name = file, opened, name
         about = opened.get_slice(name)
         self.shape, code = tuple(about.get_shape()), about.get_dtype()
@@ -50,14 +54,15 @@ class Stored:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         try:
             return np.asarray(self._opened.get_tensor(self._name), dtype)
-        except (OSError, SafetensorError) as error:  # cut since it was opened
+        except (OSError, SafetensorError) as error:  # the file was cut after it was opened
             raise _no_file(self._file, error) from None
 
 
 def read_directory(directory: Path) -> dict[str, Stored]:
-    """All arrays of model.safetensors, or of the files its index names.
+    """Open all arrays of model.safetensors, or of the files that its index names.
 
-    Raises: TensorError: a file is missing or damaged, or has an array that the index does not name.
+    Raises:
+      TensorError: a file is missing or damaged, or index and files have different arrays.
     """
     single, index = directory / SINGLE, directory / INDEX
     if single.is_file():
@@ -86,14 +91,17 @@ def read_directory(directory: Path) -> dict[str, Stored]:
 
 
 def read(file: Path) -> dict[str, Stored]:
-    """All arrays of one file.
+    """Open all arrays of a file.
 
-    Raises: TensorError: it is missing, cut off or damaged, or has bytes of no array.
+    Raises:
+      TensorError: the file is missing, cut off or damaged, or has bytes of no array.
     """
-    if not file.is_file():  # a pipe would be waited for
+    if not file.is_file():  # reading a pipe would wait
         raise TensorError.of("model", file, "a file that exists")
     try:
-        opened: Any = safe_open(file, "numpy", backend="pread")  # a cut file kills who mapped it
+        opened: Any = safe_open(
+            file, "numpy", backend="pread"
+        )  # a mapped file that is cut kills the process
         _expect_names_once(file)
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise _no_file(file, error) from None
@@ -101,7 +109,11 @@ def read(file: Path) -> dict[str, Stored]:
 
 
 def _expect_names_once(file: Path) -> None:
-    """Raises ValueError: of two arrays of one name, the library would read the second."""
+    """Check that names are unique: of two equal names, the library reads the second.
+
+    Raises:
+      ValueError: a name is there twice.
+    """
 
     def once(pairs: list[tuple[str, Any]]) -> None:
         if len(dict(pairs)) < len(pairs):
@@ -118,9 +130,14 @@ def _no_file(file: Path, error: object) -> TensorError:
 
 
 def expect_none_left(source: str, names: Sequence[str], why: str = "") -> None:
-    """Raises TensorError: a model's file has arrays `names` that the model has no place for.
+    """Check that no arrays are left over: a model without them would be another model.
 
-    To leave them out would train another model than the one that was asked for.
+    Args:
+      source: the file, for the error.
+      names: arrays of the file that the model has no place for.
+      why: end of the error line.
+    Raises:
+      TensorError: there are such arrays.
     """
     if names:
         shown = ", ".join(brief(name) for name in names[:NAMED])
@@ -133,7 +150,7 @@ def expect_none_left(source: str, names: Sequence[str], why: str = "") -> None:
 def write_directory(
     directory: Path, tensors: Mapping[str, np.ndarray], shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write model.safetensors, or, where that would be large, several files and their index."""
+    """Write model.safetensors, or several files of at most `shard_bytes` and their index."""
     from huggingface_hub import split_state_dict_into_shards_factory as split
 
     shards = split(
@@ -152,10 +169,12 @@ def write_directory(
 def write(
     file: Path, tensors: Mapping[str, np.ndarray], about: Mapping[str, str] = FOR_OTHERS
 ) -> None:
-    """Write one file, whole or not at all. Equal arrays give equal bytes.
+    """Write a file, completely or not at all. Equal arrays give equal bytes.
 
-    Args: about: what its metadata say, of which the library does not keep the order.
-    Raises: OSError: it cannot be written.
+    Args:
+      about: metadata of the file. The library does not keep their order.
+    Raises:
+      OSError: the file cannot be written.
     """
     # The library copies the memory of an array as it lies there, whatever its strides.
     rows_first = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
@@ -169,3 +188,59 @@ def write(
             raise
 
     write_with(file, save)
+
+
+CONFIG, TOKENIZER, SETTINGS = "config.json", "tokenizer.json", "tokenizer_config.json"
+SIDE_FILES = (
+    *(CONFIG, "generation_config.json", TOKENIZER, SETTINGS, "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt"),
+    *("merges.txt", "tokenizer.model", "spiece.model"),
+)
+TEMPLATES = "additional_chat_templates"
+PATTERNS = (*SIDE_FILES, f"{TEMPLATES}/*.jinja")
+
+
+def side_files(directory: Path) -> list[str]:
+    """Names of the side files in a directory.
+
+    Raises:
+      ConfigError: a file is larger than MOST_JSON.
+    """
+    more = (f"{TEMPLATES}/{path.name}" for path in directory.glob(f"{TEMPLATES}/*.jinja"))
+    names = [name for name in (*SIDE_FILES, *sorted(more)) if (directory / name).is_file()]
+    for name in names:
+        size = (directory / name).stat().st_size
+        if size > MOST_JSON:
+            expected = f"at most {MOST_JSON} bytes, got {size}"
+            raise ConfigError.of("model", directory / name, expected)
+    return names
+
+
+def side_file_digests(directory: Path) -> dict[str, str]:
+    """sha256 (hex) of each side file in a directory."""
+    return {name: _sha256(directory / name) for name in side_files(directory)}
+
+
+def check_side_files(directory: Path, expected: Mapping[str, str]) -> None:
+    """Compare side files with the result of `side_file_digests`.
+
+    Raises:
+      FileDamaged: a file is missing or was changed.
+    """
+    for name, sha256 in expected.items():
+        path = directory / name
+        if not path.is_file() or _sha256(path) != sha256:
+            raise FileDamaged(f"{path}: was changed since the run was started")
+
+
+def copy_side_files(directory: Path, out: Path, but: tuple[str, ...] = ()) -> list[str]:
+    """Copy side files, except `but`, into the directory `out`. Returns: their names."""
+    names = [name for name in side_files(directory) if name not in but]
+    for name in names:
+        (out / name).parent.mkdir(exist_ok=True)
+        write_atomically(out / name, (directory / name).read_bytes())
+    return names
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
