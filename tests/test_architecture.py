@@ -21,8 +21,7 @@ LEVELS = (
     "library cli",
 )
 FOUNDATION = {"fedsim.errors", "fedsim.files"}  # the accountant's, too
-FREE_OF_RAY = "engine worker task trials programs local_engine resources health environment lanes"
-FREE_OF_RAY += " arithmetic multi_device"
+FREE_OF_RAY = "engine worker task trials programs resources environment"
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 
 

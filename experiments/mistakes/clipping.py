@@ -216,7 +216,7 @@ CLIPPING = (
         "trust/test_security.py::test_a_lane_has_two_units_or_more",
         (
             Patch(
-                "fedsim.engine.lanes",
+                "fedsim.engine.engine",
                 "cut",
                 lambda cut, task, split, rows, num_lanes, least: cut(
                     task, split, rows, num_lanes, 1

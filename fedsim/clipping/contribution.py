@@ -15,7 +15,7 @@ result by a factor of at most 1 +- u, u = 2^-24, adds in any order, and may take
 It rests on three things beside the arithmetic. That g is one array in memory for both: a compiler
 may compute s, a square or a z anew for each reader, all within the bounds above, but not g itself.
 `scan.stored` sees to that, and before a program is used
-`engine.arithmetic` looks for its loop, and at what hostile units contribute to programs like it.
+`engine.programs` looks for its loop, and at what hostile units contribute to programs like it.
 That sums are added up in the order given: XLA merges sums of sums unless a barrier is between
 them, and it drops barriers only after that; LLVM changes no order. And that whole numbers are added
 as such.

@@ -22,7 +22,7 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
     compiled, mesh = remember_programs(), config.mesh_shape
     if config.kind == "local":
         expect_accelerator(config)
-        from fedsim.engine.local_engine import LocalEngine
+        from fedsim.engine.worker import LocalEngine
 
         return LocalEngine(task, num_lanes=config.num_lanes, mesh=mesh)
     from fedsim.engine.ray_engine import RayEngine

@@ -26,14 +26,23 @@ from ray.exceptions import (
 )
 
 from fedsim.config import MeshShape
-from fedsim.engine.actors import MAX_LOSSES, PULL_S, START_S, Actors, Shared, cause, failure
+from fedsim.engine.actors import (
+    MAX_LOSSES,
+    PULL_S,
+    START_S,
+    Actors,
+    Health,
+    Patience,
+    Shared,
+    State,
+    cause,
+    failure,
+)
 from fedsim.engine.cluster import Monitor
 from fedsim.engine.engine import Engine, EngineError, ignore
-from fedsim.engine.health import Health, Patience, State
-from fedsim.engine.multi_device import MultiDeviceWorker
 from fedsim.engine.resources import store_bytes
 from fedsim.engine.task import Task
-from fedsim.engine.worker import NoTask, Worker
+from fedsim.engine.worker import MultiDeviceWorker, NoTask, Worker
 
 PAUSE_S = 0.2  # between two questions to a worker that cannot be reached
 RECRUIT_S = 10.0  # between two looks at whether the cluster has room for more workers

@@ -4,12 +4,15 @@ Pure in (params, rows, clip): a lane can be computed again, elsewhere, with the 
 leaves a worker is a sum over two units or more (one, if no more were drawn) and per-unit scalars.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +30,17 @@ from fedsim.clipping import (
     num_coordinates,
 )
 from fedsim.config import MeshShape
-from fedsim.engine.arithmetic import check_arithmetic, check_contributions
-from fedsim.engine.engine import Stats
+from fedsim.engine.engine import Engine, Stats
 from fedsim.engine.environment import host_kind, keep_compiled, versions
-from fedsim.engine.lanes import EVAL_FEW, EVAL_ROWS_PER_CHUNK, ahead, in_calls, touch
-from fedsim.engine.programs import Programs
+from fedsim.engine.programs import Programs, check_arithmetic, check_contributions
 from fedsim.engine.task import Task
 from fedsim.engine.trials import try_strategy
 from fedsim.placement import make_mesh
 
 ROWS_PER_READ = 4096
+EVAL_ROWS_PER_CHUNK = 16
+EVAL_FEW = 4  # of what is left of a length: with a large model, padding costs more than calls
+EVAL_TOKENS_PER_CALL = 2048  # where short texts share rows
 
 _fit = functools.cache(check_arithmetic)
 
@@ -249,6 +253,43 @@ def _kind_of_host(shape: MeshShape | None) -> str:
     return f"{host_kind()}, {jax.local_devices()[0].device_kind}, {threads} threads{mesh}"
 
 
+def in_calls(batch: Any) -> Iterator[tuple[Any, int]]:
+    """(part of a batch [rows, length], its rows): as many as a call takes, then powers of two."""
+    start, (count, length) = 0, jax.tree.leaves(batch)[0].shape
+    most = max(1, EVAL_TOKENS_PER_CALL // length)
+    while (left := count - start) > 0:
+        rows = min(most, 1 << (left.bit_length() - 1))
+        yield jax.tree.map(lambda leaf: leaf[start : start + rows], batch), rows  # noqa: B023
+        start += rows
+
+
+def ahead(read: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """(item, read(item)) in order; the next item is read while the caller works on this one.
+
+    Raises: what `read` raised, when it is that item's turn.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        last = None
+        for item in items:
+            following = (item, thread.submit(read, item))
+            if last is not None:
+                yield last[0], last[1].result()
+            last = following
+        if last is not None:
+            yield last[0], last[1].result()
+
+
+def touch(read: Callable[[], Any]) -> None:
+    """Read in the background and forget: memory-mapped pages are there when they are needed. An
+    error shows when the same is read again."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            read()
+
+    threading.Thread(target=quietly, daemon=True).start()
+
+
 def flush(wide: Any, total: Any) -> Any:
     """An int32 sum, added to an int64 one (None: zero), NumPy."""
     if wide is None:
@@ -266,3 +307,72 @@ def expect_fit(strategy: Strategy, at_once: int, most: int) -> None:
     if at_once > most:
         expected = f"expected at most {most}, which int32 sums of this model hold"
         raise UnsupportedModel(f"strategy={strategy}: {at_once} units at once; {expected}")
+
+
+class MultiDeviceWorker(Worker):
+    """Computes lanes on all devices of its process, on each as a worker of its own."""
+
+    def __init__(self, task: Task | None = None, cache_dir: Path | None = None):
+        super().__init__(task, cache_dir)
+        self._workers: list[Worker] = []  # one per device
+
+    def lane_sum(self, version: int, params: Any, rows: np.ndarray, *args):
+        found = self._on_all("lane_sum", version, params, rows, *args)
+        sums, stats = zip(*found, strict=True)
+        return jax.tree.map(_added, *sums), Stats.join(stats)
+
+    def lane_nats(self, version: int, params: Any, rows: np.ndarray, split: str):
+        found = self._on_all("lane_nats", version, params, rows, split)
+        return sum(nats for nats, _ in found), sum(count for _, count in found)
+
+    def _on_all(self, method, version, params, rows, *args):
+        """The answers of all devices, each for its share of `rows`, in their order."""
+        devices = jax.local_devices()
+        self._workers = self._workers or [Worker(self.task) for _ in devices]
+
+        def run(worker, device, share):
+            with jax.default_device(device):
+                return getattr(worker, method)(version, params, share, *args)
+
+        shares = np.array_split(rows, len(devices))
+        with ThreadPoolExecutor(len(devices)) as threads:
+            return list(threads.map(run, self._workers, devices, shares))
+
+
+def _added(*leaves: np.ndarray) -> np.ndarray:
+    """The sum of an array over devices: of whole numbers int64, which it cannot overflow."""
+    dtype = np.float32 if leaves[0].dtype == np.float32 else np.int64
+    total = leaves[0].astype(dtype)
+    for leaf in leaves[1:]:
+        total += leaf
+    return total
+
+
+class LocalEngine(Engine):
+    """Computes in the process itself."""
+
+    num_workers = 1
+
+    def __init__(self, task: Task, *, num_lanes: int, mesh: MeshShape | None = None):
+        """Args: mesh: how several devices have the model between them; None: one device has it."""
+        super().__init__(task, num_lanes)
+        self._worker = Worker(task, mesh=mesh)
+        self._version = 0
+
+    def ready(self) -> None:
+        self._worker.facts()
+
+    def close(self) -> None:
+        pass
+
+    def place(self, params):
+        return params if self._worker.mesh is None else self._worker.programs.place(params)
+
+    def describe(self) -> str:
+        cut = "" if self._worker.mesh is None else f"{self._worker.shape} of "
+        return f"this process ({cut}{self._worker.facts()['device']})"
+
+    def _lanes(self, method, params, lanes, *args, lengths=()):
+        self._version += 1
+        for lane in lanes:
+            yield getattr(self._worker, method)(self._version, params, lane, *args)

@@ -20,8 +20,8 @@ from fedsim.clipping.contribution import contribution, norm_and_bound
 from fedsim.clipping.packing import chunks
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
-from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.ray_engine import RayEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import BLOCKS, TransformerConfig, stacked

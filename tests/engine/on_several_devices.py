@@ -14,7 +14,7 @@ from fedsim.clipping.clip import lattice_bits
 from fedsim.config import Algorithm, MeshShape, PrivacyConfig, run_config
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
-from fedsim.engine.arithmetic import UnfitDevice
+from fedsim.engine.programs import UnfitDevice
 from fedsim.engine.worker import Worker
 from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
