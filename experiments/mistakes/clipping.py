@@ -103,7 +103,7 @@ CLIPPING = (
         "test_norms_and_sums_have_no_product_of_reduced_precision[ghost]",
         (
             Patch(
-                "fedsim.clipping.clip",
+                "fedsim.clipping.contribution",
                 "matmul",
                 lambda _right, a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32),
             ),

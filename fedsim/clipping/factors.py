@@ -24,8 +24,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fedsim.clipping.clip import TINY, matmul
-from fedsim.clipping.contribution import ROUNDING
+from fedsim.clipping.contribution import ROUNDING, TINY, matmul
 
 WIDE = 512
 LARGEST = 1e15  # of a sum of squares

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from fedsim.clipping import scan
-from fedsim.clipping.clip import Clip, num_coordinates
-from fedsim.clipping.contribution import factor, norm_and_bound, whole
+from fedsim.clipping.contribution import Clip, factor, norm_and_bound, num_coordinates, whole
 from fedsim.clipping.factors import Factors
-from fedsim.clipping.observed import Observed, expect_shape
+from fedsim.clipping.layers import Observed, expect_shape
 
 
 def clip_chunk(

@@ -8,13 +8,19 @@ Shape suffixes: U units, T tokens of a unit (all its rows, of all calls), I inpu
 a layer, D width, V vocabulary.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
+from flax import linen as nn, traverse_util
+from flax.core import tracers
+from jax.extend.core import Var
 
 from fedsim.clipping.factors import Factors
+from fedsim.errors import FedsimError
 
 CALL, ATTEND = METHODS = ("__call__", "attend")
 
@@ -94,3 +100,170 @@ LAYERS: dict[type[nn.Module], type[Layer]] = {
     nn.LayerNorm: Norm,
     nn.RMSNorm: Norm,
 }
+
+
+_RECORDED: ContextVar[bool] = ContextVar("recorded", default=False)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """While a model is traced whose layers' inputs are kept."""
+    token = _RECORDED.set(True)
+    try:
+        yield
+    finally:
+        _RECORDED.reset(token)
+
+
+def remat_module(kind: type[nn.Module]) -> type[nn.Module]:
+    """`kind`, computed again in the backward pass, where that is possible. Give it a name: the
+    names that flax makes up would differ."""
+    return kind if _RECORDED.get() else nn.remat(kind)  # pyright: ignore
+
+
+def remat_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which has no parameters, computed again where the module around it is not."""
+    return jax.checkpoint(function) if _RECORDED.get() else function
+
+
+Path = tuple[str, ...]
+Call = tuple[Path, str, int]  # module, method, number of its calls before
+
+
+class UnsupportedModel(FedsimError):
+    """A part of the model whose units' gradients are not known here; the message names it."""
+
+
+class Observed:
+    """A loss as layers: what goes into and comes out of those that have parameters."""
+
+    def __init__(self, loss_fn, params):
+        self.loss_fn, self.params = loss_fn, params
+        self.trained = {path[:-1] for path in traverse_util.flatten_dict(params)}
+        self.modules: dict[Path, nn.Module] = {}
+        self.inputs: dict[Call, int] = {}  # which of the distinct inputs a call saw
+
+    def run(self, batch, mask):
+        """(inputs, cotangents, losses [units]) of one forward and one backward pass: what layers
+        saw [units, tokens, features], by number and by call; `layers` says whose it is."""
+        units, group = mask.shape
+        count = jnp.maximum(mask.sum(axis=1, keepdims=True), 1).astype(jnp.float32)
+        rows = jax.tree.map(lambda leaf: leaf.reshape(units * group, *leaf.shape[2:]), batch)
+
+        def run(taps):
+            losses, inputs, outputs = self._observe(rows, taps)
+            losses = jnp.where(mask, losses.reshape(units, group), 0) / count
+            return losses.sum(), (losses.sum(axis=1), inputs, outputs)
+
+        self._check_rows(rows)
+        self._check_parameters(rows)
+        # Zeros, added to a layer's output: the gradient there is the output's cotangent.
+        outputs = jax.eval_shape(lambda: run({})[1][2])
+        taps = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), outputs)
+        cotangents, (losses, inputs, _) = jax.grad(run, has_aux=True)(taps)
+
+        def by_unit(leaf):
+            return leaf.reshape(units, -1, leaf.shape[-1])
+
+        for call, number in self.inputs.items():
+            if self._is_lookup(call):  # ids have no axis of features
+                inputs[number] = inputs[number][..., None]
+        return *jax.tree.map(by_unit, (inputs, cotangents)), losses
+
+    def _check_rows(self, rows):
+        """Raises UnsupportedModel: an input's first axis is not that of the rows: it would be cut
+        into units all the same where it is as long as that by chance."""
+
+        def seen_with(count):
+            some = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), rows
+            )
+            return jax.eval_shape(lambda rows: self._observe(rows, {})[1], some)
+
+        some, more = seen_with(2), seen_with(3)
+        for (path, *_), number in self.inputs.items():
+            shape = some[number].shape
+            if (*shape[:1], *more[number].shape[:1]) != (2, 3):
+                name = "/".join(path)
+                raise UnsupportedModel(f"{name}: called on {shape}, without the axis of the rows")
+
+    def _check_parameters(self, rows):
+        """Raises UnsupportedModel: the loss depends on a parameter beside its layer's calls."""
+        self.own_parameters()
+
+        def losses(leaves):
+            params = traverse_util.unflatten_dict(leaves)
+            return self._observe(rows, None, params)[0]
+
+        leaves = traverse_util.flatten_dict(self.params)
+        jaxpr = jax.make_jaxpr(losses)(leaves).jaxpr
+        # By variable: the parameters that it depends on.
+        of = {var: {path} for var, path in zip(jaxpr.invars, sorted(leaves), strict=True)}
+        for equation in jaxpr.eqns:
+            used = set().union(*(of.get(v, ()) for v in equation.invars if isinstance(v, Var)))
+            of |= dict.fromkeys(equation.outvars, used)
+        for path in set().union(*(of.get(v, ()) for v in jaxpr.outvars if isinstance(v, Var))):
+            name = "/".join(path)
+            raise UnsupportedModel(f"parameter {name}: used beside the calls of its layer")
+
+    def _is_lookup(self, call: Call) -> bool:
+        return type(self.modules[call[0]]) is nn.Embed and call[1] == CALL
+
+    def _observe(self, rows, taps, params=None):
+        """Run the model; taps are added to its layers' outputs, which are zeros where taps is None.
+        Returns losses, the distinct inputs of layers, outputs by call."""
+        inputs, outputs = [], {}
+        here = tracers.current_trace()
+
+        def interceptor(next_fun, args, kwargs, context):
+            module, method = context.module, context.method_name
+            y = next_fun(*args, **kwargs)
+            if type(module) not in LAYERS or method not in METHODS:
+                return y
+            if module.path not in self.trained:  # none of its parameters has a gradient
+                return y
+            given, name = [*args, *kwargs.values()], "/".join(module.path)
+            if len(given) != 1:
+                raise UnsupportedModel(f"{name}: called with {len(given)} arguments, expected one")
+            if tracers.current_trace() != here:  # what it saw could not be handed out
+                raise UnsupportedModel(f"{name}: called inside of remat, scan or the like")
+            call = (module.path, method, sum(c[:2] == (module.path, method) for c in outputs))
+            self.modules[module.path] = module.clone(parent=None)  # its fields, no tracer
+            same = [number for number, x in enumerate(inputs) if x is given[0]]
+            self.inputs[call] = same[0] if same else len(inputs)
+            inputs.extend(() if same else given)
+            outputs[call] = y
+            if taps is None:
+                return jnp.zeros_like(y)
+            return y + taps[call] if call in taps else y
+
+        with recorded(), nn.intercept_methods(interceptor):
+            losses = self.loss_fn(self.params if params is None else params, rows)
+        return losses, inputs, outputs
+
+    def layers(self, inputs, cotangents):
+        """(path, layer with its calls, its parameters) of every layer."""
+        calls: dict[Path, dict[str, list]] = {path: {} for path in self.modules}
+        for call, number in self.inputs.items():
+            path, method, _ = call
+            calls[path].setdefault(method, []).append((inputs[number], cotangents[call]))
+        own = self.own_parameters()
+        for path, module in self.modules.items():
+            yield path, LAYERS[type(module)](module, calls[path]), own[path]
+
+    def own_parameters(self) -> dict[Path, dict[str, jax.Array]]:
+        own: dict[Path, dict[str, jax.Array]] = {path: {} for path in self.modules}
+        for path, leaf in traverse_util.flatten_dict(self.params).items():
+            if path[:-1] not in own:
+                known, name = ", ".join(kind.__name__ for kind in LAYERS), "/".join(path)
+                raise UnsupportedModel(f"parameter {name}: expected one of a layer of type {known}")
+            own[path[:-1]][path[-1]] = jnp.asarray(leaf)
+        return own
+
+
+def expect_shape(path: Path, parameter: jax.Array, gradient: jax.Array) -> None:
+    """Raises UnsupportedModel: a gradient is not of its parameter's shape."""
+    if gradient.shape != parameter.shape:
+        expected = f"expected {gradient.shape}, one axis of features"
+        name = "/".join(path)
+        raise UnsupportedModel(f"parameter {name} of shape {parameter.shape}: {expected}")

@@ -8,13 +8,42 @@ tokens takes n - 1 places: what is fed, each with the token that it has to predi
 the places of its own text alone, so the loss is that of the texts one by one.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedsim.clipping.scan import Buckets
+from fedsim.errors import expect
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The lengths that rows may be cut to, so that short ones cost little."""
+
+    lengths: tuple[int, ...]
+    """Ascending; every row fits into the last one."""
+    sizes: Callable[[Any], Any]
+    """(rows of a batch) -> the length that each row needs, int [rows]."""
+    trim: Callable[[Any, int], Any]
+    """(batch, length) -> the batch with rows cut to `length`; loses nothing where it suffices."""
+    packed: Callable[[Any], Sequence[Any]] | None = None
+    """(NumPy batch) -> batches that have several short rows in one, for a task's `nats` alone, each
+    a tree of arrays [rows, length]."""
+
+    def holding(self, sizes: np.ndarray) -> np.ndarray:
+        """The least of the lengths that holds each of these sizes, int, like `sizes`.
+
+        Raises ConfigError: none does.
+        """
+        lengths, longest = np.asarray(self.lengths), int(np.max(sizes, initial=0))
+        expect("sizes", longest, longest <= lengths[-1], f"<= {lengths[-1]}, the last of `lengths`")
+        return lengths[np.searchsorted(lengths, sizes)]
+
+    def up_to(self, length: int) -> "Buckets":
+        """The same buckets without those that are longer than `length`."""
+        return dataclasses.replace(self, lengths=tuple(n for n in self.lengths if n <= length))
 
 
 class Chunk(NamedTuple):

@@ -9,48 +9,19 @@ and sum are then read once for all of them.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from flax import linen as nn
 
-from fedsim.clipping.clip import Clip
-from fedsim.clipping.contribution import contribution, scaled
-from fedsim.clipping.products import in_one_product
-from fedsim.errors import expect
+from fedsim.clipping.contribution import Clip, contribution, scaled
+from fedsim.clipping.packing import Buckets
 
+INPUTS, OUTPUTS = 0, 1  # axes of a weight: Dense has its inputs first, an embedding last
 LossFn = Callable[[Any, Any], jax.Array]
 MANY_ROWS = 16  # of a pass, from which on `_over_one` gains
-
-
-@dataclasses.dataclass(frozen=True)
-class Buckets:
-    """The lengths that rows may be cut to, so that short ones cost little."""
-
-    lengths: tuple[int, ...]
-    """Ascending; every row fits into the last one."""
-    sizes: Callable[[Any], Any]
-    """(rows of a batch) -> the length that each row needs, int [rows]."""
-    trim: Callable[[Any, int], Any]
-    """(batch, length) -> the batch with rows cut to `length`; loses nothing where it suffices."""
-    packed: Callable[[Any], Sequence[Any]] | None = None
-    """(NumPy batch) -> batches that have several short rows in one, for a task's `nats` alone, each
-    a tree of arrays [rows, length]."""
-
-    def holding(self, sizes: np.ndarray) -> np.ndarray:
-        """The least of the lengths that holds each of these sizes, int, like `sizes`.
-
-        Raises ConfigError: none does.
-        """
-        lengths, longest = np.asarray(self.lengths), int(np.max(sizes, initial=0))
-        expect("sizes", longest, longest <= lengths[-1], f"<= {lengths[-1]}, the last of `lengths`")
-        return lengths[np.searchsorted(lengths, sizes)]
-
-    def up_to(self, length: int) -> "Buckets":
-        """The same buckets without those that are longer than `length`."""
-        return dataclasses.replace(self, lengths=tuple(n for n in self.lengths if n <= length))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,3 +242,79 @@ def _cut(leaf: jax.Array, number: int) -> jax.Array:
 def _to_multiple(leaf: jax.Array, size: int) -> jax.Array:
     """[n, ...], padded with zeros to a multiple of `size`."""
     return jnp.pad(leaf, [(0, -len(leaf) % size)] + [(0, 0)] * (leaf.ndim - 1))
+
+
+def in_one_product(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose layers take their weights' gradients in one product.
+
+    Layers are `nn.Dense` and `nn.Embed.attend`, unless they were given a product of their own, and
+    norms over the last axis, unless the function has interceptors of its own. In reverse mode only.
+    A model that maps over its rows (`vmap`) loses by it: there it forms every row's gradient.
+    """
+
+    @functools.wraps(loss_fn)
+    def run(*args: Any) -> Any:
+        with nn.intercept_methods(_intercept):
+            return loss_fn(*args)
+
+    return run
+
+
+def _intercept(next_fun, args, kwargs, context):
+    module, method = context.module, context.method_name
+    ordinary = next_fun is context.orig_method and len(args) == 1 and not kwargs
+    if ordinary and type(module) is nn.Dense and method == "__call__":
+        if (module.precision, module.dot_general, module.dot_general_cls) == (None, None, None):
+            return _dense(module, *args)
+    if ordinary and type(module) is nn.Embed and method == "attend":
+        x, _ = module.promote_dtype(*args, module.embedding, dtype=module.dtype)
+        return product(x, module.embedding, OUTPUTS)
+    if ordinary and type(module) in (nn.LayerNorm, nn.RMSNorm) and _is_of_last_axis(module):
+        return next_fun(args[0].reshape(-1, args[0].shape[-1])).reshape(args[0].shape)
+    return next_fun(*args, **kwargs)
+
+
+def _is_of_last_axis(norm):
+    return (norm.reduction_axes, norm.feature_axes, norm.axis_name) == (-1, -1, None)
+
+
+def _dense(module, x):
+    """What nn.Dense does."""
+    shape, dtype = (x.shape[-1], module.features), module.param_dtype
+    kernel, bias = module.param("kernel", module.kernel_init, shape, dtype), None
+    if module.use_bias:
+        bias = module.param("bias", module.bias_init, shape[1:], dtype)
+    x, _, bias = module.promote_dtype(x, kernel, bias, dtype=module.dtype)
+    y: Any = product(x, kernel, INPUTS)
+    return y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(x: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
+    """Sum over the last axis of x and `axis` of weight: [..., I], [I, O] or [O, I] -> [..., O], in
+    the type of x. Terms are added in float32, also where x is bfloat16, and so the weight's
+    gradient comes out."""
+    dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
+    return _dot(x, weight.astype(x.dtype), dimensions).astype(x.dtype)
+
+
+def _dot(a, b, dimensions) -> Any:
+    at_least_float32 = jnp.promote_types(a.dtype, jnp.float32)
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=at_least_float32)
+
+
+def _forward(x, weight, axis):
+    return product(x, weight, axis), (x, weight)
+
+
+def _backward(axis, residuals, g):
+    x, weight = residuals
+    flat_x, flat_g = (leaf.reshape(-1, leaf.shape[-1]) for leaf in (x, g))
+    pair = (flat_x, flat_g) if axis == INPUTS else (flat_g, flat_x)
+    over_rows = (((0,), (0,)), ((), ()))
+    of_weight = _dot(*pair, over_rows)
+    of_x: Any = product(g, weight, 1 - axis)
+    return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
+
+
+product.defvjp(_forward, _backward)

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 
-from fedsim.clipping import ghost, observed, scan
-from fedsim.clipping.clip import MODEL, Clip
+from fedsim.clipping import ghost, scan
+from fedsim.clipping.contribution import MODEL, Clip
+from fedsim.clipping.layers import UnsupportedModel
+from fedsim.clipping.packing import Buckets
 from fedsim.errors import expect
 
 NAMES = ("scan", "direct", "ghost")  # the simpler ones first
@@ -72,7 +74,7 @@ def clip_chunk(
     clip: Clip,
     strategy: Strategy = Strategy(),  # noqa: B008 (frozen)
     *,
-    buckets: scan.Buckets | None = None,
+    buckets: Buckets | None = None,
     local: scan.LocalSteps | None = None,
     total: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
@@ -90,7 +92,7 @@ def clip_chunk(
         options["side_by_side"] = 1 if local else at_once  # own steps are loops of various lengths
         return scan.clip_chunk(loss_fn, params, batch, mask, clip, total=total, **options)
     if local is not None:
-        raise observed.UnsupportedModel("only scan and direct take users' own steps")
+        raise UnsupportedModel("only scan and direct take users' own steps")
     return ghost.clip_chunk(loss_fn, params, batch, mask, clip, side_by_side=at_once, total=total)
 
 

@@ -15,7 +15,7 @@ import pytest
 from flax import linen as nn
 
 from fedsim.clipping import Clip, Strategy, clip_chunk, scan
-from fedsim.clipping.clip import lattice_bits, num_coordinates
+from fedsim.clipping.contribution import lattice_bits, num_coordinates
 from fedsim.engine import programs
 from fedsim.engine.task import Task
 from fedsim.engine.worker import LocalEngine

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from refused import refuses
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.clipping.clip import lattice_bits
+from fedsim.clipping.contribution import lattice_bits
 from fedsim.config import Algorithm, MeshShape, PrivacyConfig, run_config
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore

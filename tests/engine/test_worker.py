@@ -10,7 +10,7 @@ from zoo import Tied, losses_of
 
 from experiments.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy, clip_chunk, layers
-from fedsim.clipping.observed import UnsupportedModel
+from fedsim.clipping.layers import UnsupportedModel
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.engine.programs import Programs, UnfitDevice
