@@ -226,9 +226,9 @@ def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
     from fedsim import engine
     from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
     from fedsim.engine.worker import LocalEngine
-    from fedsim.group_size import median_group_size
     from fedsim.keys import SecretKey
     from fedsim.run import make_task
+    from fedsim.sampling import median_group_size
     from fedsim.training import settled_by
     from fedsim.training.optimizers import update_rule
 

@@ -237,8 +237,8 @@ def look(at: Users, settings: Settings) -> Row:
     interval that it is in with a confidence of 95 %."""
     from fedsim.clipping import num_coordinates
     from fedsim.engine.worker import LocalEngine
-    from fedsim.group_size import median_group_size
     from fedsim.run import model_sha256
+    from fedsim.sampling import median_group_size
     from fedsim.tuning.estimates import GradientNorms
 
     _, model, data, key, task, params = started(at.data, settings, SEED_OF_LOOK)

@@ -205,9 +205,9 @@ def train(cell: Cell, settings: Settings, directory: Path) -> Row:
     """What comes of a cell."""
     from fedsim import engine
     from fedsim.engine.worker import LocalEngine
-    from fedsim.group_size import median_group_size
     from fedsim.keys import SecretKey
     from fedsim.run import make_task, model_sha256
+    from fedsim.sampling import median_group_size
     from fedsim.training import settled_by
     from fedsim.training.optimizers import update_rule
 

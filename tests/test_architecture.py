@@ -15,7 +15,7 @@ ROOT = Path(fedsim.__file__).parent
 LEVELS = (
     "errors files",
     "config keys accounting placement",
-    "sampling mechanism noise clipping group_size models data",
+    "sampling mechanism noise clipping models data",
     "els uls shared_uls plan evaluate run engine budget",
     "trust tuning training generate export",
     "library cli",

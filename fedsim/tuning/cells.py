@@ -1,6 +1,6 @@
 """Ways of sampling, each with a kind of noise, compared at one epsilon: the one with the least.
 
-What counts is the noise on sums of gradients, which is what parameters are (`noise.toeplitz`), and
+What counts is the noise on sums of gradients, which is what parameters are (`noise.correlated`), and
 what it costs: more gradients, or memory for rows of noise. All of it follows from what is public.
 """
 
