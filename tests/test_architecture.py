@@ -21,7 +21,7 @@ LEVELS = (
     "library cli",
 )
 FOUNDATION = {"fedsim.errors", "fedsim.files"}  # the accountant's, too
-FREE_OF_RAY = "engine worker task trials programs resources environment"
+FREE_OF_RAY = "engine worker task trials programs environment"
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 
 

@@ -38,7 +38,7 @@ from fedsim.clipping import Clip, clip_chunk, zeros_like
 from fedsim.clipping.scan import in_one_product
 from fedsim.clipping.strategy import NAMES, Strategy, candidates
 from fedsim.engine import Task, choose_strategy
-from fedsim.engine.resources import ALLOCATOR
+from fedsim.engine.environment import ALLOCATOR
 from fedsim.engine.worker import LocalEngine
 from fedsim.models import Transformer, TransformerConfig
 from fedsim.models.language_model import next_token_nats

@@ -18,8 +18,14 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
-from fedsim.engine.environment import difference, versions
-from fedsim.engine.resources import Placement, actor_options, expect_room, place_workers
+from fedsim.engine.environment import (
+    Placement,
+    actor_options,
+    difference,
+    expect_room,
+    place_workers,
+    versions,
+)
 from fedsim.engine.task import Task
 
 MAX_LOSSES = 4  # of one lane, in one call

@@ -1,16 +1,14 @@
 """Makes the engine that the settings ask for."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine, ignore
-from fedsim.engine.environment import keep_compiled
+from fedsim.engine.environment import remember_programs
 from fedsim.engine.task import Task
 from fedsim.errors import expect
-from fedsim.files import cache_dir
 
 
 def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ignore) -> Engine:
@@ -47,14 +45,6 @@ def expect_accelerator(config: EngineConfig) -> None:
         found = jax.default_backend()
         expected = f"auto, or {found}, which is what JAX finds on this machine"
         expect("accelerator", config.accelerator, config.accelerator == found, expected)
-
-
-def remember_programs() -> Path:
-    """Keep what this process compiles for later ones: the first parameters, the optimizer's update,
-    and everything with engine=local. Returns the directory where workers keep theirs, too."""
-    compiled = cache_dir() / "compiled"
-    keep_compiled(compiled)
-    return compiled
 
 
 def reduction(config: EngineConfig, *, exact: bool) -> str:

@@ -18,8 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from fedsim.engine.actors import cause, placed_in_time
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
-from fedsim.engine.environment import keep_compiled
-from fedsim.engine.resources import Placement, actor_options
+from fedsim.engine.environment import Placement, actor_options, keep_compiled
 from fedsim.errors import FedsimError
 
 ATTEMPTS = 3  # at a job whose process is lost again and again

@@ -28,7 +28,7 @@ from fedsim.clipping import (
     num_coordinates,
     zeros_like,
 )
-from fedsim.engine.resources import compiler_options
+from fedsim.engine.environment import compiler_options
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
 from fedsim.placement import everywhere, in_parts, shardings

@@ -40,7 +40,7 @@ from fedsim.engine.actors import (
 )
 from fedsim.engine.cluster import Monitor
 from fedsim.engine.engine import Engine, EngineError, ignore
-from fedsim.engine.resources import store_bytes
+from fedsim.engine.environment import store_bytes
 from fedsim.engine.task import Task
 from fedsim.engine.worker import MultiDeviceWorker, NoTask, Worker
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from fedsim.engine import programs
-from fedsim.engine.resources import compiler_options
+from fedsim.engine.environment import compiler_options
 
 pytestmark = pytest.mark.privacy
 
