@@ -38,6 +38,15 @@ from fedsim.noise.independent import (
 )
 
 
+PIECE = 2**13  # numbers that fit into the processor's cache, with all that is made of them
+HALF = np.int64(-(2**27))  # mask: the first 26 bits of what float64 holds
+MIDDLE, FAR = 1.62, 16.0
+"""How much larger the grid's share of eta is beyond two standard deviations, and beyond TAIL."""
+BEYOND_TWO = 0.046  # more than the probability that a number lies there
+FINEST = 24  # bits after the point of the coefficients, or fewer where there is much noise
+MOST_BANDS = 64  # of which one is chosen; each is a row of noise as large as the parameters
+
+
 @functools.lru_cache(maxsize=256)
 def coefficients(num_steps: int, bands: int) -> np.ndarray:
     """s_0, ..., s_(b-1), float64 [bands], of norm 1: the best ones for so many steps.
@@ -92,9 +101,6 @@ def _loss(tail: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
     return float(np.log(square * error)), slopes / error + 2 * tail / square
 
 
-MOST_BANDS = 64  # of which one is chosen; each is a row of noise as large as the parameters
-
-
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """What some bands are predicted to give."""
@@ -144,14 +150,6 @@ def predictions(
 def best(found: list[Prediction]) -> Prediction:
     """The one with the least error."""
     return min(found, key=lambda each: each.error)
-
-
-PIECE = 2**13  # numbers that fit into the processor's cache, with all that is made of them
-HALF = np.int64(-(2**27))  # mask: the first 26 bits of what float64 holds
-MIDDLE, FAR = 1.62, 16.0
-"""How much larger the grid's share of eta is beyond two standard deviations, and beyond TAIL."""
-BEYOND_TWO = 0.046  # more than the probability that a number lies there
-FINEST = 24  # bits after the point of the coefficients, or fewer where there is much noise
 
 
 @dataclasses.dataclass(frozen=True)
