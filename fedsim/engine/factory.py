@@ -1,4 +1,4 @@
-"""Makes the engine that the settings ask for."""
+"""The choice of the engine by the settings."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,14 @@ from fedsim.errors import expect
 
 
 def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ignore) -> Engine:
-    """The engine that is asked for, its workers on their way up; `Engine.ready` waits for them.
+    """Create the engine of the settings. Its workers are starting; `Engine.ready` waits for them.
 
-    Args: note: told, for people, what happened to workers.
-    Raises: ConfigError: the cluster cannot be reached or has no room for the workers.
+    Args:
+      config: kind of engine, workers, threads, devices and mesh.
+      task: the model and its data.
+      note: receives messages for people about workers.
+    Raises: ConfigError: the accelerator does not exist, or the cluster cannot be reached or has no
+      room for the workers.
     """
     compiled, mesh = remember_programs(), config.mesh_shape
     if config.kind == "local":
@@ -40,17 +44,18 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
 
 
 def expect_accelerator(config: EngineConfig) -> None:
-    """Raises ConfigError where this process is to compute on an accelerator that it has not."""
+    """Raise ConfigError if this process has not the accelerator of the settings."""
     if config.accelerator != "auto":
-        found = jax.default_backend()
-        expected = f"auto, or {found}, which is what JAX finds on this machine"
-        expect("accelerator", config.accelerator, config.accelerator == found, expected)
+        backend = jax.default_backend()
+        expected = f"auto, or {backend}, which is what JAX finds on this machine"
+        expect("accelerator", config.accelerator, config.accelerator == backend, expected)
 
 
 def reduction(config: EngineConfig, *, exact: bool) -> str:
-    """How sums are added, as far as their bits depend on it. Engines with the same reduction give
-    the same bits.
+    """Describe the order of additions in sums: engines with equal descriptions give equal bits.
 
-    Args: exact: whether sums are of whole numbers, as with noise; then nothing matters.
+    Args:
+      config: the settings of the engine.
+      exact: true if sums are of whole numbers, as with noise; then no order matters.
     """
     return "whole numbers" if exact else f"{config.num_lanes} lanes in order"
