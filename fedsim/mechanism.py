@@ -38,13 +38,13 @@ class NoisyMean:
             return jax.tree.map(lambda p, one: beside(one.values()[0], p), like, one_by_one)
         leaves, treedef = jax.tree.flatten(self.numbers)
         flat, unit = [np.ravel(leaf) for leaf in leaves], np.float32(self.unit)
-        found = [np.empty(leaf.shape, np.float32) for leaf in flat]
+        scaled = [np.empty(leaf.shape, np.float32) for leaf in flat]
 
         def fill(leaf: int, _: int, part: slice) -> None:
-            np.multiply(flat[leaf][part], unit, out=found[leaf][part], dtype=np.float32)
+            np.multiply(flat[leaf][part], unit, out=scaled[leaf][part], dtype=np.float32)
 
         in_blocks(fill, flat)
-        shaped = [leaf.reshape(np.shape(like)) for leaf, like in zip(found, leaves, strict=True)]
+        shaped = [leaf.reshape(np.shape(like)) for leaf, like in zip(scaled, leaves, strict=True)]
         return jax.tree.unflatten(treedef, shaped)
 
 
@@ -84,8 +84,8 @@ def noisy_mean(
     leaves, treedef = jax.tree.flatten(grad_sum)
     dimensions = sum(np.size(leaf) for leaf in leaves)
     stddev = noise_multiplier * 2.0 ** lattice_bits(dimensions)  # in units of clip.unit
-    own = {"stddev": stddev, "key": key, "step": step}
-    noisy = add_noise([np.ravel(leaf) for leaf in leaves], **own)
+    flat = [np.ravel(leaf) for leaf in leaves]
+    noisy = add_noise(flat, stddev=stddev, key=key, step=step)
     shaped = [leaf.reshape(np.shape(like)) for leaf, like in zip(noisy, leaves, strict=True)]
     unit = clip.unit(dimensions) * 2.0 ** release_shift(stddev) / count
     return NoisyMean(jax.tree.unflatten(treedef, shaped), unit)
