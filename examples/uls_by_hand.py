@@ -12,7 +12,7 @@ import optax
 
 from fedsim import Clip, SecretKey, accounting
 from fedsim.data import load
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.evaluate import evaluate, headline
 from fedsim.mechanism import noisy_mean
 from fedsim.models.language_model import LanguageModelTask

@@ -37,7 +37,7 @@ from experiments.rows import by, kept, missing
 from fedsim import accounting, engine
 from fedsim.clipping import Clip
 from fedsim.els import ELS
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.noise import add_gaussian
 from fedsim.sampling import Sampling

@@ -247,7 +247,7 @@ def source(settings: Settings) -> str:
 def train(cell: Cell, settings: Settings) -> dict[str, Any]:
     """What comes of a cell. Draws are the same for all of a group; so is fresh noise."""
     from fedsim.config import Algorithm, PrivacyConfig, run_config
-    from fedsim.engine.local_engine import LocalEngine
+    from fedsim.engine.worker import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.keys import SecretKey
     from fedsim.run import find_model, load_data, make_task

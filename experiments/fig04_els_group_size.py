@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from experiments import common, finetuning
 from experiments.finetuning import PAPER_TRAINING, SMALL_TRAINING, SMOKE_TRAINING, Training
 from experiments.rows import by, margin, rates_inside
-from fedsim.group_size import median_group_size
+from fedsim.sampling import median_group_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 from experiments import finetuning
 from experiments.finetuning import Arguments, Training
 from fedsim.config import RunConfig
-from fedsim.group_size import median_group_size
 from fedsim.run import Console
+from fedsim.sampling import median_group_size
 from fedsim.tuning import doubling
 from fedsim.tuning.recommend import user_grad_norms as measured_norms
 

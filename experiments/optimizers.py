@@ -118,7 +118,7 @@ def descriptions() -> Path:
 def train(cell: Cell, sizes: Settings) -> dict[str, Any]:
     """What comes of a cell: held-out losses of the last iterate and of the averages."""
     from fedsim.config import Algorithm, PrivacyConfig, run_config
-    from fedsim.engine.local_engine import LocalEngine
+    from fedsim.engine.worker import LocalEngine
     from fedsim.evaluate import evaluate
     from fedsim.keys import SecretKey
     from fedsim.run import find_model, load_data, make_task

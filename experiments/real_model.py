@@ -197,7 +197,7 @@ def at_start(source: str, rank: int, settings: Settings) -> tuple[float, np.ndar
 
 def measured(task: Any, params: Any, settings: Settings) -> tuple[float, np.ndarray, np.ndarray]:
     """(Held-out loss, losses of attacked texts of users in and out, [users, texts])."""
-    from fedsim.engine.local_engine import LocalEngine
+    from fedsim.engine.worker import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.trust.audit import losses
 
@@ -225,10 +225,10 @@ def train(cell: Cell, settings: Settings, power: int = 0) -> Row:
     """What comes of a cell. Args: power: the rate is the rule's times 3 to this."""
     from fedsim import engine
     from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
-    from fedsim.engine.local_engine import LocalEngine
-    from fedsim.group_size import median_group_size
+    from fedsim.engine.worker import LocalEngine
     from fedsim.keys import SecretKey
     from fedsim.run import make_task
+    from fedsim.sampling import median_group_size
     from fedsim.training import settled_by
     from fedsim.training.optimizers import update_rule
 

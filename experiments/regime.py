@@ -236,9 +236,9 @@ def look(at: Users, settings: Settings) -> Row:
     """What the heuristics look at: the median user, and L_ULS(G) at the starting model with the
     interval that it is in with a confidence of 95 %."""
     from fedsim.clipping import num_coordinates
-    from fedsim.engine.local_engine import LocalEngine
-    from fedsim.group_size import median_group_size
+    from fedsim.engine.worker import LocalEngine
     from fedsim.run import model_sha256
+    from fedsim.sampling import median_group_size
     from fedsim.tuning.estimates import GradientNorms
 
     _, model, data, key, task, params = started(at.data, settings, SEED_OF_LOOK)
@@ -266,7 +266,7 @@ def look(at: Users, settings: Settings) -> Row:
 def train(cell: Cell, settings: Settings) -> Row:
     """What comes of a cell. Draws and fresh noise of a seed are the same for all."""
     from fedsim.config import ADD_OR_REMOVE, Algorithm, PrivacyConfig
-    from fedsim.engine.local_engine import LocalEngine
+    from fedsim.engine.worker import LocalEngine
     from fedsim.evaluate import evaluate, headline
     from fedsim.run import model_sha256
     from fedsim.training import settled_by

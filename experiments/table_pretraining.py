@@ -194,7 +194,7 @@ def fine_tuning(settings: Settings, directory: Path) -> Any:
 
 def held_out(task: Any, params: Any, settings: Settings) -> float:
     """The loss on held-out users."""
-    from fedsim.engine.local_engine import LocalEngine
+    from fedsim.engine.worker import LocalEngine
     from fedsim.evaluate import evaluate, headline
 
     engine = LocalEngine(task, num_lanes=1)
@@ -204,10 +204,10 @@ def held_out(task: Any, params: Any, settings: Settings) -> float:
 def train(cell: Cell, settings: Settings, directory: Path) -> Row:
     """What comes of a cell."""
     from fedsim import engine
-    from fedsim.engine.local_engine import LocalEngine
-    from fedsim.group_size import median_group_size
+    from fedsim.engine.worker import LocalEngine
     from fedsim.keys import SecretKey
     from fedsim.run import make_task, model_sha256
+    from fedsim.sampling import median_group_size
     from fedsim.training import settled_by
     from fedsim.training.optimizers import update_rule
 

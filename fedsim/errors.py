@@ -1,4 +1,4 @@
-"""Errors that a person sees as one line, and the check that raises most of them."""
+"""Errors that a person sees as one line, and the checks that raise most of them."""
 
 import reprlib
 from typing import Any, Self
@@ -7,11 +7,11 @@ GOES_ON = "the same command goes on where it was"
 
 
 class FedsimError(Exception):
-    """What the command line shows as one line; its exit code."""
+    """An error that the command line shows as one line."""
 
     exit_code = 1
     details = ""
-    """Shown before that line where the fault is in code: a traceback."""
+    """A traceback, shown before that line if the fault is in code."""
 
 
 class ConfigError(FedsimError, ValueError):
@@ -19,7 +19,7 @@ class ConfigError(FedsimError, ValueError):
 
     Attributes:
       field: the setting or column, as a user types it; None: the line is about something else.
-      value, expected: of the line, where it has both.
+      value, expected: value and expectation of the line; None: it has none.
     """
 
     exit_code = 2
@@ -30,7 +30,7 @@ class ConfigError(FedsimError, ValueError):
 
     @classmethod
     def of(cls, field: str, value: Any, expected: str) -> Self:
-        """The error `field=value: expected ...`."""
+        """Make the error `field=value: expected ...`."""
         error = cls(f"{field}={value}: expected {expected}", field=field)
         error.value, error.expected = value, expected
         return error
@@ -41,11 +41,11 @@ class DataError(ConfigError):
 
 
 class MissingColumn(DataError):
-    """A source has no column of that name."""
+    """A source has no column of the requested name."""
 
 
 class Interrupted(DataError):
-    """What kept data from being read or built may pass. Finished parts are kept."""
+    """A fault that may pass kept data from being read or built. Finished parts are kept."""
 
     exit_code = 1
 
@@ -54,7 +54,7 @@ class Interrupted(DataError):
 
 
 class FileDamaged(FedsimError, ValueError):
-    """A file that fedsim wrote is not what it was."""
+    """A file that fedsim wrote was changed or truncated."""
 
 
 def expect(field: str, value: Any, holds: bool, expected: str) -> None:
@@ -70,25 +70,27 @@ def expect_count(field: str, value: Any, least: int) -> None:
 
 
 def first_fault(error: Any) -> str:
-    """The field and the fault of pydantic's ValidationError, the first one, as one line without
-    what the file has there."""
+    """Return the first fault of pydantic's ValidationError as one line: field and fault, without
+    the value."""
     fault = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part) for part in fault["loc"])
     return brief(f"{place}: {fault['msg'].removeprefix('Value error, ')}".removeprefix(": "), 200)
 
 
 def printable(text: str, kept: str = "\n") -> str:
-    """The text with escapes for what would change a terminal's state: names of files, what is in
-    them, and what a model has learnt may have such characters.
+    """Escape characters that would change a terminal's state.
 
-    Args: kept: of these, what is shown as it is.
+    Names and contents of files and generated text may have such characters.
+    Args:
+      text: any text.
+      kept: unprintable characters that are not escaped.
     """
     shown = (c if c.isprintable() or c in kept else c.encode("unicode_escape") for c in text)
     return "".join(c if isinstance(c, str) else c.decode() for c in shown)
 
 
 def brief(value: Any, most: int = 60) -> str:
-    """A value of somebody else's file as at most `most` printable characters, for an error."""
+    """Shorten a value of a user's file to at most `most` printable characters, for an error."""
     text = value if isinstance(value, str) else reprlib.repr(value)
     shown = printable(text[: most + 1]).replace("\n", " ")
     return shown if len(shown) <= most else shown[: most - 3] + "..."

@@ -1,7 +1,7 @@
-"""Held-out loss: on users who are not trained on, and on examples kept back from those who are.
+"""Held-out loss: on users outside of training, and on held-out examples of the trained users.
 
-The second, and loss on a test split, which some of them wrote, are computed from the data of
-protected users without noise: they are `non_private`.
+Loss on examples of trained users, and on a test split that some of them wrote, comes from the data
+of protected users without noise: these metrics are `non_private`.
 """
 
 import math
@@ -30,7 +30,7 @@ from fedsim.run import (
 )
 
 VALIDATION = {"eval_users": "eval/loss", "eval_examples": "non_private/eval_examples_loss"}
-"""Metric by split: what training is watched with, and settings are chosen by."""
+"""Metric by split, for monitoring a training and choosing settings."""
 SPLITS = {**VALIDATION, "test": "non_private/test_loss"}
 
 
@@ -41,11 +41,14 @@ def evaluate(
     max_examples: int | None = None,
     splits: Mapping[str, str] = VALIDATION,
 ) -> dict[str, float]:
-    """Mean loss in nats per token on each of the splits that there is, by metric name.
+    """Compute the mean loss in nats per token on each existing split, by metric name.
 
     Args:
-      max_examples: look at this many examples of a split, evenly spaced: the same ones every time.
-      splits: the metric of each.
+      workers: the engine that computes it.
+      params: tree of float32 arrays.
+      dataset: the splits.
+      max_examples: use this many evenly spaced examples of a split, always the same; None: all.
+      splits: metric by split.
     """
     return begin_evaluate(workers, params, dataset, max_examples, splits)()
 
@@ -57,7 +60,7 @@ def begin_evaluate(
     max_examples: int | None = None,
     splits: Mapping[str, str] = VALIDATION,
 ) -> Callable[[], dict[str, float]]:
-    """Like `evaluate`; workers compute it when they are idle, the function waits for it."""
+    """Like `evaluate`, when workers are idle; the returned function waits for the losses."""
     waits = {}
     for split, metric in splits.items():
         store = getattr(dataset, split)
@@ -69,14 +72,17 @@ def begin_evaluate(
 
 
 def headline(losses: dict[str, float]) -> float:
-    """The loss that stands for the model: held-out users', who are not protected; nan if none."""
+    """Return the loss on held-out users, who are not protected; nan without such a split."""
     return losses.get(VALIDATION["eval_users"], math.nan)
 
 
 def evaluate_run(stored: StoredRun, run: RunConfig, console: Console) -> dict[str, Any]:
-    """Losses of a run's last checkpoint on all examples of all splits that are not trained on.
+    """Compute the losses of a run's last checkpoint on all examples of all held-out splits.
 
-    Args: run: the settings of the run, but for where to compute.
+    Args:
+      stored: the run.
+      run: the settings of the run, with the engine of this evaluation.
+      console: receives messages.
     Raises: ConfigError: there is no checkpoint, or the data are not those of the run.
     """
     engine.remember_programs()
@@ -93,7 +99,7 @@ def evaluate_run(stored: StoredRun, run: RunConfig, console: Console) -> dict[st
 def last_model(
     stored: StoredRun, run: RunConfig, console: Console
 ) -> tuple[LanguageModelTask, Any, Dataset, Path]:
-    """(task, parameters, data, file) of a run's last checkpoint.
+    """Load (task, parameters, data, file) of a run's last checkpoint.
 
     Raises: ConfigError: there is no checkpoint, the data are not those of the run, or its model is
       a task of the user's own.

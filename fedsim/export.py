@@ -1,4 +1,4 @@
-"""Models for others' tools: a run's last checkpoint, or any model, as a Hugging Face directory."""
+"""Export of a run's last checkpoint, or of any model, as a Hugging Face directory."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,13 @@ from fedsim.trust import CARD, model_card
 
 
 def export(source: str, out: str | Path, *, adapter: bool = False) -> dict[str, Any]:
-    """Write the model that `source` names into the new directory `out`.
+    """Write a model into the new directory `out`.
 
-    Args: adapter: write the adapters of a run alone, in PEFT's format, instead of merging them.
+    Args:
+      source: the directory of a run or of a model, or hf:NAME.
+      out: the new directory.
+      adapter: write only the adapters of a run, in PEFT's format, instead of merging them.
+    Returns: the directory and the format, as --json shows them.
     Raises: ConfigError: there is no such model, `out` exists, or no known family has its parts.
     """
     expect_usable_jax()
@@ -38,7 +42,7 @@ def export(source: str, out: str | Path, *, adapter: bool = False) -> dict[str, 
 
 
 def _card(source: str, base: str | None = None) -> str:
-    """What the run of a model claims; nothing for a model that is of no private training."""
+    """Return the model card of a run; empty for a model that no private training made."""
     if not (Path(source) / ledger.FILE).exists():
         return ""
     hub = None

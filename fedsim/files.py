@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written whole or not at all, private directories, and places from variables."""
 
 import errno
 import json
@@ -13,9 +13,9 @@ from typing import IO, Any
 from fedsim.errors import ConfigError, FileDamaged, brief, expect
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
-MOST_JSON = 2**26  # bytes of a JSON file that somebody else made: ten times the largest in use
+MOST_JSON = 2**26  # bytes of a user's JSON file: ten times the largest in use
 ELSEWHERE = "FEDSIM_CACHE_DIR can name another place"
-TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # open, or mapped
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of an OSError: open or mapped files
 
 
 CACHE, LEDGER = "FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER"
@@ -26,10 +26,13 @@ _DEFAULT_PLACES = {
 
 
 def expand_home(field: str, path: str | Path) -> str:
-    """`path` with a leading ~ or ~NAME replaced by that home directory, as a shell does it.
+    """Replace a leading ~ or ~NAME by that home directory, as a shell does.
 
-    Values from files, environment variables and Python did not pass through a shell. Kept as they
-    are, they would name a directory called ~ in each working directory.
+    Values from files, environment variables and Python did not pass through a shell; unexpanded,
+    they would name a directory called ~ in the working directory.
+    Args:
+      field: the setting, for errors.
+      path: any path.
     Raises: ConfigError: the home directory is unknown.
     """
     text = str(path)
@@ -43,12 +46,12 @@ def expand_home(field: str, path: str | Path) -> str:
 
 
 def cache_dir() -> Path:
-    """Where fedsim keeps what it can make again: FEDSIM_CACHE_DIR, or fedsim/ in ~/.cache."""
+    """Return the directory of caches: FEDSIM_CACHE_DIR, or fedsim/ in ~/.cache."""
     return directory_of(CACHE)
 
 
 def directory_of(variable: str) -> Path:
-    """The directory that CACHE or LEDGER names, or its default in the home directory.
+    """Return the directory that CACHE or LEDGER names, or its default in the home directory.
 
     Raises: ConfigError: there is no home directory, and the variable is not set; or the ledger's
       place would depend on the working directory.
@@ -57,7 +60,7 @@ def directory_of(variable: str) -> Path:
     for name, below in ((variable, ""), (base_variable, inside)):
         if value := os.environ.get(name):
             found = Path(expand_home(name, value)) / below
-            # A ledger for each working directory would count a part of the runs.
+            # A ledger per working directory would count only some of the runs.
             expect(name, value, variable != LEDGER or found.is_absolute(), "a path from / or ~ on")
             return found
     try:
@@ -68,15 +71,16 @@ def directory_of(variable: str) -> Path:
 
 
 class NotOurs(ConfigError):
-    """A directory into which others could put something, or have."""
+    """Other users can write, or have written, to a directory."""
 
 
 def own_directory(path: Path) -> Path:
-    """`path` without links, made with mode 0700 if it is not there: a directory into which nobody
-    else can put anything, nor another one in its place. Nothing is made safe that was not.
+    """Check that only this user can write to a directory or replace it; make it if it is missing.
 
-    To be asked each time before something that is there is believed or run: modes change.
-    Raises: NotOurs: another user owns it or can write to it, or to a directory that it is in.
+    Modes change, so callers check each time before they trust or run a file of it. Modes of
+    directories that exist are not changed.
+    Returns: `path` without links.
+    Raises: NotOurs: another user owns it or can write to it, or to a directory above it.
     """
     found = Path(os.path.realpath(path))
     try:
@@ -92,9 +96,11 @@ def own_directory(path: Path) -> Path:
 
 
 def _expect_ours(directory: Path, *, alone: bool = False) -> None:
-    """Raises NotOurs where others could put another directory in the place of one that is in this.
+    """Raise NotOurs if other users could replace a directory inside of this one.
 
-    Args: alone: where they could put anything in it, as they may in /tmp and other sticky ones.
+    Args:
+      directory: an existing directory.
+      alone: also if they could add files to it, as in /tmp and other sticky directories.
     """
     found = directory.lstat()
     writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -114,9 +120,9 @@ def _expect_ours(directory: Path, *, alone: bool = False) -> None:
 
 
 def private_directory(field: str, path: Path) -> None:
-    """Make `path` with mode 0700. One that is there keeps its mode, which has to be that.
+    """Make `path` with mode 0700, or check the mode of an existing directory.
 
-    Raises: ConfigError: it cannot be made, is another user's, or others can look into it.
+    Raises: ConfigError: it cannot be made, is another user's, or others can read it.
     """
     try:
         make_directory(path, 0o700)
@@ -131,7 +137,7 @@ def private_directory(field: str, path: Path) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """An error of the system in here says which file it is about: that of a write does not."""
+    """Add the file's name to an OSError of this context: the error of a write has none."""
     try:
         yield
     except OSError as error:
@@ -141,7 +147,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 def make_place(out: Path) -> None:
-    """The directory `out`, made if need be. Raises: ConfigError: it cannot be."""
+    """Make the directory `out` if it is missing. Raises ConfigError if it cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -154,7 +160,7 @@ def write_atomically(path: Path, *parts: bytes, mode: int = 0o644) -> None:
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o644) -> None:
-    """The same, of pieces that are made while it is written."""
+    """Like `write_atomically`, of pieces that are computed while the file is written."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -171,9 +177,9 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0
 
 
 def write_with(path: Path, write: Callable[[Path], None], mode: int = 0o644) -> None:
-    """The same, by a library that takes the name of the file: `write(name)` writes it.
+    """Like `write_atomically`, by a library that takes a file name: `write(name)` writes it.
 
-    It has a directory for that, for whatever else it may leave behind when it is killed.
+    It writes in a temporary directory, which also takes other files that it may leave behind.
     """
     directory = path.with_name(path.name + ".tmp")
     shutil.rmtree(directory, ignore_errors=True)
@@ -182,7 +188,7 @@ def write_with(path: Path, write: Callable[[Path], None], mode: int = 0o644) -> 
         temporary = directory / path.name
         write(temporary)
         with named(path), temporary.open("rb") as file:
-            os.fchmod(file.fileno(), directory.stat().st_mode & mode)  # of the umask
+            os.fchmod(file.fileno(), directory.stat().st_mode & mode)  # respects the umask
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
@@ -192,10 +198,10 @@ def write_with(path: Path, write: Callable[[Path], None], mode: int = 0o644) -> 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
     """Make a directory, and those above it, unless it exists; its name is durable on return."""
-    missing = [each for each in (path, *path.parents) if not each.exists()]
+    missing = [place for place in (path, *path.parents) if not place.exists()]
     path.mkdir(mode=mode, parents=True, exist_ok=True)
-    for each in missing:
-        sync_directory(each.parent)
+    for place in missing:
+        sync_directory(place.parent)
 
 
 def sync_directory(directory: Path) -> None:
@@ -216,7 +222,7 @@ def write_json(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that `write_json` wrote. Raises: FileDamaged: it is none, or not JSON."""
+    """Read the object that `write_json` wrote. Raises FileDamaged if it is no JSON object."""
     try:
         record = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -227,14 +233,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path, field: str) -> dict[str, Any]:
-    """Read the JSON object in a file that somebody else made.
+    """Read the JSON object in a user's file.
 
-    Args: field: what the user named it by, for errors.
+    Args:
+      path: the file.
+      field: the setting that named it, for errors.
     Raises: ConfigError: it cannot be read, is larger than MOST_JSON, or is no JSON object.
     """
     record = None
     try:
-        if path.is_file() and path.stat().st_size <= MOST_JSON:  # a pipe would be waited for
+        if path.is_file() and path.stat().st_size <= MOST_JSON:  # reading a pipe would block
             record = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError.of(field, path, f"a readable file ({error.strerror})") from None
@@ -247,7 +255,7 @@ def read_object(path: Path, field: str) -> dict[str, Any]:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file, without a last line that is cut off or still being written.
+    """Read the records of a JSON-lines file, without an incomplete last line.
 
     Raises: FileDamaged: a line is no JSON object.
     """
@@ -263,27 +271,30 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def remove_cut_off_line(path: Path) -> None:
-    """Remove what a crash left of a last line; for the one who is about to append."""
+    """Remove an incomplete last line, which a crash left, before a line is appended."""
     if path.exists():
         os.truncate(path, len(_whole(path.read_bytes())))
 
 
 def open_to_append(path: Path, mode: int | None = None) -> IO[bytes]:
-    """A file of lines, open for one more; what a crash left of a last line is removed.
+    """Open a file of lines to append; an incomplete last line is removed.
 
-    Its name is durable on return. Args: mode: of a file that is made; None: as the umask has it.
+    Its name is durable on return.
+    Args:
+      path: the file.
+      mode: of a new file; None: by the umask.
     """
     is_new = not path.exists()
     remove_cut_off_line(path)
     file = open(path, "ab")
     if is_new and mode is not None:
         path.chmod(mode)
-    sync_directory(path.parent)  # also for one who was killed before this
+    sync_directory(path.parent)  # also for an earlier process that was killed before this
     return file
 
 
 def write_durably(file: IO[bytes], data: bytes) -> None:
-    """Write what is there even after a crash when this returns."""
+    """Write data so that it survives a crash once this returns."""
     with named(Path(file.name)):
         file.write(data)
         file.flush()

@@ -1,7 +1,7 @@
-"""Text from a model: what a person looks at to see what was learned.
+"""Generation of text from a model.
 
-One pass over the prompt, then a token at a time; keys and values of what came before are kept. Two
-programs are compiled, whatever the lengths. Public only if the model is: see the run's epsilon.
+One pass over the prompt, then a token at a time, with cached keys and values. Two programs are
+compiled, whatever the lengths. Generated text has the same privacy as the model: the run's epsilon.
 """
 
 import dataclasses
@@ -24,13 +24,17 @@ from fedsim.run import find_model
 def generate_text(
     source: str, prompt: str, *, num_tokens: int, temperature: float, top_k: int, seed: int
 ) -> dict[str, Any]:
-    """What a run's last checkpoint, or a pretrained model, writes after a prompt.
+    """Continue a prompt with a run's last checkpoint or a pretrained model.
 
     Args:
-      temperature: logits are divided by it; 0 takes the likeliest token.
-      top_k: only so many likeliest tokens are drawn from; 0: all.
-    Returns: what --json shows; `stopped` is end (the model ended the text), num_tokens, or length:
-      it can read no more than max_length tokens, the prompt's among them.
+      source: the directory of a run or of a Hugging Face model, hf:NAME, or a GGUF file.
+      prompt: text.
+      num_tokens: most tokens to generate.
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: number of likeliest tokens to draw from; 0: all.
+      seed: of the draws.
+    Returns: the fields of --json. `stopped` is end (the model ended the text), num_tokens, or
+      length (prompt and text have max_length tokens, the most that the model reads).
     Raises: ConfigError: there is no such model, it has no tokenizer, the prompt is too long, or a
       number is out of range.
     """
@@ -51,7 +55,7 @@ def generate_text(
     longest = model.config.table
     expect("prompt", f"{len(ids)} tokens", len(ids) < longest, f"fewer than {longest} tokens")
     count = min(num_tokens, longest - len(ids))
-    found: list[int] = []
+    generated: list[int] = []
     stopped = "num_tokens" if count == num_tokens else "length"
     for token in tokens_after(
         model, ids, count, temperature=temperature, top_k=top_k, key=jax.random.key(seed)
@@ -59,10 +63,10 @@ def generate_text(
         if token in tokenizer.end_ids:
             stopped = "end"
             break
-        found.append(token)
-    text = tokenizer.decode(found)
+        generated.append(token)
+    text = tokenizer.decode(generated)
     about = {"stopped": stopped, "max_length": longest, "seed": seed}
-    return {"prompt": prompt, "text": text, "tokens": len(found), **about}
+    return {"prompt": prompt, "text": text, "tokens": len(generated), **about}
 
 
 def tokens_after(
@@ -74,14 +78,14 @@ def tokens_after(
     top_k: int,
     key: jax.Array,
 ) -> Iterator[int]:
-    """`count` tokens drawn one after the other; token i is drawn with `key` folded with i."""
+    """Yield `count` tokens; token i is drawn with `key` folded with i."""
     longest = next(n for n in (*lengths_up_to(model.config.table),) if n >= len(ids) + count)
     config = dataclasses.replace(model.config, max_length=longest, num_positions=model.config.table)
     params = jax.device_put(model.params)
     width = next(n for n in lengths_up_to(longest) if n >= len(ids))
     prompt = np.zeros((1, width), np.int32)
     prompt[0, : len(ids)] = ids
-    # What padding leaves in the cache is replaced before it is seen.
+    # Padding's entries in the cache are replaced before attention reads them.
     logits, cache = _first(config, params, prompt, len(ids) - 1)
     for i in range(count):
         token = draw(logits, jax.random.fold_in(key, i), temperature, top_k)
@@ -91,7 +95,7 @@ def tokens_after(
 
 
 def draw(logits_V: jax.Array, key: jax.Array, temperature: float, top_k: int) -> jax.Array:
-    """One token, int32."""
+    """Draw one token, int32, from logits [V]."""
     if temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
     logits_V = logits_V.astype(jnp.float32) / temperature

@@ -1,6 +1,7 @@
-"""The Gaussian mechanism on a clipped sum: the only place where noise is added.
+"""The Gaussian mechanism on a clipped sum: the only place where noise is added to gradients.
 
-How the noise is drawn is in `noise`.
+`noise` draws the noise. This module only scales it to the sensitivity and divides by the public
+count.
 """
 
 import dataclasses
@@ -18,29 +19,32 @@ from fedsim.placement import any_cut, beside
 
 @dataclasses.dataclass(frozen=True)
 class NoisyMean:
-    """What a step releases: whole numbers, and what 1 stands for."""
+    """A released gradient: whole numbers and the unit that they count."""
 
     numbers: Any
     """Tree of NumPy int32 or int64, in the shapes of the parameters; float32 without noise."""
     unit: float
+    """Value of the number 1, in units of the gradient. Public."""
 
     def values(self, like: Any = None) -> Any:
-        """The privatised gradient: a tree of NumPy float32, or of arrays cut like those of `like`.
+        """Return the privatised gradient, numbers * unit.
 
-        Args: like: the parameters.
+        Args:
+          like: the parameters, if their devices should hold the result.
+        Returns: tree of NumPy float32 arrays, or of JAX arrays sharded like those of `like`.
         """
         if any_cut(like):
             one_by_one = jax.tree.map(lambda leaf: NoisyMean([leaf], self.unit), self.numbers)
             return jax.tree.map(lambda p, one: beside(one.values()[0], p), like, one_by_one)
         leaves, treedef = jax.tree.flatten(self.numbers)
         flat, unit = [np.ravel(leaf) for leaf in leaves], np.float32(self.unit)
-        found = [np.empty(leaf.shape, np.float32) for leaf in flat]
+        scaled = [np.empty(leaf.shape, np.float32) for leaf in flat]
 
         def fill(leaf: int, _: int, part: slice) -> None:
-            np.multiply(flat[leaf][part], unit, out=found[leaf][part], dtype=np.float32)
+            np.multiply(flat[leaf][part], unit, out=scaled[leaf][part], dtype=np.float32)
 
         in_blocks(fill, flat)
-        shaped = [leaf.reshape(np.shape(like)) for leaf, like in zip(found, leaves, strict=True)]
+        shaped = [leaf.reshape(np.shape(like)) for leaf, like in zip(scaled, leaves, strict=True)]
         return jax.tree.unflatten(treedef, shaped)
 
 
@@ -56,16 +60,19 @@ def noisy_mean(
 ) -> NoisyMean:
     """(grad_sum + N(0, (C sigma)^2 I)) / count: the last line of a step of Algorithms 1 and 2.
 
-    Guarantees: if one unit changes grad_sum by at most `clip.sensitivity` in L2 norm, as it does
-      with a clipped sum of `clip`, this is the Gaussian mechanism with noise multiplier sigma,
-      rounded to a lattice that is public, up to `noise.slack`. Every step has noise of its own,
-      the same one whenever it is run; so has every number of grad_sum.
+    Guarantees: if one unit changes grad_sum by at most `clip.sensitivity` in L2 norm, as in a
+      clipped sum of `clip`, the result is the Gaussian mechanism with noise multiplier sigma,
+      rounded to a public lattice, up to `noise.slack`. Noise is independent across coordinates and,
+      with `add_gaussian`, across steps; a step that is run again gets the same noise.
     Args:
-      grad_sum: whole numbers in units of `clip.unit`, or float32 with `clip.in_float32`.
-      noise_multiplier: sigma; 0 with `clip.in_float32`.
-      count: B or M, the *expected* number of units; it must not depend on the draw.
-      add_noise: what takes the place of independent noise; what its steps guarantee together is
-        said there.
+      grad_sum: tree of whole numbers in units of `clip.unit`; float32 with `clip.in_float32`.
+      clip: the clipping that grad_sum was computed with.
+      noise_multiplier: sigma; must be 0 with `clip.in_float32`.
+      count: B or M, the *expected* number of units; must not depend on the draw.
+      key: secret key of the run; with `step` it determines the noise.
+      step: t, from 0.
+      add_noise: kind of noise; `noise.Correlated` documents its own guarantee over all steps.
+    Returns: the released gradient.
     Raises: ConfigError: count <= 0 or noise_multiplier < 0.
     Source: Charles et al. 2024, Algorithms 1 and 2.
     """
@@ -77,8 +84,8 @@ def noisy_mean(
     leaves, treedef = jax.tree.flatten(grad_sum)
     dimensions = sum(np.size(leaf) for leaf in leaves)
     stddev = noise_multiplier * 2.0 ** lattice_bits(dimensions)  # in units of clip.unit
-    own = {"stddev": stddev, "key": key, "step": step}
-    noisy = add_noise([np.ravel(leaf) for leaf in leaves], **own)
+    flat = [np.ravel(leaf) for leaf in leaves]
+    noisy = add_noise(flat, stddev=stddev, key=key, step=step)
     shaped = [leaf.reshape(np.shape(like)) for leaf, like in zip(noisy, leaves, strict=True)]
     unit = clip.unit(dimensions) * 2.0 ** release_shift(stddev) / count
     return NoisyMean(jax.tree.unflatten(treedef, shaped), unit)

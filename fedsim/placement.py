@@ -1,4 +1,4 @@
-"""Arrays that several devices have between them, a part each."""
+"""Sharding of arrays over the devices of one process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,23 +11,29 @@ from fedsim.config import AXES, MeshShape
 from fedsim.errors import expect
 
 BLOCKS = "blocks"
-"""Name of parameters that are stacked, leaves [layers, ...]: a loop goes through their first axis,
-along which they are not cut."""
+"""Name of stacked parameters, leaves [layers, ...]. A loop runs over their first axis, which is
+never sharded."""
 
 
 def make_mesh(shape: MeshShape) -> Mesh:
-    """A mesh of the first of this process's devices. Raises ConfigError: it has fewer."""
-    found = jax.local_devices()
-    have = f"at most {len(found)} devices, as JAX finds (JAX_NUM_CPU_DEVICES: of a CPU)"
-    expect("mesh", shape, shape.devices <= len(found), have)
+    """Make a mesh of the first of this process's devices.
+
+    Raises: ConfigError: the process has fewer devices.
+    """
+    devices = jax.local_devices()
+    have = f"at most {len(devices)} devices, as JAX finds (JAX_NUM_CPU_DEVICES: of a CPU)"
+    expect("mesh", shape, shape.devices <= len(devices), have)
     grid = [getattr(shape, axis) for axis in AXES]
-    return Mesh(np.array(found[: shape.devices]).reshape(grid), AXES)
+    return Mesh(np.array(devices[: shape.devices]).reshape(grid), AXES)
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """How arrays are cut, a tree of NamedSharding like `tree`: in the parts of each axis of the
-    mesh along the longest axis of the array that so many equal parts have, another one each, if
-    there is one; or not at all, where no axis has so many."""
+    """Choose the sharding of each array of a tree.
+
+    Each axis of the mesh divides the longest axis of the array that it divides evenly, preferably
+    one that no other axis of the mesh divides. Arrays without such an axis are replicated.
+    Returns: tree of NamedSharding like `tree`.
+    """
 
     def of(path, leaf):
         left = list(np.shape(leaf))
@@ -45,36 +51,44 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def in_parts(params: Any, mesh: Mesh | None) -> Any:
-    """The same inside of a program, of which XLA is told how they are cut, and so is a gradient
-    with respect to them. None: one device has them."""
+    """Constrain the sharding of parameters, and of gradients with respect to them, in a program.
+
+    Args:
+      params: tree of arrays.
+      mesh: None: one device has them, and nothing is constrained.
+    """
     if mesh is None:
         return params
     return jax.lax.with_sharding_constraint(params, shardings(params, mesh))
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
-    """Whole on each device."""
+    """Return the sharding that replicates an array on each device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def is_cut(leaf: Any) -> bool:
-    """Whether an array lies on several devices."""
+    """True if an array is on several devices."""
     return isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
 
 
 def any_cut(tree: Any) -> bool:
-    """Whether an array of a tree does."""
+    """True if an array of a tree is on several devices."""
     return any(map(is_cut, jax.tree.leaves(tree)))
 
 
 def beside(leaf: Any, like: Any) -> Any:
-    """An array on the devices of another one, cut in the same way, if that one is cut."""
+    """Shard an array like another one, if that one is on several devices."""
     return jax.device_put(leaf, like.sharding) if is_cut(like) else leaf
 
 
 def slabs(leaf: Any, most: int) -> Iterator[np.ndarray]:
-    """An array's consecutive parts along its first axis, of at most so many bytes, or of one entry:
-    on the host there is one of them at a time, wherever the others are."""
+    """Yield an array's consecutive parts along its first axis: the host holds one at a time.
+
+    Args:
+      leaf: an array with at least one axis, possibly sharded.
+      most: bytes of a part; a part has at least one entry of the first axis.
+    """
     shape, entry = np.shape(leaf), max(1, leaf.nbytes // max(1, len(leaf)))
     size = max(1, most // entry)
     for start in range(0, shape[0], size):
@@ -88,7 +102,7 @@ def slabs(leaf: Any, most: int) -> Iterator[np.ndarray]:
             low, high, _ = first.indices(shape[0])
             low, high = max(low, start), min(high, stop)
             if part.replica_id == 0 and low < high:
-                own = low - (first.start or 0)
-                cut = jax.lax.dynamic_slice_in_dim(part.data, own, high - low)
+                offset = low - (first.start or 0)
+                cut = jax.lax.dynamic_slice_in_dim(part.data, offset, high - low)
                 slab[(slice(low - start, high - start), *rest)] = np.asarray(cut)
         yield slab

@@ -1,8 +1,8 @@
-"""Algorithm 2 where texts have several owners: each text is in the group of one of them.
+"""Algorithm 2 for texts with several owners: each text is in the group of one of its owners.
 
-A user's content is in their own group, which is empty without it, and in up to max_changed groups
-of others, which are other groups without it: docs/theory/owners.md has the theorem. Algorithm
-1 needs no such file: its pool differs (`sampling.pool_of`), its steps do not.
+Without one user's content, that user's group is empty and up to max_changed groups of other users
+change; docs/theory/owners.md has the theorem. Algorithm 1 needs no such file, because only its pool
+differs (`sampling.pool_of`), not its steps.
 """
 
 import dataclasses
@@ -17,22 +17,29 @@ from fedsim.uls import ULS
 
 
 class SharedULS(ULS):
-    """ULS, its sampling units being the users whom a group of texts was given to.
+    """ULS whose sampling units are the users to whom a group of texts was assigned.
 
-    Guarantees: as ULS, by the theorem of docs/theory/owners.md, under zero-out adjacency with the
-      graph of who owns what taken as public and fixed.
+    Guarantees: as ULS, by the theorem of docs/theory/owners.md, under zero-out adjacency, with the
+      ownership graph taken as public and fixed.
     """
 
     def __init__(self, users: Users, *, key: SecretKey, max_changed: int, **settings: Any):
-        """Args: max_changed: k. settings: those of ULS."""
+        """Assign each text to one of its owners.
+
+        Args:
+          users: the users and their ownership graph.
+          key: secret key of the run; the assignment depends on it.
+          max_changed: k, the most groups of other users that hold texts of any one user.
+          settings: the other settings of `ULS`.
+        """
         self.groups = groups_of(users, max_changed, key)
         super().__init__(self.groups, key=key, **settings)
 
     def event(self, noise_multiplier: float) -> StepEvent:
-        """One step to the accountant: one unit that is gone, k that are others."""
+        """Return the accountant's event of one step: one unit is removed and k units change."""
         event = super().event(noise_multiplier)
         return dataclasses.replace(event, max_changed=self.groups.max_changed)
 
     def draw(self, step: int) -> np.ndarray:
-        """Who takes part in a step: rows [users, group]."""
+        """Draw the sampling units of a step: example indices, int64 [users, group_size]."""
         return self.groups.examples(super().draw(step))

@@ -1,7 +1,7 @@
 """Algorithm 2, DP-SGD-ULS: user-level sampling, per-user clipping (Charles et al. 2024).
 
-Read it beside its twin: `els.py` and `uls.py` differ where the paper's algorithms differ. The
-comments on the right are the paper's symbols. The loop is in `training/`.
+`els.py` and `uls.py` differ only where the paper's two algorithms differ: `diff` shows where. The
+comments on the right are the paper's symbols. The loop over steps is in `training/`.
 """
 
 from typing import Any
@@ -22,11 +22,11 @@ from fedsim.sampling import Sampling, Users, draw_groups
 class ULS:
     """DP-SGD with user-level sampling.
 
-    Guarantees: T steps satisfy (epsilon, delta) user-level DP, with the epsilon and delta of T of
-      its `event`s (Theorem 2), under either adjacency: zero-out, a user without texts keeping
-      their place, so that N and the probabilities depend on nobody's texts; or add-or-remove of one
-      user, as in the paper, with those taken as public. Where examples have several
-      owners, of the theorem in docs/theory/owners.md.
+    Guarantees: T steps satisfy (epsilon, delta) user-level DP, with the epsilon and delta of T
+      composed `event`s (Theorem 2), under either adjacency. Zero-out: a user without texts keeps a
+      place, so N and the sampling probability depend on no text. Add-or-remove, as in the paper:
+      N and the sampling probability are taken as public. Where examples have several owners, the
+      theorem of docs/theory/owners.md takes its place.
     """
 
     def __init__(
@@ -40,7 +40,18 @@ class ULS:
         drawing: SecretKey | None = None,
         adjacency: str = ZERO_OUT,
     ):
-        """Args: drawing: the key of the steps, if it is another than that of pool or groups."""
+        """Fix the public constants of training.
+
+        Args:
+          users: N users and the examples of each.
+          batch_size: the expected number of gradients of a step.
+          group_size: the most examples of a user, in the pool (ELS) or in a step (ULS).
+          sampling: how the units of a step are drawn.
+          key: secret key of the run; pool, draws and noise depend on it.
+          drawing: key of the draws and the noise of the steps; None: `key`.
+          adjacency: zero-out or add-or-remove.
+        Raises: ConfigError: batch_size does not fit group_size and the users.
+        """
         self.group_size = group_size  # ............................................ G_ULS
         whole = batch_size % group_size == 0
         expect("batch_size", batch_size, whole, f"a multiple of group_size={group_size}")
@@ -52,11 +63,11 @@ class ULS:
         self.key = drawing or key
 
     def event(self, noise_multiplier: float) -> StepEvent:
-        """One step to the accountant: Theorem 2, Bernoulli(q)."""
+        """Return the accountant's event of one step: Theorem 2, Bernoulli(q)."""
         return self.sampler.event(noise_multiplier)
 
     def draw(self, step: int) -> np.ndarray:
-        """Who takes part in a step: rows [users, group]."""
+        """Draw the sampling units of a step: example indices, int64 [users, group_size]."""
         cohort = self.sampler.draw(self.key, step)  # .............................. U^t
         return draw_groups(self.offsets, cohort, self.group_size, self.key, step)  # D_u^t
 
@@ -72,13 +83,29 @@ class ULS:
         add_noise: AddNoise = add_gaussian,  # ..................... N(0, (C sigma)^2 I)
         rows: np.ndarray | None = None,
     ) -> tuple[NoisyMean, Stats]:
-        """The privatised gradient of one step, and the engine's statistics of it.
+        """Compute the privatised gradient of one step.
 
-        Args: rows: those of `draw(step)`, if they have been drawn already.
+        Args:
+          params: theta^t, tree of float32 arrays.
+          step: t, from 0.
+          engine: computes the clipped sum.
+          clip: clip norm C and kind of clipping.
+          noise_multiplier: sigma, in units of the sensitivity.
+          strategy: how the clipped sum is computed.
+          add_noise: independent or correlated Gaussian noise.
+          rows: the result of `draw(step)`; None: drawn here.
+        Returns: (g^t as released, per-unit statistics, which are not private).
         """
         rows = self.draw(step) if rows is None else rows
         grad_sum, stats = engine.clipped_sum(params, rows, clip, strategy)  # ...... g_sum^t
-        own = {"count": self.expected_cohort_size, "noise_multiplier": noise_multiplier}
-        grad = noisy_mean(grad_sum, clip=clip, add_noise=add_noise, **own, key=self.key, step=step)
-        # Trainer._step: ledger, then theta^t+1 = update(theta^t, grad = g^t).
+        grad = noisy_mean(  # ...................................................... g^t
+            grad_sum,
+            clip=clip,
+            noise_multiplier=noise_multiplier,
+            count=self.expected_cohort_size,
+            key=self.key,
+            step=step,
+            add_noise=add_noise,
+        )
+        # Trainer._step writes the ledger, then theta^t+1 = update(theta^t, g^t).
         return grad, stats

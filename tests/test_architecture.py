@@ -15,14 +15,13 @@ ROOT = Path(fedsim.__file__).parent
 LEVELS = (
     "errors files",
     "config keys accounting placement",
-    "sampling mechanism noise clipping group_size models data",
+    "sampling mechanism noise clipping models data",
     "els uls shared_uls plan evaluate run engine budget",
     "trust tuning training generate export",
     "library cli",
 )
 FOUNDATION = {"fedsim.errors", "fedsim.files"}  # the accountant's, too
-FREE_OF_RAY = "engine worker task trials programs local_engine resources health environment lanes"
-FREE_OF_RAY += " arithmetic multi_device"
+FREE_OF_RAY = "engine worker task trials programs environment"
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 
 

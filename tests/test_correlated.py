@@ -19,9 +19,17 @@ from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated, add_gaussian, gaussian, release_shift
-from fedsim.noise.correlated import difference, rounding, strategy
+from fedsim.noise.correlated import (
+    best,
+    coefficients,
+    difference,
+    inverse,
+    predictions,
+    prefix_error,
+    rounding,
+    strategy,
+)
 from fedsim.noise.independent import FARTHEST
-from fedsim.noise.toeplitz import best, coefficients, inverse, predictions, prefix_error
 from fedsim.plan import CyclicSampling, bands_predicted, complete, make_plan, method_for
 from fedsim.run import checkpoint
 from fedsim.training import settled_by

@@ -11,7 +11,7 @@ from fedsim.accounting import StepEvent
 from fedsim.clipping import Clip
 from fedsim.config import ADD_OR_REMOVE, ZERO_OUT
 from fedsim.els import ELS
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.mechanism import noisy_mean
 from fedsim.sampling import Sampling
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedsim.group_size import FAILURE, GRID, private_median, rank_error, utility
+from fedsim.sampling.contributions import FAILURE, GRID, private_median, rank_error, utility
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

@@ -9,7 +9,7 @@ from refused import refuses
 from scipy import stats
 
 from fedsim.clipping import Clip
-from fedsim.clipping.clip import lattice_bits
+from fedsim.clipping.contribution import lattice_bits
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import independent, release_shift

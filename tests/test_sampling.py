@@ -11,7 +11,7 @@ from scipy import stats
 from fedsim.accounting import StepEvent
 from fedsim.keys import SecretKey
 from fedsim.sampling import PADDING, Poisson, Shuffle, draw_groups, limit_contributions, places
-from fedsim.sampling.poisson import UNIFORM, _cumulative, binomial
+from fedsim.sampling.sampler import UNIFORM, _cumulative, binomial
 
 STEPS = 4000
 

@@ -15,7 +15,7 @@ from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy
 from fedsim.data.users import UserStore
 from fedsim.els import ELS
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.run import ledger
 from fedsim.sampling import Sampling, contributions, draw_groups, groups_of

@@ -33,9 +33,9 @@ import numpy as np
 
 from experiments.benchmarks.common import at_least, circumstances
 from fedsim.clipping import Clip, Strategy, clip_chunk, num_coordinates, zeros_like
-from fedsim.clipping.products import in_one_product
-from fedsim.engine.arithmetic import check_arithmetic
-from fedsim.engine.resources import compiler_options
+from fedsim.clipping.scan import in_one_product
+from fedsim.engine.environment import compiler_options
+from fedsim.engine.programs import check_arithmetic
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import Transformer, TransformerConfig, lora, stacked

@@ -6,7 +6,7 @@
 A cell is a transformer and a group size: G = 1 is ELS, more rows of a user are ULS. All rows have
 the same 64 positions, so nothing is gained by buckets. `plain` is the sum of the rows' gradients
 without any clipping, as JAX derives it, its micro-batch tuned, and `products` the same sum with the
-layers' products of clipping/products.py; `auto` is what a run would choose, its lane computed as a
+layers' products of clipping/scan.py; `auto` is what a run would choose, its lane computed as a
 worker computes it. jax_privacy runs in the same process, its micro-batch tuned; Opacus (hooks and
 ghost clipping, examples only) in an environment of its own, beside PyTorch's own plain gradient.
 
@@ -35,11 +35,11 @@ import numpy as np
 from experiments.benchmarks.common import at_most, circumstances
 from experiments.benchmarks.peers import run
 from fedsim.clipping import Clip, clip_chunk, zeros_like
-from fedsim.clipping.products import in_one_product
+from fedsim.clipping.scan import in_one_product
 from fedsim.clipping.strategy import NAMES, Strategy, candidates
 from fedsim.engine import Task, choose_strategy
-from fedsim.engine.local_engine import LocalEngine
-from fedsim.engine.resources import ALLOCATOR
+from fedsim.engine.environment import ALLOCATOR
+from fedsim.engine.worker import LocalEngine
 from fedsim.models import Transformer, TransformerConfig
 from fedsim.models.language_model import next_token_nats
 

@@ -22,7 +22,7 @@ from experiments.benchmarks.common import at_most, circumstances
 from fedsim.clipping import Clip, Strategy, lattice_bits, num_coordinates
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.engine import keep_memory
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.noise import AddNoise, Correlated, add_gaussian
 from fedsim.plan import method_for

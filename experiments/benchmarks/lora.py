@@ -23,7 +23,7 @@ from experiments.benchmarks.clipping import as_a_worker, in_turn, median, tempor
 from experiments.benchmarks.common import at_most, circumstances
 from experiments.benchmarks.peers import run
 from fedsim.clipping import candidates, num_coordinates, zeros_like
-from fedsim.clipping.products import in_one_product
+from fedsim.clipping.scan import in_one_product
 from fedsim.models import TransformerConfig
 
 BOUND = 1.05

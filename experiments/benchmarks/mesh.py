@@ -47,7 +47,7 @@ def measured(step: Step) -> dict[str, Any]:
     from fedsim.clipping import Clip, Strategy, num_coordinates
     from fedsim.config import MeshShape
     from fedsim.data import Dataset, UserStore
-    from fedsim.engine.local_engine import LocalEngine
+    from fedsim.engine.worker import LocalEngine
     from fedsim.keys import SecretKey
     from fedsim.mechanism import noisy_mean
     from fedsim.models import LanguageModelTask, preset

@@ -24,7 +24,7 @@ from experiments.benchmarks.clipping import as_a_worker, in_turn, median
 from experiments.benchmarks.common import at_least, circumstances
 from fedsim.clipping import Clip, Strategy, num_coordinates
 from fedsim.config import EngineConfig
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.models import LanguageModelTask, Transformer, TransformerConfig, lora, stacked
 
 BOUND = 0.6

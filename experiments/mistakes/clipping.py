@@ -103,7 +103,7 @@ CLIPPING = (
         "test_norms_and_sums_have_no_product_of_reduced_precision[ghost]",
         (
             Patch(
-                "fedsim.clipping.clip",
+                "fedsim.clipping.contribution",
                 "matmul",
                 lambda _right, a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32),
             ),
@@ -216,7 +216,7 @@ CLIPPING = (
         "trust/test_security.py::test_a_lane_has_two_units_or_more",
         (
             Patch(
-                "fedsim.engine.lanes",
+                "fedsim.engine.engine",
                 "cut",
                 lambda cut, task, split, rows, num_lanes, least: cut(
                     task, split, rows, num_lanes, 1

@@ -140,7 +140,11 @@ NOISE_AND_SENSITIVITY = (
     Mistake(
         "sensitivity C after scaling to norm 1",
         "test_uls.py::test_the_noise_has_the_standard_deviation_c_sigma_over_m",
-        (Patch("fedsim.clipping.clip", "Clip.sensitivity", lambda _right, self: self.norm),),
+        (
+            Patch(
+                "fedsim.clipping.contribution", "Clip.sensitivity", lambda _right, self: self.norm
+            ),
+        ),
         ("--clip-norm", "0.1"),
     ),
     Mistake(

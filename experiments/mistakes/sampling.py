@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.planting import Mistake, Patch
 
-ELS, POISSON = "fedsim.els", "fedsim.sampling.poisson"
+ELS, POISSON = "fedsim.els", "fedsim.sampling.sampler"
 CONTRIBUTIONS, ORDERS = "fedsim.sampling.contributions", "fedsim.data.building.orders"
 
 
@@ -150,7 +150,7 @@ SAMPLING = (
     Mistake(
         "users redrawn in every step, accounted as of a group in turn",
         "test_cyclic.py::test_no_user_takes_part_in_two_steps_of_a_cycle",
-        (Patch("fedsim.sampling.cyclic", "Cyclic.draw", from_all),),
+        (Patch("fedsim.sampling.sampler", "Cyclic.draw", from_all),),
         ("--sampling", "cyclic", "--bands", "3"),
     ),
     Mistake(

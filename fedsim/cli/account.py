@@ -103,7 +103,7 @@ class _Mechanism(MechanismConfig):
         return {"epsilon_holds": COMPARISON_ONLY} if self.sampling == SHUFFLE else {}
 
     def answer(self, num_steps: int, noise_multiplier: float, **found: Any) -> dict[str, Any]:
-        """The settings, what was found, and the predicted error; see `noise.toeplitz`."""
+        """The settings, what was found, and the predicted error; see `noise.correlated`."""
         from fedsim.noise import predicted_error
 
         bands = (self.bands or 1) if self.noise == CORRELATED else 1

@@ -1,4 +1,12 @@
-"""Clipped sums: one signature, several strategies; `scan` is the oracle of the others."""
+"""Clipped sums of units' gradients, in whole numbers, each contribution of a proven norm.
+
+contribution    the clip function, its sensitivity, and the proof of a contribution's norm
+strategy        `clip_chunk`, which computes a clipped sum by one of three strategies
+scan            the strategies `scan`, the oracle of the others, and `direct`
+ghost           the strategy `ghost`, with `layers` (a model as layers) and `factors` (norms)
+packing         units in few static shapes, and short texts in shared rows
+step_releases   an adaptive clip norm and a noisy loss, released beside the gradient
+"""
 
 from lazy_loader import attach_stub
 

@@ -1,17 +1,23 @@
-from .clip import (
+from .contribution import (
+    ROUNDING as ROUNDING,
     Clip as Clip,
     lattice_bits as lattice_bits,
     lattice_capacity as lattice_capacity,
     num_coordinates as num_coordinates,
 )
-from .contribution import ROUNDING as ROUNDING
-from .observed import (
+from .layers import (
     UnsupportedModel as UnsupportedModel,
     remat_function as remat_function,
     remat_module as remat_module,
 )
-from .packing import Chunk as Chunk, chunks as chunks, packed as packed, padded as padded
-from .scan import Buckets as Buckets, LocalSteps as LocalSteps, zeros_like as zeros_like
+from .packing import (
+    Buckets as Buckets,
+    Chunk as Chunk,
+    chunks as chunks,
+    packed as packed,
+    padded as padded,
+)
+from .scan import LocalSteps as LocalSteps, zeros_like as zeros_like
 from .step_releases import AdaptiveClip as AdaptiveClip, NoisyLoss as NoisyLoss
 from .strategy import (
     Strategy as Strategy,

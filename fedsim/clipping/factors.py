@@ -1,18 +1,18 @@
-"""A unit's gradient of a matrix as a product that is not formed whole: its norm, and what it adds.
+"""A unit's gradient of a matrix as a product: its norm without forming it, and adding it by tiles.
 
 The gradient is the sum over i of l_i r_i^T. For y = x W the l are inputs and the r cotangents, one
-pair for each token. For a lookup l is the one of an id. What follows holds for arithmetic as in
-contribution.py, and g(n) = n u / (1 - n u) bounds the relative error of n roundings.
+pair for each token. For a lookup l is the one-hot vector of an id. The proof holds for arithmetic
+as in contribution.py, and g(n) = n u / (1 - n u) bounds the relative error of n roundings.
 
-- |sum of l_i r_i^T|^2 is the sum over i, j of <l_i, l_j> <r_i, r_j>. Each inner product is added up
-  in blocks of WIDE, in any order within a block, so it is right up to g(WIDE + blocks) |l_i| |l_j|.
-  The error of the double sum is at most g(n) R^2, R = sum of |l_i| |r_i|, n adding up both inner
+- |sum of l_i r_i^T|^2 is the sum over i, j of <l_i, l_j> <r_i, r_j>. Each inner product is added in
+  blocks of WIDE, in any order within a block, so it is right up to g(WIDE + blocks) |l_i| |l_j|.
+  The error of the double sum is at most g(n) R^2, R = sum of |l_i| |r_i|, where n counts both inner
   products, a product, and two sums over all i.
-- R itself is taken from the diagonals, all terms of which are positive: at most 1.001 times what is
-  computed, n being below 8,000.
-- A coordinate of the gradient as it is formed for the sum differs from the true one by at most
-  g(tokens) times its sum of |l_i| |r_i|, so the whole by g(tokens) R.
-- What is below 2^-126 may be taken for zero: an error of 2^-126 for each term, times the other
+- R itself comes from the diagonals, all terms of which are positive: it is at most 1.001 times the
+  computed value, n being below 8,000.
+- A coordinate of the gradient as formed for the sum differs from the true one by at most g(tokens)
+  times its sum of |l_i| |r_i|, so the whole gradient by g(tokens) R.
+- Numbers below 2^-126 may be flushed to zero: an error of 2^-126 for each term, times the other
   factor. Beyond LARGEST nothing is claimed: the bound is inf.
 
 Shape suffixes: U units, T tokens of a unit, N and D the matrix's axes, S lookups.
@@ -24,13 +24,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fedsim.clipping.clip import TINY, matmul
-from fedsim.clipping.contribution import ROUNDING
+from fedsim.clipping.contribution import ROUNDING, TINY, matmul
 
 WIDE = 512
-LARGEST = 1e15  # of a sum of squares
+LARGEST = 1e15  # largest sum of squares for which a bound is claimed
 MOST_ROUNDINGS = 8000
-TILE = 2**16  # numbers formed at once: they stay in a processor's cache until they are added
+TILE = 2**16  # numbers formed at once: they stay in the CPU's cache until they are added
 
 
 Pair = tuple[jax.Array, jax.Array]
@@ -38,7 +37,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass
 class Factors:
-    """All units' gradients of one matrix [N, D], as a product, as rows at ids, or as both added."""
+    """All units' gradients of one matrix [N, D]: a product, rows at ids, or the sum of both."""
 
     product: Pair | None
     """(left [U, T, N], right [U, T, D])."""
@@ -46,27 +45,30 @@ class Factors:
     """(ids [U, S], rows [U, S, D])."""
 
     def is_cheaper(self, shape: tuple[int, int]) -> bool:
-        """Whether the norm takes fewer products by `squared_and_bound` than of what is formed, and
-        is proven there."""
+        """True if `squared_and_bound` takes fewer multiplications than forming the gradient, and
+        its bound is proven for this shape."""
         fewer = self.num_tokens * (shape[0] + shape[1]) < shape[0] * shape[1]
         return fewer and self._roundings(*shape) < MOST_ROUNDINGS
 
     @property
     def num_tokens(self) -> int:
-        """How many pairs of l and r each unit has."""
+        """Number of pairs of l and r of each unit."""
         return sum(part[1].shape[1] for part in (self.product, self.lookups) if part is not None)
 
     @property
     def num_units(self) -> int:
-        """How many units there are, U."""
+        """Number of units, U."""
         return len(next(part[1] for part in (self.product, self.lookups) if part is not None))
 
     def squared_and_bound(self) -> Pair:
-        """(the squared norms as computed, what the norms of what is added or formed are at most),
-        float32 [U] each."""
+        """Return (computed squared norms, upper bounds on the norms of the gradients as formed or
+        added), float32 [U] each.
+
+        Source: the proof in the module's docstring.
+        """
         left, right, widths = self._inner_products()
         tokens, roundings = self.num_tokens, self._roundings(*widths)
-        assert roundings < MOST_ROUNDINGS, "is_cheaper says so"
+        assert roundings < MOST_ROUNDINGS, "callers ask is_cheaper first"
         products = jax.lax.optimization_barrier((left * right).sum(axis=1))
         squared = jnp.maximum(products.sum(axis=1), 0)
         of_left, of_right = (jnp.diagonal(each, axis1=1, axis2=2) for each in (left, right))
@@ -79,13 +81,13 @@ class Factors:
         return squared, jnp.where(known, bound, jnp.inf)
 
     def _roundings(self, *widths: int) -> int:
-        """What a term of the double sum goes through, at most."""
+        """The most roundings of a term of the double sum."""
         return sum(min(WIDE, n) + -(-n // WIDE) for n in widths) + 2 * self.num_tokens + 2
 
     def _inner_products(self) -> tuple[jax.Array, jax.Array, tuple[int, int]]:
-        """<l_i, l_j> and <r_i, r_j>, [U, tokens, tokens], and how many numbers each has."""
+        """Return <l_i, l_j> and <r_i, r_j>, [U, tokens, tokens], and the widths of l and r."""
         if self.product is None:
-            assert self.lookups is not None, "a matrix has calls"
+            assert self.lookups is not None, "a matrix has at least one call"
             ids_US, rows_USD = self.lookups
             return _same(ids_US), _grams(rows_USD.astype(jnp.float32)), (1, rows_USD.shape[2])
         left_UTN, right_UTD = self.product
@@ -101,7 +103,7 @@ class Factors:
         return left, _grams(right), widths
 
     def formed(self, shape: tuple[int, int]) -> jax.Array:
-        """The gradients whole, float32 [U, N, D]."""
+        """Form the gradients, float32 [U, N, D]."""
         grads = jnp.zeros((self.num_units, *shape), jnp.float32)
         if self.product is not None:
             grads = _rows_of(self.product, 0, shape[0])
@@ -112,10 +114,11 @@ class Factors:
         return grads
 
     def add_to(self, total: jax.Array, added: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
-        """A sum [N, D] and what all units add to it.
+        """Add all units' gradients to a sum [N, D].
 
-        Args: added: (rows of a gradient, number of the unit) -> what goes into the sum, zeros for
-          zeros.
+        Args:
+          total: the sum.
+          added: (rows of a gradient, number of the unit) -> their contribution, zeros for zeros.
         """
         if self.product is not None:
             total = self._add_products(self.product, total, added)
@@ -124,7 +127,7 @@ class Factors:
         return total
 
     def _add_products(self, product: Pair, total, added):
-        """With what units add to all rows but those that they look up, a few rows at a time."""
+        """Add units' products to all rows but those that a unit looks up, a few rows at a time."""
         rows = _divisor(total.shape[0], TILE // total.shape[1])
         elsewhere_UN1 = jnp.ones((self.num_units, total.shape[0], 1), bool)
         if self.lookups is not None:
@@ -144,7 +147,7 @@ class Factors:
         return jax.lax.fori_loop(0, total.shape[0] // rows, some, total)
 
     def _add_looked_up(self, lookups: Pair, total, added):
-        """With what units add to the rows that they look up: each row once, however often."""
+        """Add units' gradients of the rows that they look up, each row once per unit."""
         ids_US, rows_USD = lookups
         same_USS = _same(ids_US)
         grads_USD = matmul(same_USS, rows_USD.astype(jnp.float32))
@@ -158,24 +161,24 @@ class Factors:
 
 
 def _rows_of(product: Pair, first: int | jax.Array, rows: int) -> jax.Array:
-    """Rows of left^T right, float32 [U, rows, D]."""
+    """Compute some rows of left^T right, float32 [U, rows, D]."""
     left, right = product
     left = jax.lax.dynamic_slice_in_dim(left, first, rows, axis=2)
     return matmul(jnp.swapaxes(left, 1, 2), right)
 
 
 def _picked(left_UTN: jax.Array, ids_US: jax.Array) -> jax.Array:
-    """Each l at the ids, [U, T, S]: its inner products with theirs."""
+    """Inner products of each l with the one-hot vectors of ids: l at the ids, [U, T, S]."""
     return jnp.take_along_axis(left_UTN, ids_US[:, None, :], axis=2)
 
 
 def _same(ids_US: jax.Array) -> jax.Array:
-    """1 where two ids are the same, float32 [U, S, S]."""
+    """Inner products of one-hot vectors: 1 where two ids are equal, float32 [U, S, S]."""
     return (ids_US[:, :, None] == ids_US[:, None, :]).astype(jnp.float32)
 
 
 def _grams(a_UTN: jax.Array) -> jax.Array:
-    """Inner products of all tokens, float32 [U, T, T], added up in blocks of WIDE."""
+    """Inner products of all tokens, float32 [U, T, T], added in blocks of WIDE."""
     blocks, left = divmod(a_UTN.shape[2], WIDE)
 
     def products(first, width):
@@ -185,16 +188,16 @@ def _grams(a_UTN: jax.Array) -> jax.Array:
     rest = products(blocks * WIDE, left) if left else jnp.zeros(())
     if not blocks:
         return rest
-    # A loop: of blocks side by side XLA for processors makes a transposed copy, slower than these.
+    # A loop: for blocks side by side XLA on CPUs makes a transposed copy, which is slower.
     start = products(0, WIDE) + rest
     return jax.lax.fori_loop(1, blocks, lambda i, sums: sums + products(i * WIDE, WIDE), start)
 
 
 def _error(roundings: int) -> float:
-    """g: what so many roundings do to a number, at most."""
+    """g(n), the largest relative error of n roundings, with a margin."""
     return roundings * ROUNDING / (1 - roundings * ROUNDING) * (1 + 1e-3)
 
 
 def _divisor(number: int, most: int) -> int:
-    """The largest divisor up to `most`, or 1."""
+    """Return the largest divisor of `number` up to `most`."""
     return next((n for n in range(min(number, most), 0, -1) if number % n == 0), 1)

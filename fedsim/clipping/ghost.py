@@ -1,11 +1,11 @@
-"""The strategy `ghost`: norms of gradients that are not formed, then gradients a tile at a time.
+"""The strategy `ghost`: norms without forming gradients, then gradients a tile at a time.
 
-`direct` writes every unit's gradient and reads it twice, for its norm and for the sum. Of a large
-model that is what it costs. Here one forward and one backward pass stop at the layers. Inputs and
-cotangents give a proven bound on each unit's norm, see factors.py (ghost norms: Goodfellow 2015;
-Li et al. 2022). Then each unit's gradient is formed, scaled, rounded and
-added tile by tile, in the processor's cache. So every unit has whole numbers of its own, as in
-`scan`: other units change nothing of them.
+`direct` writes every unit's gradient and reads it twice, for its norm and for the sum, which
+dominates the time of a large model. Here one forward and one backward pass stop at the layers.
+Inputs and cotangents give a proven bound on each unit's norm, see factors.py (ghost norms:
+Goodfellow 2015; Li et al. 2022). Then each unit's gradient is formed, scaled, rounded and added
+tile by tile, in the CPU's cache. So the whole numbers of a unit do not depend on other units, as in
+`scan`.
 """
 
 from typing import Any
@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from fedsim.clipping import scan
-from fedsim.clipping.clip import Clip, num_coordinates
-from fedsim.clipping.contribution import factor, norm_and_bound, whole
+from fedsim.clipping.contribution import Clip, factor, norm_and_bound, num_coordinates, whole
 from fedsim.clipping.factors import Factors
-from fedsim.clipping.observed import Observed, expect_shape
+from fedsim.clipping.layers import Observed, expect_shape
 
 
 def clip_chunk(
@@ -31,12 +30,13 @@ def clip_chunk(
     side_by_side: int,
     total: Any = None,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
-    """The sum of `scan.clip_chunk`. It takes the memory of all activations of the rows of a pass,
-    of small layers' gradients, and of one tile.
+    """Compute the sum of `scan.clip_chunk`; arguments and results are the same.
 
-    Guarantees: those of `scan.clip_chunk`. Norms are bounded from above a little less tightly: a
+    Memory: the activations of all rows of a pass, small layers' gradients, and one tile.
+    Guarantees: those of `scan.clip_chunk`. The upper bound on norms is a little less tight: a
       clipped unit may be shorter than C by a few thousandths.
-    Args: side_by_side: units of one pass.
+    Args:
+      side_by_side: units of one pass.
     Raises: UnsupportedModel: a parameter is not in a layer of `LAYERS`.
     """
     model, units = Observed(loss_fn, params), len(mask)
@@ -68,7 +68,7 @@ def clip_chunk(
 
 
 def _added(model: Observed, params: Any, found: Any, mask: jax.Array, clip: Clip, total: Any):
-    """(total and what the units of a pass add to it, their norms, losses, whether dropped)."""
+    """Add the units of a pass to total; return (total, norms, losses, dropped)."""
     inputs, cotangents, losses, formed = found
     _, factors = _formed(model, inputs, cotangents)
     squares = bound_squares = jnp.zeros(len(mask))
@@ -77,7 +77,7 @@ def _added(model: Observed, params: Any, found: Any, mask: jax.Array, clip: Clip
     for product in factors.values():
         squared, bound = product.squared_and_bound()
         squares, bound_squares = squares + squared, bound_squares + jnp.square(bound)
-    # Three roundings of each part.
+    # Three roundings of each parameter's part.
     bounds = jnp.sqrt(bound_squares) * jnp.float32(1 + (len(factors) + 6) * 2.0**-23)
     real, norms = mask.any(axis=1), jnp.sqrt(squares)
     scales, dropped = factor(bounds, real, clip, num_coordinates(params))
@@ -107,8 +107,10 @@ def _added(model: Observed, params: Any, found: Any, mask: jax.Array, clip: Clip
 
 
 def _formed(model: Observed, inputs: Any, cotangents: Any) -> tuple[dict, dict[Any, Factors]]:
-    """(units' gradients of small arrays and of those whose norms are cheaper so, [units, ...];
-    those of the others as products), by the parameter's path."""
+    """Return (formed gradients [units, ...], gradients as products), by the parameter's path.
+
+    Gradients of vectors are formed, and those of matrices whose norm is cheaper to compute formed.
+    """
     formed: dict[tuple[str, ...], jax.Array] = {}
     factors: dict[tuple[str, ...], Factors] = {}
     for path, layer, own in model.layers(inputs, cotangents):

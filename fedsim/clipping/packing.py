@@ -1,33 +1,62 @@
-"""Packing rows into few static shapes, so that short rows cost little. On the host, in NumPy.
+"""Packing of rows into few static shapes, so that short rows cost little. On the host, in NumPy.
 
-`chunks` cuts a lane: a unit's rows are sorted by length, so that passes over some of them are of
-one kind; units are sorted by their longest row, and a chunk is cut to the bucket that holds it.
+`chunks` splits a lane: each unit's rows are sorted by length, so that a pass has rows of about one
+length; units are grouped by their longest row, and a chunk is trimmed to the bucket that holds it.
 
-`packed` puts several short texts into one row, for a loss that needs no gradients. A text of n
-tokens takes n - 1 places: what is fed, each with the token that it has to predict. Attention sees
-the places of its own text alone, so the loss is that of the texts one by one.
+`packed` puts several short texts into one row, for a loss without gradients. A text of n tokens
+takes n - 1 positions: the tokens that are fed, each with the token to predict. Attention sees only
+the positions of the same text, so the loss is that of the texts one by one.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedsim.clipping.scan import Buckets
+from fedsim.errors import expect
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Lengths to which rows may be trimmed, so that short rows cost little."""
+
+    lengths: tuple[int, ...]
+    """Ascending, tokens; every row fits into the last."""
+    sizes: Callable[[Any], Any]
+    """(rows of a batch) -> the length that each row needs, int [rows]."""
+    trim: Callable[[Any, int], Any]
+    """(batch, length) -> the batch with rows trimmed to `length`; lossless if `length` suffices."""
+    packed: Callable[[Any], Sequence[Any]] | None = None
+    """(NumPy batch) -> batches with several short texts in a row, trees of arrays [rows, length];
+    only for a task's `nats`."""
+
+    def holding(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the least length that holds each of these sizes, int, in the shape of `sizes`.
+
+        Raises: ConfigError: a size is larger than the last length.
+        """
+        lengths, longest = np.asarray(self.lengths), int(np.max(sizes, initial=0))
+        expect("sizes", longest, longest <= lengths[-1], f"<= {lengths[-1]}, the last of `lengths`")
+        return lengths[np.searchsorted(lengths, sizes)]
+
+    def up_to(self, length: int) -> "Buckets":
+        """Return the same buckets without lengths above `length`."""
+        return dataclasses.replace(self, lengths=tuple(n for n in self.lengths if n <= length))
 
 
 class Chunk(NamedTuple):
-    """Some units of a lane, in a shape that comes again."""
+    """Some units of a lane, in one of few static shapes."""
 
     units: np.ndarray
-    """Which units of the lane, int [<= units per chunk]; the rest of the chunk is padding."""
+    """Numbers of the units in the lane, int [<= units per chunk]; the rest is padding."""
     batch: Any
     """Tree of arrays [units per chunk, group, ...]."""
     mask: np.ndarray
     """bool [units per chunk, group]."""
     length: int
-    """The bucket that the rows were cut to; 0 where there are no buckets."""
+    """The bucket to which the rows are trimmed; 0 without buckets."""
 
 
 def chunks(
@@ -37,13 +66,15 @@ def chunks(
     buckets: Buckets | None,
     few: int | None = None,
 ) -> Iterator[Chunk]:
-    """All units of a lane, each in one chunk; a pure function of its arguments.
+    """Split a lane into chunks, each unit in one of them; a pure function of its arguments.
 
     Args:
       batch: tree of arrays [units, group, ...].
       mask: bool [units, group], true where a row is real.
-      few: units of the chunks of what does not fill a chunk; None: it is one, padded.
-    Raises ConfigError: a row is longer than the last bucket.
+      units_per_chunk: units of a full chunk.
+      buckets: lengths to which chunks are trimmed; None: not trimmed.
+      few: units of each chunk of the rest that does not fill a chunk; None: one padded chunk.
+    Raises: ConfigError: a row is longer than the last bucket.
     """
     units, sizes_of_chunks = np.arange(len(mask)), (units_per_chunk, few or units_per_chunk)
     if buckets is None:
@@ -57,7 +88,7 @@ def chunks(
 
 
 def _by_length(batch, mask, longest, sizes_of_chunks, buckets):
-    """Chunks of each length. The length of a unit is its own, whoever else is there."""
+    """Yield the chunks of each length. A unit's length does not depend on other units."""
     needed = buckets.holding(longest)
     for length in buckets.lengths:
         for part in _parts(np.flatnonzero(needed == length), *sizes_of_chunks):
@@ -66,11 +97,11 @@ def _by_length(batch, mask, longest, sizes_of_chunks, buckets):
 
 
 def _parts(units: np.ndarray, size: int, few: int) -> Iterator[tuple[np.ndarray, int]]:
-    """(units, size of their chunk): full chunks, and what is left in chunks of `few`."""
+    """Yield (units, size of their chunk): full chunks, then the rest in chunks of `few`."""
     full = len(units) // size * size
-    for some, each in ((units[:full], size), (units[full:], few)):
-        for start in range(0, len(some), each):
-            yield some[start : start + each], each
+    for part, step in ((units[:full], size), (units[full:], few)):
+        for start in range(0, len(part), step):
+            yield part[start : start + step], step
 
 
 def _chunk(batch, mask, units, size) -> Chunk:
@@ -82,8 +113,13 @@ def _chunk(batch, mask, units, size) -> Chunk:
 
 
 def padded(lengths: np.ndarray, units_at_once: int, together: int) -> int:
-    """What passes over units of these lengths [units] cost: the last pass of a length is padded, in
-    each of the lanes that have so many units of it `together`."""
+    """Cost of passes over units: units times length, with the padding of each length's last pass.
+
+    Args:
+      lengths: of the units, int [units].
+      units_at_once: units of a pass.
+      together: units of a lane; each lane pads its last pass of a length.
+    """
     values, counts = np.unique(lengths, return_counts=True)
     full, rest = np.divmod(counts, together)
     passes = full * -(-together // units_at_once) + -(-rest // units_at_once)
@@ -93,39 +129,39 @@ def padded(lengths: np.ndarray, units_at_once: int, together: int) -> int:
 def packed(
     batch: dict[str, Any], length_for: Callable[[np.ndarray], np.ndarray]
 ) -> list[dict[str, np.ndarray]]:
-    """The texts of a batch, each in the first row that has room for it, the longest first.
+    """Pack the texts of a batch into rows: each into the first row with room, longest first.
 
     Args:
       batch: {tokens [texts, any], sizes [texts]}, NumPy; padding has size 0.
-      length_for: (sizes of texts) -> the length of a row that such a text begins, no less.
-    Returns: of each length of rows {tokens, targets, positions}, int32 [rows, length]: what is fed,
-      what it predicts (-1: nothing), and its place in its text. A function of the batch.
+      length_for: (sizes of texts) -> the length of a row that such a text begins, >= size - 1.
+    Returns: for each length of rows {tokens, targets, positions}, int32 [rows, length]: the fed
+      token, the token to predict (-1: none), and its position in its text.
     """
     fed = np.asarray(batch["sizes"]) - 1
     order = np.argsort(-fed, kind="stable")
     order = order[fed[order] > 0]
-    length = length_for(batch["sizes"][order])  # of the row that it begins, if it begins one
+    length = length_for(batch["sizes"][order])  # of the row that a text begins, if it begins one
     room, begun = np.zeros(len(order), int), np.zeros(len(order), int)
     rows, places = 0, []
-    for text, own in zip(order, length, strict=True):
+    for text, longest in zip(order, length, strict=True):
         row = int(np.argmax(room[:rows] >= fed[text])) if rows else 0
         if rows == 0 or room[row] < fed[text]:
             row, rows = rows, rows + 1
-            room[row] = begun[row] = own
+            room[row] = begun[row] = longest
         places.append((text, row, begun[row] - room[row]))
         room[row] -= fed[text]
-    return [_filled(batch, fed, places, begun, each) for each in np.unique(begun[:rows])]
+    return [_filled(batch, fed, places, begun, size) for size in np.unique(begun[:rows])]
 
 
 def _filled(batch, fed, places, begun, length) -> dict[str, np.ndarray]:
     chosen = np.flatnonzero(begun == length)
     number = dict(zip(chosen.tolist(), range(len(chosen)), strict=True))
-    found = {name: np.zeros((len(chosen), length), np.int32) for name in ("tokens", "positions")}
-    found["targets"] = np.full((len(chosen), length), -1, np.int32)
+    filled = {name: np.zeros((len(chosen), length), np.int32) for name in ("tokens", "positions")}
+    filled["targets"] = np.full((len(chosen), length), -1, np.int32)
     for text, row, first in places:
         if row in number:
-            count, own = fed[text], batch["tokens"][text]
+            count, ids = fed[text], batch["tokens"][text]
             where = number[row], slice(first, first + count)
-            found["tokens"][where], found["targets"][where] = own[:count], own[1 : count + 1]
-            found["positions"][where] = np.arange(count)
-    return found
+            filled["tokens"][where], filled["targets"][where] = ids[:count], ids[1 : count + 1]
+            filled["positions"][where] = np.arange(count)
+    return filled

@@ -1,71 +1,51 @@
-"""The strategies `scan` and `direct`: a unit's gradient is formed, clipped and added.
+"""The strategies `scan` and `direct`: each unit's gradient is formed, clipped and added.
 
-Memory is flat in the number of units and in the rows of a unit: parameters, one sum, the gradients
-of as many units as are computed side by side, and the activations of `rows_per_pass` rows. `scan`
-takes one unit at a time, has gradients as JAX derives them, and is the oracle of the others.
-`direct` takes the faster products of products.py, and several small units side by side: parameters
-and sum are then read once for all of them.
+Memory does not grow with the number of units or of a unit's rows: parameters, one sum, the
+gradients of the units that are computed side by side, and the activations of `rows_per_pass` rows.
+`scan` takes one unit at a time, has gradients as JAX derives them, and is the oracle of the other
+strategies. `direct` takes the faster products below, and several small units side by side, so that
+parameters and sum are read once for all of them.
+
+The products of `direct` (`in_one_product`): JAX derives the gradient of y = x W as (g^T x)^T, g
+being the cotangent of y. XLA on CPUs then transposes g for a product that is slower for it: up to a
+fifth of a step. Here the gradient is x^T g, the same sums of the same numbers. And norm layers get
+one axis of positions instead of rows and positions: XLA adds over two axes, one of them of length
+one, ten times as slowly.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from flax import linen as nn
 
-from fedsim.clipping.clip import Clip
-from fedsim.clipping.contribution import contribution, scaled
-from fedsim.clipping.products import in_one_product
-from fedsim.errors import expect
+from fedsim.clipping.contribution import Clip, contribution, scaled
+from fedsim.clipping.packing import Buckets
 
 LossFn = Callable[[Any, Any], jax.Array]
-MANY_ROWS = 16  # of a pass, from which on `_over_one` gains
-
-
-@dataclasses.dataclass(frozen=True)
-class Buckets:
-    """The lengths that rows may be cut to, so that short ones cost little."""
-
-    lengths: tuple[int, ...]
-    """Ascending; every row fits into the last one."""
-    sizes: Callable[[Any], Any]
-    """(rows of a batch) -> the length that each row needs, int [rows]."""
-    trim: Callable[[Any, int], Any]
-    """(batch, length) -> the batch with rows cut to `length`; loses nothing where it suffices."""
-    packed: Callable[[Any], Sequence[Any]] | None = None
-    """(NumPy batch) -> batches that have several short rows in one, for a task's `nats` alone, each
-    a tree of arrays [rows, length]."""
-
-    def holding(self, sizes: np.ndarray) -> np.ndarray:
-        """The least of the lengths that holds each of these sizes, int, like `sizes`.
-
-        Raises ConfigError: none does.
-        """
-        lengths, longest = np.asarray(self.lengths), int(np.max(sizes, initial=0))
-        expect("sizes", longest, longest <= lengths[-1], f"<= {lengths[-1]}, the last of `lengths`")
-        return lengths[np.searchsorted(lengths, sizes)]
-
-    def up_to(self, length: int) -> "Buckets":
-        """The same buckets without those that are longer than `length`."""
-        return dataclasses.replace(self, lengths=tuple(n for n in self.lengths if n <= length))
+"""(params, rows of a batch) -> one loss per row, float32 [rows]."""
+MANY_ROWS = 16  # rows of a pass from which on `_over_one` is faster
+INPUTS, OUTPUTS = 0, 1  # contracted axis of a weight: Dense has its inputs first, an embedding last
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalSteps:
-    """A user's own SGD, as in DP-FedAvg: a unit's rows are cut into `number` batches, a step each,
-    whose lengths differ by one row at most.
+    """Local SGD of a user, as in DP-FedAvg: a unit's rows are split into `number` batches, one step
+    each, whose sizes differ by at most one row.
 
-    The unit's contribution, which is clipped as a whole, is the mean over its rows of the gradients
-    that were met on the way: what the steps went, in units of gradients. With one batch, or as the
-    learning rate goes to 0, it is the gradient.
+    The unit's update, which is clipped as a whole, is the mean over its rows of the gradients at
+    the local steps' parameters: the distance of the local steps, in units of gradients. With one
+    batch, or as the learning rate goes to 0, it is the gradient.
     Source: McMahan et al. 2018 (Learning Differentially Private Recurrent Language Models).
     """
 
     number: int
+    """Local steps of a user. >= 1."""
     learning_rate: float
+    """Of the local steps. > 0."""
 
 
 def clip_chunk(
@@ -87,24 +67,26 @@ def clip_chunk(
     Guarantees: a unit's contribution depends on (params, its rows, C) alone and has an L2 norm of
       at most `clip.sensitivity`, and the sum is exact; see contribution.py. A unit's gradient is
       complete before it is clipped; a unit without rows, or with a non-finite gradient, contributes
-      exactly zero. With `clip.in_float32` the last two alone.
+      exactly zero. With `clip.in_float32` only the last sentence holds.
     Args:
       loss_fn: (params, rows of a batch) -> one loss per row, float32 [rows]; rows are independent.
+      params: tree of float32 arrays.
       batch: tree of arrays [units, group, ...].
       mask: bool [units, group], true where a row is real.
+      clip: the clip norm C.
       rows_per_pass: rows of one forward and backward pass.
-      direct: the gradients of the layers' weights are taken in one product each.
-      side_by_side: units of one pass; more than one where all rows of each fit into it.
-      buckets: lengths that the rows of a pass may be cut to: the least that holds all of them.
-      local: what is clipped is a user's update of several steps, instead of its gradient.
-      total: a sum to be added to. At most `lattice_capacity` units fit into one.
+      direct: take the gradient of each layer's weights in one product.
+      side_by_side: units of one pass; more than 1 only if all rows of each fit into the pass.
+      buckets: lengths to which the rows of a pass may be trimmed: the least that holds all of them.
+      local: clip a user's update of several local steps instead of its gradient.
+      total: a sum to add to; one holds at most `lattice_capacity` units.
     Returns: (sum, int32 tree like params, in units of `clip.unit`, or float32; norms [units];
       losses [units]; dropped bool [units]).
     Source: Charles et al. 2024, Algorithms 1 and 2.
     """
 
     def at(i):
-        """(rows, mask) of pass i: arrays [side_by_side, group, ...]."""
+        """Return (rows, mask) of pass i: arrays [side_by_side, group, ...]."""
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=side_by_side)
         return jax.tree.map(lambda leaf: cut(leaf, i * side_by_side), (batch, mask))
 
@@ -112,8 +94,8 @@ def clip_chunk(
         total, found, *values = carry
         real = at(i)[1].any(axis=1)
         found = stored(lambda j: each(gradient)(*at(j)), i, real.any(), found)
-        # Whole numbers of several units, each a function of its own rows. Added in one go: adding
-        # reads and writes the whole sum.
+        # Each unit's whole numbers are a function of its own rows. Added in one expression, because
+        # an addition reads and writes the whole sum.
         added, norms, dropped = each(clipped)(found[0], real)
         total = jax.tree.map(lambda t, z: functools.reduce(jnp.add, list(z), t), total, added)
         new, update = (norms, jnp.where(real, found[1], 0), dropped), jax.lax.dynamic_update_slice
@@ -133,7 +115,7 @@ def clip_chunk(
     dtype = jnp.float32 if clip.in_float32 else jnp.int32
     total = zeros_like(params, dtype) if total is None else total
     nothing = jax.tree.map(lambda leaf: jnp.zeros((side_by_side, *leaf.shape)), params)
-    # Loops of dynamic length cost less than loops that skip: a branch copies what passes through.
+    # A loop of dynamic length costs less than a loop with a branch: a branch copies its operands.
     number = -(-reach(mask.any(axis=1)) // side_by_side)
     start = (total, (nothing, jnp.zeros(side_by_side)), *no_values(len(mask)))
     total, _, *values = jax.lax.fori_loop(0, number, add, start)
@@ -141,22 +123,23 @@ def clip_chunk(
 
 
 def stored(compute: Callable[[jax.Array], Any], i: jax.Array, some: jax.Array, before: Any) -> Any:
-    """compute(i), written to memory once, before anything reads it.
+    """Compute compute(i) and write it to memory once, before anything reads it.
 
-    XLA computes each number of an elementwise gradient again for every reader, and LLVM may turn a
-    product and a sum into one rounding for one reader alone: the norm would not be that of what is
-    added. On processors `optimization_barrier` does nothing against it. The result of a loop whose
-    length is not known when it is compiled has to be in memory when the loop ends.
+    XLA recomputes each number of an elementwise gradient for every reader, and LLVM may fuse a
+    product and a sum into one rounding for one of the readers: then the norm would not be that of
+    the added gradient. On CPUs `optimization_barrier` does not prevent this. The result of a loop
+    whose length is unknown at compile time must be in memory when the loop ends.
     Args:
-      i: the body of the loop depends on it: else it would be moved out.
-      some: bool, whether there is anything to compute; without, the result is `before`.
-      before: arrays in the shapes of the result, which is written over them.
+      compute: the computation, a function of the loop's index.
+      i: the index; the body must depend on it, or XLA moves it out of the loop.
+      some: bool, false if there is nothing to compute; then the result is `before`.
+      before: arrays in the shapes of the result, which overwrites them.
     """
     return jax.lax.fori_loop(i, i + some.astype(i.dtype), lambda j, _: compute(j), before)
 
 
 def _alone(function):
-    """vmap over an axis of length one: XLA for processors is slower with that axis."""
+    """Like vmap over an axis of length one, without the axis, which makes XLA on CPUs slower."""
 
     def run(*arguments):
         result = function(*jax.tree.map(lambda leaf: leaf[0], arguments))
@@ -166,17 +149,17 @@ def _alone(function):
 
 
 def no_values(units: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """norms, losses, dropped of units without rows."""
+    """Return norms, losses and dropped of units without rows, [units] each."""
     return jnp.zeros(units), jnp.zeros(units), jnp.zeros(units, bool)
 
 
 def reach(real: jax.Array) -> jax.Array:
-    """How many entries there are up to the last one that is true."""
+    """Number of entries up to the last true one, int32."""
     return jnp.max(jnp.where(real, jnp.arange(1, len(real) + 1), 0), initial=0)
 
 
 def zeros_like(params: Any, dtype: Any = jnp.float32) -> Any:
-    """A tree of zeros with the shapes of `params`."""
+    """Return a tree of zeros with the shapes of `params`."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
 
 
@@ -205,7 +188,7 @@ class _UnitGradient:
             return jax.tree.map(lambda g: g.astype(jnp.float32), grad), loss
 
         parts = jax.tree.map(lambda leaf: in_parts(leaf, self.rows_per_pass), (rows, real))
-        if len(parts[1]) == 1:  # as always in ELS: no loop, no second copy of the gradient
+        if len(parts[1]) == 1:  # always in ELS: no loop, no second copy of the gradient
             return gradient(jax.tree.map(lambda leaf: leaf[0], parts))
 
         def cut_to(length, buckets):
@@ -225,8 +208,8 @@ class _UnitGradient:
         return jax.lax.fori_loop(0, reach(parts[1].any(axis=1)), add_part, start)
 
     def after(self, local: LocalSteps, params, rows, real):
-        """Mean over a unit's rows of gradient and value where its own SGD had got to."""
-        batches = jax.tree.map(lambda leaf: _cut(leaf, local.number), (rows, real))
+        """Mean over a unit's rows of gradient and value at the parameters of its local steps."""
+        batches = jax.tree.map(lambda leaf: _split(leaf, local.number), (rows, real))
         count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
 
         def step(i, carry):
@@ -243,8 +226,8 @@ class _UnitGradient:
 
 
 def _over_one(function):
-    """function(params, part) over an axis of length one: so written, XLA for processors takes a
-    faster matrix product for the weights' gradients (a tenth of all time; jaxlib 0.10)."""
+    """Map function(params, part) over an axis of length one: XLA on CPUs then picks a faster matrix
+    product for the weights' gradients (a tenth of all time; jaxlib 0.10)."""
 
     def run(params, part):
         parts = jax.tree.map(lambda leaf: leaf[None], part)
@@ -254,20 +237,98 @@ def _over_one(function):
 
 
 def in_parts(leaf: jax.Array, size: int) -> jax.Array:
-    """[n, ...] -> [parts, min(size, n), ...], padded with zeros (false in a mask)."""
+    """Reshape [n, ...] to [parts, min(size, n), ...], padded with zeros (false in a mask)."""
     size = min(size, len(leaf))
     return _to_multiple(leaf, size).reshape(-1, size, *leaf.shape[1:])
 
 
-def _cut(leaf: jax.Array, number: int) -> jax.Array:
-    """[n, ...] -> [number, ceil(n / number), ...]: lengths differ by one at most, which is padded
-    with zeros (false in a mask). No more parts than there are rows."""
+def _split(leaf: jax.Array, number: int) -> jax.Array:
+    """Split [n, ...] into [min(number, n), ceil(n / number), ...]: sizes differ by at most one row,
+    padded with zeros (false in a mask)."""
     if len(leaf) % number == 0:
-        return in_parts(leaf, len(leaf) // number)  # in place: it joins no parts
+        return in_parts(leaf, len(leaf) // number)  # a reshape, no copy
     parts = jnp.array_split(leaf, min(number, len(leaf)))  # the longer ones first
     return jnp.stack([_to_multiple(part, len(parts[0])) for part in parts])
 
 
 def _to_multiple(leaf: jax.Array, size: int) -> jax.Array:
-    """[n, ...], padded with zeros to a multiple of `size`."""
+    """Pad [n, ...] with zeros to a multiple of `size`."""
     return jnp.pad(leaf, [(0, -len(leaf) % size)] + [(0, 0)] * (leaf.ndim - 1))
+
+
+def in_one_product(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function, whose layers compute their weights' gradients in one product.
+
+    It changes `nn.Dense` and `nn.Embed.attend`, unless they were given another product, and norms
+    over the last axis, unless the function has other interceptors. In reverse mode only. A model
+    that maps over its rows (`vmap`) gets slower: there it forms every row's gradient.
+    """
+
+    @functools.wraps(loss_fn)
+    def run(*args: Any) -> Any:
+        with nn.intercept_methods(_intercept):
+            return loss_fn(*args)
+
+    return run
+
+
+def _intercept(next_fun, args, kwargs, context):
+    module, method = context.module, context.method_name
+    ordinary = next_fun is context.orig_method and len(args) == 1 and not kwargs
+    if ordinary and type(module) is nn.Dense and method == "__call__":
+        if (module.precision, module.dot_general, module.dot_general_cls) == (None, None, None):
+            return _dense(module, *args)
+    if ordinary and type(module) is nn.Embed and method == "attend":
+        x, _ = module.promote_dtype(*args, module.embedding, dtype=module.dtype)
+        return product(x, module.embedding, OUTPUTS)
+    if ordinary and type(module) in (nn.LayerNorm, nn.RMSNorm) and _is_of_last_axis(module):
+        return next_fun(args[0].reshape(-1, args[0].shape[-1])).reshape(args[0].shape)
+    return next_fun(*args, **kwargs)
+
+
+def _is_of_last_axis(norm):
+    return (norm.reduction_axes, norm.feature_axes, norm.axis_name) == (-1, -1, None)
+
+
+def _dense(module, x):
+    """Compute `nn.Dense` with `product`."""
+    shape, dtype = (x.shape[-1], module.features), module.param_dtype
+    kernel, bias = module.param("kernel", module.kernel_init, shape, dtype), None
+    if module.use_bias:
+        bias = module.param("bias", module.bias_init, shape[1:], dtype)
+    x, _, bias = module.promote_dtype(x, kernel, bias, dtype=module.dtype)
+    y: Any = product(x, kernel, INPUTS)
+    return y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(x: jax.Array, weight: jax.Array, axis: int) -> jax.Array:
+    """Contract the last axis of x with `axis` of weight: [..., I], [I, O] or [O, I] -> [..., O].
+
+    The result has the type of x. Terms are added in float32, also if x is bfloat16, and so are
+    those of the weight's gradient.
+    """
+    dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
+    return _dot(x, weight.astype(x.dtype), dimensions).astype(x.dtype)
+
+
+def _dot(a, b, dimensions) -> Any:
+    at_least_float32 = jnp.promote_types(a.dtype, jnp.float32)
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=at_least_float32)
+
+
+def _forward(x, weight, axis):
+    return product(x, weight, axis), (x, weight)
+
+
+def _backward(axis, residuals, g):
+    x, weight = residuals
+    flat_x, flat_g = (leaf.reshape(-1, leaf.shape[-1]) for leaf in (x, g))
+    pair = (flat_x, flat_g) if axis == INPUTS else (flat_g, flat_x)
+    over_rows = (((0,), (0,)), ((), ()))
+    of_weight = _dot(*pair, over_rows)
+    of_x: Any = product(g, weight, 1 - axis)
+    return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
+
+
+product.defvjp(_forward, _backward)

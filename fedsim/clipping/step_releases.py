@@ -1,14 +1,14 @@
-"""What a step may release beside its gradient, from the same draw: a clip norm that moves, a loss.
+"""Releases of a step beside its gradient, from the same draw: an adaptive clip norm, a noisy loss.
 
-Each release and the gradient together are one Gaussian mechanism, so the accountant sees the step
-that it would see without, and the gradient gets a little more noise in exchange. A sampling unit
-moves (clipped sum, count or sum of losses), each divided by the noise on it, by at most 1/z in
-norm, z being the noise multiplier of the step. A user with k examples in a step of ELS moves it by
-at most k/z, which is what Theorem 1 accounts.
+Each release and the gradient together are one Gaussian mechanism. The accountant's event of the
+step stays the same, and the gradient gets a little more noise in exchange. A sampling unit moves
+(clipped sum, count or sum of losses), each divided by the standard deviation of its noise, by at
+most 1/z in norm, z being the noise multiplier of the step. A user with k examples in a step of ELS
+moves it by at most k/z, as Theorem 1 accounts.
 
-`AdaptiveClip` follows a quantile of the gradient norms (Andrew et al. 2021): how many units have a
-norm within C is released, and C <- C exp(-rate (share within C - quantile)). The quantile is of
-users in ULS and of examples in ELS.
+`AdaptiveClip` follows a quantile of the gradient norms (Andrew et al. 2021): it releases the noisy
+number of units with a norm within C, and C <- C exp(-rate (share within C - quantile)). The
+quantile is over users in ULS and over examples in ELS.
 """
 
 import dataclasses
@@ -20,14 +20,18 @@ import numpy as np
 from fedsim.noise import noisy_mean_loss, noisy_number
 
 RATE = 0.2
-"""How far C moves, on a logarithmic scale; the value of Andrew et al. 2021."""
+"""Learning rate of log C; the value of Andrew et al. 2021."""
 
-PER_HALF = 2**20  # parts that half a unit, the sensitivity of the count, is made of
-SMALLEST, LARGEST = 1e-6, 1e6  # norms outside over- or underflow float32
+SHARE = 7.2
+"""Noise on the loss in units of z: it leaves the gradient's multiplier within 1 % of z, as the
+noise on the count of `AdaptiveClip` does."""
+
+PER_HALF = 2**20  # parts of 1/2, the sensitivity of the count
+SMALLEST, LARGEST = 1e-6, 1e6  # norms outside overflow or underflow float32
 
 
 class StepStats(Protocol):
-    """What a release beside a gradient is computed from: see `engine.Stats`."""
+    """Per-unit statistics from which a release is computed; see `engine.Stats`."""
 
     @property
     def counted_norms(self) -> np.ndarray: ...
@@ -38,10 +42,10 @@ class StepStats(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveClip:
-    """What a step releases to move the clip norm; all public."""
+    """The release that adapts the clip norm. Its fields are public."""
 
     quantile: float
-    """gamma: share of units whose norm is to be within C. In (0, 1)."""
+    """gamma: target share of units with a norm within C. In (0, 1)."""
     count: float
     """B or M."""
     noise_multiplier: float
@@ -49,36 +53,48 @@ class AdaptiveClip:
 
     @property
     def count_stddev(self) -> float:
-        """sigma_b, of the noise on the count of units within C.
+        """sigma_b: standard deviation of the noise on the number of units within C.
 
-        count / 20 as in Andrew et al., or as much as leaves the gradient's multiplier within 1 % of
-        z, which is more where few units take part.
+        It is count / 20, as in Andrew et al., or 3.6 z if that is more: then the gradient's
+        multiplier stays within 1 % of z when few units take part.
         """
         return max(self.count / 20, 3.6 * self.noise_multiplier) if self.noise_multiplier else 0.0
 
     @property
     def gradient_noise_multiplier(self) -> float:
-        """z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2): what the gradient gets. In the count, a unit is
-        1/2 or -1/2. Source: Andrew et al. 2021, Theorem 1."""
+        """z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2): noise multiplier of the gradient.
+
+        In the count, a unit is 1/2 or -1/2. Source: Andrew et al. 2021, Theorem 1.
+        """
         z = self.noise_multiplier
         return (z**-2 - (2 * self.count_stddev) ** -2) ** -0.5 if z else 0.0
 
     purpose = "clip quantile"
-    """Of the randomness: `SecretKey.generator(purpose, step)`."""
+    """Purpose of its randomness: `SecretKey.generator(purpose, step)`."""
 
     def release(
         self, clip_norm: float, stats: StepStats, rng: np.random.Generator
     ) -> dict[str, float]:
-        """What a step releases beside its gradient: the next step's clip norm."""
+        """Release the next step's clip norm.
+
+        Args:
+          clip_norm: C of this step.
+          stats: per-unit statistics of this step.
+          rng: generator of (`purpose`, step) alone.
+        """
         return {"clip_norm": self.next(clip_norm, stats.counted_norms, rng)}
 
     def next(self, clip_norm: float, norms: np.ndarray, rng: np.random.Generator) -> float:
-        """The next step's C, from the norms [units] of this one's draw before clipping.
+        """Compute the next step's C.
 
-        Guarantees: one unit changes the released count by at most 1/2, whatever its norm; nan is
-        not within C.
+        Guarantees: one unit changes the count by at most 1/2, whatever its norm; nan is not within
+          C.
+        Args:
+          clip_norm: C of this step.
+          norms: gradient norms before clipping, float32 [units].
+          rng: generator of this release alone.
         """
-        # In whole numbers, as the sum of gradients is; see noise/independent.py.
+        # In whole numbers, like the sum of gradients; see noise/independent.py.
         within = int(np.sum(np.where(norms <= clip_norm, 1, -1))) * PER_HALF
         stddev = 2 * self.count_stddev * PER_HALF
         released = noisy_number(within, stddev, rng) / (2 * PER_HALF)
@@ -88,17 +104,12 @@ class AdaptiveClip:
         return min(max(clip_norm * math.exp(change), SMALLEST), LARGEST)
 
 
-SHARE = 7.2
-"""The noise on the loss, in units of z: so much leaves the gradient's multiplier within 1 % of z,
-as that on the count of `AdaptiveClip` does."""
-
-
 @dataclasses.dataclass(frozen=True)
 class NoisyLoss:
-    """What a step releases of its loss; all public."""
+    """The release of a step's mean loss. Its fields are public."""
 
     bound: float
-    """L: a unit's mean loss above counts as L. Nats per token."""
+    """L: a larger mean loss of a unit counts as L. Nats per token."""
     count: float
     """B or M."""
     noise_multiplier: float
@@ -106,23 +117,27 @@ class NoisyLoss:
 
     @property
     def stddev(self) -> float:
-        """The standard deviation of the noise on the sum of losses, in units of L / 2."""
+        """Standard deviation of the noise on the sum of losses, in units of L / 2."""
         return SHARE * self.noise_multiplier
 
     purpose = "loss"
-    """Of the randomness: `SecretKey.generator(purpose, step)`."""
+    """Purpose of its randomness: `SecretKey.generator(purpose, step)`."""
 
     def release(
         self, clip_norm: float, stats: StepStats, rng: np.random.Generator
     ) -> dict[str, float]:
-        """What a step releases beside its gradient: its loss."""
+        """Release the step's mean loss; arguments as of `AdaptiveClip.release`."""
         return {"loss": self.mean(stats.counted_losses, rng)}
 
     def mean(self, losses: np.ndarray, rng: np.random.Generator) -> float:
-        """The mean loss of the units [units] of a draw that have rows, with noise.
+        """Compute the noisy mean loss of a step.
 
-        Guarantees: one unit changes the sum by at most L / 2, around which its loss counts,
-          whatever it is; what is not finite counts as L, and a unit without rows adds nothing.
+        Guarantees: one unit changes the sum by at most L / 2, whatever its loss; see
+          `noise.noisy_mean_loss`.
+        Args:
+          losses: of the units that have rows, float32 [units], nats per token.
+          rng: generator of this release alone.
         """
-        own = {"bound": self.bound, "count": self.count, "stddev": self.stddev}
-        return noisy_mean_loss(losses, **own, rng=rng)
+        return noisy_mean_loss(
+            losses, bound=self.bound, count=self.count, stddev=self.stddev, rng=rng
+        )

@@ -1,4 +1,16 @@
-"""Engines: where gradients are computed. Ray is imported below this package alone."""
+"""Engines, which compute clipped sums and losses in this process or on Ray workers.
+
+    engine, factory            the contract, the cut into lanes, and the choice of an engine
+    task                       the protocol of a model with its data
+    worker, programs           a lane's clipped sum, and the compiled and checked programs
+    trials                     the choice of the clipping strategy by trial
+    ray_engine, actors         the engine on Ray, its workers, and their health
+    cluster, warden            a Ray cluster joined, or started and ended
+    parallel_runs              independent jobs side by side, as in a sweep
+    environment                resources, threads, packages and compiled programs of processes
+
+Only this package imports Ray.
+"""
 
 from lazy_loader import attach_stub
 

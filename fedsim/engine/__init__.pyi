@@ -3,16 +3,13 @@ from .engine import Engine as Engine, EngineError as EngineError, Stats as Stats
 from .environment import (
     expect_usable_jax as expect_usable_jax,
     keep_memory as keep_memory,
+    place_workers as place_workers,
+    remember_programs as remember_programs,
     set_threads as set_threads,
     versions as versions,
 )
-from .factory import (
-    create as create,
-    reduction as reduction,
-    remember_programs as remember_programs,
-)
+from .factory import create as create, reduction as reduction
 from .parallel_runs import ParallelRuns as ParallelRuns
-from .resources import place_workers as place_workers
 from .task import Batch as Batch, Params as Params, Task as Task, WrappedTask as WrappedTask
 from .trials import AUTO as AUTO, TRIAL_UNITS as TRIAL_UNITS, choose_strategy as choose_strategy
 from .worker import Worker as Worker

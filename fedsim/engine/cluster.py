@@ -1,7 +1,7 @@
-"""Joins the Ray cluster that RAY_ADDRESS names, or starts a private one on this machine.
+"""Ray clusters: join the one that RAY_ADDRESS names, or start a private one on this machine.
 
-A private cluster has a directory and ports of its own and token authentication, and goes with the
-process that started it: not before it, as long as nobody uses SIGKILL, and never after it.
+A private cluster has a separate directory, free ports and token authentication. It ends with the
+process that started it: not before, unless it is killed with SIGKILL, and never after.
 """
 
 import atexit
@@ -35,19 +35,19 @@ from fedsim import keys
 from fedsim.engine import warden
 from fedsim.errors import ConfigError, expect
 
-REACH_S = 5.0  # to connect to a cluster's head
-ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # asks for the token as all of Ray's calls do
+REACH_S = 5.0  # seconds to connect to a cluster's head
+ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # needs the token, like all of Ray's calls
 OPEN = (
     "warning: RAY_ADDRESS={}: this cluster asks nobody for a token: whoever reaches it can read "
     "this run's files, key and texts among them (start it with RAY_AUTH_MODE=token)"
 )
 FIXED_PORTS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
 PREFIX, LOCK = "fedsim-", "held"  # of private directories
-_held: dict[Path, int] = {}  # descriptors of the locks of this process's
+_held: dict[Path, int] = {}  # descriptors of the locks of this process's directories
 
 
 class Cluster:
-    """A connection to Ray. One that was there before is used and left as it is."""
+    """A connection to Ray. A connection that exists already is used and not closed."""
 
     def __init__(self, num_cpus: int):
         self._owned = not ray.is_initialized()
@@ -55,7 +55,7 @@ class Cluster:
         self._processes: set[warden.Process] = set()
         self._warden: subprocess.Popen | None = None
         self._asked = False
-        self.warning = ""  # what its user should know before anything is computed on it
+        self.warning = ""  # shown before anything is computed on the cluster
         if self._owned and "RAY_ADDRESS" in os.environ:
             self._join(os.environ["RAY_ADDRESS"])
         elif self._owned:
@@ -77,14 +77,14 @@ class Cluster:
 
     def _start(self, num_cpus: int) -> None:
         if "RAY_AUTH_TOKEN" not in os.environ:
-            # The mode is left to ray.init, which turns authentication on for a new cluster: Ray
-            # has read the variable for it when it was imported.
+            # ray.init turns authentication on for a new cluster; Ray read the variable of the mode
+            # when it was imported.
             os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
         self._directory = short_directory()
-        within = self._directory / "r"  # Ray gives everybody all rights to the one it is given
+        within = self._directory / "r"  # Ray makes the directory that it gets world-writable
         before = warden.children(os.getpid())
         with _on_loopback(), warnings.catch_warnings(), _own_handlers(), _deaf():
-            # JAX warns of every fork; those of Ray exec at once, and no JAX runs in between.
+            # JAX warns of every fork; Ray's forks exec at once, before any JAX code.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(
                 address="local",
@@ -93,30 +93,30 @@ class Cluster:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _temp_dir=str(within),
-                # What the agent of a node shows, it shows to all who ask.
+                # The agent of a node shows its metrics without asking for a token.
                 _system_config={"enable_metrics_collection": False},
             )
             self._processes = warden.children(os.getpid()) - before
             self._warden = _start_warden(self._directory, self._processes)
 
     def nodes(self) -> list[dict[str, float]]:
-        """What each node that is alive has, by Ray's names."""
+        """Return the resources of each live node, by Ray's names."""
         return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
     def driver_node(self) -> dict[str, float]:
-        """What the node of this process has, by Ray's names."""
+        """Return the resources of this process's node, by Ray's names."""
         here = ray.get_runtime_context().get_node_id()
         return next(dict(node["Resources"]) for node in ray.nodes() if node["NodeID"] == here)
 
     def ask_for(self, bundles: list[dict[str, float]]) -> None:
-        """Have the autoscaler make room for all of these at once, until `close`."""
+        """Ask the autoscaler for room for all of these at once, until `close`."""
         self._asked = True
         request_resources(bundles=bundles)
 
     def close(self) -> None:
         """Disconnect; a private cluster ends and leaves nothing behind."""
-        if self._asked:  # else nodes would stay up for it
-            with suppress(Exception):  # a cluster that is lost holds none
+        if self._asked:  # or the autoscaler keeps nodes for the request
+            with suppress(Exception):  # a lost cluster has no request
                 request_resources(bundles=[])
         if self._processes:
             threading.Thread(target=_end_with, args=(self._processes,), daemon=True).start()
@@ -130,11 +130,11 @@ class Cluster:
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Processes that start in here do not hear that somebody wants this one to stop.
+    """Block stop signals in processes that start in this context.
 
-    `timeout`, a closed terminal, systemd and Slurm tell all processes of a run. Without its workers
-    this one could not finish its step, and without their cluster it would end with them. What Ray
-    does about Ctrl-C, for the signals that it leaves out; they are this process's to pass on.
+    `timeout`, a closed terminal, systemd and Slurm signal all processes of a run. Without its
+    workers this process could not finish its step. Ray does the same for Ctrl-C only. This process
+    handles the signals and ends the cluster.
     """
     heard = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPIPE}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
@@ -146,7 +146,7 @@ def _deaf() -> Iterator[None]:
 
 @contextmanager
 def _own_handlers() -> Iterator[None]:
-    """Whoever had set a handler of SIGTERM keeps it: Ray puts its own in place."""
+    """Restore the handler of SIGTERM, which Ray replaces."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     if callable(before) and threading.current_thread() is threading.main_thread():
@@ -155,9 +155,11 @@ def _own_handlers() -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """A cluster that starts in here listens on 127.0.0.1 alone, as Ray does where it knows none of
-    several machines: else gRPC, and the agents without a token, would on all interfaces. Two of its
-    processes have one port each for all clusters of a machine unless they are told to take any."""
+    """Have a cluster that starts in this context listen on 127.0.0.1 alone.
+
+    Otherwise gRPC, and the agents without a token, listen on all interfaces. And two processes of a
+    cluster have fixed ports, which collide with other clusters unless they may take any.
+    """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     unset = [name for name in FIXED_PORTS if name not in os.environ]
@@ -171,13 +173,16 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _start_warden(directory: Path, processes: set[warden.Process]) -> subprocess.Popen:
+    """Start the program that ends the cluster if this process is killed."""
     words = [sys.executable, "-ISB", warden.__file__, str(directory), *map(str, processes)]
     return subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _end_with(processes: set[warden.Process]) -> None:
-    """Kill a private cluster as soon as Ray has ended the first of its processes: it waits a second
-    for each of them, one after the other, before it does."""
+    """Kill a private cluster once Ray has ended the first of its processes.
+
+    Ray waits a second for each process, one after another.
+    """
     here = processes & warden.children(os.getpid())
     family = warden.family(here)
     while here and here <= warden.children(os.getpid()):
@@ -186,14 +191,14 @@ def _end_with(processes: set[warden.Process]) -> None:
 
 
 def _expect_reachable(address: str) -> None:
-    """An error within seconds instead of Ray's minute of retries."""
+    """Raise ConfigError within seconds if no cluster answers: Ray retries for a minute."""
     expect(
         "RAY_ADDRESS",
         address,
         "://" not in address,
         "host:port or auto; for a ray:// or http:// address, use `ray job submit`",
     )
-    if not address.rpartition(":")[2].isdecimal():  # auto, local: Ray looks on this machine
+    if not address.rpartition(":")[2].isdecimal():  # auto, local: Ray searches this machine
         return
     if os.environ.get("RAY_USE_TLS", "0") != "0":  # only Ray has the certificates
         return
@@ -208,7 +213,7 @@ def _expect_reachable(address: str) -> None:
 
 
 def _is_authenticated(address: str) -> bool:
-    """Whether a cluster turns away who has no token, or no certificate."""
+    """True if a cluster refuses callers without a token or a certificate."""
     if os.environ.get("RAY_USE_TLS", "0") != "0":
         return True
     with grpc.insecure_channel(address) as channel:
@@ -220,9 +225,9 @@ def _is_authenticated(address: str) -> bool:
 
 
 def _expect_no_key(directory: Path) -> None:
-    """A package that a job came with (`--working-dir`) lies on every node and with the cluster.
+    """Check that a job's package (`--working-dir`), which is copied to every node, has no key.
 
-    Raises: ConfigError: the directory is in one, and the key of a run, too.
+    Raises: ConfigError: the directory is in such a package, and the key of a run is, too.
     """
     for package in (directory, *directory.parents):
         if package.name.startswith("_ray_pkg_"):
@@ -236,9 +241,9 @@ def _expect_no_key(directory: Path) -> None:
 
 
 def short_directory() -> Path:
-    """A new private directory whose path leaves room for those of Unix sockets (107 bytes).
+    """Make a private directory whose path leaves room for paths of Unix sockets (107 bytes).
 
-    It goes with this process: at its end or, if it is killed, when the next one makes its own.
+    It is removed when this process ends or, if it is killed, when the next process makes one.
     """
     base = tempfile.gettempdir()
     base = Path(base if len(base) <= 25 else "/tmp")
@@ -247,7 +252,7 @@ def short_directory() -> Path:
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     _held[directory] = os.open(directory / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(_held[directory], fcntl.LOCK_EX)
-    os.write(_held[directory], b"held")  # before, it is no one's to remove
+    os.write(_held[directory], b"held")  # an empty lock is never removed by others
     atexit.register(_remove, directory)
     return directory
 
@@ -259,13 +264,13 @@ def _remove(directory: Path) -> None:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove a directory of ours whose process was killed: nobody holds it."""
+    """Remove a private directory of this user if no process holds its lock."""
     try:
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             return
         descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:  # none of short_directory's, or one that is just being made or removed
+    except OSError:  # not from short_directory, or being made or removed right now
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -279,8 +284,10 @@ def _remove_if_left(path: Path) -> None:
 
 @functools.cache
 def _token_file() -> Path:
-    """The secret of this process's clusters, readable by its owner alone. One for all of them: Ray
-    remembers the first that it reads."""
+    """Write the token of this process's clusters, with mode 0600.
+
+    All clusters of a process share it, because Ray keeps the first token that it reads.
+    """
     path = short_directory() / "auth_token"
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
@@ -291,20 +298,20 @@ SHOWN = re.compile(r"step|privacy/\w+|performance/(\w+_restarts|redispatched_lan
 
 
 class Monitor:
-    """What a cluster's dashboard and Prometheus are shown of a run: one gauge per metric.
+    """Metrics of a run for a cluster's dashboard and Prometheus: one gauge per metric.
 
-    Ray's agents answer all who reach them, with no token, so only what the guarantee covers leaves
-    the driver: no loss, no norm, and nothing from which sizes of draws follow, such as the time of
-    a step. A private cluster collects nothing.
+    Ray's agents answer without a token, so only metrics that the guarantee covers leave the driver:
+    no loss, no norm, and nothing that reveals sizes of draws, such as the time of a step. A private
+    cluster collects nothing.
     """
 
     def __init__(self):
         self._gauges: dict[str, Gauge] = {}
-        # Of a submitted job; a private cluster has one run.
+        # The id of a submitted job; a private cluster has one run.
         self._tags = {"job": os.environ.get("RAY_JOB_SUBMISSION_ID", "local")}
 
     def publish(self, values: dict[str, float]) -> None:
-        """Set the gauges of these metrics, as far as others may see them."""
+        """Set the gauges of those metrics that others may see."""
         for name, value in values.items():
             if not SHOWN.fullmatch(name):
                 continue

@@ -1,9 +1,13 @@
-"""The contract between the algorithms and whatever computes gradients.
+"""The contract between the algorithms and the engines that compute gradients.
 
-An algorithm hands over `rows`, example indices [units, group], and gets one clipped sum back, in
-whole numbers. A step's units are cut into *lanes*, which are units of work. Sums of whole numbers
-are exact, so the result does not depend on lanes, on the number of workers, on which of them died,
-or on which was faster.
+An algorithm passes `rows`, example indices [units, group], and gets one clipped sum in whole
+numbers. A step's units are cut into *lanes*, the units of work and of retry. Sums of whole numbers
+are exact, so the result does not depend on lanes, on the number, speed or failures of workers.
+
+Lanes have texts of about one length, so that little is computed for padding. A worker computes some
+units side by side, trimmed to one length; mixed lengths would pad each lane's passes of every
+length. In evaluations where short texts share a row, lanes keep the order of the examples, so that
+short texts fill the rows of long ones.
 """
 
 import dataclasses
@@ -11,31 +15,43 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from fedsim.clipping import Clip, Strategy, lattice_capacity, num_coordinates
-from fedsim.engine.lanes import Lanes, cut, cut_examples
 from fedsim.engine.task import Task
 from fedsim.errors import FedsimError
 
-TRIAL_UNITS = 32  # that strategies are tried on, at most
+TRIAL_UNITS = 32  # most units on which a strategy is tried
+AT_ONCE = 4  # units that most strategies compute side by side
+LEAST_TOKENS = 512  # of a lane of examples that share rows: several rows at once cost less each
 
 
 class EngineError(FedsimError):
-    """The engine cannot go on; the message says at which lane and why."""
+    """The engine cannot continue; the message names the lane and the reason."""
 
     def __init__(self, message: str, *, details: str = ""):
-        """Args: details: the traceback of the worker's code, if it was an exception there."""
+        """Take the message, and the worker's traceback if its code raised an exception."""
         super().__init__(message)
         self.details = details
 
 
+class Lanes(NamedTuple):
+    """The units of one call, cut into lanes. One worker computes a lane at a time."""
+
+    order: np.ndarray
+    """Number of the unit at each position of the concatenated lanes, int [units]."""
+    rows: list[np.ndarray]
+    """The rows of each lane's units, [units of the lane, ...]."""
+    lengths: list[int]
+    """Padded length of each lane's longest text; 0 if it is unknown."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Per-unit values of a step, in the order of its rows. Computed from private data."""
+    """Per-unit values of a step, in the order of its rows. Not private."""
 
     norms: np.ndarray
     """Gradient norm before clipping, float32 [units]."""
@@ -44,88 +60,102 @@ class Stats:
     dropped: np.ndarray
     """True where a unit's gradient was not finite and it contributed zero, bool [units]."""
     num_rows: np.ndarray
-    """Examples, hence gradients, of a unit, int64 [units]."""
+    """Number of examples, hence of gradients, of a unit, int64 [units]."""
 
     @property
     def counted_norms(self) -> np.ndarray:
-        """Norms of the units that a count of norms is about, float32: infinite where a unit was
-        dropped. One whose norm is zero is in none, for it may be without rows or content: it must
-        add nothing, like a user who is not there.
+        """Norms of the units that a private count of norms includes, float32.
+
+        A dropped unit's norm is infinite. Units with a norm of zero are left out: they may have no
+        rows or no content, and must add nothing, like an absent user.
         """
         norms = np.where(self.dropped, np.float32(np.inf), self.norms)
         return norms[norms > 0]
 
     @property
     def counted_losses(self) -> np.ndarray:
-        """Losses of the units that have rows, float32 [those units]."""
+        """Losses of the units that have rows, float32 [units with rows]."""
         return self.losses[self.num_rows > 0]
 
     @classmethod
     def zeros(cls, units: int) -> "Stats":
-        """Statistics of so many units, to be filled in."""
+        """Return zeros for a number of units, to be filled in."""
         return cls(*(np.zeros(units, dtype) for dtype in (np.float32, np.float32, bool, np.int64)))
 
     @classmethod
     def join(cls, parts: Sequence["Stats"]) -> "Stats":
-        """The statistics of consecutive units as one."""
+        """Concatenate the statistics of consecutive units."""
         columns = zip(*(part.columns() for part in [cls.zeros(0), *parts]), strict=True)
         return cls(*(np.concatenate(column) for column in columns))
 
     @classmethod
     def of_all(cls, rows: np.ndarray, parts: Sequence["Stats"], order: np.ndarray) -> "Stats":
-        """The statistics of all units of `rows`. Raises: EngineError: some are missing.
+        """Join the statistics of lanes, in the order of `rows`.
 
-        Args: order: which unit is at which place of the parts end to end.
+        Args:
+          rows: of all units, [units, group].
+          parts: statistics of each lane.
+          order: number of the unit at each position of the concatenated parts.
+        Raises: EngineError: units are missing.
         """
-        joined, found = cls.join(parts), cls.zeros(len(rows))
+        joined, stats = cls.join(parts), cls.zeros(len(rows))
         if len(joined.norms) != len(rows):  # the mechanism divides by a public count
             raise EngineError(f"{len(joined.norms)} units were computed of {len(rows)} drawn")
-        for column, values in zip(found.columns(), joined.columns(), strict=True):
+        for column, values in zip(stats.columns(), joined.columns(), strict=True):
             column[order] = values
-        return found
+        return stats
 
     def columns(self) -> tuple[np.ndarray, ...]:
-        """The arrays norms, losses, dropped and num_rows."""
+        """Return the arrays norms, losses, dropped and num_rows."""
         return self.norms, self.losses, self.dropped, self.num_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What became of a strategy that was tried."""
+    """The result of a trial of a strategy."""
 
     strategy: Strategy
     seconds: float = float("inf")
-    """How long it took for the units that it was tried on."""
+    """Seconds for the units of the trial."""
     memory: int = 0
     """Bytes that the compiled program needs beside parameters and sum."""
     fault: str | None = None
-    """Why it cannot be used."""
+    """Reason for which the strategy cannot be used; None: it can."""
 
 
-def ignore(*heard: Any) -> None:
-    """Tells nobody."""
+def ignore(*args: Any) -> None:
+    """Do nothing: the default of callbacks."""
 
 
 class Engine(ABC):
-    """Computes sums over lanes; subclasses say where."""
+    """Computes sums over lanes. A subclass determines the processes that compute them."""
 
     num_workers: int
     least_units = 2
-    """Units of a lane, where so many were drawn. Of one alone, its sum would be the gradient."""
+    """Least units of a lane, if that many were drawn: a sum over one unit is its gradient."""
 
     def __init__(self, task: Task, num_lanes: int, note: Callable[[str], None] = ignore):
-        """Args: note: told, for people, what happened to workers."""
+        """Start an engine.
+
+        Args:
+          task: the model and its data.
+          num_lanes: most lanes of a step.
+          note: receives messages for people about workers.
+        """
         self.task = task
         self.num_lanes = num_lanes
         self.note = note
         self.heard: Callable[[int, int], None] = ignore
         self.redispatched = 0
-        """Lanes computed again because a worker was lost, in the life of the engine."""
+        """Number of lanes computed again because a worker was lost, since the start."""
 
     @contextmanager
     def telling(self, heard: Callable[[int, int], None]) -> Iterator[None]:
-        """Tell someone how far the engine has come: (lanes there, lanes of a sum or an evaluation)
-        or (workers up, workers)."""
+        """Report progress while the context is open.
+
+        Args:
+          heard: called with (lanes done, lanes) of a call, or with (workers up, workers).
+        """
         self.heard = heard
         try:
             yield
@@ -143,38 +173,41 @@ class Engine(ABC):
     ) -> Iterator[tuple[Any, Any]]:
         """Yield `Worker.<method>(version, params, lane, *args)` for every lane, in lane order.
 
-        Args: lengths: of each lane's longest text, as in `Lanes`, where programs depend on it.
+        Args:
+          lengths: of each lane's longest text, as in `Lanes`, if programs depend on it.
         """
 
     def _begin(
         self, method: str, params: Any, lanes: Sequence[np.ndarray], *args
     ) -> Iterator[tuple[Any, Any]]:
-        """Like `_lanes`, for answers that are not needed yet: work may begin at once, behind calls
-        that are waited for, and goes on while those are."""
+        """Like `_lanes`, for results that are needed later.
+
+        Work may begin at once; calls whose results are waited for take precedence.
+        """
         return self._lanes(method, params, lanes, *args)
 
     @abstractmethod
     def ready(self) -> None:
-        """Wait until workers can compute. Raises EngineError if they cannot be had."""
+        """Wait until workers can compute. Raises EngineError if they do not start."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of workers and whatever was started for them."""
+        """Release the workers, and end the processes that were started for them."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What one worker is, for people."""
+        """Describe one worker, for people."""
 
     def place(self, params: Any) -> Any:
-        """Parameters where the sums about them are: on this process's devices, if they share."""
+        """Shard parameters over this process's devices, if those share the model."""
         return params
 
     def host(self, params: Any) -> str:
-        """The kind of host and device that a worker computes on. Args: params: of the next sum."""
+        """Name the kind of host and device of a worker, on which bits depend."""
         return str(self._ask_one("host", params, np.zeros((1, 1), np.int64)))
 
     def machine(self, params: Any) -> str:
-        """What the times of computations depend on: the host, its device, and the task."""
+        """Name all on which times of computations depend: the host, its device, and the task."""
         return str(self._ask_one("machine", params, np.zeros((1, 1), np.int64)))
 
     def try_strategies(
@@ -185,22 +218,28 @@ class Engine(ABC):
         tried: Sequence[Strategy],
         together: int = TRIAL_UNITS,
     ) -> Iterator[Trial]:
-        """What became of some strategies on units like `rows` [units, group], on one worker: one
-        after another, each held against those before it.
+        """Try strategies on one worker, one after another.
 
-        Args: together: how many of them a lane has.
+        Args:
+          params: tree of float32 arrays.
+          rows: units to try them on, [units, group].
+          clip: the clip norm C.
+          tried: the strategies; norms of later ones must be close to those of the first.
+          together: units of a lane.
+        Yields: the result of each.
         """
-        norms, best = None, math.inf
+        expected, best = None, math.inf
         for strategy in tried:
-            known = (norms, best, together)
-            trial, found = self._ask_one("try_strategy", params, rows, clip, strategy, *known)
+            trial, norms = self._ask_one(
+                "try_strategy", params, rows, clip, strategy, expected, best, together
+            )
             if trial.fault is None:
-                norms = found if norms is None else norms
+                expected = norms if expected is None else expected
                 best = min(best, trial.seconds)
             yield trial
 
     def _ask_one(self, method: str, params: Any, rows: np.ndarray, *args: Any) -> Any:
-        """What one worker answers."""
+        """Call a method of one worker."""
         return next(iter(self._lanes(method, params, [rows], *args)))
 
     def clipped_sum(
@@ -210,15 +249,18 @@ class Engine(ABC):
         clip: Clip,
         strategy: Strategy = Strategy(),  # noqa: B008 (frozen)
     ) -> tuple[Any, Stats]:
-        """The clipped sum over units.
+        """Compute the clipped sum over units.
 
-        Guarantees: a unit's part in it is a function of params, its rows and C, of norm at most
+        Guarantees: a unit's contribution is a function of params, its rows and C, of norm at most
           `clip.sensitivity`; sums are exact.
         Args:
-          rows: example indices int [units, group], -1 = padding; units may be 0.
+          params: theta, tree of float32 arrays.
+          rows: example indices, int [units, group], -1 = padding; units may be 0.
+          clip: the clip norm C.
           strategy: how workers compute it.
-        Returns: (a NumPy tree like params, int32 or int64 in units of `clip.unit`, or float32 where
-          nothing is clipped; per-unit statistics in the order of rows).
+        Returns: (NumPy tree like params, int32 or int64 in units of `clip.unit`, or float32 with
+          `clip.in_float32`; per-unit statistics in the order of rows).
+        Raises: EngineError: a lane failed, or workers were lost.
         """
         dtype = self._dtype(params, len(rows), clip)
         total, stats, (order, lanes, lengths) = None, [], self.cut(rows)
@@ -238,17 +280,23 @@ class Engine(ABC):
 
     @staticmethod
     def _dtype(params: Any, units: int, clip: Clip) -> Any:
-        """The type that holds a sum over so many units, whatever they are."""
+        """Return the type that holds a sum over so many units without overflow."""
         if clip.in_float32:
             return np.float32
         return np.int32 if units <= lattice_capacity(num_coordinates(params)) else np.int64
 
     def mean_nats(self, params: Any, split: str, rows: np.ndarray) -> float:
-        """Mean loss in nats per predicted token over the examples `rows` [n] of a split."""
+        """Compute the mean loss over examples of a split, in nats per predicted token.
+
+        Args:
+          params: tree of float32 arrays.
+          split: name of the split.
+          rows: example indices, int [examples].
+        """
         return self.begin_mean_nats(params, split, rows)()
 
     def begin_mean_nats(self, params: Any, split: str, rows: np.ndarray) -> Callable[[], float]:
-        """Like `mean_nats`; workers compute it when they are idle, the function waits for it."""
+        """Like `mean_nats`, when workers are idle; the returned function waits for the result."""
         lanes = cut_examples(self.task, split, rows, self.num_lanes, self.least_units).rows
         answers = self._begin("lane_nats", params, lanes, split)
 
@@ -264,32 +312,107 @@ class Engine(ABC):
     def begin_group_losses(
         self, params: Any, split: str, groups: Sequence[np.ndarray]
     ) -> Callable[[], np.ndarray]:
-        """Mean loss per predicted token over each group of examples of a split, float64 [groups].
+        """Compute each group's mean loss per predicted token, float64 [groups], when workers are
+        idle; the returned function waits for the result.
 
-        Guarantees: a group's is a function of params and of its own examples: it is a lane of its
-          own, in which nobody else's are computed.
+        Guarantees: a group's loss is a function of params and of the group's examples, because each
+          group is a lane.
+        Args:
+          params: tree of float32 arrays.
+          split: name of the split.
+          groups: example indices of each group, int [examples].
         """
         answers = self._begin("lane_nats", params, groups, split)
 
         def wait() -> np.ndarray:
-            found = np.zeros(len(groups))
+            losses = np.zeros(len(groups))
             for number, (nats, predictions) in enumerate(answers):
-                found[number] = nats / max(predictions, 1)
+                losses[number] = nats / max(predictions, 1)
                 self.heard(number + 1, len(groups))
-            return found
+            return losses
 
         return wait
 
     def read_ahead(self, rows: np.ndarray) -> None:  # noqa: B027
-        """Tell workers, while they wait, which rows the next `clipped_sum` is about."""
+        """Have idle workers read the rows of the next `clipped_sum`."""
 
     def measurements(self) -> dict[str, float]:
-        """What happened to workers, by metric name."""
+        """Return metrics of workers, by name."""
         return {"performance/redispatched_lanes": self.redispatched}
 
     def publish(self, step: int, values: dict[str, float]) -> None:  # noqa: B027
-        """Show the metrics of a step where the engine can, beside the run's own files."""
+        """Publish the metrics of a step, if the engine has a place for them."""
 
     def cut(self, rows: np.ndarray) -> Lanes:
-        """The units of a sum, cut into lanes, whatever workers there are."""
+        """Cut the units of a sum into lanes, independently of the workers."""
         return cut(self.task, "train", rows, self.num_lanes, self.least_units)
+
+
+def _in_order(parts: list[np.ndarray]) -> Lanes:
+    """Lanes of units that stay in their order."""
+    return Lanes(np.arange(sum(map(len, parts))), parts, [0] * len(parts))
+
+
+def cut(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) -> Lanes:
+    """Cut units into at most `num_lanes` lanes of about equal cost, the longest texts first.
+
+    A function of its arguments, so independent of the workers.
+    Args:
+      task: says how long examples are.
+      split: name of the split.
+      rows: examples, int [units, group] or [units], -1 = padding.
+      num_lanes: most lanes.
+      least: least units of a lane, if there are that many units.
+    """
+    num_lanes = max(1, min(num_lanes, len(rows) // least))
+    lengths = None if num_lanes == 1 else costs(task, split, rows)
+    if lengths is None:
+        return _in_order([x for x in np.array_split(rows, num_lanes) if len(x)])
+    longest = lengths.max(axis=1)
+    order = np.argsort(-longest, kind="stable")
+    block = max(least, min(len(rows) // num_lanes, AT_ONCE))
+    costs_in_order = lengths[order].sum(axis=1)
+    before = np.cumsum(costs_in_order) - costs_in_order
+    starts = _starts_of_blocks(longest[order], block)
+    share = np.minimum(before[starts] * num_lanes // max(1, costs_in_order.sum()), num_lanes - 1)
+    bounds = [0]  # first position of each lane
+    for start in starts[1:][np.diff(share) > 0]:
+        if min(start - bounds[-1], len(rows) - start) >= least:
+            bounds.append(start)
+    return Lanes(order, np.split(rows[order], bounds[1:]), longest[order][bounds].tolist())
+
+
+def _starts_of_blocks(lengths: np.ndarray, size: int) -> np.ndarray:
+    """First positions of blocks of at most `size` units of one length: only the last pass over each
+    length is padded."""
+    firsts = np.flatnonzero(np.diff(lengths, prepend=-1))
+    since = np.arange(len(lengths)) - np.repeat(firsts, np.diff(firsts, append=len(lengths)))
+    return np.flatnonzero(since % size == 0)
+
+
+def cut_examples(task: Task, split: str, rows: np.ndarray, num_lanes: int, least: int) -> Lanes:
+    """Cut the examples [n] of an evaluation into lanes; arguments as of `cut`.
+
+    If texts share rows, lanes keep the order of the examples and have about as many tokens each.
+    """
+    buckets = task.buckets
+    sizes = task.sizes(split, rows) if buckets and buckets.packed and len(rows) else None
+    if sizes is None:
+        return cut(task, split, rows, num_lanes, least)
+    ends = np.cumsum(sizes)
+    num_lanes = max(1, min(num_lanes, int(ends[-1]) // LEAST_TOKENS))
+    lane = np.minimum((ends - sizes) * num_lanes // max(1, ends[-1]), num_lanes - 1)
+    return _in_order(np.split(rows, 1 + np.flatnonzero(np.diff(lane))))
+
+
+def costs(task: Task, split: str, rows: np.ndarray) -> np.ndarray | None:
+    """Return the padded length of each example of the units, int64 [units, group], 0 for padding.
+
+    None: all examples have the same length, or it is unknown.
+    """
+    if (buckets := task.buckets) is None:
+        return None
+    if (sizes := task.sizes(split, rows.ravel())) is None:
+        return None
+    lengths = np.where(rows.ravel() >= 0, buckets.holding(sizes), 0)
+    return lengths.reshape(rows.shape if rows.ndim > 1 else (len(rows), 1))

@@ -1,28 +1,30 @@
-"""Makes the engine that the settings ask for."""
+"""The choice of the engine by the settings."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 
 from fedsim.config import EngineConfig
 from fedsim.engine.engine import Engine, ignore
-from fedsim.engine.environment import keep_compiled
+from fedsim.engine.environment import remember_programs
 from fedsim.engine.task import Task
 from fedsim.errors import expect
-from fedsim.files import cache_dir
 
 
 def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ignore) -> Engine:
-    """The engine that is asked for, its workers on their way up; `Engine.ready` waits for them.
+    """Create the engine of the settings. Its workers are starting; `Engine.ready` waits for them.
 
-    Args: note: told, for people, what happened to workers.
-    Raises: ConfigError: the cluster cannot be reached or has no room for the workers.
+    Args:
+      config: kind of engine, workers, threads, devices and mesh.
+      task: the model and its data.
+      note: receives messages for people about workers.
+    Raises: ConfigError: the accelerator does not exist, or the cluster cannot be reached or has no
+      room for the workers.
     """
     compiled, mesh = remember_programs(), config.mesh_shape
     if config.kind == "local":
         expect_accelerator(config)
-        from fedsim.engine.local_engine import LocalEngine
+        from fedsim.engine.worker import LocalEngine
 
         return LocalEngine(task, num_lanes=config.num_lanes, mesh=mesh)
     from fedsim.engine.ray_engine import RayEngine
@@ -42,25 +44,18 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
 
 
 def expect_accelerator(config: EngineConfig) -> None:
-    """Raises ConfigError where this process is to compute on an accelerator that it has not."""
+    """Raise ConfigError if this process has not the accelerator of the settings."""
     if config.accelerator != "auto":
-        found = jax.default_backend()
-        expected = f"auto, or {found}, which is what JAX finds on this machine"
-        expect("accelerator", config.accelerator, config.accelerator == found, expected)
-
-
-def remember_programs() -> Path:
-    """Keep what this process compiles for later ones: the first parameters, the optimizer's update,
-    and everything with engine=local. Returns the directory where workers keep theirs, too."""
-    compiled = cache_dir() / "compiled"
-    keep_compiled(compiled)
-    return compiled
+        backend = jax.default_backend()
+        expected = f"auto, or {backend}, which is what JAX finds on this machine"
+        expect("accelerator", config.accelerator, config.accelerator == backend, expected)
 
 
 def reduction(config: EngineConfig, *, exact: bool) -> str:
-    """How sums are added, as far as their bits depend on it. Engines with the same reduction give
-    the same bits.
+    """Describe the order of additions in sums: engines with equal descriptions give equal bits.
 
-    Args: exact: whether sums are of whole numbers, as with noise; then nothing matters.
+    Args:
+      config: the settings of the engine.
+      exact: true if sums are of whole numbers, as with noise; then no order matters.
     """
     return "whole numbers" if exact else f"{config.num_lanes} lanes in order"

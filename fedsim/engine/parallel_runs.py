@@ -1,9 +1,9 @@
-"""Independent jobs side by side: as many at a time as the cluster has room for, and no more.
+"""Independent jobs side by side, as many at a time as the cluster has room for.
 
 A job runs in a process with the CPU threads and accelerators of a worker, which Ray reserves, so
-nothing is oversubscribed. A job whose process is lost is started again; what it had finished is for
-the job to remember. (Ray Tune starts its processes with variables of its own alone: with those of a
-worker, each job would take a second process.)
+nothing is oversubscribed. A job whose process is lost is started again; the job must remember its
+finished part. (Ray Tune cannot set the environment variables of its processes: to have those of a
+worker, each job would need a second process.)
 """
 
 import dataclasses
@@ -18,20 +18,19 @@ from ray.exceptions import RayError, RayTaskError
 from fedsim.engine.actors import cause, placed_in_time
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.engine import EngineError
-from fedsim.engine.environment import keep_compiled
-from fedsim.engine.resources import Placement, actor_options
+from fedsim.engine.environment import Placement, actor_options, keep_compiled
 from fedsim.errors import FedsimError
 
-ATTEMPTS = 3  # at a job whose process is lost again and again
+ATTEMPTS = 3  # starts of a job whose process is lost each time
 
 Function = Callable[[Any], Any]
 
 
 class Runner:
-    """A process that runs one job after another; they share what it has compiled and imported."""
+    """A process that runs one job after another, with shared imports and compiled programs."""
 
     def __init__(self, cache_dir: Path | None):
-        """Args: cache_dir: where compiled programs are kept for other processes and runs."""
+        """Start; `cache_dir` is the directory of compiled programs, or None."""
         if cache_dir is not None:
             keep_compiled(cache_dir)
 
@@ -43,7 +42,8 @@ class Runner:
 class ParallelRuns:
     """Processes on the cluster that RAY_ADDRESS names, or on a private one on this machine.
 
-    Attributes: placement: how many processes there are, and what each has.
+    Attributes:
+      placement: the number of processes and the resources of each.
     """
 
     def __init__(
@@ -56,28 +56,33 @@ class ParallelRuns:
         wait_s: float = 0.0,
         cache_dir: Path | None = None,
     ):
-        """
+        """Connect to the cluster, or start one.
+
         Args:
           at_once: most jobs at a time; None: as many as there is room for.
-          threads, devices, accelerator: of a job; as for a run's workers.
-          wait_s: for a node that can hold a job, as where nodes come when they are asked for.
+          threads, devices, accelerator: of a job, as for a run's workers.
+          wait_s: seconds to wait for a node that can hold a job, as with an autoscaler.
+          cache_dir: directory of compiled programs, shared with other processes and runs.
         Raises: ConfigError: the cluster cannot be reached, or has no room for a job.
         """
         self._cluster = Cluster(len(os.sched_getaffinity(0)))
         try:
-            found = placed_in_time(self._cluster, None, threads, devices, accelerator, wait_s)
+            most = placed_in_time(self._cluster, None, threads, devices, accelerator, wait_s)
         except BaseException:
             self._cluster.close()
             raise
-        number = min(found.num_workers, at_once or found.num_workers)
-        self.placement: Placement = dataclasses.replace(found, num_workers=number)
+        number = min(most.num_workers, at_once or most.num_workers)
+        self.placement: Placement = dataclasses.replace(most, num_workers=number)
         self._cache_dir = cache_dir
         self._runners: list[Any] = []
 
     def run(self, function: Function, jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """(index of a job, what came of it) as jobs end: function(job), or a FedsimError.
+        """Run function(job) for all jobs.
 
-        Args: function: importable where the jobs run.
+        Args:
+          function: importable in the jobs' processes.
+          jobs: the arguments, which are pickled.
+        Yields: (index of a job, its result or a FedsimError), as jobs end.
         """
         waiting = list(enumerate(jobs))[::-1]
         attempts = [0] * len(jobs)

@@ -1,35 +1,202 @@
-"""The compiled programs of a worker, each looked at before it is used.
+"""The compiled programs of a worker, and the checks before each of them is used.
 
-With a mesh, its devices have the parameters, the frozen ones, each gradient and the sum between
-them, and XLA cuts the same programs. In what order numbers are added is then a matter of the mesh:
-bits are, too.
+The proof of `clipping.contribution` allows one rounding of float32 for a product and a sum, and a
+few for a root and a quotient. It also needs gradients in memory before a norm is taken of them, in
+the program as compiled. The checks detect other arithmetic (TF32, bfloat16, approximate roots) and
+programs without that property; they do not test every value.
+
+With a mesh, its devices share the parameters, the frozen ones, each gradient and the sum, and XLA
+shards the same programs. The order of additions, and so the bits, then depend on the mesh.
 """
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from jax.sharding import Mesh
 
-from fedsim.clipping import Chunk, Clip, Strategy, UnsupportedModel, clip_chunk, zeros_like
-from fedsim.engine.arithmetic import check_stored
-from fedsim.engine.resources import compiler_options
+from fedsim.clipping import (
+    ROUNDING,
+    Chunk,
+    Clip,
+    Strategy,
+    UnsupportedModel,
+    clip_chunk,
+    lattice_bits,
+    num_coordinates,
+    zeros_like,
+)
+from fedsim.engine.environment import compiler_options
 from fedsim.engine.task import Task
+from fedsim.errors import FedsimError
 from fedsim.placement import everywhere, in_parts, shardings
+
+NUMBERS = 2**14  # tested values of an operation
+LARGE = 2.0**17  # squares of this size are rounded by more than 1
+KNOWN_SHAPE = 4, 128
+MOST_SHAPES, NUMBERS_OF_SHAPES = 2, range(2**12, 2**18 + 1)
+LAYER = 128, 4  # inputs and outputs of the tested layer
+OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
+    "products": (jnp.multiply, np.multiply, 1),
+    "sums": (jnp.add, np.add, 1),
+    "quotients": (jnp.divide, np.divide, 5),
+    "roots": (lambda x, _: jnp.sqrt(x), lambda x, _: np.sqrt(x), 5),
+    "long sums": (lambda x, _: x.sum(), lambda x, _: x.sum(), NUMBERS),
+    "squares": (lambda x, _: jnp.square(x), lambda x, _: np.square(x), 1),
+}
+"""By name: the operation on the device, in float64, and the roundings that the proof allows."""
+
+
+class UnfitDevice(FedsimError):
+    """The guarantee does not hold on this device or with this compiler."""
+
+
+def check_arithmetic(device: Any) -> None:
+    """Check the error of float32 operations and the rounding to whole numbers on a device.
+
+    Raises: UnfitDevice: an operation has a larger error than the proof allows.
+    """
+    rng = np.random.default_rng(0)
+    x, y = np.exp(rng.uniform(-20, 20, (2, NUMBERS))).astype(np.float32)
+    with jax.default_device(device):
+        for name, (operation, exact, roundings) in OPERATIONS.items():
+            computed = np.asarray(jax.jit(operation)(x, y), np.float64)
+            expected = exact(x.astype(np.float64), y.astype(np.float64))
+            worst = float(np.max(np.abs(computed / expected - 1))) / ROUNDING
+            if not worst <= roundings * (1 + 2 * ROUNDING):
+                raise UnfitDevice(
+                    f"{device}: {name} err by {worst:.3g} u, u = 2^-24; expected at "
+                    f"most {roundings}: the guarantee does not hold there"
+                )
+        halves = np.float32(rng.integers(-(2**22), 2**22, NUMBERS)) + np.float32(0.5)
+        whole = np.asarray(jax.jit(lambda x: jnp.round(x).astype(jnp.int32))(halves))
+    if not np.array_equal(whole, np.rint(halves).astype(np.int32)):
+        raise UnfitDevice(f"{device}: rounds to other whole numbers than IEEE 754 says")
+
+
+def check_stored(program: Any) -> None:
+    """Check that a compiled program stores a gradient before it reads it, as `scan.stored` asks.
+
+    Raises: UnfitDevice: the loop that stores it, inside of the loop over units, is gone.
+    """
+    lines = program.as_text().splitlines()
+    loops = [line for line in lines if " while(" in line and "known_trip_count" not in line]
+    if len(loops) < 2:
+        raise UnfitDevice(
+            "the compiled program of a clipped sum has lost the loop that stores gradients: the "
+            "guarantee does not hold there; expected a version of JAX that fedsim was tested with"
+        )
+
+
+def check_contributions(strategy: Strategy, params: Any, mesh: Mesh | None = None) -> None:
+    """Check the exact contributions of hostile units, in programs compiled like those of a run.
+
+    Their gradients are products minus their float32 values, with one rounding and with two, so that
+    zeros and rounding errors depend on how the compiler ordered the two; and large constants.
+    Args:
+      strategy: for units of one row.
+      params: arrays whose shapes the gradients have: the largest within NUMBERS_OF_SHAPES, and a
+        small one.
+      mesh: the devices that share the parameters, as in the run; None: one device.
+    Raises: UnfitDevice: a unit contributes more than C.
+    """
+    leaves = jax.tree.leaves(params)
+    shapes = {leaf.shape for leaf in leaves if leaf.size in NUMBERS_OF_SHAPES}
+    largest = sorted(shapes, key=lambda shape: (math.prod(shape), shape))[-MOST_SHAPES:]
+    _check_contributions(strategy, (KNOWN_SHAPE, *largest), mesh)
+
+
+@functools.lru_cache(maxsize=64)
+def _check_contributions(strategy, shapes, mesh):
+    losses, params, shapes = _of_layer() if strategy.name == "ghost" else _of_arrays(shapes)
+    units, clip = max(2, strategy.units_at_once(1)), Clip(1.0)
+    mask = np.arange(units)[:, None] == 0
+
+    def add(params, batch, mask):  # arguments, so that XLA cannot fold their values
+        def sharded(params, rows):
+            return losses(in_parts(params, mesh), rows)
+
+        return clip_chunk(sharded, params, batch, mask, clip, strategy)[0]
+
+    program = jax.jit(add, out_shardings=mesh and shardings(params, mesh))
+    params = jax.device_put(params, mesh and shardings(params, mesh))
+    most = 4 ** lattice_bits(num_coordinates(params))
+    for row in _hostile_rows(shapes):
+        batch = jax.tree.map(lambda x: np.broadcast_to(x, (units, 1, *x.shape)), row)
+        batch = jax.device_put(batch, mesh and everywhere(mesh))
+        if (square := sum_of_squares(program(params, batch, mask))) > most:
+            raise UnfitDevice(
+                f"strategy={strategy}: a unit contributes {(square / most) ** 0.5:.4g} C, expected "
+                "at most C: the guarantee does not hold with this compiler and device"
+            )
+
+
+def _of_arrays(shapes):
+    """Return (losses, parameters, shapes of z): gradients of these shapes are x y - z, with x and y
+    along the last axis; a row has the x, y and z of each array."""
+
+    def losses(params, rows):
+        def loss(p, row):
+            x, y, z = row
+            x, y = (factor.reshape(len(z), *[1] * (p.ndim - 1), -1) for factor in (x, y))
+            return 0.5 * jnp.square(p[None] + (x * y - z)).reshape(len(z), -1).sum(axis=1)
+
+        return sum(map(loss, params, rows))
+
+    return losses, [jnp.zeros(shape, jnp.float32) for shape in shapes], shapes
+
+
+def _of_layer():
+    """Return the same for a layer whose output has the cotangent x y - z."""
+    inputs, outputs = LAYER
+    model = nn.Sequential([nn.Dense(outputs)])
+    seen = np.random.default_rng(1).uniform(1, 2, (1, 1, inputs)).astype(np.float32)
+
+    def losses(params, rows):
+        ((x, y, z),) = rows
+        output: Any = model.apply({"params": params}, jnp.broadcast_to(seen, (len(x), 1, inputs)))
+        return jnp.sum(output[:, 0] * (x * y - z), axis=1)
+
+    params = model.init(jax.random.key(0), seen)["params"]
+    return losses, params, [(outputs,)]
+
+
+def _hostile_rows(shapes):
+    """Yield rows of one unit: x, y [last axis] and z [shape] for each array."""
+    rng = np.random.default_rng(0)
+    pairs = [LARGE * rng.uniform(1, 2, (2, shape[-1])).astype(np.float32) for shape in shapes]
+    exact = [x.astype(np.float64) * y for x, y in pairs]
+    for products in ([x * y for x, y in pairs], exact, [2.0**30 + 0 * x for x, _ in pairs]):
+        arrays = zip(pairs, products, shapes, strict=True)
+        yield [(*pair, np.broadcast_to(z.astype(np.float32), shape)) for pair, z, shape in arrays]
+
+
+def sum_of_squares(tree: Any) -> int:
+    """Add the squares of int32 numbers exactly."""
+
+    def of(leaf):
+        high, low = np.divmod(np.asarray(leaf).ravel().astype(np.int64), 2**16)
+        return (int(high @ high) << 32) + (int(high @ low) << 17) + int(low @ low)
+
+    return sum(map(of, jax.tree.leaves(tree)))
+
 
 _zeros = jax.jit(zeros_like, static_argnums=1)  # leaf by leaf costs a small model a hundredth
 
 
 class Programs:
-    """What a task is computed with on one device, or on those of a mesh."""
+    """The compiled functions of a task, on one device or on those of a mesh."""
 
     def __init__(self, task: Task, mesh: Mesh | None = None):
         self.task, self.mesh = task, mesh
         self.compiled: dict[tuple, Any] = {}
-        """Programs by what they depend on."""
+        """Programs by all on which they depend beside the task."""
         self._checked: set[int] = set()
         self._frozen: tuple[Any, ...] | None = None
         self._version, self._params = None, None
@@ -37,32 +204,44 @@ class Programs:
     def clip_chunk(
         self, total: Any, params: Any, chunk: Chunk, clip: Clip, strategy: Strategy
     ) -> tuple[Any, ...]:
-        """`total`, which is used up, with a chunk's contributions; (total, norms, losses, dropped).
+        """Add a chunk's contributions to `total`, whose buffer is donated.
 
-        Raises: UnsupportedModel: what a unit contributes would depend on the others.
+        Returns: (total, norms [units], losses [units], dropped [units]).
+        Raises: UnsupportedModel: a unit's contribution would depend on other units.
         """
         program = self.checked(total, params, chunk, clip, strategy)
         return program(total, params, *self._arguments(chunk, clip))
 
     def compile(self, total: Any, params: Any, chunk: Chunk, clip: Clip, strategy: Strategy) -> Any:
-        """The program of a chunk. Raises: UnsupportedModel: what it adds is not stored first."""
+        """Compile the program of a chunk.
+
+        Raises: UnfitDevice: it does not store a gradient before it reads it.
+        """
         buckets = self.task.buckets
         buckets = buckets.up_to(chunk.length) if buckets else None
 
-        # One program for a clip norm that moves.
+        # The norm is an argument: an adaptive clip norm needs one program.
         def add(total, params, batch, mask, norm, *frozen):
             def losses(params, batch):
                 return self.task.losses(in_parts(params, self.mesh), batch, *frozen)
 
-            own = dataclasses.replace(clip, norm=norm)
-            options = {"buckets": buckets, "local": self.task.local_steps, "total": total}
-            return clip_chunk(losses, params, batch, mask, own, strategy, **options)
+            return clip_chunk(
+                losses,
+                params,
+                batch,
+                mask,
+                dataclasses.replace(clip, norm=norm),
+                strategy,
+                buckets=buckets,
+                local=self.task.local_steps,
+                total=total,
+            )
 
         key = ("sum", chunk.length, chunk.mask.shape, clip.normalised, clip.in_float32, strategy)
         arguments = (total, params, *self._arguments(chunk, clip))
         is_new = key not in self.compiled
         options: dict[str, Any] = {"donate_argnums": 0}
-        if self.mesh is not None:  # the sum is cut as the parameters are
+        if self.mesh is not None:  # the sum is sharded like the parameters
             whole = everywhere(self.mesh)
             options["out_shardings"] = (shardings(total, self.mesh), whole, whole, whole)
         program = self._compiled(key, add, *arguments, **options)
@@ -71,7 +250,10 @@ class Programs:
         return program
 
     def checked(self, total: Any, params: Any, chunk: Chunk, clip: Clip, strategy: Strategy) -> Any:
-        """The program of a chunk, looked at before it is used for the first time."""
+        """Compile the program of a chunk, and check units side by side before its first use.
+
+        Raises: UnsupportedModel: a unit's contribution depends on other units.
+        """
         program = self.compile(total, params, chunk, clip, strategy)
         if id(program) not in self._checked and not clip.in_float32:
             fresh = functools.partial(self.zeros, params, clip)
@@ -81,47 +263,46 @@ class Programs:
         return program
 
     def nats(self, params: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
-        """(nats, predicted tokens) of each row of a batch."""
+        """Compute (nats, predicted tokens) of each row of a batch, [rows] each."""
         arguments = (params, self._on_all(batch), *self.frozen())
         key = ("nats", *(leaf.shape for leaf in jax.tree.leaves(batch)))
         nats, predictions = self._compiled(key, self.task.nats, *arguments)(*arguments)
         return np.asarray(nats), np.asarray(predictions)
 
     def zeros(self, params: Any, clip: Clip) -> Any:
-        """The sum over no units at all."""
+        """Return the sum over no units."""
         total = _zeros(params, jnp.float32 if clip.in_float32 else jnp.int32)
         return total if self.mesh is None else self.place(total)
 
     def place(self, params: Any) -> Any:
-        """Parameters or the like, put on the device, or in parts on those of the mesh."""
+        """Put a tree like the parameters on the device, or shard it over the mesh."""
         return jax.device_put(params, None if self.mesh is None else shardings(params, self.mesh))
 
     def on_device(self, version: int, params: Any) -> Any:
-        """Parameters on the device. Args: version: names them; equal ones are put there once."""
+        """Return parameters on the device; each `version` is put there once."""
         if version != self._version:
-            # The previous parameters go first: they may pin an object of shared memory.
+            # Release the previous parameters first: they may pin an object of shared memory.
             self._version, self._params = None, None
             self._version, self._params = version, self.place(params)
         return self._params
 
     def frozen(self) -> tuple[Any, ...]:
-        """What the task's functions get beside parameters and batch, put on the device once."""
+        """Return the task's frozen parameters as a tuple of arguments, on the device."""
         if self._frozen is None:
             frozen = self.task.frozen
             self._frozen = () if frozen is None else (self.place(frozen),)
         return self._frozen
 
     def _arguments(self, chunk: Chunk, clip: Clip) -> tuple[Any, ...]:
-        """What a chunk's program gets beside the sum and the parameters."""
-        own = self._on_all((chunk.batch, chunk.mask, np.float32(clip.norm)))
-        return *own, *self.frozen()
+        """Return the arguments of a chunk's program after the sum and the parameters."""
+        return *self._on_all((chunk.batch, chunk.mask, np.float32(clip.norm))), *self.frozen()
 
     def _on_all(self, tree: Any) -> Any:
-        """What each device needs whole, as programs take it."""
+        """Replicate a tree on all devices of the mesh."""
         return tree if self.mesh is None else jax.device_put(tree, everywhere(self.mesh))
 
     def _compiled(self, key: tuple, function: Any, *args: Any, **options: Any) -> Any:
-        """`function`, compiled for arguments like these; `key` says what else it depends on."""
+        """Compile `function` for arguments like these, once for each `key`."""
         if key not in self.compiled:
             lowered = jax.jit(function, **options).lower(*args)
             self.compiled[key] = lowered.compile(compiler_options(jax.default_backend()))
@@ -129,15 +310,14 @@ class Programs:
 
 
 def _checked_side_by_side(program, no_sum, arguments, chunk, strategy):
-    """Whether there was anything to see: units with rows whose numbers are not all zero.
+    """Check that a unit's contribution does not depend on its position in a pass or on other units.
 
-    Raises UnsupportedModel: what a unit contributes depends on its place in a pass or on the
-    others there.
-
-    Units side by side share matrix products, of which each computes its own rows. In what order a
-    row's terms are added is a matter of shapes, not of values. So one look at any values tells:
-    the whole numbers of all are those of every other one, and of the rest, in other places; so
-    are their norms and losses, which are released, too, if that is asked for.
+    Units side by side share matrix products, in which each unit has separate rows. The order in
+    which a row's terms are added depends on shapes, not on values, so one check with any values is
+    enough: the sum over all units equals the sum over every second unit plus that over the rest, at
+    other positions. Norms and losses are compared, too, because a step may release them.
+    Returns: true if the check was meaningful: units have rows and their numbers are not all zero.
+    Raises: UnsupportedModel: it does depend on them.
     """
     at_once = strategy.units_at_once(chunk.mask.shape[1])
     if at_once == 1:
@@ -158,9 +338,9 @@ def _checked_side_by_side(program, no_sum, arguments, chunk, strategy):
     places = np.arange(at_once)
     together, values = total(some, places)
     apart = [total(some[half::2], (places[half::2] + 1) % at_once) for half in (0, 1)]
-    added = jax.tree.map(lambda *leaves: sum(leaves), *(each for each, _ in apart))
+    added = jax.tree.map(lambda *leaves: sum(leaves), *(half_sum for half_sum, _ in apart))
     alike = map(np.array_equal, jax.tree.leaves(together), jax.tree.leaves(added))
-    # A loss or norm that is not a number is the same as itself.
+    # equal_nan: a loss or norm may be nan in both.
     halves = ((values[:, half::2], apart[half][1]) for half in (0, 1))
     same = (np.array_equal(*pair, equal_nan=True) for pair in halves)
     if not (all(alike) and all(same)):

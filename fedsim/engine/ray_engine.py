@@ -1,9 +1,9 @@
 """The engine on Ray: long-lived actors, one per accelerator or group of CPU threads.
 
-The driver puts the parameters into the object store once per version and hands lanes to whoever is
-free. A lane lost with its worker is computed again, never dropped; a lane that is lost again and
-again ends the run. Sums are added in lane order while later lanes still run, and no worker runs
-further ahead than the driver can hold.
+The driver stores the parameters in the object store once per version and sends lanes to idle
+workers. A lane lost with its worker is computed again, never dropped; a lane that is lost
+repeatedly ends the run. Sums are added in lane order while later lanes still run, and no worker
+runs further ahead than the driver has memory for.
 """
 
 import dataclasses
@@ -26,32 +26,41 @@ from ray.exceptions import (
 )
 
 from fedsim.config import MeshShape
-from fedsim.engine.actors import MAX_LOSSES, PULL_S, START_S, Actors, Shared, cause, failure
+from fedsim.engine.actors import (
+    MAX_LOSSES,
+    PULL_S,
+    START_S,
+    Actors,
+    Health,
+    Patience,
+    Shared,
+    State,
+    cause,
+    failure,
+)
 from fedsim.engine.cluster import Monitor
 from fedsim.engine.engine import Engine, EngineError, ignore
-from fedsim.engine.health import Health, Patience, State
-from fedsim.engine.multi_device import MultiDeviceWorker
-from fedsim.engine.resources import store_bytes
+from fedsim.engine.environment import store_bytes
 from fedsim.engine.task import Task
-from fedsim.engine.worker import NoTask, Worker
+from fedsim.engine.worker import MultiDeviceWorker, NoTask, Worker
 
-PAUSE_S = 0.2  # between two questions to a worker that cannot be reached
-RECRUIT_S = 10.0  # between two looks at whether the cluster has room for more workers
-STRANGE_S = 600.0  # after there was room on a host of another kind: it may be the only room
-AHEAD = 2  # lanes per worker that may be done or under way before the driver has added them
+PAUSE_S = 0.2  # seconds between two probes of a worker that cannot be reached
+RECRUIT_S = 10.0  # seconds between two looks for room for more workers
+STRANGE_S = 600.0  # the same after a worker of another kind of host: it may be the only room
+AHEAD = 2  # lanes per worker that may be done or in flight before the driver has added them
 
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """A method over lanes, as far as it has come."""
+    """A method over lanes, and its progress."""
 
     method: str
     version: int
-    shared: Any  # parameters in the object store
+    shared: Any  # reference to the parameters in the object store
     lanes: Sequence[np.ndarray]
     args: tuple
-    kinds: Sequence[Hashable]  # of each lane: what is compiled for it
-    todo: dict[Hashable, list[int]] = dataclasses.field(init=False)  # heaps, by kind
+    kinds: Sequence[Hashable]  # of each lane, by what is compiled for it
+    todo: dict[Hashable, list[int]] = dataclasses.field(init=False)  # heaps of lanes, by kind
     losses: Counter = dataclasses.field(default_factory=Counter)
     answers: dict[int, Any] = dataclasses.field(default_factory=dict)
     upto: int = 0  # lanes whose answers were taken
@@ -62,27 +71,27 @@ class _Call:
             self.todo[kind].append(lane)
 
     def first(self, window: float) -> list[int]:
-        """The first lane of each kind that nobody is at, if it is not too far ahead, ascending."""
+        """Return the first waiting lane of each kind that is within the window, ascending."""
         first = (lanes[0] for lanes in self.todo.values() if lanes)
         return sorted(lane for lane in first if lane < self.upto + window)
 
     def take(self, lane: int) -> None:
-        """Somebody is at this lane now, the first one of its kind."""
+        """Take a lane, the first waiting one of its kind."""
         heapq.heappop(self.todo[self.kinds[lane]])
 
     def again(self, lane: int) -> None:
-        """Put a lane back whose worker is gone."""
+        """Put back a lane whose worker was lost."""
         heapq.heappush(self.todo[self.kinds[lane]], lane)
 
     @property
     def returns_sum(self) -> bool:
-        """Its answers are as large as the parameters: they come apart from their statistics."""
+        """True if answers are as large as the parameters, and are returned beside statistics."""
         return self.method == "lane_sum"
 
 
 @dataclasses.dataclass
 class _Flight:
-    """A lane on its way, or a probe of a worker (no call)."""
+    """A lane in flight, or a probe of a worker (without a call)."""
 
     worker: int
     call: _Call | None = None
@@ -93,9 +102,9 @@ class _Flight:
 class RayEngine(Engine):
     """Computes on a pool of Ray actors.
 
-    State outlives a call: a worker frozen in one step is still out in the next, until a probe of it
-    answers. One that does not come back is given up, and another takes its place where there is
-    room. Where the user named no number of workers, nodes that join get workers, too.
+    State outlives a call: a worker that hangs in one step gets no lane in the next, until a probe
+    answers. A worker that does not come back is given up, and another takes its place if there is
+    room. If the user named no number of workers, nodes that join get workers, too.
     """
 
     def __init__(
@@ -108,9 +117,16 @@ class RayEngine(Engine):
         mesh: MeshShape | None = None,
         **actors: Any,
     ):
-        """Args:
-        mesh: how the devices of a worker have the model between them; None: each has the whole.
-        actors: see `Actors`.
+        """Start the workers; `ready` waits for them.
+
+        Args:
+          task: the model and its data.
+          num_lanes: most lanes of a step.
+          note: receives messages for people about workers.
+          patience: deadlines of workers.
+          mesh: mesh of a worker's devices that share the model; None: each has the whole model.
+          actors: other arguments of `Actors`.
+        Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
         """
         super().__init__(task, num_lanes, note)
         self._mesh = mesh
@@ -155,7 +171,7 @@ class RayEngine(Engine):
         self._actors.close()
 
     def read_ahead(self, rows):
-        # Lanes go to idle workers in about this order: what one reads helps all of its host.
+        # Lanes go to idle workers in about this order, and pages are shared by a host's workers.
         for worker, lane in zip(self._health.idle(), self.cut(rows).rows, strict=False):
             self._workers[worker].read_ahead.remote("train", lane)
 
@@ -197,7 +213,7 @@ class RayEngine(Engine):
         return call
 
     def _answers(self, call: _Call) -> Iterator[Any]:
-        """Answers in lane order, as soon as they are there."""
+        """Yield answers in lane order, as soon as they arrive."""
         try:
             while call.upto < len(call.lanes):
                 self._dispatch(call)
@@ -206,13 +222,13 @@ class RayEngine(Engine):
                     continue
                 answer = call.answers.pop(call.upto)
                 call.upto += 1
-                self._dispatch(call)  # workers go on while the caller adds
+                self._dispatch(call)  # so that workers compute while the caller adds
                 yield answer
         finally:
             self._calls.remove(call)
 
     def _check_store(self, param_bytes: int) -> None:
-        """Say where the object store is so small that Ray will go by way of the disk."""
+        """Note if an object store is so small that Ray spills to disk."""
         stores = [
             (have, store_bytes(param_bytes, AHEAD * workers))
             for have, workers in self._actors.stores()
@@ -225,7 +241,7 @@ class RayEngine(Engine):
             )
 
     def _dispatch(self, first: _Call | None = None) -> None:
-        """Give idle workers lanes: of the call that is waited for, then of the others."""
+        """Send lanes to idle workers: of the call that is waited for, then of the other calls."""
         calls = self._calls if first is None else [first, *self._calls]
         for call in calls:
             for worker in self._health.idle():
@@ -239,7 +255,7 @@ class RayEngine(Engine):
     def _send(self, worker: int, call: _Call, lane: int) -> None:
         method = getattr(self._workers[worker], call.method)
         arguments = (call.version, call.shared, call.lanes[lane], *call.args)
-        if call.returns_sum:  # wait for the statistics; fetch the sum once
+        if call.returns_sum:  # two results: wait for the statistics, then fetch the sum once
             large, ref = method.options(num_returns=2).remote(*arguments)
         else:
             large, ref = None, method.remote(*arguments)
@@ -247,10 +263,10 @@ class RayEngine(Engine):
         self._health.start(worker, call.kinds[lane], time.monotonic(), call.losses[lane])
 
     def _collect(self) -> None:
-        """Wait a moment for an answer; deal with what came, and with what did not."""
+        """Wait briefly for answers; handle those that came, and workers that are late."""
         now = time.monotonic()
         if self._health.overdue(now) or self._health.given_up(now):
-            self._hear(0.0, len(self._flights))  # perhaps it was the driver who was away
+            self._hear(0.0, len(self._flights))  # the driver itself may have been suspended
         for worker in self._health.overdue(now):
             ray.kill(self._workers[worker], no_restart=False)
             self._lost(self._land(worker))
@@ -264,7 +280,7 @@ class RayEngine(Engine):
         self._hear(PAUSE_S if self._probe_at else 1.0)
 
     def _hear(self, timeout: float, most: int = 1) -> None:
-        """Take answers, as soon as there are so many, or the time is up."""
+        """Take answers once there are `most`, or the time is up."""
         for ref in ray.wait(list(self._flights), num_returns=most, timeout=timeout)[0]:
             self._answered(ref, self._flights.pop(ref))
 
@@ -277,14 +293,14 @@ class RayEngine(Engine):
             self._lost(flight)
         except RayTaskError as error:
             if flight.call is None and isinstance(error.cause, RaySystemError):
-                # The task reached it, and is none there: its data are missing, or a package.
+                # The task arrived but cannot be unpickled: its data or a package are missing.
                 self._give_up(flight.worker, cause(error.cause))
-            # Its arguments did not reach it, or it was started again while nobody looked.
+            # The arguments did not arrive, or the process was started again unnoticed.
             elif isinstance(error.cause, RayError | NoTask):
                 self._lost(flight)
             else:
                 raise failure(self._name(flight), error) from error
-        except RayError as error:  # died for good, or something unheard of
+        except RayError as error:  # died for good, or unknown
             self._give_up(flight.worker, cause(error))
             self._lost(flight)
         else:
@@ -299,7 +315,7 @@ class RayEngine(Engine):
         self._health.answer(flight.worker, time.monotonic())
 
     def _lost(self, flight: _Flight) -> None:
-        """A worker is out until it answers a probe; its lane goes to the next that is free."""
+        """Record a loss: the worker gets no lane until it answers a probe; its lane is put back."""
         self._health.lose(flight.worker, time.monotonic())
         if self._health.state(flight.worker) == State.UNAVAILABLE:
             self._probe_at[flight.worker] = time.monotonic() + PAUSE_S
@@ -315,12 +331,12 @@ class RayEngine(Engine):
         call.again(flight.lane)
 
     def _land(self, worker: int) -> _Flight:
-        """The flight of a worker, off the list: its answer is no longer awaited."""
+        """Remove and return the flight of a worker: its answer is no longer awaited."""
         ref = next(ref for ref, flight in self._flights.items() if flight.worker == worker)
         return self._flights.pop(ref)
 
     def _hire(self) -> None:
-        """One more worker, on its way up."""
+        """Start one more worker."""
         worker = next(self._names)
         whole = self._mesh is None and self._actors.placement.devices > 1
         create = self._actors.create
@@ -331,15 +347,14 @@ class RayEngine(Engine):
         self._probe_at[worker] = 0.0
 
     def _probe(self, now: float) -> None:
-        """Ask those who are out for a sign of life, and give those who have started (again) their
-        task; until they answer they get no lane."""
+        """Send the task to workers that are out or have started; the answer makes them HEALTHY."""
         for worker in [i for i, when in self._probe_at.items() if when <= now]:
             del self._probe_at[worker]
             answer = self._workers[worker].begin.remote(self._actors.task)
             self._flights[answer] = _Flight(worker)
 
     def _recruit(self, now: float) -> None:
-        """Workers in the place of those given up, and on nodes that have joined."""
+        """Start workers in the place of those given up, and on nodes that have joined."""
         if now < self._recruit_at or not self._started:
             return
         self._recruit_at = now + RECRUIT_S

@@ -1,8 +1,8 @@
-"""The contract between a model with its data and whatever computes: what a worker needs of both.
+"""The contract between a model with its data and the workers that compute its losses.
 
-A task says how rows are read, what the parameters are and what the loss of each row is. To train a
-model of one's own is to write `init`, `read` and `losses`; everything else has a default. A task is
-pickled to the workers, so it should hold sizes and paths, or arrays that every worker may hold.
+A task reads rows, creates the parameters and computes the loss of each row. To train another model,
+write `init`, `read` and `losses`; all other methods have defaults. A task is pickled to the
+workers, so it should hold sizes and paths, or arrays that every worker may hold.
 """
 
 from typing import Any, Protocol
@@ -20,65 +20,85 @@ Batch = Any
 
 
 class Task(Protocol):
-    """A model and the rows that it is trained and evaluated on.
+    """A model and the rows on which it is trained and evaluated.
 
     Guarantees that an implementation must give: the loss of a row depends on the parameters and on
-      this row alone. Normalisation over a batch, for example, breaks that, and the privacy with it.
+      this row alone. Normalisation over a batch, for example, breaks this and with it the privacy.
     """
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({self.describe()})"
 
     def init(self, key: jax.Array) -> Params:
-        """Fresh parameters, float32."""
+        """Create fresh parameters, float32.
+
+        Args:
+          key: JAX key; the parameters must be a function of it.
+        """
         ...
 
     def read(self, split: str, rows: np.ndarray) -> Batch:
-        """The examples `rows` (int [rows], -1 = padding) of a split, as NumPy arrays [rows, ...].
+        """Read examples of a split.
 
-        What a row of padding holds does not matter, but it must be the same whoever is in the data,
-        and its loss and gradient must be finite: zeros, for example.
+        Args:
+          split: train, or a split of the evaluation.
+          rows: example indices, int [rows], -1 = padding.
+        Returns: NumPy arrays [rows, ...]. A row of padding must not depend on the data and must
+          have a finite loss and gradient; zeros, for example.
         """
         ...
 
     def sizes(self, split: str, rows: np.ndarray) -> np.ndarray | None:
-        """How long each of these examples is, in what `buckets` counts, int [rows], without reading
-        them whole: those about as long are computed together. None: nobody knows."""
+        """Return the length of each example without reading it, int [rows], in units of `buckets`.
+
+        Examples of about one length are computed together. None: lengths are unknown.
+        """
         return None
 
     def losses(self, params: Params, batch: Batch, *frozen: Any) -> jax.Array:
-        """f(theta, z) per row, float32 [rows]; traced by JAX."""
+        """Compute f(theta, z) of each row; traced by JAX.
+
+        Args:
+          params: theta.
+          batch: the result of `read`.
+          frozen: the parameters of `frozen`, if there are any.
+        Returns: float32 [rows].
+        """
         ...
 
     def nats(self, params: Params, batch: Batch, *frozen: Any) -> tuple[jax.Array, jax.Array]:
-        """(sum of losses, predictions) per row: evaluation divides the sums over all rows. By
-        default every row is one prediction."""
+        """Compute (sum of losses in nats, number of predictions) of each row; traced by JAX.
+
+        Evaluation divides the sums over all rows. By default every row is one prediction.
+        """
         losses = self.losses(params, batch, *frozen)
         return losses, jnp.ones(losses.shape, jnp.int32)
 
     def describe(self) -> dict[str, Any]:
-        """What `config.json` says of the model."""
+        """Describe the model for `config.json`."""
         return {"task": f"{type(self).__module__}.{type(self).__qualname__}"}
 
     @property
     def frozen(self) -> Any:
-        """Parameters that stay as they are, or None: the last argument of `losses` and `nats`.
-        They reach a worker once, with the task, and its device once."""
+        """Parameters that are not trained, or None: the last argument of `losses` and `nats`.
+
+        They are sent to a worker once, with the task, and to its device once.
+        """
         return None
 
     @property
     def buckets(self) -> Buckets | None:
-        """The lengths that rows may be cut to, or None."""
+        """Lengths to which rows may be trimmed, or None."""
         return None
 
     @property
     def local_steps(self) -> LocalSteps | None:
-        """The users' own SGD, whose update is clipped instead of their gradient, or None."""
+        """Local SGD of the users, whose update is clipped instead of a gradient, or None."""
         return None
 
 
 class WrappedTask(Task):
-    """Another task, but for what a subclass defines itself. Everything is forwarded."""
+    """A task that forwards everything to an inner task, except for what a subclass overrides."""
 
     def __init__(self, inner: Task):
         self.inner = inner
@@ -87,27 +107,27 @@ class WrappedTask(Task):
         return f"{type(self).__name__}({self.inner})"
 
     def init(self, key: jax.Array) -> Params:
-        """The inner task's fresh parameters."""
+        """Create the inner task's parameters."""
         return self.inner.init(key)
 
     def read(self, split: str, rows: np.ndarray) -> Batch:
-        """The inner task's rows."""
+        """Read the inner task's rows."""
         return self.inner.read(split, rows)
 
     def sizes(self, split: str, rows: np.ndarray) -> np.ndarray | None:
-        """The inner task's lengths of examples."""
+        """Return the inner task's lengths of examples."""
         return self.inner.sizes(split, rows)
 
     def losses(self, params: Params, batch: Batch, *frozen: Any) -> jax.Array:
-        """The inner task's losses."""
+        """Compute the inner task's losses."""
         return self.inner.losses(params, batch, *frozen)
 
     def nats(self, params: Params, batch: Batch, *frozen: Any) -> tuple[jax.Array, jax.Array]:
-        """The inner task's losses and predictions."""
+        """Compute the inner task's losses and predictions."""
         return self.inner.nats(params, batch, *frozen)
 
     def describe(self) -> dict[str, Any]:
-        """What the inner task says of its model."""
+        """Describe the inner task's model."""
         return self.inner.describe()
 
     @property

@@ -1,6 +1,6 @@
-"""The clipping strategy of a run: the one that was asked for, or the fastest of a few by trial.
+"""The choice of a run's clipping strategy: the requested one, or the fastest of a few by trial.
 
-`choose_strategy` chooses on the driver, `try_strategy` compiles and times one on a worker.
+`choose_strategy` chooses on the driver; `try_strategy` compiles and times one strategy on a worker.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ from fedsim.errors import ConfigError
 from fedsim.files import NotOurs, own_directory, write_json
 
 AUTO = "auto"
-MESH = ", mesh "  # what a host that has one says, where units are taken one at a time
-LEAST_TRIALS_S, TRIALS_SHARE = 10.0, 0.02  # what trials may take: seconds, or of the run
+MESH = ", mesh "  # in the name of a host with a mesh, where units are taken one at a time
+LEAST_TRIALS_S, TRIALS_SHARE = 10.0, 0.02  # time for trials: seconds, or a share of the run
 REPEATS = 3
-FEW = 4  # units that are tried first
-TELLING_SECONDS = 0.3  # what takes less, a first call and other work may have disturbed
-TRIAL_SECONDS = 3.0  # a trial that takes longer is not repeated, nor done with more units
-GIVE_UP = 1.5  # times the best so far: the same
-SAME_NORMS = 0.02  # strategies agree to 1e-5 in float32; in bfloat16 to less
+FEW = 4  # units of the first trial
+TELLING_SECONDS = 0.3  # below, a first call and other work on the machine disturb the time
+TRIAL_SECONDS = 3.0  # a first trial that extrapolates to more is not repeated with all units
+GIVE_UP = 1.5  # likewise for this multiple of the best time so far
+SAME_NORMS = 0.02  # relative; strategies agree to 1e-5 in float32, and to less in bfloat16
 
 
 def choose_strategy(
@@ -51,45 +51,41 @@ def choose_strategy(
     num_units: float = 0.0,
     heard: Callable[[int, int], None] = ignore,
 ) -> tuple[Strategy, str]:
-    """The strategy for units like `rows`, and a line that says why.
+    """Choose the strategy for units like `rows`.
 
-    The choice is part of a result's bits and a timer makes it, so it is remembered: runs alike on
-    the same machine make the same one. One that ended before all were tried is that of runs of this
-    length alone.
+    Bits of a result depend on the choice, and a timer makes it, so it is cached: equal runs on one
+    machine make the same choice. A choice that was made before all strategies were tried is cached
+    for runs of this length alone.
     Args:
-      rows: [units, group], as a step draws them; some are tried.
+      engine: computes the trials, on one worker.
+      params: tree of float32 arrays.
+      rows: [units, group], as a step draws them; at most TRIAL_UNITS are used.
+      clip: the clip norm C.
       wanted: "auto", or a strategy.
-      cache: the directory where choices are remembered.
-      num_units: of the whole run: no trial is begun that would end, if it took as long as those
-        before it, after ten seconds or a fiftieth of the run.
-      heard: told how many of how many strategies were tried.
-    Raises: ConfigError: the strategy that is wanted cannot be used.
+      cache: the directory of cached choices.
+      num_units: units of the whole run. No trial begins that would end, at the average time of the
+        trials so far, after ten seconds or 2 % of the run, whichever is more.
+      heard: called with (strategies tried, strategies).
+    Returns: (strategy, a line with the reason).
+    Raises: ConfigError: the requested strategy cannot be used.
     """
     rows = rows[(rows >= 0).any(axis=1)]
-    # Powers of two, so that draws of about as many make the same choice.
+    # Powers of two, so that draws of similar size make the same choice.
     together = max(1, 2 ** round(math.log2(max(1, len(rows) / engine.num_lanes))))
     most = min(TRIAL_UNITS, 2 ** len(rows).bit_length())
     rows, group = rows[:most], rows.shape[1]
     if wanted != AUTO:
-        strategy = Strategy.parse(wanted)
-        if strategy.name == "scan" or not len(rows):
-            return strategy, "as asked for"
-        *_, trial = engine.try_strategies(params, rows, clip, [Strategy(), strategy])
-        if trial.fault is not None:
-            raise ConfigError.of("strategy", wanted, f"another one: {trial.fault}")
-        return strategy, "as asked for"
+        return _requested(engine, params, rows, clip, wanted), "as asked for"
     if not len(rows):
         return Strategy("scan", min(group, 8)), "nothing to try others on"
-    count = num_coordinates(params)
     machine = engine.machine(params)
     on_cpu = ", cpu," in machine and MESH not in machine
-    tried = candidates(group, count, on_cpu=on_cpu)
+    tried = candidates(group, num_coordinates(params), on_cpu=on_cpu)
     digest = _digest(machine, params, (most, together, group), tried)
     of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{num_units:.0f}.json"
     ours = _is_ours(cache)
-    known = (_remembered(of_all, tried) or _remembered(of_some, tried)) if ours else None
-    if known is not None:
-        return known, "as on this machine before"
+    if ours and (cached := _cached(of_all, tried) or _cached(of_some, tried)):
+        return cached, "as on this machine before"
     began, trials = time.monotonic(), []
     for trial in engine.try_strategies(params, rows, clip, tried, together):
         trials.append(trial)
@@ -107,22 +103,33 @@ def choose_strategy(
     return strategy, why
 
 
+def _requested(engine: Engine, params: Any, rows: np.ndarray, clip: Clip, wanted: str) -> Strategy:
+    """Parse a requested strategy and try it beside `scan`. Raises ConfigError if it has a fault."""
+    strategy = Strategy.parse(wanted)
+    if strategy.name != "scan" and len(rows):
+        *_, trial = engine.try_strategies(params, rows, clip, [Strategy(), strategy])
+        if trial.fault is not None:
+            raise ConfigError.of("strategy", wanted, f"another one: {trial.fault}")
+    return strategy
+
+
 def _is_ours(cache: Path) -> bool:
+    """True if only this user can write to the cache: files of others are not trusted."""
     try:
         own_directory(cache)
-    except NotOurs:  # what is remembered there may be anybody's
+    except NotOurs:
         return False
     return True
 
 
-def _remembered(file: Path, tried: Sequence[Strategy]) -> Strategy | None:
-    """The choice that was written there, or None where it is none of those that would be tried:
-    of these the guarantee is known, and anyone who can write to the cache can name another."""
+def _cached(file: Path, tried: Sequence[Strategy]) -> Strategy | None:
+    """Read a cached choice. None if it is not one of `tried`, the strategies that `auto` allows:
+    whoever can write to the cache could name another."""
     try:
-        found = Strategy.parse(str(json.loads(file.read_text())["strategy"]))
+        strategy = Strategy.parse(str(json.loads(file.read_text())["strategy"]))
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
-    return found if found in tried else None
+    return strategy if strategy in tried else None
 
 
 def _describe(trial: Trial) -> str:
@@ -131,7 +138,7 @@ def _describe(trial: Trial) -> str:
 
 
 def _digest(machine: str, params: Any, units: Sequence[int], tried: Sequence[Strategy]) -> str:
-    """Names what times depend on: the machine, the model, the shapes, the programs."""
+    """Digest all on which times depend: the machine, the model, the shapes, the programs."""
     shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), params)
     facts = [machine, str(shapes), units, list(map(str, tried)), jax.__version__]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
@@ -147,29 +154,33 @@ def try_strategy(
     best: float,
     together: int,
 ) -> tuple[Trial, np.ndarray]:
-    """Compile and time a strategy on the units among `rows` of the length that costs most.
+    """Compile and time a strategy on those units of `rows` whose length costs most in total.
 
     Args:
-      worker: a `Worker`, which has the parameters on its device.
-      norms: of these units, as another strategy finds them; None: nothing to hold against.
+      worker: a `Worker`, with the parameters on its device.
+      params: tree of float32 arrays on the device.
+      rows: int [units, group].
+      clip: the clip norm C.
+      strategy: the strategy to try.
+      norms: norms of these units by another strategy, to compare with; None: no comparison.
       best: seconds of the fastest strategy so far.
       together: units of a lane, at least one.
-    Returns: (what became of it, with the seconds that all of `rows` would take; norms).
+    Returns: (the trial, with the seconds that all of `rows` would take; norms).
     """
     lengths = worker.lengths(rows)
     length = _most_telling(lengths)
     rows = rows[lengths == length]
     count = strategy.units_at_once(rows.shape[1])
-    some = np.resize(rows, (-(-len(rows) // count) * count, rows.shape[1]))
-    share = padded(lengths, count, together) / (len(some) * length)
+    full = np.resize(rows, (-(-len(rows) // count) * count, rows.shape[1]))  # whole passes
+    share = padded(lengths, count, together) / (len(full) * length)
     try:
-        trial, found = _try(worker, params, some, clip, strategy, best / share)
+        trial, computed = _try(worker, params, full, clip, strategy, best / share)
     except UnsupportedModel as error:
         return Trial(strategy, fault=str(error)), np.zeros(0)
-    found = found[: len(rows)]
-    if trial.fault is None and not _alike(found, norms):
+    computed = computed[: len(rows)]
+    if trial.fault is None and not _alike(computed, norms):
         trial = dataclasses.replace(trial, fault="other norms than simpler ones find")
-    return dataclasses.replace(trial, seconds=trial.seconds * share), found
+    return dataclasses.replace(trial, seconds=trial.seconds * share), computed
 
 
 def _try(worker, params, rows, clip, strategy, best):
@@ -178,8 +189,8 @@ def _try(worker, params, rows, clip, strategy, best):
     for chunk in worker.lane_chunks(params, rows, clip, strategy):
         programs.compile(programs.zeros(params, clip), params, chunk, clip, strategy)
     new = [programs.compiled[key].memory_analysis() for key in programs.compiled.keys() - before]
-    memory = max((found.temp_size_in_bytes for found in new if found), default=0)
-    if jax.default_backend() == "cpu" and worker.mesh is not None:  # one memory for all devices
+    memory = max((analysis.temp_size_in_bytes for analysis in new if analysis), default=0)
+    if jax.default_backend() == "cpu" and worker.mesh is not None:  # devices share the memory
         memory *= worker.mesh.size
     if memory > (free := free_memory()):
         fault = f"needs {memory / 2**20:.0f} MiB, and {free / 2**20:.0f} are free"
@@ -191,7 +202,7 @@ def _try(worker, params, rows, clip, strategy, best):
         _, stats = worker.add_lane(params, rows, clip, strategy)
         return clock() - start, stats.norms
 
-    # A few units tell whether there is anything to look at closely.
+    # A few units show whether the strategy is fast enough to be timed closely.
     few = max(FEW, strategy.units_at_once(rows.shape[1]))
     for chunk in worker.lane_chunks(params, rows[:few], clip, strategy):
         programs.checked(programs.zeros(params, clip), params, chunk, clip, strategy)
@@ -203,15 +214,15 @@ def _try(worker, params, rows, clip, strategy, best):
     return Trial(strategy, seconds, memory), norms
 
 
-def _alike(found: np.ndarray, expected: np.ndarray | None) -> bool:
-    """Whether norms are the same, as far as both are known."""
-    known = 0 if expected is None else min(len(found), len(expected))
-    return expected is None or np.allclose(
-        found[:known], expected[:known], SAME_NORMS, equal_nan=True
-    )
+def _alike(norms: np.ndarray, expected: np.ndarray | None) -> bool:
+    """True if norms of two strategies agree on the units that both computed."""
+    if expected is None:
+        return True
+    both = min(len(norms), len(expected))
+    return np.allclose(norms[:both], expected[:both], SAME_NORMS, equal_nan=True)
 
 
 def _most_telling(lengths: np.ndarray) -> int:
-    """The length of the units that make up most together, the shortest where there are several."""
+    """Return the length with the largest sum over its units; the shortest of equal ones."""
     values, counts = np.unique(lengths, return_counts=True)
     return values[(values * counts).argmax()]

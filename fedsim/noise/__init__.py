@@ -1,9 +1,7 @@
-"""The noise of a step, as Gaussian numbers on a lattice.
+"""Gaussian noise on a lattice, for the sum of a step and for single numbers.
 
-independent    of every step for itself, and how far it is from the ideal
-correlated     each step takes back part of the noise of the steps before
-toeplitz       how much of it, and what that does to sums of steps
-bands          of how many steps
+independent    noise that is independent across steps, and its distance from ideal noise
+correlated     noise of which each step subtracts part of the last steps' noise
 """
 
 from lazy_loader import attach_stub

@@ -1,5 +1,13 @@
 from . import independent as independent
-from .correlated import Correlated as Correlated, Strategy as Strategy, strategy as strategy
+from .correlated import (
+    Correlated as Correlated,
+    Prediction as Prediction,
+    Strategy as Strategy,
+    best as best,
+    predicted_error as predicted_error,
+    predictions as predictions,
+    strategy as strategy,
+)
 from .independent import (
     CELL_ERRORS as CELL_ERRORS,
     CELLS_BITS as CELLS_BITS,
@@ -11,10 +19,4 @@ from .independent import (
     noisy_number as noisy_number,
     release_shift as release_shift,
     slack as slack,
-)
-from .toeplitz import (
-    Prediction as Prediction,
-    best as best,
-    predicted_error as predicted_error,
-    predictions as predictions,
 )

@@ -1,4 +1,4 @@
-"""Correlated noise: each step takes back part of the noise of the steps before (banded Toeplitz).
+"""Correlated noise: each step subtracts part of the noise of the steps before (banded Toeplitz).
 
 With a strategy c = (1, c_1, ..., c_(b-1)), a sum of whole numbers x_t and Gaussian X_t, step t is
 
@@ -6,12 +6,17 @@ With a strategy c = (1, c_1, ..., c_(b-1)), a sum of whole numbers x_t and Gauss
     released: round((x_t + w_t) / 2^j).
 
 Given all x_s + w_s of the steps before, x_t + w_t is a Gaussian with mean x_t - sum_i c_i w_(t-i),
-rounded. Where a user adds v to x_s and nothing to the b - 1 sums after it, the same x_s + w_s mean
-a w_s that is v less, so the means of steps s, ..., s + b - 1 are moved by v, c_1 v, ...,
-c_(b-1) v: together by |c| |v|, and no other step's is. With tau at least |c| times the noise that
-hides |v|, that is the Gaussian mechanism, once for every b steps. The w_t follow from the key
-alone: a row is never stored, and a resumed run draws the rows again. The c_i are multiples of a
-power of two, such that their sum is exact in float64. docs/theory/correlated.md has the proof.
+rounded. If a user adds v to x_s and nothing to the b - 1 sums after it, an equal x_s + w_s has a
+w_s that is smaller by v, so the means of steps s, ..., s + b - 1 move by v, c_1 v, ..., c_(b-1) v:
+together by |c| |v|, and no other step's mean moves. With tau at least |c| times the noise that
+hides |v|, this is the Gaussian mechanism, once for every b steps. The w_t follow from the key
+alone: no row is stored, and a resumed run draws the rows again. The c_i are multiples of a power of
+two, so that their sum is exact in float64. docs/theory/correlated.md has the proof.
+
+Which c is best: let S be the lower triangular Toeplitz matrix with bands s_0, ..., s_(b-1) and
+columns of norm at most 1. Steps get the noise S^-1 z, z being independent. The parameters of SGD
+are prefix sums of gradients; with A the matrix of ones on and below the diagonal, the noise on the
+prefix sum of step t has the variance of row t of A S^-1.
 """
 
 import dataclasses
@@ -22,7 +27,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy import optimize, signal
 
+from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
 from fedsim.noise.independent import (
     BLOCK,
@@ -34,45 +41,159 @@ from fedsim.noise.independent import (
     in_blocks,
     release_shift,
 )
-from fedsim.noise.toeplitz import coefficients, inverse
 
-PIECE = 2**13  # numbers that fit into the processor's cache, with all that is made of them
-HALF = np.int64(-(2**27))  # mask: the first 26 bits of what float64 holds
+PIECE = 2**13  # numbers at a time, so that they and all intermediate results fit into the cache
+HALF = np.int64(-(2**27))  # mask of the first 26 significant bits of a float64
 MIDDLE, FAR = 1.62, 16.0
-"""How much larger the grid's share of eta is beyond two standard deviations, and beyond TAIL."""
-BEYOND_TWO = 0.046  # more than the probability that a number lies there
-FINEST = 24  # bits after the point of the coefficients, or fewer where there is much noise
+"""Factors of the grid's share of eta beyond two standard deviations, and beyond TAIL."""
+BEYOND_TWO = 0.046  # bound on the probability of a number beyond two standard deviations
+FINEST = 24  # most bits after the point of a coefficient; fewer if the noise is large
+MOST_BANDS = 64  # memory: each band keeps a row of noise as large as the parameters
+
+
+@functools.lru_cache(maxsize=256)
+def coefficients(num_steps: int, bands: int) -> np.ndarray:
+    """Compute the best s_0, ..., s_(b-1) for a number of steps.
+
+    BFGS with the gradient in closed form starts from the series of (1 - z)^(-1/2), which is optimal
+    as bands and steps grow. A worse optimum costs accuracy, never the guarantee, which depends on
+    the norm alone.
+    Args:
+      num_steps: T.
+      bands: b, at most T.
+    Returns: float64 [bands], of norm 1.
+    Source: McKenna 2024 (arXiv 2405.15913), Section 3.
+    """
+    start = np.cumprod([1.0, *(1 - 0.5 / np.arange(1, bands))])
+    if bands > 1:
+        weights = np.arange(num_steps, 0, -1) / num_steps
+        found = optimize.minimize(_loss, start[1:], (weights,), method="BFGS", jac=True)
+        start[1:] = found.x
+    return start / np.linalg.norm(start)
+
+
+def prefix_error(strategy: np.ndarray, num_steps: int) -> float:
+    """Root mean square, over the steps, of the noise on prefix sums, for z of variance 1.
+
+    Args:
+      strategy: s_0, ..., s_(b-1).
+      num_steps: T.
+    """
+    weights = np.arange(num_steps, 0, -1) / num_steps
+    return float(np.sqrt(weights @ _prefix_sums(strategy, num_steps) ** 2))
+
+
+def inverse(strategy: np.ndarray, num_steps: int) -> np.ndarray:
+    """The first column of S^-1, float64 [num_steps]."""
+    impulse = np.zeros(num_steps)
+    impulse[0] = 1
+    return np.asarray(signal.lfilter([1.0], strategy, impulse))
+
+
+def _prefix_sums(strategy: np.ndarray, num_steps: int) -> np.ndarray:
+    """The first column of A S^-1."""
+    return np.cumsum(inverse(strategy, num_steps))
+
+
+def _loss(tail: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
+    """log(|c|^2 mean square error) of c = (1, *tail), invariant to scaling, and its gradient."""
+    c, steps = np.concatenate([[1.0], tail]), len(weights)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = _prefix_sums(c, steps)
+        weighted = weights * sums
+        error, square = weighted @ sums, c @ c
+        if not np.isfinite(error):
+            return 1e300, np.zeros_like(tail)
+        change = np.asarray(signal.lfilter([1.0], c, sums))  # d sums / d c_j = -z^j sums / c
+        lags = range(1, min(len(c), steps))
+        slopes = np.zeros_like(tail)
+        slopes[: len(lags)] = [-2 * weighted[j:] @ change[: steps - j] for j in lags]
+    return float(np.log(square * error)), slopes / error + 2 * tail / square
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Predicted noise of a number of bands."""
+
+    bands: int
+    """b."""
+    noise_multiplier: float
+    """sigma; rises with the bands, because fewer users share a step."""
+    error: float
+    """Root mean square, over the steps, of the noise on the sum of all gradients so far, in units
+    of the sensitivity."""
+
+
+def predicted_error(noise_multiplier: float, num_steps: int, bands: int) -> float:
+    """Predict the noise on prefix sums, `Prediction.error`, in units of the sensitivity."""
+    return noise_multiplier * prefix_error(coefficients(num_steps, bands), num_steps)
+
+
+def predictions(
+    noise_multiplier: Callable[[int], float], num_steps: int, most: int
+) -> list[Prediction]:
+    """Predict the noise of 1, 2, 3, 4, 6, 8, 12, ... bands, and of the bands that divide the steps
+    into one to four cycles, until four in a row do not improve on the best.
+
+    Args:
+      noise_multiplier: bands -> the calibrated sigma. Raises ConfigError if there is none.
+      num_steps: T.
+      most: the largest number of bands that the number of users allows.
+    Raises: ConfigError: there is no sigma for one band.
+    """
+    tried: list[Prediction] = []
+    powers = [2**n for n in range(MOST_BANDS.bit_length())]
+    cycles = {-(-num_steps // count) for count in (1, 2, 3, 4)}
+    for bands in sorted({*powers, *(3 * n // 2 for n in powers[1:]), *cycles}):
+        if bands > min(most, num_steps, MOST_BANDS):
+            break
+        try:
+            sigma = noise_multiplier(bands)
+        except ConfigError:
+            if tried:
+                break
+            raise
+        tried.append(Prediction(bands, sigma, predicted_error(sigma, num_steps, bands)))
+        errors = [prediction.error for prediction in tried]
+        if min(errors) not in errors[-4:]:
+            break
+    return tried
+
+
+def best(predicted: list[Prediction]) -> Prediction:
+    """Return the prediction with the least error."""
+    return min(predicted, key=lambda prediction: prediction.error)
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """The coefficients as they are used for noise of a standard deviation; all public."""
+    """Coefficients rounded for noise of a given standard deviation. All of it is public."""
 
     coefficients: np.ndarray
     """1, c_1, ..., c_(b-1): multiples of 2^-FINEST or coarser, float64 [bands]."""
     stddev: float
-    """tau: of the fresh noise of a step, in units of the sums."""
+    """tau: standard deviation of the fresh noise of a step, in units of the sums."""
     largest: float
-    """What no |w_t| exceeds while the fresh noise stays within FARTHEST standard deviations."""
+    """Bound on |w_t| while the fresh noise stays within FARTHEST standard deviations."""
 
     @property
     def dtype(self) -> type[np.signedinteger]:
-        """The integers that hold a row of noise."""
+        """Integer type that holds a row of noise."""
         return np.int32 if self.largest < 2.0**30 else np.int64
 
     @property
     def bytes_per_number(self) -> int:
-        """What the rows of earlier steps take, for each number of a gradient."""
+        """Bytes of the rows of earlier steps, for each number of a gradient."""
         return (len(self.coefficients) - 1) * np.dtype(self.dtype).itemsize
 
     @property
     def cell_errors(self) -> tuple[tuple[float, float], ...]:
-        """(probability, eta): the probability that x_t + w_t is some whole number is that of ideal
-        noise up to a factor of e^(+-eta), as in `independent.CELL_ERRORS`.
+        """(probability, eta): the probability that x_t + w_t is a given whole number is that of
+        ideal noise up to a factor of e^(+-eta), as in `independent.CELL_ERRORS`.
 
-        A cell of tau X is 1 / tau wide. Both of its ends move by the rounding of tau X less the
-        rows; the ziggurat's grid has a point more or less in each layer; and X itself is rounded,
-        which counts for more from 2 on, and for most beyond TAIL.
+        A cell of tau X is 1 / tau wide. Three errors move its probability: the rounding of tau X
+        minus the rows at both ends; one point more or less of the ziggurat's grid in each layer;
+        and the rounding of X itself, which grows beyond 2 and again beyond TAIL.
         """
         ends, grid = 2 * rounding(FARTHEST * self.stddev), self.stddev * TAIL * 2.0**-52
         near, middle, far = (ends + grid * share for share in (1.0, MIDDLE, FAR))
@@ -81,12 +202,16 @@ class Strategy:
 
 @functools.lru_cache(maxsize=8)
 def strategy(num_steps: int, bands: int, stddev: float) -> Strategy:
-    """The best strategy for so many steps, which hides what noise of `stddev` does.
+    """Return the best strategy for T steps whose noise hides as much as noise of `stddev`.
 
     Guarantees: tau is at least stddev |c|, and sums of c_i w_(t-i) are exact in float64.
+    Args:
+      num_steps: T.
+      bands: b; 1 is independent noise.
+      stddev: of the equivalent independent noise, in units of the sums.
     """
-    found = coefficients(num_steps, bands)
-    exact, bits = found / found[0], FINEST
+    unscaled = coefficients(num_steps, bands)
+    exact, bits = unscaled / unscaled[0], FINEST
     while True:
         c = np.rint(exact * 2.0**bits) * 2.0**-bits
         length = math.sqrt(math.fsum(c**2)) * (1 + 2.0**-50) if bands > 1 else 1.0
@@ -101,14 +226,16 @@ def strategy(num_steps: int, bands: int, stddev: float) -> Strategy:
 def difference(
     fresh: np.ndarray, stddev: float, back: np.ndarray, room: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """round(stddev fresh - back), float64 [n]: `rounding` says how exactly.
+    """Compute round(stddev * fresh - back) with an error before rounding of at most `rounding`.
 
-    stddev fresh has 106 bits. The product of the first halves of both is exact, and what is left of
-    it and of `back` without their whole numbers is small.
+    stddev * fresh has 106 bits. The product of the first halves of both is exact; the fractional
+    parts of that product and of `back` are small, so adding the other products loses little.
     Args:
       fresh: float64 [n], within FARTHEST.
-      back: whole multiples of a power of two, below 2^53 of it; overwritten.
-      room: three float64 [n], overwritten; the result is in one of them.
+      stddev: tau.
+      back: multiples of a power of two, below 2^53 of it, float64 [n]; overwritten.
+      room: three float64 [n], overwritten; the result is one of them.
+    Returns: float64 [n].
     """
     high, whole, rest = room
     first = _first_half(stddev)
@@ -130,10 +257,10 @@ def difference(
 
 
 def rounding(largest: float) -> float:
-    """What `difference` errs by before it rounds, for products of at most `largest`.
+    """Bound the error of `difference` before it rounds, for products of at most `largest`.
 
-    Two products of a first and a second half, of at most 2^-25 largest each, and two numbers of at
-    most 1/2 are rounded or added up, in five operations.
+    Five operations round or add two products of a first and a second half, each at most
+    2^-25 largest, and two numbers of at most 1/2.
     """
     return 5 * 2.0**-53 * (2 * 2.0**-25 * largest + 1)
 
@@ -143,10 +270,11 @@ def _first_half(number: float) -> float:
 
 
 class Correlated:
-    """Adds the noise of one step after another, and keeps the rows of the last bands - 1.
+    """Correlated noise for consecutive steps; keeps the rows of the last bands - 1 steps.
 
-    Guarantees: the noise is a function of (key, step, place), as that of `add_gaussian`; with one
-      band it is that, bit by bit. A step that is not the next one draws the steps before it again.
+    Guarantees: the noise is a function of (key, step, coordinate). With one band it equals the
+      noise of `add_gaussian`, bit by bit. A step that does not follow the last one draws the rows
+      of the steps before it again.
     """
 
     def __init__(self, num_steps: int, bands: int):
@@ -154,14 +282,14 @@ class Correlated:
         self._rows: deque[list[np.ndarray]] = deque(maxlen=bands - 1)
         """w of the steps before, the newest first."""
         self._next: tuple[object, ...] = ()
-        """What the rows are of: the step that they are for, key and noise."""
+        """(step, key, stddev, sizes) for which the rows are up to date; empty: for none."""
         self.drawn: Callable[[int, list[np.ndarray]], None] | None = None
-        """Called with each step's row, also where one is drawn again: the row must be the same."""
+        """Called with each step's row, also when it is drawn again and must be equal."""
 
     def __call__(
         self, sums: Sequence[np.ndarray], *, stddev: float, key: SecretKey, step: int
     ) -> list[np.ndarray]:
-        """round((sum + w_step) / 2^release_shift(stddev)) for every array; see `add_gaussian`."""
+        """Compute round((sum + w_step) / 2^release_shift(stddev)); see `add_gaussian`."""
         if not stddev or self.bands == 1:
             return add_gaussian(sums, stddev=stddev, key=key, step=step)
         sizes = tuple(leaf.size for leaf in sums)
@@ -170,7 +298,7 @@ class Correlated:
             self._rows.clear()
             for before in range(step):
                 self._advance(sizes, stddev, key, before)
-        self._next = ()  # a step that is cut off leaves nothing to go on from
+        self._next = ()  # an interrupted step must not be continued from
         row = self._advance(sizes, stddev, key, step)
         self._next = (step + 1, *of)
         shift = release_shift(stddev)
@@ -187,15 +315,15 @@ class Correlated:
     def _advance(
         self, sizes: Sequence[int], stddev: float, key: SecretKey, step: int
     ) -> list[np.ndarray]:
-        """w of `step`, which becomes the newest row."""
+        """Draw w of `step`, which becomes the newest row."""
         plan = strategy(self.num_steps, self.bands, stddev)
         row = [np.empty(size, plan.dtype) for size in sizes]
-        own = threading.local()
+        local = threading.local()
 
         def fill(leaf: int, number: int, part: slice) -> None:
-            if not hasattr(own, "room"):
-                own.room = np.empty(BLOCK), *np.empty((5, PIECE))
-            fresh, *room = own.room
+            if not hasattr(local, "room"):
+                local.room = np.empty(BLOCK), *np.empty((5, PIECE))
+            fresh, *room = local.room
             out, rows = row[leaf][part], [each[leaf][part] for each in self._rows]
             gaussian(key.generator("noise", step, leaf, number), fresh[: len(out)])
             for start in range(0, len(out), PIECE):

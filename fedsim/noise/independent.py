@@ -1,12 +1,11 @@
 """Independent Gaussian noise for the sum of one step: whole numbers, drawn block by block.
 
-The sum S is whole numbers. What is released is round((S + round(X)) / 2^shift), X being Gaussian.
-Since S is whole, S + round(X) = round(S + X), which is computed from S + X alone: were X ideal, the
-release would be exactly the Gaussian mechanism, rounded afterwards. `slack` bounds how far the X
-that is drawn is from the ideal; see docs/theory/noise.md for the proof.
+The sum S is whole numbers. The release is round((S + round(X)) / 2^shift) with Gaussian X. Since S
+is whole, S + round(X) = round(S + X), a function of S + X alone: with ideal X, the release is
+exactly the Gaussian mechanism, rounded afterwards. `slack` bounds the distance of the X that is
+drawn from ideal noise; docs/theory/noise.md has the proof.
 
-Each block has a stream of its own, so that all cores can draw and the bits do not depend on how
-many there are.
+Each block has its own stream, so all cores can draw and the bits do not depend on their number.
 """
 
 import math
@@ -23,34 +22,39 @@ from fedsim.keys import SecretKey
 if TYPE_CHECKING:
     from fedsim.accounting import Errors, Slack
 
-BLOCK = 2**19  # numbers drawn from one stream: fewer would wait for Python's lock
-TAIL = 3.6541528853610088  # where NumPy's ziggurat begins to draw from the tail
-CELLS_BITS = 8  # a standard deviation of the noise is 2^8 to 2^9 cells of what is released
-NARROW = 9  # bits that are rounded away, from which on what is left of 32 fits into 32, with noise
+BLOCK = 2**19  # numbers of one stream; with smaller blocks, threads wait for Python's lock
+TAIL = 3.6541528853610088  # beyond it, NumPy's ziggurat draws from the tail
+CELLS_BITS = 8  # a standard deviation of the noise is 2^8 to 2^9 cells of the release
+NARROW = 9  # shift from which on a noisy 32-bit sum fits into 32 bits
 FARTHEST = 20.0  # standard deviations up to which CELL_ERRORS hold: P(beyond) = 6e-89
-OUTSIDE = 3e-4  # more than the probability that a number lies beyond TAIL, or in a cell with it
+OUTSIDE = 3e-4  # bound on the probability of a number beyond TAIL, or in the cell that has TAIL
 CELL_ERRORS = (1.0, 2.0**-38), (OUTSIDE, 2.0**-36)
-"""(probability, eta): the probability of a cell is that of the ideal noise up to a factor of
-e^(+-eta); beyond TAIL, where floats are coarser, eta is the second one."""
+"""(probability, eta): the probability of a cell is that of ideal noise up to a factor of
+e^(+-eta). The second pair is for cells beyond TAIL, where floats are coarser."""
+PER_UNIT = 2**20  # parts of L / 2, the sensitivity of a sum of losses
 
 
 class AddNoise(Protocol):
-    """A kind of noise; `add_gaussian` is the independent one."""
+    """A kind of noise: `add_gaussian` (independent) or `Correlated`."""
 
     def __call__(
         self, sums: list[np.ndarray], *, stddev: float, key: SecretKey, step: int
     ) -> list[np.ndarray]:
-        """The sums of a step with its noise, rounded; see `add_gaussian`."""
+        """Add the noise of a step to its sums, and round; see `add_gaussian`."""
         ...
 
 
 def release_shift(stddev: float) -> int:
-    """How many bits of a noisy sum are rounded away, for noise of so many units: public."""
+    """Bits by which a noisy sum is shifted before it is released. Public.
+
+    Args:
+      stddev: of the noise, in units of the sum.
+    """
     return max(0, math.floor(math.log2(stddev)) - CELLS_BITS) if stddev > 0 else 0
 
 
 def released_dtype(stddev: float) -> np.dtype:
-    """The type of noisy sums, for noise of so many units: public."""
+    """Integer type of released sums, for noise of `stddev` units. Public."""
     return np.dtype(np.int32 if release_shift(stddev) >= NARROW else np.int64)
 
 
@@ -63,35 +67,37 @@ def add_gaussian(
 ) -> list[np.ndarray]:
     """round((sum + N(0, stddev^2 I)) / 2^release_shift(stddev)) for every array.
 
-    int32, or int64 where there is little noise; which of them does not depend on the sums.
-
-    Guarantees: the noise of every number depends on (key, step, its place) alone, and is
-      independent of that of every other number and step.
+    Guarantees: the noise of a number depends on (key, step, coordinate) alone and is independent of
+      the noise of every other number and step.
     Args:
-      sums: whole numbers [n] each.
-      stddev: in units of the sums.
+      sums: arrays of whole numbers [n].
+      stddev: standard deviation, in units of the sums; 0: no noise.
+      key: secret key of the run.
+      step: t, from 0.
+    Returns: an array [n] for each sum: int32, or int64 if there is little noise; the type does not
+      depend on the sums.
     """
     if not stddev:
         return [leaf.astype(np.int64) for leaf in sums]
     shift, dtype = release_shift(stddev), released_dtype(stddev)
     released = [np.empty(leaf.shape, dtype) for leaf in sums]
 
-    own = threading.local()  # of each thread: fresh memory takes half as long as drawing
+    local = threading.local()  # a thread reuses its buffer: fresh memory costs half of drawing
 
     def fill(leaf: int, number: int, part: slice) -> None:
         rng = key.generator("noise", step, leaf, number)
         total, out = sums[leaf][part], released[leaf][part]
-        if not hasattr(own, "room"):
-            own.room = np.empty(BLOCK)
+        if not hasattr(local, "room"):
+            local.room = np.empty(BLOCK)
         # Whole numbers below 2^53 are exact in float64, and so is dividing them by 2^shift.
-        noisy = gaussian(rng, own.room[: len(total)])
+        noisy = gaussian(rng, local.room[: len(total)])
         noisy *= stddev
         np.rint(noisy, out=noisy)
         noisy += total
         noisy *= 2.0**-shift
         np.rint(noisy, out=noisy)
-        if dtype == np.int32 and total.dtype != np.int32:  # else it fits
-            np.clip(noisy, -(2.0**31), 2.0**31 - 1, out=noisy)  # free, as is rounding
+        if dtype == np.int32 and total.dtype != np.int32:  # an int32 sum fits, by NARROW
+            np.clip(noisy, -(2.0**31), 2.0**31 - 1, out=noisy)  # post-processing: no privacy cost
         out[:] = noisy
 
     in_blocks(fill, released)
@@ -99,9 +105,9 @@ def add_gaussian(
 
 
 def noisy_number(total: int, stddev: float, rng: np.random.Generator) -> int:
-    """`total` with Gaussian noise, rounded to a multiple of 2^release_shift(stddev).
+    """Add Gaussian noise to a whole number, and round to a multiple of 2^release_shift(stddev).
 
-    Guarantees: as `add_gaussian`, of one number. Every call needs a generator of its own.
+    Guarantees: as `add_gaussian`, for one number. Every call needs a fresh generator.
     """
     cell = 2 ** release_shift(stddev)
     noisy = total + round(float(gaussian(rng, np.empty(1))[0]) * stddev)
@@ -110,14 +116,14 @@ def noisy_number(total: int, stddev: float, rng: np.random.Generator) -> int:
 
 def in_blocks(run: Callable[[int, int, slice], None], leaves: Sequence[np.ndarray]) -> None:
     """Call run(leaf, number, part) for every block of every array [n], on all cores."""
-    every = blocks([array.size for array in leaves])
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for call in [threads.submit(run, *block) for block in every]:
+        calls = [threads.submit(run, *block) for block in blocks([leaf.size for leaf in leaves])]
+        for call in calls:
             call.result()
 
 
 def blocks(sizes: Sequence[int]) -> list[tuple[int, int, slice]]:
-    """(array, number, part) of every block of arrays of these sizes."""
+    """List (array, number of the block in it, its slice) for arrays of these sizes."""
     return [
         (leaf, start // BLOCK, slice(start, start + BLOCK))
         for leaf, size in enumerate(sizes)
@@ -126,10 +132,10 @@ def blocks(sizes: Sequence[int]) -> list[tuple[int, int, slice]]:
 
 
 def gaussian(rng: np.random.Generator, out: np.ndarray) -> np.ndarray:
-    """Fill float64 `out` [n] with standard normal numbers, fine-grained in the tails, too.
+    """Fill float64 `out` [n] with standard normal numbers that are fine-grained in the tails, too.
 
-    NumPy's ziggurat is a grid of 3.911 * 2^-52 or finer up to TAIL, and coarser farther out. The
-    numbers beyond TAIL, one of 3,900, are drawn again as it should be.
+    NumPy's ziggurat has a grid of 3.911 * 2^-52 or finer up to TAIL, and a coarser one beyond. So
+    the numbers beyond TAIL, one in 3,900, are drawn again by `_tail`.
     """
     rng.standard_normal(out=out)
     outside = np.flatnonzero((out > TAIL) | (out < -TAIL))
@@ -139,62 +145,67 @@ def gaussian(rng: np.random.Generator, out: np.ndarray) -> np.ndarray:
 
 
 def _tail(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Standard normal numbers above TAIL. Source: Marsaglia 1964."""
-    found, have = np.empty(count), 0
-    while have < count:
-        above = _exponential(rng, count - have) / TAIL
-        below = 2 * _exponential(rng, count - have) > above**2
+    """Draw standard normal numbers above TAIL by rejection. Source: Marsaglia 1964."""
+    numbers, done = np.empty(count), 0
+    while done < count:
+        above = _exponential(rng, count - done) / TAIL
+        below = 2 * _exponential(rng, count - done) > above**2
         accepted = above[below]
-        found[have : have + len(accepted)] = TAIL + accepted
-        have += len(accepted)
-    return found
+        numbers[done : done + len(accepted)] = TAIL + accepted
+        done += len(accepted)
+    return numbers
 
 
 def _exponential(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Exponential numbers: how often ln 2 fits, a count of coin tosses, and the rest, on a grid of
-    2^-53 wherever that is."""
+    """Draw exponential numbers on a grid of 2^-53 at every size: the number of times ln 2 fits is
+    geometric, and the remainder is drawn separately."""
     return _tosses(rng, count) * math.log(2) - np.log1p(-rng.random(count) / 2)
 
 
 def _tosses(rng: np.random.Generator, count: int) -> np.ndarray:
-    """How often a fair coin shows heads before it shows tails."""
+    """Draw the number of heads of a fair coin before its first tails."""
     words = rng.integers(0, 2**64, count, np.uint64, endpoint=False) | np.uint64(2**63)
-    found = np.frexp((words & -words).astype(np.float64))[1] - 1  # zeros at the end
-    if len(on := np.flatnonzero(found == 63)):  # 63 times heads: that coin goes on
-        found[on] += _tosses(rng, len(on))
-    return found
+    heads = np.frexp((words & -words).astype(np.float64))[1] - 1  # trailing zeros of a word
+    if len(unfinished := np.flatnonzero(heads == 63)):
+        heads[unfinished] += _tosses(rng, len(unfinished))
+    return heads
 
 
 def slack(
     count: float, epsilon: float, delta: float, cell_errors: "Errors" = CELL_ERRORS
 ) -> "Slack":
-    """How far a mechanism that draws `count` numbers here is from one with ideal noise: what is to
-    be added to its epsilon and delta; see `accounting.slack`."""
-    from fedsim import accounting  # takes a second to import; who adds noise does without
+    """Return what `count` numbers drawn here, instead of ideal noise, add to epsilon and delta.
+
+    Args:
+      count: numbers drawn in all steps.
+      epsilon, delta: of the mechanism with ideal noise.
+      cell_errors: (probability, eta) pairs, as CELL_ERRORS.
+    Source: `accounting.slack` has the theorem.
+    """
+    from fedsim import accounting  # a second to import, which adding noise does not need
 
     return accounting.slack(count, epsilon, delta, cell_errors)
-
-
-PER_UNIT = 2**20  # parts that L / 2, the sensitivity of the sum, is made of
 
 
 def noisy_mean_loss(
     losses: np.ndarray, *, bound: float, count: float, stddev: float, rng: np.random.Generator
 ) -> float:
-    """The mean of losses, each cut to [0, L], with noise on their sum.
+    """Release the mean of losses, each clipped to [0, L], with noise on their sum.
 
-    Guarantees: the Gaussian mechanism, on a lattice: a loss counts as its distance from L / 2, so
-      that one more or less moves the sum by L / 2 at most, whatever it is. What is not finite
-      counts as L.
+    Guarantees: the Gaussian mechanism on a lattice. A loss counts as its distance from L / 2, so
+      adding or removing one moves the sum by at most L / 2, whatever the loss. A loss that is not
+      finite counts as L.
     Args:
-      losses: [those who have texts], nats. Whoever has none adds nothing: they count as L / 2.
+      losses: of the units that have texts, [units], nats. A unit without texts adds nothing to the
+        sum, which is a loss of L / 2.
       bound: L > 0, public.
-      count: what the sum is divided by, public, with those who have no texts.
+      count: the public count that divides the sum; includes units without texts.
       stddev: of the noise on the sum, in units of L / 2.
-      rng: of this release alone.
+      rng: generator of this release alone.
+    Returns: the noisy mean, nats.
     """
     losses = np.nan_to_num(losses.astype(np.float64), nan=bound, posinf=bound, neginf=0.0)
-    cut = 2 * np.clip(losses, 0.0, bound) / bound - 1
-    total = int(np.rint(cut * PER_UNIT).astype(np.int64).sum())
+    clipped = 2 * np.clip(losses, 0.0, bound) / bound - 1
+    total = int(np.rint(clipped * PER_UNIT).astype(np.int64).sum())
     released = noisy_number(total, stddev * PER_UNIT, rng) / PER_UNIT
     return bound / 2 * (1 + released / count)

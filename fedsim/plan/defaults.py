@@ -22,12 +22,11 @@ from fedsim.config import (
 )
 from fedsim.data import Dataset, decided_by_texts
 from fedsim.errors import ConfigError, expect
-from fedsim.group_size import median_group_size, private_median
 from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predictions
 from fedsim.plan.options import assumed_share
 from fedsim.plan.plan import events_before
-from fedsim.sampling import Users, examples_per_user, graph_of
+from fedsim.sampling import Users, examples_per_user, graph_of, median_group_size, private_median
 
 
 def complete(

@@ -138,7 +138,7 @@ class IndependentNoise:
 
     predicted_error: float | None = None
     """Root mean square, over the steps, of the noise on the sum of all gradients so far, in units
-    of the sensitivity; see `noise.toeplitz`. None: of a version that did not predict it."""
+    of the sensitivity; see `noise.correlated`. None: of a version that did not predict it."""
     kind: Annotated[Literal["independent"], Field(alias="noise")] = "independent"
     bands: ClassVar[int] = 1
 

@@ -1,13 +1,12 @@
-"""Who takes part: the draw of a step's units, contribution bounding, a user's group of examples.
+"""Sampling of a step's units, contribution bounding, and each user's group of examples.
 
-    poisson         Poisson sampling, and the shuffling that it is compared with
-    allocation      every user equally often, at random steps
-    cyclic          Poisson sampling from one of several groups of users, in turn
-    contributions   the pool of ELS, a user's examples in a step of ULS
-    shared          both where examples have several owners
+    sampler         Poisson sampling, cyclic sampling, random allocation, and shuffling
+    contributions   the pool of ELS, a user's examples in a step of ULS, the median group size
+    shared          pool and groups for examples with several owners
 
-All are pure functions of (key, purpose, step, user); see `keys`. What is accounted comes from the
-object that drew the units, so the run and its accounting cannot disagree. Does not read any text.
+All draws are pure functions of (key, purpose, step, user); see `keys`. The object that draws the
+units also returns the accountant's event, so a run and its accounting cannot disagree. No module
+here reads text.
 """
 
 from lazy_loader import attach_stub

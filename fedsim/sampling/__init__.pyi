@@ -1,4 +1,3 @@
-from .allocation import Allocation as Allocation
 from .contributions import (
     PADDING as PADDING,
     Users as Users,
@@ -7,12 +6,19 @@ from .contributions import (
     graph_of as graph_of,
     groups_of as groups_of,
     limit_contributions as limit_contributions,
+    median_group_size as median_group_size,
     owners_of as owners_of,
     places as places,
     pool_of as pool_of,
+    private_median as private_median,
+    rank_error as rank_error,
     without_padding as without_padding,
 )
-from .cyclic import Cyclic as Cyclic
-from .poisson import Poisson as Poisson, Shuffle as Shuffle
-from .sampler import Sampling as Sampling
+from .sampler import (
+    Allocation as Allocation,
+    Cyclic as Cyclic,
+    Poisson as Poisson,
+    Sampling as Sampling,
+    Shuffle as Shuffle,
+)
 from .shared import Groups as Groups

@@ -1,8 +1,12 @@
-"""Which of a user's examples take part: contribution bounding, and the group of a step.
+"""The examples of a user that take part: contribution bounding, a step's group, and its size.
 
-All are pure functions of (key, purpose, step, user); see `keys`.
+`limit_contributions` is the pool of ELS, `draw_groups` the groups of ULS (Algorithms 1 and 2). All
+draws are pure functions of (key, purpose, step, user); see `keys`. The group size of ELS is the
+median user's number of examples (Section 6), from the data as they are or by the exponential
+mechanism on a public grid; `accounting.pure_dp` composes that mechanism with training.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -15,9 +19,15 @@ from fedsim.sampling.shared import Groups, bounded_pool, owners_groups
 
 PADDING = -1
 
+GRID = np.unique(np.round(2 ** (np.arange(81) / 4)).astype(np.int64))
+"""Possible results of `private_median`, whatever the data: four values per octave, 1 to 2^20."""
+
+FAILURE = 0.01
+"""Probability with which `private_median` may miss by more than `rank_error`."""
+
 
 class Users(Protocol):
-    """Whose examples are which: what sampling and accounting know of the data."""
+    """The assignment of examples to users: all that sampling and accounting read of the data."""
 
     @property
     def num_users(self) -> int:
@@ -31,18 +41,20 @@ class Users(Protocol):
 
     @property
     def offsets(self) -> np.ndarray:
-        """int64 [num_users + 1]: user u owns the examples offsets[u]:offsets[u + 1]. Where examples
-        have several owners: those of each owner set; see `graph_of`."""
+        """int64 [num_users + 1]: user u owns the examples offsets[u]:offsets[u + 1]. For examples
+        with several owners, the same of owner sets instead of users; see `graph_of`."""
         ...
 
 
 def limit_contributions(offsets: np.ndarray, group_size: int, key: SecretKey) -> np.ndarray:
     """D_sub: at most `group_size` examples of each user, drawn once for all of training.
 
-    Guarantees: a user's share depends on (key, user) alone, so it is the same in every step and
-      after every resume; no example appears twice.
+    Guarantees: a user's examples in the pool depend on (key, user) alone, so they are the same in
+      every step and after every resume; no example appears twice.
     Args:
       offsets: int64 [num_users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
+      group_size: G_ELS.
+      key: secret key of the run.
     Returns: example indices, int64 [pool], ascending.
     Source: Charles et al. 2024, Algorithm 1, lines 1-4.
     """
@@ -56,8 +68,11 @@ def limit_contributions(offsets: np.ndarray, group_size: int, key: SecretKey) ->
 
 
 def pool_of(users: Users, group_size: int, key: SecretKey, adjacency: str) -> np.ndarray:
-    """D_sub: of `limit_contributions`, or with zero-out of `places`, as many for every user. Where
-    examples have several owners: of `bounded_pool`."""
+    """Return D_sub, the pool of ELS: example indices, int64 [pool], PADDING where a place is empty.
+
+    `limit_contributions` draws it; under zero-out adjacency, `places` then gives every user the
+    same number of places. For examples with several owners, `bounded_pool` draws it.
+    """
     offsets = users.offsets
     if (owners := graph_of(users)) is not None:
         return bounded_pool(offsets, owners, group_size, key)
@@ -66,33 +81,36 @@ def pool_of(users: Users, group_size: int, key: SecretKey, adjacency: str) -> np
 
 
 def groups_of(users: Users, max_changed: int, key: SecretKey) -> Groups:
-    """D_u where examples have several owners: of `owners_groups`."""
+    """Return D_u of each user for examples with several owners; see `owners_groups`."""
     owners = graph_of(users)
-    assert owners is not None, "else a user's group is all that they own"
+    assert owners is not None, "with one owner per example, a user's group is what the user owns"
     return owners_groups(users.offsets, owners, max_changed, key)
 
 
 def graph_of(users: Users) -> Owners | None:
-    """Who owns the examples of each owner set; None where every example has one owner."""
+    """Return the ownership graph of owner sets and users; None if every example has one owner."""
     return getattr(users, "owners", None)
 
 
 def examples_per_user(users: Users) -> np.ndarray:
-    """int64 [num_users]: examples that each user owns, alone or with others."""
+    """Count the examples that each user owns, alone or with others: int64 [num_users]."""
     owners, counts = graph_of(users), np.diff(users.offsets)
     return counts if owners is None else owners.count(counts)
 
 
 def without_padding(rows: np.ndarray) -> np.ndarray:
-    """Rows [n] without empty places, which would add zero to the sum."""
+    """Remove PADDING from rows [n]; a row of padding would only add zero to the sum."""
     return rows[rows != PADDING]
 
 
 def places(offsets: np.ndarray, pool: np.ndarray, group_size: int) -> np.ndarray:
-    """D_sub with `group_size` places for every user: what a user lacks is PADDING.
+    """Return D_sub with `group_size` places for every user, PADDING where a place is empty.
 
-    Guarantees: a user's places depend on their own part of `pool` alone.
-    Args: pool: of `limit_contributions`.
+    Guarantees: a user's places depend on that user's part of `pool` alone.
+    Args:
+      offsets: int64 [num_users + 1], as in `Users`.
+      pool: the result of `limit_contributions`.
+      group_size: G_ELS.
     Returns: int64 [num_users * group_size].
     """
     counts = np.minimum(np.diff(offsets), group_size)
@@ -103,7 +121,7 @@ def places(offsets: np.ndarray, pool: np.ndarray, group_size: int) -> np.ndarray
 
 
 def owners_of(offsets: np.ndarray, pool: np.ndarray, group_size: int) -> np.ndarray:
-    """Whose each place of the pool of ELS is, int64 [pool]. Args: pool: of `pool_of`."""
+    """Return the user of each place of a pool that `pool_of` returned, int64 [pool]."""
     if len(pool) == (len(offsets) - 1) * group_size:
         return np.arange(len(pool)) // group_size
     return np.searchsorted(offsets, pool, side="right") - 1
@@ -116,7 +134,14 @@ def draw_groups(
 
     Guarantees: no example appears twice in a group; a user's group depends on (key, step, user)
       alone.
-    Returns: example indices, int64 [cohort, group_size]; PADDING fills the groups of short users.
+    Args:
+      offsets: int64 [num_users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
+      cohort: U^t, numbers of users.
+      group_size: G_ULS.
+      key: secret key of the run.
+      step: t, from 0.
+    Returns: example indices, int64 [cohort, group_size]; PADDING fills the groups of users with
+      fewer examples.
     Source: Charles et al. 2024, Algorithm 2.
     """
     users = [int(user) for user in cohort]
@@ -129,3 +154,50 @@ def draw_groups(
             rng = streams.at(user)
             group[:] = start + np.sort(rng.choice(size, group_size, replace=False, shuffle=False))
     return rows
+
+
+def median_group_size(sizes: np.ndarray) -> int:
+    """The median heuristic for G_ELS: the median user's number of examples, at least 1.
+
+    The result is not private; `private_median` is.
+    Args:
+      sizes: examples of each user, int [users].
+    Source: Charles et al. 2024, Section 6.
+    """
+    return max(1, int(np.median(sizes)))
+
+
+def private_median(sizes: np.ndarray, epsilon: float, rng: np.random.Generator) -> int:
+    """Draw a value of GRID near the median of the users' sizes, with weight exp(epsilon utility).
+
+    Guarantees: epsilon-DP under adding or removing one user, and under removing all texts of a
+      user, because users without texts are not counted. With probability 1 - FAILURE, the number of
+      users between the result and the median exceeds that of the best value of GRID by at most
+      `rank_error(epsilon)`. The accountant leaves out the rounding of float64: 2^-50 (epsilon N +
+      4) in epsilon for N users, and 1e-14 (1 + e^epsilon) in delta (docs/theory/noise.md).
+    Args:
+      sizes: examples of each user, int [users].
+      epsilon: of this release, > 0.
+      rng: generator of this release alone.
+    Source: McSherry and Talwar 2007 (the exponential mechanism).
+    """
+    scores = epsilon * utility(sizes[sizes > 0])  # sensitivity 1/2, so exp(epsilon u / (2 * 1/2))
+    weights = np.exp(scores - scores.max())
+    return int(rng.choice(GRID, p=weights / weights.sum()))
+
+
+def utility(sizes: np.ndarray) -> np.ndarray:
+    """Minus the number of users between each value of GRID and the median, float64 [grid].
+
+    Adding or removing a user changes an entry by at most 1/2: the count on one side changes by 0 or
+    1, and half of the number of users by 1/2.
+    """
+    ordered, half = np.sort(sizes), len(sizes) / 2
+    below = np.searchsorted(ordered, GRID, "left")
+    above = len(sizes) - np.searchsorted(ordered, GRID, "right")
+    return -np.maximum(0.0, np.maximum(below, above) - half)
+
+
+def rank_error(epsilon: float) -> float:
+    """ln(|GRID| / FAILURE) / epsilon: the error of `private_median` in users, up to FAILURE."""
+    return math.log(len(GRID) / FAILURE) / epsilon

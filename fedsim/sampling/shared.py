@@ -1,8 +1,8 @@
-"""Contribution bounding where texts have several owners: the pool of ELS and the groups of ULS.
+"""Contribution bounding for texts with several owners: the pool of ELS and the groups of ULS.
 
-Both are functions of the key and of who owns which text, and of nothing that a text says: what is
-kept of one user's texts depends on everyone, so the graph is taken as public and fixed, and what is
-protected is what is in a user's texts (docs/theory/owners.md). Both are found once, before
+Both are functions of the key and of the ownership graph, never of a text's content. Which of one
+user's texts are kept depends on all users, so the graph is taken as public and fixed, and the
+guarantee protects the content of a user's texts (docs/theory/owners.md). Both are computed once, before
 the first step.
 """
 
@@ -15,18 +15,24 @@ from scipy import optimize, sparse
 from fedsim.data import Owners
 from fedsim.keys import SecretKey
 
-EXACT_SETS = 1000  # owner sets up to which the largest pool is looked for
-EXACT_NODES = 1000  # of the search tree: what decides must not be how fast a machine is
+EXACT_SETS = 1000  # owner sets up to which integer programming searches for the largest pool
+EXACT_NODES = 1000  # of the search tree: a time limit would make the pool depend on the machine
 
 
 def bounded_pool(
     offsets: np.ndarray, owners: Owners, group_size: int, key: SecretKey
 ) -> np.ndarray:
-    """D_sub: texts of which nobody owns more than `group_size`; int64 [pool], ascending.
+    """D_sub: texts of which no user owns more than `group_size`.
 
-    Guarantees: a function of the graph and the key; the largest such pool where there are few owner
-      sets and it is found, else the greedy one, of texts in an order drawn from the key.
-    Args: offsets: int64 [sets + 1]; set s has the texts offsets[s]:offsets[s + 1].
+    Guarantees: a function of the graph and the key. It is the largest such pool if there are at
+      most EXACT_SETS owner sets and the search succeeds; otherwise the greedy one, of texts in an
+      order drawn from the key.
+    Args:
+      offsets: int64 [sets + 1]; set s has the texts offsets[s]:offsets[s + 1].
+      owners: the ownership graph of sets and users.
+      group_size: G_ELS.
+      key: secret key of the run.
+    Returns: numbers of texts, int64 [pool], ascending.
     """
     order = key.generator("contributions").permutation(int(offsets[-1]))
     if owners.num_sets <= EXACT_SETS:
@@ -39,12 +45,13 @@ def bounded_pool(
 def greedy_pool(
     order: np.ndarray, offsets: np.ndarray, owners: Owners, group_size: int
 ) -> np.ndarray:
-    """The texts that are kept if each text, in this order, is kept unless one of its owners has
-    `group_size` already; int64 [pool], ascending.
+    """Keep each text, in this order, unless one of its owners already has `group_size` texts.
 
-    All at once: a text is kept if it is among the first of every owner's that are undecided, as
-    many as still fit, for then it fits whatever becomes of those before it. It is left out once an
-    owner has no room. Every round decides the first text at least; a random order takes few.
+    Vectorised in rounds. A text is kept once it is among the first undecided texts of each of its
+    owners, as many as still fit, because then it fits whatever is decided about the texts before
+    it. It is left out once an owner has no room. Every round decides at least the first text; a
+    random order needs few rounds.
+    Returns: numbers of texts, int64 [pool], ascending.
     """
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
@@ -68,34 +75,37 @@ def greedy_pool(
 
 
 def largest_pool(num_texts: np.ndarray, owners: Owners, group_size: int) -> np.ndarray | None:
-    """int64 [sets]: how many texts of each owner set a largest pool has; None if the search for one
-    was given up.
+    """Count the texts of each owner set in a largest pool, by integer programming.
 
-    Args: num_texts: int [sets], how many there are. By integer programming: texts of the same
-      owners are as good as each other.
+    Texts with the same owners are interchangeable, so the counts determine the pool's size.
+    Args:
+      num_texts: texts of each owner set, int [sets].
+      owners: the ownership graph of sets and users.
+      group_size: G_ELS.
+    Returns: int64 [sets], or None if the search reached EXACT_NODES.
     """
     shape = (owners.num_users, owners.num_sets)
     ones, most = np.ones(len(owners.users)), np.full(owners.num_users, group_size)
     owned = sparse.csr_array((ones, (owners.users, owners.sets)), shape=shape)
-    found: Any = optimize.milp(
+    solution: Any = optimize.milp(
         -np.ones(owners.num_sets),
         integrality=np.ones(owners.num_sets),
         bounds=optimize.Bounds(0, num_texts.astype(np.float64)),  # pyright: ignore
         constraints=optimize.LinearConstraint(owned, -np.inf, most),  # pyright: ignore
         options={"mip_rel_gap": 0.0, "node_limit": EXACT_NODES},
     )
-    return np.round(found.x).astype(np.int64) if found.success else None
+    return np.round(solution.x).astype(np.int64) if solution.success else None
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The examples of each sampling unit of ULS; as `Users`, those who have a group.
+    """The groups of ULS for texts with several owners. As `Users`, it has the users with a group.
 
     Attributes:
       offsets: int64 [groups + 1]; group g has the places offsets[g]:offsets[g + 1].
       rows: int64 [places], the example at each place.
-      users: int64 [groups], whose group each is.
-      max_changed: k: in so many groups of others, at most, are texts of any one user.
+      users: int64 [groups], the user of each group.
+      max_changed: k, the most groups of other users that hold texts of any one user.
     """
 
     offsets: np.ndarray
@@ -105,29 +115,34 @@ class Groups:
 
     @property
     def num_users(self) -> int:
-        """Users who have a group."""
+        """Number of users with a group."""
         return len(self.users)
 
     @property
     def num_examples(self) -> int:
-        """Examples of all groups."""
+        """Number of examples of all groups."""
         return len(self.rows)
 
     def examples(self, places: np.ndarray) -> np.ndarray:
-        """The examples at some places, in the same shape; -1, padding, stays."""
+        """Return the examples at some places, in the same shape; -1, padding, stays."""
         return np.where(places >= 0, self.rows[places], places)
 
 
 def owners_groups(offsets: np.ndarray, owners: Owners, max_changed: int, key: SecretKey) -> Groups:
-    """Each text in the group of one of its owners.
+    """Assign each text to the group of one of its owners.
 
-    Owner sets, in an order drawn from the key, go whole to an owner: to the one for whom the fewest
-    of the others come into a group that none of their texts are in yet, and of several such ones
-    drawn from the key. A set is left out where some owner would then be in more than `max_changed`
-    groups of others. Users without a group are no sampling units.
+    Each owner set, in an order drawn from the key, is assigned whole to one of its owners: the one
+    for whom the fewest other owners enter a group in which they have no text yet; the key breaks
+    ties. A set is left out if some owner would then be in more than `max_changed` groups of others.
+    Users without a group are not sampling units.
 
     Guarantees: a function of the graph and the key. All texts in a group have its user among their
-      owners. Nobody's texts are in more than max_changed groups of others.
+      owners. Texts of one user are in at most max_changed groups of other users.
+    Args:
+      offsets: int64 [sets + 1]; set s has the texts offsets[s]:offsets[s + 1].
+      owners: the ownership graph of sets and users.
+      max_changed: k.
+      key: secret key of the run.
     """
     rng = key.generator("contributions")
     order, chances = rng.permutation(owners.num_sets), rng.random(len(owners.users))
@@ -156,7 +171,7 @@ def owners_groups(offsets: np.ndarray, owners: Owners, max_changed: int, key: Se
 
 
 def _entering(members: list[int], home: int, entered: dict[int, set[int]], most: int) -> int | None:
-    """How many of the members would come into the group of `home` anew; None if one may not."""
+    """Count the members who would newly enter the group of `home`; None if a member may not."""
     new = 0
     for user in members:
         into = entered.get(user, ())
@@ -168,17 +183,17 @@ def _entering(members: list[int], home: int, entered: dict[int, set[int]], most:
 
 
 def _memberships(offsets: np.ndarray, owners: Owners) -> tuple[np.ndarray, np.ndarray]:
-    """(text, owner) of each text and each of its owners."""
+    """Return (texts, owners): one entry for each text and each of its owners."""
     per_set = np.diff(offsets)
-    counts = per_set[owners.sets]  # of each membership: so many texts
+    counts = per_set[owners.sets]  # texts of each membership's set
     ends = np.cumsum(counts)
     text = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
     return text + np.repeat(offsets[owners.sets], counts), np.repeat(owners.users, counts)
 
 
 def _first_of_each(order: np.ndarray, offsets: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Of each owner set the first `most` [sets] texts in an order; int64 [pool], ascending."""
+    """Return the first `most` [sets] texts of each owner set in an order: int64, ascending."""
     sets = np.repeat(np.arange(len(most)), np.diff(offsets))
-    of_order = order[np.argsort(sets[order], kind="stable")]  # set by set, in the order
+    of_order = order[np.argsort(sets[order], kind="stable")]  # by set, then in the given order
     rank = np.arange(len(order)) - offsets[sets]
     return np.sort(of_order[rank < most[sets]])

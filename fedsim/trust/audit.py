@@ -21,12 +21,11 @@ from fedsim.data import Dataset
 from fedsim.engine import AUTO
 from fedsim.errors import expect
 from fedsim.files import write_json
-from fedsim.group_size import median_group_size
 from fedsim.keys import SecretKey
 from fedsim.models import LanguageModelTask
 from fedsim.plan import ADJACENCY, REPRODUCTION, claimed_phases
 from fedsim.run import Console, checkpoint, directory, find_model, ledger, load_data
-from fedsim.sampling import examples_per_user, graph_of
+from fedsim.sampling import examples_per_user, graph_of, median_group_size
 from fedsim.training import train
 from fedsim.trust import bounds
 from fedsim.trust.audit_page import compose

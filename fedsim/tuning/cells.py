@@ -1,7 +1,8 @@
 """Ways of sampling, each with a kind of noise, compared at one epsilon: the one with the least.
 
-What counts is the noise on sums of gradients, which is what parameters are (`noise.toeplitz`), and
-what it costs: more gradients, or memory for rows of noise. All of it follows from what is public.
+What counts is the noise on sums of gradients, which is what parameters are (`noise.correlated`),
+and what it costs: more gradients, or memory for rows of noise. All of it follows from what is
+public.
 """
 
 import dataclasses

@@ -20,7 +20,7 @@ from fedsim.cli.main import main
 from fedsim.config import PrivacyConfig, RunConfig
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.errors import FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.library.training import train

@@ -11,8 +11,7 @@ from hypothesis import given, settings, strategies as st
 from problems import SoftmaxTask
 
 from fedsim.clipping import Clip, Strategy, clip_chunk
-from fedsim.clipping.clip import lattice_bits
-from fedsim.clipping.contribution import norm_and_bound
+from fedsim.clipping.contribution import lattice_bits, norm_and_bound
 
 CLIPS = [Clip(0.7), Clip(0.7, normalised=True), Clip(1e6, in_float32=True), Clip(1e-3)]
 

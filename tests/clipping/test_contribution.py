@@ -15,13 +15,17 @@ from zoo import FAMILIES, Tied, Untied, losses_of, random_batch, random_like, ra
 
 from experiments.mean_task import MeanTask
 from fedsim.clipping import Buckets, Clip, LocalSteps, Strategy, clip_chunk
-from fedsim.clipping.clip import lattice_bits, lattice_capacity
-from fedsim.clipping.contribution import contribution, norm_and_bound
+from fedsim.clipping.contribution import (
+    contribution,
+    lattice_bits,
+    lattice_capacity,
+    norm_and_bound,
+)
 from fedsim.clipping.packing import chunks
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
-from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.ray_engine import RayEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import BLOCKS, TransformerConfig, stacked

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from zoo import LENGTH, VOCAB, Tied, Untied, losses_of, random_batch, random_params
 
 from fedsim.clipping import Buckets, Clip, Strategy, clip_chunk
-from fedsim.clipping.observed import UnsupportedModel
+from fedsim.clipping.layers import UnsupportedModel
 
 UNITS, GROUP = 4, 2
 BUCKETS = Buckets(

@@ -9,7 +9,7 @@ from test_train import command, summary, texts  # noqa: F401
 
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, LocalSteps, Strategy, clip_chunk
-from fedsim.clipping.observed import UnsupportedModel
+from fedsim.clipping.layers import UnsupportedModel
 
 CLIP = Clip(0.3, normalised=True, in_float32=True)  # to compare all digits
 

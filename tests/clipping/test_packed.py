@@ -11,8 +11,7 @@ from zoo import FAMILIES, VOCAB, random_like
 
 from fedsim.clipping.packing import packed
 from fedsim.data.users import UserStore
-from fedsim.engine.lanes import EVAL_TOKENS_PER_CALL
-from fedsim.engine.worker import Worker
+from fedsim.engine.worker import EVAL_TOKENS_PER_CALL, Worker
 from fedsim.models import lora
 from fedsim.models.language_model import ROW, LanguageModelTask, next_token_nats, packed_nats
 from fedsim.models.transformer import Transformer, TransformerConfig, stacked

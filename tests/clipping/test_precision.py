@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedsim.clipping import Clip, Strategy, clip_chunk
-from fedsim.clipping.clip import MODEL
+from fedsim.clipping.contribution import MODEL
 from fedsim.clipping.strategy import NAMES
 from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig

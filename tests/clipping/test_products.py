@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from fedsim.clipping import products
-from fedsim.clipping.products import in_one_product
+from fedsim.clipping import scan
+from fedsim.clipping.scan import in_one_product
 
 
 def counted(monkeypatch):
     """The axes of all calls of `product` from now on."""
-    calls, product = [], products.product
+    calls, product = [], scan.product
 
     def count(x, weight, axis):
         calls.append(axis)
         return product(x, weight, axis)
 
-    monkeypatch.setattr(products, "product", count)
+    monkeypatch.setattr(scan, "product", count)
     return calls
 
 
@@ -57,10 +57,10 @@ def test_value_and_gradient_are_those_that_jax_derives(shape, dtype, remat, rng,
     expected = jax.jit(jax.value_and_grad(loss))(params, ids)
     calls = counted(monkeypatch)
     found = jax.jit(jax.value_and_grad(in_one_product(loss)))(params, ids)
-    assert set(calls) == {products.INPUTS, products.OUTPUTS}
+    assert set(calls) == {scan.INPUTS, scan.OUTPUTS}
     calls.clear()
     jax.eval_shape(in_one_product(loss), params, ids)
-    assert sorted(calls) == [products.INPUTS, products.INPUTS, products.OUTPUTS]
+    assert sorted(calls) == [scan.INPUTS, scan.INPUTS, scan.OUTPUTS]
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-6} if dtype == jnp.float32 else {"rtol": 0.02, "atol": 0.1}
     )
@@ -70,17 +70,17 @@ def test_value_and_gradient_are_those_that_jax_derives(shape, dtype, remat, rng,
     assert dtypes[0] == dtypes[1]
 
 
-@pytest.mark.parametrize("axis", [products.INPUTS, products.OUTPUTS])
+@pytest.mark.parametrize("axis", [scan.INPUTS, scan.OUTPUTS])
 def test_the_product_is_that_of_numpy_and_so_is_its_gradient(axis, rng):
     x, g = rng.normal(size=(4, 6, 5)), rng.normal(size=(4, 6, 3))
-    weight = rng.normal(size=(5, 3) if axis == products.INPUTS else (3, 5))
-    y, back = jax.vjp(lambda x, w: products.product(x, w, axis), *map(jnp.float32, (x, weight)))
-    matrix = weight if axis == products.INPUTS else weight.T
+    weight = rng.normal(size=(5, 3) if axis == scan.INPUTS else (3, 5))
+    y, back = jax.vjp(lambda x, w: scan.product(x, w, axis), *map(jnp.float32, (x, weight)))
+    matrix = weight if axis == scan.INPUTS else weight.T
     dx, dw = back(jnp.float32(g))
     dmatrix = np.einsum("bli,blo->io", x, g)
     np.testing.assert_allclose(y, x @ matrix, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(dx, g @ matrix.T, rtol=1e-4, atol=1e-5)
-    expected = dmatrix if axis == products.INPUTS else dmatrix.T
+    expected = dmatrix if axis == scan.INPUTS else dmatrix.T
     np.testing.assert_allclose(dw, expected, rtol=1e-4, atol=1e-5)
 
 

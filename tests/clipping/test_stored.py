@@ -15,10 +15,10 @@ import pytest
 from flax import linen as nn
 
 from fedsim.clipping import Clip, Strategy, clip_chunk, scan
-from fedsim.clipping.clip import lattice_bits, num_coordinates
-from fedsim.engine import arithmetic
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.clipping.contribution import lattice_bits, num_coordinates
+from fedsim.engine import programs
 from fedsim.engine.task import Task
+from fedsim.engine.worker import LocalEngine
 
 pytestmark = [pytest.mark.privacy, pytest.mark.usefixtures("any_rank")]
 
@@ -102,7 +102,7 @@ def contributed(losses, params, row, name):
     batch = jax.tree.map(lambda x: np.repeat(np.asarray(x)[None, None], UNITS, 0), row)
     mask = np.arange(UNITS)[:, None] == 0
     run = jax.jit(lambda *args: clip_chunk(losses, *args, Clip(1.0, True), Strategy.parse(name))[0])
-    whole = arithmetic.sum_of_squares(run(params, batch, mask))
+    whole = programs.sum_of_squares(run(params, batch, mask))
     bits = lattice_bits(num_coordinates(params))
     assert (whole > 4**bits) == (whole / 4**bits > 1)
     return (whole / 4**bits) ** 0.5
@@ -181,21 +181,21 @@ def test_a_program_without_its_loop_is_not_used(monkeypatch):
 
     total(Strategy("scan", 1))  # as it is, it is used
     monkeypatch.setattr(scan, "stored", at_once)
-    monkeypatch.setattr(arithmetic, "_check_contributions", lambda *_: None)
-    with pytest.raises(arithmetic.UnfitDevice, match="has lost the loop that stores gradients"):
+    monkeypatch.setattr(programs, "_check_contributions", lambda *_: None)
+    with pytest.raises(programs.UnfitDevice, match="has lost the loop that stores gradients"):
         total(Strategy("scan", 1))
 
 
 @pytest.mark.parametrize("name", ["scan:1", "direct:4", "ghost:4"])
 def test_hostile_units_contribute_c_at_most(name):
-    arithmetic.check_contributions(Strategy.parse(name), Heads().params)
+    programs.check_contributions(Strategy.parse(name), Heads().params)
 
 
 @as_compiled
 @pytest.mark.parametrize("name", ["scan:1", "direct:4", "ghost:4"])
 def test_a_norm_of_something_else_is_seen(monkeypatch, name):
     monkeypatch.setattr(scan, "stored", at_once)
-    arithmetic._check_contributions.cache_clear()
-    with pytest.raises(arithmetic.UnfitDevice, match="contributes .* C, expected at most C"):
-        arithmetic.check_contributions(Strategy.parse(name), Heads().params)
-    arithmetic._check_contributions.cache_clear()
+    programs._check_contributions.cache_clear()
+    with pytest.raises(programs.UnfitDevice, match="contributes .* C, expected at most C"):
+        programs.check_contributions(Strategy.parse(name), Heads().params)
+    programs._check_contributions.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 from zoo import ByHand
 
 from fedsim.clipping import Clip, Strategy, clip_chunk
-from fedsim.clipping.clip import lattice_bits
+from fedsim.clipping.contribution import lattice_bits
 from fedsim.clipping.strategy import (
     FEW_PARAMETERS,
     MANY_PARAMETERS,

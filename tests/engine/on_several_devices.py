@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec
 from refused import refuses
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.clipping.clip import lattice_bits
+from fedsim.clipping.contribution import lattice_bits
 from fedsim.config import Algorithm, MeshShape, PrivacyConfig, run_config
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
-from fedsim.engine.arithmetic import UnfitDevice
+from fedsim.engine.programs import UnfitDevice
 from fedsim.engine.worker import Worker
 from fedsim.models import lora
 from fedsim.models.language_model import LanguageModelTask

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fedsim.engine import arithmetic
-from fedsim.engine.resources import compiler_options
+from fedsim.engine import programs
+from fedsim.engine.environment import compiler_options
 
 pytestmark = pytest.mark.privacy
 
@@ -19,17 +19,17 @@ def without_three_bits(x, _):
 
 
 def test_a_processor_is_fit():
-    arithmetic.check_arithmetic(jax.local_devices()[0])
+    programs.check_arithmetic(jax.local_devices()[0])
 
 
 @pytest.mark.parametrize(
     "name, wrong", [("products", rounded_to_bfloat16), ("roots", without_three_bits)]
 )
 def test_arithmetic_of_less_precision_is_refused(monkeypatch, name, wrong):
-    _, exact, roundings = arithmetic.OPERATIONS[name]
-    monkeypatch.setitem(arithmetic.OPERATIONS, name, (wrong, exact, roundings))
-    with pytest.raises(arithmetic.UnfitDevice, match=f"{name} err by .*the guarantee does not"):
-        arithmetic.check_arithmetic(jax.local_devices()[0])
+    _, exact, roundings = programs.OPERATIONS[name]
+    monkeypatch.setitem(programs.OPERATIONS, name, (wrong, exact, roundings))
+    with pytest.raises(programs.UnfitDevice, match=f"{name} err by .*the guarantee does not"):
+        programs.check_arithmetic(jax.local_devices()[0])
 
 
 def test_xla_knows_what_it_is_told_of_programs_for_gpus():

@@ -20,9 +20,9 @@ from problems import softmax_problem
 from test_train import command, lines, summary, texts  # noqa: F401
 
 from fedsim.clipping import Clip
-from fedsim.engine.health import Patience
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.actors import Patience
 from fedsim.engine.task import Task
+from fedsim.engine.worker import LocalEngine
 
 pytestmark = pytest.mark.ray
 CLIP = Clip(0.5)

@@ -15,10 +15,10 @@ from refused import refuses
 from fedsim.clipping import Clip
 from fedsim.config import EngineConfig
 from fedsim.engine import reduction
+from fedsim.engine.actors import Patience
 from fedsim.engine.engine import EngineError
-from fedsim.engine.health import Patience
-from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task
+from fedsim.engine.worker import LocalEngine
 from fedsim.mechanism import noisy_mean
 from fedsim.models.language_model import next_token_nats
 from fedsim.models.transformer import Transformer, TransformerConfig

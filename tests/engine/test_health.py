@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from fedsim.engine.health import Health, Patience, State
+from fedsim.engine.actors import Health, Patience, State
 
 PATIENCE = Patience(first=100, least=10, medians=5, back=50)
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings, strategies as st
 
 from fedsim.clipping import Buckets, Clip, Strategy
 from fedsim.data.users import UserStore
-from fedsim.engine.lanes import AT_ONCE, LEAST_TOKENS, costs, cut, cut_examples
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.engine import AT_ONCE, LEAST_TOKENS, costs, cut, cut_examples
 from fedsim.engine.task import Task
+from fedsim.engine.worker import LocalEngine
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig
 

@@ -7,7 +7,7 @@ from problems import two_steps
 from refused import refuses
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.clipping.observed import UnsupportedModel
+from fedsim.clipping.layers import UnsupportedModel
 from fedsim.config import EngineConfig, MeshShape
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore

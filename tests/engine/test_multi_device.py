@@ -6,9 +6,7 @@ import pytest
 from problems import softmax_problem
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.engine.local_engine import LocalEngine
-from fedsim.engine.multi_device import MultiDeviceWorker, _added
-from fedsim.engine.worker import Worker
+from fedsim.engine.worker import LocalEngine, MultiDeviceWorker, Worker, _added
 
 ROWS = np.where(np.arange(42).reshape(14, 3) % 5, np.arange(42).reshape(14, 3), -1)
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from fedsim.engine.lanes import ahead, touch
+from fedsim.engine.worker import ahead, touch
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])

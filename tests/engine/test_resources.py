@@ -11,8 +11,7 @@ from refused import refuses
 
 from fedsim.engine import parallel_runs
 from fedsim.engine.actors import Actors, placed_in_time
-from fedsim.engine.ray_engine import RayEngine
-from fedsim.engine.resources import (
+from fedsim.engine.environment import (
     ALLOCATOR,
     Placement,
     actor_options,
@@ -22,6 +21,7 @@ from fedsim.engine.resources import (
     store_bytes,
     worker_environment,
 )
+from fedsim.engine.ray_engine import RayEngine
 
 GPUS = {"CPU": 64.0, "GPU": 8.0}
 TPUS = {"CPU": 64.0, "TPU": 4.0}

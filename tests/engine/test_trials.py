@@ -14,8 +14,8 @@ from zoo import VOCAB, Tied
 from fedsim.clipping import Clip, Strategy
 from fedsim.engine import trials as engine_trials
 from fedsim.engine.engine import Engine, Trial
-from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.trials import choose_strategy
+from fedsim.engine.worker import LocalEngine
 
 CLIP, ROWS = Clip(0.1), np.arange(24).reshape(-1, 2)
 SCAN, GHOST = Strategy("scan", 2), Strategy("ghost", 4)

@@ -10,14 +10,12 @@ from zoo import Tied, losses_of
 
 from experiments.mean_task import MeanTask
 from fedsim.clipping import Clip, Strategy, clip_chunk, layers
-from fedsim.clipping.observed import UnsupportedModel
+from fedsim.clipping.layers import UnsupportedModel
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
-from fedsim.engine.arithmetic import UnfitDevice
-from fedsim.engine.local_engine import LocalEngine
-from fedsim.engine.programs import Programs
+from fedsim.engine.programs import Programs, UnfitDevice
 from fedsim.engine.task import Task
-from fedsim.engine.worker import Worker
+from fedsim.engine.worker import LocalEngine, Worker
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig
 

@@ -11,7 +11,7 @@ from refused import refuses
 
 import fedsim
 from fedsim.clipping import Clip, LocalSteps
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.errors import FileDamaged
 from fedsim.library.own_task import OwnedRows, OwnedTask, OwnTask, owner_ids
 

@@ -26,7 +26,7 @@ from fedsim.trust.verify import verify
 
 PHASES = {
     "calibration": ("fedsim.training.planned", "make_plan"),
-    "draw": ("fedsim.sampling.poisson", "Poisson.draw"),
+    "draw": ("fedsim.sampling.sampler", "Poisson.draw"),
     "step": ("fedsim.engine.engine", "Engine.clipped_sum"),
     "checkpoint": ("fedsim.models.model_files", "write_with"),
     "ledger": ("fedsim.run.chained_log", "ChainedLog.append"),

@@ -17,7 +17,7 @@ from fedsim.clipping import Strategy
 from fedsim.config import PretrainConfig
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.transformer import TransformerConfig

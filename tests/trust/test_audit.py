@@ -16,7 +16,7 @@ from fedsim.clipping import Clip, LocalSteps, Strategy
 from fedsim.config.privacy import COMPARISON_ONLY
 from fedsim.els import ELS
 from fedsim.engine import trials
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated

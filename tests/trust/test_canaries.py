@@ -14,8 +14,8 @@ from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.data.users import UserStore
-from fedsim.engine.local_engine import LocalEngine
 from fedsim.engine.task import Task, WrappedTask
+from fedsim.engine.worker import LocalEngine
 from fedsim.errors import ConfigError
 from fedsim.trust import canaries
 from fedsim.trust.canaries import CanaryTask, Directions, Planted, PlantedStore, canary_tokens

@@ -7,7 +7,7 @@ from scipy import stats
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.clipping import Clip
-from fedsim.clipping.clip import lattice_bits
+from fedsim.clipping.contribution import lattice_bits
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.noise import Correlated, add_gaussian

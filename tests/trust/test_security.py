@@ -20,7 +20,7 @@ from fedsim import keys
 from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.els import ELS
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.errors import FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.sampling import Sampling

@@ -16,7 +16,7 @@ from fedsim.config import Algorithm
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.els import ELS
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.keys import SecretKey
 from fedsim.sampling import Sampling, contributions
 from fedsim.shared_uls import SharedULS

@@ -9,7 +9,7 @@ import pytest
 from refused import refuses
 
 from fedsim import accounting
-from fedsim.group_size import median_group_size
+from fedsim.sampling import median_group_size
 from fedsim.tuning import doubling
 from fedsim.tuning.doubling import Configuration, Limits, estimate_and_double
 

@@ -10,7 +10,7 @@ from refused import refuses
 
 from experiments.mean_task import MeanTask
 from fedsim.engine.engine import EngineError
-from fedsim.engine.local_engine import LocalEngine
+from fedsim.engine.worker import LocalEngine
 from fedsim.tuning import doubling
 from fedsim.tuning.estimates import BATCH, GradientNorms, median_interval
 

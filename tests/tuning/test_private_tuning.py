@@ -11,9 +11,9 @@ from fedsim.accounting import StepEvent
 from fedsim.accounting.pure_dp import PureEvent
 from fedsim.cli.main import main
 from fedsim.clipping.step_releases import AdaptiveClip, NoisyLoss
-from fedsim.group_size import GRID
 from fedsim.run import ledger, metrics
 from fedsim.run.console import Console
+from fedsim.sampling.contributions import GRID
 from fedsim.training import planned, private_evaluation
 
 
