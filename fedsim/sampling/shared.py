@@ -2,8 +2,8 @@
 
 Both are functions of the key and of the ownership graph, never of a text's content. Which of one
 user's texts are kept depends on all users, so the graph is taken as public and fixed, and the
-guarantee protects the content of a user's texts (docs/theory/owners.md). Both are computed once, before
-the first step.
+guarantee protects the content of a user's texts (docs/theory/owners.md). Both are computed once,
+before the first step.
 """
 
 from dataclasses import dataclass
