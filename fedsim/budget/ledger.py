@@ -18,19 +18,19 @@ the runs' own ledgers, which are made to be published; what `fedsim budget --jso
 import dataclasses
 import fcntl
 import hashlib
+import io
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedsim.accounting import Event, of_words, to_words
-from fedsim.budget import marks, people
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.files import (
     LEDGER,
@@ -38,16 +38,22 @@ from fedsim.files import (
     expand_home,
     make_directory,
     read_json,
+    remove_cut_off_line,
+    sync_directory,
+    write_atomically,
+    write_durably,
     write_json,
 )
 from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.run import ChainedLog, LedgerError, Reached
 
 FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
+USERS, STEPS = "users", "steps"
 SHARED = 0o660
 OPENED, CLOSED, LIMIT = "opened", "closed", "limit"
 ELSEWHERE = f"--budget-ledger or {LEDGER} names another one"
 
+Seal = Callable[[str], str]
 Released = list[tuple[Event, int]] | None
 """Events, each with its number of times; None: without noise."""
 
@@ -88,6 +94,26 @@ class Limit:
     epsilon: float
     delta: float
     users: str | None = None
+
+
+class Mark(NamedTuple):
+    """How far a run has come."""
+
+    steps: int
+    chain: str
+    """Of its own ledger after so many steps; empty: not known."""
+
+    def expect_reached(self, chains: Sequence[str], run_dir: Path, ledger: Path) -> None:
+        """Raises LedgerError: the run in `run_dir` has not come as far, or has taken other steps.
+
+        Args: chains: of its own ledger after 0, 1, ... steps; empty where they are not known.
+        """
+        if (steps := len(chains) - 1) < self.steps:
+            more = f"{ledger} has {self.steps} steps of it, and here are {steps}"
+            raise LedgerError(f"{run_dir}: is an older copy of a run: {more}")
+        if self.chain and chains[self.steps] not in ("", self.chain):
+            other = f"{ledger} has another step {self.steps} of it than there is here"
+            raise LedgerError(f"{run_dir}: is a copy that went another way: {other}")
 
 
 def place_of(directory: str | Path | None) -> Path:
@@ -138,12 +164,17 @@ class BudgetLedger:
 
     def users(self, ids: Sequence[str]) -> np.ndarray:
         """The fingerprints of users' ids."""
-        return people.fingerprints(ids, self.key)
+        return fingerprints(ids, self.key)
 
     def save_users(self, users: np.ndarray) -> str:
-        """Write fingerprints of users to a file; returns the name that entries call them by."""
-        self._make(people.DIRECTORY)
-        return people.save(self.directory, users, self._mode)
+        """Keep a set of fingerprints; returns its name, the digest of its content."""
+        self._make(USERS)
+        path = self._users_path(name := _digest(users))
+        if not path.exists():
+            content = io.BytesIO()
+            np.save(content, users, allow_pickle=False)
+            write_atomically(path, content.getvalue(), mode=self._mode)
+        return name
 
     def _make(self, name: str) -> None:
         place = self.directory / name
@@ -153,7 +184,17 @@ class BudgetLedger:
 
     def users_of(self, name: str) -> np.ndarray:
         """The fingerprints that were saved under a name. Raises: FileDamaged."""
-        return people.load(self.directory, name)
+        path = self._users_path(name)
+        try:
+            users = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise FileDamaged(f"{path}: expected fingerprints of users ({error})") from None
+        if users.dtype != np.uint64 or _digest(users) != name:
+            raise FileDamaged(f"{path}: was changed")
+        return users
+
+    def _users_path(self, name: str) -> Path:
+        return self.directory / USERS / f"{name}.npy"
 
     def begin(self, entry: Entry) -> None:
         """Count a run with all that it plans, durable when this returns: a new one, or one that
@@ -167,24 +208,24 @@ class BudgetLedger:
         """Note what a run released, and how it ended; its mark is not needed any more."""
         words = None if released is None else to_words(released)
         self._append({"what": CLOSED, "run": run, "outcome": outcome, "released": words})
-        marks.path_of(self.directory, run).unlink(missing_ok=True)
+        _mark_path(self.directory, run).unlink(missing_ok=True)
 
-    def mark(self, run: str) -> marks.Mark | None:
+    def mark(self, run: str) -> Mark | None:
         """How far a run has come that has not ended; None if that is not noted.
 
         Raises: FileDamaged: it was, and the file is gone or was changed.
         """
-        known, path = self.entries.get(run), marks.path_of(self.directory, run)
-        found = marks.read(path, self.key.seal)
+        known, path = self.entries.get(run), _mark_path(self.directory, run)
+        found = _read_mark(path, self.key.seal)
         if found is None and known is not None and known.marked and not known.outcome:
             raise FileDamaged(f"{path}: expected how far {known.place} has come")
         return found
 
     def marking(self, run: str, name: Path) -> AbstractContextManager[Reached]:
         """What notes how far a run has come. Args and Raises: see `marks.held`."""
-        self._make(marks.DIRECTORY)
-        path = marks.path_of(self.directory, run)
-        return marks.held(path, self.key.seal, self._mode, name)
+        self._make(STEPS)
+        path = _mark_path(self.directory, run)
+        return _hold_marks(path, self.key.seal, self._mode, name)
 
     def limit(self, limit: Limit) -> None:
         """Set a limit for some users."""
@@ -277,6 +318,20 @@ def look(directory: Path) -> Iterator[BudgetLedger]:
         yield stack.enter_context(hold(directory))
 
 
+def fingerprints(ids: Iterable[str], key: SecretKey) -> np.ndarray:
+    """uint64 [users], ascending: of each id a number that says nothing without the key."""
+    secret = bytes.fromhex(key.seal("users"))
+    digests = b"".join(
+        hashlib.blake2b(each.encode("utf-8", "surrogatepass"), digest_size=8, key=secret).digest()
+        for each in ids
+    )
+    return np.unique(np.frombuffer(digests, np.uint64))
+
+
+def _digest(users: np.ndarray) -> str:
+    return hashlib.sha256(users.astype("<u8").tobytes()).hexdigest()[:32]
+
+
 def _mode(directory: Path) -> int:
     """Of the ledger's files: its group may write them where it may write to the directory."""
     return SHARED if directory.stat().st_mode & stat.S_IWGRP else 0o600
@@ -299,3 +354,52 @@ def _check(line: dict[str, Any], number: int) -> None:
         Limit(float(line["epsilon"]), float(line["delta"]), line["users"])
     else:
         raise ValueError(f"what={line['what']}")
+
+
+def _mark_path(ledger: Path, run: str) -> Path:
+    """Path of the marks of a run; the name gives nothing of the key's seal away."""
+    return ledger / STEPS / hashlib.sha256(run.encode()).hexdigest()[:32]
+
+
+def _read_mark(path: Path, seal: Seal) -> Mark | None:
+    """The last mark in a file; None if there is no file. Raises: FileDamaged: it was changed."""
+    if not path.exists():
+        return None
+    lines = path.read_text(errors="replace").split("\n")[:-1]  # a crash may have cut off the last
+    if not lines:  # it was killed before the first line, hence before its first step
+        return Mark(0, "")
+    steps, _, rest = lines[-1].partition(" ")
+    chain, _, digest = rest.partition(" ")
+    if not steps.isdecimal() or digest != seal(_mark_text(path, steps, chain)):
+        raise FileDamaged(f"{path}: expected how far a run has come")
+    return Mark(int(steps), chain)
+
+
+@contextmanager
+def _hold_marks(path: Path, seal: Seal, mode: int, run_dir: Path) -> Iterator[Reached]:
+    """Lock the marks of a run; yields a function that appends one.
+
+    Raises: LedgerError: another process works on the run.
+    """
+    is_new = not path.exists()
+    with open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LedgerError(
+                f"{run_dir}: is a copy: another process works on the same run"
+            ) from None
+        if is_new:
+            path.chmod(mode)
+            sync_directory(path.parent)
+        remove_cut_off_line(path)
+
+        def reached(steps: int, chain: str) -> None:
+            digest = seal(_mark_text(path, str(steps), chain))
+            write_durably(file, f"{steps} {chain} {digest}\n".encode())
+
+        yield reached
+
+
+def _mark_text(path: Path, steps: str, chain: str) -> str:
+    return f"steps {path.name} {steps} {chain}"

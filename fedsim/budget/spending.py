@@ -22,13 +22,13 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
-from fedsim.budget import people
 from fedsim.budget.ledger import BudgetLedger, Entry, Limit, Released
 from fedsim.errors import FedsimError
 from fedsim.run import directory, ledger as run_ledger
 
 RUNNING, KILLED, GONE = "running", "killed", "gone"
 """How a run stands that has not ended."""
+MOST_PATTERNS = 64
 SET_ASIDE = 0.1
 """Share of delta for the tails of all runs but the first; see `set_aside`."""
 
@@ -120,7 +120,7 @@ class Books:
     charges: list[Charge]
     """Of runs that saw any of these people, in the order in which they began."""
     patterns: list[frozenset[str]]
-    """Combinations of sets of users that these people are in; see `people.patterns`."""
+    """Combinations of sets of users that these people are in; see `patterns`."""
     limits: list[Limit]
 
     @classmethod
@@ -139,7 +139,7 @@ class Books:
         kept = [charge for charge in charges if charge.entry.users in theirs]
         charged = {charge.entry.users: theirs[charge.entry.users] for charge in kept}
         bounds = [limit for limit in limits if limit.users is None or limit.users in theirs]
-        return cls(kept, people.patterns(users, charged), bounds)
+        return cls(kept, patterns(users, charged), bounds)
 
     def total(self, delta: float, *, more: Charge | None = None, sums: bool = False) -> Total:
         """What the one who pays most has paid.
@@ -177,6 +177,26 @@ class Books:
         return low
 
 
+def patterns(users: np.ndarray, sets: Mapping[str, np.ndarray]) -> list[frozenset[str]]:
+    """In which of the sets people of `users` are: every combination that no other one contains.
+
+    Whoever is in more sets pays more, so that the people who pay most are among these. Where there
+    are more than MOST_PATTERNS combinations, one stands for all: all sets that any of them is in.
+    """
+    names = sorted(sets)
+    member = np.stack([np.isin(users, sets[name]) for name in names] or [np.zeros(0, bool)], 1)
+    rows = np.unique(member, axis=0) if len(users) and names else np.zeros((0, len(names)), bool)
+    found = [frozenset(n for n, there in zip(names, row, strict=True) if there) for row in rows]
+    if len(found) > MOST_PATTERNS:
+        return [frozenset().union(*found)]
+    return [each for each in found if not any(each < other for other in found)]
+
+
+def union(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Everybody who is in one of the sets."""
+    return np.unique(np.concatenate([np.zeros(0, np.uint64), *parts]))
+
+
 def charge_of(entry: Entry) -> Charge:
     """What a run counts with: what it said that it released when it ended, and until then all that
     it planned. The directory of one that was killed may be a copy from before its last steps."""
@@ -208,7 +228,7 @@ def books_of(ledger: BudgetLedger, users: np.ndarray | None, limit: Limit | None
     names = {entry.users for entry in ledger.entries.values()}
     names |= {limited.users for limited in ledger.limits if limited.users is not None}
     sets = {name: ledger.users_of(name) for name in names}
-    users = people.union(list(sets.values())) if users is None else users
+    users = union(list(sets.values())) if users is None else users
     charges = [charge_of(entry) for entry in ledger.entries.values()]
     limits = [*ledger.limits, *([limit] if limit else [])]
     return Books.of(users, charges, sets, limits)

@@ -12,13 +12,46 @@ from typing import Any
 
 import tyro
 
-from fedsim.cli.flags import commands, named
-from fedsim.cli.help import page
+from fedsim.cli.help import commands, named, page
 from fedsim.config import RENAMED, PretrainConfig, PrivacyConfig, RunConfig, flags_of, renamed
 from fedsim.errors import ConfigError, expect, printable
 from fedsim.files import expand_home
 
 HELP = {"-h", "--help", "--help-all"}
+Flat = tyro.conf.OmitArgPrefixes  # flags of a nested config without its name in front
+
+
+class ReadsSources:
+    """Mixin: a command with the settings of a run."""
+
+    run: RunConfig
+
+    @property
+    def doing(self) -> str:
+        """The command's first line."""
+        return f"reading data={self.run.data.source}, model={self.run.model.source}"
+
+
+class ReadsRun:
+    """Mixin: a command on the directory of a run."""
+
+    run_dir: Path
+
+    @property
+    def doing(self) -> str:
+        """The command's first line."""
+        return f"reading run={self.run_dir}"
+
+
+class ReadsModel:
+    """Mixin: a command on a model, of a run or pretrained."""
+
+    model: str
+
+    @property
+    def doing(self) -> str:
+        """The command's first line."""
+        return f"reading model={self.model}"
 
 
 def parse(command: Any, args: list[str]) -> Any:

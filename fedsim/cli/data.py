@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from fedsim.cli.screen import columns
 from fedsim.errors import expect
+from fedsim.run import columns
 
 Each = tyro.conf.UseAppendAction[tuple[str, ...]]
 

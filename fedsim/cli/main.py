@@ -21,8 +21,7 @@ import tyro
 from fedsim.cli.account import Account, Calibrate
 from fedsim.cli.arguments import parse
 from fedsim.cli.data import Data
-from fedsim.cli.models import Export, Generate, Personalize, Pretrain
-from fedsim.cli.train import Evaluate, Train
+from fedsim.cli.models import Evaluate, Export, Generate, Personalize, Pretrain, Train
 from fedsim.cli.trust import Audit, Budget, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.errors import ConfigError, FedsimError, printable

@@ -8,7 +8,7 @@ import dataclasses
 import json
 from typing import Any, Literal, get_args
 
-from fedsim.cli.flags import flags
+from fedsim.cli.help import flags
 from fedsim.config import PrivacyConfig, RunConfig, flags_of, types_of
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import tyro
 
-from fedsim.cli.screen import ReadsSources, wrapped
+from fedsim.cli.arguments import Flat, ReadsRun, ReadsSources
 from fedsim.config import (
     Algorithm,
     AuditConfig,
@@ -18,8 +18,8 @@ from fedsim.config import (
     changed_run,
 )
 from fedsim.errors import expect
+from fedsim.run import wrapped
 
-Flat = tyro.conf.OmitArgPrefixes
 RunDir = tyro.conf.Positional[Path]
 
 
@@ -124,7 +124,7 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(ReadsRun):
     """Write the privacy report of a run: one HTML page, and the same as Markdown.
 
     Epsilon is recomputed from the ledger. A run that is not what its ledger says gets no report.
@@ -139,10 +139,6 @@ class Report:
     json: bool = False
     """Print one JSON object on stdout."""
 
-    @property
-    def doing(self) -> str:
-        return f"reading run={self.run_dir}"
-
     def __call__(self) -> dict[str, Any]:
         from fedsim.run import Console
         from fedsim.trust import report
@@ -156,7 +152,7 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify:
+class Verify(ReadsRun):
     """Replay a run's ledger against its checkpoints, settings, metrics, data and summary.
 
     A line for each promise. Exit code 1 if one is broken.
@@ -181,10 +177,6 @@ class Verify:
 
     json: bool = False
     """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading run={self.run_dir}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine import set_threads

@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 import tyro
 
-from fedsim.cli.screen import ReadsSources, wrapped
+from fedsim.cli.arguments import Flat, ReadsSources
 from fedsim.config import MechanismConfig, PrivacyConfig, PrivacyTarget, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
-
-Flat = tyro.conf.OmitArgPrefixes
+from fedsim.run import wrapped
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,12 @@ that a file is read as it was written or not at all.
 It has the chain of the run's ledger after its step, by which that of another run is known.
 
 Arrays that devices have between them go through files, a part at a time: one that no host could
-hold need not be on one. Checkpoints of 0.2, in MessagePack, are read by `msgpack_checkpoint`.
+hold need not be on one. Checkpoints of 0.2, in MessagePack, are read, too.
 """
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -31,7 +32,6 @@ from fedsim.errors import FedsimError
 from fedsim.files import make_directory
 from fedsim.models import tensor_files
 from fedsim.placement import any_cut, beside, is_cut, slabs
-from fedsim.run import msgpack_checkpoint
 
 DIRECTORY, SUFFIX = "checkpoints", ".safetensors"
 KEEP = 2
@@ -40,6 +40,8 @@ SLAB = 2**26  # bytes of what is on the host of an array that devices have betwe
 ABOUT = "fedsim"  # in a file's metadata: its digest and the state
 ARRAY = "array of"  # in the state: type and shape
 CHAIN = "chain"
+MSGPACK = ".msgpack"  # checkpoints of 0.2
+DIGEST_SIZE, SIZE_BYTES, PLACE = 32, 8, "bytes at"  # of these
 
 
 class CheckpointError(FedsimError, ValueError):
@@ -148,7 +150,7 @@ def latest(run_dir: Path) -> Path | None:
 def kept(run_dir: Path) -> list[Path]:
     """The checkpoints there are, the newest last."""
     found = (run_dir / DIRECTORY).glob("step-*")
-    return sorted(path for path in found if path.suffix in (SUFFIX, msgpack_checkpoint.SUFFIX))
+    return sorted(path for path in found if path.suffix in (SUFFIX, MSGPACK))
 
 
 def check(path: Path) -> None:
@@ -161,8 +163,8 @@ def _read(path: Path, new: Callable[[tuple[int, ...], np.dtype], Any]) -> Any:
 
     Raises: CheckpointError: it is not as it was written.
     """
-    if path.suffix == msgpack_checkpoint.SUFFIX:
-        return _earlier(path)
+    if path.suffix == MSGPACK:
+        return _read_msgpack(path)
     try:
         with safe_open(path, "numpy") as file:
             sha256, _, text = file.metadata()[ABOUT].partition(" ")
@@ -212,11 +214,34 @@ def _parts(stored: Any) -> Iterator[tuple[Any, np.ndarray]]:
             yield place, stored[place]
 
 
-def _earlier(path: Path) -> Any:
+def _read_msgpack(path: Path) -> Any:
+    """The state of a checkpoint of 0.2.
+
+    Such a file holds the bytes of large arrays, all else as MessagePack (large arrays by their
+    places), the size of that, and the sha256 of all before it.
+
+    Raises: CheckpointError: it is not as it was written.
+    """
+    data = memoryview(path.read_bytes())
+    content = data[:-DIGEST_SIZE]
+    if hashlib.sha256(content).digest() != data[-DIGEST_SIZE:]:
+        raise CheckpointError(f"{path}: was cut or changed since it was written")
     try:
-        return msgpack_checkpoint.load(path)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        size = int.from_bytes(content[-SIZE_BYTES:], "little")
+        packed = bytes(content[-size - SIZE_BYTES : -SIZE_BYTES])
+        return _with_large(serialization.msgpack_restore(packed), content)
+    except Exception:  # MessagePack's errors have no type in common
+        raise CheckpointError(f"{path}: expected the state of a run") from None
+
+
+def _with_large(tree: Any, content: memoryview) -> Any:
+    """A state of 0.2 with its large arrays put into their places."""
+    if not isinstance(tree, dict):
+        return tree
+    if PLACE not in tree:
+        return {name: _with_large(leaf, content) for name, leaf in tree.items()}
+    shape, dtype = tree["shape"], np.dtype(tree["dtype"])
+    return np.frombuffer(content, dtype, math.prod(shape), tree[PLACE]).reshape(shape)
 
 
 def restore(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], str]:

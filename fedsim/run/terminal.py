@@ -3,6 +3,7 @@
 Imports nothing that takes time: the first line of a command is there at once.
 """
 
+import shutil
 import sys
 import textwrap
 import threading
@@ -120,6 +121,20 @@ class Terminal:
     def _over_a_bar(phase: Phase, over: threading.Event, show: Callable[[str], None]) -> None:
         while not over.wait(REFRESH_S):
             show(phase.line())
+
+
+def columns() -> int:
+    """Width of a line on stdout; unlimited where stdout is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+
+
+def wrapped(text: str) -> str:
+    """Sentences broken between words to fit stdout; tables and commands to be copied stay whole."""
+    fitted = textwrap.TextWrapper(columns(), break_on_hyphens=False)
+    return "\n".join(
+        line if "  " in line or "fedsim " in line else fitted.fill(line)
+        for line in text.splitlines()
+    )
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

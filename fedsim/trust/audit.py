@@ -29,12 +29,17 @@ from fedsim.run import Console, checkpoint, directory, find_model, ledger, load_
 from fedsim.sampling import examples_per_user, graph_of
 from fedsim.training import train
 from fedsim.trust import bounds
-from fedsim.trust.audit_page import compose
 from fedsim.trust.bounds import Claim, audit_curve, audit_independent, curve_claim
-from fedsim.trust.canaries import POOLS, Planted, coins
+from fedsim.trust.canaries import (
+    POOLS,
+    Planted,
+    PlantedAmongOthers,
+    coins,
+    partners_of,
+    rows_of_users,
+)
 from fedsim.trust.noise_audit import audit_noise
-from fedsim.trust.pages import write
-from fedsim.trust.shared_canaries import PlantedAmongOthers, partners_of, rows_of_users
+from fedsim.trust.pages import Chart, Series, write
 
 NAME = "audit"
 ROWS_AT_ONCE = 16
@@ -294,3 +299,43 @@ def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
         "true_positives_at_1_percent": float(true[false <= ALARMS].max()),
         "roc": {"false": false.tolist(), "true": true.tolist()},
     }
+
+
+KINDS = {
+    "gradient": "gradient canaries",
+    "text": "text canaries",
+    "membership": "real users, trained on and held out",
+}
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """The result in one line."""
+    bound = f"epsilon is at least {result['epsilon_lower_bound']:.3f}"
+    return f"{bound} (confidence {result['confidence']:g} for each bound); {result['verdict']}"
+
+
+def compose(result: dict[str, Any]) -> dict[str, Any]:
+    """The facts that the template audit.md.jinja needs."""
+    attacks = {title: result[kind] for kind, title in KINDS.items() if result[kind]}
+    return {
+        "title": "Audit of a training",
+        "sentence": sentence(result),
+        "attacks": attacks,
+        "independent": (result["gradient"] or {}).get("independent"),
+        "noise": result.get("noise"),
+        "shared": result.get("shared"),
+        "replaced": result["replaced"],
+        "charts": [_roc(name, found["roc"]) for name, found in attacks.items() if "roc" in found],
+    }
+
+
+def _roc(attack: str, roc: dict[str, list[float]]) -> Chart:
+    return Chart(
+        f"{attack}: recognised against wrongly suspected",
+        "share suspected, of those left out",
+        "share suspected, of those included",
+        [
+            Series("attack", roc["false"], roc["true"]),
+            Series("guessing", [0, 1], [0, 1], dashed=True),
+        ],
+    )

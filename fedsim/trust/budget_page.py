@@ -12,8 +12,7 @@ from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, books, hold
 from fedsim.config import to_json
 from fedsim.errors import expect
 from fedsim.run import aligned
-from fedsim.trust.pages import write
-from fedsim.trust.plots import Chart, Series
+from fedsim.trust.pages import Chart, Series, write
 
 NAME = "budget"
 HEAD = "run", "kind", "state", "began", "releases", "epsilon alone"
