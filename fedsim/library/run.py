@@ -1,9 +1,10 @@
-"""A run as an object: what came out of it, and what can be done with it."""
+"""`fedsim.train` and the `Run` it returns: training, results and their checks from Python."""
 
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -29,15 +30,25 @@ from fedsim.trust import Check
 
 
 def load(run_dir: str | Path) -> "Run":
-    """The run that a directory holds. Raises: ConfigError: there is none."""
+    """Open the run in a directory.
+
+    Raises:
+      ConfigError: the directory holds no run.
+      FileDamaged: the run's settings were changed.
+    """
     return Run(run_dir)
 
 
 class Run:
-    """What a training left in its directory. Everything is read from there when it is asked for."""
+    """A run: its results, read from its directory when they are accessed, and what follows them.
+
+    Attributes:
+      run_dir: the run's directory.
+      stored: its settings, plan and model, as `config.json` has them.
+    """
 
     def __init__(self, run_dir: str | Path):
-        """Raises: ConfigError: `run_dir` holds no run. FileDamaged: its settings were changed."""
+        """See `load`."""
         self.run_dir = Path(expand_home("run_dir", run_dir))
         self.stored: StoredRun = directory.load(self.run_dir)
 
@@ -50,16 +61,22 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What `summary.json` holds. Raises: ConfigError: the run has not ended."""
+        """Content of `summary.json`.
+
+        Raises:
+          ConfigError: the run has not ended.
+        """
         if (found := directory.summary_of(self.run_dir)) is None:
             raise ConfigError.of("run", self.run_dir, "a run that has ended")
         return found
 
     @property
     def epsilon(self) -> float:
-        """The user-level epsilon that is claimed, at `delta`, with the slack of noise that is not
-        ideal; inf without noise. Of a run that ended before its last step, that of all steps that
-        it planned: it may have been stopped by looking at what it had released."""
+        """The claimed user-level epsilon at `delta`; inf without noise.
+
+        It includes the slack of noise that is not ideal. A run that ended early costs as much as
+        all its planned steps, because what it had released may be why it was stopped.
+        """
         return spent(self.summary)
 
     @property
@@ -69,8 +86,7 @@ class Run:
 
     @property
     def eval_loss(self) -> float:
-        """The last loss on users who were not trained on, in nats per token; nan if there are
-        none."""
+        """The last loss on held-out users, in nats per token; nan if there are none."""
         loss = self.summary["final_eval_loss"]
         return math.nan if loss is None else float(loss)
 
@@ -81,20 +97,28 @@ class Run:
 
     @functools.cached_property
     def params(self) -> Any:
-        """The parameters of the last checkpoint, a tree of NumPy arrays: of the whole model, or of
-        its adapters. Raises: ConfigError: there is no checkpoint."""
+        """Parameters of the last checkpoint, of the model or its adapters: a tree of NumPy arrays.
+
+        Raises:
+          ConfigError: there is no checkpoint.
+        """
         newest = checkpoint.latest(self.run_dir)
         if newest is None:
             raise ConfigError.of("run", self.run_dir, "a run with a checkpoint")
         return checkpoint.load_params(newest)
 
     def evaluate(self, *, epsilon: float | None = None, **how: Any) -> dict[str, Any]:
-        """Losses on all examples of all splits that were not trained on, by metric name.
+        """Losses on all held-out examples, in nats per token.
+
+        Without epsilon the losses are not protected, and not to be published.
 
         Args:
-          epsilon: release the mean loss of one split's users with noise instead, for this epsilon
-            of theirs, which the ledger of the data counts.
+          epsilon: release instead the mean loss of one split's users, with noise. It costs them
+            this epsilon, which the ledger of the data counts.
           how: delta, split and loss_bound; see `PrivateEvaluation`.
+
+        Returns:
+          Losses by metric name, such as eval/loss.
         """
         run = changed_run(self.stored.run, engine="local")
         set_threads(run.engine)
@@ -110,12 +134,15 @@ class Run:
     def verify(
         self, *, replay: bool = False, whole: bool = False, data: str | Path | None = None
     ) -> list[Check]:
-        """What `fedsim verify` finds: a `Check` for each promise, in order.
+        """Check every promise of the run, as `fedsim verify` does.
 
         Args:
           replay: compute the last steps again, and compare every bit.
           whole: compute all steps again.
-          data: where the data are now. Default: where they were when the run was started.
+          data: where the data are now. Default: where they were at the start of the run.
+
+        Returns:
+          A `Check` for each promise, in order.
         """
         set_threads(self.stored.run.engine)
         from fedsim.trust import verify
@@ -125,10 +152,16 @@ class Run:
         return verify(self.run_dir, data=place, again=again, console=Console())
 
     def report(self, out: str | Path | None = None) -> dict[str, Any]:
-        """Write the privacy report; returns its claim and where it was written.
+        """Write the privacy report.
 
-        Args: out: the directory for report.html and report.md. Default: the run's.
-        Raises: ReportError: a promise is violated, or there is no model to report of.
+        Args:
+          out: directory for report.html and report.md. Default: the run's.
+
+        Returns:
+          The claim, its epsilon and delta, and the paths of the files.
+
+        Raises:
+          ReportError: a promise is violated, or there is no model to report of.
         """
         from fedsim.trust import report
 
@@ -143,11 +176,14 @@ class Run:
         top_k: int = 0,
         seed: int = 0,
     ) -> str:
-        """What the model writes after a prompt.
+        """Text that the model writes after a prompt.
 
         Args:
-          temperature: logits are divided by it; 0 takes the likeliest token.
-          top_k: only so many likeliest tokens are drawn from; 0: all.
+          prompt: the beginning of the text.
+          num_tokens: largest number of tokens to write.
+          temperature: divides the logits; 0 always takes the likeliest token.
+          top_k: number of likeliest tokens to draw from; 0: all.
+          seed: of the draw.
         """
         from fedsim.generate import generate_text
 
@@ -177,10 +213,10 @@ USER, TEXT = "user_id", "text"
 
 
 class TrainSettings(TypedDict, total=False):
-    """The flags of `fedsim train` that `train` takes by name, with their types; what each means is
-    in `config.PrivacyConfig` and `config.RunConfig`."""
+    """Flags of `fedsim train` that `train` takes by name; `PrivacyConfig` and `RunConfig` describe
+    them."""
 
-    # PrivacyConfig: can change the guarantee.
+    # PrivacyConfig: may change the guarantee.
     batch_size: int
     delta: float | None
     clipping: Literal["normalised", "plain"]
@@ -199,7 +235,7 @@ class TrainSettings(TypedDict, total=False):
     eval_loss_bound: float | None
     assumed_population: int | None
     chosen_on_data: str
-    # RunConfig: cannot.
+    # RunConfig: does not change the guarantee.
     user_column: str | None
     text_column: str | None
     normalise_ids: str | None
@@ -255,27 +291,32 @@ def train(
 ) -> Run:
     """Fine-tune a model with user-level differential privacy.
 
-    With the same settings the parameters have the bits that `fedsim train` gives. A signal (Ctrl-C
-    in a notebook) finishes the step and saves it: the same call with `resume=True` goes on.
+    Equal settings give the same bits as the command `fedsim train`. A signal (Ctrl-C in a notebook)
+    finishes the step and saves it; the same call with `resume=True` resumes the run.
+
     Args:
       algorithm: "els" samples and clips examples, "uls" samples and clips users.
       data: a pandas DataFrame or chunks of one, a Hugging Face `Dataset`, an Arrow table, files (a
-        path, a pattern, or a list of Parquet files), a directory that `fedsim data build` made,
-        hf:NAME or pydocs.
-        With `task`: whose each of its rows is, [rows], or a dict of that for the splits train,
-        eval_users, eval_examples and test.
+        path, a pattern, or a list of Parquet files), a directory made by `fedsim data build`,
+        hf:NAME or pydocs. With `task`: the owner of each row, [rows], or a dict of that for the
+        splits train, eval_users, eval_examples and test.
       epsilon: the target; math.inf trains without noise, and is not private.
-      num_steps: T.
-      run_dir: where the run is kept. Default: a new directory in runs/.
-      user, text: the columns that say whose a row is (user_id) and what is written in it (text).
-      task: a model of your own instead of a language model.
-      callback: called after every step with its number, from 1, and its metrics, the last known
-        eval/loss among them. Those named `non_private/...` were computed from the data without
-        protection.
-      settings: the flags of `fedsim train`, with underscores: batch_size, group_size, model,
+      num_steps: T, the number of steps.
+      run_dir: directory of the run. Default: a new one in runs/.
+      user: column with the user of a row. Default: user_id.
+      text: column with the text. Default: text.
+      task: your own model, instead of a language model.
+      callback: called after every step with its number, from 1, and its metrics, among them the
+        latest eval/loss. Metrics named `non_private/...` are computed without protection.
+      settings: other flags of `fedsim train`, with underscores: batch_size, group_size, model,
         lora_rank, engine, seed, resume, ...
-    Raises: ConfigError: a mistake of yours, in one line, as the command says it. EngineError: the
-      workers are lost.
+
+    Returns:
+      The run, finished or stopped by a signal.
+
+    Raises:
+      ConfigError: a setting or the data are wrong; one line says how.
+      EngineError: the workers are lost.
     """
     expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
     calls = callback is None or callable(callback)
@@ -300,24 +341,32 @@ def train(
     from fedsim.training import train as train_run  # imports JAX, which reads the threads
 
     console = Console(log_every=run.log_every)
-    try:
+    with _naming_arguments(settings.keys()):
         summary = train_run(
             Algorithm(algorithm), privacy, run, console, source=source, callback=callback
         )
-    except MissingColumn as error:  # which names the setting; here it may be an argument
-        name = str(error.field).removesuffix("_column")
-        if name not in ("user", "text") or {name, f"{name}_column"} & settings.keys():
-            raise
-        line = str(error).removeprefix(f"{name}_column")
-        raise MissingColumn(f"{name}{line}", field=name) from None
     console.summary(summary, run.run_dir)
     return Run(run.run_dir)
 
 
-def configs_of(settings: Mapping[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
-    """The two configs from settings by the names of their flags.
+@contextmanager
+def _naming_arguments(settings: Set[str]) -> Iterator[None]:
+    """Name a missing column by the argument `user` or `text`, unless a flag was given for it."""
+    try:
+        yield
+    except MissingColumn as error:
+        name = str(error.field).removesuffix("_column")
+        if name not in ("user", "text") or {name, f"{name}_column"} & settings:
+            raise
+        line = str(error).removeprefix(f"{name}_column")
+        raise MissingColumn(f"{name}{line}", field=name) from None
 
-    Raises: ConfigError: a name is unknown, or a value of another type.
+
+def configs_of(settings: Mapping[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
+    """The two configs that settings, by the names of their flags, describe.
+
+    Raises:
+      ConfigError: a name is unknown, or a value has another type.
     """
     settings, types = renamed(settings), types_of(PrivacyConfig) | types_of(RunConfig)
     for name in settings.keys() - types.keys():

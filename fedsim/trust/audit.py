@@ -8,6 +8,7 @@ much more likely the trained model finds their texts than the model before.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -50,6 +51,14 @@ SHARP = 0.01
 """Of the error probability of a bound: what each of the two tests may err with that take more for
 granted than guessing does. They need no more to see mistakes."""
 PREMISE = "if each gradient canary tells of its own coin alone"
+KINDS = {
+    "gradient": "gradient canaries",
+    "text": "text canaries",
+    "membership": "real users, trained on and held out",
+}
+OF_PRIVACY = {"group_size", "group_size_epsilon"}  # settings of PrivacyConfig that are replaced
+OF_SUMMARY = ("epsilon", "epsilon_holds", "delta", "noise_multiplier", "sampling_run")
+OF_SUMMARY += ("sampling_prob", "num_steps", "planted")
 
 
 def audit(
@@ -66,55 +75,66 @@ def audit(
     expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
     data = load_data(run.data, find_model(run.model.source, console), console.note)
     replaced = replacements(algorithm, settings, privacy, run, data)
-    for each in replaced:
-        console.note("{setting}={given} is {used} here: {why}".format(**each))
-    changes = {each["setting"]: each["used"] for each in replaced}
-    own = {
-        name: changes.pop(name) for name in ("group_size", "group_size_epsilon") & changes.keys()
-    }
-    privacy, run = dataclasses.replace(privacy, **own), changed_run(run, **changes)
-    shared, group_size = graph_of(data.train) is not None, privacy.group_size or 1
-    pools = POOLS if algorithm == Algorithm.ELS and not shared else 1
-    rng = SecretKey.create(run.seed, "audit").generator("canaries")
-    of_all = {
-        "num_gradient": settings.gradient_canaries,
-        "num_text": settings.text_canaries,
-        "rows": group_size * pools,
-        "clip_norm": privacy.clip_norm,
-        "included": coins(settings.gradient_canaries + settings.text_canaries, rng),
-        "rng": rng,
-    }
-    planted = Planted(**of_all)
-    if shared:
-        partners, opposed = partners_of(algorithm, privacy.max_changed), algorithm == Algorithm.ULS
-        planted = PlantedAmongOthers(**of_all, partners=partners, opposed=opposed)
+    for change in replaced:
+        console.note("{setting}={given} is {used} here: {why}".format(**change))
+    changes = {change["setting"]: change["used"] for change in replaced}
+    ours = {name: changes.pop(name) for name in OF_PRIVACY & changes.keys()}
+    privacy, run = dataclasses.replace(privacy, **ours), changed_run(run, **changes)
+    planted = plant(algorithm, settings, privacy, run.seed, data)
     summary = train(algorithm, privacy, run, console, plant=planted)
     console.note("attacking")
-    newest = checkpoint.latest(run.run_dir)
-    assert newest is not None, "a run that ended has a checkpoint"
+    newest, plan = checkpoint.latest(run.run_dir), directory.load(run.run_dir).plan
+    assert newest is not None and plan is not None, "a run that ended has both"
     phases, delta = ledger.phases(ledger.read(run.run_dir)), summary["delta"]
-    plan = directory.load(run.run_dir).plan
-    assert plan is not None, "a run of train has one"
     claim = _claim(claimed_phases(plan, phases), delta)
-    found = attack(planted, checkpoint.load_params(newest), data, settings, delta, claim)
+    attacks = attack(planted, checkpoint.load_params(newest), data, settings, delta, claim)
     if phases is not None:
         bound = audit_noise(planted.noise, phases, delta, SHARP * (1 - settings.confidence))
-        found["noise"] = dataclasses.asdict(bound)
+        attacks["noise"] = dataclasses.asdict(bound)
     result = {
         "run_dir": str(run.run_dir),
         "algorithm": str(algorithm),
-        **{name: summary[name] for name in ("epsilon", "epsilon_holds", "delta")},
-        **{name: summary[name] for name in ("noise_multiplier", "sampling_run", "sampling_prob")},
-        **{name: summary[name] for name in ("num_steps", "planted")},
-        "shared": shared,
+        **{name: summary[name] for name in OF_SUMMARY},
+        "shared": isinstance(planted, PlantedAmongOthers),
         "replaced": replaced,
         "confidence": settings.confidence,
-        **found,
+        **attacks,
     }
     result |= judge(result)
     write_json(run.run_dir / f"{NAME}.json", result)
     files = write(run.run_dir, NAME, "audit.md.jinja", **compose(result))
     return {**result, "html": files["html"]}
+
+
+def plant(
+    algorithm: Algorithm,
+    settings: AuditConfig,
+    privacy: PrivacyConfig,
+    seed: int | None,
+    data: Dataset,
+) -> Planted:
+    """The canaries of an audit, with the coins of who is included tossed.
+
+    Args:
+      privacy: with a group size, for els.
+      seed: of the run; None: the coins are secret.
+    """
+    shared, group_size = graph_of(data.train) is not None, privacy.group_size or 1
+    pools = POOLS if algorithm == Algorithm.ELS and not shared else 1
+    rng = SecretKey.create(seed, "audit").generator("canaries")
+    kind = Planted
+    if shared:
+        opposed = algorithm == Algorithm.ULS
+        partners = partners_of(algorithm, privacy.max_changed)
+        kind = functools.partial(PlantedAmongOthers, partners=partners, opposed=opposed)
+    return kind(
+        num_gradient=settings.gradient_canaries,
+        num_text=settings.text_canaries,
+        rows=group_size * pools,
+        clip_norm=privacy.clip_norm,
+        included=coins(settings.gradient_canaries + settings.text_canaries, rng),
+        rng=rng,
+    )
 
 
 def replacements(
@@ -299,13 +319,6 @@ def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
         "true_positives_at_1_percent": float(true[false <= ALARMS].max()),
         "roc": {"false": false.tolist(), "true": true.tolist()},
     }
-
-
-KINDS = {
-    "gradient": "gradient canaries",
-    "text": "text canaries",
-    "membership": "real users, trained on and held out",
-}
 
 
 def sentence(result: dict[str, Any]) -> str:
