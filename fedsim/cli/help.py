@@ -1,5 +1,8 @@
-"""What `--help` shows: the flags that a command needs, then those that people use; `--help-all`
-shows the others, too. The page is laid out by argparse, as wide as the terminal."""
+"""Flags of the commands, read from their dataclasses as tyro reads them, and the help pages.
+
+`--help` shows required and common flags, `--help-all` all. argparse lays a page out, as wide as the
+terminal.
+"""
 
 import argparse
 import dataclasses
@@ -24,25 +27,25 @@ METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", str: "TEXT"}
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag, or an argument that is known by its place."""
+    """A flag or a positional argument."""
 
     names: tuple[str, ...]
-    """As they are typed; empty for an argument that is known by its place."""
+    """As typed, such as --no-remat; empty for a positional argument."""
     metavar: str
-    """What stands for the value; empty where there is none."""
+    """Placeholder of the value; empty for a switch."""
     text: str
     required: bool = False
     group: str = ""
-    """What the class that it is a field of says of itself."""
+    """Summary of the class that it is a field of: the title of its section in --help-all."""
 
     @property
     def usage(self) -> str:
-        """The flag as it is typed, with a word for its value."""
+        """The flag with the placeholder of its value."""
         return " ".join(filter(None, [*self.names[:1], self.metavar]))
 
 
 def commands(kind: Any) -> dict[str, Any]:
-    """The commands of a union of them, or of a class that holds such a union, by their names."""
+    """Commands by name, of a union of commands or a class with such a union as `command`."""
     if dataclasses.is_dataclass(kind):
         held = typing.get_type_hints(kind, include_extras=True).get("command")
         return commands(typing.get_args(held)[0]) if held else {}
@@ -51,7 +54,7 @@ def commands(kind: Any) -> dict[str, Any]:
 
 
 def named(kind: Any, words: list[str]) -> tuple[list[str], Any]:
-    """The words in front that name a command, and what they name."""
+    """The leading words that name a command, and the command (or union) that they name."""
     path: list[str] = []
     for word in words:
         if word not in (inner := commands(kind)):
@@ -92,7 +95,7 @@ def _flag(field: StructFieldSpec, kind: Any, marks: list[Any], group: str) -> Fl
 
 
 def _metavar(kind: Any) -> str:
-    """What stands for a value of a type; empty for a flag without one."""
+    """Placeholder for a value of a type; empty for a switch."""
     if typing.get_origin(kind) is Literal:
         return f"{{{','.join(map(str, typing.get_args(kind)))}}}"
     inner = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
@@ -111,18 +114,20 @@ COMMON = frozenset(
     "--no-eval-examples --noise-multiplier --num-workers --owners --resume --run-dir "
     "--sampling-prob --seed --set --text-column --tokenizer --unowned --user-column".split()
 )
-"""What `--help` shows of a command with many flags."""
-FEW = 14  # flags that are shown without a choice
-NARROW, WIDE = 70, 100  # columns: below, texts stand under their flags; lines are never longer
+"""Flags that `--help` shows for a command with many flags."""
+FEW = 14  # a command with at most so many flags shows all of them
+NARROW = 70  # columns of a terminal below which texts stand under their flags
+WIDE = 100  # longest line
 ABOUT = "Fine-tune language models on people's texts, with differential privacy for each person."
 
 
 def page(name: str, kind: Any, *, whole: bool) -> str:
-    """The help of a command, or of a name that holds several.
+    """Help page of a command or a group of commands.
 
     Args:
-      name: as it is typed, with fedsim in front.
-      whole: all flags, and not only those that people use.
+      name: as typed, with fedsim in front.
+      kind: the dataclass of the command, or a union of them.
+      whole: show all flags instead of the required and common ones.
     """
     if inner := commands(kind):
         about = inspect.getdoc(kind) if isinstance(kind, type) else ABOUT

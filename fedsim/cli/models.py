@@ -1,4 +1,5 @@
-"""`fedsim pretrain`, `personalize`, `generate`, `export`: models before and after training."""
+"""Commands that make a model or use one: `fedsim train`, `evaluate`, `pretrain`, `personalize`,
+`generate`, `export`."""
 
 import dataclasses
 import sys
@@ -23,7 +24,9 @@ from fedsim.errors import expect, printable
 class Train(ReadsSources):
     """Fine-tune a model with user-level differential privacy.
 
-    els samples and clips examples (DP-SGD-ELS), uls samples and clips users (DP-SGD-ULS).
+    els samples and clips examples (DP-SGD-ELS), uls samples and clips users (DP-SGD-ULS); both
+    protect all texts of a user. `fedsim recommend` helps to choose. A run that was stopped or
+    killed resumes with the same command and --resume.
     """
 
     algorithm: tyro.conf.Positional[Literal["els", "uls"]]
@@ -36,10 +39,10 @@ class Train(ReadsSources):
     """A TOML file with defaults for any of these flags (num_steps = 200); flags override it."""
 
     dry_run: bool = False
-    """Show the plan, its noise, and about what it takes of time and memory, and train nothing."""
+    """Show the plan, its noise, and estimates of time and memory, without training."""
 
     json: bool = False
-    """Print summary.json's object on stdout; of a dry run, the plan."""
+    """Print the content of summary.json on stdout; with --dry-run, the plan."""
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine import keep_memory, set_threads
@@ -67,42 +70,43 @@ class Train(ReadsSources):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(ReadsRun):
-    """Loss of a run's last checkpoint on all held-out examples; with --epsilon, with noise.
+    """Compute the loss of a run's last checkpoint on held-out texts, with --epsilon privately.
 
-    Without --epsilon it is computed from texts of held-out users, and of training users, as they
-    are: not to be published. With it, the mean of users' losses on one split is released privately
-    and counted in the ledger of the data; each time it is typed is another release.
+    Without --epsilon, the loss on all held-out examples has no noise: do not publish it. With
+    --epsilon, noise is added to the mean loss of the users of one split, and the ledger of the data
+    counts the cost. Each call is another release, and costs again.
     """
 
     run_dir: tyro.conf.Positional[Path]
     """The run's directory."""
 
     epsilon: float | None = None
-    """Private: what the evaluation costs every user of the split. > 0."""
+    """Private: epsilon that the evaluation costs each user of the split. > 0."""
 
     delta: float | None = None
-    """Private: in (0, 1). Default: N^-1.1 for the split's N users."""
+    """Private: delta of that cost. In (0, 1). Default: N^-1.1 for the N users of the split."""
 
     split: Literal["eval_users", "eval_examples", "test"] = "eval_users"
-    """Private: users held out of training, held-back examples of those trained on, or later
-    examples."""
+    """Private: which texts. eval_users: those of held-out users. eval_examples: held-out examples
+    of training users. test: later examples (--test-from of data build)."""
 
     loss_bound: float | None = None
-    """Private: a user's loss above counts as it, in nats per token; the noise is proportional to
-    it. Do not choose it by looking at the split. > 0. Default: that of guessing uniformly."""
+    """Private: largest loss of a user, in nats per token; larger losses are cut to it. The noise is
+    proportional to it. Do not choose it by looking at the split. > 0. Default: the loss of guessing
+    uniformly."""
 
     limit_epsilon: float | None = None
     """Private: refuse the evaluation if all releases from these users' texts, this one included,
-    could cost one of them more. > 0. Default: the limits in the ledger of the data."""
+    could cost one of them more than this epsilon. > 0. Default: the limits in the ledger."""
 
     budget_ledger: Path | None = None
-    """Private: directory of the ledger of the data. Default: that of the run."""
+    """Private: directory of the ledger of the data. Default: the one the run uses."""
 
     engine: Literal["ray", "local"] = "local"
-    """Where to compute; see train. With --epsilon: in this process."""
+    """Where to compute, as in train. With --epsilon: local."""
 
     num_workers: int | None = None
-    """Worker processes of engine ray; see train."""
+    """Number of worker processes of --engine ray, as in train."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -137,7 +141,7 @@ class Evaluate(ReadsRun):
         return result
 
     def _expect_epsilon(self) -> None:
-        """Raises ConfigError: something is said of a private evaluation, and it is none."""
+        """Raise ConfigError if a flag of a private evaluation is given without --epsilon."""
         if self.epsilon is None:
             for name in ("delta", "loss_bound", "limit_epsilon", "budget_ledger"):
                 value = getattr(self, name)
@@ -149,10 +153,10 @@ class Evaluate(ReadsRun):
 
 @dataclasses.dataclass(frozen=True)
 class Pretrain(ReadsSources):
-    """Train on public text WITHOUT privacy, to have a model for `train --model`.
+    """Train on public text WITHOUT privacy, to make a model for `train --model`.
 
-    Whose text it is plays no part. The learning rate rises to --learning-rate, then falls to zero
-    like a cosine.
+    Users play no part. The learning rate rises to --learning-rate, then falls to zero along a
+    cosine.
     """
 
     pretrain: Flat[PretrainConfig]
@@ -162,7 +166,7 @@ class Pretrain(ReadsSources):
     """A TOML file with defaults for any of these flags (num_steps = 200); flags override it."""
 
     json: bool = False
-    """Print summary.json's object on stdout."""
+    """Print the content of summary.json on stdout."""
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine import set_threads
@@ -176,8 +180,10 @@ class Pretrain(ReadsSources):
 
 @dataclasses.dataclass(frozen=True)
 class Personalize(ReadsRun):
-    """Loss of a run's last checkpoint on held-out users with and without personalization: SGD on
-    half of each user's examples, evaluated on the other half."""
+    """Compare the loss on held-out users with and without personalization.
+
+    Personalization is SGD on half of a user's examples, from the run's last checkpoint; both losses
+    are of the other half. The losses have no noise: do not publish them."""
 
     run_dir: tyro.conf.Positional[Path]
     """The run's directory."""
@@ -185,7 +191,8 @@ class Personalize(ReadsRun):
     how: Flat[Personalization]
 
     split: Literal["eval_users", "test"] = "eval_users"
-    """Whose text: users held out of training, or the later examples."""
+    """Which texts. eval_users: those of held-out users. test: later examples (--test-from of
+    data build)."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -201,7 +208,7 @@ class Personalize(ReadsRun):
         from fedsim.training import personalize_run
 
         result = personalize_run(stored, run, Console(), split=self.split, settings=self.how)
-        del result["per_user"]  # of single persons
+        del result["per_user"]  # losses of single persons
         if not self.json:
             shown = ("num_users", "learning_rate", "loss", "personalized_loss", "gain_error")
             print(*(f"{name} {result[name]}" for name in shown), sep="\n")
@@ -216,19 +223,19 @@ class Generate(ReadsModel):
     """The directory of a run, a Hugging Face directory, hf:NAME, or a GGUF file."""
 
     prompt: str = ""
-    """What the text begins with."""
+    """Beginning of the text."""
 
     num_tokens: int = 64
-    """Most tokens to write. >= 1."""
+    """Largest number of tokens to write. >= 1."""
 
     temperature: float = 1.0
-    """Logits are divided by it. >= 0; 0 always takes the likeliest token."""
+    """Divides the logits. >= 0; 0 always takes the likeliest token."""
 
     top_k: int = 0
-    """Draw only from so many likeliest tokens. >= 0; 0: from all."""
+    """Number of likeliest tokens to draw from. >= 0; 0: all."""
 
     seed: int = 0
-    """Another one gives another text."""
+    """Seed of the draw: another seed gives another text."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -260,11 +267,11 @@ class Export(ReadsModel):
     """The directory of a run, a Hugging Face directory, hf:NAME, or a GGUF file."""
 
     out: Path
-    """Directory to make."""
+    """Directory to create."""
 
     adapter: bool = False
-    """Write the adapters of a run with LoRA alone, in PEFT's format. Without this flag they are
-    merged into their model."""
+    """Write only the adapters of a LoRA run, in PEFT's format. Without this flag they are merged
+    into the model."""
 
     json: bool = False
     """Print one JSON object on stdout."""
