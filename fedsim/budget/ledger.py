@@ -1,18 +1,27 @@
-"""The ledger of the data: every run on some people's texts, in the order in which they began.
+"""The ledger of the data: every run on the texts of some users, in the order of their starts.
 
-    budget.jsonl   a line when a run begins (what it will release at most) and when it ends (what it
-                   released); lines are never changed, so a run that is deleted stays
-    last.json      the last line's number and link: lines that are cut off show
-    users/         whose texts runs saw; see `people`
-    steps/         how far runs that have not ended have come; see `marks`
-    secret.json    the key of links and fingerprints
+    budget.jsonl   a line when a run starts (with all it plans to release) and one when it ends
+                   (with what it released); lines never change, so a deleted run stays counted
+    last.json      number and chain of the last line, so that removed lines show
+    users/         for each set of users, 64 bits of a keyed hash of each id: enough to see which
+                   data sets overlap, and without the key nobody can try ids
+    steps/         marks: for each run that has not ended, a line per step with the number of steps,
+                   the chain of the run's ledger after it, and a keyed digest of both
+    secret.json    the key of chain, fingerprints and marks
     lock           held while a process reads and writes
 
-Each line ends with a keyed digest of its bytes and all lines before it: who has not the key can
-change, insert or remove none. Who has it, and restores an older copy of everything, is found out by
-the receipts in the runs' own directories. All of it is the data owner's, mode 0700: who is in which
-data, how many they are and where runs lie is not for others. The events themselves say no more than
-the runs' own ledgers, which are made to be published; what `fedsim budget --json` prints may be.
+Each line ends with a keyed digest of its bytes and all lines before it: without the key, no line
+can be changed, inserted or removed. If an older copy of the whole ledger is restored, the receipts
+in the directories of runs show it.
+
+A mark is durable before anything of its step becomes visible. A run's directory with fewer steps
+than its mark is therefore an older copy: a step that it repeats, on another host or with other
+packages, could be another gradient under the same noise. The process that works on a run locks its
+marks, so that of two copies on hosts that share the ledger one is refused.
+
+The ledger belongs to the owner of the data, mode 0700: users, their number and the places of runs
+are private. The events say no more than the ledgers of runs, which may be published, as may the
+output of `fedsim budget --json`.
 """
 
 import dataclasses
@@ -55,7 +64,7 @@ ELSEWHERE = f"--budget-ledger or {LEDGER} names another one"
 
 Seal = Callable[[str], str]
 Released = list[tuple[Event, int]] | None
-"""Events, each with its number of times; None: without noise."""
+"""Events of the accountant with their counts; None: released without noise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,33 +72,33 @@ class Entry:
     """A run in the ledger of its data."""
 
     number: int
-    """Of its first line: runs in the order in which they began."""
+    """Number of its first line, which orders runs by their starts."""
     run: str
-    """What it is known by: the key's seal, which the run's own ledger has, too."""
+    """Identifier: the seal of the run's key, which the run's own ledger also has."""
     kind: str
-    """train, audit, pretrain, ..."""
+    """The command: train, audit, pretrain, ..."""
     place: str
-    """Where its directory was."""
+    """The run's directory when it was counted."""
     users: str
-    """The name of its users' fingerprints."""
+    """Name of the file with its users' fingerprints."""
     label: str
-    """Why its epsilon is no guarantee; empty where it is."""
+    """Reason why its epsilon is no guarantee; empty if it is one."""
     planned: Released
-    """What it releases at most."""
+    """All that it planned to release."""
     slack: tuple[float, float]
-    """(epsilon, delta) for noise that is not ideal."""
+    """(epsilon, delta) to add for noise that is not ideal."""
     released: Released = dataclasses.field(default_factory=list)
-    """What it released when it last ended."""
+    """All that it had released when it last ended."""
     outcome: str = ""
-    """How it ended; empty: it has not, or was killed."""
+    """How it ended; empty if it is running or was killed."""
     began: str = ""
     marked: bool = False
-    """Whether the ledger notes how far it has come, until it ends."""
+    """Whether the ledger keeps marks of its steps until it ends."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What the owner of the data has set for some users."""
+    """A limit that the owner of the data has set for some users."""
 
     epsilon: float
     delta: float
@@ -97,16 +106,21 @@ class Limit:
 
 
 class Mark(NamedTuple):
-    """How far a run has come."""
+    """The progress of a run."""
 
     steps: int
     chain: str
-    """Of its own ledger after so many steps; empty: not known."""
+    """Chain of the run's own ledger after these steps; empty if not known."""
 
     def expect_reached(self, chains: Sequence[str], run_dir: Path, ledger: Path) -> None:
-        """Raises LedgerError: the run in `run_dir` has not come as far, or has taken other steps.
+        """Check that a run's directory is not an older copy, nor one that took other steps.
 
-        Args: chains: of its own ledger after 0, 1, ... steps; empty where they are not known.
+        Args:
+          chains: of the run's own ledger after 0, 1, ... steps; empty where not known.
+          ledger: directory of the ledger, for the error.
+
+        Raises:
+          LedgerError: it is such a copy.
         """
         if (steps := len(chains) - 1) < self.steps:
             more = f"{ledger} has {self.steps} steps of it, and here are {steps}"
@@ -117,10 +131,11 @@ class Mark(NamedTuple):
 
 
 def place_of(directory: str | Path | None) -> Path:
-    """Where the ledger is: the directory that was given, that of FEDSIM_BUDGET_LEDGER, or fedsim/
-    in the account's state.
+    """Directory of the ledger: `directory`, else FEDSIM_BUDGET_LEDGER, else fedsim/ in the user
+    account's state directory.
 
-    Raises: ConfigError: it depends on the working directory, or no home directory is known.
+    Raises:
+      ConfigError: it depends on the working directory, or no home directory is known.
     """
     if directory:
         return Path(expand_home("budget_ledger", directory)).absolute()
@@ -128,10 +143,14 @@ def place_of(directory: str | Path | None) -> Path:
 
 
 class BudgetLedger:
-    """The ledger, held by this process: see `hold`."""
+    """The ledger, locked by this process; see `hold`."""
 
     def __init__(self, directory: Path):
-        """Read it, or start it. Raises: LedgerError, FileDamaged: it is not what was written."""
+        """Read the ledger, or start it.
+
+        Raises:
+          LedgerError, FileDamaged: it was changed.
+        """
         self.directory, self._path = directory, directory / FILE
         self._mode = _mode(directory)
         if not (directory / KEY).exists() and not self._path.exists():
@@ -150,20 +169,20 @@ class BudgetLedger:
 
     @property
     def chain(self) -> str:
-        """The hash that the next line will hold of this one and all before it."""
+        """The digest of all lines."""
         return self._log.chain
 
     @property
     def num_lines(self) -> int:
-        """How many lines the ledger has."""
+        """Number of lines."""
         return len(self._log.lines)
 
     def line(self, number: int) -> dict[str, Any]:
-        """The line of this number, from 1."""
+        """The line with this number, from 1."""
         return self._log.lines[number - 1]
 
     def users(self, ids: Sequence[str]) -> np.ndarray:
-        """The fingerprints of users' ids."""
+        """Fingerprints of users' ids; see `fingerprints`."""
         return fingerprints(ids, self.key)
 
     def save_users(self, users: np.ndarray) -> str:
@@ -183,7 +202,11 @@ class BudgetLedger:
             place.chmod(0o770 if self._mode == SHARED else 0o700)
 
     def users_of(self, name: str) -> np.ndarray:
-        """The fingerprints that were saved under a name. Raises: FileDamaged."""
+        """Load the fingerprints with this name.
+
+        Raises:
+          FileDamaged: they are missing or were changed.
+        """
         path = self._users_path(name)
         try:
             users = np.load(path, allow_pickle=False)
@@ -197,23 +220,23 @@ class BudgetLedger:
         return self.directory / USERS / f"{name}.npy"
 
     def begin(self, entry: Entry) -> None:
-        """Count a run with all that it plans, durable when this returns: a new one, or one that
-        goes on."""
+        """Count a new or resumed run with all that it plans; durable when this returns."""
         planned = None if entry.planned is None else to_words(entry.planned)
         names = ("run", "kind", "place", "users", "label", "marked")
         fields = {name: getattr(entry, name) for name in names}
         self._append({"what": OPENED, **fields, "slack": [*entry.slack], "planned": planned})
 
     def end(self, run: str, released: Released, outcome: str) -> None:
-        """Note what a run released, and how it ended; its mark is not needed any more."""
+        """Note what a run released and how it ended, and remove its marks."""
         words = None if released is None else to_words(released)
         self._append({"what": CLOSED, "run": run, "outcome": outcome, "released": words})
         _mark_path(self.directory, run).unlink(missing_ok=True)
 
     def mark(self, run: str) -> Mark | None:
-        """How far a run has come that has not ended; None if that is not noted.
+        """The last mark of a run that has not ended; None if it has no marks.
 
-        Raises: FileDamaged: it was, and the file is gone or was changed.
+        Raises:
+          FileDamaged: the marks are missing or were changed.
         """
         known, path = self.entries.get(run), _mark_path(self.directory, run)
         found = _read_mark(path, self.key.seal)
@@ -222,17 +245,19 @@ class BudgetLedger:
         return found
 
     def marking(self, run: str, name: Path) -> AbstractContextManager[Reached]:
-        """What notes how far a run has come. Args and Raises: see `marks.held`."""
+        """Lock a run's marks; yields a function that adds one. Args and Raises: see
+        `_hold_marks`."""
         self._make(STEPS)
         path = _mark_path(self.directory, run)
         return _hold_marks(path, self.key.seal, self._mode, name)
 
     def limit(self, limit: Limit) -> None:
-        """Set a limit for some users."""
+        """Append a limit for some users."""
         self._append({"what": LIMIT, **dataclasses.asdict(limit)})
 
     def expect_line(self, number: int, chain: str, name: str) -> None:
-        """Raises LedgerError, naming `name`: the ledger has lost this line."""
+        """Raise LedgerError if the line that the file `name` refers to is missing or another
+        one."""
         if not (0 < number <= self.num_lines and self._log.chain_after(number) == chain):
             raise LedgerError(f"{self._path}: was cut or replaced: {name} is line {number} of it")
 
@@ -253,7 +278,7 @@ class BudgetLedger:
         return self.key.seal(f"budget {chain} {hashlib.sha256(body).hexdigest()}")
 
     def _expect_whole(self) -> None:
-        """A crash may come between a line and the note of it, never the other way round."""
+        """Check the last line that last.json notes; a crash may leave more lines, never fewer."""
         path = self.directory / LAST
         if not path.exists():
             if self.num_lines > 1:
@@ -281,16 +306,18 @@ class BudgetLedger:
                 planned=_phases(line["planned"]),
                 slack=(float(line["slack"][0]), float(line["slack"][1])),
                 released=known.released if known else [],
-                marked=bool(line.get("marked")),  # earlier versions noted nothing
+                marked=bool(line.get("marked")),  # missing in ledgers of earlier versions
                 began=known.began if known else line["time"],
             )
 
 
 @contextmanager
 def hold(directory: Path) -> Iterator[BudgetLedger]:
-    """The ledger, for this process alone; another one waits.
+    """Open and lock the ledger in a directory; other processes wait.
 
-    Raises: ConfigError: it cannot be written there. LedgerError, FileDamaged: it was changed.
+    Raises:
+      ConfigError: the directory cannot be written.
+      LedgerError, FileDamaged: the ledger was changed.
     """
     try:
         make_directory(directory, 0o700)
@@ -308,9 +335,10 @@ def hold(directory: Path) -> Iterator[BudgetLedger]:
 
 @contextmanager
 def look(directory: Path) -> Iterator[BudgetLedger]:
-    """The ledger, to be read alone; where there is none an empty one, and nothing is written there.
+    """Open and lock the ledger to read it; if there is none, an empty one that is not kept.
 
-    Raises: what `hold` raises.
+    Raises:
+      ConfigError, LedgerError, FileDamaged: as `hold`.
     """
     with ExitStack() as stack:
         if not any((directory / name).exists() for name in (KEY, FILE, LAST)):
@@ -319,7 +347,7 @@ def look(directory: Path) -> Iterator[BudgetLedger]:
 
 
 def fingerprints(ids: Iterable[str], key: SecretKey) -> np.ndarray:
-    """uint64 [users], ascending: of each id a number that says nothing without the key."""
+    """Keyed hashes of ids, uint64 [users], ascending and without repeats."""
     secret = bytes.fromhex(key.seal("users"))
     digests = b"".join(
         hashlib.blake2b(each.encode("utf-8", "surrogatepass"), digest_size=8, key=secret).digest()
@@ -333,7 +361,7 @@ def _digest(users: np.ndarray) -> str:
 
 
 def _mode(directory: Path) -> int:
-    """Of the ledger's files: its group may write them where it may write to the directory."""
+    """Mode of the ledger's files: writable by the group if the directory is."""
     return SHARED if directory.stat().st_mode & stat.S_IWGRP else 0o600
 
 
@@ -342,7 +370,7 @@ def _phases(words: Any) -> Released:
 
 
 def _check(line: dict[str, Any], number: int) -> None:
-    """Raises ValueError, TypeError or KeyError unless the line can be relied upon."""
+    """Validate a line; see `fedsim.run.ledger.Check`."""
     if line["what"] == OPENED:
         _phases(line["planned"])
         [float(each) for each in line["slack"]]
@@ -365,8 +393,10 @@ def _read_mark(path: Path, seal: Seal) -> Mark | None:
     """The last mark in a file; None if there is no file. Raises: FileDamaged: it was changed."""
     if not path.exists():
         return None
-    lines = path.read_text(errors="replace").split("\n")[:-1]  # a crash may have cut off the last
-    if not lines:  # it was killed before the first line, hence before its first step
+    lines = path.read_text(errors="replace").split("\n")[
+        :-1
+    ]  # a crash may have cut off the last line
+    if not lines:  # killed before the first line, hence before the first step
         return Mark(0, "")
     steps, _, rest = lines[-1].partition(" ")
     chain, _, digest = rest.partition(" ")
