@@ -1,10 +1,10 @@
-"""What an attacker really achieves against a training: an empirical lower bound on epsilon.
+"""Audit of a training: attacks that give an empirical lower bound on epsilon.
 
 The training is the user's own command, with canaries among its users, each included by the toss of
-a coin (`canaries`, `lower_bound`); the attacker sees every privatised gradient. A bound above the
-claimed epsilon refutes the claim, with the stated confidence; a bound below it proves nothing, for
-attacks only get better. Beside it the membership attack of Kandpal et al. 2023 on real users: how
-much more likely the trained model finds their texts than the model before.
+a coin (`canaries`, `bounds`); the attacker sees every privatised gradient. A bound above the
+claimed epsilon refutes the claim, with the stated confidence. A bound below it proves nothing,
+because attacks only get better. There is also the membership attack of Kandpal et al. 2023 on real
+users, by how much the training raises the likelihood of their texts.
 """
 
 import dataclasses
@@ -44,12 +44,12 @@ from fedsim.trust.pages import Chart, Series, write
 
 NAME = "audit"
 ROWS_AT_ONCE = 16
-MOST_ROWS = 8  # of an attacked user
+MOST_ROWS = 8  # texts of an attacked user
 ALARMS = 0.01
 CURVE_POINTS = 400
 SHARP = 0.01
-"""Of the error probability of a bound: what each of the two tests may err with that take more for
-granted than guessing does. They need no more to see mistakes."""
+"""Share of a bound's error probability for each of the two tests with more assumptions than
+guessing; they find mistakes with as little."""
 PREMISE = "if each gradient canary tells of its own coin alone"
 KINDS = {
     "gradient": "gradient canaries",
@@ -70,7 +70,16 @@ def audit(
 ) -> dict[str, Any]:
     """Train with canaries, attack, and write audit.json, .html and .md into the run's directory.
 
-    Raises: as `train`, and ConfigError: the run is one to be resumed.
+    Args:
+      algorithm, privacy, run: the training that is audited.
+      settings: the canaries, and the confidence of the bounds.
+
+    Returns:
+      The content of audit.json, with the path of the page as `html`.
+
+    Raises:
+      ConfigError: as `train`, and for a run that is resumed.
+      EngineError: the workers are lost.
     """
     expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
     data = load_data(run.data, find_model(run.model.source, console), console.note)
@@ -144,7 +153,7 @@ def replacements(
     run: RunConfig,
     data: Dataset,
 ) -> list[dict[str, Any]]:
-    """What an audit's training does otherwise than the user's own: setting, given, used, why."""
+    """Settings that an audit has to change, each a dict of setting, given, used and why."""
     found = []
 
     def replace(setting: str, given: Any, used: Any, why: str) -> None:
@@ -165,12 +174,17 @@ def replacements(
 
 
 def judge(result: dict[str, Any]) -> dict[str, Any]:
-    """What the bounds say about the claim.
+    """Compare the bounds with the claim.
 
-    Returns: `holds`: False if the claim is refuted, True if it might have been and was not, None if
-      it could not have been, or if nothing is claimed; `verdict`, in words; `epsilon_lower_bound`
-      and `largest_possible` of all attacks; `canaries_needed`, of one kind, to refute the claim if
-      every coin is guessed right, None if there is no such number.
+    Args:
+      result: epsilon, epsilon_holds, delta and confidence, and the attacks by name.
+
+    Returns:
+      `holds`: False if the claim is refuted; True if it could have been refuted and was not; None
+      if it could not, or if nothing is claimed. `verdict`: the same in words.
+      `epsilon_lower_bound` and `largest_possible`: the largest of all attacks. `canaries_needed`:
+      the number, of one kind, that refutes the claim if every coin is guessed right; None if no
+      number does.
     """
     of_kinds = [result[kind]["bound"] for kind in ("gradient", "text") if result[kind]]
     curves = [each["curve"] for k in ("gradient", "text") if (each := result[k] or {}).get("curve")]
@@ -184,7 +198,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
         needed = bounds.canaries_needed(claimed, result["delta"], result["confidence"])
     if math.isinf(claimed):
         holds, verdict = None, "no privacy is claimed"
-    elif label not in (*ADJACENCY.values(), REPRODUCTION):  # a seed takes nothing from an attack
+    elif label not in (*ADJACENCY.values(), REPRODUCTION):  # a known seed does not weaken an attack
         holds, verdict = None, f"nothing is claimed: epsilon is {claimed:.3f} {label}"
     elif found > claimed:
         holds, verdict = False, f"at most {claimed:.3f} is claimed: THE CLAIM IS REFUTED"
@@ -214,7 +228,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _claim(phases: Phases | None, delta: float) -> Claim | None:
-    """The whole curve that a run claims which released this; None without noise."""
+    """The whole trade-off curve that these releases claim; None without noise."""
     if phases is None:
         return None
     epsilons = np.linspace(0, 2 * accounting.epsilon(phases, delta) + 1, CURVE_POINTS)
@@ -229,9 +243,16 @@ def attack(
     delta: float,
     claim: Claim | None = None,
 ) -> dict[str, Any]:
-    """All attacks on one run: {"gradient", "text", "membership"}, None where there is nothing.
+    """Run all attacks on a trained model.
 
-    Args: params: of the trained model; data: without the canaries; claim: the whole curve.
+    Args:
+      params: of the trained model.
+      data: without the canaries.
+      delta: of the claim.
+      claim: the claimed trade-off curve; None without noise.
+
+    Returns:
+      Results by "gradient", "text" and "membership"; None for an attack without targets.
     """
     inner = planted.task_inner
     found: dict[str, Any] = {"gradient": None, "text": None, "membership": None}
@@ -258,7 +279,7 @@ def attack(
 
 
 def losses(task: Any, params: Any, split: str, rows: np.ndarray) -> np.ndarray:
-    """Loss of each of the examples `rows` [n] of a split, float64 [n]."""
+    """Losses of the examples `rows` [n] of a split, float64 [n]."""
     frozen = () if task.frozen is None else (task.frozen,)
     compute = jax.jit(task.losses)
     found = []
@@ -271,10 +292,16 @@ def losses(task: Any, params: Any, split: str, rows: np.ndarray) -> np.ndarray:
 
 
 def user_scores(task: Any, first: Any, params: Any, split: str, most: int) -> np.ndarray:
-    """For some users of a split, evenly spaced: by how much their texts' mean loss fell, [users].
+    """Decrease of the mean loss of texts of some users of a split, float64 [users].
 
-    Source: Kandpal et al. 2023, Section 4 (the likelihood ratio to a model before fine-tuning). The
-    texts are the very ones trained on, where theirs are others of the same users: no weaker.
+    The attack is no weaker than that of the source, which takes other texts of the same users: here
+    they are the texts that were trained on.
+
+    Args:
+      first, params: the parameters before and after training.
+      most: number of users, evenly spaced over the split.
+
+    Source: Kandpal et al. 2023, Section 4 (the likelihood ratio to a model before fine-tuning).
     """
     if getattr(task.dataset, split).owners is not None:
         rows = rows_of_users(task.dataset, split, most, MOST_ROWS)
@@ -296,7 +323,7 @@ def _outcome(
     confidence: float,
     claim: Claim | None,
 ) -> dict[str, Any]:
-    """The bounds, each with this confidence, and what a reader sees of the scores."""
+    """The bounds, each with this confidence, and the ROC curve of the scores."""
     bound = bounds.audit(scores, included, delta, confidence)
     found: dict[str, Any] = {"bound": dataclasses.asdict(bound)}
     if claim is not None:
@@ -312,7 +339,7 @@ def _membership(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
 
 
 def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
-    """Area under the curve, the curve, and its height at few false alarms."""
+    """The ROC curve, its area, and the true positive rate at ALARMS false positives."""
     false, true = bounds.roc(inside, outside)
     return {
         "auc": bounds.area(inside, outside),
@@ -328,7 +355,7 @@ def sentence(result: dict[str, Any]) -> str:
 
 
 def compose(result: dict[str, Any]) -> dict[str, Any]:
-    """The facts that the template audit.md.jinja needs."""
+    """Values for the template audit.md.jinja."""
     attacks = {title: result[kind] for kind, title in KINDS.items() if result[kind]}
     return {
         "title": "Audit of a training",
