@@ -245,8 +245,14 @@ class BudgetLedger:
         return found
 
     def marking(self, run: str, name: Path) -> AbstractContextManager[Reached]:
-        """Lock a run's marks; yields a function that adds one. Args and Raises: see
-        `_hold_marks`."""
+        """Lock a run's marks; yields a function that appends one.
+
+        Args:
+          name: the run's directory, for errors.
+
+        Raises:
+          LedgerError: another process works on the run.
+        """
         self._make(STEPS)
         path = _mark_path(self.directory, run)
         return _hold_marks(path, self.key.seal, self._mode, name)

@@ -1,4 +1,4 @@
-"""What all runs on some people's texts have cost the one who pays most, and what is left."""
+"""The privacy budget of users: the cost of all runs on their texts, and what limits leave."""
 
 import dataclasses
 import math
@@ -26,14 +26,21 @@ def budget(
     limit_epsilon: float | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """What has been spent on the texts of some users, of everybody in the ledger where `ids` is
-    None.
+    """The cost of all runs on the texts of some users, for the user who pays most.
 
     Args:
-      delta: at which epsilons are read; None: N^-1.1 for so many users.
-      limit_epsilon: a limit to set for these users, from now on.
-      out: a directory for budget.html and budget.md.
-    Raises: ConfigError, LedgerError, FileDamaged.
+      place: directory of the ledger of the data.
+      ids: of the users; None for all users in the ledger.
+      delta: of the epsilons; None for N^-1.1 with N users.
+      limit_epsilon: a limit to set for these users.
+      out: directory for budget.html and budget.md; None for no files.
+
+    Returns:
+      The JSON object of `fedsim budget`.
+
+    Raises:
+      ConfigError: the ledger cannot be written, or delta is missing and there is one user.
+      LedgerError, FileDamaged: the ledger was changed.
     """
     with hold(place) as ledger:
         known = books(ledger, ids)
@@ -53,7 +60,7 @@ def budget(
 
 
 def _delta(num_users: int) -> float:
-    """N^-1.1, as of runs."""
+    """N^-1.1, the default of runs, too."""
     expect("delta", None, num_users > 1, f"a value: N^-1.1 takes two users, and N is {num_users}")
     return num_users**-1.1
 
@@ -94,7 +101,7 @@ def _found(ledger: BudgetLedger, known: Books, num_users: int, delta: float) -> 
 
 
 def left(known: Books, limit: Limit) -> float:
-    """The epsilon, at the limit's delta, of the largest Gaussian mechanism that still fits."""
+    """Epsilon, at the limit's delta, of the largest Gaussian mechanism that still fits."""
     own = dataclasses.replace(known, limits=[limit])
 
     def charge(mu: float) -> Charge:
@@ -131,7 +138,7 @@ def _row(charge: Charge, delta: float) -> dict[str, Any]:
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The runs, a row each, under HEAD."""
+    """Table rows of the runs, with the columns of HEAD."""
     return [
         (
             each["run"],
@@ -146,12 +153,12 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The runs as a table for the terminal."""
+    """The runs as a text table."""
     return "\n".join(aligned([HEAD, *rows(found)]))
 
 
 def sentences(found: dict[str, Any]) -> list[str]:
-    """What was spent, and what is left, in words."""
+    """Sentences on the cost and on what the limits leave."""
     delta = at_most(found["delta"], ".2e")
     runs, users = len(found["runs"]), f"{found['num_users']:,} users"
     of = f"{runs} run{'' if runs == 1 else 's'} on texts of these {users}"
@@ -185,13 +192,13 @@ def sentences(found: dict[str, Any]) -> list[str]:
 
 
 def compose(found: dict[str, Any]) -> dict[str, Any]:
-    """The facts that the template budget.md.jinja needs."""
+    """Values for the template budget.md.jinja."""
     shown = {"title": "Privacy budget", "sentences": sentences(found)}
     return shown | {"head": HEAD, "rows": rows(found), "course": _course(found["course"])}
 
 
 def _course(course: list[dict[str, Any]]) -> Chart | None:
-    """Epsilon after each run; None where none is finite."""
+    """Chart of epsilon after each run; None if no epsilon is finite."""
     names = {
         "composed by losses": "epsilon",
         "whatever was chosen by looking": "epsilon_adaptive",

@@ -1,9 +1,14 @@
-"""Made-up users whose only purpose is to be noticed: what an audit plants in a run's data.
+"""Canaries: made-up users that an audit plants in a run's data, and that are easy to notice.
 
-A *gradient canary* is a user whose loss is linear, so that its gradient points the same way in
-every step, far longer than the clip norm; the ways of different canaries have no coordinate in
-common. A *text canary* is a user who wrote one line of made-up words. Both are users like any other
-to sampling, clipping and noise: their losses go through the engine, the strategy and the mechanism.
+A *gradient canary* has a linear loss, so that its gradient has the same direction in every step,
+and is far longer than the clip norm; directions of different canaries have no coordinate in common.
+A *text canary* is a user who wrote one line of made-up words. For sampling, clipping and noise both
+are ordinary users: their losses go through the engine, the strategy and the mechanism.
+
+If texts have several owners, a canary owns some texts alone, and others together with partners,
+made-up users who are always included. In ULS every partner also wrote a text that pulls in the
+opposite direction, so that the group of a partner is reversed by a text of the canary. Owners do
+not depend on the coins: a canary that was left out keeps its texts, without content.
 """
 
 import dataclasses
@@ -25,13 +30,13 @@ from fedsim.trust.noise_audit import ReleasedNoise
 
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxz", "aeiou"
 MOST_TOKENS = 32
-WORDS = 24  # more than fit
+WORDS = 24  # more words than MOST_TOKENS tokens hold
 
 
 def canary_text(rng: np.random.Generator) -> str:
-    """Made-up words, and numbers among them: a text, not a row of random token ids.
+    """A text of made-up words and numbers.
 
-    Whatever tokenizer a model came with, a user could have written it; nobody else did.
+    Unlike random token ids, a user could have written it, with any tokenizer.
     """
     words = []
     for _ in range(WORDS):
@@ -41,8 +46,8 @@ def canary_text(rng: np.random.Generator) -> str:
 
 
 def canary_tokens(data: Dataset, count: int, rng: np.random.Generator) -> list[list[int]]:
-    """The tokens of so many canaries' texts, each of the same number, for data with a tokenizer;
-    random ones for data without."""
+    """Tokens of the texts of `count` canaries, of equal lengths; random ones without a
+    tokenizer."""
     store = data.train
     length = min(store.max_length, MOST_TOKENS)
     if data.tokenizer_path is None:
@@ -53,22 +58,24 @@ def canary_tokens(data: Dataset, count: int, rng: np.random.Generator) -> list[l
 
 
 LENGTH = 1e3
-"""Of a gradient canary's gradient, in clip norms: clipping has something to do."""
+"""Length of a gradient canary's gradient, in clip norms, so that clipping matters."""
 
 POOLS = 4
-"""Of ELS: how many times its share of the pool a canary wrote, so that a cap shows."""
+"""In ELS a canary wrote this many times its share of the pool, so that a missing cap shows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Directions:
-    """One unit vector for each gradient canary: canary i has the parameters whose number is i
-    modulo `count`, with signs of their own. Orthogonal, and nothing is stored."""
+    """Orthogonal unit vectors, one for each gradient canary, which need no memory.
+
+    Canary i has the parameters with numbers congruent to i modulo `count`, with random signs.
+    """
 
     count: int
     seed: int = 0
 
     def _of_leaves(self, params: Any) -> list[tuple[jax.Array, jax.Array]]:
-        """(canary that a parameter belongs to, sign) in the shapes of the leaves."""
+        """(canary of each parameter, sign of each parameter) in the shapes of the leaves."""
         leaves, start = [], 0
         for number, leaf in enumerate(jax.tree.leaves(params)):
             owner = (start + jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape)) % (
@@ -80,7 +87,7 @@ class Directions:
         return leaves
 
     def along(self, params: Any, canary: jax.Array) -> jax.Array:
-        """<direction of `canary` (int, scalar), params>, differentiable in params."""
+        """Inner product of params and the direction of `canary` (int scalar); differentiable."""
         size = num_coordinates(params)
         own = size // self.count + (canary < size % self.count)
         total = jnp.float32(0)
@@ -91,7 +98,11 @@ class Directions:
         return total / jnp.sqrt(jnp.maximum(own, 1).astype(jnp.float32))
 
     def scores(self, total: Any) -> np.ndarray:
-        """<direction of each canary, total>, float64 [count]."""
+        """Inner products of `total` and the direction of each canary, float64 [count].
+
+        Raises:
+          ConfigError: there are more canaries than parameters.
+        """
         size = num_coordinates(total)
         expect("gradient_canaries", self.count, self.count <= size, f"<= {size} parameters")
         found, own = np.zeros(self.count), np.zeros(self.count)
@@ -104,12 +115,14 @@ class Directions:
 
 
 class CanaryTask(WrappedTask):
-    """A task in which some rows are gradient canaries'.
+    """A task with the losses of gradient canaries in some rows.
 
     Args:
-      canaries: int32 [examples] of the training split: whose canary a row is, -1 if nobody's.
+      inner: the task of the other rows.
+      canaries: int32 [examples] of the training split; the canary of a row, or -1.
+      directions: of the canaries.
       clip_norm: C.
-      pulls: float32 [examples]: how far a canary's row pulls its way, in LENGTHs; None: one.
+      pulls: float32 [examples]; factor of a canary's gradient, in LENGTHs. None: 1.
     """
 
     def __init__(
@@ -129,12 +142,12 @@ class CanaryTask(WrappedTask):
 
     @property
     def layers(self) -> None:
-        """None: a canary's loss goes through no layers."""
+        """None, because a canary's loss has no layers."""
         return None
 
     @property
     def buckets(self) -> Buckets | None:
-        """The inner task's lengths, of the rows as they are here."""
+        """The inner task's buckets for rows of this task."""
         inner = self.inner.buckets
         if inner is None:
             return None
@@ -145,7 +158,7 @@ class CanaryTask(WrappedTask):
         )
 
     def read(self, split: str, rows: np.ndarray) -> dict[str, Any]:
-        """The inner task's rows, and whose canary each is."""
+        """The inner task's rows, and the canary and pull of each."""
         own, pull = np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.float32)
         if split == "train":
             own = np.where(rows >= 0, self.canaries[rows], np.int32(-1))
@@ -157,7 +170,7 @@ class CanaryTask(WrappedTask):
         return self.inner.nats(params, batch["inner"], *frozen)
 
     def losses(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
-        """The inner task's losses, but for canaries, whose loss is linear in the parameters."""
+        """Losses of rows: linear in the parameters for canaries, else the inner task's."""
         own = batch["canary"]
         linear = jax.vmap(lambda canary: self.directions.along(params, canary))(own)
         scaled = LENGTH * self.clip_norm * batch["pull"] * linear
@@ -165,12 +178,16 @@ class CanaryTask(WrappedTask):
 
 
 class PlantedStore:
-    """A store of users, and after them those of another one."""
+    """A store of users, followed by the users of another store."""
 
     def __init__(
         self, store: UserStore, planted: UserStore, canaries: dict[str, int] | None = None
     ):
-        """Args: canaries: how many coins were tossed, by kind; the run's plan says it."""
+        """Join the stores.
+
+        Args:
+          canaries: number of tossed coins by kind, for the run's plan.
+        """
         self.store, self.planted, self.canaries = store, planted, canaries
         self.num_users = store.num_users + planted.num_users
         self.num_examples = store.num_examples + planted.num_examples
@@ -182,28 +199,28 @@ class PlantedStore:
 
     @functools.cached_property
     def owners(self) -> Owners | None:
-        """As a store's: who owns what in the one, and in the other."""
+        """Owners of the texts of both stores."""
         real, planted = self.store.owners, self.planted.owners
         return None if real is None or planted is None else joined(real, planted)
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
-        """int64 [users + 1], as a store's."""
+        """int64 [users + 1]; see `UserStore.offsets`."""
         return np.concatenate(
             [self.store.offsets, self.store.num_examples + self.planted.offsets[1:]]
         )
 
     @property
     def lengths(self) -> np.ndarray:
-        """int32 [examples]: tokens per row."""
+        """Tokens of each row, int32 [examples]."""
         return np.concatenate([self.store.lengths, self.planted.lengths])
 
     def user_ids(self) -> list[str]:
-        """The ids of the real users: those that are made up are nobody's."""
+        """Ids of the real users; made-up users are not counted in the ledger of the data."""
         return self.store.user_ids()
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """int64 [rows]: the real tokens of rows of both stores; see `UserStore.sizes`."""
+        """Tokens of rows of both stores without padding, int64 [rows]; see `UserStore.sizes`."""
         own, other = self._parted(rows)
         return self.store.sizes(own) + self.planted.sizes(other)
 
@@ -215,23 +232,23 @@ class PlantedStore:
         return tokens, sizes
 
     def _parted(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of each store, -1 for those of the other."""
+        """The rows in the numbering of each store, -1 for rows of the other one."""
         rows, first = np.asarray(rows, np.int64), self.store.num_examples
         return np.where(rows < first, rows, -1), np.where(rows >= first, rows - first, -1)
 
 
 @dataclasses.dataclass
 class Planted:
-    """The canaries of one audit: who is in the data, and what a run tells about them."""
+    """The canaries of one audit: those in the data, and what the run reveals about them."""
 
     num_gradient: int
     num_text: int
     rows: int
-    """Examples of a canary: as many as a user may have in a step, or more. Where texts have several
-    owners: of each of its sets of owners."""
+    """Number of examples of a canary, at least as many as a user may have in a step; for texts with
+    several owners, of each set of owners."""
     clip_norm: float
     included: np.ndarray
-    """bool [gradient canaries, then text canaries]: the coins."""
+    """The coins, bool [gradient canaries, then text canaries]."""
     rng: np.random.Generator
     """Draws the canaries' texts."""
 
@@ -246,16 +263,16 @@ class Planted:
 
     @property
     def gradient_included(self) -> np.ndarray:
-        """bool [gradient canaries]."""
+        """The coins of gradient canaries, bool."""
         return self.included[: self.num_gradient]
 
     @property
     def text_included(self) -> np.ndarray:
-        """bool [text canaries]."""
+        """The coins of text canaries, bool."""
         return self.included[self.num_gradient :]
 
     def data(self, data: Dataset) -> Dataset:
-        """The data with the canaries that were included, as users at the end."""
+        """The data, with the included canaries as the last users."""
         store = data.train
         tokens = canary_tokens(data, len(self.included), self.rng)
         self.texts = UserStore.from_examples(
@@ -272,7 +289,7 @@ class Planted:
         return dataclasses.replace(data, train=PlantedStore(store, planted, canaries))
 
     def task(self, task: Any, params: Any) -> Any:
-        """The run's task with the canaries' losses."""
+        """The run's task, with the losses of canaries."""
         self.first, self.task_inner = params, task
         size = num_coordinates(params)
         expect("gradient_canaries", self.num_gradient, self.num_gradient <= size, f"<= {size}")
@@ -281,11 +298,11 @@ class Planted:
         return CanaryTask(task, self.owners, self.directions, self.clip_norm)
 
     def hearing(self, add_noise: AddNoise) -> AddNoise:
-        """The run's own noise; see `ReleasedNoise`."""
+        """Wrap the run's noise; see `ReleasedNoise.hearing`."""
         return self.noise.hearing(add_noise)
 
     def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:
-        """What everyone may see of a step: its privatised gradient. Args: see `ReleasedNoise`."""
+        """Record a step's privatised gradient, which is public. Args: see `ReleasedNoise.watch`."""
         self.noise.watch(gradient, unit, coefficients)
         if self.total is None:
             self.total = gradient
@@ -293,34 +310,35 @@ class Planted:
             self.total = jax.tree.map(jnp.add, self.total, gradient)
 
     def gradient_scores(self) -> np.ndarray:
-        """[gradient canaries]: how far all steps together went each canary's way."""
+        """Sum of all steps along each canary's direction, float64 [gradient canaries]."""
         return self.directions.scores(self.total)
 
 
 def coins(count: int, rng: np.random.Generator) -> np.ndarray:
-    """bool [count], each True with probability 1/2."""
+    """Independent coins, bool [count], each True with probability 1/2."""
     return rng.random(count) < 0.5
 
 
 OPPOSED = -0.5
-"""How far a partner's own text pulls the canary's way: less than one text of the canary's."""
+"""Pull of a partner's text along the canary's direction, weaker than a text of the canary."""
 
 
 def partners_of(algorithm: Algorithm, max_changed: int) -> int:
-    """How many partners a canary has: more than the bound lets in, so that the bound shows."""
+    """Number of partners of a canary: more than the bound permits, so that a missing bound
+    shows."""
     return POOLS - 1 if algorithm == Algorithm.ELS else POOLS * max(1, max_changed)
 
 
 @dataclasses.dataclass
 class PlantedAmongOthers(Planted):
-    """The canaries of one audit, each with partners of its own."""
+    """The canaries of one audit of texts with several owners, each with its partners."""
 
     partners: int
     opposed: bool
-    """Whether partners wrote a text that pulls the other way."""
+    """Whether partners wrote a text that pulls in the opposite direction."""
 
     def data(self, data: Dataset) -> Dataset:
-        """The data with all canaries and partners at the end."""
+        """The data, with all canaries and partners as the last users."""
         store = data.train
         each = 1 + self.partners  # a canary's, then its partners'
         drawn = canary_tokens(data, len(self.included) * each, self.rng)
@@ -330,7 +348,7 @@ class PlantedAmongOthers(Planted):
             store.max_length,
             store.vocab_size,
         )
-        sets: list[tuple[Any, list[list[int]], int, float]] = []  # owners, texts, canary, pull
+        sets: list[tuple[Any, list[list[int]], int, float]] = []  # (owners, texts, canary, pull)
         for i, there in enumerate(self.included):
             pulled = i if i < self.num_gradient else -1
             own = [tokens[i][0] if there else []] * self.rows
@@ -340,7 +358,7 @@ class PlantedAmongOthers(Planted):
             if self.opposed:
                 for name, text in zip(partners, tokens[i][1:], strict=True):
                     sets.append((name, [text], pulled, OPPOSED))
-        sets.sort(key=lambda each: of_ids(each[0]))  # as a store has them
+        sets.sort(key=lambda each: of_ids(each[0]))  # the order in a store
         planted = UserStore.from_examples(
             {owners: texts for owners, texts, _, _ in sets}, store.max_length, store.vocab_size
         )
@@ -354,7 +372,7 @@ class PlantedAmongOthers(Planted):
         return dataclasses.replace(data, train=PlantedStore(store, planted, canaries))
 
     def task(self, task: Any, params: Any) -> Any:
-        """The run's task with the losses of canaries and partners."""
+        """The run's task, with the losses of canaries and partners."""
         planted = super().task(task, params)
         if planted is task:
             return task
@@ -362,10 +380,13 @@ class PlantedAmongOthers(Planted):
 
 
 def rows_of_users(data: Dataset, split: str, most_users: int, most_rows: int) -> list[np.ndarray]:
-    """Some texts of each of some users of a split, evenly spaced among its users.
+    """Rows of some users of a split with several owners of a text, evenly spaced over its users.
 
-    A text is held out if any of its owners is, so that users who are trained on own texts of
-    held-out splits: of other splits than train only users are taken who are in no training text.
+    A text is held out if any of its owners is, so that training users also own held-out texts. From
+    held-out splits, only users are taken who own no training text.
+
+    Returns:
+      Up to `most_rows` rows, int64, for each of up to `most_users` users.
     """
     store: UserStore = getattr(data, split)
     owners = store.owners
