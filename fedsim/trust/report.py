@@ -1,8 +1,12 @@
-"""The privacy report of a run: the claim, what it rests on, and what it leaves out.
+"""Documents on a run's privacy: the report, the model card, and an entry for a public registry.
 
-Follows the list of what to report of "How to DP-fy ML" (Ponomareva et al. 2023, Section 5.3.3).
-Every number about privacy is computed from the ledger when the report is written, and every bound
-is rounded up. A run that breaks any promise that `verify` looks at gets no report.
+The report follows the list in "How to DP-fy ML" (Ponomareva et al. 2023, Section 5.3.3). Numbers
+about privacy are computed from the ledger when a document is written, and bounds are rounded up. A
+run that breaks a promise of `verify` gets no report.
+
+The registry entry has the highest tier of the schema of OpenDP's deployments-registry-data
+(Nanayakkara, Ghazi and Vadhan 2025, arXiv 2509.13509). Fields that a run cannot know, such as who
+publishes the model, for what and where, are marked to be filled in.
 """
 
 import dataclasses
@@ -46,10 +50,14 @@ TO_FILL_IN = "(to be filled in by whoever publishes the model)"
 
 
 def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
-    """Write report.html and report.md of a run into `out`, and registry.yaml if it claims anything.
+    """Write report.html and report.md of a run into `out`, and registry.yaml if it has a guarantee.
 
-    Raises: ConfigError: there is no run, or another process is working on it. ReportError: a
-      promise is violated, there is no model to report of, or it is an audit's.
+    Returns:
+      The claim, its epsilon and delta, and the paths of the files.
+
+    Raises:
+      ConfigError: there is no run, or another process is working on it.
+      ReportError: a promise is violated, there is no model to report of, or the run is an audit's.
     """
     with directory.lock(run_dir, to_read=True):
         released = read(run_dir, console)
@@ -70,7 +78,11 @@ def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
 
 
 def read(run_dir: Path, console: Console) -> Released:
-    """What a run has released. Raises: as `report`."""
+    """Verify a run, and read its releases.
+
+    Raises:
+      ConfigError, ReportError: as `report`.
+    """
     checks = verify(run_dir, console=console)
     for check in checks:
         if check.holds is False:
@@ -88,7 +100,7 @@ def read(run_dir: Path, console: Console) -> Released:
 
 
 def compose(released: Released) -> dict[str, Any]:
-    """The facts that the report's template needs."""
+    """Values for the template report.md.jinja."""
     shown = facts(released) | {
         "title": f"Privacy report: {released.run_dir.resolve().name}",
         "subject": "this run",
@@ -110,7 +122,7 @@ def compose(released: Released) -> dict[str, Any]:
 
 
 def _curve(released: Released, bound: Gaussian | None) -> Chart:
-    """Delta at each epsilon; dashed, what a Gaussian that is no more private says of it."""
+    """Chart of delta at each epsilon, with dashed lines for the Gaussian bound."""
     epsilons, deltas = curve(released)
     lines = [Series("delta", epsilons.tolist(), deltas.tolist())]
     if bound is not None:
@@ -124,7 +136,7 @@ def _curve(released: Released, bound: Gaussian | None) -> Chart:
 
 
 def _steps(released: Released) -> Chart | None:
-    """Epsilon by the number of steps; None where there is one number or none."""
+    """Chart of epsilon by the number of steps; None with fewer than two numbers."""
     steps, spent = over_steps(released)
     if len(steps) < 2:
         return None
@@ -140,7 +152,7 @@ def _in_brackets(released: Released) -> str:
 
 
 def _settings(released: Released) -> list[tuple[str, str]]:
-    """Settings by name; of the data's place, its name alone."""
+    """Settings by name; of the path of the data, the last part alone."""
     run = settings_of(released.stored.run)
     counts = ("num_units", "budget", "target_epsilon", "num_parameters", "clip_quantile")
     names = ("model", "lora_rank", "optimizer", "learning_rate", "compute_dtype")
@@ -166,7 +178,7 @@ def _fingerprints(released: Released) -> list[tuple[str, str]]:
 
 
 def _commands(released: Released) -> list[str]:
-    """Commands that verify the run, and compute its epsilon from public constants."""
+    """Commands that verify the run, and that compute its epsilon from public constants."""
     plan, path = released.plan, shlex.quote(str(released.run_dir))
     lines = [f"fedsim verify {path}{flag}" for flag in ("", " --replay", " --whole")]
     event, cell = plan.event(), {}
@@ -190,9 +202,10 @@ def _commands(released: Released) -> list[str]:
 
 
 def model_card(run_dir: Path, console: Console, *, base: str | None = None) -> str:
-    """The card of a run's model. Where nothing can be claimed, it says so, and why.
+    """The model card of an exported run: README.md with the privacy claim, or why there is none.
 
-    Args: base: the model that adapters belong to.
+    Args:
+      base: the model that adapters belong to.
     """
     tags = ["text-generation"]
     shown = {"title": run_dir.resolve().name, "subject": "this model", "problem": None}
@@ -209,7 +222,7 @@ def model_card(run_dir: Path, console: Console, *, base: str | None = None) -> s
 
 
 def registry_entry(released: Released) -> dict[str, Any] | None:
-    """The entry; None: nothing is claimed, so there is nothing to register."""
+    """The run as an entry of the registry; None without a guarantee."""
     plan = released.plan
     if released.phases is None or released.label:
         return None
