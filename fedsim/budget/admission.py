@@ -214,7 +214,7 @@ class Progress(NamedTuple):
     chains: list[str]
     """Chain of its own ledger after 0, 1, ... steps; empty strings without one."""
     is_noted: bool
-    """Whether the directory notes its releases."""
+    """True if the directory notes its releases."""
 
     @classmethod
     def of(cls, run_dir: Path, seen: Seen | None) -> "Progress":

@@ -90,10 +90,10 @@ class Entry:
     released: Released = dataclasses.field(default_factory=list)
     """All that it had released when it last ended."""
     outcome: str = ""
-    """How it ended; empty if it is running or was killed."""
+    """released or stopped; empty if it is running or was killed."""
     began: str = ""
     marked: bool = False
-    """Whether the ledger keeps marks of its steps until it ends."""
+    """True if the ledger keeps marks of its steps until it ends."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,11 +47,11 @@ class Receipt(NamedTuple):
         write_json(self.run_dir / RECEIPT, record, mode=0o600)
 
     def is_here(self) -> bool:
-        """Whether the ledger can be read on this machine."""
+        """True if the ledger can be read on this machine."""
         return os.access(self.ledger, os.R_OK | os.X_OK)
 
     def can_be_held(self) -> bool:
-        """Whether the ledger exists and can be written on this machine."""
+        """True if the ledger exists and can be written on this machine."""
         return (Path(self.ledger) / FILE).is_file() and os.access(self.ledger, os.W_OK)
 
     def line_in(self, ledger: BudgetLedger, run: str | None = None) -> dict[str, Any]:

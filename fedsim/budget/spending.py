@@ -39,7 +39,7 @@ class Charge:
 
     entry: Entry
     released: Released
-    """What the run has released, if that is known; else what it planned."""
+    """Releases of the run, if they are known; else all that it planned."""
     state: str
     """released, stopped, running, killed or gone."""
 
@@ -169,7 +169,7 @@ class Books:
         return None
 
     def fits(self, more: Charge) -> bool:
-        """Whether another charge keeps every limit."""
+        """True if another charge keeps every limit."""
         return self.broken_by(more) is None
 
     def steps_that_fit(self, charge: Callable[[int], Charge], most: int) -> int:

@@ -256,5 +256,5 @@ class Runs:
 
 
 def _confirmed(guarantee: bool, unseen: list[str]) -> bool | None:
-    """Whether epsilon is a guarantee; None: some promises that it depends on were not looked at."""
+    """True if epsilon is a guarantee; None: some promises that it depends on were not looked at."""
     return None if guarantee and unseen else guarantee

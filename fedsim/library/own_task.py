@@ -73,7 +73,7 @@ def _as_column(split: str, names: np.ndarray) -> pa.Array:
 
 
 def _is_nobody(owner: Any) -> bool:
-    """Whether an owner is None, NaN or another missing value of pandas."""
+    """True if an owner is None, NaN or another missing value of pandas."""
     return owner is None or type(owner).__name__ in ("NAType", "NaTType") or owner != owner
 
 

@@ -92,7 +92,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps have been trained."""
+        """True if all steps have been trained."""
         return self.summary["steps_done"] == self.summary["num_steps"]
 
     @functools.cached_property

@@ -123,7 +123,7 @@ class Saver:
         self._saved_at = time.monotonic()
 
     def due(self, step: int, every: int) -> bool:
-        """Whether to save after `step`: every `every` steps, and at least every `LONGEST_S`."""
+        """True if a state is to be saved after `step`: every `every` steps or `LONGEST_S`."""
         return step % every == 0 or time.monotonic() - self._saved_at >= LONGEST_S
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ def _read(path: Path, new: Callable[[tuple[int, ...], np.dtype], Any]) -> Any:
 
 
 def _stands(leaf: Any) -> bool:
-    """Whether an entry of a state's JSON is the type and shape of an array."""
+    """True if an entry of a state's JSON is the type and shape of an array."""
     return isinstance(leaf, dict) and ARRAY in leaf
 
 

@@ -118,7 +118,7 @@ def in_lines(note: Callable[[str], None], first: int, last: int, every: int) -> 
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """True if this process is the kernel of a notebook."""
     return "ipykernel" in sys.modules and hasattr(sys.stderr, "pub_thread")
 
 

@@ -179,7 +179,7 @@ def _flat_schema() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _always(name: str, of: dict[str, Any]) -> bool:
-    """Whether a field is written for every value."""
+    """True if a field is written for every value."""
     return name not in LEFT_OUT_AT or ("const" in of and of["const"] != LEFT_OUT_AT[name])
 
 

@@ -195,7 +195,7 @@ class CurveBound:
 
     refuted: bool
     could_refute: bool
-    """Whether it would be refuted with every guess right."""
+    """True if it would be refuted with every guess right."""
     guesses: int
     correct: int
     mu: float
@@ -226,7 +226,7 @@ def gaussian_claim(mu: float) -> Claim:
 
 
 def refutes(canaries: int, guesses: int, correct: int, claim: Claim, significance: float) -> bool:
-    """Whether so many correct guesses have less than this probability if the claim holds.
+    """True if so many correct guesses have less than this probability if the claim holds.
 
     Args:
       canaries: m; each was included with probability 1/2, independently.
@@ -297,7 +297,7 @@ class IndependentBound:
 
     refuted: bool
     could_refute: bool
-    """Whether it would be refuted with every guess right."""
+    """True if it would be refuted with every guess right."""
     correct: int
     """Number of correct guesses; every coin is guessed."""
     most_expected: float

@@ -335,7 +335,7 @@ class PlantedAmongOthers(Planted):
 
     partners: int
     opposed: bool
-    """Whether partners wrote a text that pulls in the opposite direction."""
+    """True if partners wrote a text that pulls in the opposite direction."""
 
     def data(self, data: Dataset) -> Dataset:
         """The data, with all canaries and partners as the last users."""

@@ -1,4 +1,4 @@
-"""What the checks of `verify` share: a run's directory, and findings about its promises.
+"""Evidence for the checks of `verify`: a run's directory, and findings that checks share.
 
 Bounds on users of texts with several owners are counted over all owners of all texts here,
 independently of `sampling.shared`, which drew the pool and the groups.
@@ -49,7 +49,7 @@ class Check:
     found: str
     """The finding in words."""
     interrupted: bool = False
-    """Whether a signal stopped the check."""
+    """True if a signal stopped the check."""
 
     @property
     def verdict(self) -> str:

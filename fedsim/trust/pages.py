@@ -209,7 +209,7 @@ class Chart:
     log_y: bool = False
     """Use a logarithmic y axis, and leave out values that are not positive."""
     bounds: bool = False
-    """Whether the values are upper bounds; their numbers are then rounded up."""
+    """True if the values are upper bounds; their numbers are then rounded up."""
 
     def __post_init__(self) -> None:
         if not any(self.drawn(each) for each in self.series):
