@@ -238,11 +238,11 @@ class BudgetLedger:
         Raises:
           FileDamaged: the marks are missing or were changed.
         """
-        known, path = self.entries.get(run), _mark_path(self.directory, run)
-        found = _read_mark(path, self.key.seal)
-        if found is None and known is not None and known.marked and not known.outcome:
-            raise FileDamaged(f"{path}: expected how far {known.place} has come")
-        return found
+        entry, path = self.entries.get(run), _mark_path(self.directory, run)
+        mark = _read_mark(path, self.key.seal)
+        if mark is None and entry is not None and entry.marked and not entry.outcome:
+            raise FileDamaged(f"{path}: expected how far {entry.place} has come")
+        return mark
 
     def marking(self, run: str, name: Path) -> AbstractContextManager[Reached]:
         """Lock a run's marks; yields a function that appends one.
@@ -304,16 +304,16 @@ class BudgetLedger:
             changes = {"released": _phases(line["released"]), "outcome": line["outcome"]}
             self.entries[was.run] = dataclasses.replace(was, **changes)
         else:
-            known = self.entries.get(line["run"])
+            before = self.entries.get(line["run"])
             fields = {n: line[n] for n in ("run", "kind", "place", "users", "label")}
             self.entries[line["run"]] = Entry(
                 **fields,
-                number=known.number if known else number,
+                number=before.number if before else number,
                 planned=_phases(line["planned"]),
                 slack=(float(line["slack"][0]), float(line["slack"][1])),
-                released=known.released if known else [],
+                released=before.released if before else [],
                 marked=bool(line.get("marked")),  # missing in ledgers of earlier versions
-                began=known.began if known else line["time"],
+                began=before.began if before else line["time"],
             )
 
 

@@ -117,8 +117,8 @@ def expect_receipt(run_dir: Path, run: str, label: str) -> tuple[bool, str]:
         return False, f"the ledger of the data, which {RECEIPT} names, is not here"
     with hold(Path(receipt.ledger)) as ledger:
         if bool(receipt.line_in(ledger, run)["label"]) != bool(label):
-            said = "a guarantee" if label else "no guarantee"
+            claimed = "a guarantee" if label else "no guarantee"
             raise LedgerError(
-                f"{run_dir}: {receipt.ledger} has epsilon as {said}: the plan was changed"
+                f"{run_dir}: {receipt.ledger} has epsilon as {claimed}: the plan was changed"
             )
         return True, f"line {receipt.line} of {ledger.num_lines} in the ledger of the data"

@@ -200,10 +200,12 @@ def patterns(users: np.ndarray, sets: Mapping[str, np.ndarray]) -> list[frozense
     names = sorted(sets)
     member = np.stack([np.isin(users, sets[name]) for name in names] or [np.zeros(0, bool)], 1)
     rows = np.unique(member, axis=0) if len(users) and names else np.zeros((0, len(names)), bool)
-    found = [frozenset(n for n, there in zip(names, row, strict=True) if there) for row in rows]
-    if len(found) > MOST_PATTERNS:
-        return [frozenset().union(*found)]
-    return [each for each in found if not any(each < other for other in found)]
+    combinations = [
+        frozenset(n for n, is_in in zip(names, row, strict=True) if is_in) for row in rows
+    ]
+    if len(combinations) > MOST_PATTERNS:
+        return [frozenset().union(*combinations)]
+    return [one for one in combinations if not any(one < other for other in combinations)]
 
 
 def union(parts: Sequence[np.ndarray]) -> np.ndarray:

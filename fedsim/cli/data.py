@@ -210,8 +210,8 @@ def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
         lines = _table(tables)
         if max(map(len, lines)) > room:  # a table for each split, one under the other
             lines = [line for name in tables for line in _table({name: tables[name]})]
-        told = ", ".join(f"{name}\0{value:,}" for name, value in counts.items())
-        lines += [line.replace("\0", " ") for line in textwrap.wrap(told, min(room, 100))]
+        counted = ", ".join(f"{name}\0{value:,}" for name, value in counts.items())
+        lines += [line.replace("\0", " ") for line in textwrap.wrap(counted, min(room, 100))]
         print(*lines, sep="\n")
     return {"path": str(dataset.path), "splits": splits, "counts": counts}
 

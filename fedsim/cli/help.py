@@ -135,16 +135,16 @@ def page(name: str, kind: Any, *, whole: bool) -> str:
         _section(parser, "commands", [Flag((), word, sentence(one)) for word, one in inner.items()])
         parser.epilog = f"The flags of a command: {name} COMMAND --help"
         return parser.format_help()
-    known = list(flags(kind))
-    words = [flag.usage for flag in known if flag.required or not flag.names]
+    every = list(flags(kind))
+    words = [flag.usage for flag in every if flag.required or not flag.names]
     parser = _parser(name, [*words, "[FLAGS]"], inspect.getdoc(kind))
-    _section(parser, "required", [flag for flag in known if flag.required])
-    rest = [flag for flag in known if not flag.required]
+    _section(parser, "required", [flag for flag in every if flag.required])
+    rest = [flag for flag in every if not flag.required]
     if whole:
         for title in dict.fromkeys(flag.group for flag in rest):
             _section(parser, title or "flags", [flag for flag in rest if flag.group == title])
         return parser.format_help()
-    few = len(known) <= FEW
+    few = len(every) <= FEW
     shown = [flag for flag in rest if few or COMMON & set(flag.names) or not flag.names]
     _section(parser, "flags" if few else "common flags", shown)
     if len(shown) < len(rest):

@@ -181,16 +181,18 @@ class Sweep:
           ConfigError: a flag of it is given without --private, or is wrong.
         """
         if not self.private:
-            others = ("select", self.select), ("trials", self.trials), ("shape", self.shape)
-            others += ("eval_epsilon", self.eval_epsilon), ("public_eval", self.public_eval)
-            for name, value in others:
+            unused = ("select", self.select), ("trials", self.trials), ("shape", self.shape)
+            unused += ("eval_epsilon", self.eval_epsilon), ("public_eval", self.public_eval)
+            for name, value in unused:
                 expect(name, value, not value, "--private beside it")
             return None
         from fedsim.tuning import Selection
 
         expect("select", self.select, self.select is not None, "eval/loss, to select by")
-        said = (self.eval_epsilon is None) == self.public_eval
-        expect("eval_epsilon", self.eval_epsilon, said, "a value, or --public-eval, and not both")
+        one_of_two = (self.eval_epsilon is None) == self.public_eval
+        expect(
+            "eval_epsilon", self.eval_epsilon, one_of_two, "a value, or --public-eval, and not both"
+        )
         share, trials, shape = self.eval_epsilon, self.trials, self.shape
         expect("eval_epsilon", share, share is None or 0 < share < math.inf, "> 0 and finite")
         expect("trials", trials, trials is None or 1 <= trials < math.inf, ">= 1")

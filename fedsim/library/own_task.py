@@ -50,10 +50,10 @@ def owner_ids(
         line = f"data={split}: row {row} has no owner, expected one for each row"
         raise DataError(line, field="data")
     number, examples = user_ids.look_alikes(ids.unique())
-    told = user_ids.told(tally)
+    messages = user_ids.told(tally)
     if number:
-        told.append(user_ids.told_alike(number, examples))
-    for line in told:
+        messages.append(user_ids.told_alike(number, examples))
+    for line in messages:
         note(line)
     return np.asarray(ids.to_pylist())
 
@@ -67,8 +67,8 @@ def _as_column(split: str, names: np.ndarray) -> pa.Array:
     if kinds == {float}:
         return pa.array(given, pa.float64())
     if any(issubclass(kind, float | np.floating) for kind in kinds):
-        found = " and ".join(sorted(kind.__name__ for kind in kinds))
-        raise DataError.of("data", split, f"owners of one kind, got {found}")
+        names_of_kinds = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise DataError.of("data", split, f"owners of one kind, got {names_of_kinds}")
     return pa.array([None if each is None else str(each) for each in given], pa.string())
 
 
@@ -93,11 +93,11 @@ class OwnedRows:
           owners: the id of each row's owner, [rows]; see `owner_ids`.
         """
         names = np.asarray(owners)
-        found, codes, counts = np.unique(names, return_inverse=True, return_counts=True)
-        self._task, self._split, self._names = task, split, found
+        unique, codes, counts = np.unique(names, return_inverse=True, return_counts=True)
+        self._task, self._split, self._names = task, split, unique
         self.order = np.argsort(codes, kind="stable")
         self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self.num_users, self.num_examples = len(found), len(names)
+        self.num_users, self.num_examples = len(unique), len(names)
         self.fingerprint = self._digest()
         self.metadata: dict[str, Any] = {}
 

@@ -66,9 +66,9 @@ class Run:
         Raises:
           ConfigError: the run has not ended.
         """
-        if (found := directory.summary_of(self.run_dir)) is None:
+        if (content := directory.summary_of(self.run_dir)) is None:
             raise ConfigError.of("run", self.run_dir, "a run that has ended")
-        return found
+        return content
 
     @property
     def epsilon(self) -> float:

@@ -57,10 +57,10 @@ def _joined(files: list[Path], user: str, text: str) -> Path:
     """One file with the rows of several Parquet files."""
     others = [file for file in files if file.suffix != ".parquet"]
     if others or not files:
-        found = ", ".join(map(str, others)) or "none"
-        raise DataError.of("data", found, "a list of Parquet files, or one pattern (*.csv)")
-    found = [path for file in files for path in sources.find_files(str(file))]
-    tables = (pq.ParquetFile(file) for file in found)
+        paths = ", ".join(map(str, others)) or "none"
+        raise DataError.of("data", paths, "a list of Parquet files, or one pattern (*.csv)")
+    paths = [path for file in files for path in sources.find_files(str(file))]
+    tables = (pq.ParquetFile(file) for file in paths)
     return _written((b for table in tables for b in table.iter_batches(ROWS)), user, text)
 
 
@@ -83,8 +83,8 @@ def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
         table = pa.table(data)
     except (pa.ArrowException, TypeError, ValueError) as error:
         expected = "a path, a DataFrame, a datasets.Dataset or an Arrow table"
-        found = readers.reason_of(error)
-        raise DataError.of("data", kind, f"{expected} ({found})") from None
+        reason = readers.reason_of(error)
+        raise DataError.of("data", kind, f"{expected} ({reason})") from None
     yield from table.to_batches(ROWS)
 
 
@@ -103,14 +103,14 @@ def _of_pandas(data: Any, user: str, text: str) -> Iterator[pa.Table]:
             kind = table.schema.field(user).type
             first = first or kind
             if kind != first:
-                found = f"{first} and {kind}; read them with dtype=str"
-                raise DataError.of("user", user, f"one type in all chunks, got {found}")
+                got = f"{first} and {kind}; read them with dtype=str"
+                raise DataError.of("user", user, f"one type in all chunks, got {got}")
             yield table
     except DataError:
         raise
     except (OSError, ValueError) as error:  # its message may contain texts of the file
-        found = type(error).__name__
-        raise DataError.of("data", f"pandas {name}", f"chunks to read, got a {found}") from None
+        got = type(error).__name__
+        raise DataError.of("data", f"pandas {name}", f"chunks to read, got a {got}") from None
 
 
 def _of_frame(data: Any, user: str, text: str) -> pa.Table:
@@ -179,8 +179,8 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
             ids = normalise(batch, columns, rows)["user_id"]
             unowned = np.flatnonzero(is_blank(ids))
             if len(unowned):
-                found = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
-                raise DataError.of("user", user, f"a user id in every row; {found}")
+                reason = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
+                raise DataError.of("user", user, f"a user id in every row; {reason}")
             rows += len(batch)
             written = {user: _as_texts(plain(batch[user]), ids), text: batch[text]}
             table = pa.table(written)
@@ -188,8 +188,8 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
                 writer = pq.ParquetWriter(path, table.schema)
             writer.write_table(table.cast(writer.schema))
     except pa.ArrowException as error:
-        found = readers.reason_of(error)
-        line = f"data: expected rows with the same types ({found})"
+        reason = readers.reason_of(error)
+        line = f"data: expected rows with the same types ({reason})"
         raise DataError(line, field="data") from None
     finally:
         if writer is not None:

@@ -154,8 +154,8 @@ def latest(run_dir: Path) -> Path | None:
 
 def kept(run_dir: Path) -> list[Path]:
     """All checkpoints of a run, the newest last."""
-    found = (run_dir / DIRECTORY).glob("step-*")
-    return sorted(path for path in found if path.suffix in (SUFFIX, MSGPACK))
+    paths = (run_dir / DIRECTORY).glob("step-*")
+    return sorted(path for path in paths if path.suffix in (SUFFIX, MSGPACK))
 
 
 def check(path: Path) -> None:
@@ -182,12 +182,12 @@ def _read(path: Path, new: Callable[[tuple[int, ...], np.dtype], Any]) -> Any:
             stored = {_name(place): leaf[ARRAY] for place, leaf in leaves if _stands(leaf)}
             if stored.keys() != set(file.keys()):
                 raise ValueError
-            found = {}
-            for each, (dtype, *shape) in sorted(stored.items()):
-                part: Any = file.get_slice(each)
+            arrays = {}
+            for name, (dtype, *shape) in sorted(stored.items()):
+                part: Any = file.get_slice(name)
                 if part.get_shape() != shape:  # checked first: an array is no larger than the file
                     raise ValueError
-                array = found[each] = new(tuple(shape), np.dtype(dtype))
+                array = arrays[name] = new(tuple(shape), np.dtype(dtype))
                 for start, slab in _parts(part):
                     if slab.dtype != dtype:
                         raise ValueError
@@ -198,7 +198,7 @@ def _read(path: Path, new: Callable[[tuple[int, ...], np.dtype], Any]) -> Any:
                 raise ValueError
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f"{path}: was cut or changed since it was written") from None
-    values = [found[_name(place)] if _stands(x) else _value(x) for place, x in leaves]
+    values = [arrays[_name(place)] if _stands(x) else _value(x) for place, x in leaves]
     return jax.tree.unflatten(treedef, values)
 
 
@@ -264,8 +264,8 @@ def restore(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """
     state: Any = load(path, mapped=any_cut(like))
     try:
-        found = jax.tree.map(beside, serialization.from_state_dict(like, state), like)
-        return found, chain(state)
+        restored = jax.tree.map(beside, serialization.from_state_dict(like, state), like)
+        return restored, chain(state)
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: expected the state of this run ({error})") from None
 
@@ -307,8 +307,8 @@ def load_step(path: Path) -> int:
 
 def chain(state: Mapping[str, Any]) -> str:
     """The chain of the ledger after the step of a loaded state; empty if the state has none."""
-    found = state.get(CHAIN, "")
-    return found if isinstance(found, str) else np.asarray(found).tobytes().hex()  # as of 0.2
+    value = state.get(CHAIN, "")
+    return value if isinstance(value, str) else np.asarray(value).tobytes().hex()  # as of 0.2
 
 
 def name(step: int) -> str:

@@ -44,11 +44,13 @@ Show = Callable[[int, dict[str, float]], None]
 
 def items(values: dict[str, float]) -> list[str]:
     """The metrics of a step that have a value, each with its name."""
-    known = {name: values.get(metric) for metric, name in SHOWN.items()}
-    there = {n: v for n, v in known.items() if v is not None and not math.isnan(v)}
+    named = {name: values.get(metric) for metric, name in SHOWN.items()}
+    present = {n: v for n, v in named.items() if v is not None and not math.isnan(v)}
     of_step = f" after step {values[EVALUATED]:g}" if EVALUATED in values else ""
-    of = {SHOWN["eval/loss"]: of_step}
-    return [f"{name} {_shown(name, value)}{of.get(name, '')}" for name, value in there.items()]
+    suffixes = {SHOWN["eval/loss"]: of_step}
+    return [
+        f"{name} {_shown(name, value)}{suffixes.get(name, '')}" for name, value in present.items()
+    ]
 
 
 def _shown(name: str, value: float) -> str:
@@ -190,13 +192,13 @@ class Console(Terminal):
     def summary(self, summary: dict[str, Any], run_dir) -> None:
         """Show results, claim and directory of a run."""
         losses = [float(summary[name]) for name in ("initial_eval_loss", "final_eval_loss")]
-        found = all(map(math.isfinite, losses))  # false for a run that was stopped in between
-        shown = "eval loss {:.4g} -> {:.4g} nats/token, ".format(*losses) if found else ""
+        is_evaluated = all(map(math.isfinite, losses))  # else it was stopped in between
+        shown = "eval loss {:.4g} -> {:.4g} nats/token, ".format(*losses) if is_evaluated else ""
         self.note(
             f"{shown}{summary['steps_done']} steps, {summary['gradients_computed']} gradients, "
             f"{summary['wall_seconds']:.0f} s"
         )
-        if found and losses[1] > losses[0]:
+        if is_evaluated and losses[1] > losses[0]:
             self.note(
                 "warning: the held-out loss rose: this model is worse than what it started from; "
                 "a smaller --learning-rate, a larger --batch-size or more steps may do better"
@@ -307,8 +309,8 @@ def runs_in(place: Path) -> list[dict[str, Any]]:
       claim: that of its plan, once a step was released. loss is the last one on held-out users.
       status is finished, running, stopped (--resume continues it) or damaged.
     """
-    found = sorted(place.rglob(directory.CONFIG))
-    return [row for row in (_row(path.parent, place) for path in found) if row is not None]
+    configs = sorted(place.rglob(directory.CONFIG))
+    return [row for row in (_row(path.parent, place) for path in configs) if row is not None]
 
 
 def _row(run_dir: Path, place: Path) -> dict[str, Any] | None:

@@ -149,8 +149,8 @@ class StoredRun:
             name = str(record.get("strategy", {}).get("name", ""))
             if name and name not in LAYERED and _only_earlier_versions_have(name):
                 plan = dataclasses.replace(plan, unproven=name)
-        known, removed = _without_removed(record["run"])
-        run = run_config(**{**known, "run_dir": run_dir})
+        kept, removed = _without_removed(record["run"])
+        run = run_config(**{**kept, "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         return cls(identity, settings, run, plan=plan, removed=removed, **rest)
@@ -159,13 +159,13 @@ class StoredRun:
 def _without_removed(run: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a run's settings into those of this version, and those that were removed."""
     removed = {n: run[n] for n, unused in REMOVED.items() if run.get(n, unused) != unused}
-    known = {name: value for name, value in run.items() if name not in REMOVED}
-    if known.get("engine") == "spmd":
-        removed["engine"] = known.pop("engine")
-    if known.get("strategy") in LAYERED:
-        removed["strategy"] = known.pop("strategy")
-        known.pop("mesh", None)  # it had another axis
-    return known, removed
+    settings = {name: value for name, value in run.items() if name not in REMOVED}
+    if settings.get("engine") == "spmd":
+        removed["engine"] = settings.pop("engine")
+    if settings.get("strategy") in LAYERED:
+        removed["strategy"] = settings.pop("strategy")
+        settings.pop("mesh", None)  # it had another axis
+    return settings, removed
 
 
 def _only_earlier_versions_have(strategy: str) -> bool:
@@ -271,18 +271,18 @@ def of_others(run_dir: Path) -> str:
     Through a link, a run would read and write where someone else decides.
     """
     for path in (run_dir, *sorted(run_dir.rglob("*"))):
-        found = path.lstat()
-        if found.st_uid != os.getuid():
-            return f"{path}: belongs to another user, {found.st_uid}"
-        if path != run_dir and stat.S_ISLNK(found.st_mode):
+        status = path.lstat()
+        if status.st_uid != os.getuid():
+            return f"{path}: belongs to another user, {status.st_uid}"
+        if path != run_dir and stat.S_ISLNK(status.st_mode):
             return f"{path}: a link to {os.readlink(path)}"
     there = run_dir.stat().st_uid
     return "" if there == os.getuid() else f"{run_dir}: belongs to another user, {there}"
 
 
 def _expect_ours(run_dir: Path) -> None:
-    if found := of_others(run_dir):
-        raise ConfigError.of("run_dir", run_dir, f"your own files and no links; {found}")
+    if fault := of_others(run_dir):
+        raise ConfigError.of("run_dir", run_dir, f"your own files and no links; {fault}")
 
 
 @contextmanager
@@ -386,8 +386,8 @@ def other_bits(stored: StoredRun, versions: Mapping[str, str], host: str) -> str
 
     Accelerators add numbers in no fixed order.
     """
-    was, known = stored.versions, dict.fromkeys((*stored.versions, *versions))
-    changed = [name for name in known if versions.get(name) != was.get(name)]
+    was, packages = stored.versions, dict.fromkeys((*stored.versions, *versions))
+    changed = [name for name in packages if versions.get(name) != was.get(name)]
     other = [f"{name} {versions.get(name)}, not {was.get(name)}" for name in changed]
     if other:
         return "other packages: " + ", ".join(other)

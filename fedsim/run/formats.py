@@ -146,8 +146,11 @@ def schemas() -> dict[str, dict[str, Any]]:
     plan, parts = _flat_schema()
     ledger = _adapter(FirstLine | StepLine).json_schema()
     summary = _adapter(Summary).json_schema()
-    own = {**plan, "properties": {n: v for n, v in plan["properties"].items() if n != "adjacency"}}
-    own["required"] = [name for name in plan["required"] if name != "adjacency"]
+    shared = {
+        **plan,
+        "properties": {n: v for n, v in plan["properties"].items() if n != "adjacency"},
+    }
+    shared["required"] = [name for name in plan["required"] if name != "adjacency"]
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     closed = {"unevaluatedProperties": False}
     defs = {**parts, **ledger.pop("$defs"), "Plan": {**plan, **closed}}
@@ -158,7 +161,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         "summary": {
             **dialect,
             "title": "summary.json",
-            "allOf": [own, {n: v for n, v in summary.items() if n != "$defs"}],
+            "allOf": [shared, {n: v for n, v in summary.items() if n != "$defs"}],
             **closed,
             "$defs": {**parts, **summary["$defs"]},
         },

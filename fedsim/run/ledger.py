@@ -185,10 +185,10 @@ class Ledger:
             self._log.append(line)
             note(self._directory, self.num_steps, self.chain)
             return
-        (was, digest), (now, found) = map(_identity, (self._line(step), line))
+        (was, digest), (now, new_digest) = map(_identity, (self._line(step), line))
         if now != was:
             raise LedgerError(f"step={step}: expected event {was}, as released before")
-        if digest and found != digest:
+        if digest and new_digest != digest:
             raise OtherBits(
                 f"step={step}: expected the gradient that was released before, of the same bits: "
                 "go on with the packages, and on the kind of host, that the run was started with"

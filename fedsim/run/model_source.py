@@ -153,9 +153,9 @@ def local_steps_of(run: RunConfig) -> LocalSteps | None:
 
 def expect_language_model(stored: StoredRun) -> None:
     """Raise ConfigError if the run trained a custom task instead of a language model."""
-    if own := stored.model.get("task"):
+    if task := stored.model.get("task"):
         expected = "a run of a language model, found the task"
-        raise ConfigError.of("run_dir", stored.run.run_dir, f"{expected} {own}")
+        raise ConfigError.of("run_dir", stored.run.run_dir, f"{expected} {task}")
 
 
 def make_task(
@@ -200,13 +200,14 @@ def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:
     expected = f"a model with a {pretrained.TOKENIZER}"
     if model.tokenizer is None:
         raise ConfigError.of("model", run.model.source, expected)
-    own = Tokenizer.load(model.tokenizer)
-    found = data.metadata.get("tokenizer", {})
+    tokenizer = Tokenizer.load(model.tokenizer)
+    stored = data.metadata.get("tokenizer", {})
     build = f"fedsim data build ... --tokenizer {model.tokenizer}"
     expect(
         "data",
-        f"{run.data.source} (tokens of {found.get('name', 'another tokenizer')})",
-        found.get("sha256") == own.sha256 and own.vocab_size <= model.config.vocab_size,
+        f"{run.data.source} (tokens of {stored.get('name', 'another tokenizer')})",
+        stored.get("sha256") == tokenizer.sha256
+        and tokenizer.vocab_size <= model.config.vocab_size,
         f"tokens of model={run.model.source}, as {build} gives",
     )
     length, longest = data.train.max_length, model.config.table

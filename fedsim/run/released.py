@@ -78,8 +78,8 @@ def kept(run_dir: Path, step: int, like: NoisyMean, sha256: str) -> Step | None:
     except Exception:  # no file, or a damaged one: MessagePack's errors have no common type
         return None
     noisy = NoisyMean(jax.tree.unflatten(treedef, arrays), record["unit"])
-    found = Step(noisy, record["clip_norm"], record.get("loss"))
-    return found if digest(found) == sha256 else None
+    release = Step(noisy, record["clip_norm"], record.get("loss"))
+    return release if digest(release) == sha256 else None
 
 
 def drop(run_dir: Path, before: int) -> None:

@@ -92,8 +92,8 @@ def save(run_dir: Path, step: int, state: dict[str, Any]) -> None:
 
 def apart(run_dir: Path, step: int) -> dict[str, Any]:
     """The fields of `APART` after a step; empty if progress.json was removed."""
-    found = _steps(run_dir).get(str(step), {})
-    return {name: found[name] for name in APART if name in found}
+    fields = _steps(run_dir).get(str(step), {})
+    return {name: fields[name] for name in APART if name in fields}
 
 
 def _steps(run_dir: Path) -> dict[str, dict[str, Any]]:

@@ -154,11 +154,11 @@ def replacements(
     data: Dataset,
 ) -> list[dict[str, Any]]:
     """Settings that an audit has to change, each a dict of setting, given, used and why."""
-    found = []
+    replaced = []
 
     def replace(setting: str, given: Any, used: Any, why: str) -> None:
         if used != given:
-            found.append({"setting": setting, "given": given, "used": used, "why": why})
+            replaced.append({"setting": setting, "given": given, "used": used, "why": why})
 
     group_size = privacy.group_size
     if group_size is None and algorithm == Algorithm.ELS:
@@ -170,7 +170,7 @@ def replacements(
         scan = f"scan:{min(group_size or 1, 8)}"
         why = "ghost, which auto may choose, does not know gradient canaries"
         replace("strategy", AUTO, scan, why)
-    return found
+    return replaced
 
 
 def judge(result: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     """
     of_kinds = [result[kind]["bound"] for kind in ("gradient", "text") if result[kind]]
     curves = [each["curve"] for k in ("gradient", "text") if (each := result[k] or {}).get("curve")]
-    found = max((bound["epsilon"] for bound in of_kinds), default=0.0)
+    lower_bound = max((bound["epsilon"] for bound in of_kinds), default=0.0)
     largest = max((bound["largest_possible"] for bound in of_kinds), default=0.0)
     independent = (result["gradient"] or {}).get("independent")
     noise = result.get("noise")
@@ -200,7 +200,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
         holds, verdict = None, "no privacy is claimed"
     elif label not in (*ADJACENCY.values(), REPRODUCTION):  # a known seed does not weaken an attack
         holds, verdict = None, f"nothing is claimed: epsilon is {claimed:.3f} {label}"
-    elif found > claimed:
+    elif lower_bound > claimed:
         holds, verdict = False, f"at most {claimed:.3f} is claimed: THE CLAIM IS REFUTED"
     elif any(curve["refuted"] for curve in curves):
         holds = False
@@ -222,7 +222,11 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     else:
         holds, verdict = True, f"at most {claimed:.3f} is claimed: not refuted"
     return {
-        **{"epsilon_lower_bound": found, "largest_possible": largest, "canaries_needed": needed},
+        **{
+            "epsilon_lower_bound": lower_bound,
+            "largest_possible": largest,
+            "canaries_needed": needed,
+        },
         **{"verdict": verdict, "holds": holds},
     }
 
@@ -255,40 +259,40 @@ def attack(
       Results by "gradient", "text" and "membership"; None for an attack without targets.
     """
     inner = planted.task_inner
-    found: dict[str, Any] = {"gradient": None, "text": None, "membership": None}
+    results: dict[str, Any] = {"gradient": None, "text": None, "membership": None}
     if planted.num_gradient:
         scores, included = planted.gradient_scores(), planted.gradient_included
-        found["gradient"] = _outcome(scores, included, delta, settings.confidence, claim)
+        results["gradient"] = _outcome(scores, included, delta, settings.confidence, claim)
         if claim is not None:
             significance = SHARP * (1 - settings.confidence)
             independent = audit_independent(scores, included, claim, delta, significance)
-            found["gradient"]["independent"] = dataclasses.asdict(independent)
+            results["gradient"]["independent"] = dataclasses.asdict(independent)
     if planted.num_text:
         task = LanguageModelTask(Dataset(train=planted.texts), inner.config, inner.frozen)
         rows = np.arange(planted.num_text)
         gain = losses(task, planted.first, "train", rows) - losses(task, params, "train", rows)
-        found["text"] = _outcome(gain, planted.text_included, delta, settings.confidence, claim)
+        results["text"] = _outcome(gain, planted.text_included, delta, settings.confidence, claim)
     if settings.attacked_users and data.eval_users is not None:
         task = LanguageModelTask(data, inner.config, inner.frozen)
         inside, outside = (
             user_scores(task, planted.first, params, split, settings.attacked_users)
             for split in ("train", "eval_users")
         )
-        found["membership"] = _membership(inside, outside)
-    return found
+        results["membership"] = _membership(inside, outside)
+    return results
 
 
 def losses(task: Any, params: Any, split: str, rows: np.ndarray) -> np.ndarray:
     """Losses of the examples `rows` [n] of a split, float64 [n]."""
     frozen = () if task.frozen is None else (task.frozen,)
     compute = jax.jit(task.losses)
-    found = []
+    parts = []
     for low in range(0, len(rows), ROWS_AT_ONCE):
-        some = rows[low : low + ROWS_AT_ONCE]
-        padded = np.pad(some, (0, ROWS_AT_ONCE - len(some)), constant_values=-1)
+        chunk = rows[low : low + ROWS_AT_ONCE]
+        padded = np.pad(chunk, (0, ROWS_AT_ONCE - len(chunk)), constant_values=-1)
         batch = task.read(split, padded)
-        found.append(np.asarray(compute(params, batch, *frozen), np.float64)[: len(some)])
-    return np.concatenate([np.zeros(0), *found])
+        parts.append(np.asarray(compute(params, batch, *frozen), np.float64)[: len(chunk)])
+    return np.concatenate([np.zeros(0), *parts])
 
 
 def user_scores(task: Any, first: Any, params: Any, split: str, most: int) -> np.ndarray:
@@ -325,13 +329,13 @@ def _outcome(
 ) -> dict[str, Any]:
     """The bounds, each with this confidence, and the ROC curve of the scores."""
     bound = bounds.audit(scores, included, delta, confidence)
-    found: dict[str, Any] = {"bound": dataclasses.asdict(bound)}
+    outcome: dict[str, Any] = {"bound": dataclasses.asdict(bound)}
     if claim is not None:
         curve = audit_curve(scores, included, claim, delta, confidence)
-        found["curve"] = dataclasses.asdict(curve)
+        outcome["curve"] = dataclasses.asdict(curve)
     if included.any() and not included.all():
-        found |= _curve(scores[included], scores[~included])
-    return found
+        outcome |= _curve(scores[included], scores[~included])
+    return outcome
 
 
 def _membership(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
@@ -365,7 +369,9 @@ def compose(result: dict[str, Any]) -> dict[str, Any]:
         "noise": result.get("noise"),
         "shared": result.get("shared"),
         "replaced": result["replaced"],
-        "charts": [_roc(name, found["roc"]) for name, found in attacks.items() if "roc" in found],
+        "charts": [
+            _roc(name, attack["roc"]) for name, attack in attacks.items() if "roc" in attack
+        ],
     }
 
 

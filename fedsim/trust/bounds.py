@@ -116,9 +116,9 @@ def audit(scores: np.ndarray, included: np.ndarray, delta: float, confidence: fl
     best = Bound(-1.0, confidence, count, int(included.sum()), 0, 0, largest)
     for above, below in options:
         correct = int(included[order[:above]].sum() + (~included[order[count - below :]]).sum())
-        found = lower_bound(count, above + below, correct, delta, significance)
-        if found > best.epsilon:
-            changes = {"epsilon": found, "guesses": above + below, "correct": correct}
+        epsilon = lower_bound(count, above + below, correct, delta, significance)
+        if epsilon > best.epsilon:
+            changes = {"epsilon": epsilon, "guesses": above + below, "correct": correct}
             best = dataclasses.replace(best, **changes)
     return best
 
@@ -268,8 +268,8 @@ def audit_curve(
         return int(included[order[:above]].sum() + (~included[order[count - below :]]).sum())
 
     tried = [(a + b, correct_of(a, b)) for a, b in options]
-    found = [(_largest_mu(count, r, v, significance), r, v) for r, v in tried]
-    mu, guesses, correct = max(found)
+    largest = [(_largest_mu(count, r, v, significance), r, v) for r, v in tried]
+    mu, guesses, correct = max(largest)
     refuting = [(r, v) for r, v in tried if refutes(count, r, v, claim, significance)]
     if refuting:
         guesses, correct = refuting[0]
@@ -308,10 +308,10 @@ class IndependentBound:
 
 def advantage(claim: Claim) -> float:
     """Largest y - claim(y): the total variation distance that the claim allows."""
-    found = optimize.minimize_scalar(
+    minimum = optimize.minimize_scalar(
         lambda y: claim(y) - y, bounds=(0.0, 1.0), method="bounded", options={"xatol": 1e-10}
     )
-    return min(1.0, 1e-9 - float(found.fun))  # pyright: ignore
+    return min(1.0, 1e-9 - float(minimum.fun))  # pyright: ignore
 
 
 def audit_independent(

@@ -89,13 +89,13 @@ class Directions:
     def along(self, params: Any, canary: jax.Array) -> jax.Array:
         """Inner product of params and the direction of `canary` (int scalar); differentiable."""
         size = num_coordinates(params)
-        own = size // self.count + (canary < size % self.count)
+        size_of_canary = size // self.count + (canary < size % self.count)
         total = jnp.float32(0)
         for leaf, (owner, sign) in zip(
             jax.tree.leaves(params), self._of_leaves(params), strict=True
         ):
             total += jnp.sum(jnp.where(owner == canary, sign, 0) * leaf.astype(jnp.float32))
-        return total / jnp.sqrt(jnp.maximum(own, 1).astype(jnp.float32))
+        return total / jnp.sqrt(jnp.maximum(size_of_canary, 1).astype(jnp.float32))
 
     def scores(self, total: Any) -> np.ndarray:
         """Inner products of `total` and the direction of each canary, float64 [count].
@@ -105,13 +105,13 @@ class Directions:
         """
         size = num_coordinates(total)
         expect("gradient_canaries", self.count, self.count <= size, f"<= {size} parameters")
-        found, own = np.zeros(self.count), np.zeros(self.count)
+        products, sizes = np.zeros(self.count), np.zeros(self.count)
         for leaf, (owner, sign) in zip(jax.tree.leaves(total), self._of_leaves(total), strict=True):
             owner = np.asarray(owner).ravel()
             values = (np.asarray(leaf, np.float64) * np.asarray(sign)).ravel()
-            found += np.bincount(owner, values, self.count)
-            own += np.bincount(owner, minlength=self.count)
-        return found / np.sqrt(own)
+            products += np.bincount(owner, values, self.count)
+            sizes += np.bincount(owner, minlength=self.count)
+        return products / np.sqrt(sizes)
 
 
 class CanaryTask(WrappedTask):
@@ -159,11 +159,11 @@ class CanaryTask(WrappedTask):
 
     def read(self, split: str, rows: np.ndarray) -> dict[str, Any]:
         """The inner task's rows, and the canary and pull of each."""
-        own, pull = np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.float32)
+        canary, pull = np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.float32)
         if split == "train":
-            own = np.where(rows >= 0, self.canaries[rows], np.int32(-1))
+            canary = np.where(rows >= 0, self.canaries[rows], np.int32(-1))
             pull = np.where(rows >= 0, self.pulls[rows], np.float32(0))
-        return {"inner": self.inner.read(split, rows), "canary": own, "pull": pull}
+        return {"inner": self.inner.read(split, rows), "canary": canary, "pull": pull}
 
     def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
         """The inner task's losses and predictions."""
@@ -171,10 +171,10 @@ class CanaryTask(WrappedTask):
 
     def losses(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
         """Losses of rows: linear in the parameters for canaries, else the inner task's."""
-        own = batch["canary"]
-        linear = jax.vmap(lambda canary: self.directions.along(params, canary))(own)
+        canaries = batch["canary"]
+        linear = jax.vmap(lambda canary: self.directions.along(params, canary))(canaries)
         scaled = LENGTH * self.clip_norm * batch["pull"] * linear
-        return jnp.where(own >= 0, scaled, self.inner.losses(params, batch["inner"], *frozen))
+        return jnp.where(canaries >= 0, scaled, self.inner.losses(params, batch["inner"], *frozen))
 
 
 class PlantedStore:
@@ -221,13 +221,13 @@ class PlantedStore:
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Tokens of rows of both stores without padding, int64 [rows]; see `UserStore.sizes`."""
-        own, other = self._parted(rows)
-        return self.store.sizes(own) + self.planted.sizes(other)
+        real, planted = self._parted(rows)
+        return self.store.sizes(real) + self.planted.sizes(planted)
 
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of rows of both stores; see `UserStore.gather`."""
-        own, other = self._parted(rows)
-        both = self.store.gather(own, length), self.planted.gather(other, length)
+        real, planted = self._parted(rows)
+        both = self.store.gather(real, length), self.planted.gather(planted, length)
         tokens, sizes = (a + b for a, b in zip(*both, strict=True))  # padding is zero
         return tokens, sizes
 
@@ -398,5 +398,5 @@ def rows_of_users(data: Dataset, split: str, most_users: int, most_rows: int) ->
     trained = set() if split == "train" else set(data.train.user_ids())
     users = [u for u, name in enumerate(store.user_ids()) if name not in trained]
     chosen = np.linspace(0, len(users) - 1, min(most_users, len(users))).astype(np.int64)
-    found = (np.concatenate([np.zeros(0, np.int64), *of_user[users[i]]]) for i in chosen)
-    return [rows[:most_rows] for rows in found]
+    rows_of = (np.concatenate([np.zeros(0, np.int64), *of_user[users[i]]]) for i in chosen)
+    return [rows[:most_rows] for rows in rows_of]

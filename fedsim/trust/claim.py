@@ -84,16 +84,16 @@ def claim(released: Released) -> str:
     if plan.shared is not None:
         texts = f"{plan.shared.kept:,} texts of {plan.num_users:,} users ({own}; a text can have"
         trained = f"was trained on {texts} several owners)"
-        known = "taking as known who the users are and who owns which text"
+        given = "taking as known who the users are and who owns which text"
     elif plan.adjacency == ZERO_OUT:
-        some = f"at most {plan.group_size:,} texts of each" if els else "texts"
-        trained = f"was trained on {some} of {plan.num_users:,} users ({own})"
-        known = "taking as known that they are among the users, and how many users there are"
+        part = f"at most {plan.group_size:,} texts of each" if els else "texts"
+        trained = f"was trained on {part} of {plan.num_users:,} users ({own})"
+        given = "taking as known that they are among the users, and how many users there are"
     else:
-        some = f"{plan.num_units:,} of the " if els else ""
-        texts = f"{some}{plan.num_examples:,} texts of {plan.num_users:,} users"
+        part = f"{plan.num_units:,} of the " if els else ""
+        texts = f"{part}{plan.num_examples:,} texts of {plan.num_users:,} users"
         trained = f"was trained on {texts} ({own})"
-        known = "taking as known how many users and texts there are"
+        given = "taking as known how many users and texts there are"
     if released.phases is None:
         return f"{model} {trained} without noise, so that no privacy is claimed for anyone."
     if released.label:
@@ -115,7 +115,7 @@ def claim(released: Released) -> str:
     return (
         f"{model} {trained} with user-level differential privacy of epsilon = "
         f"{at_most(released.epsilon, '.4f')} and delta = {delta}: for every one of these "
-        f"users, {known}, whatever their texts say and whatever else is known, putting {theirs} "
+        f"users, {given}, whatever their texts say and whatever else is known, putting {theirs} "
         f"into the training instead of leaving {left} out makes no outcome of it more than "
         f"{_factor(released.epsilon)} times as likely, nor as unlikely, give or take a "
         f"probability of {delta}."
@@ -137,16 +137,16 @@ def recognised(released: Released) -> list[tuple[float, float]]:
 
 def warnings(released: Released) -> list[str]:
     """Warnings about a claim that holds but is weak."""
-    plan, found = released.plan, []
+    plan, lines = released.plan, []
     if released.epsilon > WEAK_EPSILON:
-        found.append(f"Mind: an epsilon above {WEAK_EPSILON} promises little.")
+        lines.append(f"Mind: an epsilon above {WEAK_EPSILON} promises little.")
     if (product := plan.delta * plan.num_users) > WEAK_DELTA:
-        found.append(
+        lines.append(
             f"Mind: delta times the number of users is {at_most(product, '.2g')}. A method that "
             "gives one user's texts away with that probability would meet such a delta; it should "
             f"be well below {WEAK_DELTA:g}."
         )
-    return found
+    return lines
 
 
 def most_recognised(released: Released, false_alarms: float) -> float:
@@ -259,16 +259,16 @@ def mechanism(plan: Plan) -> str:
 def all_runs(released: Released) -> str:
     """Sentence on the cost of all runs on this run's users, by the ledger of the data."""
     try:
-        found = together(released.run_dir, released.plan.delta)
+        runs = together(released.run_dir, released.plan.delta)
     except FedsimError:  # its message has paths of this machine; `fedsim verify` shows it
         return "not known, for the ledger of the data is not what it was"
-    if found is None:
+    if runs is None:
         return "not known: their epsilons add up with this one's, and their deltas, too"
-    total, delta = found.total, at_most(released.plan.delta, ".2e")
+    total, delta = runs.total, at_most(released.plan.delta, ".2e")
     if math.isinf(total.fixed):
-        return f"{found.num_runs}, not all of which promise anything: together no epsilon holds"
+        return f"{runs.num_runs}, not all of which promise anything: together no epsilon holds"
     return (
-        f"{found.num_runs}, which together cost nobody more than epsilon = "
+        f"{runs.num_runs}, which together cost nobody more than epsilon = "
         f"{at_most(total.fixed, '.4f')} at delta = {delta}; "
         f"{at_most(total.adaptive, '.4f')} if runs were chosen by looking at earlier ones, for a "
         "limit that was fixed before the first (`fedsim budget`)"

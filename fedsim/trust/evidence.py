@@ -115,7 +115,7 @@ class Evidence:
           Violated: they cannot be read.
           Unknown: they, or the model whose tokens they are, are missing.
         """
-        there = Path(self.run.data.source).exists()
+        exists = Path(self.run.data.source).exists()
         try:
             model = find_model(self.run.model.source)
         except (FedsimError, OSError) as error:
@@ -123,8 +123,8 @@ class Evidence:
         try:
             return load_data(self.run.data, model, self.console.note)
         except (FedsimError, OSError) as error:
-            found = f"the data cannot be read: {error}"
-            raise (Violated if there else Unknown)(found) from None
+            message = f"the data cannot be read: {error}"
+            raise (Violated if exists else Unknown)(message) from None
 
 
 def counted(run_dir: Path, run: str, label: str) -> str:
@@ -133,10 +133,10 @@ def counted(run_dir: Path, run: str, label: str) -> str:
     Raises:
       Unknown: there is no receipt, or the ledger is not on this machine.
     """
-    here, found = expect_receipt(run_dir, run, label)
-    if not here:
-        raise Unknown(found)
-    return found
+    is_counted, message = expect_receipt(run_dir, run, label)
+    if not is_counted:
+        raise Unknown(message)
+    return message
 
 
 def demand(holds: bool, message: str) -> None:
@@ -179,9 +179,9 @@ def most_entered(groups: Groups, offsets: np.ndarray, owners: Owners) -> int:
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     user = owners.users[np.repeat(owners.starts[sets], counts) + within]
     group = np.repeat(group, counts)
-    own = user == groups.users[group]
-    demand(int(own.sum()) == len(sets), "a group has a text that its user does not own")
-    pairs = np.unique(user[~own].astype(np.int64) * groups.num_users + group[~own])
+    is_own = user == groups.users[group]
+    demand(int(is_own.sum()) == len(sets), "a group has a text that its user does not own")
+    pairs = np.unique(user[~is_own].astype(np.int64) * groups.num_users + group[~is_own])
     entered = np.bincount(pairs // groups.num_users, minlength=1)
     return int(entered.max())
 
@@ -217,5 +217,5 @@ def check_evaluations(evidence: Evidence) -> str:
         demand(same, f"{metrics.FILE}: step {line['step']}: {shown}, which {FILE} does not have")
     run = evidence.key.seal("evaluation")
     label = REPRODUCTION if evidence.plan.seeded else ""
-    found = counted(evidence.run_dir / DIRECTORY, run, label)
-    return f"{len(losses)} of {how.count}, epsilon {at_most(how.epsilon, '.4g')}; {found}"
+    message = counted(evidence.run_dir / DIRECTORY, run, label)
+    return f"{len(losses)} of {how.count}, epsilon {at_most(how.epsilon, '.4g')}; {message}"

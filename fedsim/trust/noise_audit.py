@@ -106,8 +106,8 @@ def audit_noise(
     claimed = max(e.noise_multiplier for e, _ in phases if isinstance(e, StepEvent))
     least = float(stats.chi2.ppf(significance, seen.numbers))
     longest = math.sqrt(seen.squares) + math.sqrt(seen.numbers) * seen.rounded * claimed
-    found = longest / math.sqrt(least) if least > 0 else math.inf
-    scale = max(LEAST, found / claimed)
+    bound = longest / math.sqrt(least) if least > 0 else math.inf
+    scale = max(LEAST, bound / claimed)
     less = [
         (dataclasses.replace(e, noise_multiplier=scale * e.noise_multiplier), count)
         if isinstance(e, StepEvent)
@@ -115,4 +115,4 @@ def audit_noise(
         for e, count in phases
     ]
     epsilon = accounting.epsilon(less, delta) if math.isfinite(scale) else 0.0
-    return NoiseBound(found < claimed, claimed, found, seen.numbers, epsilon)
+    return NoiseBound(bound < claimed, claimed, bound, seen.numbers, epsilon)

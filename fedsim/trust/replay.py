@@ -44,8 +44,8 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
         if len(losses) < evidence.plan.evaluations.count:
             raise Unknown(f"{EVALUATIONS} does not have all that was released")
     first = checkpoint.load_step(older[-1]) if older else 0
-    some = "all" if first == 0 else f"the last {total - first} of"
-    steps = f"{some} {total} steps (from step {first}), computed again from key and data"
+    which = "all" if first == 0 else f"the last {total - first} of"
+    steps = f"{which} {total} steps (from step {first}), computed again from key and data"
     with _scratch() as copy:
         key.save(copy)
         for path in (directory.CONFIG, directory.TOKENIZER, ledger.FILE, EVALUATIONS):
@@ -55,8 +55,8 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
             shutil.copyfile(path, copy / checkpoint.DIRECTORY / path.name)
         run = dataclasses.replace(evidence.run, run_dir=copy)
         try:
-            what = evidence.plan.algorithm, evidence.privacy, run, evidence.console
-            again = train(*what, count=False)  # not counted: all of it was released before
+            settings = evidence.plan.algorithm, evidence.privacy, run, evidence.console
+            again = train(*settings, count=False)  # not counted: all of it was released before
         except ledger.OtherBits as error:
             if moved := _moved(evidence):
                 raise Unknown(f"cannot tell: other bits than the ledger has, and {moved}") from None

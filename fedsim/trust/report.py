@@ -93,10 +93,10 @@ def read(run_dir: Path, console: Console) -> Released:
     if isinstance(plan.purpose, Audit):
         raise ReportError("nothing to report: an audit's run, some of whose users were made up")
     phases = claimed_phases(plan, ledger.phases(lines))
-    found = Released(run_dir, stored, plan, lines, phases, math.inf, checks)
-    slack = plan.slack_after(found.num_steps)
+    released = Released(run_dir, stored, plan, lines, phases, math.inf, checks)
+    slack = plan.slack_after(released.num_steps)
     epsilon = ledger.epsilon_of(phases, plan.delta - slack.delta) + slack.epsilon
-    return dataclasses.replace(found, epsilon=epsilon)
+    return dataclasses.replace(released, epsilon=epsilon)
 
 
 def compose(released: Released) -> dict[str, Any]:
@@ -141,10 +141,12 @@ def _steps(released: Released) -> Chart | None:
     if len(steps) < 2:
         return None
     delta, target = at_most(released.plan.delta, ".2e"), released.plan.target_epsilon
-    asked = Series("asked for", [steps[0], steps[-1]], [target, target], dashed=True)
+    target_line = Series("asked for", [steps[0], steps[-1]], [target, target], dashed=True)
     title = "Epsilon of each number of steps, fixed beforehand, "
     title += f"at delta = {delta}{_in_brackets(released)}"
-    return Chart(title, "steps", "epsilon", [Series("accounted", steps, spent), asked], bounds=True)
+    return Chart(
+        title, "steps", "epsilon", [Series("accounted", steps, spent), target_line], bounds=True
+    )
 
 
 def _in_brackets(released: Released) -> str:
@@ -265,7 +267,7 @@ def registry_entry(released: Released) -> dict[str, Any] | None:
 
 
 def _privacy_loss(released: Released) -> dict[str, Any]:
-    found, plan = gaussian(released), released.plan
+    bound, plan = gaussian(released), released.plan
     return {
         "privacy_unit": "User",
         "privacy_unit_details": f"{unit(plan)}. Neighbours are {adjacency(plan)}.",
@@ -274,8 +276,8 @@ def _privacy_loss(released: Released) -> dict[str, Any]:
             "delta": float(at_most(plan.delta, ".3e")),
         },
         "privacy_parameters_details": f"Of it for noise that is not ideal: {slack(released)}. But "
-        f"for that, all steps together are mu-GDP with mu = {at_most(found.mu, '.4g')}, except for "
-        f"a probability of {at_most(found.set_aside, '.2e')}.",
+        f"for that, all steps together are mu-GDP with mu = {at_most(bound.mu, '.4g')}, except for "
+        f"a probability of {at_most(bound.set_aside, '.2e')}.",
     }
 
 

@@ -151,17 +151,17 @@ def _settings(evidence: Evidence) -> str:
     """The plan is as the settings demand."""
     plan, privacy = evidence.plan, evidence.privacy
     sampling, allocated = plan.sampling, isinstance(plan.sampling, AllocatedSampling)
-    asked = {name: (getattr(privacy, name), getattr(plan, name)) for name in PLANNED}
-    asked |= {name: (getattr(privacy, name), getattr(sampling, name, None)) for name in DRAWN}
-    asked |= {
+    compared = {name: (getattr(privacy, name), getattr(plan, name)) for name in PLANNED}
+    compared |= {name: (getattr(privacy, name), getattr(sampling, name, None)) for name in DRAWN}
+    compared |= {
         "budget": (None if allocated else privacy.batch_size, plan.budget),
         "sampling": (privacy.sampling_run, plan.sampling.kind),
         "noise": (privacy.noise, plan.noise.kind),
         "epsilon": (privacy.epsilon, plan.target_epsilon),
     }
     if (how := plan.evaluations) is not None or privacy.eval_epsilon is not None:
-        asked["eval_epsilon"] = (privacy.eval_epsilon, how and how.epsilon)
-    for name, (wanted, planned) in asked.items():
+        compared["eval_epsilon"] = (privacy.eval_epsilon, how and how.epsilon)
+    for name, (wanted, planned) in compared.items():
         same = wanted is None or wanted == planned
         demand(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
     share = plan.expected_count / plan.num_units
@@ -171,10 +171,10 @@ def _settings(evidence: Evidence) -> str:
     each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
     count = plan.budget // each
     demand(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
-    found = plan.noise.predicted_error
+    predicted = plan.noise.predicted_error
     error = predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
-    same = found is not None and math.isclose(found, error, rel_tol=PREDICTION_TOLERANCE)
-    demand(same, f"predicted_error={found}: expected {error}")
+    same = predicted is not None and math.isclose(predicted, error, rel_tol=PREDICTION_TOLERANCE)
+    demand(same, f"predicted_error={predicted}: expected {error}")
     name = str(evidence.stored.strategy.get("name"))
     if plan.unproven is None and name not in directory.LAYERED:
         Strategy.parse(name)
@@ -194,9 +194,9 @@ def _events(evidence: Evidence) -> str:
     path = evidence.run_dir / ledger.FILE
     for line in evidence.lines[1:]:
         for name, value in demanded.items():
-            found = line.get(name)
-            same = found == value
-            demand(same, f"{path}: step {line['step']}: {name}={found}: expected {value}")
+            noted = line.get(name)
+            same = noted == value
+            demand(same, f"{path}: step {line['step']}: {name}={noted}: expected {value}")
     most = f"{evidence.num_steps} steps: expected at most {plan.num_steps}"
     demand(evidence.num_steps <= plan.num_steps, f"{path}: {most}")
     if event is None:
@@ -246,12 +246,12 @@ def _running(evidence: Evidence, path: Path, shown: list[tuple[int, Any]]) -> No
     every, last = max(1, len(shown) // LOOKED_AT), len(shown) - 1
     least = 0.0
     for place, (steps, epsilon) in enumerate(shown):
-        said = f"{path}: epsilon={epsilon} after step {steps}: expected"
-        demand(isinstance(epsilon, int | float), f"{said} a number")
-        demand(epsilon >= least * (1 - RUNNING_TOLERANCE), f"{said} at least {least}, as before")
+        fault = f"{path}: epsilon={epsilon} after step {steps}: expected"
+        demand(isinstance(epsilon, int | float), f"{fault} a number")
+        demand(epsilon >= least * (1 - RUNNING_TOLERANCE), f"{fault} at least {least}, as before")
         if place % every == 0 or place == last:
             same = math.isclose(epsilon, spent := running(steps), rel_tol=RUNNING_TOLERANCE)
-            demand(same, f"{said} {spent}")
+            demand(same, f"{fault} {spent}")
         least = max(least, epsilon)
 
 
@@ -289,8 +289,8 @@ def _metrics(evidence: Evidence) -> str:
         others = {n for n in line if n.startswith(SHOWN) and "epsilon" in n} - {name}
         demand(not others, f"{path}: step {line['step']}: {min(others, default='')}: not {name}")
     _running(evidence, path, [(line["step"], line.get(name)) for line in lines])
-    found = _of_steps(evidence, len({line["step"] for line in lines} - {0}))
-    return f"{found}; no digest covers {', '.join(UNPROTECTED)}: another number there may pass"
+    steps = _of_steps(evidence, len({line["step"] for line in lines} - {0}))
+    return f"{steps}; no digest covers {', '.join(UNPROTECTED)}: another number there may pass"
 
 
 def _of_steps(evidence: Evidence, count: int) -> str:
@@ -308,18 +308,18 @@ def _summary(evidence: Evidence) -> str:
         raise Unknown("the run has not ended: nothing is claimed yet")
     for name, value in _claims(evidence):
         demand(name in claimed, f"{path}: expected {name}")
-        found = claimed[name]
-        if name == "epsilon" and isinstance(value, float) and isinstance(found, float):
-            same = math.isclose(found, value, rel_tol=EPSILON_TOLERANCE)
+        stated = claimed[name]
+        if name == "epsilon" and isinstance(value, float) and isinstance(stated, float):
+            same = math.isclose(stated, value, rel_tol=EPSILON_TOLERANCE)
         else:
-            same = found == value
-        demand(same, f"{path}: {name}={found}: expected {value}")
+            same = stated == value
+        demand(same, f"{path}: {name}={stated}: expected {value}")
     steps, released = claimed["steps_done"], evidence.num_steps
     # Fewer, if a run was killed, resumed, and stopped before it had caught up.
     demand(steps <= released, f"{path}: steps_done={steps}, and the ledger has {released}")
     of = "" if steps == released else f" of {released} that were released"
-    said = f"epsilon {claimed['epsilon']}, {steps} steps{of}, losses, parameters"
-    return f"{said}{_label(evidence.plan)}"
+    message = f"epsilon {claimed['epsilon']}, {steps} steps{of}, losses, parameters"
+    return f"{message}{_label(evidence.plan)}"
 
 
 def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
@@ -380,9 +380,9 @@ def _data(evidence: Evidence) -> str:
     if how is not None:
         same = held_out is not None and key.seal(held_out.fingerprint) == how.seal
         demand(same, f"{where}: other held-out users than at the start{ELSEWHERE}")
-    found = (users.num_users, users.num_examples)
+    counts = (users.num_users, users.num_examples)
     planned = (evidence.plan.num_users, evidence.plan.num_examples)
-    demand(found == planned, f"{where}: {found} users, examples, not {planned}")
+    demand(counts == planned, f"{where}: {counts} users, examples, not {planned}")
     evidence.users = users
     path = evidence.dataset.path
     sealed = path is None or (path / SUMS).exists()
@@ -403,8 +403,8 @@ def _owners(evidence: Evidence) -> str:
     if owners is None or plan.shared is None:
         raise Violated(f"{where}: expected texts with several owners")
     method = _method(evidence, evidence.key)
-    found = sharing(users, method, evidence.key)
-    demand(found == plan.shared, f"{where}: {found} is what the key draws, not {plan.shared}")
+    drawn = sharing(users, method, evidence.key)
+    demand(drawn == plan.shared, f"{where}: {drawn} is what the key draws, not {plan.shared}")
     if isinstance(method, ELS):
         most, cap = most_owned(method.pool, users.offsets, owners), plan.group_size
         what = "texts of the pool"
@@ -420,10 +420,10 @@ def _owners(evidence: Evidence) -> str:
 def _method(evidence: Evidence, drawing: SecretKey) -> ELS | ULS:
     """The algorithm, as the run used it to draw units."""
     plan = evidence.plan
-    found = {"delta": plan.delta, "group_size": plan.group_size, "batch_size": plan.budget}
-    found |= {"bands": plan.sampling.bands_given}
-    found |= {"participations": getattr(plan.sampling, "participations", None)}
-    privacy = dataclasses.replace(evidence.privacy, **found)
+    changes = {"delta": plan.delta, "group_size": plan.group_size, "batch_size": plan.budget}
+    changes |= {"bands": plan.sampling.bands_given}
+    changes |= {"participations": getattr(plan.sampling, "participations", None)}
+    privacy = dataclasses.replace(evidence.privacy, **changes)
     return method_for(plan.algorithm, privacy, evidence.users, evidence.key, drawing)
 
 
