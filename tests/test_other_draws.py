@@ -19,8 +19,7 @@ from fedsim.keys import SecretKey
 from fedsim.noise import correlated, independent
 from fedsim.plan import drawn_once
 from fedsim.run import ledger
-from fedsim.run.chained_log import LedgerError
-from fedsim.run.ledger import OtherBits
+from fedsim.run.ledger import LedgerError, OtherBits
 from fedsim.sampling import Allocation, Cyclic, Poisson
 from fedsim.training import launch, planned
 

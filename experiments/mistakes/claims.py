@@ -208,7 +208,7 @@ COPIES = (
     Mistake(
         "an older copy of a killed run taken for the run",
         ADMISSION + "test_an_older_copy_of_a_killed_run_is_refused",
-        (Patch("fedsim.budget.marks", "Mark.expect_reached", if_as_long),),
+        (Patch("fedsim.budget.ledger", "Mark.expect_reached", if_as_long),),
     ),
     Mistake(
         "a step shown before the ledger of the data has it",

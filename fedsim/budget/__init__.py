@@ -1,12 +1,10 @@
-"""The privacy budget of a data set: what all runs on these people's texts have spent, together.
+"""The privacy budget of users: the cost of all runs on their texts together, and limits on it.
 
-ledger       the ledger of the data: every run, append-only, chained, locked
-marks        how far runs that have not ended have come: older copies of them are refused
-people       whose texts a run saw: keyed fingerprints of users' ids
-spending     what it adds up to, for the person who pays most; a privacy filter
-applicant    whether a run fits under the limits, and how many of its steps would
-admission    it is counted before its first release, and what it released when it ends
-receipt      where a run is counted, and what the ledger says of it
+ledger       the ledger of the data: every run, append-only, chained, locked; keyed fingerprints of
+             users; marks of how far running runs have come, by which older copies are refused
+spending     the composed cost for the user who pays most; a privacy filter
+admission    checks that a run fits the limits, and counts it before its first release
+receipt      the entry of a run in the ledger, from the run's side
 """
 
 from lazy_loader import attach_stub

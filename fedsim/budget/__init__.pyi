@@ -1,10 +1,11 @@
 from .admission import (
     GROUP_SIZE as GROUP_SIZE,
+    Applicant as Applicant,
     admitted as admitted,
     close as close,
     count_at_once as count_at_once,
+    shortened as shortened,
 )
-from .applicant import Applicant as Applicant, shortened as shortened
 from .ledger import (
     BudgetLedger as BudgetLedger,
     Entry as Entry,
@@ -12,6 +13,5 @@ from .ledger import (
     hold as hold,
     place_of as place_of,
 )
-from .people import union as union
 from .receipt import expect_receipt as expect_receipt, together as together
-from .spending import Books as Books, Charge as Charge, books as books
+from .spending import Books as Books, Charge as Charge, books as books, union as union

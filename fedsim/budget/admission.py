@@ -1,46 +1,228 @@
-"""A run is counted before its first release, and what it released when it ends.
+"""Admission of a run: it must fit the limits, and is counted before its first release.
 
-`admitted` writes the run with all that it plans into the ledger of the data, under the ledger's
-lock: of two runs that would fit alone, the second one is refused. One that is killed stays as it
-is, and counts with its plan. How far it has come is noted while it runs, such that an older copy of
-it is not accepted as its continuation.
+`Applicant` checks the limits and writes nothing. `admitted` writes the run, with all that it plans,
+into the ledger of the data under the ledger's lock: of two runs of which only one fits, the second
+is refused. When the run ends, what it released is noted; a killed run keeps counting with its plan.
+While it runs, marks note its progress, so that an older copy of it cannot be resumed.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fedsim.accounting import Event
-from fedsim.budget.applicant import Applicant
-from fedsim.budget.ledger import BudgetLedger, Entry, Released, hold
+from fedsim import accounting
+from fedsim.accounting import Event, Phases, at_least, at_most
+from fedsim.budget.ledger import (
+    ELSEWHERE,
+    BudgetLedger,
+    Entry,
+    Limit,
+    Released,
+    hold,
+    look,
+    place_of,
+)
 from fedsim.budget.receipt import Receipt
-from fedsim.budget.spending import GONE, state_of
+from fedsim.budget.spending import GONE, RUNNING, Books, Charge, books, state_of
+from fedsim.config import PrivacyConfig, RunConfig
+from fedsim.els import ELS
+from fedsim.errors import ConfigError, expect
+from fedsim.plan import AllocatedSampling, Plan
 from fedsim.run import RECEIPT, LedgerError, ledger as run_ledger
+from fedsim.uls import ULS
+
+ROOM = 1e-4
+"""Safety margin on the noise multiplier when counting how many steps fit a limit: calibrating the
+noise again for that number of steps may give slightly less."""
+
+
+class People(Protocol):
+    """A store of users, as the ledger of the data uses it."""
+
+    def user_ids(self) -> list[str]:
+        """Ids of the users whose texts a run reads."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Applicant:
+    """A run that is to be counted: its users and its limit."""
+
+    place: Path
+    """Directory of the ledger of the data."""
+    ids: Sequence[str]
+    """Ids of its users."""
+    kind: str
+    """See `Entry`."""
+    limit: Limit | None
+    run_dir: Path
+    delta: float | None = None
+    """The run's delta, if --delta was given."""
+    spend_rest: bool | None = None
+    """Value of --spend-rest; None for commands that do not have the flag."""
+
+    @classmethod
+    def of(cls, run: RunConfig, users: People, delta: float | None, kind: str) -> "Applicant":
+        """The applicant for a run with these settings on these users.
+
+        Args:
+          delta: of the run, and of its own limit.
+          kind: see `Entry`.
+        """
+        limit = None
+        if run.limit_epsilon is not None:
+            assert delta is not None, "complete() comes first"
+            limit = Limit(run.limit_epsilon, delta)
+        place, rest = place_of(run.budget_ledger), run.spend_rest if kind == "train" else None
+        return cls(place, users.user_ids(), kind, limit, run.run_dir, delta, rest)
+
+    def entry(self, run: str, planned: Released, slack: tuple[float, float], label: str) -> Entry:
+        """This run as an entry of the ledger.
+
+        Args:
+          run: the seal of its key; "" before there is a key.
+        """
+        place = str(self.run_dir.absolute())
+        return Entry(0, run, self.kind, place, "", label, planned, slack)
+
+    def expect_place(self) -> None:
+        """Raise ConfigError if the ledger cannot be written, before anything else is written."""
+        made = next(p for p in (self.place, *self.place.parents) if os.path.exists(p))
+        writes = made.is_dir() and os.access(made, os.W_OK | os.X_OK)
+        expect("budget_ledger", self.place, writes, f"a place to write to; {ELSEWHERE}")
+
+    def expect_room(self, entry: Entry) -> None:
+        """Raise ConfigError if this run would exceed a limit."""
+        if self.limit is None and not self.place.exists():
+            return
+        with look(self.place) as ledger:
+            self.expect_room_in(ledger, entry)
+
+    def expect_room_in(self, ledger: BudgetLedger, entry: Entry) -> None:
+        """Raise ConfigError if this run would exceed a limit, given the locked ledger."""
+        if not (self.limit or ledger.limits):
+            return
+        spent, more = books(ledger, self.ids, self.limit), _charge(ledger, entry)
+        if (broken := spent.broken_by(more)) is not None:
+            raise ConfigError.of(
+                "limit_epsilon",
+                f"{broken.epsilon:g}",
+                f"a run that fits: {self._why_not(spent, more, broken)}",
+            )
+
+    def steps_that_fit(self, entry: Callable[[int], Entry], most: int) -> int:
+        """Largest number of steps, up to `most`, that keeps every limit.
+
+        Args:
+          entry: the entry of a number of steps.
+        """
+        with look(self.place) as ledger:
+            spent = books(ledger, self.ids, self.limit)
+            return spent.steps_that_fit(lambda steps: _charge(ledger, entry(steps)), most)
+
+    def _why_not(self, spent: Books, more: Charge, broken: Limit) -> str:
+        """Explain why another charge exceeds a limit, and what to do."""
+        if more.nothing:
+            remedy = "--budget-ledger names another ledger for trials"
+            if broken is self.limit:
+                remedy = "--limit-epsilon is for runs that promise something"
+            return f"this run promises nothing ({more.nothing}), so no limit can be kept: {remedy}"
+        at, after = at_most(broken.delta, ".2e"), spent.total(broken.delta, more=more).adaptive
+        would_be = f"at delta {at}, and with this one it would be {_shown(after)}"
+        if first := next((charge for charge in spent.charges if charge.nothing), None):
+            why = f"{first.entry.place} promises them nothing ({first.nothing})"
+            return f"{why} {would_be} (see fedsim budget)"
+        before = _shown(spent.total(broken.delta).adaptive)
+        why = f"{len(spent.charges)} runs on these users have spent {before} {would_be}"
+        rest = "; --spend-rest trains what fits" if self.spend_rest is False else ""
+        why = f"{why} (see fedsim budget{rest})"
+        delta = self.delta or 0.0
+        if delta > broken.delta and spent.total(delta, more=more).adaptive <= broken.epsilon:
+            plans = f"--delta {at_least(broken.delta, '.4g')} plans the run for it"
+            why += f"; the limit is at a smaller delta than the run: {plans}"
+        return why
+
+
+def shortened(
+    applicant: Applicant,
+    run: str,
+    method: ELS | ULS,
+    privacy: PrivacyConfig,
+    plan: Plan,
+    before: Phases,
+) -> PrivacyConfig:
+    """The settings with as many steps as fit, under the noise of all of them, and their epsilon.
+
+    Where users take part once in a window of steps, in whole windows.
+    Args: run: see `Entry`; plan: of all steps.
+    Raises: ConfigError: not even one fits, or fewer than there are bands.
+    """
+    if not plan.noise_multiplier:
+        return privacy
+    event = method.event(plan.noise_multiplier * (1 - ROOM))
+    window = plan.sampling.window(plan.num_steps)
+
+    def phases(windows: int) -> list[tuple[Event, int]]:
+        return [*before, (event, windows * window)]
+
+    def entry(windows: int) -> Entry:
+        spent = accounting.epsilon(phases(windows), plan.delta)
+        fewer = dataclasses.replace(plan, num_steps=windows * window, target_epsilon=spent)
+        return applicant.entry(run, phases(windows), fewer.slack, "")
+
+    windows = applicant.steps_that_fit(entry, plan.num_steps // window)
+    if (most := windows * window) == plan.num_steps:
+        return privacy
+    if most == 0:
+        applicant.expect_room(entry(1))
+    bands = privacy.bands or 1
+    expect("bands", bands, bands <= most, f"at most {most}, the steps that fit")
+    spent = accounting.epsilon(phases(windows), plan.delta)
+    part = windows if isinstance(plan.sampling, AllocatedSampling) else None
+    return dataclasses.replace(privacy, num_steps=most, participations=part, epsilon=spent)
+
+
+def _charge(ledger: BudgetLedger, entry: Entry) -> Charge:
+    """The charge of a run, with the number that it has, or would get, in the ledger."""
+    before = ledger.entries.get(entry.run)
+    number = before.number if before else ledger.num_lines + 1
+    return Charge(dataclasses.replace(entry, number=number), entry.planned, RUNNING)
+
+
+def _shown(epsilon: float) -> str:
+    return at_most(epsilon, ".4g")
+
 
 RELEASED, STOPPED = "released", "stopped"
 GROUP_SIZE = "group size"
-"""The kind of a run that has drawn its group size privately, and is not counted otherwise yet."""
+"""Kind of a run that has only drawn its group size privately so far."""
 
 Seen = Callable[[], Released]
-"""Says what was released, where that is not in a run's own ledger."""
+"""() -> what was released, for releases without a run's own ledger."""
 
 
 class Progress(NamedTuple):
-    """How far a run has come, by what is in its directory."""
+    """The progress of a run, by the files in its directory."""
 
     released: Released
-    """None: without noise, or not noted there; see `is_noted`."""
+    """Releases so far; None without noise, or if `is_noted` is false."""
     chains: list[str]
-    """Of its own ledger after 0, 1, ... steps; empty ones where it has none."""
+    """Chain of its own ledger after 0, 1, ... steps; empty strings without one."""
     is_noted: bool
+    """True if the directory notes its releases."""
 
     @classmethod
     def of(cls, run_dir: Path, seen: Seen | None) -> "Progress":
-        """Raises: LedgerError: its ledger was changed."""
+        """Read the progress of a run.
+
+        Raises:
+          LedgerError: the run's ledger was changed.
+        """
         lines = run_ledger.read(run_dir)
         released = seen() if seen else run_ledger.phases(lines) if lines else None
         chains = [line["chain"] for line in lines] or [""] * (1 + _count(released or []))
@@ -48,9 +230,10 @@ class Progress(NamedTuple):
 
 
 def count_at_once(applicant: Applicant, entry: Entry) -> None:
-    """Count what is released directly after this returns.
+    """Count a release that follows directly after this returns.
 
-    Raises: ConfigError: with it a limit would be broken.
+    Raises:
+      ConfigError: it would exceed a limit.
     """
     with hold(applicant.place) as ledger:
         applicant.expect_room_in(ledger, entry)
@@ -61,13 +244,19 @@ def count_at_once(applicant: Applicant, entry: Entry) -> None:
 
 @contextmanager
 def admitted(applicant: Applicant, entry: Entry, seen: Seen | None = None) -> Iterator[None]:
-    """Count the run, what it has come to while the block runs, and when it ends what it
-    released. What has no ledger of its own releases everything when the block ends, or, after
-    an exception, may be continued.
+    """Count a run with its plan, its progress while the block runs, and at the end its releases.
 
-    Raises: ConfigError: with this run a limit would be broken. LedgerError: it is not all that
-      there is of the run, whose steps would be released a second time, or the ledger has the
-      run with other users or releases.
+    A release without a ledger of its own happens when the block ends; after an exception it may be
+    resumed, and counts with its plan.
+
+    Args:
+      entry: the run with all that it plans.
+      seen: says what was released, for a release without a ledger of its own.
+
+    Raises:
+      ConfigError: the run would exceed a limit.
+      LedgerError: the directory is an older copy, which would release steps a second time; or the
+        ledger has the run with other users or releases.
     """
     progress = Progress.of(applicant.run_dir, seen)
     _expect_newest_elsewhere(applicant, entry, progress)
@@ -78,7 +267,7 @@ def admitted(applicant: Applicant, entry: Entry, seen: Seen | None = None) -> It
             applicant.expect_room_in(ledger, entry)
             if promises := entry.planned is not None and not entry.label:
                 reached = stack.enter_context(ledger.marking(entry.run, applicant.run_dir))
-                # More than was noted, if a crash came between a step and its mark.
+                # A crash may have come between a line of the run's ledger and its mark.
                 reached(len(progress.chains) - 1, progress.chains[-1])
                 stack.enter_context(run_ledger.witness(applicant.run_dir, reached))
             users = ledger.save_users(ledger.users(applicant.ids))
@@ -90,16 +279,17 @@ def admitted(applicant: Applicant, entry: Entry, seen: Seen | None = None) -> It
             yield
             finished = True
         finally:
-            # What has no ledger of its own, and was interrupted, may go on: it stays open.
+            # An interrupted release without a ledger of its own may be resumed: it stays open.
             progress = Progress.of(applicant.run_dir, seen)
             if finished or entry.planned is None or progress.is_noted:
                 _settle(applicant, entry.run, progress)
 
 
 def close(run_dir: Path) -> None:
-    """Note that all was released that was planned, where a crash came before that was noted.
+    """Note that a run released all that it planned, if a crash came before that was noted.
 
-    Raises: LedgerError, FileDamaged: the ledger was cut or changed.
+    Raises:
+      LedgerError, FileDamaged: the ledger was changed.
     """
     receipt = Receipt.of(run_dir)
     if receipt is None or not receipt.can_be_held():
@@ -111,9 +301,10 @@ def close(run_dir: Path) -> None:
 
 
 def _settle(applicant: Applicant, run: str, progress: Progress) -> None:
-    """Note what the run has released, by its directory; all, where that does not say.
+    """Note what the run has released, by its directory, or all its plan if that notes nothing.
 
-    Raises: LedgerError: its directory was put back to what it was before; it stays open.
+    Raises:
+      LedgerError: an older copy has replaced the directory; the run stays open.
     """
     with hold(applicant.place) as ledger:
         planned = ledger.entries[run].planned
@@ -124,19 +315,20 @@ def _settle(applicant: Applicant, run: str, progress: Progress) -> None:
 
 
 def _expect_newest_elsewhere(applicant: Applicant, entry: Entry, progress: Progress) -> None:
-    """`_expect_newest`, by another ledger that has counted the run, where that can be held here."""
+    """Check `_expect_newest` also with the ledger that the receipt names, if it is another one."""
     receipt = Receipt.of(applicant.run_dir)
     if receipt is None or receipt.ledger == str(applicant.place) or not receipt.can_be_held():
         return
     with hold(Path(receipt.ledger)) as ledger:
-        if entry.run in ledger.entries:  # else that one was moved, and another is there
+        if entry.run in ledger.entries:  # else the ledger was moved, and another one took its place
             _expect_newest(applicant, ledger, entry, progress)
 
 
 def _expect_newest(
     applicant: Applicant, ledger: BudgetLedger, entry: Entry, progress: Progress
 ) -> None:
-    """Raises LedgerError: the ledger knows of more that the run released, or of it elsewhere."""
+    """Raise LedgerError if the ledger has more steps of the run than its directory, or another
+    directory with the run."""
     run_dir, before = applicant.run_dir, ledger.entries.get(entry.run)
     receipt = Receipt.of(run_dir)
     if receipt is not None and receipt.ledger == str(ledger.directory):
@@ -146,10 +338,10 @@ def _expect_newest(
             remedy = f"put the ledger back, or remove {run_dir / RECEIPT} to count the run anew"
             raise LedgerError(f"{error}; {remedy}") from None
     if before is None or before.kind == GROUP_SIZE or entry.planned is None or entry.label:
-        return  # it is new, or nothing is promised
+        return  # a new run, or one without a guarantee
     count, released = _count(progress.released or []), _count(before.released or [])
     if progress.released is not None and count == _count(entry.planned):
-        return  # nothing is left to be released
+        return  # nothing is left to release
     if (mark := ledger.mark(entry.run)) is not None:
         mark.expect_reached(progress.chains, run_dir, ledger.directory)
     if count < released:
@@ -163,12 +355,12 @@ def _expect_newest(
 
 
 def _expect_same(applicant: Applicant, ledger: BudgetLedger, entry: Entry) -> None:
-    """Raises LedgerError: the ledger has this run with what would now be taken off its books.
+    """Raise LedgerError if the ledger has this run with other releases, users or guarantee.
 
-    Of the label it matters whether there is one: its words, as the slack, are the version's.
+    Labels are compared as present or absent, because their words depend on the version.
     """
     before = ledger.entries.get(entry.run)
-    if before is None or before.kind == GROUP_SIZE:  # which the plan begins with
+    if before is None or before.kind == GROUP_SIZE:  # the plan includes it
         return
     users = ledger.users_of(before.users)
     same = {
@@ -185,5 +377,5 @@ def _expect_same(applicant: Applicant, ledger: BudgetLedger, entry: Entry) -> No
 
 
 def _count(released: Sequence[tuple[Event, int]]) -> int:
-    """How many releases these are."""
+    """Total number of releases."""
     return sum(count for _, count in released)

@@ -1,36 +1,45 @@
-"""The ledger of the data: every run on some people's texts, in the order in which they began.
+"""The ledger of the data: every run on the texts of some users, in the order of their starts.
 
-    budget.jsonl   a line when a run begins (what it will release at most) and when it ends (what it
-                   released); lines are never changed, so a run that is deleted stays
-    last.json      the last line's number and link: lines that are cut off show
-    users/         whose texts runs saw; see `people`
-    steps/         how far runs that have not ended have come; see `marks`
-    secret.json    the key of links and fingerprints
+    budget.jsonl   a line when a run starts (with all it plans to release) and one when it ends
+                   (with what it released); lines never change, so a deleted run stays counted
+    last.json      number and chain of the last line, so that removed lines show
+    users/         for each set of users, 64 bits of a keyed hash of each id: enough to see which
+                   data sets overlap, and without the key nobody can try ids
+    steps/         marks: for each run that has not ended, a line per step with the number of steps,
+                   the chain of the run's ledger after it, and a keyed digest of both
+    secret.json    the key of chain, fingerprints and marks
     lock           held while a process reads and writes
 
-Each line ends with a keyed digest of its bytes and all lines before it: who has not the key can
-change, insert or remove none. Who has it, and restores an older copy of everything, is found out by
-the receipts in the runs' own directories. All of it is the data owner's, mode 0700: who is in which
-data, how many they are and where runs lie is not for others. The events themselves say no more than
-the runs' own ledgers, which are made to be published; what `fedsim budget --json` prints may be.
+Each line ends with a keyed digest of its bytes and all lines before it: without the key, no line
+can be changed, inserted or removed. If an older copy of the whole ledger is restored, the receipts
+in the directories of runs show it.
+
+A mark is durable before anything of its step becomes visible. A run's directory with fewer steps
+than its mark is therefore an older copy: a step that it repeats, on another host or with other
+packages, could be another gradient under the same noise. The process that works on a run locks its
+marks, so that of two copies on hosts that share the ledger one is refused.
+
+The ledger belongs to the owner of the data, mode 0700: users, their number and the places of runs
+are private. The events say no more than the ledgers of runs, which may be published, as may the
+output of `fedsim budget --json`.
 """
 
 import dataclasses
 import fcntl
 import hashlib
+import io
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedsim.accounting import Event, of_words, to_words
-from fedsim.budget import marks, people
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.files import (
     LEDGER,
@@ -38,18 +47,24 @@ from fedsim.files import (
     expand_home,
     make_directory,
     read_json,
+    remove_cut_off_line,
+    sync_directory,
+    write_atomically,
+    write_durably,
     write_json,
 )
 from fedsim.keys import FILE as KEY, SecretKey
 from fedsim.run import ChainedLog, LedgerError, Reached
 
 FILE, LAST, LOCK = "budget.jsonl", "last.json", "lock"
+USERS, STEPS = "users", "steps"
 SHARED = 0o660
 OPENED, CLOSED, LIMIT = "opened", "closed", "limit"
 ELSEWHERE = f"--budget-ledger or {LEDGER} names another one"
 
+Seal = Callable[[str], str]
 Released = list[tuple[Event, int]] | None
-"""Events, each with its number of times; None: without noise."""
+"""Events of the accountant with their counts; None: released without noise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,44 +72,70 @@ class Entry:
     """A run in the ledger of its data."""
 
     number: int
-    """Of its first line: runs in the order in which they began."""
+    """Number of its first line, which orders runs by their starts."""
     run: str
-    """What it is known by: the key's seal, which the run's own ledger has, too."""
+    """Identifier: the seal of the run's key, which the run's own ledger also has."""
     kind: str
-    """train, audit, pretrain, ..."""
+    """The command: train, audit, pretrain, ..."""
     place: str
-    """Where its directory was."""
+    """The run's directory when it was counted."""
     users: str
-    """The name of its users' fingerprints."""
+    """Name of the file with its users' fingerprints."""
     label: str
-    """Why its epsilon is no guarantee; empty where it is."""
+    """Reason why its epsilon is no guarantee; empty if it is one."""
     planned: Released
-    """What it releases at most."""
+    """All that it planned to release."""
     slack: tuple[float, float]
-    """(epsilon, delta) for noise that is not ideal."""
+    """(epsilon, delta) to add for noise that is not ideal."""
     released: Released = dataclasses.field(default_factory=list)
-    """What it released when it last ended."""
+    """All that it had released when it last ended."""
     outcome: str = ""
-    """How it ended; empty: it has not, or was killed."""
+    """released or stopped; empty if it is running or was killed."""
     began: str = ""
     marked: bool = False
-    """Whether the ledger notes how far it has come, until it ends."""
+    """True if the ledger keeps marks of its steps until it ends."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What the owner of the data has set for some users."""
+    """A limit that the owner of the data has set for some users."""
 
     epsilon: float
     delta: float
     users: str | None = None
 
 
-def place_of(directory: str | Path | None) -> Path:
-    """Where the ledger is: the directory that was given, that of FEDSIM_BUDGET_LEDGER, or fedsim/
-    in the account's state.
+class Mark(NamedTuple):
+    """The progress of a run."""
 
-    Raises: ConfigError: it depends on the working directory, or no home directory is known.
+    steps: int
+    chain: str
+    """Chain of the run's own ledger after these steps; empty if not known."""
+
+    def expect_reached(self, chains: Sequence[str], run_dir: Path, ledger: Path) -> None:
+        """Check that a run's directory is not an older copy, nor one that took other steps.
+
+        Args:
+          chains: of the run's own ledger after 0, 1, ... steps; empty where not known.
+          ledger: directory of the ledger, for the error.
+
+        Raises:
+          LedgerError: it is such a copy.
+        """
+        if (steps := len(chains) - 1) < self.steps:
+            more = f"{ledger} has {self.steps} steps of it, and here are {steps}"
+            raise LedgerError(f"{run_dir}: is an older copy of a run: {more}")
+        if self.chain and chains[self.steps] not in ("", self.chain):
+            other = f"{ledger} has another step {self.steps} of it than there is here"
+            raise LedgerError(f"{run_dir}: is a copy that went another way: {other}")
+
+
+def place_of(directory: str | Path | None) -> Path:
+    """Directory of the ledger: `directory`, else FEDSIM_BUDGET_LEDGER, else fedsim/ in the user
+    account's state directory.
+
+    Raises:
+      ConfigError: it depends on the working directory, or no home directory is known.
     """
     if directory:
         return Path(expand_home("budget_ledger", directory)).absolute()
@@ -102,10 +143,14 @@ def place_of(directory: str | Path | None) -> Path:
 
 
 class BudgetLedger:
-    """The ledger, held by this process: see `hold`."""
+    """The ledger, locked by this process; see `hold`."""
 
     def __init__(self, directory: Path):
-        """Read it, or start it. Raises: LedgerError, FileDamaged: it is not what was written."""
+        """Read the ledger, or start it.
+
+        Raises:
+          LedgerError, FileDamaged: it was changed.
+        """
         self.directory, self._path = directory, directory / FILE
         self._mode = _mode(directory)
         if not (directory / KEY).exists() and not self._path.exists():
@@ -124,26 +169,31 @@ class BudgetLedger:
 
     @property
     def chain(self) -> str:
-        """The hash that the next line will hold of this one and all before it."""
+        """The digest of all lines."""
         return self._log.chain
 
     @property
     def num_lines(self) -> int:
-        """How many lines the ledger has."""
+        """Number of lines."""
         return len(self._log.lines)
 
     def line(self, number: int) -> dict[str, Any]:
-        """The line of this number, from 1."""
+        """The line with this number, from 1."""
         return self._log.lines[number - 1]
 
     def users(self, ids: Sequence[str]) -> np.ndarray:
-        """The fingerprints of users' ids."""
-        return people.fingerprints(ids, self.key)
+        """Fingerprints of users' ids; see `fingerprints`."""
+        return fingerprints(ids, self.key)
 
     def save_users(self, users: np.ndarray) -> str:
-        """Write fingerprints of users to a file; returns the name that entries call them by."""
-        self._make(people.DIRECTORY)
-        return people.save(self.directory, users, self._mode)
+        """Keep a set of fingerprints; returns its name, the digest of its content."""
+        self._make(USERS)
+        path = self._users_path(name := _digest(users))
+        if not path.exists():
+            content = io.BytesIO()
+            np.save(content, users, allow_pickle=False)
+            write_atomically(path, content.getvalue(), mode=self._mode)
+        return name
 
     def _make(self, name: str) -> None:
         place = self.directory / name
@@ -152,46 +202,68 @@ class BudgetLedger:
             place.chmod(0o770 if self._mode == SHARED else 0o700)
 
     def users_of(self, name: str) -> np.ndarray:
-        """The fingerprints that were saved under a name. Raises: FileDamaged."""
-        return people.load(self.directory, name)
+        """Load the fingerprints with this name.
+
+        Raises:
+          FileDamaged: they are missing or were changed.
+        """
+        path = self._users_path(name)
+        try:
+            users = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise FileDamaged(f"{path}: expected fingerprints of users ({error})") from None
+        if users.dtype != np.uint64 or _digest(users) != name:
+            raise FileDamaged(f"{path}: was changed")
+        return users
+
+    def _users_path(self, name: str) -> Path:
+        return self.directory / USERS / f"{name}.npy"
 
     def begin(self, entry: Entry) -> None:
-        """Count a run with all that it plans, durable when this returns: a new one, or one that
-        goes on."""
+        """Count a new or resumed run with all that it plans; durable when this returns."""
         planned = None if entry.planned is None else to_words(entry.planned)
         names = ("run", "kind", "place", "users", "label", "marked")
         fields = {name: getattr(entry, name) for name in names}
         self._append({"what": OPENED, **fields, "slack": [*entry.slack], "planned": planned})
 
     def end(self, run: str, released: Released, outcome: str) -> None:
-        """Note what a run released, and how it ended; its mark is not needed any more."""
+        """Note what a run released and how it ended, and remove its marks."""
         words = None if released is None else to_words(released)
         self._append({"what": CLOSED, "run": run, "outcome": outcome, "released": words})
-        marks.path_of(self.directory, run).unlink(missing_ok=True)
+        _mark_path(self.directory, run).unlink(missing_ok=True)
 
-    def mark(self, run: str) -> marks.Mark | None:
-        """How far a run has come that has not ended; None if that is not noted.
+    def mark(self, run: str) -> Mark | None:
+        """The last mark of a run that has not ended; None if it has no marks.
 
-        Raises: FileDamaged: it was, and the file is gone or was changed.
+        Raises:
+          FileDamaged: the marks are missing or were changed.
         """
-        known, path = self.entries.get(run), marks.path_of(self.directory, run)
-        found = marks.read(path, self.key.seal)
-        if found is None and known is not None and known.marked and not known.outcome:
-            raise FileDamaged(f"{path}: expected how far {known.place} has come")
-        return found
+        entry, path = self.entries.get(run), _mark_path(self.directory, run)
+        mark = _read_mark(path, self.key.seal)
+        if mark is None and entry is not None and entry.marked and not entry.outcome:
+            raise FileDamaged(f"{path}: expected how far {entry.place} has come")
+        return mark
 
     def marking(self, run: str, name: Path) -> AbstractContextManager[Reached]:
-        """What notes how far a run has come. Args and Raises: see `marks.held`."""
-        self._make(marks.DIRECTORY)
-        path = marks.path_of(self.directory, run)
-        return marks.held(path, self.key.seal, self._mode, name)
+        """Lock a run's marks; yields a function that appends one.
+
+        Args:
+          name: the run's directory, for errors.
+
+        Raises:
+          LedgerError: another process works on the run.
+        """
+        self._make(STEPS)
+        path = _mark_path(self.directory, run)
+        return _hold_marks(path, self.key.seal, self._mode, name)
 
     def limit(self, limit: Limit) -> None:
-        """Set a limit for some users."""
+        """Append a limit for some users."""
         self._append({"what": LIMIT, **dataclasses.asdict(limit)})
 
     def expect_line(self, number: int, chain: str, name: str) -> None:
-        """Raises LedgerError, naming `name`: the ledger has lost this line."""
+        """Raise LedgerError if the line that the file `name` refers to is missing or another
+        one."""
         if not (0 < number <= self.num_lines and self._log.chain_after(number) == chain):
             raise LedgerError(f"{self._path}: was cut or replaced: {name} is line {number} of it")
 
@@ -212,7 +284,7 @@ class BudgetLedger:
         return self.key.seal(f"budget {chain} {hashlib.sha256(body).hexdigest()}")
 
     def _expect_whole(self) -> None:
-        """A crash may come between a line and the note of it, never the other way round."""
+        """Check the last line that last.json notes; a crash may leave more lines, never fewer."""
         path = self.directory / LAST
         if not path.exists():
             if self.num_lines > 1:
@@ -232,24 +304,26 @@ class BudgetLedger:
             changes = {"released": _phases(line["released"]), "outcome": line["outcome"]}
             self.entries[was.run] = dataclasses.replace(was, **changes)
         else:
-            known = self.entries.get(line["run"])
+            before = self.entries.get(line["run"])
             fields = {n: line[n] for n in ("run", "kind", "place", "users", "label")}
             self.entries[line["run"]] = Entry(
                 **fields,
-                number=known.number if known else number,
+                number=before.number if before else number,
                 planned=_phases(line["planned"]),
                 slack=(float(line["slack"][0]), float(line["slack"][1])),
-                released=known.released if known else [],
-                marked=bool(line.get("marked")),  # earlier versions noted nothing
-                began=known.began if known else line["time"],
+                released=before.released if before else [],
+                marked=bool(line.get("marked")),  # missing in ledgers of earlier versions
+                began=before.began if before else line["time"],
             )
 
 
 @contextmanager
 def hold(directory: Path) -> Iterator[BudgetLedger]:
-    """The ledger, for this process alone; another one waits.
+    """Open and lock the ledger in a directory; other processes wait.
 
-    Raises: ConfigError: it cannot be written there. LedgerError, FileDamaged: it was changed.
+    Raises:
+      ConfigError: the directory cannot be written.
+      LedgerError, FileDamaged: the ledger was changed.
     """
     try:
         make_directory(directory, 0o700)
@@ -267,9 +341,10 @@ def hold(directory: Path) -> Iterator[BudgetLedger]:
 
 @contextmanager
 def look(directory: Path) -> Iterator[BudgetLedger]:
-    """The ledger, to be read alone; where there is none an empty one, and nothing is written there.
+    """Open and lock the ledger to read it; if there is none, an empty one that is not kept.
 
-    Raises: what `hold` raises.
+    Raises:
+      ConfigError, LedgerError, FileDamaged: as `hold`.
     """
     with ExitStack() as stack:
         if not any((directory / name).exists() for name in (KEY, FILE, LAST)):
@@ -277,8 +352,22 @@ def look(directory: Path) -> Iterator[BudgetLedger]:
         yield stack.enter_context(hold(directory))
 
 
+def fingerprints(ids: Iterable[str], key: SecretKey) -> np.ndarray:
+    """Keyed hashes of ids, uint64 [users], ascending and without repeats."""
+    secret = bytes.fromhex(key.seal("users"))
+    digests = b"".join(
+        hashlib.blake2b(each.encode("utf-8", "surrogatepass"), digest_size=8, key=secret).digest()
+        for each in ids
+    )
+    return np.unique(np.frombuffer(digests, np.uint64))
+
+
+def _digest(users: np.ndarray) -> str:
+    return hashlib.sha256(users.astype("<u8").tobytes()).hexdigest()[:32]
+
+
 def _mode(directory: Path) -> int:
-    """Of the ledger's files: its group may write them where it may write to the directory."""
+    """Mode of the ledger's files: writable by the group if the directory is."""
     return SHARED if directory.stat().st_mode & stat.S_IWGRP else 0o600
 
 
@@ -287,7 +376,7 @@ def _phases(words: Any) -> Released:
 
 
 def _check(line: dict[str, Any], number: int) -> None:
-    """Raises ValueError, TypeError or KeyError unless the line can be relied upon."""
+    """Validate a line; see `fedsim.run.ledger.Check`."""
     if line["what"] == OPENED:
         _phases(line["planned"])
         [float(each) for each in line["slack"]]
@@ -299,3 +388,54 @@ def _check(line: dict[str, Any], number: int) -> None:
         Limit(float(line["epsilon"]), float(line["delta"]), line["users"])
     else:
         raise ValueError(f"what={line['what']}")
+
+
+def _mark_path(ledger: Path, run: str) -> Path:
+    """Path of the marks of a run; the name gives nothing of the key's seal away."""
+    return ledger / STEPS / hashlib.sha256(run.encode()).hexdigest()[:32]
+
+
+def _read_mark(path: Path, seal: Seal) -> Mark | None:
+    """The last mark in a file; None if there is no file. Raises: FileDamaged: it was changed."""
+    if not path.exists():
+        return None
+    lines = path.read_text(errors="replace").split("\n")[
+        :-1
+    ]  # a crash may have cut off the last line
+    if not lines:  # killed before the first line, hence before the first step
+        return Mark(0, "")
+    steps, _, rest = lines[-1].partition(" ")
+    chain, _, digest = rest.partition(" ")
+    if not steps.isdecimal() or digest != seal(_mark_text(path, steps, chain)):
+        raise FileDamaged(f"{path}: expected how far a run has come")
+    return Mark(int(steps), chain)
+
+
+@contextmanager
+def _hold_marks(path: Path, seal: Seal, mode: int, run_dir: Path) -> Iterator[Reached]:
+    """Lock the marks of a run; yields a function that appends one.
+
+    Raises: LedgerError: another process works on the run.
+    """
+    is_new = not path.exists()
+    with open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LedgerError(
+                f"{run_dir}: is a copy: another process works on the same run"
+            ) from None
+        if is_new:
+            path.chmod(mode)
+            sync_directory(path.parent)
+        remove_cut_off_line(path)
+
+        def reached(steps: int, chain: str) -> None:
+            digest = seal(_mark_text(path, str(steps), chain))
+            write_durably(file, f"{steps} {chain} {digest}\n".encode())
+
+        yield reached
+
+
+def _mark_text(path: Path, steps: str, chain: str) -> str:
+    return f"steps {path.name} {steps} {chain}"

@@ -1,6 +1,6 @@
-"""A run's receipt: where the ledger of its data counts it, and what that ledger says of it.
+"""A run's receipt: the line of the ledger of the data that counts it, and the cost of all runs.
 
-It is in the run's directory, so an older copy of the ledger, or another one in its place, shows.
+The receipt is in the run's directory, so that a ledger that was replaced or cut shows.
 """
 
 import dataclasses
@@ -16,19 +16,23 @@ from fedsim.run import RECEIPT, LedgerError, ledger as run_ledger
 
 
 class Receipt(NamedTuple):
-    """Where a run is counted, by the file in its directory."""
+    """The content of budget.json in a run's directory."""
 
     run_dir: Path
     ledger: str
-    """The directory of the ledger."""
+    """Directory of the ledger."""
     line: int
-    """From 1."""
+    """Number of the line, from 1."""
     chain: str
-    """Of the ledger after that line."""
+    """Chain of the ledger after that line."""
 
     @classmethod
     def of(cls, run_dir: Path) -> "Receipt | None":
-        """That of a run; None: it is not counted. Raises: FileDamaged: it does not say where."""
+        """The receipt of a run; None if the run is not counted.
+
+        Raises:
+          FileDamaged: the file is malformed.
+        """
         path = run_dir / RECEIPT
         if not path.exists():
             return None
@@ -38,23 +42,26 @@ class Receipt(NamedTuple):
         return cls(run_dir, record["ledger"], record["line"], record["chain"])
 
     def write(self) -> None:
-        """Put it into the run's directory."""
+        """Write the receipt to the run's directory."""
         record = {"ledger": self.ledger, "line": self.line, "chain": self.chain}
         write_json(self.run_dir / RECEIPT, record, mode=0o600)
 
     def is_here(self) -> bool:
-        """Whether the ledger can be read on this machine."""
+        """True if the ledger can be read on this machine."""
         return os.access(self.ledger, os.R_OK | os.X_OK)
 
     def can_be_held(self) -> bool:
-        """Whether the ledger is there and can be written here."""
+        """True if the ledger exists and can be written on this machine."""
         return (Path(self.ledger) / FILE).is_file() and os.access(self.ledger, os.W_OK)
 
     def line_in(self, ledger: BudgetLedger, run: str | None = None) -> dict[str, Any]:
-        """The line in which the run is counted.
+        """The line that counts the run.
 
-        Args: run: what the ledger knows the run by; None: that is not known here.
-        Raises: LedgerError: the ledger does not have it, or it is another run's.
+        Args:
+          run: the run's identifier in the ledger; None if it is not known.
+
+        Raises:
+          LedgerError: the line is missing, or of another run.
         """
         name = str(self.run_dir / RECEIPT)
         ledger.expect_line(self.line, self.chain, name)
@@ -66,16 +73,20 @@ class Receipt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """What all runs that saw a run's users have cost."""
+    """The cost of all runs on a run's users."""
 
     num_runs: int
     total: Total
 
 
 def together(run_dir: Path, delta: float) -> Together | None:
-    """What all runs on a run's users have cost the one who pays most; None: in no ledger here.
+    """The cost of all runs on a run's users, for the one who pays most.
 
-    Raises: LedgerError, FileDamaged: the ledger was cut or changed, or the receipt is another's.
+    Returns:
+      None if no ledger on this machine counts the run.
+
+    Raises:
+      LedgerError, FileDamaged: the ledger was changed, or the receipt is of another run.
     """
     receipt = Receipt.of(run_dir)
     if receipt is None or not receipt.is_here():
@@ -87,13 +98,17 @@ def together(run_dir: Path, delta: float) -> Together | None:
 
 
 def expect_receipt(run_dir: Path, run: str, label: str) -> tuple[bool, str]:
-    """(Whether the ledger of the data is here, and has this run; what is there to say of it).
+    """Check that the ledger of the data counts a run.
 
-    Where the ledger is, is nobody's business who reads a report.
+    Args:
+      run, label: see `Entry`.
 
-    Args: run, label: see `Entry`.
-    Raises: LedgerError, FileDamaged: the ledger was cut, has another run in its place, or a label
-      where there is none, or none where there is one.
+    Returns:
+      Whether the ledger is on this machine and counts the run, and a message; it does not say where
+      the ledger is, because readers of a report need not know.
+
+    Raises:
+      LedgerError, FileDamaged: the ledger was changed, or disagrees on the run or its guarantee.
     """
     receipt = Receipt.of(run_dir)
     if receipt is None:
@@ -102,8 +117,8 @@ def expect_receipt(run_dir: Path, run: str, label: str) -> tuple[bool, str]:
         return False, f"the ledger of the data, which {RECEIPT} names, is not here"
     with hold(Path(receipt.ledger)) as ledger:
         if bool(receipt.line_in(ledger, run)["label"]) != bool(label):
-            said = "a guarantee" if label else "no guarantee"
+            claimed = "a guarantee" if label else "no guarantee"
             raise LedgerError(
-                f"{run_dir}: {receipt.ledger} has epsilon as {said}: the plan was changed"
+                f"{run_dir}: {receipt.ledger} has epsilon as {claimed}: the plan was changed"
             )
         return True, f"line {receipt.line} of {ledger.num_lines} in the ledger of the data"

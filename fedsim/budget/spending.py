@@ -1,16 +1,16 @@
-"""What runs have spent together, and whether one more fits under a limit.
+"""The composed privacy cost of runs, and a filter that decides if another run fits a limit.
 
-Two numbers, both from the runs' losses, neither from adding up epsilons:
+There are two numbers, both composed from the privacy losses of runs instead of adding epsilons:
 
-- `fixed` is the composition of all runs' losses. It holds if nobody chose a run's settings, or
-  whether to run at all, by looking at what earlier ones had released (Zhu et al. 2022, Theorem 10).
-- `adaptive` holds however runs were chosen, for a limit that was fixed before the first of them: it
-  is a privacy filter. The first run counts with its loss. Every later one counts as mu-GDP but for
-  a probability that is set aside for it, and mu^2 adds up (`accounting.gaussian_mu`;
+- `fixed` composes the losses of all runs. It holds if no run, nor its settings, was chosen by
+  looking at what earlier runs had released (Zhu et al. 2022, Theorem 10).
+- `adaptive` holds however runs were chosen, for a limit that was fixed before the first one: it is
+  a privacy filter. The first run counts with its loss. Each later run counts as mu-GDP except for a
+  probability that is set aside for it, and the mu^2 add up (`accounting.gaussian_mu`;
   docs/theory/budget.md has the theorem).
 
-In both a run counts with all it planned, for it may have been stopped by looking at what it had
-released. `adaptive` is what limits are held against.
+In both numbers a run counts with all that it planned, because what it had released may be why it
+was stopped. Limits are compared with `adaptive`.
 """
 
 import dataclasses
@@ -22,35 +22,35 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import StepEvent
-from fedsim.budget import people
 from fedsim.budget.ledger import BudgetLedger, Entry, Limit, Released
 from fedsim.errors import FedsimError
 from fedsim.run import directory, ledger as run_ledger
 
 RUNNING, KILLED, GONE = "running", "killed", "gone"
-"""How a run stands that has not ended."""
+"""States of a run that has not ended."""
+MOST_PATTERNS = 64
 SET_ASIDE = 0.1
-"""Share of delta for the tails of all runs but the first; see `set_aside`."""
+"""Share of delta for the tails of all runs after the first; see `set_aside`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Charge:
-    """What a run costs each of its users."""
+    """The cost of a run for each of its users."""
 
     entry: Entry
     released: Released
-    """What it has released, as far as is known; else what it planned."""
+    """Releases of the run, if they are known; else all that it planned."""
     state: str
-    """How it stands: released, stopped, running, killed, gone, ..."""
+    """released, stopped, running, killed or gone."""
 
     @property
     def reserved(self) -> Released:
-        """What is charged: the plan, unless the run ended before it released anything."""
+        """Releases that are charged: all that was planned, or none if the run released nothing."""
         return self.entry.planned if self.released is None or self.released else []
 
     @property
     def nothing(self) -> str:
-        """Why it promises nothing; empty where it promises something, or released nothing."""
+        """Reason why the run has no guarantee; empty if it has one or released nothing."""
         if self.released is None:
             return self.entry.label or "without noise"
         return self.entry.label if self.released else ""
@@ -58,34 +58,35 @@ class Charge:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Epsilons at one delta; inf where a run promises nothing."""
+    """Epsilons at one delta; inf if a run has no guarantee."""
 
     fixed: float
     adaptive: float
     delta: float
     added_up: float = 0.0
-    """The sum of the runs' own epsilons at this delta, which is what others would report."""
+    """Sum of the epsilons of single runs at this delta, for comparison."""
 
     def __or__(self, other: "Total") -> "Total":
-        """The larger of each: of several people, what the one who pays most pays."""
+        """The larger of each number: the cost of the user who pays most."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return Total(*(max(pair) for pair in pairs))
 
 
 def set_aside(delta: float, number: int) -> float:
-    """The probability for the tail of the run with this number, from 1.
+    """Probability that is set aside for the tail of the run with this number, from 1.
 
-    Over all numbers these add up to at most SET_ASIDE times delta; a power of two, so that what is
-    computed for one delta serves for others of its size.
+    Over all numbers these add up to at most SET_ASIDE times delta. It is a power of two, so that
+    cached results for one delta also serve for similar ones.
     """
     share = SET_ASIDE * delta * 6 / (math.pi * number) ** 2
     return 2.0 ** math.floor(math.log2(share))
 
 
 def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Total:
-    """What someone pays who is in all of these runs.
+    """The cost for a user who is in all of these runs.
 
-    Args: sums: compute `added_up`, too.
+    Args:
+      sums: also compute `added_up`.
     """
     ordered = sorted(charges, key=lambda charge: charge.entry.number)
     counted = [charge for charge in ordered if charge.released != []]
@@ -104,7 +105,7 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
         adaptive.append((StepEvent(noise, 1.0), 1))
     reserved = math.inf
     if not math.isinf(squares):
-        # All of it, also that of runs to come: else M would depend on how many there are.
+        # Set aside for all runs, also later ones: else it would depend on their number.
         aside = SET_ASIDE * delta if len(reserving) > 1 else 0.0
         reserved = accounting.epsilon_with(slacks, adaptive, delta, aside)
     added = 0.0
@@ -115,12 +116,12 @@ def total(charges: Iterable[Charge], delta: float, *, sums: bool = False) -> Tot
 
 @dataclasses.dataclass(frozen=True)
 class Books:
-    """The charges on some people's texts, and what they add up to."""
+    """The charges on the texts of some users, and their total."""
 
     charges: list[Charge]
-    """Of runs that saw any of these people, in the order in which they began."""
+    """Charges of all runs on any of these users' texts, in the order of their starts."""
     patterns: list[frozenset[str]]
-    """Combinations of sets of users that these people are in; see `people.patterns`."""
+    """Combinations of sets that these users are in; see `patterns`."""
     limits: list[Limit]
 
     @classmethod
@@ -131,21 +132,26 @@ class Books:
         sets: Mapping[str, np.ndarray],
         limits: Sequence[Limit] = (),
     ) -> "Books":
-        """The books of people with these fingerprints.
+        """The books of users with these fingerprints.
 
-        Args: sets: the fingerprints of all sets of users that charges and limits name.
+        Args:
+          users: uint64 [users].
+          charges: of all runs.
+          sets: fingerprints of all sets of users that charges and limits name, by name.
+          limits: of all users.
         """
         theirs = {name: others for name, others in sets.items() if np.isin(users, others).any()}
         kept = [charge for charge in charges if charge.entry.users in theirs]
         charged = {charge.entry.users: theirs[charge.entry.users] for charge in kept}
         bounds = [limit for limit in limits if limit.users is None or limit.users in theirs]
-        return cls(kept, people.patterns(users, charged), bounds)
+        return cls(kept, patterns(users, charged), bounds)
 
     def total(self, delta: float, *, more: Charge | None = None, sums: bool = False) -> Total:
-        """What the one who pays most has paid.
+        """The cost for the user who pays most.
 
-        Args: more: a charge that all of them are to pay, too, instead of an earlier one of the
-          same run.
+        Args:
+          more: another charge for all users, which replaces an earlier one of the same run.
+          sums: also compute `added_up`.
         """
         result = Total(0.0, 0.0, delta)
         for pattern in self.patterns or [frozenset[str]()]:
@@ -156,18 +162,22 @@ class Books:
         return result
 
     def broken_by(self, more: Charge) -> Limit | None:
-        """The first limit that one more charge breaks."""
+        """The first limit that another charge exceeds; None if it exceeds none."""
         for limit in self.limits:
             if self.total(limit.delta, more=more).adaptive > limit.epsilon:
                 return limit
         return None
 
     def fits(self, more: Charge) -> bool:
-        """Whether one more charge keeps every limit."""
+        """True if another charge keeps every limit."""
         return self.broken_by(more) is None
 
     def steps_that_fit(self, charge: Callable[[int], Charge], most: int) -> int:
-        """The largest number of steps, up to `most`, whose charge keeps every limit."""
+        """Largest number of steps, up to `most`, whose charge keeps every limit.
+
+        Args:
+          charge: the charge of a number of steps.
+        """
         if self.fits(charge(most)):
             return most
         low, high = 0, most
@@ -177,16 +187,44 @@ class Books:
         return low
 
 
+def patterns(users: np.ndarray, sets: Mapping[str, np.ndarray]) -> list[frozenset[str]]:
+    """Combinations of sets that users are in, without those contained in another combination.
+
+    A user in more sets pays more, so these include the user who pays most. More than MOST_PATTERNS
+    combinations are replaced by one: all sets that any user is in, which is no cheaper.
+
+    Args:
+      users: fingerprints, uint64 [users].
+      sets: fingerprints by the name of a set.
+    """
+    names = sorted(sets)
+    member = np.stack([np.isin(users, sets[name]) for name in names] or [np.zeros(0, bool)], 1)
+    rows = np.unique(member, axis=0) if len(users) and names else np.zeros((0, len(names)), bool)
+    combinations = [
+        frozenset(n for n, is_in in zip(names, row, strict=True) if is_in) for row in rows
+    ]
+    if len(combinations) > MOST_PATTERNS:
+        return [frozenset().union(*combinations)]
+    return [one for one in combinations if not any(one < other for other in combinations)]
+
+
+def union(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The users in any of the sets, uint64 [users]."""
+    return np.unique(np.concatenate([np.zeros(0, np.uint64), *parts]))
+
+
 def charge_of(entry: Entry) -> Charge:
-    """What a run counts with: what it said that it released when it ended, and until then all that
-    it planned. The directory of one that was killed may be a copy from before its last steps."""
+    """The charge of a run: what it released when it ended; until then all that it planned.
+
+    The directory of a killed run cannot tell more, as it may be a copy from before its last steps.
+    """
     if entry.outcome:
         return Charge(entry, entry.released, entry.outcome)
     return Charge(entry, entry.planned, state_of(entry))
 
 
 def state_of(entry: Entry) -> str:
-    """How a run stands that has not ended."""
+    """State of a run that has not ended: running, killed or gone."""
     run_dir = Path(entry.place)
     try:
         with directory.lock(run_dir, to_read=True):
@@ -199,16 +237,20 @@ def state_of(entry: Entry) -> str:
 
 
 def books(ledger: BudgetLedger, ids: Sequence[str] | None, limit: Limit | None = None) -> Books:
-    """The books of some users; of everybody where `ids` is None."""
+    """The books of users with these ids, or of all users in the ledger.
+
+    Args:
+      limit: another limit for them, beside those in the ledger.
+    """
     return books_of(ledger, None if ids is None else ledger.users(ids), limit)
 
 
 def books_of(ledger: BudgetLedger, users: np.ndarray | None, limit: Limit | None = None) -> Books:
-    """The books of users with these fingerprints; of everybody where there are none."""
+    """The books of users with these fingerprints, or of all users in the ledger."""
     names = {entry.users for entry in ledger.entries.values()}
     names |= {limited.users for limited in ledger.limits if limited.users is not None}
     sets = {name: ledger.users_of(name) for name in names}
-    users = people.union(list(sets.values())) if users is None else users
+    users = union(list(sets.values())) if users is None else users
     charges = [charge_of(entry) for entry in ledger.entries.values()]
     limits = [*ledger.limits, *([limit] if limit else [])]
     return Books.of(users, charges, sets, limits)

@@ -1,4 +1,4 @@
-"""`python -m fedsim.cli`: the same as the command `fedsim`."""
+"""`python -m fedsim.cli` runs the command `fedsim`."""
 
 from fedsim.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`fedsim account`, `fedsim calibrate`: privacy without a training."""
+"""`fedsim account`, `fedsim calibrate`: the accountant on the command line, without any data."""
 
 import dataclasses
 import functools
@@ -22,10 +22,12 @@ from fedsim.errors import expect
 if TYPE_CHECKING:
     from fedsim.accounting import Phases, StepEvent
 
+NOISE = "noise_multiplier"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Mechanism(MechanismConfig):
-    """A mechanism that is accounted for without data."""
+    """Settings of the mechanism, and what both commands compute from them."""
 
     algorithm: tyro.conf.Positional[Literal["els", "uls"]]
     """els or uls."""
@@ -33,29 +35,37 @@ class _Mechanism(MechanismConfig):
     _: dataclasses.KW_ONLY
 
     participations: int | None = None
-    """K of random allocation: steps that each user takes part in. Divides num_steps. Default: what
-    sampling_prob asks for."""
+    """K: with random allocation, the number of steps that each user takes part in. Divides
+    num_steps. Default: sampling_prob * num_steps."""
 
     bands: int | None = None
-    """b: groups of users in cyclic sampling, and steps that noise reaches. In [1, num_steps]; at
-    most 1 / sampling_prob. Asked for with correlated noise, unless its multiplier is to be
-    found."""
+    """b: number of groups of users in cyclic sampling, which is also how many steps the noise of a
+    step affects. In [1, num_steps]; at most 1 / sampling_prob. Required with correlated noise,
+    except when the noise multiplier is to be found."""
 
     group_size: int = 1
-    """G_ELS: most examples of a user in the pool. ULS's epsilon does not depend on it. In
-    [1, 10000000]."""
+    """G_ELS: largest number of a user's examples in the pool. The epsilon of uls does not depend on
+    it. In [1, 10000000]."""
 
     max_changed: int = 0
-    """k of ULS where texts have several owners: most groups of others with a user's texts. In
-    [0, 10000000]."""
+    """k: with uls and texts of several owners, the largest number of other users' groups that
+    contain texts of one user. In [0, 10000000]."""
 
     @property
     def max_contributions(self) -> int:
-        """G_ELS is the cap of a user's contributions; G_ULS must never reach the accountant."""
+        """Largest number of a user's units in a step: G_ELS, or 1. G_ULS must never reach the
+        accountant, because uls clips the mean gradient of a user's group as one unit."""
         return self.group_size if self.algorithm == "els" else 1
 
     def expect_accountable(self, num_steps: int | None, sampling_prob: float | None) -> None:
-        """Raises ConfigError: the settings do not go together. None is a value to be found."""
+        """Check that the settings can be combined.
+
+        Args:
+          num_steps, sampling_prob: None for the one that is to be found.
+
+        Raises:
+          ConfigError: they cannot.
+        """
         from fedsim.accounting import MOST_CONTRIBUTIONS
 
         within = 1 <= self.group_size <= MOST_CONTRIBUTIONS
@@ -74,12 +84,16 @@ class _Mechanism(MechanismConfig):
             expect("sampling_prob", sampling_prob, fits, most)
 
     def expect_bands(self) -> None:
-        """Raises ConfigError: correlated noise without a number of bands."""
+        """Raise ConfigError for correlated noise without a number of bands."""
         holds = self.noise != CORRELATED or self.bands is not None
         expect("bands", self.bands, holds, "a number of bands with correlated noise")
 
     def event(self, noise_multiplier: float, sampling_prob: float, num_steps: int) -> "StepEvent":
-        """What a step costs. Raises: ConfigError: no whole number of participations."""
+        """The accountant's event of one step.
+
+        Raises:
+          ConfigError: with allocation, sampling_prob is no whole number of participations.
+        """
         from fedsim import accounting
 
         if self.sampling != ALLOCATION:
@@ -99,11 +113,12 @@ class _Mechanism(MechanismConfig):
 
     @property
     def labels(self) -> dict[str, str]:
-        """What makes epsilon no guarantee, by the name that it has in a plan."""
+        """The warning that epsilon is no guarantee, under its key in a plan; else empty."""
         return {"epsilon_holds": COMPARISON_ONLY} if self.sampling == SHUFFLE else {}
 
     def answer(self, num_steps: int, noise_multiplier: float, **found: Any) -> dict[str, Any]:
-        """The settings, what was found, and the predicted error; see `noise.correlated`."""
+        """The command's JSON object: settings, `found`, and the predicted error of sums of
+        gradients (see `noise.correlated`)."""
         from fedsim.noise import predicted_error
 
         bands = (self.bands or 1) if self.noise == CORRELATED else 1
@@ -114,28 +129,28 @@ class _Mechanism(MechanismConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Account(_Mechanism):
-    """User-level epsilon of a training run, or its delta."""
+    """Compute the user-level epsilon of a training at a delta, or its delta at an epsilon."""
 
     num_steps: int
     """T: number of steps. In [1, 10000000]."""
 
     sampling_prob: float
-    """p (ELS) or q (ULS): the share of all examples, or of all users, that is expected in a step.
-    In [1e-12, 1]."""
+    """p (els) or q (uls): expected share of all examples, or of all users, in a step. In
+    [1e-12, 1]."""
 
     noise_multiplier: float
     """sigma: standard deviation of the noise on the sum, in units of its sensitivity. In
     [1e-10, 1e10]."""
 
     before: float | None = None
-    """Epsilon of an (epsilon, 0)-DP release before the first step, such as a group size that was
-    chosen privately; composed with the steps. > 0."""
+    """Epsilon of a pure DP release before the first step, such as a privately chosen group size. It
+    is composed with the steps. > 0."""
 
     delta: float | None = None
-    """In (0, 1): print epsilon at this delta."""
+    """Print epsilon at this delta. In (0, 1)."""
 
     epsilon: float | None = None
-    """>= 0: print delta at this epsilon."""
+    """Print delta at this epsilon. >= 0."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -173,22 +188,23 @@ class Account(_Mechanism):
 
 @dataclasses.dataclass(frozen=True)
 class Calibrate(_Mechanism):
-    """What meets a user-level (epsilon, delta): the smallest noise multiplier, given num-steps and
-    sampling-prob; or, given the noise multiplier and one of these, the most that the other may be.
+    """Find the setting that meets a user-level (epsilon, delta): give two of num-steps,
+    sampling-prob and noise-multiplier. The answer is the smallest noise multiplier, or the largest
+    number of steps, or the largest sampling probability.
     """
 
     epsilon: float
-    """Target. > 0."""
+    """Target epsilon. > 0."""
 
     delta: float
-    """Target. In (0, 1)."""
+    """Target delta. In (0, 1)."""
 
     num_steps: int | None = None
     """T: number of steps. In [1, 10000000]."""
 
     sampling_prob: float | None = None
-    """p (ELS) or q (ULS): the share of all examples, or of all users, that is expected in a step.
-    In [1e-12, 1]."""
+    """p (els) or q (uls): expected share of all examples, or of all users, in a step. In
+    [1e-12, 1]."""
 
     noise_multiplier: float | None = None
     """sigma: standard deviation of the noise on the sum, in units of its sensitivity. In
@@ -200,39 +216,38 @@ class Calibrate(_Mechanism):
     def __call__(self) -> dict[str, Any]:
         from fedsim.accounting import MOST_STEPS, at_least, at_most
 
-        unknown = [
-            name
-            for name in ("num_steps", "sampling_prob", "noise_multiplier")
-            if getattr(self, name) is None
-        ]
-        wanted = unknown[-1] if unknown else "noise_multiplier"
-        expected = "two of num_steps, sampling_prob and noise_multiplier, to find the third"
-        expect(wanted, getattr(self, wanted), len(unknown) == 1, expected)
+        wanted = self._unknown()
         self.expect_accountable(self.num_steps, self.sampling_prob)
-        if wanted == "noise_multiplier":
-            solved, note = self._with_noise()
-        else:
-            self.expect_bands()
-            expected = "num_steps and sampling_prob with allocation, to find the noise multiplier"
-            expect(wanted, None, self.sampling != ALLOCATION, expected)
-            solved, note = self._with_most(wanted), ""
+        solved, note = self._with_noise() if wanted == NOISE else (self._with_most(wanted), "")
         steps, prob, noise = solved.num_steps, solved.sampling_prob, solved.noise_multiplier
         assert steps is not None and prob is not None and noise is not None, "two given, one found"
-        most = wanted == "num_steps" and steps == MOST_STEPS
+        is_bound = wanted == "num_steps" and steps == MOST_STEPS
         if not self.json:  # rounded so that a run by it claims no more than was asked for
             shown = {
-                "num_steps": f"{steps}{' or more (nothing above is looked for)' * most}",
+                "num_steps": f"{steps}{' or more (nothing above is looked for)' * is_bound}",
                 "sampling_prob": at_least(prob, ".6g"),
-                "noise_multiplier": f"{at_most(noise, '.6g')}{note}",
+                NOISE: f"{at_most(noise, '.6g')}{note}",
             }
             print(", ".join([f"{wanted.replace('_', ' ')} {shown[wanted]}", *self.labels.values()]))
         answer = solved.answer(steps, noise)
-        return {**answer, "at_least": most} if wanted == "num_steps" else answer
+        return {**answer, "at_least": is_bound} if wanted == "num_steps" else answer
+
+    def _unknown(self) -> str:
+        """The name of the one setting that is to be found."""
+        names = ("num_steps", "sampling_prob", NOISE)
+        missing = [name for name in names if getattr(self, name) is None]
+        wanted = missing[-1] if missing else NOISE
+        expected = "two of num_steps, sampling_prob and noise_multiplier, to find the third"
+        expect(wanted, getattr(self, wanted), len(missing) == 1, expected)
+        return wanted
 
     def _with_most(self, wanted: str) -> Self:
         """These settings with the most steps, or with the largest sampling probability."""
         from fedsim import accounting
 
+        self.expect_bands()
+        expected = "num_steps and sampling_prob with allocation, to find the noise multiplier"
+        expect(wanted, None, self.sampling != ALLOCATION, expected)
         assert self.noise_multiplier is not None, "given"
         search = functools.partial(
             getattr(accounting, wanted),
@@ -249,8 +264,8 @@ class Calibrate(_Mechanism):
         return dataclasses.replace(self, sampling_prob=search(num_steps=self.num_steps))
 
     def _with_noise(self) -> tuple[Self, str]:
-        """These settings with the least noise, and with the bands that have the least predicted
-        error where none are given; with what to say of these."""
+        """These settings with the least noise, and a note on the bands if they were chosen here:
+        with correlated noise and no bands given, those of the least predicted error."""
         from fedsim import accounting
         from fedsim.noise import best, predictions
 
@@ -281,7 +296,7 @@ class Calibrate(_Mechanism):
 
 
 def _least_delta(phases: "Phases") -> str:
-    """A delta for which there is an answer: with many steps more is unresolved than with few."""
+    """Advice on a delta that the accountant resolves: with more steps, it resolves fewer."""
     from fedsim import accounting
 
     for power in range(-15, 0):

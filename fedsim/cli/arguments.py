@@ -1,4 +1,4 @@
-"""Arguments of the command line: tyro over dataclasses, its errors, defaults from TOML."""
+"""Parsing of the command line: tyro over dataclasses, its errors, and defaults from TOML."""
 
 import contextlib
 import dataclasses
@@ -12,20 +12,61 @@ from typing import Any
 
 import tyro
 
-from fedsim.cli.flags import commands, named
-from fedsim.cli.help import page
+from fedsim.cli.help import commands, named, page
 from fedsim.config import RENAMED, PretrainConfig, PrivacyConfig, RunConfig, flags_of, renamed
 from fedsim.errors import ConfigError, expect, printable
 from fedsim.files import expand_home
 
 HELP = {"-h", "--help", "--help-all"}
+Flat = tyro.conf.OmitArgPrefixes  # flags of a nested config without its name in front
+
+
+class ReadsSources:
+    """Mixin: a command with the settings of a run."""
+
+    run: RunConfig
+
+    @property
+    def doing(self) -> str:
+        """The command's first line."""
+        return f"reading data={self.run.data.source}, model={self.run.model.source}"
+
+
+class ReadsRun:
+    """Mixin: a command on the directory of a run."""
+
+    run_dir: Path
+
+    @property
+    def doing(self) -> str:
+        """The command's first line."""
+        return f"reading run={self.run_dir}"
+
+
+class ReadsModel:
+    """Mixin: a command on a model, of a run or pretrained."""
+
+    model: str
+
+    @property
+    def doing(self) -> str:
+        """The command's first line."""
+        return f"reading model={self.model}"
 
 
 def parse(command: Any, args: list[str]) -> Any:
-    """The command of the union `command` that `args` describe.
+    """Parse a command line.
 
-    Raises: ConfigError: a setting has no such value. SystemExit: help was asked for, or tyro has
-      said what is wrong with the arguments.
+    Args:
+      command: the union of all commands.
+      args: the words after `fedsim`.
+
+    Returns:
+      The command that they describe.
+
+    Raises:
+      ConfigError: a setting has no such value.
+      SystemExit: help was printed, or tyro printed what is wrong with the arguments.
     """
     path, kind = named(command, args)
     rest = args[len(path) :]
@@ -42,7 +83,7 @@ def parse(command: Any, args: list[str]) -> Any:
     except SystemExit as stop:
         if (fault := _fault_of_setting(stop)) is not None:
             raise fault from None
-        with contextlib.suppress(OSError):  # the exit code says that something is wrong
+        with contextlib.suppress(OSError):  # stderr is closed or full: the exit code remains
             lines = map(str.rstrip, said.getvalue().rstrip().splitlines())
             print(*(lines if fancy else map(printable, lines)), sep="\n", file=sys.stderr)
         raise
@@ -50,14 +91,14 @@ def parse(command: Any, args: list[str]) -> Any:
 
 
 def _fault_of_setting(error: BaseException | None) -> ConfigError | None:
-    """The error of a config that tyro was handling, which it would call one of a whole group."""
+    """The ConfigError behind an exit of tyro, which would report it as one of a group of flags."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__context__
     return error
 
 
 def _with_new_names(args: list[str]) -> list[str]:
-    """The arguments with settings that were renamed by their present names."""
+    """The arguments with the present names of flags that were renamed."""
     if args[:1] not in (["train"], ["recommend"], ["audit"]):
         return args
     flags = {f"--{old}": f"--{new.replace('_', '-')}" for old, new in RENAMED.items()}
@@ -66,9 +107,11 @@ def _with_new_names(args: list[str]) -> list[str]:
 
 
 def _in_home(command: Any) -> Any:
-    """The command with ~ expanded in each path: `--out=~/x` is one that no shell expands, and
-    values of a TOML file did not pass through one. Paths that are texts (data, models) are expanded
-    where they are read."""
+    """The command with ~ expanded in each path.
+
+    No shell expands `--out=~/x`, nor the values of a TOML file. Sources of data and models, which
+    may be no paths, are expanded where they are read.
+    """
     changes = {}
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)
@@ -80,7 +123,7 @@ def _in_home(command: Any) -> Any:
 
 
 def _with_file(args: list[str]) -> list[str]:
-    """The flags of the TOML file that --config names, before those of the command line."""
+    """The arguments, preceded by the flags of the TOML file that --config names."""
     after = itertools.pairwise([*args, ""])
     named = [b if a == "--config" else a[9:] for a, b in after if re.match("--config(=|$)", a)]
     parts = {"train": PrivacyConfig, "pretrain": PretrainConfig}

@@ -1,4 +1,4 @@
-"""`fedsim data`: build data sets, and look at them."""
+"""`fedsim data build`, `fedsim data stats`: build data sets, and count what is in them."""
 
 import dataclasses
 import textwrap
@@ -8,111 +8,112 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from fedsim.cli.screen import columns
 from fedsim.errors import expect
+from fedsim.run import columns
 
 Each = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class DataBuild:
-    """Tokenise text with a user column into a directory that train reads quickly.
+    """Tokenise texts with a user column into a directory that train reads quickly.
 
-    A build that was interrupted or killed goes on where it was with the same command.
+    A build that was interrupted or killed resumes with the same command.
     """
 
     out: Path
-    """Directory to make."""
+    """Directory to create."""
 
     sources: tyro.conf.Positional[tuple[str, ...]] = ()
     """Parquet, JSON, JSONL, CSV or TSV files, folders of them, globs, a data set saved by
     `datasets`, or hf:NAME[:CONFIG]."""
 
     user_column: Each = ()
-    """Column that says whose a row is; again for several that do together. A column of lists gives
-    a text to several users. Default: user_id."""
+    """Column with the user of a row; repeat it if several columns together name the user. A column
+    of lists gives a text to several users. Default: user_id."""
 
     owners: str | None = None
-    """Columns, with commas between them, for texts with several owners: a text belongs to everyone
-    who is in one of them, as in --owners from,to,cc. Instead of --user-column."""
+    """Columns, separated by commas, for texts with several owners: a text belongs to everyone who
+    is in one of them, as in --owners from,to,cc. Instead of --user-column."""
 
     owners_delimiter: str | None = None
-    """Characters at each of which a cell of --owners is split into several users, as in
-    --owners-delimiter ',;' for the addresses of a mail. Default: a cell is one user."""
+    """Characters that separate several users in a cell of --owners, as in --owners-delimiter ',;'
+    for the addresses of a mail. Default: a cell is one user."""
 
     conversation_column: str | None = None
-    """Column that says which conversation a row is part of: its text belongs to its user, who says
-    it, and to whoever it is said to, which is the last other user who spoke there before."""
+    """Column with the conversation of a row. A text belongs to its user, and to the last other user
+    who spoke in the conversation before."""
 
     turn_column: str | None = None
-    """Column that says where in its conversation a row is."""
+    """Column with the position of a row in its conversation."""
 
     url_column: str | None = None
-    """Column with a URL whose registrable domain (by the public suffix list) is the user."""
+    """Column with a URL; its registrable domain (by the public suffix list) is the user."""
 
     normalise_ids: str | None = None
-    """What makes ids that look alike one user, some of strip-marks (characters that one does not
-    see), nfkc (of full and half width) and casefold (capitals), with commas between them. Default:
-    each spelling is a user."""
+    """Rules that merge user ids that look alike, separated by commas: strip-marks (drop invisible
+    characters), nfkc (unify full and half width), casefold (ignore capitals). Default: each
+    spelling is a user."""
 
     unowned: Literal["refuse", "drop"] | None = None
-    """What happens to rows without a user. Default: refuse."""
+    """Refuse data with rows without a user, or drop these rows. Default: refuse."""
 
     text_column: Each = ()
-    """Column with the text; again for several, which newlines join. Default: text."""
+    """Column with the text; repeat it for several, which are joined by newlines. Default: text."""
 
     order_column: str | None = None
-    """Column by which a user's examples are ordered: numbers, or times as in 2020-01-31T10:00:00Z.
-    Default: as they come."""
+    """Column that orders a user's examples: numbers, or times such as 2020-01-31T10:00:00Z.
+    Default: the order of the files."""
 
     order_format: str | None = None
-    """How --order-column is written otherwise: %m/%d/%Y and the like (Python's strptime); utc, if
-    times without a zone are of UTC; or text, which sorts character by character."""
+    """Format of --order-column: %m/%d/%Y and the like (Python's strptime); utc for times without a
+    zone that are UTC; or text, which sorts character by character."""
 
     turn_format: str | None = None
-    """The same for --turn-column, as in --turn-format %H:%M."""
+    """Format of --turn-column, such as %H:%M; see --order-format."""
 
     tokenizer: str | None = None
     """bytes (default), wordpiece:SIZE or bpe:SIZE (trained on this data: not private), hf:NAME, a
     tokenizer file, or the directory of a model or a run that holds one."""
 
     max_length: int | None = None
-    """Most tokens of an example. >= 2. Default: 128."""
+    """Largest number of tokens of an example. >= 2. Default: 128."""
 
     long_texts: Literal["cut", "split"] | None = None
-    """Longer ones are cut off (default), or split into several examples of the user."""
+    """Cut texts of more than --max-length tokens, or split them into several examples of the user.
+    Default: cut."""
 
     eval_users: float | None = None
-    """Share of users held out from training, to evaluate on. In [0, 1). Default: 0.05."""
+    """Share of users held out of training, to evaluate on. In [0, 1). Default: 0.05."""
 
     eval_examples: bool = True
-    """Hold out a tenth of each training user's examples, too (at most 32)."""
+    """Also hold out a tenth of each training user's examples, at most 32."""
 
     min_examples: int | None = None
-    """Leave out users with fewer examples. Default: 1."""
+    """Leave out users with fewer examples than this. Default: 1."""
 
     test_from: str | None = None
-    """Rows whose order column is at least this (2018-01-01) are the split test."""
+    """Put rows whose --order-column is at least this (such as 2018-01-01) into the split test."""
 
     delimiter: str | None = None
-    """What stands between columns of CSV. Default: a comma, or a tab in files named .tsv."""
+    """Character between the columns of CSV. Default: a comma, or a tab in files named .tsv."""
 
     encoding: str | None = None
     """Encoding of CSV and JSON files, such as latin1. Default: utf-8."""
 
     quoting: Literal["none", "minimal"] | None = None
-    """What quotation marks in CSV are: characters like others (none), or marks around what has
-    delimiters or line ends in it (minimal). Default: minimal, but a file that reads as well
-    without is refused."""
+    """Meaning of quotation marks in CSV. minimal: they enclose values with delimiters or line ends.
+    none: they are ordinary characters. Default: minimal, but a file that can be read either way is
+    refused."""
 
     split: str | None = None
-    """Which split of an hf: or a saved data set is read. Default: train."""
+    """Split of an hf: or saved data set to read. Default: train."""
 
     revision: str | None = None
-    """Which branch, tag or commit of an hf: data set is read. Default: the newest."""
+    """Branch, tag or commit of an hf: data set to read. Default: the newest."""
 
     num_workers: int | None = None
-    """Processes; the result does not depend on it. Default: one per CPU."""
+    """Number of processes; it does not change the result. Default: one per CPU."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -144,13 +145,14 @@ class DataBuild:
 
 @dataclasses.dataclass(frozen=True)
 class DataStats:
-    """Users, examples and tokens of a built directory: the paper's table of data sets."""
+    """Count users, examples and tokens of a built directory, as in the paper's table of data
+    sets."""
 
     directory: tyro.conf.Positional[str]
     """A directory made by `fedsim data build`, or pydocs."""
 
     histogram: Path | None = None
-    """A PNG to draw: how many users have how many examples."""
+    """PNG file to draw: the histogram of examples per user."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -174,7 +176,7 @@ class DataStats:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Build data sets, and look at them."""
+    """Build data sets, and count what is in them."""
 
     command: tyro.conf.OmitSubcommandPrefixes[
         Annotated[DataBuild, tyro.conf.subcommand("build")]
@@ -194,7 +196,7 @@ class Data:
 
 
 def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
-    """Statistics of every split; as a table unless JSON was asked for."""
+    """Statistics of every split; printed as a table unless `as_json`."""
     from fedsim.data import stats
     from fedsim.run import Terminal
 
@@ -208,14 +210,15 @@ def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
         lines = _table(tables)
         if max(map(len, lines)) > room:  # a table for each split, one under the other
             lines = [line for name in tables for line in _table({name: tables[name]})]
-        told = ", ".join(f"{name}\0{value:,}" for name, value in counts.items())
-        lines += [line.replace("\0", " ") for line in textwrap.wrap(told, min(room, 100))]
+        counted = ", ".join(f"{name}\0{value:,}" for name, value in counts.items())
+        lines += [line.replace("\0", " ") for line in textwrap.wrap(counted, min(room, 100))]
         print(*lines, sep="\n")
     return {"path": str(dataset.path), "splits": splits, "counts": counts}
 
 
 def _table(tables: dict[str, dict[str, float]]) -> list[str]:
-    """Lines of a table with a column for each of the tables that are given."""
+    """Lines of a text table with a column for each split. Args: tables: numbers by split and
+    name."""
     names = list(max(tables.values(), key=len))
     cells_of = {
         split: [split, *(_short(table[name]) if name in table else "-" for name in names)]
@@ -232,7 +235,7 @@ def _short(value: float) -> str:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, number) of a nested dict, names joined with spaces."""
+    """(name, number) pairs of a nested dict, with names joined by spaces."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name} ")

@@ -1,13 +1,112 @@
-"""What `--help` shows: the flags that a command needs, then those that people use; `--help-all`
-shows the others, too. The page is laid out by argparse, as wide as the terminal."""
+"""Flags of the commands, read from their dataclasses as tyro reads them, and the help pages.
+
+`--help` shows required and common flags, `--help-all` all. argparse lays a page out, as wide as the
+terminal.
+"""
 
 import argparse
+import dataclasses
 import inspect
 import shutil
 import textwrap
-from typing import Any
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
 
-from fedsim.cli.flags import Flag, commands, flags, sentence
+import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", str: "TEXT"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag or a positional argument."""
+
+    names: tuple[str, ...]
+    """As typed, such as --no-remat; empty for a positional argument."""
+    metavar: str
+    """Placeholder of the value; empty for a switch."""
+    text: str
+    required: bool = False
+    group: str = ""
+    """Summary of the class that it is a field of: the title of its section in --help-all."""
+
+    @property
+    def usage(self) -> str:
+        """The flag with the placeholder of its value."""
+        return " ".join(filter(None, [*self.names[:1], self.metavar]))
+
+
+def commands(kind: Any) -> dict[str, Any]:
+    """Commands by name, of a union of commands or a class with such a union as `command`."""
+    if dataclasses.is_dataclass(kind):
+        held = typing.get_type_hints(kind, include_extras=True).get("command")
+        return commands(typing.get_args(held)[0]) if held else {}
+    marked = (typing.get_args(each) for each in typing.get_args(kind))
+    return {mark.name: command for command, mark in marked}
+
+
+def named(kind: Any, words: list[str]) -> tuple[list[str], Any]:
+    """The leading words that name a command, and the command (or union) that they name."""
+    path: list[str] = []
+    for word in words:
+        if word not in (inner := commands(kind)):
+            break
+        path.append(word)
+        kind = inner[word]
+    return path, kind
+
+
+def flags(kind: Any, group: str = "") -> Iterator[Flag]:
+    """The flags of a command."""
+    about = StructTypeInfo.make(kind, tyro.MISSING_NONPROP, in_union_context=False)
+    spec = ConstructorRegistry().get_struct_spec(about)
+    assert isinstance(spec, StructConstructorSpec), "commands are dataclasses"
+    for field in spec.fields:
+        marked = typing.get_origin(field.type) is typing.Annotated
+        plain, *marks = typing.get_args(field.type) if marked else (field.type,)
+        if dataclasses.is_dataclass(plain):
+            yield from flags(plain, sentence(plain).partition(",")[0])
+        else:
+            yield _flag(field, plain, marks, group)
+
+
+def _flag(field: StructFieldSpec, kind: Any, marks: list[Any], group: str) -> Flag:
+    given = (getattr(mark, "name", None) for mark in marks)
+    name = next(filter(None, given), field.name).replace("_", "-")
+    text = (field.helptext() if callable(field.helptext) else field.helptext) or ""
+    required, metavar = field.default is tyro.MISSING_NONPROP, _metavar(kind)
+    if tyro.conf.Positional in marks:
+        metavar = metavar if metavar.startswith("{") else name.upper()
+        metavar += " ..." if typing.get_origin(kind) is tuple else ""
+        return Flag((), metavar if required else f"[{metavar}]", text, required, group)
+    names = (f"--{name}", f"--no-{name}") if field.default is True else (f"--{name}",)
+    if metavar and field.default and not required and "efault: " not in text:
+        values = field.default if isinstance(field.default, tuple) else (field.default,)
+        text += f" Default: {' '.join(map(str, values))}."
+    return Flag(names, metavar, text, required, group)
+
+
+def _metavar(kind: Any) -> str:
+    """Placeholder for a value of a type; empty for a switch."""
+    if typing.get_origin(kind) is Literal:
+        return f"{{{','.join(map(str, typing.get_args(kind)))}}}"
+    inner = [each for each in typing.get_args(kind) if each not in (type(None), ...)]
+    return _metavar(inner[0]) if inner else METAVARS.get(kind, "")
+
+
+def sentence(kind: Any) -> str:
+    """The first sentence of a class's docstring."""
+    first = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
+    return first.partition(". ")[0].rstrip(".")
+
 
 COMMON = frozenset(
     "--at-once --batch-size --clip-norm --config --delimiter --delta --dry-run --encoding "
@@ -15,18 +114,20 @@ COMMON = frozenset(
     "--no-eval-examples --noise-multiplier --num-workers --owners --resume --run-dir "
     "--sampling-prob --seed --set --text-column --tokenizer --unowned --user-column".split()
 )
-"""What `--help` shows of a command with many flags."""
-FEW = 14  # flags that are shown without a choice
-NARROW, WIDE = 70, 100  # columns: below, texts stand under their flags; lines are never longer
+"""Flags that `--help` shows for a command with many flags."""
+FEW = 14  # a command with at most so many flags shows all of them
+NARROW = 70  # columns of a terminal below which texts stand under their flags
+WIDE = 100  # longest line
 ABOUT = "Fine-tune language models on people's texts, with differential privacy for each person."
 
 
 def page(name: str, kind: Any, *, whole: bool) -> str:
-    """The help of a command, or of a name that holds several.
+    """Help page of a command or a group of commands.
 
     Args:
-      name: as it is typed, with fedsim in front.
-      whole: all flags, and not only those that people use.
+      name: as typed, with fedsim in front.
+      kind: the dataclass of the command, or a union of them.
+      whole: show all flags instead of the required and common ones.
     """
     if inner := commands(kind):
         about = inspect.getdoc(kind) if isinstance(kind, type) else ABOUT
@@ -34,16 +135,16 @@ def page(name: str, kind: Any, *, whole: bool) -> str:
         _section(parser, "commands", [Flag((), word, sentence(one)) for word, one in inner.items()])
         parser.epilog = f"The flags of a command: {name} COMMAND --help"
         return parser.format_help()
-    known = list(flags(kind))
-    words = [flag.usage for flag in known if flag.required or not flag.names]
+    every = list(flags(kind))
+    words = [flag.usage for flag in every if flag.required or not flag.names]
     parser = _parser(name, [*words, "[FLAGS]"], inspect.getdoc(kind))
-    _section(parser, "required", [flag for flag in known if flag.required])
-    rest = [flag for flag in known if not flag.required]
+    _section(parser, "required", [flag for flag in every if flag.required])
+    rest = [flag for flag in every if not flag.required]
     if whole:
         for title in dict.fromkeys(flag.group for flag in rest):
             _section(parser, title or "flags", [flag for flag in rest if flag.group == title])
         return parser.format_help()
-    few = len(known) <= FEW
+    few = len(every) <= FEW
     shown = [flag for flag in rest if few or COMMON & set(flag.names) or not flag.names]
     _section(parser, "flags" if few else "common flags", shown)
     if len(shown) < len(rest):

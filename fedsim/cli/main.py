@@ -1,8 +1,8 @@
 """The command line: `fedsim COMMAND`, each command a frozen dataclass whose fields are its flags.
 
-A mistake in settings or data ends with exit code 2 and one line, `fedsim: error: ...`; one in the
-command line itself (no such flag, not a number) with exit code 2 and tyro's words; never a
-traceback. With `--json`, stdout holds one JSON object and nothing else; progress goes to stderr.
+A mistake in settings or data ends with exit code 2 and one line, `fedsim: error: ...`; a mistake in
+the command line itself (no such flag, not a number) with exit code 2 and tyro's message. There is
+no traceback. With `--json`, stdout has one JSON object only; progress goes to stderr.
 """
 
 import contextlib
@@ -21,8 +21,7 @@ import tyro
 from fedsim.cli.account import Account, Calibrate
 from fedsim.cli.arguments import parse
 from fedsim.cli.data import Data
-from fedsim.cli.models import Export, Generate, Personalize, Pretrain
-from fedsim.cli.train import Evaluate, Train
+from fedsim.cli.models import Evaluate, Export, Generate, Personalize, Pretrain, Train
 from fedsim.cli.trust import Audit, Budget, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.errors import ConfigError, FedsimError, printable
@@ -55,18 +54,18 @@ def main(args: list[str] | None = None) -> None:
     """Entry point of the command `fedsim`."""
     _open_streams()
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
-    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))  # a core would hold the key and the texts
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal has no characters for is escaped
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))  # a core dump would hold key and texts
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             _run(list(sys.argv[1:] if args is None else args))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough: end without a word, as SIGPIPE would
+    except BrokenPipeError:  # `| head` has ended: end silently, as SIGPIPE would
         _drop(1, 2)
         sys.exit(128 + signal.SIGPIPE)
-    except OSError as error:  # of the flush: what is written to is full
+    except OSError as error:  # the flush failed: stdout is full
         _drop(1)
         _fail(f"stdout: {error.strerror}", 1)
     finally:
@@ -77,19 +76,22 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _open_streams() -> None:
-    """Open what was closed, so that no file is opened in its place, with a library's messages."""
+    """Open standard streams that were closed.
+
+    Else the next file that is opened would take the number, and receive a library's messages.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         if stream is None:
             setattr(sys, name, open(os.devnull, "w"))
 
 
 def _drop(*streams: int) -> None:
-    """Let what is still to be written there, and all that follows, go nowhere."""
+    """Discard what is buffered for these file descriptors, and all that follows."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         os.dup2(nowhere, stream)
@@ -97,7 +99,7 @@ def _drop(*streams: int) -> None:
 
 
 def _answer(command: Any, result: dict[str, Any]) -> None:
-    """Print the result. That of a training is in its directory, whoever reads what is printed."""
+    """Print the result as JSON. A training ignores a closed stdout: its result is in the run."""
     try:
         print(json.dumps(result), flush=True)
     except OSError:
@@ -107,14 +109,14 @@ def _answer(command: Any, result: dict[str, Any]) -> None:
 
 
 def _run(words: list[str]) -> None:
-    """Do what a command line says. Raises: SystemExit: unless all went well."""
+    """Run a command line. Raises: SystemExit: unless it succeeds."""
     if words == ["--version"]:
         print("fedsim", version("fedsim"))
         return
     command = None
     try:
         command = parse(Command, words)
-        if doing := getattr(command, "doing", ""):  # said before what takes seconds to import
+        if doing := getattr(command, "doing", ""):  # printed before imports that take seconds
             Terminal().note(doing)
         with terminated():
             result = command()
@@ -123,10 +125,10 @@ def _run(words: list[str]) -> None:
         _fail(error, error.exit_code)
     except BrokenPipeError:
         raise
-    except (OSError, json.JSONDecodeError) as error:  # a full disk, a file that is damaged or gone
+    except (OSError, json.JSONDecodeError) as error:  # a full disk, or a damaged or missing file
         _fail(_next_step(error, command), 1)
     except KeyboardInterrupt:
-        if isinstance(command, Train | Pretrain):  # before the first step, or impatiently
+        if isinstance(command, Train | Pretrain):  # before the first step, or by a second signal
             _fail("interrupted; the same command with --resume goes on", UNFINISHED)
         _fail("interrupted", 130)
     if command.json:
@@ -140,7 +142,7 @@ def _run(words: list[str]) -> None:
 
 
 def _next_step(error: Exception, command: Any) -> str:
-    """What went wrong in the system: where, and what to do about it."""
+    """An error of the system with its path and a remedy."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     path = f"{error.filename}: " if error.filename else ""
@@ -155,12 +157,12 @@ def _next_step(error: Exception, command: Any) -> str:
 
 
 def _variables_of(path: Path) -> list[str]:
-    """The variables that would name another place than one that `path` is in, or leads to."""
+    """Environment variables that move a directory which contains `path`, or lies below it."""
     names = []
     for name in (CACHE, LEDGER):
         try:
             place = directory_of(name)
-        except ConfigError:  # not looked at by what failed
+        except ConfigError:  # cannot be what failed
             continue
         if path.is_relative_to(place) or place.is_relative_to(path):
             names.append(name)
@@ -173,7 +175,7 @@ def _fail(reason: Any, code: int) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    """Write to stderr, if it can be written to: the exit code says that something is wrong."""
+    """Write to stderr; if that fails, the exit code alone reports the error."""
     with contextlib.suppress(OSError):
         print(text, end="", file=sys.stderr, flush=True)
 

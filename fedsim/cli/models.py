@@ -1,4 +1,5 @@
-"""`fedsim pretrain`, `personalize`, `generate`, `export`: models before and after training."""
+"""Commands that make a model or use one: `fedsim train`, `evaluate`, `pretrain`, `personalize`,
+`generate`, `export`."""
 
 import dataclasses
 import sys
@@ -7,19 +8,155 @@ from typing import Any, Literal
 
 import tyro
 
-from fedsim.cli.screen import ReadsSources
-from fedsim.config import Personalization, PretrainConfig, RunConfig, changed_run
-from fedsim.errors import printable
+from fedsim.cli.arguments import Flat, ReadsModel, ReadsRun, ReadsSources
+from fedsim.config import (
+    Algorithm,
+    Personalization,
+    PretrainConfig,
+    PrivacyConfig,
+    RunConfig,
+    changed_run,
+)
+from fedsim.errors import expect, printable
 
-Flat = tyro.conf.OmitArgPrefixes
+
+@dataclasses.dataclass(frozen=True)
+class Train(ReadsSources):
+    """Fine-tune a model with user-level differential privacy.
+
+    els samples and clips examples (DP-SGD-ELS), uls samples and clips users (DP-SGD-ULS); both
+    protect all texts of a user. `fedsim recommend` helps to choose. A run that was stopped or
+    killed resumes with the same command and --resume.
+    """
+
+    algorithm: tyro.conf.Positional[Literal["els", "uls"]]
+    """els or uls."""
+
+    privacy: Flat[PrivacyConfig]
+    run: Flat[RunConfig]
+
+    config: Path | None = None
+    """A TOML file with defaults for any of these flags (num_steps = 200); flags override it."""
+
+    dry_run: bool = False
+    """Show the plan, its noise, and estimates of time and memory, without training."""
+
+    json: bool = False
+    """Print the content of summary.json on stdout; with --dry-run, the plan."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.engine import keep_memory, set_threads
+
+        run = self.run
+        if self.dry_run:  # in this process alone, on what there is here
+            device = run.engine.accelerator if run.engine.kind == "local" else "auto"
+            run = changed_run(run, engine="local", accelerator=device)
+        set_threads(run.engine)  # of the process that computes, in a dry run this one
+        keep_memory()
+        from fedsim.run import Console
+
+        console = Console(log_every=run.log_every)
+        args = (Algorithm(self.algorithm), self.privacy, run, console)
+        if self.dry_run:
+            from fedsim.training import dry_run
+
+            return dry_run(*args, self.run.engine)
+        from fedsim.training import train
+
+        summary = train(*args)
+        console.summary(summary, self.run.run_dir)
+        return summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate(ReadsRun):
+    """Compute the loss of a run's last checkpoint on held-out texts, with --epsilon privately.
+
+    Without --epsilon, the loss on all held-out examples has no noise: do not publish it. With
+    --epsilon, noise is added to the mean loss of the users of one split, and the ledger of the data
+    counts the cost. Each call is another release, and costs again.
+    """
+
+    run_dir: tyro.conf.Positional[Path]
+    """The run's directory."""
+
+    epsilon: float | None = None
+    """Private: epsilon that the evaluation costs each user of the split. > 0."""
+
+    delta: float | None = None
+    """Private: delta of that cost. In (0, 1). Default: N^-1.1 for the N users of the split."""
+
+    split: Literal["eval_users", "eval_examples", "test"] = "eval_users"
+    """Private: which texts. eval_users: those of held-out users. eval_examples: held-out examples
+    of training users. test: later examples (--test-from of data build)."""
+
+    loss_bound: float | None = None
+    """Private: largest loss of a user, in nats per token; larger losses are cut to it. The noise is
+    proportional to it. Do not choose it by looking at the split. > 0. Default: the loss of guessing
+    uniformly."""
+
+    limit_epsilon: float | None = None
+    """Private: refuse the evaluation if all releases from these users' texts, this one included,
+    could cost one of them more than this epsilon. > 0. Default: the limits in the ledger."""
+
+    budget_ledger: Path | None = None
+    """Private: directory of the ledger of the data. Default: the one the run uses."""
+
+    engine: Literal["ray", "local"] = "local"
+    """Where to compute, as in train. With --epsilon: local."""
+
+    num_workers: int | None = None
+    """Number of worker processes of --engine ray, as in train."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.engine import set_threads
+        from fedsim.run import directory
+
+        self._expect_epsilon()
+        stored = directory.load(self.run_dir)
+        run = changed_run(
+            stored.run,
+            engine=self.engine,
+            num_workers=self.num_workers,
+            limit_epsilon=self.limit_epsilon,
+            budget_ledger=self.budget_ledger or stored.run.budget_ledger,
+        )
+        set_threads(run.engine)
+        from fedsim.run import Console
+
+        if self.epsilon is None:
+            from fedsim.evaluate import evaluate_run
+
+            result = evaluate_run(stored, run, Console())
+        else:
+            from fedsim.training import PrivateEvaluation, evaluate_privately
+
+            how = PrivateEvaluation(self.epsilon, self.delta, self.split, self.loss_bound)
+            result = evaluate_privately(stored, run, how, Console())
+        if not self.json:
+            print(*(f"{name} {value}" for name, value in result.items()), sep="\n")
+        return result
+
+    def _expect_epsilon(self) -> None:
+        """Raise ConfigError if a flag of a private evaluation is given without --epsilon."""
+        if self.epsilon is None:
+            for name in ("delta", "loss_bound", "limit_epsilon", "budget_ledger"):
+                value = getattr(self, name)
+                expect(name, value, value is None, "--epsilon beside it")
+            expect("split", self.split, self.split == "eval_users", "--epsilon beside it")
+        else:
+            expect("engine", self.engine, self.engine == "local", "local, with --epsilon")
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrain(ReadsSources):
-    """Train on public text WITHOUT privacy, to have a model for `train --model`.
+    """Train on public text WITHOUT privacy, to make a model for `train --model`.
 
-    Whose text it is plays no part. The learning rate rises to --learning-rate, then falls to zero
-    like a cosine.
+    Users play no part. The learning rate rises to --learning-rate, then falls to zero along a
+    cosine.
     """
 
     pretrain: Flat[PretrainConfig]
@@ -29,7 +166,7 @@ class Pretrain(ReadsSources):
     """A TOML file with defaults for any of these flags (num_steps = 200); flags override it."""
 
     json: bool = False
-    """Print summary.json's object on stdout."""
+    """Print the content of summary.json on stdout."""
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine import set_threads
@@ -42,9 +179,11 @@ class Pretrain(ReadsSources):
 
 
 @dataclasses.dataclass(frozen=True)
-class Personalize:
-    """Loss of a run's last checkpoint on held-out users with and without personalization: SGD on
-    half of each user's examples, evaluated on the other half."""
+class Personalize(ReadsRun):
+    """Compare the loss on held-out users with and without personalization.
+
+    Personalization is SGD on half of a user's examples, from the run's last checkpoint; both losses
+    are of the other half. The losses have no noise: do not publish them."""
 
     run_dir: tyro.conf.Positional[Path]
     """The run's directory."""
@@ -52,14 +191,11 @@ class Personalize:
     how: Flat[Personalization]
 
     split: Literal["eval_users", "test"] = "eval_users"
-    """Whose text: users held out of training, or the later examples."""
+    """Which texts. eval_users: those of held-out users. test: later examples (--test-from of
+    data build)."""
 
     json: bool = False
     """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading run={self.run_dir}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine import set_threads
@@ -72,7 +208,7 @@ class Personalize:
         from fedsim.training import personalize_run
 
         result = personalize_run(stored, run, Console(), split=self.split, settings=self.how)
-        del result["per_user"]  # of single persons
+        del result["per_user"]  # losses of single persons
         if not self.json:
             shown = ("num_users", "learning_rate", "loss", "personalized_loss", "gain_error")
             print(*(f"{name} {result[name]}" for name in shown), sep="\n")
@@ -80,33 +216,29 @@ class Personalize:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate:
+class Generate(ReadsModel):
     """Write text with a run's last checkpoint, or with a pretrained model."""
 
     model: tyro.conf.Positional[str]
     """The directory of a run, a Hugging Face directory, hf:NAME, or a GGUF file."""
 
     prompt: str = ""
-    """What the text begins with."""
+    """Beginning of the text."""
 
     num_tokens: int = 64
-    """Most tokens to write. >= 1."""
+    """Largest number of tokens to write. >= 1."""
 
     temperature: float = 1.0
-    """Logits are divided by it. >= 0; 0 always takes the likeliest token."""
+    """Divides the logits. >= 0; 0 always takes the likeliest token."""
 
     top_k: int = 0
-    """Draw only from so many likeliest tokens. >= 0; 0: from all."""
+    """Number of likeliest tokens to draw from. >= 0; 0: all."""
 
     seed: int = 0
-    """Another one gives another text."""
+    """Seed of the draw: another seed gives another text."""
 
     json: bool = False
     """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading model={self.model}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.generate import generate_text
@@ -128,25 +260,21 @@ class Generate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Export:
+class Export(ReadsModel):
     """Write a model in Hugging Face's format: config.json, safetensors, tokenizer.json."""
 
     model: tyro.conf.Positional[str]
     """The directory of a run, a Hugging Face directory, hf:NAME, or a GGUF file."""
 
     out: Path
-    """Directory to make."""
+    """Directory to create."""
 
     adapter: bool = False
-    """Write the adapters of a run with LoRA alone, in PEFT's format. Without this flag they are
-    merged into their model."""
+    """Write only the adapters of a LoRA run, in PEFT's format. Without this flag they are merged
+    into the model."""
 
     json: bool = False
     """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading model={self.model}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.export import export

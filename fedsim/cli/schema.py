@@ -1,20 +1,19 @@
 """JSON Schema of the settings of `fedsim train`: `python -m fedsim.cli.schema > settings.json`.
 
-It holds for the TOML file of --config, for what a sweep is given, and for the settings in a run's
-config.json: all by the names of the flags.
+It describes the TOML file of --config, the settings of a sweep, and those in a run's config.json.
 """
 
 import dataclasses
 import json
 from typing import Any, Literal, get_args
 
-from fedsim.cli.flags import flags
+from fedsim.cli.help import flags
 from fedsim.config import PrivacyConfig, RunConfig, flags_of, types_of
 
 
 def json_schema() -> dict[str, Any]:
-    """Types, defaults and help texts of all settings, none of which a file needs to have."""
-    import pydantic  # not of use to a command line
+    """JSON Schema with type, default and help text of each setting; all are optional in a file."""
+    import pydantic  # loaded here alone: commands do not need it
 
     settings: dict[str, Any] = {}
     for kind in (PrivacyConfig, RunConfig):

@@ -1,4 +1,5 @@
-"""`fedsim verify`, `report`, `audit`, `budget`: why anyone should believe what a run claims."""
+"""Commands that check and report what runs claim: `fedsim audit`, `budget`, `report`, `verify`,
+`runs`."""
 
 import dataclasses
 import math
@@ -8,7 +9,7 @@ from typing import Any, Literal
 
 import tyro
 
-from fedsim.cli.screen import ReadsSources, wrapped
+from fedsim.cli.arguments import Flat, ReadsRun, ReadsSources
 from fedsim.config import (
     Algorithm,
     AuditConfig,
@@ -18,20 +19,19 @@ from fedsim.config import (
     changed_run,
 )
 from fedsim.errors import expect
+from fedsim.run import wrapped
 
-Flat = tyro.conf.OmitArgPrefixes
 RunDir = tyro.conf.Positional[Path]
 
 
 @dataclasses.dataclass(frozen=True)
 class Audit(ReadsSources):
-    """Attack a training: plant users that are easy to notice, train, and try to tell who was there.
+    """Attack a training: plant made-up users (canaries), train, and try to tell which took part.
 
-    Takes the flags of train, and trains so; the run that results holds made-up users, so it is no
-    run to release. Gives a lower bound on epsilon beside the claim, and looks whether there is as
-    much noise as is claimed. Exit code 1 if the claim is refuted; 0 if it is not, also where it
-    could not have been: the larger the epsilon that is claimed, the more canaries it takes, and the
-    answer says whether there were enough.
+    Takes the flags of train and trains with them. Do not release the run: its data hold the made-up
+    users. The result is a lower bound on epsilon, to compare with the claim, and a test of whether
+    there is as much noise as claimed. Exit code 1 if the claim is refuted, else 0. A large epsilon
+    takes many canaries to refute; the answer says whether there were enough.
     """
 
     algorithm: tyro.conf.Positional[Literal["els", "uls"]]
@@ -60,38 +60,38 @@ class Audit(ReadsSources):
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What all runs on some people's texts have cost the one who pays most, and what is left.
+    """Show the privacy budget of some users: what all runs on their texts cost, and what is left.
 
-    Reads the ledger of the data, in which every run is counted before its first release, those that
-    were killed, stopped or deleted, too. Data are known by their users: a data set that was built
-    again, moved or grew goes on with the same ledger.
+    The cost is that of the user who pays most. The ledger of the data counts every run before its
+    first release, and keeps those that were killed, stopped or deleted. It recognises data by their
+    users, also when a data set is built again, moved or extended.
     """
 
     data: tyro.conf.Positional[str | None] = None
-    """Whose texts: a directory made by `fedsim data build`, files, hf:NAME, or pydocs. Default:
-    everybody in the ledger."""
+    """Data of the users: a directory made by `fedsim data build`, files, hf:NAME, or pydocs.
+    Default: all users in the ledger."""
 
     user_column: str | None = None
-    """Where data names files: column that says whose a row is. Default: user_id."""
+    """If DATA names files: column with the user of a row. Default: user_id."""
 
     text_column: str | None = None
-    """Where data names files: column with the text. Default: text."""
+    """If DATA names files: column with the text. Default: text."""
 
     normalise_ids: str | None = None
-    """Where data names files: as in train."""
+    """If DATA names files: rules that merge user ids, as in train."""
 
     budget_ledger: Path | None = None
-    """Directory of the ledger; see train."""
+    """Directory of the ledger of the data, as in train."""
 
     delta: float | None = None
-    """In (0, 1): where epsilons are read. Default: N^-1.1 for N users."""
+    """Delta at which epsilons are computed. In (0, 1). Default: N^-1.1 for N users."""
 
     limit_epsilon: float | None = None
-    """Set a limit for these users at this delta: from now on no run is begun that could break it.
-    It cannot be taken back or raised. > 0."""
+    """Set a limit for these users, at --delta: runs that could exceed it are refused from now on.
+    It cannot be removed or raised. > 0."""
 
     out: Path | None = None
-    """Directory for budget.html and budget.md, with the picture."""
+    """Directory for budget.html and budget.md, which also have a chart."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -124,10 +124,11 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(ReadsRun):
     """Write the privacy report of a run: one HTML page, and the same as Markdown.
 
-    Epsilon is recomputed from the ledger. A run that is not what its ledger says gets no report.
+    Epsilon is recomputed from the ledger. A run that breaks a promise gets no report; see `fedsim
+    verify`.
     """
 
     run_dir: RunDir
@@ -138,10 +139,6 @@ class Report:
 
     json: bool = False
     """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading run={self.run_dir}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.run import Console
@@ -156,35 +153,32 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify:
-    """Replay a run's ledger against its checkpoints, settings, metrics, data and summary.
+class Verify(ReadsRun):
+    """Check a run's ledger against its settings, checkpoints, metrics, data and summary.
 
-    A line for each promise. Exit code 1 if one is broken.
+    Prints a line for each promise: holds, VIOLATED, or not looked at. Exit code 1 if one is
+    violated.
     """
 
     run_dir: RunDir
-    """The run's directory, or a copy of it; what a copy without key or data cannot show is said."""
+    """The run's directory, or a copy of it. Promises that need the key or the data are not looked
+    at in a copy without them."""
 
     data: str | None = None
-    """Where the data are now. Default: where they were when the run was started."""
+    """Where the data are now. Default: where they were at the start of the run."""
 
     replay: bool = False
-    """Compute the steps since the last checkpoint but one again, and compare every bit: shows that
-    clipping and noise were what was claimed in these steps, and in no others. Takes key, data and
-    time."""
+    """Compute the steps since the last checkpoint but one again, and compare every bit. This shows
+    that clipping and noise were as claimed in these steps only. Needs the key and the data."""
 
     whole: bool = False
-    """Compute all steps again, from the first on. This takes as long as the training."""
+    """Compute all steps again; this takes as long as the training."""
 
     engine: Literal["ray", "local"] | None = None
-    """Where --replay and --whole compute; see train. Default: as the run was started."""
+    """Where --replay and --whole compute, as in train. Default: as in the run."""
 
     json: bool = False
     """Print one JSON object on stdout."""
-
-    @property
-    def doing(self) -> str:
-        return f"reading run={self.run_dir}"
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine import set_threads
@@ -230,13 +224,13 @@ class Verify:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """List the runs in a directory: algorithm, data, epsilon, steps, loss, and whether they ended.
+    """List the runs in a directory: algorithm, data, epsilon, steps, loss and status.
 
-    `tensorboard --logdir DIRECTORY` shows the curves of all of them beside each other.
+    `tensorboard --logdir DIRECTORY` shows their curves side by side.
     """
 
     directory: tyro.conf.Positional[Path] = Path("runs")
-    """Where the runs are, at any depth."""
+    """Directory with runs, at any depth."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -262,5 +256,5 @@ class Runs:
 
 
 def _confirmed(guarantee: bool, unseen: list[str]) -> bool | None:
-    """Whether epsilon is a guarantee; None: it would be, and not all that it rests on was seen."""
+    """True if epsilon is a guarantee; None: some promises that it depends on were not looked at."""
     return None if guarantee and unseen else guarantee

@@ -1,4 +1,5 @@
-"""`fedsim recommend`: which algorithm to use, and how to set it. `fedsim sweep`: many runs."""
+"""Commands that choose settings: `fedsim recommend` before a training, `fedsim sweep` by many
+runs."""
 
 import dataclasses
 import json
@@ -10,27 +11,26 @@ from typing import Any, Literal
 
 import tyro
 
-from fedsim.cli.screen import ReadsSources, wrapped
+from fedsim.cli.arguments import Flat, ReadsSources
 from fedsim.config import MechanismConfig, PrivacyConfig, PrivacyTarget, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
-
-Flat = tyro.conf.OmitArgPrefixes
+from fedsim.run import wrapped
 
 
 @dataclasses.dataclass(frozen=True)
 class AdvisedRun(RunConfig):
-    """The flags of train, which the commands that are printed take over."""
+    """Flags of train, which the printed commands repeat."""
 
     run_dir: Path = Path("runs")
-    """Where the commands that are printed put their runs."""
+    """Directory of the runs of the printed commands."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recommend(ReadsSources):
-    """Which of ELS and ULS to use on some data, and how to set it, for a privacy and a compute
-    budget. Looks at the data without protection, and says at what.
+    """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
 
-    Takes the flags of train, too; the commands that it prints have them.
+    Takes the flags of train; the printed commands repeat them. It looks at the data without
+    protection, and says at what.
     """
 
     target: Flat[PrivacyTarget]
@@ -38,13 +38,13 @@ class Recommend(ReadsSources):
     run: Flat[AdvisedRun]
 
     users: int = 128
-    """How many users' gradients are looked at. >= 1."""
+    """Number of users whose gradients are measured. >= 1."""
 
     plot: Path | None = None
-    """A PNG to draw: noise per step against group size, for both."""
+    """PNG file to draw: noise per step against group size, for els and uls."""
 
     plan_only: bool = False
-    """Compute no gradient, and answer at once: clip_norm is 1, and ULS takes an example of each
+    """Measure no gradients, and answer at once, for clip_norm 1 and, with uls, one example of each
     user."""
 
     json: bool = False
@@ -73,54 +73,58 @@ class Recommend(ReadsSources):
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Train many runs side by side, as many at a time as there is room for, into one table.
+    """Train many runs, several at a time, and collect their results in one table.
 
-    The same command goes on with a sweep that was killed: finished runs are not repeated.
+    A sweep that was killed resumes with the same command; finished runs are not repeated.
 
-    A sweep with seeds is a reproduction, and shows them in its table, in TensorBoard and here. Who
-    has seed, settings and data has the key of a run. Runs without a seed show none.
+    The table, TensorBoard and the terminal show the seeds of runs that have one. Anyone with the
+    seed, the settings and the data can compute a run's key: use seeds to reproduce results, not to
+    protect people.
     """
 
     out: Path
-    """Directory for the runs, results.csv, results.json, logs and TensorBoard's table."""
+    """Directory for the runs, results.csv, results.json, logs and TensorBoard's files."""
 
     file: tyro.conf.Positional[Path | None] = None
-    """A TOML or JSON file: settings of train for all runs; in [grid] lists of values, every
-    combination of which is run; in [[runs]] settings that go together."""
+    """TOML or JSON file with settings of train for all runs. [grid] has lists of values: each
+    combination is a run. [[runs]] have settings that go together; each is combined with the
+    grid."""
 
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE or NAME=VALUE,VALUE,...: a setting of all runs, or of the grid; again for more."""
+    """NAME=VALUE for a setting of all runs, NAME=VALUE,VALUE,... for the grid; can be repeated."""
 
     at_once: int | None = None
-    """Most runs at a time. Default: one per accelerator, or per CPU (per threads_per_worker)."""
+    """Largest number of runs at a time. Default: one per accelerator, or per --threads-per-worker
+    CPUs."""
 
     in_turn: bool = False
-    """One run after another, each on all workers of the cluster: for runs that would take one
-    worker too long."""
+    """Run one after another, each on all workers of the cluster: for runs that are too long for one
+    worker."""
 
     select: Literal["eval/loss"] | None = None
-    """Keep the run that is best by this metric, in best/. Needs --private."""
+    """Keep the run that is best by this metric, as best/. Needs --private."""
 
     private: bool = False
-    """Choose the best run privately: trials are drawn at random, and how many there are is drawn,
-    too, and secret. Only the best is kept, and the choice is paid for (Papernot and Steinke 2022).
-    What the metric costs is said by --eval-epsilon or --public-eval."""
+    """Select the best run privately (Papernot and Steinke 2022): the number of trials is random and
+    secret, each trial draws its settings at random, and only the best is kept. The cost of the
+    selection is counted. Needs --eval-epsilon or --public-eval, for the cost of the metric."""
 
     trials: float | None = None
-    """Private: the expected number of trials. >= 1. Default: as many as there are settings."""
+    """Private: expected number of trials. >= 1. Default: the number of settings."""
 
     shape: float = 0.0
-    """Private: shape of the distribution of the number of trials: 1 geometric, 0 logarithmic; the
-    smaller, the more often there is one trial, and the cheaper. > -1."""
+    """Private: shape of the distribution of the number of trials: 1 is geometric, 0 logarithmic. A
+    smaller shape costs less, and more often gives a single trial. > -1."""
 
     eval_epsilon: float | None = None
-    """Private: evaluate held-out users with noise, for this epsilon of theirs in all. > 0."""
+    """Private: evaluate held-out users with noise; all evaluations together cost them this epsilon.
+    > 0."""
 
     public_eval: bool = False
-    """Private: the texts of held-out users are public, and evaluated without noise."""
+    """Private: evaluate held-out users without noise, because their texts are public."""
 
     dry_run: bool = False
-    """List the runs, and run nothing."""
+    """List the runs without training."""
 
     json: bool = False
     """Print one JSON object on stdout."""
@@ -171,18 +175,24 @@ class Sweep:
         return {"out": str(self.out), "rows": rows}
 
     def _selection(self) -> Any:
-        """How a private selection is made; None: there is none to make."""
+        """Settings of the private selection; None without --private.
+
+        Raises:
+          ConfigError: a flag of it is given without --private, or is wrong.
+        """
         if not self.private:
-            others = ("select", self.select), ("trials", self.trials), ("shape", self.shape)
-            others += ("eval_epsilon", self.eval_epsilon), ("public_eval", self.public_eval)
-            for name, value in others:
+            unused = ("select", self.select), ("trials", self.trials), ("shape", self.shape)
+            unused += ("eval_epsilon", self.eval_epsilon), ("public_eval", self.public_eval)
+            for name, value in unused:
                 expect(name, value, not value, "--private beside it")
             return None
         from fedsim.tuning import Selection
 
         expect("select", self.select, self.select is not None, "eval/loss, to select by")
-        said = (self.eval_epsilon is None) == self.public_eval
-        expect("eval_epsilon", self.eval_epsilon, said, "a value, or --public-eval, and not both")
+        one_of_two = (self.eval_epsilon is None) == self.public_eval
+        expect(
+            "eval_epsilon", self.eval_epsilon, one_of_two, "a value, or --public-eval, and not both"
+        )
         share, trials, shape = self.eval_epsilon, self.trials, self.shape
         expect("eval_epsilon", share, share is None or 0 < share < math.inf, "> 0 and finite")
         expect("trials", trials, trials is None or 1 <= trials < math.inf, ">= 1")
@@ -191,9 +201,17 @@ class Sweep:
 
 
 def read_spec(file: Path | None, flags: tuple[str, ...]) -> dict[str, Any]:
-    """What a sweep file says, with the settings of --set instead of or beside its own.
+    """The settings of a sweep: those of a file, overridden and completed by --set.
 
-    Raises: ConfigError: the file cannot be read, or a flag is not NAME=VALUE.
+    Args:
+      file: TOML or JSON; None: there is none.
+      flags: values of --set.
+
+    Returns:
+      Settings by name, with lists of values under "grid".
+
+    Raises:
+      ConfigError: the file cannot be read, or a flag is not NAME=VALUE.
     """
     spec: dict[str, Any] = {}
     if file is not None:
@@ -218,7 +236,7 @@ def read_spec(file: Path | None, flags: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """The value as TOML reads it: numbers, true and false; anything else is a text."""
+    """A number or boolean as TOML reads it; anything else stays text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

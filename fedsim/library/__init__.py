@@ -1,4 +1,4 @@
-"""fedsim for people who write Python: `train`, `load`, and the `Run` that both return."""
+"""The Python interface: `train`, `load`, and the `Run` that both return."""
 
 from lazy_loader import attach_stub
 

@@ -1,2 +1,6 @@
-from .run import Run as Run, load as load
-from .training import TrainSettings as TrainSettings, train as train
+from .run import (
+    Run as Run,
+    TrainSettings as TrainSettings,
+    load as load,
+    train as train,
+)

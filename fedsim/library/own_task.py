@@ -1,4 +1,4 @@
-"""A model of one's own: a task, and the owner of every row that it can read."""
+"""Training of a custom model: a task, and the owner of every row that it can read."""
 
 import dataclasses
 import hashlib
@@ -18,22 +18,30 @@ from fedsim.errors import ConfigError, DataError, FileDamaged, expect
 from fedsim.run import local_steps_of
 
 ROWS = 4096
-"""Rows that are read at a time for the fingerprint."""
+"""Rows that are read at a time to compute a fingerprint."""
 
 
 def owner_ids(
     split: str, owners: Sequence[Any], note: Callable[[str], None], normalise: str | None = None
 ) -> np.ndarray:
-    """[rows] the owners' ids by the rule that holds for files, too; see `user_ids`.
+    """Normalise the owners of rows by the rules for files; see `user_ids`.
 
-    Args: note: is told what was put right. normalise: what else makes ids one user's.
-    Raises: DataError: a row without an owner, or an owner that may have been rounded.
+    Args:
+      owners: [rows], of any kind.
+      note: receives messages on ids that were normalised.
+      normalise: further rules that merge ids; see `config.DataConfig`.
+
+    Returns:
+      The ids, [rows].
+
+    Raises:
+      DataError: a row has no owner, or an owner may have been rounded.
     """
     names, how = np.asarray(owners), user_ids.steps_of(normalise or ())
     expect("data", f"{split} of shape {names.shape}", names.ndim == 1, "an owner for each row")
     expect("data", f"{split} with 0 rows", len(names) > 0, "an owner for each row")
     if names.dtype.kind in "iu":
-        return names  # the texts of which are ids already
+        return names  # integers need no rules
     tally: Counter[str] = Counter()
     column = _as_column(split, names)
     ids = user_ids.as_ids(column, f"owners of {split}", range(len(names)), tally, how)
@@ -42,64 +50,68 @@ def owner_ids(
         line = f"data={split}: row {row} has no owner, expected one for each row"
         raise DataError(line, field="data")
     number, examples = user_ids.look_alikes(ids.unique())
-    told = user_ids.told(tally)
+    messages = user_ids.told(tally)
     if number:
-        told.append(user_ids.told_alike(number, examples))
-    for line in told:
+        messages.append(user_ids.told_alike(number, examples))
+    for line in messages:
         note(line)
     return np.asarray(ids.to_pylist())
 
 
 def _as_column(split: str, names: np.ndarray) -> pa.Array:
-    """The owners as numbers, where they are floats, or as texts; null where there is none."""
+    """The owners as floats or texts, with null for a missing owner."""
     if names.dtype.kind == "f":
-        return pa.array(names)  # as wide as they are, by which one sees what was rounded
+        return pa.array(names)  # the width shows which ids may have been rounded
     given = [None if _is_nobody(each) else each for each in names.tolist()]
     kinds = {type(each) for each in given if each is not None}
     if kinds == {float}:
         return pa.array(given, pa.float64())
     if any(issubclass(kind, float | np.floating) for kind in kinds):
-        found = " and ".join(sorted(kind.__name__ for kind in kinds))
-        raise DataError.of("data", split, f"owners of one kind, got {found}")
+        names_of_kinds = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise DataError.of("data", split, f"owners of one kind, got {names_of_kinds}")
     return pa.array([None if each is None else str(each) for each in given], pa.string())
 
 
 def _is_nobody(owner: Any) -> bool:
-    """Whether it is what Python and pandas write for a missing value."""
+    """True if an owner is None, NaN or another missing value of pandas."""
     return owner is None or type(owner).__name__ in ("NAType", "NaTType") or owner != owner
 
 
 class OwnedRows:
-    """The rows of a split, sorted by their owners: what sampling and accounting see of them.
+    """The rows of a split, sorted by their owners, as sampling and accounting use them.
 
     Attributes:
       num_users, num_examples: totals.
       offsets: int64 [num_users + 1]; user u owns the positions offsets[u]:offsets[u + 1].
-      order: int64 [num_examples]; the task's own number of the row at a position.
+      order: int64 [num_examples]; the task's number of the row at each position.
     """
 
     def __init__(self, task: Task, split: str, owners: Sequence[Any] | np.ndarray):
-        """Args: owners: whose each row is, [rows]; see `owner_ids`."""
+        """Sort the rows.
+
+        Args:
+          owners: the id of each row's owner, [rows]; see `owner_ids`.
+        """
         names = np.asarray(owners)
-        found, codes, counts = np.unique(names, return_inverse=True, return_counts=True)
-        self._task, self._split, self._names = task, split, found
+        unique, codes, counts = np.unique(names, return_inverse=True, return_counts=True)
+        self._task, self._split, self._names = task, split, unique
         self.order = np.argsort(codes, kind="stable")
         self.offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self.num_users, self.num_examples = len(found), len(names)
+        self.num_users, self.num_examples = len(unique), len(names)
         self.fingerprint = self._digest()
         self.metadata: dict[str, Any] = {}
 
     def check(self) -> None:
-        """Raises FileDamaged: the task reads other rows than before."""
+        """Raise FileDamaged if the task reads other rows than before."""
         if self._digest() != self.fingerprint:
             raise FileDamaged(f"data: the rows of {self._split} have changed")
 
     def user_ids(self) -> list[str]:
-        """[num_users] the owners, in the order of the users."""
+        """Ids of the owners, [num_users], in the order of the users."""
         return [str(name) for name in self._names]
 
     def _digest(self) -> str:
-        """sha256 (hex) of the owners and of all that the task reads."""
+        """sha256 (hex) of the owners and of all rows that the task reads."""
         digest = hashlib.sha256(repr(self._names.tolist()).encode())
         digest.update(self.offsets.tobytes())
         for low in range(0, self.num_examples, ROWS):
@@ -109,15 +121,17 @@ class OwnedRows:
 
 
 class OwnedTask(WrappedTask):
-    """A task whose rows are named by their positions among the sorted owners."""
+    """A task whose rows are numbered by their positions in `OwnedRows`."""
 
     def __init__(self, inner: Task, orders: Mapping[str, np.ndarray], local: LocalSteps | None):
         super().__init__(inner)
         self.orders, self._local = orders, local
 
     def read(self, split: str, rows: np.ndarray) -> Batch:
-        """The inner task's rows; zeros for padding: a text there would take its owner into the
-        units of others."""
+        """The inner task's rows, with zeros for padding.
+
+        A row in place of padding would put its owner into the units of other users.
+        """
         real = rows >= 0
         batch = self.inner.read(split, self.orders[split][np.where(real, rows, 0)])
 
@@ -128,24 +142,25 @@ class OwnedTask(WrappedTask):
         return jax.tree.map(blank, batch)
 
     def sizes(self, split: str, rows: np.ndarray) -> np.ndarray | None:
-        """The inner task's lengths of these rows, 0 for padding."""
+        """The inner task's sizes of these rows, 0 for padding."""
         real = rows >= 0
         sizes = self.inner.sizes(split, self.orders[split][np.where(real, rows, 0)])
         return None if sizes is None else np.where(real, sizes, 0)
 
     @property
     def local_steps(self) -> LocalSteps | None:
-        """The local steps that the run's settings ask for, else the inner task's."""
+        """The local steps of the run's settings, else those of the inner task."""
         return self._local or self.inner.local_steps
 
 
 @dataclasses.dataclass
 class OwnTask:
-    """Where a run of one's own task has its data and its parameters from; see `run.setup.Source`.
+    """Source of data and initial parameters for a custom task; see `training.open.Source`.
 
     Attributes:
-      owners: whose each row is, of the split train, or by the names of splits.
-      normalise_ids: what makes ids that look alike one user; see `config.DataConfig`.
+      task: the model.
+      owners: of each row of the split train, or a dict of that by the names of splits.
+      normalise_ids: rules that merge ids of users; see `config.DataConfig`.
     """
 
     task: Task
@@ -159,7 +174,14 @@ class OwnTask:
                 raise ConfigError.of("task", kind, f"a subclass of fedsim.Task with {name}()")
 
     def data(self, note: Callable[[str], None]) -> Dataset:
-        """The rows of all splits as users' examples."""
+        """The rows of all splits, as users' examples.
+
+        Args:
+          note: receives messages on ids that were normalised.
+
+        Raises:
+          DataError: there is no split train, an unknown split, or a user of train in eval_users.
+        """
         owners = self.owners if isinstance(self.owners, Mapping) else {"train": self.owners}
         for split in owners:
             if split not in SPLITS:
@@ -180,7 +202,7 @@ class OwnTask:
         return Dataset(**stores)  # type: ignore[arg-type]
 
     def start(self, data: Dataset, run: RunConfig, key: jax.Array) -> tuple[Task, Params]:
-        """The task by the positions of rows, and the parameters that it starts from."""
+        """The task on positions of rows, and its initial parameters in float32."""
         orders = {split: store.order for split, store in data.splits().items()}  # type: ignore
         params = jax.tree.map(_float32, self.task.init(key))
         return OwnedTask(self.task, orders, local_steps_of(run)), params

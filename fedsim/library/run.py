@@ -1,28 +1,54 @@
-"""A run as an object: what came out of it, and what can be done with it."""
+"""`fedsim.train` and the `Run` it returns: training, results and their checks from Python."""
 
 import functools
 import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
-from fedsim.config import changed_run
-from fedsim.engine import set_threads
-from fedsim.errors import ConfigError, expect
+from fedsim.config import (
+    Algorithm,
+    PrivacyConfig,
+    RunConfig,
+    SamplingName,
+    changed_run,
+    flags_of,
+    renamed,
+    run_config,
+    typed,
+    types_of,
+)
+from fedsim.engine import Task, set_threads
+from fedsim.errors import ConfigError, MissingColumn, expect
 from fedsim.files import expand_home
+from fedsim.library.own_task import OwnTask
+from fedsim.library.tables import source_of
 from fedsim.run import Console, StoredRun, checkpoint, directory, guarantee_line, spent
 from fedsim.trust import Check
 
 
 def load(run_dir: str | Path) -> "Run":
-    """The run that a directory holds. Raises: ConfigError: there is none."""
+    """Open the run in a directory.
+
+    Raises:
+      ConfigError: the directory holds no run.
+      FileDamaged: the run's settings were changed.
+    """
     return Run(run_dir)
 
 
 class Run:
-    """What a training left in its directory. Everything is read from there when it is asked for."""
+    """A run: its results, read from its directory when they are accessed, and what follows them.
+
+    Attributes:
+      run_dir: the run's directory.
+      stored: its settings, plan and model, as `config.json` has them.
+    """
 
     def __init__(self, run_dir: str | Path):
-        """Raises: ConfigError: `run_dir` holds no run. FileDamaged: its settings were changed."""
+        """See `load`."""
         self.run_dir = Path(expand_home("run_dir", run_dir))
         self.stored: StoredRun = directory.load(self.run_dir)
 
@@ -35,16 +61,22 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What `summary.json` holds. Raises: ConfigError: the run has not ended."""
-        if (found := directory.summary_of(self.run_dir)) is None:
+        """Content of `summary.json`.
+
+        Raises:
+          ConfigError: the run has not ended.
+        """
+        if (content := directory.summary_of(self.run_dir)) is None:
             raise ConfigError.of("run", self.run_dir, "a run that has ended")
-        return found
+        return content
 
     @property
     def epsilon(self) -> float:
-        """The user-level epsilon that is claimed, at `delta`, with the slack of noise that is not
-        ideal; inf without noise. Of a run that ended before its last step, that of all steps that
-        it planned: it may have been stopped by looking at what it had released."""
+        """The claimed user-level epsilon at `delta`; inf without noise.
+
+        It includes the slack of noise that is not ideal. A run that ended early costs as much as
+        all its planned steps, because what it had released may be why it was stopped.
+        """
         return spent(self.summary)
 
     @property
@@ -54,32 +86,39 @@ class Run:
 
     @property
     def eval_loss(self) -> float:
-        """The last loss on users who were not trained on, in nats per token; nan if there are
-        none."""
+        """The last loss on held-out users, in nats per token; nan if there are none."""
         loss = self.summary["final_eval_loss"]
         return math.nan if loss is None else float(loss)
 
     @property
     def finished(self) -> bool:
-        """Whether all steps have been trained."""
+        """True if all steps have been trained."""
         return self.summary["steps_done"] == self.summary["num_steps"]
 
     @functools.cached_property
     def params(self) -> Any:
-        """The parameters of the last checkpoint, a tree of NumPy arrays: of the whole model, or of
-        its adapters. Raises: ConfigError: there is no checkpoint."""
+        """Parameters of the last checkpoint, of the model or its adapters: a tree of NumPy arrays.
+
+        Raises:
+          ConfigError: there is no checkpoint.
+        """
         newest = checkpoint.latest(self.run_dir)
         if newest is None:
             raise ConfigError.of("run", self.run_dir, "a run with a checkpoint")
         return checkpoint.load_params(newest)
 
     def evaluate(self, *, epsilon: float | None = None, **how: Any) -> dict[str, Any]:
-        """Losses on all examples of all splits that were not trained on, by metric name.
+        """Losses on all held-out examples, in nats per token.
+
+        Without epsilon the losses are not protected, and not to be published.
 
         Args:
-          epsilon: release the mean loss of one split's users with noise instead, for this epsilon
-            of theirs, which the ledger of the data counts.
+          epsilon: release instead the mean loss of one split's users, with noise. It costs them
+            this epsilon, which the ledger of the data counts.
           how: delta, split and loss_bound; see `PrivateEvaluation`.
+
+        Returns:
+          Losses by metric name, such as eval/loss.
         """
         run = changed_run(self.stored.run, engine="local")
         set_threads(run.engine)
@@ -95,12 +134,15 @@ class Run:
     def verify(
         self, *, replay: bool = False, whole: bool = False, data: str | Path | None = None
     ) -> list[Check]:
-        """What `fedsim verify` finds: a `Check` for each promise, in order.
+        """Check every promise of the run, as `fedsim verify` does.
 
         Args:
           replay: compute the last steps again, and compare every bit.
           whole: compute all steps again.
-          data: where the data are now. Default: where they were when the run was started.
+          data: where the data are now. Default: where they were at the start of the run.
+
+        Returns:
+          A `Check` for each promise, in order.
         """
         set_threads(self.stored.run.engine)
         from fedsim.trust import verify
@@ -110,10 +152,16 @@ class Run:
         return verify(self.run_dir, data=place, again=again, console=Console())
 
     def report(self, out: str | Path | None = None) -> dict[str, Any]:
-        """Write the privacy report; returns its claim and where it was written.
+        """Write the privacy report.
 
-        Args: out: the directory for report.html and report.md. Default: the run's.
-        Raises: ReportError: a promise is violated, or there is no model to report of.
+        Args:
+          out: directory for report.html and report.md. Default: the run's.
+
+        Returns:
+          The claim, its epsilon and delta, and the paths of the files.
+
+        Raises:
+          ReportError: a promise is violated, or there is no model to report of.
         """
         from fedsim.trust import report
 
@@ -128,11 +176,14 @@ class Run:
         top_k: int = 0,
         seed: int = 0,
     ) -> str:
-        """What the model writes after a prompt.
+        """Text that the model writes after a prompt.
 
         Args:
-          temperature: logits are divided by it; 0 takes the likeliest token.
-          top_k: only so many likeliest tokens are drawn from; 0: all.
+          prompt: the beginning of the text.
+          num_tokens: largest number of tokens to write.
+          temperature: divides the logits; 0 always takes the likeliest token.
+          top_k: number of likeliest tokens to draw from; 0: all.
+          seed: of the draw.
         """
         from fedsim.generate import generate_text
 
@@ -156,3 +207,170 @@ class Run:
         from fedsim.export import export
 
         return Path(export(str(self.run_dir), out, adapter=True)["out"])
+
+
+USER, TEXT = "user_id", "text"
+
+
+class TrainSettings(TypedDict, total=False):
+    """Flags of `fedsim train` that `train` takes by name; `PrivacyConfig` and `RunConfig` describe
+    them."""
+
+    # PrivacyConfig: may change the guarantee.
+    batch_size: int
+    delta: float | None
+    clipping: Literal["normalised", "plain"]
+    max_changed: int
+    sampling: SamplingName | None
+    participations: int | None
+    noise: Literal["independent", "correlated"]
+    bands: int | None
+    adjacency: Literal["zero-out", "add-or-remove"]
+    group_size: int | None
+    clip_norm: float
+    group_size_epsilon: float | None
+    clip_quantile: float | None
+    loss_bound: float | None
+    eval_epsilon: float | None
+    eval_loss_bound: float | None
+    assumed_population: int | None
+    chosen_on_data: str
+    # RunConfig: does not change the guarantee.
+    user_column: str | None
+    text_column: str | None
+    normalise_ids: str | None
+    tokenizer: str | None
+    max_length: int | None
+    model: str
+    lora_rank: int
+    lora_layers: str
+    lora_alpha: float | None
+    remat: bool
+    compute_dtype: Literal["float32", "bfloat16"]
+    recipe: Literal["default", "paper"]
+    optimizer: str | None
+    learning_rate: float | None
+    schedule: Literal["constant", "linear", "cosine"] | None
+    ema: float | None
+    warmup: float
+    weight_decay: float
+    local_steps: int
+    local_learning_rate: float
+    seed: int | None
+    engine: Literal["ray", "local"]
+    num_workers: int | None
+    num_lanes: int
+    threads_per_worker: int
+    devices_per_worker: int | None
+    mesh: str | None
+    strategy: str
+    accelerator: Literal["auto", "cpu", "gpu", "tpu"]
+    wait_for_workers: float
+    eval_every: int | None
+    eval_examples: int
+    checkpoint_every: int
+    log_every: int
+    resume: bool
+    budget_ledger: str | Path | None
+    limit_epsilon: float | None
+    spend_rest: bool
+
+
+def train(
+    algorithm: str,
+    data: Any,
+    *,
+    epsilon: float,
+    num_steps: int,
+    run_dir: str | Path | None = None,
+    user: str | None = None,
+    text: str | None = None,
+    task: Task | None = None,
+    callback: Callable[[int, dict[str, float]], None] | None = None,
+    **settings: Unpack[TrainSettings],
+) -> Run:
+    """Fine-tune a model with user-level differential privacy.
+
+    Equal settings give the same bits as the command `fedsim train`. A signal (Ctrl-C in a notebook)
+    finishes the step and saves it; the same call with `resume=True` resumes the run.
+
+    Args:
+      algorithm: "els" samples and clips examples, "uls" samples and clips users.
+      data: a pandas DataFrame or chunks of one, a Hugging Face `Dataset`, an Arrow table, files (a
+        path, a pattern, or a list of Parquet files), a directory made by `fedsim data build`,
+        hf:NAME or pydocs. With `task`: the owner of each row, [rows], or a dict of that for the
+        splits train, eval_users, eval_examples and test.
+      epsilon: the target; math.inf trains without noise, and is not private.
+      num_steps: T, the number of steps.
+      run_dir: directory of the run. Default: a new one in runs/.
+      user: column with the user of a row. Default: user_id.
+      text: column with the text. Default: text.
+      task: your own model, instead of a language model.
+      callback: called after every step with its number, from 1, and its metrics, among them the
+        latest eval/loss. Metrics named `non_private/...` are computed without protection.
+      settings: other flags of `fedsim train`, with underscores: batch_size, group_size, model,
+        lora_rank, engine, seed, resume, ...
+
+    Returns:
+      The run, finished or stopped by a signal.
+
+    Raises:
+      ConfigError: a setting or the data are wrong; one line says how.
+      EngineError: the workers are lost.
+    """
+    expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
+    calls = callback is None or callable(callback)
+    expect("callback", callback, calls, "a function of a step's number and its metrics")
+    if run_dir is None:
+        run_dir = Path("runs") / f"{algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Columns of a DataFrame without names are numbered.
+    user, text = (str(n) if type(n) is int else n for n in (user, text))
+    flags: dict[str, Any] = {"epsilon": epsilon, "num_steps": num_steps, **settings}
+    flags["run_dir"] = str(run_dir)
+    source = None
+    if task is not None:
+        source = OwnTask(task, data, settings.get("normalise_ids"))
+        name = task.describe().get("task", type(task).__qualname__)
+        flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
+    else:
+        flags["data"] = source_of(data, user or USER, text or TEXT)
+        columns = {"user_column": user, "text_column": text}
+        flags |= {name: column for name, column in columns.items() if column is not None}
+    privacy, run = configs_of(flags)
+    set_threads(run.engine)
+    from fedsim.training import train as train_run  # imports JAX, which reads the threads
+
+    console = Console(log_every=run.log_every)
+    with _naming_arguments(settings.keys()):
+        summary = train_run(
+            Algorithm(algorithm), privacy, run, console, source=source, callback=callback
+        )
+    console.summary(summary, run.run_dir)
+    return Run(run.run_dir)
+
+
+@contextmanager
+def _naming_arguments(settings: Set[str]) -> Iterator[None]:
+    """Name a missing column by the argument `user` or `text`, unless a flag was given for it."""
+    try:
+        yield
+    except MissingColumn as error:
+        name = str(error.field).removesuffix("_column")
+        if name not in ("user", "text") or {name, f"{name}_column"} & settings:
+            raise
+        line = str(error).removeprefix(f"{name}_column")
+        raise MissingColumn(f"{name}{line}", field=name) from None
+
+
+def configs_of(settings: Mapping[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
+    """The two configs that settings, by the names of their flags, describe.
+
+    Raises:
+      ConfigError: a name is unknown, or a value has another type.
+    """
+    settings, types = renamed(settings), types_of(PrivacyConfig) | types_of(RunConfig)
+    for name in settings.keys() - types.keys():
+        raise ConfigError.of(name, settings[name], "the name of a setting of train")
+    values = {name: typed(name, value, types[name]) for name, value in settings.items()}
+    privacy = {name: values.pop(name) for name in flags_of(PrivacyConfig) if name in values}
+    return PrivacyConfig(**privacy), run_config(**values)

@@ -1,7 +1,7 @@
-"""Data in memory becomes a file: what is trained on has to be there when the run goes on.
+"""Tables in memory, written to files: a resumed run and `fedsim verify` need the data again.
 
 A table is written once, as Parquet, under the digest of its rows, into a directory that only its
-owner can look into. From there it is data like any other: `fedsim verify` and `--resume` find it.
+owner can read. It is then a data source like any other.
 """
 
 import hashlib
@@ -33,13 +33,18 @@ ROWS = 10_000
 
 
 def source_of(data: Any, user: str, text: str) -> str:
-    """What `--data` would be for this data.
+    """The value of `--data` for data in memory or files.
 
     Args:
       data: a path, a list of paths, a pandas DataFrame, a `datasets.Dataset`, or anything else that
         Arrow can read as a table.
-      user, text: the columns that say whose a row is, and what is written in it.
-    Raises: ConfigError: it is nothing of this kind, or has no such columns.
+      user, text: columns with the user and the text of a row.
+
+    Returns:
+      `data` if it is a path, else the path of a Parquet file.
+
+    Raises:
+      ConfigError: the data are of another kind, or have no such columns.
     """
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
@@ -52,15 +57,16 @@ def _joined(files: list[Path], user: str, text: str) -> Path:
     """One file with the rows of several Parquet files."""
     others = [file for file in files if file.suffix != ".parquet"]
     if others or not files:
-        found = ", ".join(map(str, others)) or "none"
-        raise DataError.of("data", found, "a list of Parquet files, or one pattern (*.csv)")
-    found = [path for file in files for path in sources.find_files(str(file))]
-    tables = (pq.ParquetFile(file) for file in found)
+        paths = ", ".join(map(str, others)) or "none"
+        raise DataError.of("data", paths, "a list of Parquet files, or one pattern (*.csv)")
+    paths = [path for file in files for path in sources.find_files(str(file))]
+    tables = (pq.ParquetFile(file) for file in paths)
     return _written((b for table in tables for b in table.iter_batches(ROWS)), user, text)
 
 
 def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
-    """The rows of a table in memory; of a DataFrame the two columns, for others may be anything."""
+    """The rows of a table in memory; only two columns of a DataFrame, as others may hold
+    anything."""
     kind = f"{type(data).__module__}.{type(data).__name__}"
     if kind.startswith("datasets."):
         if not hasattr(data, "iter"):
@@ -77,13 +83,13 @@ def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
         table = pa.table(data)
     except (pa.ArrowException, TypeError, ValueError) as error:
         expected = "a path, a DataFrame, a datasets.Dataset or an Arrow table"
-        found = readers.reason_of(error)
-        raise DataError.of("data", kind, f"{expected} ({found})") from None
+        reason = readers.reason_of(error)
+        raise DataError.of("data", kind, f"{expected} ({reason})") from None
     yield from table.to_batches(ROWS)
 
 
 def _of_pandas(data: Any, user: str, text: str) -> Iterator[pa.Table]:
-    """The two columns of a DataFrame, or of each chunk that `read_csv(chunksize=...)` gives."""
+    """The two columns of a DataFrame, or of each chunk of `read_csv(chunksize=...)`."""
     name, first = type(data).__name__, None
     if name == "DataFrame":
         yield _of_frame(data, user, text)
@@ -92,23 +98,27 @@ def _of_pandas(data: Any, user: str, text: str) -> Iterator[pa.Table]:
         hint = "; reset_index() makes one of a Series"
         raise DataError.of("data", f"pandas {name}", f"a DataFrame, or chunks of one{hint}")
     try:
-        for chunk in data:  # of each pandas guesses the types anew: 007 may be 7 in one of them
+        for chunk in data:  # pandas guesses types per chunk: 007 may be 7 in one
             table = _of_frame(chunk, user, text)
             kind = table.schema.field(user).type
             first = first or kind
             if kind != first:
-                found = f"{first} and {kind}; read them with dtype=str"
-                raise DataError.of("user", user, f"one type in all chunks, got {found}")
+                got = f"{first} and {kind}; read them with dtype=str"
+                raise DataError.of("user", user, f"one type in all chunks, got {got}")
             yield table
     except DataError:
         raise
-    except (OSError, ValueError) as error:  # which may show what is in the file
-        found = type(error).__name__
-        raise DataError.of("data", f"pandas {name}", f"chunks to read, got a {found}") from None
+    except (OSError, ValueError) as error:  # its message may contain texts of the file
+        got = type(error).__name__
+        raise DataError.of("data", f"pandas {name}", f"chunks to read, got a {got}") from None
 
 
 def _of_frame(data: Any, user: str, text: str) -> pa.Table:
-    """The two columns of a DataFrame. Raises: DataError: one is not there, or is of no one kind."""
+    """The two columns of a DataFrame.
+
+    Raises:
+      DataError: a column is missing, or has values of several kinds.
+    """
     columns = {}
     names = list(map(str, data.columns))
     for field, name in (("user", user), ("text", text)):
@@ -137,9 +147,10 @@ def _expect_column(field: str, name: str, have: list[str], wanted: tuple[str, st
 
 
 def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
-    """The rows as a file that is named by what is in it.
+    """Write the rows to a file that is named by its digest.
 
-    Raises: NotOurs: others could change it.
+    Raises:
+      NotOurs: other users of the machine could change it.
     """
     home = own_directory(cache_dir() / "tables")
     temporary = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
@@ -154,7 +165,11 @@ def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
 
 
 def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) -> None:
-    """Raises: DataError: as `normalise`, or a row that nobody owns. What is refused is not kept."""
+    """Write the rows to `path`; the caller removes the file after an error.
+
+    Raises:
+      DataError: as `normalise`, or a row has no owner.
+    """
     writer, rows, columns = None, 0, Columns.of(user, text)
     try:
         for batch in batches:
@@ -164,8 +179,8 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
             ids = normalise(batch, columns, rows)["user_id"]
             unowned = np.flatnonzero(is_blank(ids))
             if len(unowned):
-                found = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
-                raise DataError.of("user", user, f"a user id in every row; {found}")
+                reason = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
+                raise DataError.of("user", user, f"a user id in every row; {reason}")
             rows += len(batch)
             written = {user: _as_texts(plain(batch[user]), ids), text: batch[text]}
             table = pa.table(written)
@@ -173,8 +188,8 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
                 writer = pq.ParquetWriter(path, table.schema)
             writer.write_table(table.cast(writer.schema))
     except pa.ArrowException as error:
-        found = readers.reason_of(error)
-        line = f"data: expected rows with the same types ({found})"
+        reason = readers.reason_of(error)
+        line = f"data: expected rows with the same types ({reason})"
         raise DataError(line, field="data") from None
     finally:
         if writer is not None:
@@ -184,8 +199,10 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
 
 
 def _as_texts(owners: pa.Array, ids: pa.Array) -> pa.Array:
-    """The column of owners as texts, given their ids: were it written as the type that comes first,
-    a text 007 after numbers would be 7, another user."""
+    """The column of owners as texts, given their ids.
+
+    Written with the type of the first batch, a text 007 after numbers would become 7, another user.
+    """
     if is_list(owners.type):
         return owners.cast(pa.list_(pa.string()))
     return owners.cast(pa.string()) if is_string(owners.type) else ids

@@ -1,7 +1,16 @@
-"""A run: its directory, what is stored there, and what it is started with.
+"""A run: its directory, the files in it, and what it is started from.
 
-`directory` owns the directory, `ledger` has what was released, `checkpoint` the state, `metrics`
-what was measured, `console` what a person sees.
+directory     settings and plan in config.json, the lock, who owns the files
+ledger        chained logs, and the ledger of what was released, by which epsilon is computed
+released      the released numbers of the steps since the last checkpoint
+checkpoint    the file of a state between two steps, in safetensors
+state         the state that a resumed run continues from
+metrics       metrics.jsonl and TensorBoard files
+formats       pydantic types and JSON Schemas of plan, ledger and summary
+model_source  the model that a run starts from, and the task that it trains
+console       plan, progress and results of a run for a person; the table of runs
+terminal      lines on stderr
+signals       stopping between two steps
 """
 
 from lazy_loader import attach_stub

@@ -5,23 +5,25 @@ from . import (
     metrics as metrics,
     released as released,
 )
-from .chained_log import ChainedLog as ChainedLog, LedgerError as LedgerError
 from .console import (
     EVALUATED as EVALUATED,
     Console as Console,
     guarantee_line as guarantee_line,
+    lines_of as lines_of,
+    runs_in as runs_in,
     spent as spent,
 )
 from .directory import RECEIPT as RECEIPT, Identity as Identity, StoredRun as StoredRun
 from .ledger import (
+    ChainedLog as ChainedLog,
     Ledger as Ledger,
+    LedgerError as LedgerError,
     OtherBits as OtherBits,
     Reached as Reached,
     claimed_epsilon as claimed_epsilon,
     gradient_sha256 as gradient_sha256,
     note as note,
 )
-from .listing import lines_of as lines_of, runs_in as runs_in
 from .metrics import Metrics as Metrics
 from .model_source import (
     expect_language_model as expect_language_model,
@@ -42,4 +44,9 @@ from .state import (
     results as results,
     save as save,
 )
-from .terminal import Terminal as Terminal, aligned as aligned
+from .terminal import (
+    Terminal as Terminal,
+    aligned as aligned,
+    columns as columns,
+    wrapped as wrapped,
+)

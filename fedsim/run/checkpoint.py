@@ -1,19 +1,19 @@
-"""The state between two steps, written whole or not at all.
+"""Checkpoints: the state between two steps, written atomically.
 
-Restoring parameters, optimizer state and step is all that resuming takes, for randomness has no
-state (see `keys`). A file is one of safetensors: its arrays are named by their places in the state,
-and its metadata have the state as JSON, in which the types and shapes of arrays stand for them;
-loading runs no code. Before the JSON stands the sha256 of it and of the bytes of all arrays, so
-that a file is read as it was written or not at all.
+Resuming needs parameters, optimizer state and step alone, because randomness has no state (see
+`keys`). The file is in safetensors: an array is named by its place in the state, and the metadata
+have the state as JSON, with types and shapes in place of arrays; loading runs no code. In front of
+the JSON is the sha256 of it and of the bytes of all arrays, so that a changed file is refused. The
+state includes the chain of the run's ledger after its step, which tells checkpoints of different
+runs apart.
 
-It has the chain of the run's ledger after its step, by which that of another run is known.
-
-Arrays that devices have between them go through files, a part at a time: one that no host could
-hold need not be on one. Checkpoints of 0.2, in MessagePack, are read by `msgpack_checkpoint`.
+Arrays that are sharded over devices pass through files in parts, so that no host has to hold a
+whole one. Checkpoints of 0.2, in MessagePack, are read, too.
 """
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -31,27 +31,31 @@ from fedsim.errors import FedsimError
 from fedsim.files import make_directory
 from fedsim.models import model_files
 from fedsim.placement import any_cut, beside, is_cut, slabs
-from fedsim.run import msgpack_checkpoint
 
 DIRECTORY, SUFFIX = "checkpoints", ".safetensors"
 KEEP = 2
-LONGEST_S = 60.0  # between two checkpoints: so much work may be lost
-SLAB = 2**26  # bytes of what is on the host of an array that devices have between them
-ABOUT = "fedsim"  # in a file's metadata: its digest and the state
-ARRAY = "array of"  # in the state: type and shape
+LONGEST_S = 60.0  # between two checkpoints: the work that a crash may cost
+SLAB = 2**26  # bytes of a sharded array that are on the host at a time
+ABOUT = "fedsim"  # key of the metadata: digest and state
+ARRAY = "array of"  # key in the state: type and shape of an array
 CHAIN = "chain"
+MSGPACK = ".msgpack"  # checkpoints of 0.2
+DIGEST_SIZE, SIZE_BYTES, PLACE = 32, 8, "bytes at"  # of these
 
 
 class CheckpointError(FedsimError, ValueError):
-    """A checkpoint is not what was written, or not of this run."""
+    """A checkpoint was changed, or is of another run."""
 
 
 def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Path:
-    """Write the state after `step` steps and remove all but the last few.
+    """Write the state after `step` steps, and remove all but the last `KEEP` checkpoints.
 
     Args:
       state: a dict of array trees, numbers and strings.
-      chain: of the ledger after that step; empty: there is no ledger.
+      chain: of the ledger after the step; empty without a ledger.
+
+    Returns:
+      The file's path.
     """
     directory = run_dir / DIRECTORY
     make_directory(directory)
@@ -81,7 +85,7 @@ def _name(place: Any) -> str:
 
 
 def _on_host(leaf: Any, directory: Path) -> np.ndarray:
-    """An array for the library, which takes whole ones: in a file, if devices have it in parts."""
+    """A whole array, as safetensors needs it: in a file if it is sharded over devices."""
     if not is_cut(leaf):
         return np.asarray(leaf)
     array = _in_file(directory, leaf.shape, leaf.dtype)
@@ -93,10 +97,10 @@ def _on_host(leaf: Any, directory: Path) -> np.ndarray:
 
 
 def _in_file(directory: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A new array that is in memory as far as it is looked at: in a file without a name."""
+    """A new array in a file without a name; only pages that are used take memory."""
     empty = np.broadcast_to(np.empty((), dtype), shape)
     with tempfile.TemporaryFile(dir=directory) as file:
-        # Where the disk is full, this is an error; a write to mapped memory would be the end.
+        # On a full disk this raises an error; a write to mapped memory would kill the process.
         os.posix_fallocate(file.fileno(), 0, max(1, empty.nbytes))
         return np.asarray(np.memmap(file, dtype, "r+", shape=shape))
 
@@ -104,24 +108,27 @@ def _in_file(directory: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 class Saver:
     """Writes checkpoints in a thread, one at a time; leaving its context waits for the last.
 
-    What is saved must not change afterwards: JAX's arrays never do.
+    A state must not change after it was given to `save`; JAX's arrays never do.
     """
 
     def __init__(self, write: Callable[[int, dict[str, Any]], None], step: int):
-        """Args:
-        write: writes the state after a step; durable when it returns.
-        step: the one whose checkpoint is there already, or 0.
+        """Start the thread.
+
+        Args:
+          write: (step, state) -> None; writes a state, which is durable when it returns.
+          step: the step of the existing checkpoint, or 0.
         """
         self._write, self._step = write, step
         self._thread, self._last = ThreadPoolExecutor(1), None
         self._saved_at = time.monotonic()
 
     def due(self, step: int, every: int) -> bool:
-        """Whether a state is to be saved after `step`: every so many steps, and every minute."""
+        """True if a state is to be saved after `step`: every `every` steps or `LONGEST_S`."""
         return step % every == 0 or time.monotonic() - self._saved_at >= LONGEST_S
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save a state unless that step was saved. Raises: what went wrong with the save before."""
+        """Save a state unless that step was saved. Raises the error of the previous save, if
+        any."""
         if step > self._step:
             self._wait()
             self._step, self._saved_at = step, time.monotonic()
@@ -146,23 +153,27 @@ def latest(run_dir: Path) -> Path | None:
 
 
 def kept(run_dir: Path) -> list[Path]:
-    """The checkpoints there are, the newest last."""
-    found = (run_dir / DIRECTORY).glob("step-*")
-    return sorted(path for path in found if path.suffix in (SUFFIX, msgpack_checkpoint.SUFFIX))
+    """All checkpoints of a run, the newest last."""
+    paths = (run_dir / DIRECTORY).glob("step-*")
+    return sorted(path for path in paths if path.suffix in (SUFFIX, MSGPACK))
 
 
 def check(path: Path) -> None:
-    """Raises CheckpointError unless a checkpoint is as it was written."""
+    """Raise CheckpointError if a checkpoint was changed."""
     _read(path, lambda shape, dtype: None)
 
 
 def _read(path: Path, new: Callable[[tuple[int, ...], np.dtype], Any]) -> Any:
-    """The state of a checkpoint. Args: new: makes an array, which is filled, or returns None.
+    """Read and check the state of a checkpoint.
 
-    Raises: CheckpointError: it is not as it was written.
+    Args:
+      new: (shape, dtype) -> an array to fill, or None to check only.
+
+    Raises:
+      CheckpointError: the file was changed.
     """
-    if path.suffix == msgpack_checkpoint.SUFFIX:
-        return _earlier(path)
+    if path.suffix == MSGPACK:
+        return _read_msgpack(path)
     try:
         with safe_open(path, "numpy") as file:
             sha256, _, text = file.metadata()[ABOUT].partition(" ")
@@ -171,12 +182,12 @@ def _read(path: Path, new: Callable[[tuple[int, ...], np.dtype], Any]) -> Any:
             stored = {_name(place): leaf[ARRAY] for place, leaf in leaves if _stands(leaf)}
             if stored.keys() != set(file.keys()):
                 raise ValueError
-            found = {}
-            for each, (dtype, *shape) in sorted(stored.items()):
-                part: Any = file.get_slice(each)
-                if part.get_shape() != shape:  # which is no larger than the file
+            arrays = {}
+            for name, (dtype, *shape) in sorted(stored.items()):
+                part: Any = file.get_slice(name)
+                if part.get_shape() != shape:  # checked first: an array is no larger than the file
                     raise ValueError
-                array = found[each] = new(tuple(shape), np.dtype(dtype))
+                array = arrays[name] = new(tuple(shape), np.dtype(dtype))
                 for start, slab in _parts(part):
                     if slab.dtype != dtype:
                         raise ValueError
@@ -187,12 +198,12 @@ def _read(path: Path, new: Callable[[tuple[int, ...], np.dtype], Any]) -> Any:
                 raise ValueError
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f"{path}: was cut or changed since it was written") from None
-    values = [found[_name(place)] if _stands(x) else _value(x) for place, x in leaves]
+    values = [arrays[_name(place)] if _stands(x) else _value(x) for place, x in leaves]
     return jax.tree.unflatten(treedef, values)
 
 
 def _stands(leaf: Any) -> bool:
-    """Whether something in the JSON of a state stands for an array."""
+    """True if an entry of a state's JSON is the type and shape of an array."""
     return isinstance(leaf, dict) and ARRAY in leaf
 
 
@@ -201,7 +212,7 @@ def _value(leaf: Any) -> Any:
 
 
 def _parts(stored: Any) -> Iterator[tuple[Any, np.ndarray]]:
-    """(place, values) of the parts of an array in a file, of about `SLAB` bytes."""
+    """(index, values) of the parts, of about `SLAB` bytes, of an array in a file."""
     shape = stored.get_shape()
     if not shape:
         yield (), np.asarray(stored[()])
@@ -212,31 +223,61 @@ def _parts(stored: Any) -> Iterator[tuple[Any, np.ndarray]]:
             yield place, stored[place]
 
 
-def _earlier(path: Path) -> Any:
+def _read_msgpack(path: Path) -> Any:
+    """The state of a checkpoint of 0.2.
+
+    Such a file holds the bytes of large arrays, all else as MessagePack (large arrays by their
+    places), the size of that, and the sha256 of all before it.
+
+    Raises: CheckpointError: it is not as it was written.
+    """
+    data = memoryview(path.read_bytes())
+    content = data[:-DIGEST_SIZE]
+    if hashlib.sha256(content).digest() != data[-DIGEST_SIZE:]:
+        raise CheckpointError(f"{path}: was cut or changed since it was written")
     try:
-        return msgpack_checkpoint.load(path)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        size = int.from_bytes(content[-SIZE_BYTES:], "little")
+        packed = bytes(content[-size - SIZE_BYTES : -SIZE_BYTES])
+        return _with_large(serialization.msgpack_restore(packed), content)
+    except Exception:  # MessagePack's errors have no type in common
+        raise CheckpointError(f"{path}: expected the state of a run") from None
+
+
+def _with_large(tree: Any, content: memoryview) -> Any:
+    """A state of 0.2 with its large arrays put into their places."""
+    if not isinstance(tree, dict):
+        return tree
+    if PLACE not in tree:
+        return {name: _with_large(leaf, content) for name, leaf in tree.items()}
+    shape, dtype = tree["shape"], np.dtype(tree["dtype"])
+    return np.frombuffer(content, dtype, math.prod(shape), tree[PLACE]).reshape(shape)
 
 
 def restore(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The state of a checkpoint in the structure of `like`, and its `chain`.
+    """Read the state of a checkpoint into the structure and sharding of `like`.
 
-    Raises: CheckpointError: it was changed, or is the state of something else.
+    Returns:
+      The state, and its `chain`.
+
+    Raises:
+      CheckpointError: it was changed, or has another structure.
     """
     state: Any = load(path, mapped=any_cut(like))
     try:
-        found = jax.tree.map(beside, serialization.from_state_dict(like, state), like)
-        return found, chain(state)
+        restored = jax.tree.map(beside, serialization.from_state_dict(like, state), like)
+        return restored, chain(state)
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: expected the state of this run ({error})") from None
 
 
 def load(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """The state of a checkpoint as nested dicts of arrays.
+    """Read the state of a checkpoint as nested dicts of arrays.
 
-    Args: mapped: arrays are in memory as far as they are looked at.
-    Raises: CheckpointError.
+    Args:
+      mapped: put arrays into files, so that only pages that are used take memory.
+
+    Raises:
+      CheckpointError: it was changed, or is no state of a run.
     """
 
     def new(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -249,12 +290,12 @@ def load(path: Path, *, mapped: bool = False) -> dict[str, Any]:
 
 
 def load_params(path: Path) -> Any:
-    """The parameters that a checkpoint releases, as nested dicts of float32 arrays."""
+    """The released parameters of a checkpoint, as nested dicts of float32 arrays."""
     return released(load(path))
 
 
 def released(state: Mapping[str, Any]) -> Any:
-    """The parameters that are handed out: the average, where there is one."""
+    """The parameters that are evaluated and exported: the average, if the state has one."""
     average = state.get("average")
     return state["params"] if average is None else average
 
@@ -265,9 +306,9 @@ def load_step(path: Path) -> int:
 
 
 def chain(state: Mapping[str, Any]) -> str:
-    """The chain of the ledger after the step of a loaded state; empty where it was not kept."""
-    found = state.get(CHAIN, "")
-    return found if isinstance(found, str) else np.asarray(found).tobytes().hex()  # as of 0.2
+    """The chain of the ledger after the step of a loaded state; empty if the state has none."""
+    value = state.get(CHAIN, "")
+    return value if isinstance(value, str) else np.asarray(value).tobytes().hex()  # as of 0.2
 
 
 def name(step: int) -> str:
@@ -276,7 +317,7 @@ def name(step: int) -> str:
 
 
 def stem(step: int) -> str:
-    """Of the names of what is kept of a step."""
+    """File name, without suffix, of what is kept of a step."""
     return f"step-{step:08d}"
 
 

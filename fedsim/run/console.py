@@ -1,4 +1,4 @@
-"""What a person sees of a run: the plan, progress, the outcome. Everything goes to stderr."""
+"""Plan, progress and results of a run for a person, on stderr; and a table of all runs."""
 
 import itertools
 import math
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich import progress
@@ -14,10 +15,14 @@ from rich.console import Console as RichConsole
 from rich.text import Text
 
 from fedsim.accounting import at_least, at_most
-from fedsim.config import ZERO_OUT, Algorithm, RunConfig
+from fedsim.config import ZERO_OUT, Algorithm, RunConfig, settings_of
+from fedsim.errors import FedsimError
+from fedsim.files import read_json
 from fedsim.noise import predicted_error
 from fedsim.plan import Plan
-from fedsim.run.terminal import Terminal
+from fedsim.run import directory, ledger, metrics
+from fedsim.run.directory import Busy, StoredRun
+from fedsim.run.terminal import Terminal, aligned
 
 SHOWN = {
     "privacy/epsilon": "epsilon",
@@ -28,22 +33,24 @@ SHOWN = {
     "non_private/gradients_per_second": "gradients/s",
     "performance/tokens_per_second": "tokens/s",
 }
-"""Metrics of a step by what a person reads, in the order of their worth."""
-BAR, WITH_BAR = 10, 80  # columns: of a bar, and of a terminal that has one
+"""Names of metrics in a step's line, the most important first."""
+BAR, WITH_BAR = 10, 80  # columns of the bar, and of the narrowest terminal that shows it
 EVALUATED = "eval/step"
-"""After which step the held-out loss that is shown was computed: a step may end before that."""
-QUIET_S = 10.0  # for so long a log may say nothing of steps
+"""Metric: the step after which the shown held-out loss was computed, as later steps may show it."""
+QUIET_S = 10.0  # longest time between two lines about steps in a log
 
 Show = Callable[[int, dict[str, float]], None]
 
 
 def items(values: dict[str, float]) -> list[str]:
-    """The metrics of a step that have a value, in words."""
-    known = {name: values.get(metric) for metric, name in SHOWN.items()}
-    there = {n: v for n, v in known.items() if v is not None and not math.isnan(v)}
+    """The metrics of a step that have a value, each with its name."""
+    named = {name: values.get(metric) for metric, name in SHOWN.items()}
+    present = {n: v for n, v in named.items() if v is not None and not math.isnan(v)}
     of_step = f" after step {values[EVALUATED]:g}" if EVALUATED in values else ""
-    of = {SHOWN["eval/loss"]: of_step}
-    return [f"{name} {_shown(name, value)}{of.get(name, '')}" for name, value in there.items()]
+    suffixes = {SHOWN["eval/loss"]: of_step}
+    return [
+        f"{name} {_shown(name, value)}{suffixes.get(name, '')}" for name, value in present.items()
+    ]
 
 
 def _shown(name: str, value: float) -> str:
@@ -57,7 +64,7 @@ def line(values: dict[str, float]) -> str:
 
 
 def fitted(parts: list[str], width: int) -> str:
-    """The first part, and as many of those after it as there is room for."""
+    """As many parts as fit into `width` columns, at least the first."""
     longer = list(itertools.accumulate(parts, "{}  {}".format))
     return next((text for text in reversed(longer) if len(text) <= width), "".join(parts[:1]))
 
@@ -66,7 +73,7 @@ def fitted(parts: list[str], width: int) -> str:
 def on_terminal(
     out: RichConsole, first: int, last: int
 ) -> Iterator[tuple[Show, Callable[[str], None]]]:
-    """A line that is written over: what shows a step, and what shows a text in its place."""
+    """Progress bar on a terminal. Yields (show a step, show a text in its place)."""
     digits = 2 * len(str(last)) + len("/")
     taken = len("step ") + digits + len(" 0:00:00 ")
     with_bar = out.width >= WITH_BAR
@@ -96,13 +103,13 @@ class _Fitted(progress.ProgressColumn):
 
 
 def in_lines(note: Callable[[str], None], first: int, last: int, every: int) -> Show:
-    """One line after every so many steps, and after each that ends long after the last line."""
+    """Progress as lines of a log: after every `every` steps, and at least every QUIET_S."""
     started = shown = time.monotonic()
 
     def show(step: int, values: dict[str, float]) -> None:
         nonlocal shown
         now = time.monotonic()
-        if step == first + 1:  # it compiled, and said so
+        if step == first + 1:  # the first step compiles, and shows that
             shown = now
         if step % every == 0 or step in (first + 3, last) or now - shown >= QUIET_S:
             left = (now - started) / (step - first) * (last - step)
@@ -113,12 +120,12 @@ def in_lines(note: Callable[[str], None], first: int, last: int, every: int) -> 
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """True if this process is the kernel of a notebook."""
     return "ipykernel" in sys.modules and hasattr(sys.stderr, "pub_thread")
 
 
 def notebook_bar(first: int, last: int) -> Show:
-    """One line of the cell's output that is written over after every step."""
+    """Progress bar in a notebook: one line that is overwritten after every step."""
     started = time.monotonic()
 
     def show(step: int, values: dict[str, float]) -> None:
@@ -132,32 +139,44 @@ def notebook_bar(first: int, last: int) -> Show:
 
 
 class Console(Terminal):
-    """What a run tells the person who started it, on stderr."""
+    """Shows a run to the person who started it, on stderr."""
 
     def __init__(self, *, log_every: int = 10):
         super().__init__()
         self._log_every = log_every
 
     def rows(self, rows: list[tuple[str, str]]) -> None:
-        """Show names and values, one pair in each line."""
+        """Show pairs of name and value, one in each line."""
         for name, value in rows:
             self.note(f"{name:17} {value}", indent=18)
 
     def plan(self, plan: Plan, workers: Any) -> None:
-        """The plan, before the first step."""
+        """Show the plan, before the first step, and what its guarantee does not cover."""
         self.rows(plan_rows(plan, workers))
         for fact in plan.non_private:
             self.note(f"not covered by the guarantee: {fact}")
 
     def update(self, run: RunConfig) -> None:
-        """What is done with a privatised gradient. Args: run: settled; see `recipe`."""
+        """Show optimizer, learning rate and average.
+
+        Args:
+          run: settings with the defaults of the recipe filled in.
+        """
         average = f", average of {run.ema:g}" if run.ema else ""
         rate = f"{run.schedule} learning rate {run.learning_rate:g}"
         self.rows([("update", f"{run.optimizer}, {rate}{average}")])
 
     @contextmanager
     def steps(self, first: int, last: int) -> Iterator[Show]:
-        """Progress over the steps; call what it yields after each with its metrics."""
+        """Show progress over the steps.
+
+        Args:
+          first: number of steps that were done before.
+          last: number of all steps.
+
+        Yields:
+          A function to call after each step, with its number and metrics.
+        """
         if not self._out.is_terminal:
             if in_notebook():
                 yield notebook_bar(first, last)
@@ -171,15 +190,15 @@ class Console(Terminal):
                 self._show = None
 
     def summary(self, summary: dict[str, Any], run_dir) -> None:
-        """Show the results, the claim, and where the run is."""
+        """Show results, claim and directory of a run."""
         losses = [float(summary[name]) for name in ("initial_eval_loss", "final_eval_loss")]
-        found = all(map(math.isfinite, losses))  # not of a run that was stopped in between
-        shown = "eval loss {:.4g} -> {:.4g} nats/token, ".format(*losses) if found else ""
+        is_evaluated = all(map(math.isfinite, losses))  # else it was stopped in between
+        shown = "eval loss {:.4g} -> {:.4g} nats/token, ".format(*losses) if is_evaluated else ""
         self.note(
             f"{shown}{summary['steps_done']} steps, {summary['gradients_computed']} gradients, "
             f"{summary['wall_seconds']:.0f} s"
         )
-        if found and losses[1] > losses[0]:
+        if is_evaluated and losses[1] > losses[0]:
             self.note(
                 "warning: the held-out loss rose: this model is worse than what it started from; "
                 "a smaller --learning-rate, a larger --batch-size or more steps may do better"
@@ -190,10 +209,11 @@ class Console(Terminal):
 
 
 def spent(summary: dict[str, Any]) -> float:
-    """Epsilon of all planned steps, with what is to be added to it for noise that is not ideal.
-    What is to be added to delta, the summary's `slack` has; a report's claim has both in epsilon.
+    """Epsilon of all planned steps, with the slack of noise that is not ideal.
+
+    The slack of delta is apart, in the summary's `slack`; a report's claim has both in epsilon.
     """
-    slack = summary.get("slack") or {"epsilon": 0.0}  # pre-training has no noise
+    slack = summary.get("slack") or {"epsilon": 0.0}  # pre-training has none
     return float(summary["epsilon"]) + slack["epsilon"]
 
 
@@ -211,7 +231,7 @@ def guarantee_line(summary: dict[str, Any]) -> str:
 
 
 def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
-    """Names and values of the plan as a person wants to read them."""
+    """Names and values that describe a plan to a person."""
     els = plan.algorithm == Algorithm.ELS
     unit, share = ("examples", "in all") if els else ("users", "each")
     empty = plan.adjacency == ZERO_OUT and plan.shared is None
@@ -259,7 +279,7 @@ def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
 
 
 def evaluation_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What evaluating with noise costs held-out users, where it is done."""
+    """The row on evaluations with noise: cost for held-out users and noise; empty without them."""
     if (how := plan.evaluations) is None:
         return []
     cost = f"epsilon {how.epsilon:g} at delta {at_most(how.delta, '.2e')} of held-out users"
@@ -268,7 +288,7 @@ def evaluation_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def shared_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What became of texts with several owners, where there are."""
+    """The row on texts with several owners; empty without such texts."""
     if (shared := plan.shared) is None:
         return []
     several = f"{shared.with_several_owners:,} with several owners"
@@ -276,3 +296,83 @@ def shared_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.algorithm == Algorithm.ULS:
         groups = f"; a user in {shared.max_changed:,} groups of others at most"
     return [("texts", f"{several}; {shared.left_out:,} left out{groups}")]
+
+
+COLUMNS = ("run", "algorithm", "data", "epsilon", "steps", "loss", "status")
+
+
+def runs_in(place: Path) -> list[dict[str, Any]]:
+    """Rows for the runs in a directory and below, by path.
+
+    Returns:
+      A dict for each run, of `COLUMNS`, `num_steps` and `guarantee`. epsilon is what the run may
+      claim: that of its plan, once a step was released. loss is the last one on held-out users.
+      status is finished, running, stopped (--resume continues it) or damaged.
+    """
+    configs = sorted(place.rglob(directory.CONFIG))
+    return [row for row in (_row(path.parent, place) for path in configs) if row is not None]
+
+
+def _row(run_dir: Path, place: Path) -> dict[str, Any] | None:
+    """The row of a run; None if its config.json is of something else, such as a model."""
+    name = str(run_dir.relative_to(place))
+    try:
+        if "identity" not in read_json(run_dir / directory.CONFIG):
+            return None
+        stored = directory.load(run_dir)
+        return {"run": name, **_facts(run_dir, stored)}
+    except (FedsimError, OSError, KeyError, TypeError, ValueError):
+        return {**dict.fromkeys(COLUMNS), "run": name, "status": "damaged"}
+
+
+def _facts(run_dir: Path, stored: StoredRun) -> dict[str, Any]:
+    summary = directory.summary_of(run_dir)
+    epsilon, steps, loss = math.inf, 0, math.nan
+    if summary is not None:
+        epsilon, steps = spent(summary), int(summary["steps_done"])
+        loss = float(summary["final_eval_loss"] or math.nan)
+    else:
+        lines = ledger.read(run_dir)[1:]
+        logged = metrics.read(run_dir)
+        losses = [float(line["eval/loss"]) for line in logged if "eval/loss" in line]
+        steps = len(lines) or max((line["step"] for line in logged), default=0)
+        if stored.private:
+            plan = stored.plan if lines else None
+            epsilon = plan.target_epsilon + plan.slack.epsilon if plan else math.nan
+        loss = losses[-1] if losses else math.nan
+    plan, num_steps = stored.plan, stored.settings.num_steps
+    return {
+        "algorithm": stored.identity.algorithm,
+        "data": Path(str(settings_of(stored.run)["data"])).name,
+        "epsilon": epsilon,
+        "steps": steps,
+        "num_steps": num_steps,
+        "loss": loss,
+        "status": _status(run_dir, steps >= num_steps),
+        "guarantee": plan is not None and plan.guarantee,
+    }
+
+
+def _status(run_dir: Path, ended: bool) -> str:
+    try:
+        with directory.lock(run_dir, to_read=True):
+            return "finished" if ended else "stopped"
+    except Busy:
+        return "running"
+
+
+def lines_of(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of a text table of the rows; a star marks an epsilon that is no guarantee."""
+    return aligned([COLUMNS, *map(_cells, rows)])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if row["status"] == "damaged":
+        return [row["run"], *["-"] * (len(COLUMNS) - 2), "damaged"]
+    epsilon = "-" if math.isnan(row["epsilon"]) else "inf"
+    if math.isfinite(row["epsilon"]):
+        epsilon = at_most(row["epsilon"], ".4f") + ("" if row["guarantee"] else "*")
+    loss = "-" if math.isnan(row["loss"]) else f"{row['loss']:.4g}"
+    steps = f"{row['steps']}/{row['num_steps']}"
+    first = [str(row[name]) for name in ("run", "algorithm", "data")]
+    return [*first, epsilon, steps, loss, row["status"]]

@@ -1,13 +1,13 @@
-"""The run directory: who owns it, what it was started with, what it ended with.
+"""The run directory: its files, its owner and lock, and the settings that a run was started with.
 
 config.json    settings, plan and model, written once: a `StoredRun`
 secret.json    the key, mode 0600
 budget.json    where the ledger of the data counts the run
-tokenizer.json of the data, so that the model can be used without them
-model/         files of the model it started from that training does not change
+tokenizer.json of the data, so that the model can be used without the data
+model/         files of the initial model that training does not change
 ledger.jsonl   metrics.jsonl   tb/   checkpoints/   summary.json
-released/      of the steps since the last checkpoint, mode 0700
-report.html   report.md   audit.html   audit.md   audit.json, if they were asked for
+released/      released numbers of the steps since the last checkpoint, mode 0700
+report.html   report.md   audit.html   audit.md   audit.json, by the commands report and audit
 """
 
 import dataclasses
@@ -53,9 +53,9 @@ TOKENIZER, MODEL = "tokenizer.json", "model"
 ANOTHER_KEY = "another key than the ledger was begun with"
 PRETRAIN = "pretrain"
 REMOVED = {"trust_workers_with_noise": False}
-"""Settings that only earlier versions had, each with the value that changes nothing."""
+"""Settings that only earlier versions had, with the value that had no effect."""
 LAYERED = ("layers", "twice")
-"""Strategies of earlier versions whose contributions are proven to be at most C."""
+"""Strategies of earlier versions that are proven to bound contributions by C."""
 
 
 class Busy(ConfigError):
@@ -64,56 +64,56 @@ class Busy(ConfigError):
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What a run is about: a run that goes on must have the same."""
+    """Algorithm, model and data of a run, which must not change when it is resumed."""
 
     algorithm: str
     """els, uls or pretrain."""
     model: str | None
-    """sha256 of the pretrained parameters that it starts from; None for fresh ones."""
+    """sha256 of the initial pretrained parameters; None for fresh ones."""
     data_seal: str
     """Keyed digest of the data's fingerprint."""
     reduction: str
-    """How sums are added; see `engine.reduction`."""
+    """The order in which sums are added; see `engine.reduction`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredRun:
-    """What `config.json` says of a run."""
+    """The content of `config.json`."""
 
     identity: Identity
     settings: PrivacyConfig | PretrainConfig
     run: RunConfig
-    """Without the seed, which is stored nowhere but with the key."""
+    """Settings without the seed, which is stored with the key alone."""
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the task says of its model; see `Task.describe`."""
+    """The task's description of its model; see `Task.describe`."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The versions of the packages that the run was started with."""
+    """Versions of the packages at the start of the run."""
     plan: Plan | None = None
-    """None for pre-training, which promises nothing."""
+    """None for pre-training, which has no guarantee."""
     host: str = ""
-    """What workers computed on."""
+    """Kind of host that the workers ran on."""
     strategy: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """`name` of the clipping strategy, and `why` it was taken."""
+    """`name` of the clipping strategy, and `why` it was chosen."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """sha256 of each file in model/."""
     tokenizer: str = ""
-    """sha256 of tokenizer.json; empty: there is none, or an earlier version kept no digest."""
+    """sha256 of tokenizer.json; empty if there is none, or for a run of an earlier version."""
     removed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings of an earlier version that this one cannot train with."""
+    """Settings of an earlier version that this version cannot train with."""
 
     @property
     def privacy(self) -> PrivacyConfig:
-        """The settings of a private run."""
+        """The privacy settings; only for a run of train."""
         assert isinstance(self.settings, PrivacyConfig), "a run of train"
         return self.settings
 
     @property
     def private(self) -> bool:
-        """Whether it is a run of train, and not of pretrain."""
+        """True for a run of train, False for one of pretrain."""
         return isinstance(self.settings, PrivacyConfig)
 
     def as_dict(self) -> dict[str, Any]:
-        """What is written to config.json."""
+        """The JSON object of config.json."""
         run = {name: value for name, value in as_dict(self.run).items() if name != "seed"}
         rest = {
             "plan": self.plan and self.plan.as_dict(),
@@ -133,7 +133,11 @@ class StoredRun:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any], run_dir: Path) -> "StoredRun":
-        """What `as_dict` wrote. Raises: KeyError, TypeError, ValueError: it is something else."""
+        """Parse the JSON object of config.json.
+
+        Raises:
+          KeyError, TypeError, ValueError: it is malformed.
+        """
         identity = Identity(**record["identity"])
         if identity.algorithm == PRETRAIN:
             settings, plan = PretrainConfig(**record[PRETRAIN]), None
@@ -145,23 +149,23 @@ class StoredRun:
             name = str(record.get("strategy", {}).get("name", ""))
             if name and name not in LAYERED and _only_earlier_versions_have(name):
                 plan = dataclasses.replace(plan, unproven=name)
-        known, removed = _without_removed(record["run"])
-        run = run_config(**{**known, "run_dir": run_dir})
+        kept, removed = _without_removed(record["run"])
+        run = run_config(**{**kept, "run_dir": run_dir})
         names = ("model", "versions", "host", "strategy", "files", "tokenizer")
         rest = {name: record[name] for name in names if name in record}
         return cls(identity, settings, run, plan=plan, removed=removed, **rest)
 
 
 def _without_removed(run: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the settings of a run that this version has, those that it has no more)."""
+    """Split a run's settings into those of this version, and those that were removed."""
     removed = {n: run[n] for n, unused in REMOVED.items() if run.get(n, unused) != unused}
-    known = {name: value for name, value in run.items() if name not in REMOVED}
-    if known.get("engine") == "spmd":
-        removed["engine"] = known.pop("engine")
-    if known.get("strategy") in LAYERED:
-        removed["strategy"] = known.pop("strategy")
-        known.pop("mesh", None)  # which had an axis more
-    return known, removed
+    settings = {name: value for name, value in run.items() if name not in REMOVED}
+    if settings.get("engine") == "spmd":
+        removed["engine"] = settings.pop("engine")
+    if settings.get("strategy") in LAYERED:
+        removed["strategy"] = settings.pop("strategy")
+        settings.pop("mesh", None)  # it had another axis
+    return settings, removed
 
 
 def _only_earlier_versions_have(strategy: str) -> bool:
@@ -173,10 +177,11 @@ def _only_earlier_versions_have(strategy: str) -> bool:
 
 
 def load(run_dir: Path) -> StoredRun:
-    """What a run was started with.
+    """Load the settings that a run was started with.
 
-    Raises: ConfigError: there is none. FileDamaged: it is not what the ledger was begun with, or
-      the tokenizer is another one.
+    Raises:
+      ConfigError: there is no run in the directory.
+      FileDamaged: config.json or the tokenizer was changed since the start of the run.
     """
     path = run_dir / CONFIG
     if not path.is_file():
@@ -196,7 +201,11 @@ def load(run_dir: Path) -> StoredRun:
 
 
 def summary_of(run_dir: Path) -> dict[str, Any] | None:
-    """What a run ended with; None: it has not. Raises: FileDamaged: its summary is none."""
+    """The content of summary.json; None if the run has not ended.
+
+    Raises:
+      FileDamaged: the file is malformed.
+    """
     path = run_dir / SUMMARY
     if not path.exists():
         return None
@@ -210,12 +219,13 @@ def summary_of(run_dir: Path) -> dict[str, Any] | None:
 
 
 def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
-    """The run that `run_dir` holds, or None if a run may start there.
+    """The run in `run_dir`, or None if a new run may start there.
 
-    Raises: ConfigError: it holds a run and `resume` is false, or one of an earlier version with
-      settings that are no more, or that would be planned otherwise now, or something that is no
-      run, or nothing can be written there, or somebody else could have. FileDamaged: its ledger is
-      gone.
+    Raises:
+      ConfigError: the directory holds a run and `resume` is false; or a run of an earlier version
+        that this version would plan differently; or something else; or it cannot be written, or
+        other users of the machine could write there.
+      FileDamaged: the run's ledger is missing.
     """
     path = run_dir / CONFIG
     if path.exists() and not resume:
@@ -238,7 +248,7 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
         return stored
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError.of("run_dir", run_dir, "a directory, found a file")
-    # A run that was killed before its first step leaves its key, and nothing else.
+    # A run that was killed before its first step leaves these files at most.
     leftovers = {LOCK, *(name + end for name in (keys.FILE, TOKENIZER) for end in ("", ".tmp"))}
     leftovers |= {CONFIG + ".tmp", MODEL}
     if run_dir.exists() and {path.name for path in run_dir.iterdir()} - leftovers:
@@ -256,31 +266,34 @@ def find(run_dir: Path, *, resume: bool) -> StoredRun | None:
 
 
 def of_others(run_dir: Path) -> str:
-    """The first thing of a run that is not our own, or lies elsewhere; empty if there is none.
+    """Describe the first file of a run that is another user's, or a link; empty if there is none.
 
-    A link would have a run write, or trust, what lies where somebody else says.
+    Through a link, a run would read and write where someone else decides.
     """
     for path in (run_dir, *sorted(run_dir.rglob("*"))):
-        found = path.lstat()
-        if found.st_uid != os.getuid():
-            return f"{path}: belongs to another user, {found.st_uid}"
-        if path != run_dir and stat.S_ISLNK(found.st_mode):
+        status = path.lstat()
+        if status.st_uid != os.getuid():
+            return f"{path}: belongs to another user, {status.st_uid}"
+        if path != run_dir and stat.S_ISLNK(status.st_mode):
             return f"{path}: a link to {os.readlink(path)}"
     there = run_dir.stat().st_uid
     return "" if there == os.getuid() else f"{run_dir}: belongs to another user, {there}"
 
 
 def _expect_ours(run_dir: Path) -> None:
-    if found := of_others(run_dir):
-        raise ConfigError.of("run_dir", run_dir, f"your own files and no links; {found}")
+    if fault := of_others(run_dir):
+        raise ConfigError.of("run_dir", run_dir, f"your own files and no links; {fault}")
 
 
 @contextmanager
 def lock(run_dir: Path, *, to_read: bool = False) -> Iterator[None]:
-    """Hold the run: two processes at once would release steps under one ledger line.
+    """Lock the run; two processes could release two gradients under one ledger line.
 
-    Args: to_read: beside others who read; nothing is written, as in a copy that has no lock.
-    Raises: Busy: another process holds it.
+    Args:
+      to_read: share the lock with other readers; a copy without a lock file is read without one.
+
+    Raises:
+      Busy: another process holds the lock.
     """
     if to_read and not (run_dir / LOCK).exists():
         yield
@@ -302,10 +315,13 @@ def create(
     tokenizer: Path | None = None,
     model: Path | None = None,
 ) -> Iterator[None]:
-    """Make the directory and hold it; write key, tokenizer, files of the model that it starts from,
-    and settings. config.json, the last, marks a run.
+    """Create the directory of a run, and hold its lock.
 
-    Raises: ConfigError: it cannot be written, or another process was faster.
+    Writes the key, the tokenizer and files of the initial model, and last config.json, which marks
+    the directory as a run.
+
+    Raises:
+      ConfigError: it cannot be written, or another process was faster.
     """
     private_directory("run_dir", run_dir)
     with lock(run_dir):
@@ -322,10 +338,11 @@ def create(
 
 
 def stored_key(run: RunConfig) -> SecretKey:
-    """The key of the run that goes on.
+    """The key of a run that is resumed.
 
-    Raises: ConfigError: it came from another seed than `run` has. FileDamaged: it is not the one
-      that the ledger was begun with.
+    Raises:
+      ConfigError: `run` has another seed than the run was started with.
+      FileDamaged: the key does not belong to the run's ledger.
     """
     key = SecretKey.load(run.run_dir)
     if ledger.head(run.run_dir).get("key_seal", key.seal("ledger")) != key.seal("ledger"):
@@ -336,10 +353,10 @@ def stored_key(run: RunConfig) -> SecretKey:
 
 
 def drawing_key(key: SecretKey, stored: StoredRun) -> SecretKey:
-    """The key that units and noise are drawn with.
+    """The key for drawing units and noise.
 
-    That of a seed depends on all that bits depend on, the strategy, the packages and the host, too:
-    else two runs of one seed would add the same noise to gradients that differ a little.
+    With a seed, it also depends on the strategy, the packages and the host, because bits of
+    gradients do: else two runs with one seed could add equal noise to slightly different gradients.
     """
     if key.seed is None:
         return key
@@ -348,7 +365,7 @@ def drawing_key(key: SecretKey, stored: StoredRun) -> SecretKey:
 
 
 def expect_same(stored: StoredRun, now: StoredRun) -> None:
-    """Raises ConfigError naming what a resumed run would do otherwise; its data first."""
+    """Raise ConfigError for the first setting that a resumed run would change, the data first."""
     run_dir = stored.run.run_dir
     same = stored.identity.data_seal == now.identity.data_seal
     expect("data", now.run.data.source, same, f"the data with which {run_dir} was started")
@@ -365,10 +382,12 @@ def expect_same(stored: StoredRun, now: StoredRun) -> None:
 
 
 def other_bits(stored: StoredRun, versions: Mapping[str, str], host: str) -> str:
-    """Why computing on `host` may give other bits than the run that was started has; empty if it
-    gives the same. Accelerators add up in any order."""
-    was, known = stored.versions, dict.fromkeys((*stored.versions, *versions))
-    changed = [name for name in known if versions.get(name) != was.get(name)]
+    """Why a step on `host` may differ from the run in its bits; empty if it does not.
+
+    Accelerators add numbers in no fixed order.
+    """
+    was, packages = stored.versions, dict.fromkeys((*stored.versions, *versions))
+    changed = [name for name in packages if versions.get(name) != was.get(name)]
     other = [f"{name} {versions.get(name)}, not {was.get(name)}" for name in changed]
     if other:
         return "other packages: " + ", ".join(other)
@@ -378,7 +397,7 @@ def other_bits(stored: StoredRun, versions: Mapping[str, str], host: str) -> str
 
 
 def config_sha256(run_dir: Path) -> str:
-    """The digest of a run's settings as they were written."""
+    """sha256 of config.json."""
     return _sha256(run_dir / CONFIG)
 
 

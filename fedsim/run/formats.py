@@ -1,8 +1,8 @@
-"""What a run's files hold: checked by pydantic where they are read, published as JSON Schema.
+"""Formats of plan, ledger and summary: pydantic checks files by them, and they are published.
 
-`python -m fedsim.run.formats DIR` writes plan.json, ledger.json and summary.json there: the schemas
-of a plan (in `config.json` and the ledger's first line), of each line of `ledger.jsonl`, and of
-`summary.json`, as this version writes them. docs/api/schemas.md says how to verify with them.
+`python -m fedsim.run.formats DIR` writes plan.json, ledger.json and summary.json: JSON Schemas of a
+plan (in `config.json` and the ledger's first line), of each line of `ledger.jsonl`, and of
+`summary.json`, as this version writes them. docs/api/schemas.md describes how to verify with them.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ Loss = Annotated[
 
 @dataclass(frozen=True)
 class GroupSizeChoice(PureEvent):
-    """What choosing the group size privately released, before the first step."""
+    """The cost of choosing the group size privately, before the first step."""
 
     __pydantic_config__: ClassVar[Any] = CHECKED
     what: Literal["group_size"] = "group_size"
@@ -40,7 +40,7 @@ class GroupSizeChoice(PureEvent):
 
 @dataclass(frozen=True)
 class Distance:
-    """What is to be added for noise that is not ideal."""
+    """Slack: what is added to epsilon and delta for noise that is not ideal."""
 
     epsilon: float
     delta: float
@@ -48,17 +48,17 @@ class Distance:
 
 @dataclass(frozen=True)
 class Head:
-    """What is fixed for the life of a run."""
+    """Values that are fixed for the life of a run."""
 
     plan: dict[str, Any]
-    """See `Plan.from_dict`."""
+    """The plan; see `Plan.from_dict`."""
     adjacency: str
-    """In words."""
+    """The adjacency in words."""
     slack: Distance | None = None
     key_seal: str = ""
-    """Keyed digest: says to the key's owner whether a key is the run's."""
+    """Keyed digest, by which the owner of a key recognises its runs."""
     config_sha256: str = ""
-    """Of config.json."""
+    """sha256 of config.json."""
     before: list[GroupSizeChoice] = dataclasses.field(default_factory=list)
 
 
@@ -74,53 +74,54 @@ class FirstLine:
 
 @dataclass(frozen=True)
 class StepLine:
-    """A step's line of a ledger; earlier versions left some of it out."""
+    """The line of a step in a ledger; earlier versions left out some fields."""
 
     __pydantic_config__: ClassVar[Any] = CHECKED
     step: int
-    """From 0."""
+    """Number of the step, from 0."""
     event: StepEvent | None
-    """What the step is to the accountant; null: it has no noise."""
+    """The accountant's event of the step; null without noise."""
     chain: Digest
-    """sha256 of the link before in hex, followed by this line's bytes up to this field."""
+    """sha256 of the previous line's chain in hex, followed by this line's bytes up to this
+    field."""
     sampling_run: SamplingName | None = None
     sampling_accounted: SamplingName | None = None
     epsilon: Number | None = None
-    """Of all steps so far, as it was shown; null: it was not."""
+    """Epsilon of all steps so far, if it was shown; else null."""
     gradient_sha256: str | None = None
-    """Of what the step released."""
+    """Digest of the numbers that the step released."""
     noise_row: str | None = None
     """Keyed digest of the step's row of correlated noise."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run ended with and claims, beside the fields of its plan."""
+    """Results and claim of a run, beside the fields of its plan."""
 
     __pydantic_config__: ClassVar[Any] = {**CHECKED, "extra": "ignore"}
     epsilon: Number
-    """That the ledger's events cost, with all steps that were planned, before `slack`."""
+    """Epsilon of the ledger's events, with all planned steps, without `slack`."""
     epsilon_holds: str
-    """What epsilon holds under: `adjacency`, or why it is no guarantee."""
+    """The value of `adjacency`, or the reason why epsilon is no guarantee."""
     adjacency: str
-    """In words."""
+    """The adjacency in words."""
     delta: float
     num_steps: int
     steps_done: int
     final_eval_loss: Loss | None = None
-    """On held-out users, in nats per token; nan: not evaluated after the last step."""
+    """Loss on held-out users, in nats per token; nan if not evaluated after the last step."""
     initial_eval_loss: Loss | None = None
     slack: Distance | None = None
     privacy_unit: Literal["user"] = "user"
     gradient_noise_multiplier: float | None = None
-    """What the gradient got, beside what a step releases with it."""
+    """Noise multiplier of the gradient alone, if a step releases more than its gradient."""
     ledger_chain: str = ""
-    """The last link of the ledger."""
+    """Chain of the last line of the ledger."""
     resumed_elsewhere: int = 0
-    """How often a process resumed the run where bits may be others."""
+    """Number of times that a process resumed the run where its bits may differ."""
     final_clip_norm: float | None = None
     lost_steps: int = 0
-    """Steps that were paid for, and whose gradient was lost to a crash."""
+    """Number of steps that count for epsilon, but whose gradient was lost to a crash."""
     params_sha256: str = ""
     gradients_computed: int | None = None
     wall_seconds: float | None = None
@@ -128,7 +129,7 @@ class Summary:
 
 
 def check(kind: type, record: Any) -> None:
-    """Raises ValueError: a record of JSON is none of `kind`; the line names the field."""
+    """Raise ValueError, naming the field, if a JSON record is not of `kind`."""
     try:
         _adapter(kind).validate_json(json.dumps(record))
     except ValidationError as error:
@@ -141,12 +142,15 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """The JSON Schemas of plan, ledger (of each line) and summary, by name."""
+    """JSON Schemas by name: of plan, ledger (of each line) and summary."""
     plan, parts = _flat_schema()
     ledger = _adapter(FirstLine | StepLine).json_schema()
     summary = _adapter(Summary).json_schema()
-    own = {**plan, "properties": {n: v for n, v in plan["properties"].items() if n != "adjacency"}}
-    own["required"] = [name for name in plan["required"] if name != "adjacency"]
+    shared = {
+        **plan,
+        "properties": {n: v for n, v in plan["properties"].items() if n != "adjacency"},
+    }
+    shared["required"] = [name for name in plan["required"] if name != "adjacency"]
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     closed = {"unevaluatedProperties": False}
     defs = {**parts, **ledger.pop("$defs"), "Plan": {**plan, **closed}}
@@ -157,7 +161,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         "summary": {
             **dialect,
             "title": "summary.json",
-            "allOf": [own, {n: v for n, v in summary.items() if n != "$defs"}],
+            "allOf": [shared, {n: v for n, v in summary.items() if n != "$defs"}],
             **closed,
             "$defs": {**parts, **summary["$defs"]},
         },
@@ -165,7 +169,7 @@ def schemas() -> dict[str, dict[str, Any]]:
 
 
 def _flat_schema() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a plan in JSON, where fields of options stand beside the plan's, and of its
+    """Schema of a plan's flat JSON, where options' fields stand beside the plan's, and its
     parts."""
     schema = plans().json_schema(by_alias=True)
     parts = schema.pop("$defs")
@@ -178,12 +182,12 @@ def _flat_schema() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _always(name: str, of: dict[str, Any]) -> bool:
-    """Whether a field is written whatever its value is."""
+    """True if a field is written for every value."""
     return name not in LEFT_OUT_AT or ("const" in of and of["const"] != LEFT_OUT_AT[name])
 
 
 def main(place: str) -> None:
-    """Write the schemas, a file each."""
+    """Write each schema to a file in the directory `place`."""
     make_directory(Path(place))
     for name, schema in schemas().items():
         write_json(Path(place) / f"{name}.json", schema)

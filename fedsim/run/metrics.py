@@ -1,6 +1,6 @@
-"""Metrics of a run: `metrics.jsonl`, which is the truth, and TensorBoard event files beside it.
+"""Metrics of a run: `metrics.jsonl`, which is authoritative, and TensorBoard event files.
 
-Whatever is computed from private data without noise has a name under `non_private/`.
+Metrics that are computed from private data without noise are named `non_private/...`.
 """
 
 import json
@@ -23,21 +23,21 @@ DIRECTORY = "tb"
 
 
 class Metrics:
-    """Both places where metrics are written. Steps that are run again after a crash replace what
-    was logged of them."""
+    """Writes metrics to both places. Steps that are repeated after a crash replace their
+    metrics."""
 
     def __init__(self, run_dir: Path, last_step: int = -1):
-        """Continue after `last_step`: what was logged of later steps is dropped."""
+        """Continue after `last_step`, and drop the metrics of later steps."""
         path = run_dir / FILE
         kept = [line for line in read(run_dir) if line["step"] <= last_step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._file = open(path, "a")
         self._events = EventFileWriter(str(run_dir / DIRECTORY))
-        # Tells TensorBoard to forget what an earlier process logged from here on.
+        # Tells TensorBoard to drop events of later steps, which an earlier process logged.
         self._add(last_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Scalars after `step` steps."""
+        """Log scalars, by name, after `step` steps."""
         record = {name: to_json(value) for name, value in values.items()}
         with named(Path(self._file.name)):
             self._file.write(json.dumps({"step": step, **record}) + "\n")
@@ -46,7 +46,7 @@ class Metrics:
         self._add(step, summary=Summary(value=scalars))
 
     def table(self, name: str, values: dict[str, Any]) -> None:
-        """Names and values, shown as a table."""
+        """Log names and values as a table."""
         rows = "".join(f"| {key} | {value} |\n" for key, value in values.items())
         markdown = "| setting | value |\n|---|---|\n" + rows
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
@@ -56,7 +56,7 @@ class Metrics:
         self._add(0, summary=Summary(value=[value]))
 
     def hparams(self, values: dict[str, Any]) -> None:
-        """The settings, for TensorBoard's table of runs."""
+        """Log settings for TensorBoard's table of runs."""
         shown = {
             k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()
         }
@@ -68,7 +68,7 @@ class Metrics:
         self._events.close()
 
     def flush(self) -> None:
-        """Hand TensorBoard what there is so far."""
+        """Write buffered events to TensorBoard's file."""
         self._events.flush()
 
     def _add(self, step: int, **content: Any) -> None:
@@ -76,7 +76,11 @@ class Metrics:
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of metrics.jsonl. Raises: FileDamaged."""
+    """All records of metrics.jsonl, each with its `step`.
+
+    Raises:
+      FileDamaged: a line is damaged.
+    """
     lines = whole_lines(run_dir / FILE)
     if not all(isinstance(line.get("step"), int) for line in lines):
         raise FileDamaged(f"{run_dir / FILE}: expected a step in every line")

@@ -1,4 +1,5 @@
-"""Where a model comes from: a size, a pretrained model, or a run; and what a run trains of it."""
+"""The model that a run starts from (a size, a pretrained model or a run), and the task it
+trains."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,25 +29,32 @@ from fedsim.run import checkpoint, directory
 from fedsim.run.directory import StoredRun
 from fedsim.run.terminal import Terminal
 
-DEEP = 6  # layers from which on compiling each of them takes longer than the loop costs
+DEEP = 6  # from so many layers on, a loop over stacked layers saves more in compiling than it costs
 
 
 class FirstState(NamedTuple):
-    """A task, and the state of its training before the first step."""
+    """A task, and its parameters before the first step."""
 
     task: LanguageModelTask
     params: Any
-    """What is trained: the whole model, or its adapters."""
+    """The trained parameters: those of the whole model, or its adapters."""
 
 
 FRESH = "0: fresh models are trained whole; adapters take a pretrained --model"
 
 
 def find_model(source: str, console: Terminal | None = None) -> Pretrained | None:
-    """The model that `source` names; None for a size, whose parameters are fresh.
+    """Load the model that `source` names.
 
-    Args: console: is shown how far it has come.
-    Raises: ConfigError: there is none, or it cannot be used.
+    Args:
+      source: a size such as micro, hf:NAME, a directory, a GGUF file, or a run's directory.
+      console: shows the progress.
+
+    Returns:
+      None for a size, whose parameters are fresh.
+
+    Raises:
+      ConfigError: there is no such model, or it cannot be used.
     """
     if source in PRESETS:
         return None
@@ -64,9 +72,10 @@ def find_model(source: str, console: Terminal | None = None) -> Pretrained | Non
 
 
 def model_of_run(run_dir: Path) -> Pretrained:
-    """The model of a run's last checkpoint; adapters are merged into theirs.
+    """The model of a run's last checkpoint, with adapters merged.
 
-    Raises: ConfigError: there is no checkpoint, or the adapters' model is not what it was.
+    Raises:
+      ConfigError: there is no checkpoint, or the model of the adapters has changed.
     """
     config, params, base = parts_of_run(run_dir)
     if base is not None:
@@ -81,10 +90,13 @@ def model_of_run(run_dir: Path) -> Pretrained:
 
 
 def files_of_run(run_dir: Path, base: Pretrained | None) -> Path | None:
-    """The directory with the files of the model that a run started from: its own copy, or, of a run
-    of an earlier version with adapters, that of their model.
+    """Directory with the files of the model that a run started from.
 
-    Raises: FileDamaged: one was changed since.
+    Args:
+      base: the model of a run's adapters; runs of earlier versions have no copy of its files.
+
+    Raises:
+      FileDamaged: a file was changed.
     """
     if not (stored := directory.load(run_dir)).files:
         return base and base.files
@@ -93,7 +105,14 @@ def files_of_run(run_dir: Path, base: Pretrained | None) -> Path | None:
 
 
 def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | None]:
-    """(config, parameters of the last checkpoint, the model they are adapters of, if they are)."""
+    """The model of a run in parts.
+
+    Returns:
+      Its configuration; the parameters of the last checkpoint; the model that they adapt, or None.
+
+    Raises:
+      ConfigError: there is no checkpoint, or no language model in it.
+    """
     stored = directory.load(run_dir)
     path = checkpoint.latest(run_dir)
     if path is None:
@@ -110,14 +129,15 @@ def parts_of_run(run_dir: Path) -> tuple[TransformerConfig, Any, Pretrained | No
 
 
 def model_sha256(model: Pretrained | None) -> str | None:
-    """The digest of a model's parameters, by which a resumed run knows it; None for fresh ones."""
+    """Digest of a model's parameters, which a resumed run compares; None for fresh parameters."""
     return model and checkpoint.params_sha256(model.params)
 
 
 def load_data(
     config: DataConfig, model: Pretrained | None, progress: Callable[[str], None]
 ) -> Dataset:
-    """A run's data; texts that are not tokenised yet become the model's own tokens."""
+    """Load a run's data; texts that are not tokenised yet are tokenised by the model's
+    tokenizer."""
     options = config.options
     if model is not None and model.tokenizer is not None and not corpora.is_built(config.source):
         options.setdefault("tokenizer", str(model.tokenizer))
@@ -125,26 +145,29 @@ def load_data(
 
 
 def local_steps_of(run: RunConfig) -> LocalSteps | None:
-    """The users' own SGD that a run asks for, or None."""
+    """Local SGD steps of each user; None if the run uses plain gradients."""
     if run.local_steps == 1:
         return None
     return LocalSteps(run.local_steps, run.local_learning_rate)
 
 
 def expect_language_model(stored: StoredRun) -> None:
-    """Raises ConfigError: the run's model is a task of the user's own."""
-    if own := stored.model.get("task"):
+    """Raise ConfigError if the run trained a custom task instead of a language model."""
+    if task := stored.model.get("task"):
         expected = "a run of a language model, found the task"
-        raise ConfigError.of("run_dir", stored.run.run_dir, f"{expected} {own}")
+        raise ConfigError.of("run_dir", stored.run.run_dir, f"{expected} {task}")
 
 
 def make_task(
     run: RunConfig, model: Pretrained | None, data: Dataset, key: jax.Array
 ) -> FirstState:
-    """The task of a run, and the parameters it starts from.
+    """The task of a run, and the parameters that it starts from.
 
-    Args: key: of fresh parameters.
-    Raises: ConfigError: data and model do not fit, or there is nothing to adapt.
+    Args:
+      key: of fresh parameters.
+
+    Raises:
+      ConfigError: data and model do not fit, or there is no model to adapt.
     """
     wanted, rank = run.model, run.model.lora_rank
     expect("lora_rank", rank, rank == 0 or model is not None, FRESH)
@@ -173,17 +196,18 @@ def make_task(
 
 
 def check_fit(run: RunConfig, model: Pretrained, data: Dataset) -> None:
-    """Raises ConfigError unless the data are the model's own tokens, and not too long for it."""
+    """Raise ConfigError if the data have another tokenizer than the model, or too long examples."""
     expected = f"a model with a {pretrained.TOKENIZER}"
     if model.tokenizer is None:
         raise ConfigError.of("model", run.model.source, expected)
-    own = Tokenizer.load(model.tokenizer)
-    found = data.metadata.get("tokenizer", {})
+    tokenizer = Tokenizer.load(model.tokenizer)
+    stored = data.metadata.get("tokenizer", {})
     build = f"fedsim data build ... --tokenizer {model.tokenizer}"
     expect(
         "data",
-        f"{run.data.source} (tokens of {found.get('name', 'another tokenizer')})",
-        found.get("sha256") == own.sha256 and own.vocab_size <= model.config.vocab_size,
+        f"{run.data.source} (tokens of {stored.get('name', 'another tokenizer')})",
+        stored.get("sha256") == tokenizer.sha256
+        and tokenizer.vocab_size <= model.config.vocab_size,
         f"tokens of model={run.model.source}, as {build} gives",
     )
     length, longest = data.train.max_length, model.config.table

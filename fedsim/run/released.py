@@ -1,9 +1,9 @@
-"""What the steps since the last checkpoint released, kept so that it is never computed twice.
+"""The released numbers of the steps since the last checkpoint, so that none is computed twice.
 
-A step that is run again, after a crash, on another host or with other packages, may come to another
-gradient; under the same noise, two gradients would give their difference away. So what a step
-releases is written before the ledger says that it was released, and a step that is in the ledger is
-taken from here if its bits would be others. A file goes when a checkpoint makes it needless.
+A step that is repeated after a crash, on another host or with other packages, may give a gradient
+with other bits; two gradients under the same noise would reveal their difference. So the numbers of
+a step are written before the ledger notes its release, and a repeated step whose bits differ takes
+them from here. A file is removed once a checkpoint covers its step.
 """
 
 from pathlib import Path
@@ -20,31 +20,35 @@ from fedsim.run.ledger import gradient_sha256
 
 DIRECTORY = "released"
 MOST_BYTES = 2**28
-"""Of a step's numbers: larger ones are not kept, for writing them would take as long as a step."""
+"""Largest size of a step's numbers that is kept: writing more would take as long as a step."""
 
 
 class Step(NamedTuple):
-    """What a step releases."""
+    """The numbers that a step releases."""
 
     noisy: NoisyMean
     clip_norm: float
     """C of the next step."""
     loss: float | None = None
-    """Its training loss, with noise; None: it is not released."""
+    """The step's training loss with noise; None if it is not released."""
 
 
 def digest(step: Step) -> str:
-    """What the ledger has of a step's release."""
+    """The `gradient_sha256` of a step's release in the ledger."""
     noisy, clip_norm, loss = step
     beside = (np.float64(clip_norm), *(() if loss is None else (np.float64(loss),)))
     return gradient_sha256((noisy.numbers, *beside))
 
 
 def keep(run_dir: Path, step: int, what: Step) -> bool:
-    """Write what `step` releases; durable when this returns. Returns: False: it is too large."""
+    """Write what `step` releases; durable when this returns.
+
+    Returns:
+      False if it is too large to be kept.
+    """
     noisy = what.noisy
     leaves = jax.tree.leaves(noisy.numbers)
-    if sum(leaf.size for leaf in leaves) > MOST_BYTES:  # a byte each at least
+    if sum(leaf.size for leaf in leaves) > MOST_BYTES:  # a number takes at least a byte
         return False
     arrays = [_narrow(leaf) for leaf in leaves]
     if sum(array.nbytes for array in arrays) > MOST_BYTES:
@@ -58,23 +62,28 @@ def keep(run_dir: Path, step: int, what: Step) -> bool:
 
 
 def kept(run_dir: Path, step: int, like: NoisyMean, sha256: str) -> Step | None:
-    """What `step` released, if it is there and of this digest.
+    """The kept release of `step`.
 
-    Args: like: of the same shapes and types.
+    Args:
+      like: a release with the same shapes and types.
+      sha256: its digest in the ledger.
+
+    Returns:
+      None if there is none, or one with another digest.
     """
     try:
         record: Any = serialization.msgpack_restore(_path(run_dir, step).read_bytes())
         leaves, treedef = jax.tree.flatten(like.numbers)
         arrays = [record["arrays"][str(i)].astype(leaf.dtype) for i, leaf in enumerate(leaves)]
-    except Exception:  # there is none, or something else: MessagePack's errors have no type
+    except Exception:  # no file, or a damaged one: MessagePack's errors have no common type
         return None
     noisy = NoisyMean(jax.tree.unflatten(treedef, arrays), record["unit"])
-    found = Step(noisy, record["clip_norm"], record.get("loss"))
-    return found if digest(found) == sha256 else None
+    release = Step(noisy, record["clip_norm"], record.get("loss"))
+    return release if digest(release) == sha256 else None
 
 
 def drop(run_dir: Path, before: int) -> None:
-    """Remove what the steps before this one released: a checkpoint has it."""
+    """Remove the releases of the steps before this one, which a checkpoint covers."""
     for path in (run_dir / DIRECTORY).glob("step-*.msgpack"):
         if path.stem < checkpoint.stem(before):
             path.unlink()
@@ -85,6 +94,6 @@ def _path(run_dir: Path, step: int) -> Path:
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:
-    """The same whole numbers in the smallest type that holds them."""
+    """Whole numbers in the smallest integer type that holds them."""
     most = max(abs(int(array.max(initial=0))), abs(int(array.min(initial=0))))
     return array.astype(np.min_scalar_type(-most - 1))

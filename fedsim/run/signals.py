@@ -1,4 +1,4 @@
-"""Stopping between two steps, or at once and tidily, when the system asks for it."""
+"""Signals to stop: finish the step and save it, or clean up and end at once."""
 
 import signal
 import threading
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
-"""SIGPIPE is none of them: Python ignores it, and a run whose reader has gone trains on."""
-REPEATED = signal.SIGXCPU  # by the kernel, for every second above the limit of processor time
-ECHO_S = 0.5  # `timeout` sends its signal to the process and to its group: twice, at once
+"""Without SIGPIPE: Python ignores it, and a run whose reader has ended continues to train."""
+REPEATED = signal.SIGXCPU  # sent by the kernel for every second above the limit of processor time
+ECHO_S = 0.5  # `timeout` signals the process and its group: two signals at once are one
 
 
 _asked, _depth = threading.Event(), 0
@@ -17,11 +17,11 @@ _asked, _depth = threading.Event(), 0
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """Each of STOPS ends what is inside as Ctrl-C does, so that it clears up behind itself.
+    """Let each signal of STOPS raise KeyboardInterrupt in the block, so that it cleans up.
 
-    What runs at that moment may eat the KeyboardInterrupt, as callbacks of the garbage collector
-    and half of an import do, or make another exception of it: so it is remembered, and an exception
-    that leaves what is inside is taken for the KeyboardInterrupt; see `heed`.
+    Code that runs at that moment may swallow the KeyboardInterrupt, as callbacks of the garbage
+    collector and imports do, or turn it into another exception. So the signal is remembered: any
+    exception that leaves the block then becomes KeyboardInterrupt; see `heed`.
     """
     global _depth
 
@@ -44,28 +44,30 @@ def terminated() -> Iterator[None]:
 
 
 def heed() -> None:
-    """Raises KeyboardInterrupt if a signal to stop has come that was meant to raise it."""
+    """Raise KeyboardInterrupt if a stop signal arrived but its exception was swallowed."""
     if _asked.is_set():
         raise KeyboardInterrupt
 
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """An event that a signal to stop sets, so that the step under way is finished and saved.
+    """Yield an event that a stop signal sets, so that the current step is finished and saved.
 
-    Installed after Ray has started: Ray puts its own handler in place.
+    To be entered after Ray has started, because Ray installs a handler of its own.
     """
     heed()
     stop = threading.Event()
     with _at_first(stop.set):
-        heed()  # or it came just now
+        heed()  # a signal may have come just before
         yield stop
 
 
 @contextmanager
 def _at_first(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` at the first signal to stop; a second one does what it would have done without
-    this. One that was ignored, as by `nohup`, stays ignored."""
+    """Call `act` at the first stop signal; a second one has its former effect.
+
+    A signal that was ignored, as by `nohup`, stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,7 +78,7 @@ def _at_first(act: Callable[[], None]) -> Iterator[None]:
     def handle(number, frame):
         nonlocal first
         now = time.monotonic()
-        if number == REPEATED:  # it would end what is left to be done, once this is over, too
+        if number == REPEATED:  # else its next repetition would kill the process while it saves
             signal.signal(number, signal.SIG_IGN)
         if first is None:
             first = now

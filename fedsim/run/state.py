@@ -1,7 +1,7 @@
-"""Where a run is: what a resumed run goes on from.
+"""The state of a run between two steps, from which it resumes.
 
-Checkpoints have what may be published. What sizes of draws can be read off, and losses of held-out
-users, are in `progress.json`, for the owner of the run alone.
+Checkpoints have the part that may be published. Values that reveal sizes of draws, and losses of
+held-out users, are in `progress.json`, which is for the owner of the run alone.
 """
 
 import dataclasses
@@ -18,44 +18,48 @@ from fedsim.run.console import Console
 PROGRESS = "progress.json"
 KEEP = checkpoint.KEEP + 1  # the last one's checkpoint may not be there yet
 REALISED = ("gradients_computed", "wall_seconds")
-"""Fields of a state that follow from sizes of draws."""
+"""Fields of a state that reveal sizes of draws."""
 LOSSES = ("initial_eval_loss", "eval_loss", "evaluated")
 APART = REALISED + LOSSES
-"""What is in no checkpoint."""
+"""Fields of a state that are in progress.json, and in no checkpoint."""
 
 
 @dataclasses.dataclass
 class State:
-    """Everything that a resumed run needs."""
+    """Everything that resuming needs."""
 
     params: Any
     opt_state: Any
     average: Any = None
-    """Of the parameters so far, which is released instead of them; None: no average."""
+    """Running average of the parameters, which is released instead of them; None without one."""
     step: int = 0
     lost_steps: int = 0
-    """Steps that were released and paid for, and whose gradient was lost to a crash."""
+    """Number of steps that count for epsilon, but whose gradient was lost to a crash."""
     resumed_elsewhere: int = 0
-    """How often steps were taken by a process that resumed the run where bits may be others."""
+    """Number of times that a process resumed the run where its bits may differ."""
     gradients_computed: int = 0
     wall_seconds: float = 0.0
     clip_norm: float = math.nan
-    """C of the next step, which moves where the plan says so."""
+    """C of the next step; it changes if the plan adapts it."""
     initial_eval_loss: float = math.nan
     eval_loss: float = math.nan
     evaluated: int = -1
-    """The step after which eval_loss was computed."""
+    """Step after which eval_loss was computed."""
     chain: str = ""
-    """Of the ledger after the step; empty: there is no ledger, or it is not known."""
+    """Chain of the ledger after the step; empty without a ledger, or if it is not known."""
 
     @property
     def released(self) -> Any:
-        """The parameters that are evaluated and handed out."""
+        """The parameters that are evaluated and exported."""
         return checkpoint.released(vars(self))
 
 
 def restored(run_dir: Path, state: State, console: Console) -> State:
-    """The last checkpoint, or the state as it is if there is none."""
+    """The state of the last checkpoint, or `state` if there is none.
+
+    Raises:
+      CheckpointError: a checkpoint was changed, or is of another run.
+    """
     kept = checkpoint.kept(run_dir)
     if not kept:
         return state
@@ -75,9 +79,10 @@ def restored(run_dir: Path, state: State, console: Console) -> State:
 
 
 def save(run_dir: Path, step: int, state: dict[str, Any]) -> None:
-    """Write a checkpoint, and first, beside it, what does not belong there.
+    """Write progress.json, then a checkpoint.
 
-    Args: state: the fields of a `State`.
+    Args:
+      state: the fields of a `State`.
     """
     steps = _steps(run_dir)
     steps[str(step)] = {name: state[name] for name in APART}
@@ -86,30 +91,35 @@ def save(run_dir: Path, step: int, state: dict[str, Any]) -> None:
 
 
 def apart(run_dir: Path, step: int) -> dict[str, Any]:
-    """The fields of `APART` after a step; none where the file was removed."""
-    found = _steps(run_dir).get(str(step), {})
-    return {name: found[name] for name in APART if name in found}
+    """The fields of `APART` after a step; empty if progress.json was removed."""
+    fields = _steps(run_dir).get(str(step), {})
+    return {name: fields[name] for name in APART if name in fields}
 
 
 def _steps(run_dir: Path) -> dict[str, dict[str, Any]]:
     try:
         steps = read_json(run_dir / PROGRESS).get("steps")
-    except (FileNotFoundError, FileDamaged):  # counters, on which nothing depends
+    except (FileNotFoundError, FileDamaged):  # no guarantee depends on these values
         return {}
     return steps if isinstance(steps, dict) else {}
 
 
 def _published(state: dict[str, Any]) -> dict[str, Any]:
-    """What a run goes on from, and may be published."""
+    """The fields of a state that may be published."""
     return {name: value for name, value in state.items() if name not in (*APART, "chain")}
 
 
 def results(state: dict[str, Any]) -> dict[str, Any]:
-    """What `summary.json` says of a state. Args: state: the fields of a `State`, or those of its
-    checkpoint and what there is beside it."""
+    """The fields of `summary.json` that follow from a state.
+
+    Args:
+      state: the fields of a `State`, or those of a checkpoint and of `apart`.
+    """
     losses: dict[str, Any] = {}
     if all(name in state for name in LOSSES):
-        evaluated = state["evaluated"] == state["step"]  # not, if the run was stopped in between
+        evaluated = (
+            state["evaluated"] == state["step"]
+        )  # false for a run that was stopped in between
         losses = {
             "initial_eval_loss": to_json(float(state["initial_eval_loss"])),
             "final_eval_loss": to_json(float(state["eval_loss"]) if evaluated else math.nan),
@@ -117,7 +127,7 @@ def results(state: dict[str, Any]) -> dict[str, Any]:
     counted = {name: state[name] for name in REALISED if name in state}
     if "wall_seconds" in counted:
         counted["wall_seconds"] = round(counted["wall_seconds"], 3)
-    elsewhere = "resumed_elsewhere"  # of earlier versions' checkpoints none has it
+    elsewhere = "resumed_elsewhere"  # checkpoints of earlier versions lack it
     return {
         **({elsewhere: int(state[elsewhere])} if elsewhere in state else {}),
         "final_clip_norm": float(state["clip_norm"]),

@@ -1,8 +1,9 @@
-"""Lines for a terminal: notes and phases, which go to stderr, and tables.
+"""Notes and progress of long phases on stderr; text and tables that fit the terminal.
 
-Imports nothing that takes time: the first line of a command is there at once.
+Imports nothing slow, so that the first line of a command appears at once.
 """
 
+import shutil
 import sys
 import textwrap
 import threading
@@ -15,13 +16,13 @@ from rich.console import Console as RichConsole
 
 from fedsim.errors import printable
 
-REFRESH_S = 0.5  # of a line that is written over
-LINES_S = (3.0, 10.0, 30.0)  # in a log: a line after each of these, and then every thirty seconds
+REFRESH_S = 0.5  # between two updates of a progress line
+LINES_S = (3.0, 10.0, 30.0)  # a log gets a line after these times, then every thirty seconds
 
 
 class _Stderr:
-    """The stderr of the moment. What cannot be written there is lost: that nobody reads any more,
-    or that a log is full, ends no run."""
+    """The current sys.stderr. Failed writes are ignored: a closed pipe or a full disk must not end
+    a run."""
 
     def write(self, text: str) -> int:
         with suppress(OSError, ValueError, AttributeError):  # none, or closed
@@ -37,20 +38,20 @@ class _Stderr:
 
 
 class Phase:
-    """Something that takes its time."""
+    """Progress of an operation that takes long."""
 
     def __init__(self, what: str):
         self.what = what
         self._done, self._of, self._began = 0, 0, time.monotonic()
 
     def at(self, done: int, of: int) -> None:
-        """So much is done. A count that begins again counts something else: time does, too."""
+        """Report progress. A count that restarts also restarts the clock."""
         if done < self._done or of != self._of:
             self._began = time.monotonic()
         self._done, self._of = done, of
 
     def line(self) -> str:
-        """How far it has come, and how long it will take."""
+        """Progress and remaining time in one line."""
         seconds, done, of = time.monotonic() - self._began, self._done, self._of
         if not of:
             return f"{self.what}: {seconds:.0f} s"
@@ -59,18 +60,23 @@ class Phase:
 
 
 class Terminal:
-    """Writes to stderr."""
+    """Notes and phases on stderr."""
 
     def __init__(self):
-        # In a notebook rich would make a display of every line.
+        # rich would make a separate output of every line in a notebook.
         file = cast(TextIO, _Stderr())
         self._out = RichConsole(file=file, highlight=False, emoji=False, force_jupyter=False)
         self._show: Callable[[str], None] | None = None
-        """What writes a phase over the line in which steps are shown, where there is one."""
+        """Shows a phase in the progress bar of the steps, while there is one."""
 
     def note(self, text: str, *, indent: int = 0) -> None:
-        """One line; on a terminal as many as it takes, the others `indent` columns from the left.
-        What has no spaces stays whole; control characters are escaped."""
+        """Write a line, wrapped on a terminal.
+
+        Words stay whole; control characters are escaped.
+
+        Args:
+          indent: columns before the second and later lines.
+        """
         text = printable(text)
         if self._out.is_terminal:
             text = textwrap.fill(
@@ -84,9 +90,10 @@ class Terminal:
 
     @contextmanager
     def phase(self, what: str, *, late: bool = False) -> Iterator[Phase]:
-        """Say what is done, and from time to time how far it has come.
+        """Show an operation and its progress while the block runs.
 
-        Args: late: say nothing in a log of what takes less than the first of LINES_S.
+        Args:
+          late: write nothing to a log if the block takes less than the first of LINES_S.
         """
         phase, over = Phase(what), threading.Event()
         if self._show is not None:
@@ -122,8 +129,22 @@ class Terminal:
             show(phase.line())
 
 
+def columns() -> int:
+    """Width of a line on stdout; unlimited where stdout is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+
+
+def wrapped(text: str) -> str:
+    """Sentences broken between words to fit stdout; tables and commands to be copied stay whole."""
+    fitted = textwrap.TextWrapper(columns(), break_on_hyphens=False)
+    return "\n".join(
+        line if "  " in line or "fedsim " in line else fitted.fill(line)
+        for line in text.splitlines()
+    )
+
+
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """A table for the terminal, a line for each row. Control characters in names are escaped."""
+    """Lines of a table with aligned columns; control characters are escaped."""
     shown = [[printable(cell) for cell in row] for row in table]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     return [

@@ -1,8 +1,11 @@
-"""Why anyone should believe a run: `verify` (evidence, replay), `report` (claim), `audit`.
+"""Checks and reports of what a run claims: `verify`, `report`, `audit`, `budget`.
 
-`audit` plants `canaries` and bounds epsilon from below: from guesses (`bounds`), and from
-the noise that is left (`noise_audit`); `pages` writes their pages from `templates`, with the charts
-of `plots`.
+verify       each promise of a run, checked against its files (`evidence`) and by a `replay`
+report       privacy report, model card and registry entry, from the `claim` of the ledger
+audit        attacks: plants `canaries`, and bounds epsilon by guesses (`bounds`) and by the noise
+             in what was released (`noise_audit`)
+budget_page  the privacy budget of users
+pages        Markdown and HTML from `templates/`, and charts
 """
 
 from lazy_loader import attach_stub

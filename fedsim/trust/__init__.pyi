@@ -1,8 +1,6 @@
 from . import bounds as bounds
-from .audit import audit as audit
-from .audit_page import sentence as sentence
+from .audit import audit as audit, sentence as sentence
 from .budget_page import budget as budget, sentences as sentences, table as table
 from .evidence import Check as Check
-from .model_card import CARD as CARD, model_card as model_card
-from .report import report as report
+from .report import CARD as CARD, model_card as model_card, report as report
 from .verify import plan_of as plan_of, verify as verify

@@ -1,13 +1,14 @@
-"""What an attacker really achieves against a training: an empirical lower bound on epsilon.
+"""Audit of a training: attacks that give an empirical lower bound on epsilon.
 
 The training is the user's own command, with canaries among its users, each included by the toss of
-a coin (`canaries`, `lower_bound`); the attacker sees every privatised gradient. A bound above the
-claimed epsilon refutes the claim, with the stated confidence; a bound below it proves nothing, for
-attacks only get better. Beside it the membership attack of Kandpal et al. 2023 on real users: how
-much more likely the trained model finds their texts than the model before.
+a coin (`canaries`, `bounds`); the attacker sees every privatised gradient. A bound above the
+claimed epsilon refutes the claim, with the stated confidence. A bound below it proves nothing,
+because attacks only get better. There is also the membership attack of Kandpal et al. 2023 on real
+users, by how much the training raises the likelihood of their texts.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -28,22 +29,35 @@ from fedsim.run import Console, checkpoint, directory, find_model, ledger, load_
 from fedsim.sampling import examples_per_user, graph_of, median_group_size
 from fedsim.training import train
 from fedsim.trust import bounds
-from fedsim.trust.audit_page import compose
 from fedsim.trust.bounds import Claim, audit_curve, audit_independent, curve_claim
-from fedsim.trust.canaries import POOLS, Planted, coins
+from fedsim.trust.canaries import (
+    POOLS,
+    Planted,
+    PlantedAmongOthers,
+    coins,
+    partners_of,
+    rows_of_users,
+)
 from fedsim.trust.noise_audit import audit_noise
-from fedsim.trust.pages import write
-from fedsim.trust.shared_canaries import PlantedAmongOthers, partners_of, rows_of_users
+from fedsim.trust.pages import Chart, Series, write
 
 NAME = "audit"
 ROWS_AT_ONCE = 16
-MOST_ROWS = 8  # of an attacked user
+MOST_ROWS = 8  # texts of an attacked user
 ALARMS = 0.01
 CURVE_POINTS = 400
 SHARP = 0.01
-"""Of the error probability of a bound: what each of the two tests may err with that take more for
-granted than guessing does. They need no more to see mistakes."""
+"""Share of a bound's error probability for each of the two tests with more assumptions than
+guessing; they find mistakes with as little."""
 PREMISE = "if each gradient canary tells of its own coin alone"
+KINDS = {
+    "gradient": "gradient canaries",
+    "text": "text canaries",
+    "membership": "real users, trained on and held out",
+}
+OF_PRIVACY = {"group_size", "group_size_epsilon"}  # settings of PrivacyConfig that are replaced
+OF_SUMMARY = ("epsilon", "epsilon_holds", "delta", "noise_multiplier", "sampling_run")
+OF_SUMMARY += ("sampling_prob", "num_steps", "planted")
 
 
 def audit(
@@ -55,60 +69,80 @@ def audit(
 ) -> dict[str, Any]:
     """Train with canaries, attack, and write audit.json, .html and .md into the run's directory.
 
-    Raises: as `train`, and ConfigError: the run is one to be resumed.
+    Args:
+      algorithm, privacy, run: the training that is audited.
+      settings: the canaries, and the confidence of the bounds.
+
+    Returns:
+      The content of audit.json, with the path of the page as `html`.
+
+    Raises:
+      ConfigError: as `train`, and for a run that is resumed.
+      EngineError: the workers are lost.
     """
     expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
     data = load_data(run.data, find_model(run.model.source, console), console.note)
     replaced = replacements(algorithm, settings, privacy, run, data)
-    for each in replaced:
-        console.note("{setting}={given} is {used} here: {why}".format(**each))
-    changes = {each["setting"]: each["used"] for each in replaced}
-    own = {
-        name: changes.pop(name) for name in ("group_size", "group_size_epsilon") & changes.keys()
-    }
-    privacy, run = dataclasses.replace(privacy, **own), changed_run(run, **changes)
-    shared, group_size = graph_of(data.train) is not None, privacy.group_size or 1
-    pools = POOLS if algorithm == Algorithm.ELS and not shared else 1
-    rng = SecretKey.create(run.seed, "audit").generator("canaries")
-    of_all = {
-        "num_gradient": settings.gradient_canaries,
-        "num_text": settings.text_canaries,
-        "rows": group_size * pools,
-        "clip_norm": privacy.clip_norm,
-        "included": coins(settings.gradient_canaries + settings.text_canaries, rng),
-        "rng": rng,
-    }
-    planted = Planted(**of_all)
-    if shared:
-        partners, opposed = partners_of(algorithm, privacy.max_changed), algorithm == Algorithm.ULS
-        planted = PlantedAmongOthers(**of_all, partners=partners, opposed=opposed)
+    for change in replaced:
+        console.note("{setting}={given} is {used} here: {why}".format(**change))
+    changes = {change["setting"]: change["used"] for change in replaced}
+    ours = {name: changes.pop(name) for name in OF_PRIVACY & changes.keys()}
+    privacy, run = dataclasses.replace(privacy, **ours), changed_run(run, **changes)
+    planted = plant(algorithm, settings, privacy, run.seed, data)
     summary = train(algorithm, privacy, run, console, plant=planted)
     console.note("attacking")
-    newest = checkpoint.latest(run.run_dir)
-    assert newest is not None, "a run that ended has a checkpoint"
+    newest, plan = checkpoint.latest(run.run_dir), directory.load(run.run_dir).plan
+    assert newest is not None and plan is not None, "a run that ended has both"
     phases, delta = ledger.phases(ledger.read(run.run_dir)), summary["delta"]
-    plan = directory.load(run.run_dir).plan
-    assert plan is not None, "a run of train has one"
     claim = _claim(claimed_phases(plan, phases), delta)
-    found = attack(planted, checkpoint.load_params(newest), data, settings, delta, claim)
+    attacks = attack(planted, checkpoint.load_params(newest), data, settings, delta, claim)
     if phases is not None:
         bound = audit_noise(planted.noise, phases, delta, SHARP * (1 - settings.confidence))
-        found["noise"] = dataclasses.asdict(bound)
+        attacks["noise"] = dataclasses.asdict(bound)
     result = {
         "run_dir": str(run.run_dir),
         "algorithm": str(algorithm),
-        **{name: summary[name] for name in ("epsilon", "epsilon_holds", "delta")},
-        **{name: summary[name] for name in ("noise_multiplier", "sampling_run", "sampling_prob")},
-        **{name: summary[name] for name in ("num_steps", "planted")},
-        "shared": shared,
+        **{name: summary[name] for name in OF_SUMMARY},
+        "shared": isinstance(planted, PlantedAmongOthers),
         "replaced": replaced,
         "confidence": settings.confidence,
-        **found,
+        **attacks,
     }
     result |= judge(result)
     write_json(run.run_dir / f"{NAME}.json", result)
     files = write(run.run_dir, NAME, "audit.md.jinja", **compose(result))
     return {**result, "html": files["html"]}
+
+
+def plant(
+    algorithm: Algorithm,
+    settings: AuditConfig,
+    privacy: PrivacyConfig,
+    seed: int | None,
+    data: Dataset,
+) -> Planted:
+    """The canaries of an audit, with the coins of who is included tossed.
+
+    Args:
+      privacy: with a group size, for els.
+      seed: of the run; None: the coins are secret.
+    """
+    shared, group_size = graph_of(data.train) is not None, privacy.group_size or 1
+    pools = POOLS if algorithm == Algorithm.ELS and not shared else 1
+    rng = SecretKey.create(seed, "audit").generator("canaries")
+    kind = Planted
+    if shared:
+        opposed = algorithm == Algorithm.ULS
+        partners = partners_of(algorithm, privacy.max_changed)
+        kind = functools.partial(PlantedAmongOthers, partners=partners, opposed=opposed)
+    return kind(
+        num_gradient=settings.gradient_canaries,
+        num_text=settings.text_canaries,
+        rows=group_size * pools,
+        clip_norm=privacy.clip_norm,
+        included=coins(settings.gradient_canaries + settings.text_canaries, rng),
+        rng=rng,
+    )
 
 
 def replacements(
@@ -118,12 +152,12 @@ def replacements(
     run: RunConfig,
     data: Dataset,
 ) -> list[dict[str, Any]]:
-    """What an audit's training does otherwise than the user's own: setting, given, used, why."""
-    found = []
+    """Settings that an audit has to change, each a dict of setting, given, used and why."""
+    replaced = []
 
     def replace(setting: str, given: Any, used: Any, why: str) -> None:
         if used != given:
-            found.append({"setting": setting, "given": given, "used": used, "why": why})
+            replaced.append({"setting": setting, "given": given, "used": used, "why": why})
 
     group_size = privacy.group_size
     if group_size is None and algorithm == Algorithm.ELS:
@@ -135,20 +169,25 @@ def replacements(
         scan = f"scan:{min(group_size or 1, 8)}"
         why = "ghost, which auto may choose, does not know gradient canaries"
         replace("strategy", AUTO, scan, why)
-    return found
+    return replaced
 
 
 def judge(result: dict[str, Any]) -> dict[str, Any]:
-    """What the bounds say about the claim.
+    """Compare the bounds with the claim.
 
-    Returns: `holds`: False if the claim is refuted, True if it might have been and was not, None if
-      it could not have been, or if nothing is claimed; `verdict`, in words; `epsilon_lower_bound`
-      and `largest_possible` of all attacks; `canaries_needed`, of one kind, to refute the claim if
-      every coin is guessed right, None if there is no such number.
+    Args:
+      result: epsilon, epsilon_holds, delta and confidence, and the attacks by name.
+
+    Returns:
+      `holds`: False if the claim is refuted; True if it could have been refuted and was not; None
+      if it could not, or if nothing is claimed. `verdict`: the same in words.
+      `epsilon_lower_bound` and `largest_possible`: the largest of all attacks. `canaries_needed`:
+      the number, of one kind, that refutes the claim if every coin is guessed right; None if no
+      number does.
     """
     of_kinds = [result[kind]["bound"] for kind in ("gradient", "text") if result[kind]]
     curves = [each["curve"] for k in ("gradient", "text") if (each := result[k] or {}).get("curve")]
-    found = max((bound["epsilon"] for bound in of_kinds), default=0.0)
+    lower_bound = max((bound["epsilon"] for bound in of_kinds), default=0.0)
     largest = max((bound["largest_possible"] for bound in of_kinds), default=0.0)
     independent = (result["gradient"] or {}).get("independent")
     noise = result.get("noise")
@@ -158,9 +197,9 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
         needed = bounds.canaries_needed(claimed, result["delta"], result["confidence"])
     if math.isinf(claimed):
         holds, verdict = None, "no privacy is claimed"
-    elif label not in (*ADJACENCY.values(), REPRODUCTION):  # a seed takes nothing from an attack
+    elif label not in (*ADJACENCY.values(), REPRODUCTION):  # a known seed does not weaken an attack
         holds, verdict = None, f"nothing is claimed: epsilon is {claimed:.3f} {label}"
-    elif found > claimed:
+    elif lower_bound > claimed:
         holds, verdict = False, f"at most {claimed:.3f} is claimed: THE CLAIM IS REFUTED"
     elif any(curve["refuted"] for curve in curves):
         holds = False
@@ -182,13 +221,17 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     else:
         holds, verdict = True, f"at most {claimed:.3f} is claimed: not refuted"
     return {
-        **{"epsilon_lower_bound": found, "largest_possible": largest, "canaries_needed": needed},
+        **{
+            "epsilon_lower_bound": lower_bound,
+            "largest_possible": largest,
+            "canaries_needed": needed,
+        },
         **{"verdict": verdict, "holds": holds},
     }
 
 
 def _claim(phases: Phases | None, delta: float) -> Claim | None:
-    """The whole curve that a run claims which released this; None without noise."""
+    """The whole trade-off curve that these releases claim; None without noise."""
     if phases is None:
         return None
     epsilons = np.linspace(0, 2 * accounting.epsilon(phases, delta) + 1, CURVE_POINTS)
@@ -203,52 +246,65 @@ def attack(
     delta: float,
     claim: Claim | None = None,
 ) -> dict[str, Any]:
-    """All attacks on one run: {"gradient", "text", "membership"}, None where there is nothing.
+    """Run all attacks on a trained model.
 
-    Args: params: of the trained model; data: without the canaries; claim: the whole curve.
+    Args:
+      params: of the trained model.
+      data: without the canaries.
+      delta: of the claim.
+      claim: the claimed trade-off curve; None without noise.
+
+    Returns:
+      Results by "gradient", "text" and "membership"; None for an attack without targets.
     """
     inner = planted.task_inner
-    found: dict[str, Any] = {"gradient": None, "text": None, "membership": None}
+    results: dict[str, Any] = {"gradient": None, "text": None, "membership": None}
     if planted.num_gradient:
         scores, included = planted.gradient_scores(), planted.gradient_included
-        found["gradient"] = _outcome(scores, included, delta, settings.confidence, claim)
+        results["gradient"] = _outcome(scores, included, delta, settings.confidence, claim)
         if claim is not None:
             significance = SHARP * (1 - settings.confidence)
             independent = audit_independent(scores, included, claim, delta, significance)
-            found["gradient"]["independent"] = dataclasses.asdict(independent)
+            results["gradient"]["independent"] = dataclasses.asdict(independent)
     if planted.num_text:
         task = LanguageModelTask(Dataset(train=planted.texts), inner.config, inner.frozen)
         rows = np.arange(planted.num_text)
         gain = losses(task, planted.first, "train", rows) - losses(task, params, "train", rows)
-        found["text"] = _outcome(gain, planted.text_included, delta, settings.confidence, claim)
+        results["text"] = _outcome(gain, planted.text_included, delta, settings.confidence, claim)
     if settings.attacked_users and data.eval_users is not None:
         task = LanguageModelTask(data, inner.config, inner.frozen)
         inside, outside = (
             user_scores(task, planted.first, params, split, settings.attacked_users)
             for split in ("train", "eval_users")
         )
-        found["membership"] = _membership(inside, outside)
-    return found
+        results["membership"] = _membership(inside, outside)
+    return results
 
 
 def losses(task: Any, params: Any, split: str, rows: np.ndarray) -> np.ndarray:
-    """Loss of each of the examples `rows` [n] of a split, float64 [n]."""
+    """Losses of the examples `rows` [n] of a split, float64 [n]."""
     frozen = () if task.frozen is None else (task.frozen,)
     compute = jax.jit(task.losses)
-    found = []
+    parts = []
     for low in range(0, len(rows), ROWS_AT_ONCE):
-        some = rows[low : low + ROWS_AT_ONCE]
-        padded = np.pad(some, (0, ROWS_AT_ONCE - len(some)), constant_values=-1)
+        chunk = rows[low : low + ROWS_AT_ONCE]
+        padded = np.pad(chunk, (0, ROWS_AT_ONCE - len(chunk)), constant_values=-1)
         batch = task.read(split, padded)
-        found.append(np.asarray(compute(params, batch, *frozen), np.float64)[: len(some)])
-    return np.concatenate([np.zeros(0), *found])
+        parts.append(np.asarray(compute(params, batch, *frozen), np.float64)[: len(chunk)])
+    return np.concatenate([np.zeros(0), *parts])
 
 
 def user_scores(task: Any, first: Any, params: Any, split: str, most: int) -> np.ndarray:
-    """For some users of a split, evenly spaced: by how much their texts' mean loss fell, [users].
+    """Decrease of the mean loss of texts of some users of a split, float64 [users].
 
-    Source: Kandpal et al. 2023, Section 4 (the likelihood ratio to a model before fine-tuning). The
-    texts are the very ones trained on, where theirs are others of the same users: no weaker.
+    The attack is no weaker than that of the source, which takes other texts of the same users: here
+    they are the texts that were trained on.
+
+    Args:
+      first, params: the parameters before and after training.
+      most: number of users, evenly spaced over the split.
+
+    Source: Kandpal et al. 2023, Section 4 (the likelihood ratio to a model before fine-tuning).
     """
     if getattr(task.dataset, split).owners is not None:
         rows = rows_of_users(task.dataset, split, most, MOST_ROWS)
@@ -270,15 +326,15 @@ def _outcome(
     confidence: float,
     claim: Claim | None,
 ) -> dict[str, Any]:
-    """The bounds, each with this confidence, and what a reader sees of the scores."""
+    """The bounds, each with this confidence, and the ROC curve of the scores."""
     bound = bounds.audit(scores, included, delta, confidence)
-    found: dict[str, Any] = {"bound": dataclasses.asdict(bound)}
+    outcome: dict[str, Any] = {"bound": dataclasses.asdict(bound)}
     if claim is not None:
         curve = audit_curve(scores, included, claim, delta, confidence)
-        found["curve"] = dataclasses.asdict(curve)
+        outcome["curve"] = dataclasses.asdict(curve)
     if included.any() and not included.all():
-        found |= _curve(scores[included], scores[~included])
-    return found
+        outcome |= _curve(scores[included], scores[~included])
+    return outcome
 
 
 def _membership(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
@@ -286,10 +342,45 @@ def _membership(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
 
 
 def _curve(inside: np.ndarray, outside: np.ndarray) -> dict[str, Any]:
-    """Area under the curve, the curve, and its height at few false alarms."""
+    """The ROC curve, its area, and the true positive rate at ALARMS false positives."""
     false, true = bounds.roc(inside, outside)
     return {
         "auc": bounds.area(inside, outside),
         "true_positives_at_1_percent": float(true[false <= ALARMS].max()),
         "roc": {"false": false.tolist(), "true": true.tolist()},
     }
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """The result in one line."""
+    bound = f"epsilon is at least {result['epsilon_lower_bound']:.3f}"
+    return f"{bound} (confidence {result['confidence']:g} for each bound); {result['verdict']}"
+
+
+def compose(result: dict[str, Any]) -> dict[str, Any]:
+    """Values for the template audit.md.jinja."""
+    attacks = {title: result[kind] for kind, title in KINDS.items() if result[kind]}
+    return {
+        "title": "Audit of a training",
+        "sentence": sentence(result),
+        "attacks": attacks,
+        "independent": (result["gradient"] or {}).get("independent"),
+        "noise": result.get("noise"),
+        "shared": result.get("shared"),
+        "replaced": result["replaced"],
+        "charts": [
+            _roc(name, attack["roc"]) for name, attack in attacks.items() if "roc" in attack
+        ],
+    }
+
+
+def _roc(attack: str, roc: dict[str, list[float]]) -> Chart:
+    return Chart(
+        f"{attack}: recognised against wrongly suspected",
+        "share suspected, of those left out",
+        "share suspected, of those included",
+        [
+            Series("attack", roc["false"], roc["true"]),
+            Series("guessing", [0, 1], [0, 1], dashed=True),
+        ],
+    )

@@ -1,7 +1,7 @@
-"""Lower bounds on epsilon from the guesses of a single run. Pure statistics: knows nothing of runs.
+"""Lower bounds on epsilon from guesses about canaries in a single run; pure statistics.
 
 Each of many canaries was included or left out by the toss of a coin. More correct guesses of the
-coins than (epsilon, delta)-DP allows refute it. Three bounds, each of which takes more for granted
+coins than (epsilon, delta)-DP allows refute it. There are three bounds, each with more assumptions
 than the one before:
 
 1. `audit`: of one pair (epsilon, delta), whatever the mechanism (Steinke, Nasr and Jagielski 2023).
@@ -38,36 +38,39 @@ from scipy import optimize, special, stats
 from fedsim.accounting import gaussian_epsilon
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Of the canaries, how many are guessed; the surest ones. The rest is abstained from."""
+"""Fractions of canaries to guess, most confident first; the rest are abstentions."""
 LARGEST = 100.0
 MOST_CANARIES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A bound: with this confidence, the run was (epsilon, delta)-DP for no smaller epsilon."""
+    """With this confidence, the run was (epsilon, delta)-DP for no smaller epsilon."""
 
     epsilon: float
     confidence: float
     canaries: int
     included: int
     guesses: int
-    """The number of guesses that gives the best bound."""
+    """Number of guesses of the best bound."""
     correct: int
     largest_possible: float
-    """What it would have been with every guess right: no claim above this can be refuted."""
+    """The bound if every guess were right: no larger claim can be refuted."""
 
 
 def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """How probable (epsilon, delta)-DP can make so many correct guesses at most.
+    """Largest probability of so many correct guesses under (epsilon, delta)-DP.
 
-    Exact for delta = 0: randomised response makes them that probable. With delta it is the bound of
-    the theorem, which may be larger than what any attack achieves. Compared with exact linear
-    programming it was found too small in 238 of 3,779 cases, where it is 0.71 or more: far above
-    every significance that is asked for, so that no bound on epsilon follows from it.
+    Exact for delta = 0, where randomised response attains it. With delta it is the bound of the
+    theorem, which no attack may attain. Compared with exact linear programming it was too small in
+    238 of 3,779 cases, in all of which it is 0.71 or more: far above any significance that is used,
+    so that no bound on epsilon follows from them.
+
     Args:
       canaries: m; each was included with probability 1/2, independently.
-      guesses: r, decided on before the run; correct: v of them were right.
+      guesses: r, decided before the run.
+      correct: v, how many of them were right.
+
     Source: Steinke et al. 2023, Theorem 5.2 (the guarantee is add-or-remove).
     """
     right = 1 / (1 + math.exp(-epsilon))  # randomised response
@@ -83,7 +86,7 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 def lower_bound(
     canaries: int, guesses: int, correct: int, delta: float, significance: float
 ) -> float:
-    """The largest epsilon that so many correct guesses refute; 0 if none."""
+    """Largest epsilon that so many correct guesses refute; 0 if none. Args: see `p_value`."""
 
     def excess(epsilon: float) -> float:
         return p_value(canaries, guesses, correct, epsilon, delta) - significance
@@ -96,11 +99,13 @@ def lower_bound(
 
 
 def audit(scores: np.ndarray, included: np.ndarray, delta: float, confidence: float) -> Bound:
-    """The best bound over a few numbers of guesses, which share the significance (Bonferroni).
+    """The best bound over several numbers of guesses, which share the significance (Bonferroni).
 
     Args:
-      scores: [canaries], larger for those that rather took part. Ties are broken by position.
+      scores: [canaries], larger if a canary seems included. Ties are broken by position.
       included: bool [canaries].
+      delta: of the claim.
+      confidence: of the bound.
     """
     count = len(scores)
     order = np.argsort(-scores, kind="stable")
@@ -111,16 +116,18 @@ def audit(scores: np.ndarray, included: np.ndarray, delta: float, confidence: fl
     best = Bound(-1.0, confidence, count, int(included.sum()), 0, 0, largest)
     for above, below in options:
         correct = int(included[order[:above]].sum() + (~included[order[count - below :]]).sum())
-        found = lower_bound(count, above + below, correct, delta, significance)
-        if found > best.epsilon:
-            changes = {"epsilon": found, "guesses": above + below, "correct": correct}
+        epsilon = lower_bound(count, above + below, correct, delta, significance)
+        if epsilon > best.epsilon:
+            changes = {"epsilon": epsilon, "guesses": above + below, "correct": correct}
             best = dataclasses.replace(best, **changes)
     return best
 
 
 def canaries_needed(epsilon: float, delta: float, confidence: float) -> int | None:
-    """How many canaries it takes to refute `epsilon`, were every guess right; None: more than
-    MOST_CANARIES, or no number, for delta gives away too much.
+    """Number of canaries that refute `epsilon` if every guess is right.
+
+    Returns:
+      None if it is more than MOST_CANARIES, or if delta is too large for any number.
 
     Guarantees: `largest_possible` of an audit with so many exceeds epsilon, and with one fewer not.
     """
@@ -142,19 +149,19 @@ def canaries_needed(epsilon: float, delta: float, confidence: float) -> int | No
 
 
 def options_of(count: int) -> list[tuple[int, int]]:
-    """Numbers of guesses, decided on before the run: (how many took part, how many did not)."""
+    """Options decided before the run: (guesses of "included", guesses of "left out")."""
     options = []
     for share in SHARES:
         guesses = max(1, round(share * count))
         above = -(-guesses // 2)
         options.append((above, guesses - above))
         if share <= 1 / 2:
-            options.append((guesses, 0))  # of those who took part alone
+            options.append((guesses, 0))  # guess "included" alone
     return options
 
 
 def area(inside: np.ndarray, outside: np.ndarray) -> float:
-    """Area under the ROC curve: how often a score of `inside` exceeds one of `outside`."""
+    """Area under the ROC curve: probability that a score of `inside` exceeds one of `outside`."""
     return float(
         stats.mannwhitneyu(inside, outside).statistic / (len(inside) * len(outside))  # pyright: ignore
     )
@@ -165,7 +172,9 @@ def roc(inside: np.ndarray, outside: np.ndarray) -> tuple[np.ndarray, np.ndarray
     scores = np.concatenate([inside, outside])
     order = np.argsort(-scores, kind="stable")
     member = np.concatenate([np.ones(len(inside)), np.zeros(len(outside))])[order]
-    ends = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)  # ties fall together
+    ends = np.append(
+        np.flatnonzero(np.diff(scores[order])), len(scores) - 1
+    )  # ties change together
     true, false = np.cumsum(member)[ends], np.cumsum(1 - member)[ends]
     return (
         np.concatenate([[0.0], false / len(outside)]),
@@ -182,17 +191,17 @@ LARGEST_MU = 50.0
 
 @dataclasses.dataclass(frozen=True)
 class CurveBound:
-    """What the guesses say of a claimed curve, with some confidence."""
+    """Result of testing a claimed trade-off curve by guesses."""
 
     refuted: bool
     could_refute: bool
-    """Whether it would be refuted with every guess right."""
+    """True if it would be refuted with every guess right."""
     guesses: int
     correct: int
     mu: float
-    """The largest mu whose Gaussian curve is refuted, too; 0: none."""
+    """Largest mu whose Gaussian curve is also refuted; 0 if none."""
     epsilon: float
-    """Of that mu, at the claim's delta: as the Gaussian mechanism has it."""
+    """Epsilon of the Gaussian mechanism with that mu, at the claim's delta."""
 
 
 def curve_claim(epsilons: np.ndarray, deltas: np.ndarray) -> Claim:
@@ -217,12 +226,14 @@ def gaussian_claim(mu: float) -> Claim:
 
 
 def refutes(canaries: int, guesses: int, correct: int, claim: Claim, significance: float) -> bool:
-    """Whether a mechanism for which the claim holds makes so many correct guesses with less than
-    this probability.
+    """True if so many correct guesses have less than this probability if the claim holds.
 
     Args:
       canaries: m; each was included with probability 1/2, independently.
-      guesses: r, decided on before the run; correct: v of them were right.
+      guesses: r, decided before the run.
+      correct: v, how many of them were right.
+      significance: the probability.
+
     Source: Mahloujifar et al. 2024, Algorithm 3, for coins of two sides.
     """
     right = significance * correct / canaries
@@ -230,20 +241,24 @@ def refutes(canaries: int, guesses: int, correct: int, claim: Claim, significanc
     for i in range(correct - 1, -1, -1):
         grown = max(wrong, claim(right))
         if grown == wrong:
-            break  # and so in every step that is left
+            break  # and so in all later steps
         right += i / (guesses - i) * (grown - wrong)
         wrong = grown
         if right + wrong > guesses / canaries:
-            return True  # both only grow
+            return True  # neither decreases
     return right + wrong > guesses / canaries
 
 
 def audit_curve(
     scores: np.ndarray, included: np.ndarray, claim: Claim, delta: float, confidence: float
 ) -> CurveBound:
-    """The verdict over a few numbers of guesses, which share the significance (Bonferroni).
+    """Test a claimed curve with several numbers of guesses, which share the significance.
 
-    Args: scores, included: as for `audit`; delta: of the claim.
+    Args:
+      scores, included: as for `audit`.
+      claim: the curve.
+      delta: of the claim, for `CurveBound.epsilon`.
+      confidence: of a refutation.
     """
     count, order = len(scores), np.argsort(-scores, kind="stable")
     options = options_of(count)
@@ -253,8 +268,8 @@ def audit_curve(
         return int(included[order[:above]].sum() + (~included[order[count - below :]]).sum())
 
     tried = [(a + b, correct_of(a, b)) for a, b in options]
-    found = [(_largest_mu(count, r, v, significance), r, v) for r, v in tried]
-    mu, guesses, correct = max(found)
+    largest = [(_largest_mu(count, r, v, significance), r, v) for r, v in tried]
+    mu, guesses, correct = max(largest)
     refuting = [(r, v) for r, v in tried if refutes(count, r, v, claim, significance)]
     if refuting:
         guesses, correct = refuting[0]
@@ -278,35 +293,40 @@ def _largest_mu(canaries: int, guesses: int, correct: int, significance: float) 
 
 @dataclasses.dataclass(frozen=True)
 class IndependentBound:
-    """What the guesses say of a claimed curve if canaries are independent."""
+    """Result of testing a claimed curve by guesses, if canaries are independent."""
 
     refuted: bool
     could_refute: bool
-    """Whether it would be refuted with every guess right."""
+    """True if it would be refuted with every guess right."""
     correct: int
-    """Of all coins, every one of which is guessed."""
+    """Number of correct guesses; every coin is guessed."""
     most_expected: float
-    """How many the claim allows, in the mean."""
+    """Largest expected number of correct guesses under the claim."""
     epsilon: float
-    """At the claim's delta, with this confidence: as the Gaussian mechanism has it."""
+    """Lower bound at the claim's delta, by the curve of the Gaussian mechanism."""
 
 
 def advantage(claim: Claim) -> float:
-    """The largest y - claim(y): by how much probabilities can differ where the claim holds."""
-    found = optimize.minimize_scalar(
+    """Largest y - claim(y): the total variation distance that the claim allows."""
+    minimum = optimize.minimize_scalar(
         lambda y: claim(y) - y, bounds=(0.0, 1.0), method="bounded", options={"xatol": 1e-10}
     )
-    return min(1.0, 1e-9 - float(found.fun))  # pyright: ignore
+    return min(1.0, 1e-9 - float(minimum.fun))  # pyright: ignore
 
 
 def audit_independent(
     scores: np.ndarray, included: np.ndarray, claim: Claim, delta: float, significance: float
 ) -> IndependentBound:
-    """The verdict of guessing that the larger half of the scores took part.
+    """Test a claimed curve by guessing that the canaries with the larger half of scores took part.
 
-    Guarantees: under the premise of this module a claim that holds is refuted with at most this
-      probability.
-    Args: scores, included: as for `audit`; delta: of the claim.
+    Guarantees: if canaries are independent (see above), a claim that holds is refuted with at most
+      this probability.
+
+    Args:
+      scores, included: as for `audit`.
+      claim: the curve.
+      delta: of the claim, for `IndependentBound.epsilon`.
+      significance: the probability.
     """
     count, order = len(scores), np.argsort(-scores, kind="stable")
     half = count - count // 2

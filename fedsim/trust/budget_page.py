@@ -1,4 +1,4 @@
-"""What all runs on some people's texts have cost the one who pays most, and what is left."""
+"""The privacy budget of users: the cost of all runs on their texts, and what limits leave."""
 
 import dataclasses
 import math
@@ -12,8 +12,7 @@ from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, books, hold
 from fedsim.config import to_json
 from fedsim.errors import expect
 from fedsim.run import aligned
-from fedsim.trust.pages import write
-from fedsim.trust.plots import Chart, Series
+from fedsim.trust.pages import Chart, Series, write
 
 NAME = "budget"
 HEAD = "run", "kind", "state", "began", "releases", "epsilon alone"
@@ -27,45 +26,52 @@ def budget(
     limit_epsilon: float | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """What has been spent on the texts of some users, of everybody in the ledger where `ids` is
-    None.
+    """The cost of all runs on the texts of some users, for the user who pays most.
 
     Args:
-      delta: at which epsilons are read; None: N^-1.1 for so many users.
-      limit_epsilon: a limit to set for these users, from now on.
-      out: a directory for budget.html and budget.md.
-    Raises: ConfigError, LedgerError, FileDamaged.
+      place: directory of the ledger of the data.
+      ids: of the users; None for all users in the ledger.
+      delta: of the epsilons; None for N^-1.1 with N users.
+      limit_epsilon: a limit to set for these users.
+      out: directory for budget.html and budget.md; None for no files.
+
+    Returns:
+      The JSON object of `fedsim budget`.
+
+    Raises:
+      ConfigError: the ledger cannot be written, or delta is missing and there is one user.
+      LedgerError, FileDamaged: the ledger was changed.
     """
     with hold(place) as ledger:
-        known = books(ledger, ids)
+        accounts = books(ledger, ids)
         if ids is not None:
             num_users = len(ids)
         else:
-            num_users = len(union([ledger.users_of(each.entry.users) for each in known.charges]))
+            num_users = len(union([ledger.users_of(each.entry.users) for each in accounts.charges]))
         delta = _delta(num_users) if delta is None else delta
         if limit_epsilon is not None:
             users = None if ids is None else ledger.save_users(ledger.users(ids))
             ledger.limit(Limit(limit_epsilon, delta, users))
-            known = books(ledger, ids)
-        found = _found(ledger, known, num_users, delta)
+            accounts = books(ledger, ids)
+        result = _found(ledger, accounts, num_users, delta)
     if out is not None:
-        found |= write(out, NAME, "budget.md.jinja", **compose(found))
-    return found
+        result |= write(out, NAME, "budget.md.jinja", **compose(result))
+    return result
 
 
 def _delta(num_users: int) -> float:
-    """N^-1.1, as of runs."""
+    """N^-1.1, the default of runs, too."""
     expect("delta", None, num_users > 1, f"a value: N^-1.1 takes two users, and N is {num_users}")
     return num_users**-1.1
 
 
-def _found(ledger: BudgetLedger, known: Books, num_users: int, delta: float) -> dict[str, Any]:
-    spent = known.total(delta, sums=True)
-    over = [
-        dataclasses.replace(known, charges=known.charges[: n + 1])
-        for n in range(len(known.charges))
+def _found(ledger: BudgetLedger, accounts: Books, num_users: int, delta: float) -> dict[str, Any]:
+    spent = accounts.total(delta, sums=True)
+    prefixes = [
+        dataclasses.replace(accounts, charges=accounts.charges[: n + 1])
+        for n in range(len(accounts.charges))
     ]
-    course = [each.total(delta, sums=True) for each in over]
+    course = [each.total(delta, sums=True) for each in prefixes]
     return {
         "ledger": str(ledger.directory),
         "num_users": num_users,
@@ -77,12 +83,12 @@ def _found(ledger: BudgetLedger, known: Books, num_users: int, delta: float) -> 
             {
                 "epsilon": each.epsilon,
                 "delta": each.delta,
-                "left": to_json(left(known, each)),
-                "spent": to_json(known.total(each.delta).adaptive),
+                "left": to_json(left(accounts, each)),
+                "spent": to_json(accounts.total(each.delta).adaptive),
             }
-            for each in known.limits
+            for each in accounts.limits
         ],
-        "runs": [_row(each, delta) for each in known.charges],
+        "runs": [_row(each, delta) for each in accounts.charges],
         "course": [
             {
                 "epsilon": to_json(each.fixed),
@@ -94,24 +100,24 @@ def _found(ledger: BudgetLedger, known: Books, num_users: int, delta: float) -> 
     }
 
 
-def left(known: Books, limit: Limit) -> float:
-    """The epsilon, at the limit's delta, of the largest Gaussian mechanism that still fits."""
-    own = dataclasses.replace(known, limits=[limit])
+def left(accounts: Books, limit: Limit) -> float:
+    """Epsilon, at the limit's delta, of the largest Gaussian mechanism that still fits."""
+    limited = dataclasses.replace(accounts, limits=[limit])
 
     def charge(mu: float) -> Charge:
-        number = max((each.entry.number for each in known.charges), default=0) + 1
+        number = max((each.entry.number for each in accounts.charges), default=0) + 1
         planned: list[tuple[accounting.Event, int]] = [(StepEvent(1 / mu, 1.0), 1)]
         entry = Entry(number, "", "", "", "", "", planned, (0.0, 0.0))
         return Charge(entry, planned, "")
 
-    if own.total(limit.delta).adaptive >= limit.epsilon:
+    if limited.total(limit.delta).adaptive >= limit.epsilon:
         return 0.0
     low, high = 1e-3, 2 * limit.epsilon + 1
-    if not own.fits(charge(low)):
+    if not limited.fits(charge(low)):
         return 0.0
     while high / low > 1 + 1e-3:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if own.fits(charge(middle)) else (low, middle)
+        low, high = (middle, high) if limited.fits(charge(middle)) else (low, middle)
     return accounting.gaussian_epsilon(low, limit.delta)
 
 
@@ -131,8 +137,8 @@ def _row(charge: Charge, delta: float) -> dict[str, Any]:
     }
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The runs, a row each, under HEAD."""
+def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Table rows of the runs, with the columns of HEAD."""
     return [
         (
             each["run"],
@@ -142,57 +148,57 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
             "-" if each["releases"] is None else f"{each['releases']:,}",
             _shown(each["epsilon"]) + ("" if each["guarantee"] else f" ({each['why_not']})"),
         )
-        for each in found["runs"]
+        for each in result["runs"]
     ]
 
 
-def table(found: dict[str, Any]) -> str:
-    """The runs as a table for the terminal."""
-    return "\n".join(aligned([HEAD, *rows(found)]))
+def table(result: dict[str, Any]) -> str:
+    """The runs as a text table."""
+    return "\n".join(aligned([HEAD, *rows(result)]))
 
 
-def sentences(found: dict[str, Any]) -> list[str]:
-    """What was spent, and what is left, in words."""
-    delta = at_most(found["delta"], ".2e")
-    runs, users = len(found["runs"]), f"{found['num_users']:,} users"
+def sentences(result: dict[str, Any]) -> list[str]:
+    """Sentences on the cost and on what the limits leave."""
+    delta = at_most(result["delta"], ".2e")
+    runs, users = len(result["runs"]), f"{result['num_users']:,} users"
     of = f"{runs} run{'' if runs == 1 else 's'} on texts of these {users}"
     spent = f"{of}: none of them has paid more than epsilon = "
-    said = [
-        f"{spent}{_shown(found['epsilon'])} at delta = {delta}, all runs together "
-        f"({_shown(found['sum_of_epsilons'])} if epsilons were added up).",
-        f"{_shown(found['epsilon_adaptive'])} if runs were chosen by looking at earlier ones, for "
+    lines = [
+        f"{spent}{_shown(result['epsilon'])} at delta = {delta}, all runs together "
+        f"({_shown(result['sum_of_epsilons'])} if epsilons were added up).",
+        f"{_shown(result['epsilon_adaptive'])} if runs were chosen by looking at earlier ones, for "
         "a limit that was fixed before the first.",
     ]
-    for limit in found["limits"]:
+    for limit in result["limits"]:
         at = f"The limit is {limit['epsilon']:g} at delta = {at_most(limit['delta'], '.2e')}"
         if float(limit["spent"]) > limit["epsilon"]:
             spent = f"{_shown(limit['spent'])} is spent"
-            said.append(f"{at}, and is broken already: {spent}. No run fits any more.")
+            lines.append(f"{at}, and is broken already: {spent}. No run fits any more.")
         else:
             most = f"epsilon = {at_least(float(limit['left']), '.4g')}"
-            said.append(
+            lines.append(
                 f"{at}: {most} is left for one release with Gaussian noise. A training, whose "
                 "losses are not quite Gaussian, may fit only with a little less."
             )
-    if len(found["limits"]) > 1:
-        said.append("A run has to keep all of these limits: a later one does not lift an earlier.")
-    bad = [each for each in found["runs"] if not each["guarantee"]]
+    if len(result["limits"]) > 1:
+        lines.append("A run has to keep all of these limits: a later one does not lift an earlier.")
+    bad = [each for each in result["runs"] if not each["guarantee"]]
     if bad:
         why = f"{bad[0]['run']}: {bad[0]['why_not']}"
-        said.append(
+        lines.append(
             f"{len(bad)} of the runs promise nothing ({why}), so that nothing bounds the sum."
         )
-    return said
+    return lines
 
 
-def compose(found: dict[str, Any]) -> dict[str, Any]:
-    """The facts that the template budget.md.jinja needs."""
-    shown = {"title": "Privacy budget", "sentences": sentences(found)}
-    return shown | {"head": HEAD, "rows": rows(found), "course": _course(found["course"])}
+def compose(result: dict[str, Any]) -> dict[str, Any]:
+    """Values for the template budget.md.jinja."""
+    shown = {"title": "Privacy budget", "sentences": sentences(result)}
+    return shown | {"head": HEAD, "rows": rows(result), "course": _course(result["course"])}
 
 
 def _course(course: list[dict[str, Any]]) -> Chart | None:
-    """Epsilon after each run; None where none is finite."""
+    """Chart of epsilon after each run; None if no epsilon is finite."""
     names = {
         "composed by losses": "epsilon",
         "whatever was chosen by looking": "epsilon_adaptive",

@@ -1,9 +1,14 @@
-"""Made-up users whose only purpose is to be noticed: what an audit plants in a run's data.
+"""Canaries: made-up users that an audit plants in a run's data, and that are easy to notice.
 
-A *gradient canary* is a user whose loss is linear, so that its gradient points the same way in
-every step, far longer than the clip norm; the ways of different canaries have no coordinate in
-common. A *text canary* is a user who wrote one line of made-up words. Both are users like any other
-to sampling, clipping and noise: their losses go through the engine, the strategy and the mechanism.
+A *gradient canary* has a linear loss, so that its gradient has the same direction in every step,
+and is far longer than the clip norm; directions of different canaries have no coordinate in common.
+A *text canary* is a user who wrote one line of made-up words. For sampling, clipping and noise both
+are ordinary users: their losses go through the engine, the strategy and the mechanism.
+
+If texts have several owners, a canary owns some texts alone, and others together with partners,
+made-up users who are always included. In ULS every partner also wrote a text that pulls in the
+opposite direction, so that the group of a partner is reversed by a text of the canary. Owners do
+not depend on the coins: a canary that was left out keeps its texts, without content.
 """
 
 import dataclasses
@@ -16,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.clipping import Buckets, num_coordinates
-from fedsim.data import Dataset, Owners, Tokenizer, UserStore, joined
+from fedsim.config import Algorithm
+from fedsim.data import Dataset, Owners, Tokenizer, UserStore, joined, of_ids
 from fedsim.engine import Task, WrappedTask
 from fedsim.errors import expect
 from fedsim.noise import AddNoise
@@ -24,13 +30,13 @@ from fedsim.trust.noise_audit import ReleasedNoise
 
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxz", "aeiou"
 MOST_TOKENS = 32
-WORDS = 24  # more than fit
+WORDS = 24  # more words than MOST_TOKENS tokens hold
 
 
 def canary_text(rng: np.random.Generator) -> str:
-    """Made-up words, and numbers among them: a text, not a row of random token ids.
+    """A text of made-up words and numbers.
 
-    Whatever tokenizer a model came with, a user could have written it; nobody else did.
+    Unlike random token ids, a user could have written it, with any tokenizer.
     """
     words = []
     for _ in range(WORDS):
@@ -40,8 +46,8 @@ def canary_text(rng: np.random.Generator) -> str:
 
 
 def canary_tokens(data: Dataset, count: int, rng: np.random.Generator) -> list[list[int]]:
-    """The tokens of so many canaries' texts, each of the same number, for data with a tokenizer;
-    random ones for data without."""
+    """Tokens of the texts of `count` canaries, of equal lengths; random ones without a
+    tokenizer."""
     store = data.train
     length = min(store.max_length, MOST_TOKENS)
     if data.tokenizer_path is None:
@@ -52,22 +58,24 @@ def canary_tokens(data: Dataset, count: int, rng: np.random.Generator) -> list[l
 
 
 LENGTH = 1e3
-"""Of a gradient canary's gradient, in clip norms: clipping has something to do."""
+"""Length of a gradient canary's gradient, in clip norms, so that clipping matters."""
 
 POOLS = 4
-"""Of ELS: how many times its share of the pool a canary wrote, so that a cap shows."""
+"""In ELS a canary wrote this many times its share of the pool, so that a missing cap shows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Directions:
-    """One unit vector for each gradient canary: canary i has the parameters whose number is i
-    modulo `count`, with signs of their own. Orthogonal, and nothing is stored."""
+    """Orthogonal unit vectors, one for each gradient canary, which need no memory.
+
+    Canary i has the parameters with numbers congruent to i modulo `count`, with random signs.
+    """
 
     count: int
     seed: int = 0
 
     def _of_leaves(self, params: Any) -> list[tuple[jax.Array, jax.Array]]:
-        """(canary that a parameter belongs to, sign) in the shapes of the leaves."""
+        """(canary of each parameter, sign of each parameter) in the shapes of the leaves."""
         leaves, start = [], 0
         for number, leaf in enumerate(jax.tree.leaves(params)):
             owner = (start + jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape)) % (
@@ -79,36 +87,42 @@ class Directions:
         return leaves
 
     def along(self, params: Any, canary: jax.Array) -> jax.Array:
-        """<direction of `canary` (int, scalar), params>, differentiable in params."""
+        """Inner product of params and the direction of `canary` (int scalar); differentiable."""
         size = num_coordinates(params)
-        own = size // self.count + (canary < size % self.count)
+        size_of_canary = size // self.count + (canary < size % self.count)
         total = jnp.float32(0)
         for leaf, (owner, sign) in zip(
             jax.tree.leaves(params), self._of_leaves(params), strict=True
         ):
             total += jnp.sum(jnp.where(owner == canary, sign, 0) * leaf.astype(jnp.float32))
-        return total / jnp.sqrt(jnp.maximum(own, 1).astype(jnp.float32))
+        return total / jnp.sqrt(jnp.maximum(size_of_canary, 1).astype(jnp.float32))
 
     def scores(self, total: Any) -> np.ndarray:
-        """<direction of each canary, total>, float64 [count]."""
+        """Inner products of `total` and the direction of each canary, float64 [count].
+
+        Raises:
+          ConfigError: there are more canaries than parameters.
+        """
         size = num_coordinates(total)
         expect("gradient_canaries", self.count, self.count <= size, f"<= {size} parameters")
-        found, own = np.zeros(self.count), np.zeros(self.count)
+        products, sizes = np.zeros(self.count), np.zeros(self.count)
         for leaf, (owner, sign) in zip(jax.tree.leaves(total), self._of_leaves(total), strict=True):
             owner = np.asarray(owner).ravel()
             values = (np.asarray(leaf, np.float64) * np.asarray(sign)).ravel()
-            found += np.bincount(owner, values, self.count)
-            own += np.bincount(owner, minlength=self.count)
-        return found / np.sqrt(own)
+            products += np.bincount(owner, values, self.count)
+            sizes += np.bincount(owner, minlength=self.count)
+        return products / np.sqrt(sizes)
 
 
 class CanaryTask(WrappedTask):
-    """A task in which some rows are gradient canaries'.
+    """A task with the losses of gradient canaries in some rows.
 
     Args:
-      canaries: int32 [examples] of the training split: whose canary a row is, -1 if nobody's.
+      inner: the task of the other rows.
+      canaries: int32 [examples] of the training split; the canary of a row, or -1.
+      directions: of the canaries.
       clip_norm: C.
-      pulls: float32 [examples]: how far a canary's row pulls its way, in LENGTHs; None: one.
+      pulls: float32 [examples]; factor of a canary's gradient, in LENGTHs. None: 1.
     """
 
     def __init__(
@@ -128,12 +142,12 @@ class CanaryTask(WrappedTask):
 
     @property
     def layers(self) -> None:
-        """None: a canary's loss goes through no layers."""
+        """None, because a canary's loss has no layers."""
         return None
 
     @property
     def buckets(self) -> Buckets | None:
-        """The inner task's lengths, of the rows as they are here."""
+        """The inner task's buckets for rows of this task."""
         inner = self.inner.buckets
         if inner is None:
             return None
@@ -144,32 +158,36 @@ class CanaryTask(WrappedTask):
         )
 
     def read(self, split: str, rows: np.ndarray) -> dict[str, Any]:
-        """The inner task's rows, and whose canary each is."""
-        own, pull = np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.float32)
+        """The inner task's rows, and the canary and pull of each."""
+        canary, pull = np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.float32)
         if split == "train":
-            own = np.where(rows >= 0, self.canaries[rows], np.int32(-1))
+            canary = np.where(rows >= 0, self.canaries[rows], np.int32(-1))
             pull = np.where(rows >= 0, self.pulls[rows], np.float32(0))
-        return {"inner": self.inner.read(split, rows), "canary": own, "pull": pull}
+        return {"inner": self.inner.read(split, rows), "canary": canary, "pull": pull}
 
     def nats(self, params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
         """The inner task's losses and predictions."""
         return self.inner.nats(params, batch["inner"], *frozen)
 
     def losses(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
-        """The inner task's losses, but for canaries, whose loss is linear in the parameters."""
-        own = batch["canary"]
-        linear = jax.vmap(lambda canary: self.directions.along(params, canary))(own)
+        """Losses of rows: linear in the parameters for canaries, else the inner task's."""
+        canaries = batch["canary"]
+        linear = jax.vmap(lambda canary: self.directions.along(params, canary))(canaries)
         scaled = LENGTH * self.clip_norm * batch["pull"] * linear
-        return jnp.where(own >= 0, scaled, self.inner.losses(params, batch["inner"], *frozen))
+        return jnp.where(canaries >= 0, scaled, self.inner.losses(params, batch["inner"], *frozen))
 
 
 class PlantedStore:
-    """A store of users, and after them those of another one."""
+    """A store of users, followed by the users of another store."""
 
     def __init__(
         self, store: UserStore, planted: UserStore, canaries: dict[str, int] | None = None
     ):
-        """Args: canaries: how many coins were tossed, by kind; the run's plan says it."""
+        """Join the stores.
+
+        Args:
+          canaries: number of tossed coins by kind, for the run's plan.
+        """
         self.store, self.planted, self.canaries = store, planted, canaries
         self.num_users = store.num_users + planted.num_users
         self.num_examples = store.num_examples + planted.num_examples
@@ -181,56 +199,56 @@ class PlantedStore:
 
     @functools.cached_property
     def owners(self) -> Owners | None:
-        """As a store's: who owns what in the one, and in the other."""
+        """Owners of the texts of both stores."""
         real, planted = self.store.owners, self.planted.owners
         return None if real is None or planted is None else joined(real, planted)
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
-        """int64 [users + 1], as a store's."""
+        """int64 [users + 1]; see `UserStore.offsets`."""
         return np.concatenate(
             [self.store.offsets, self.store.num_examples + self.planted.offsets[1:]]
         )
 
     @property
     def lengths(self) -> np.ndarray:
-        """int32 [examples]: tokens per row."""
+        """Tokens of each row, int32 [examples]."""
         return np.concatenate([self.store.lengths, self.planted.lengths])
 
     def user_ids(self) -> list[str]:
-        """The ids of the real users: those that are made up are nobody's."""
+        """Ids of the real users; made-up users are not counted in the ledger of the data."""
         return self.store.user_ids()
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """int64 [rows]: the real tokens of rows of both stores; see `UserStore.sizes`."""
-        own, other = self._parted(rows)
-        return self.store.sizes(own) + self.planted.sizes(other)
+        """Tokens of rows of both stores without padding, int64 [rows]; see `UserStore.sizes`."""
+        real, planted = self._parted(rows)
+        return self.store.sizes(real) + self.planted.sizes(planted)
 
     def gather(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of rows of both stores; see `UserStore.gather`."""
-        own, other = self._parted(rows)
-        both = self.store.gather(own, length), self.planted.gather(other, length)
+        real, planted = self._parted(rows)
+        both = self.store.gather(real, length), self.planted.gather(planted, length)
         tokens, sizes = (a + b for a, b in zip(*both, strict=True))  # padding is zero
         return tokens, sizes
 
     def _parted(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of each store, -1 for those of the other."""
+        """The rows in the numbering of each store, -1 for rows of the other one."""
         rows, first = np.asarray(rows, np.int64), self.store.num_examples
         return np.where(rows < first, rows, -1), np.where(rows >= first, rows - first, -1)
 
 
 @dataclasses.dataclass
 class Planted:
-    """The canaries of one audit: who is in the data, and what a run tells about them."""
+    """The canaries of one audit: those in the data, and what the run reveals about them."""
 
     num_gradient: int
     num_text: int
     rows: int
-    """Examples of a canary: as many as a user may have in a step, or more. Where texts have several
-    owners: of each of its sets of owners."""
+    """Number of examples of a canary, at least as many as a user may have in a step; for texts with
+    several owners, of each set of owners."""
     clip_norm: float
     included: np.ndarray
-    """bool [gradient canaries, then text canaries]: the coins."""
+    """The coins, bool [gradient canaries, then text canaries]."""
     rng: np.random.Generator
     """Draws the canaries' texts."""
 
@@ -245,16 +263,16 @@ class Planted:
 
     @property
     def gradient_included(self) -> np.ndarray:
-        """bool [gradient canaries]."""
+        """The coins of gradient canaries, bool."""
         return self.included[: self.num_gradient]
 
     @property
     def text_included(self) -> np.ndarray:
-        """bool [text canaries]."""
+        """The coins of text canaries, bool."""
         return self.included[self.num_gradient :]
 
     def data(self, data: Dataset) -> Dataset:
-        """The data with the canaries that were included, as users at the end."""
+        """The data, with the included canaries as the last users."""
         store = data.train
         tokens = canary_tokens(data, len(self.included), self.rng)
         self.texts = UserStore.from_examples(
@@ -271,7 +289,7 @@ class Planted:
         return dataclasses.replace(data, train=PlantedStore(store, planted, canaries))
 
     def task(self, task: Any, params: Any) -> Any:
-        """The run's task with the canaries' losses."""
+        """The run's task, with the losses of canaries."""
         self.first, self.task_inner = params, task
         size = num_coordinates(params)
         expect("gradient_canaries", self.num_gradient, self.num_gradient <= size, f"<= {size}")
@@ -280,11 +298,11 @@ class Planted:
         return CanaryTask(task, self.owners, self.directions, self.clip_norm)
 
     def hearing(self, add_noise: AddNoise) -> AddNoise:
-        """The run's own noise; see `ReleasedNoise`."""
+        """Wrap the run's noise; see `ReleasedNoise.hearing`."""
         return self.noise.hearing(add_noise)
 
     def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:
-        """What everyone may see of a step: its privatised gradient. Args: see `ReleasedNoise`."""
+        """Record a step's privatised gradient, which is public. Args: see `ReleasedNoise.watch`."""
         self.noise.watch(gradient, unit, coefficients)
         if self.total is None:
             self.total = gradient
@@ -292,10 +310,93 @@ class Planted:
             self.total = jax.tree.map(jnp.add, self.total, gradient)
 
     def gradient_scores(self) -> np.ndarray:
-        """[gradient canaries]: how far all steps together went each canary's way."""
+        """Sum of all steps along each canary's direction, float64 [gradient canaries]."""
         return self.directions.scores(self.total)
 
 
 def coins(count: int, rng: np.random.Generator) -> np.ndarray:
-    """bool [count], each True with probability 1/2."""
+    """Independent coins, bool [count], each True with probability 1/2."""
     return rng.random(count) < 0.5
+
+
+OPPOSED = -0.5
+"""Pull of a partner's text along the canary's direction, weaker than a text of the canary."""
+
+
+def partners_of(algorithm: Algorithm, max_changed: int) -> int:
+    """Number of partners of a canary: more than the bound permits, so that a missing bound
+    shows."""
+    return POOLS - 1 if algorithm == Algorithm.ELS else POOLS * max(1, max_changed)
+
+
+@dataclasses.dataclass
+class PlantedAmongOthers(Planted):
+    """The canaries of one audit of texts with several owners, each with its partners."""
+
+    partners: int
+    opposed: bool
+    """True if partners wrote a text that pulls in the opposite direction."""
+
+    def data(self, data: Dataset) -> Dataset:
+        """The data, with all canaries and partners as the last users."""
+        store = data.train
+        each = 1 + self.partners  # a canary's, then its partners'
+        drawn = canary_tokens(data, len(self.included) * each, self.rng)
+        tokens = [drawn[low : low + each] for low in range(0, len(drawn), each)]
+        self.texts = UserStore.from_examples(
+            {f"{i:08d}": [row[0]] for i, row in enumerate(tokens[self.num_gradient :])},
+            store.max_length,
+            store.vocab_size,
+        )
+        sets: list[tuple[Any, list[list[int]], int, float]] = []  # (owners, texts, canary, pull)
+        for i, there in enumerate(self.included):
+            pulled = i if i < self.num_gradient else -1
+            own = [tokens[i][0] if there else []] * self.rows
+            partners = [f"{i:08d}-{j}" for j in range(self.partners)]
+            for owners in [f"{i:08d}", *((f"{i:08d}", each) for each in partners)]:
+                sets.append((owners, own, pulled if there else -1, 1.0))
+            if self.opposed:
+                for name, text in zip(partners, tokens[i][1:], strict=True):
+                    sets.append((name, [text], pulled, OPPOSED))
+        sets.sort(key=lambda each: of_ids(each[0]))  # the order in a store
+        planted = UserStore.from_examples(
+            {owners: texts for owners, texts, _, _ in sets}, store.max_length, store.vocab_size
+        )
+        counts = [len(texts) for _, texts, _, _ in sets]
+        of_real = np.full(store.num_examples, -1, np.int32)
+        own = np.repeat(np.array([each[2] for each in sets], np.int32), counts)
+        pulls = np.repeat(np.array([each[3] for each in sets], np.float32), counts)
+        self.owners = np.concatenate([of_real, own])
+        self.pulls = np.concatenate([np.zeros(len(of_real), np.float32), pulls])
+        canaries = {"gradient": self.num_gradient, "text": self.num_text}
+        return dataclasses.replace(data, train=PlantedStore(store, planted, canaries))
+
+    def task(self, task: Any, params: Any) -> Any:
+        """The run's task, with the losses of canaries and partners."""
+        planted = super().task(task, params)
+        if planted is task:
+            return task
+        return CanaryTask(task, self.owners, self.directions, self.clip_norm, self.pulls)
+
+
+def rows_of_users(data: Dataset, split: str, most_users: int, most_rows: int) -> list[np.ndarray]:
+    """Rows of some users of a split with several owners of a text, evenly spaced over its users.
+
+    A text is held out if any of its owners is, so that training users also own held-out texts. From
+    held-out splits, only users are taken who own no training text.
+
+    Returns:
+      Up to `most_rows` rows, int64, for each of up to `most_users` users.
+    """
+    store: UserStore = getattr(data, split)
+    owners = store.owners
+    assert owners is not None, "of texts with several owners"
+    of_user: list[list[np.ndarray]] = [[] for _ in range(owners.num_users)]
+    offsets: list[int] = store.offsets.tolist()
+    for number, user in zip(owners.sets.tolist(), owners.users.tolist(), strict=True):
+        of_user[user].append(np.arange(offsets[number], offsets[number + 1]))
+    trained = set() if split == "train" else set(data.train.user_ids())
+    users = [u for u, name in enumerate(store.user_ids()) if name not in trained]
+    chosen = np.linspace(0, len(users) - 1, min(most_users, len(users))).astype(np.int64)
+    rows_of = (np.concatenate([np.zeros(0, np.int64), *of_user[users[i]]]) for i in chosen)
+    return [rows[:most_rows] for rows in rows_of]

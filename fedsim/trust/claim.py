@@ -1,4 +1,7 @@
-"""What a run may claim, in sentences: computed from its ledger, and rounded up."""
+"""The claim of a run: computed from its ledger, rounded up, and put into words.
+
+`facts` has the values that templates of documents share.
+"""
 
 import dataclasses
 import math
@@ -9,57 +12,62 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import Event, RunningEpsilon, StepEvent, at_most, zcdp_delta
-from fedsim.config import ZERO_OUT, Algorithm
+from fedsim.budget import together
+from fedsim.config import COMPARISON_ONLY, ZERO_OUT, Algorithm
 from fedsim.errors import FedsimError
 from fedsim.plan import Plan, ShuffledSampling, Trial
 from fedsim.run import StoredRun, checkpoint
 from fedsim.trust.evidence import Check
 
 CURVE_POINTS = 25
-SET_ASIDE = 0.1  # of delta, for what is not Gaussian in the tails
+SET_ASIDE = 0.1  # share of delta for tails that are not Gaussian
 STEP_POINTS = 16
 FALSE_ALARMS = (0.001, 0.01, 0.05)
-WEAK_EPSILON, WEAK_DELTA = 10, 0.01  # of delta times the number of users
+WEAK_EPSILON, WEAK_DELTA = 10, 0.01  # largest values without a warning; of delta times users
 
 
 class ReportError(FedsimError):
-    """The run makes no claim that could be reported."""
+    """A run has no claim that could be reported."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Released:
-    """What a run has released, from its ledger."""
+    """The releases of a run, from its ledger."""
 
     run_dir: Path
     stored: StoredRun
     plan: Plan
     lines: list[dict[str, Any]]
     phases: list[tuple[Event, int]] | None
-    """What is claimed of it: all of its steps, also those that were left when it ended."""
+    """Events of the claim: all planned steps, also those that were not done; None without noise."""
     epsilon: float
-    """With the slack of noise that is not ideal, at the plan's delta with its slack."""
+    """Epsilon at the plan's delta, both with the slack of noise that is not ideal."""
     checks: list[Check]
 
     @property
     def num_released(self) -> int:
-        """Steps released."""
+        """Number of released steps."""
         return len(self.lines) - 1
 
     @property
     def num_steps(self) -> int:
-        """Steps that count: all that were planned, once anything was released."""
+        """Number of steps that count: all planned steps, once anything was released."""
         if self.phases is None:
             return self.num_released
         return sum(count for event, count in self.phases if isinstance(event, StepEvent))
 
     @property
     def label(self) -> str:
-        """The plan's: what makes epsilon no guarantee."""
+        """Reason why epsilon is no guarantee; empty if it is one."""
         return self.plan.label
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the newest checkpoint's parameters. Raises ReportError: there is none."""
+        """sha256 of the last checkpoint's parameters.
+
+        Raises:
+          ReportError: there is no checkpoint.
+        """
         newest = checkpoint.latest(self.run_dir)
         if newest is None:
             raise ReportError(
@@ -69,23 +77,23 @@ class Released:
 
 
 def claim(released: Released) -> str:
-    """One sentence that can be quoted."""
+    """The claim in one sentence that can be quoted."""
     plan, delta = released.plan, at_most(released.plan.delta, ".2e")
     model = f"The model with SHA-256 fingerprint {released.fingerprint}"
     els, own = plan.algorithm == Algorithm.ELS, "each an id of its own in the data"
     if plan.shared is not None:
         texts = f"{plan.shared.kept:,} texts of {plan.num_users:,} users ({own}; a text can have"
         trained = f"was trained on {texts} several owners)"
-        known = "taking as known who the users are and who owns which text"
+        given = "taking as known who the users are and who owns which text"
     elif plan.adjacency == ZERO_OUT:
-        some = f"at most {plan.group_size:,} texts of each" if els else "texts"
-        trained = f"was trained on {some} of {plan.num_users:,} users ({own})"
-        known = "taking as known that they are among the users, and how many users there are"
+        part = f"at most {plan.group_size:,} texts of each" if els else "texts"
+        trained = f"was trained on {part} of {plan.num_users:,} users ({own})"
+        given = "taking as known that they are among the users, and how many users there are"
     else:
-        some = f"{plan.num_units:,} of the " if els else ""
-        texts = f"{some}{plan.num_examples:,} texts of {plan.num_users:,} users"
+        part = f"{plan.num_units:,} of the " if els else ""
+        texts = f"{part}{plan.num_examples:,} texts of {plan.num_users:,} users"
         trained = f"was trained on {texts} ({own})"
-        known = "taking as known how many users and texts there are"
+        given = "taking as known how many users and texts there are"
     if released.phases is None:
         return f"{model} {trained} without noise, so that no privacy is claimed for anyone."
     if released.label:
@@ -107,7 +115,7 @@ def claim(released: Released) -> str:
     return (
         f"{model} {trained} with user-level differential privacy of epsilon = "
         f"{at_most(released.epsilon, '.4f')} and delta = {delta}: for every one of these "
-        f"users, {known}, whatever their texts say and whatever else is known, putting {theirs} "
+        f"users, {given}, whatever their texts say and whatever else is known, putting {theirs} "
         f"into the training instead of leaving {left} out makes no outcome of it more than "
         f"{_factor(released.epsilon)} times as likely, nor as unlikely, give or take a "
         f"probability of {delta}."
@@ -120,31 +128,32 @@ def _factor(epsilon: float) -> str:
 
 
 def recognised(released: Released) -> list[tuple[float, float]]:
-    """(share wrongly suspected, largest share recognised) of any attack; empty without a claim."""
+    """Bounds on any attack: (false positive rate, largest true positive rate); empty without a
+    claim."""
     if released.phases is None or released.label or not released.num_steps:
         return []
     return [(alarms, most_recognised(released, alarms)) for alarms in FALSE_ALARMS]
 
 
 def warnings(released: Released) -> list[str]:
-    """What makes a claim that holds a weak one."""
-    plan, found = released.plan, []
+    """Warnings about a claim that holds but is weak."""
+    plan, lines = released.plan, []
     if released.epsilon > WEAK_EPSILON:
-        found.append(f"Mind: an epsilon above {WEAK_EPSILON} promises little.")
+        lines.append(f"Mind: an epsilon above {WEAK_EPSILON} promises little.")
     if (product := plan.delta * plan.num_users) > WEAK_DELTA:
-        found.append(
+        lines.append(
             f"Mind: delta times the number of users is {at_most(product, '.2g')}. A method that "
             "gives one user's texts away with that probability would meet such a delta; it should "
             f"be well below {WEAK_DELTA:g}."
         )
-    return found
+    return lines
 
 
 def most_recognised(released: Released, false_alarms: float) -> float:
-    """The highest true positive rate of any test at a false positive rate, by the whole curve.
+    """Largest true positive rate of any test at a false positive rate, by the whole curve.
 
-    Every (epsilon, delta) that holds bounds it: by e^epsilon f + delta, and from the other side by
-    1 - e^-epsilon (1 - delta - f). Source: Kairouz et al. 2015, Theorem 2.1.
+    Every (epsilon, delta) of the curve bounds it: by e^epsilon f + delta, and from the other side
+    by 1 - e^-epsilon (1 - delta - f). Source: Kairouz et al. 2015, Theorem 2.1.
     """
     epsilons, deltas = curve(released)
     above = np.exp(epsilons) * false_alarms + deltas
@@ -153,7 +162,7 @@ def most_recognised(released: Released, false_alarms: float) -> float:
 
 
 def curve(released: Released) -> tuple[np.ndarray, np.ndarray]:
-    """(epsilons, deltas) of all that was released, each with its own slack."""
+    """The trade-off curve of all releases: epsilons and deltas, each pair with its slack."""
     assert released.phases is not None
     epsilons = np.linspace(0, 1.3 * released.epsilon, CURVE_POINTS)
     deltas = accounting.privacy_curve(released.phases, epsilons)
@@ -164,15 +173,15 @@ def curve(released: Released) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Gaussian:
-    """All that was released, as one Gaussian mechanism that is no more private."""
+    """One Gaussian mechanism that is no more private than all releases together."""
 
     mu: float
     set_aside: float
-    """The probability with which it need not be that private."""
+    """Probability with which the releases may be less private than the mechanism."""
 
     @property
     def rho(self) -> float:
-        """mu^2 / 2, of zero-concentrated differential privacy, with the same probability."""
+        """rho = mu^2 / 2 of zero-concentrated DP, except for the same probability."""
         return self.mu**2 / 2
 
     def deltas(self, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -183,17 +192,20 @@ class Gaussian:
 
 
 def gaussian(released: Released) -> Gaussian:
-    """mu, with a tenth of delta set aside. inf where no Gaussian mechanism is close."""
+    """The Gaussian bound, with a tenth of delta set aside; mu is inf if none is close."""
     assert released.phases is not None
     set_aside = SET_ASIDE * released.plan.delta
     return Gaussian(accounting.gaussian_mu(released.phases, set_aside), set_aside)
 
 
 def over_steps(released: Released) -> tuple[list[int], list[float]]:
-    """Epsilon of some numbers of steps, each as if fixed beforehand, with the slack of noise as in
-    the claim, which is the last.
+    """Epsilon of several numbers of steps, as if each were fixed beforehand.
 
-    Of delta, the slack of all steps is set aside for each, which is more than it needs.
+    The last one is the claim. For each the slack of all steps is set aside of delta, which is more
+    than it needs.
+
+    Returns:
+      (numbers of steps, epsilons); empty lists without steps.
     """
     *before, (event, count) = released.phases or []
     if not isinstance(event, StepEvent):
@@ -204,3 +216,93 @@ def over_steps(released: Released) -> tuple[list[int], list[float]]:
     slacks = [plan.slack_after(step).epsilon if step else 0.0 for step in steps[:-1]]
     spent = [min(running(step) + slack, last) for step, slack in zip(steps, slacks, strict=False)]
     return steps, [*spent, last]
+
+
+def facts(released: Released) -> dict[str, Any]:
+    """Values for the templates of report and model card."""
+    plan = released.plan
+    return {
+        "run": released,
+        "plan": plan,
+        "claim": claim(released),
+        "private": released.phases is not None,
+        "label": released.label,
+        "els": plan.algorithm == Algorithm.ELS,
+        "prob": plan.accounted_prob * plan.sampling.bands,
+        "unit": unit(plan),
+        "adjacency": adjacency(plan),
+        "mechanism": mechanism(plan),
+        "slack": slack(released),
+        "held_out": held_out(released),
+        "all_runs": all_runs(released),
+        "tuning": tuning(plan),
+        "comparison_only": COMPARISON_ONLY,
+    }
+
+
+def tuning(plan: Plan) -> list[str]:
+    """Settings that were chosen by looking at the data, which is not accounted."""
+    return [fact for fact in plan.non_private if "chosen by looking" in fact]
+
+
+def mechanism(plan: Plan) -> str:
+    """Name of the algorithm."""
+    els = plan.algorithm == Algorithm.ELS
+    name = "DP-SGD-ELS (Algorithm 1)" if els else "DP-SGD-ULS (Algorithm 2)"
+    if plan.adaptive:
+        name += ", with a clip norm that follows a quantile of the norms privately"
+    if plan.noisy_loss:
+        name += ", with each step's training loss, noise on it"
+    return f"{name} of Charles et al. 2024: the Gaussian mechanism on a clipped sum"
+
+
+def all_runs(released: Released) -> str:
+    """Sentence on the cost of all runs on this run's users, by the ledger of the data."""
+    try:
+        runs = together(released.run_dir, released.plan.delta)
+    except FedsimError:  # its message has paths of this machine; `fedsim verify` shows it
+        return "not known, for the ledger of the data is not what it was"
+    if runs is None:
+        return "not known: their epsilons add up with this one's, and their deltas, too"
+    total, delta = runs.total, at_most(released.plan.delta, ".2e")
+    if math.isinf(total.fixed):
+        return f"{runs.num_runs}, not all of which promise anything: together no epsilon holds"
+    return (
+        f"{runs.num_runs}, which together cost nobody more than epsilon = "
+        f"{at_most(total.fixed, '.4f')} at delta = {delta}; "
+        f"{at_most(total.adaptive, '.4f')} if runs were chosen by looking at earlier ones, for a "
+        "limit that was fixed before the first (`fedsim budget`)"
+    )
+
+
+def unit(plan: Plan) -> str:
+    """The privacy unit in words."""
+    if plan.shared is not None:
+        return "a user: what is in all texts that an id in the data owns, alone or with others"
+    return "a user: all texts with the same id in the data, one person's or not"
+
+
+def adjacency(plan: Plan) -> str:
+    """The adjacency in words: which data sets are neighbours."""
+    if plan.shared is not None:
+        return (
+            "data sets that differ in what is in the texts that one user owns; users, texts and "
+            "who owns which are the same, and public"
+        )
+    if plan.adjacency == ZERO_OUT:
+        return "data sets that differ by all texts of one user; the users are the same, and public"
+    return "data sets that differ by one user with all texts, added or removed"
+
+
+def held_out(released: Released) -> str:
+    """Source of held-out losses.
+
+    A text is held out if any of its owners is, so that its other owners may be trained on.
+    """
+    return "texts of held-out users" if released.plan.shared else "users not trained on"
+
+
+def slack(released: Released) -> str:
+    """The parts of epsilon and delta for noise that is not ideal, in words."""
+    part = released.plan.slack_after(released.num_steps)
+    return f"{at_most(part.epsilon, '.1e')} of epsilon, {at_most(part.delta, '.1e')} of delta"

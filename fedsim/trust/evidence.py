@@ -1,6 +1,7 @@
-"""What `verify` uses: a run directory, what was found in it, and what is said of a promise.
+"""Evidence for the checks of `verify`: a run's directory, and findings that checks share.
 
-Counts all owners of all texts, unlike `sampling.shared`, which drew the pool and the groups.
+Bounds on users of texts with several owners are counted over all owners of all texts here,
+independently of `sampling.shared`, which drew the pool and the groups.
 """
 
 import dataclasses
@@ -27,27 +28,28 @@ T = TypeVar("T")
 
 
 class Violated(FedsimError):
-    """A promise is not kept; the message says how."""
+    """A promise is broken; the message says how."""
 
 
 class Unknown(FedsimError):
-    """What it takes to look at a promise is not there."""
+    """A promise cannot be checked, because something for it is missing."""
 
 
 class Interrupted(Unknown):
-    """A signal came first."""
+    """A signal stopped the check."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What was found about one promise."""
+    """The result of checking one promise."""
 
     promise: str
     holds: bool | None
-    """None: it could not be looked at."""
+    """None: it could not be checked."""
     found: str
+    """The finding in words."""
     interrupted: bool = False
-    """Whether a signal ended the look."""
+    """True if a signal stopped the check."""
 
     @property
     def verdict(self) -> str:
@@ -56,7 +58,7 @@ class Check:
 
 
 class Finding(Generic[T]):
-    """What one look finds and those after it rely on; Unknown until then."""
+    """Attribute that one check sets and later checks use; reading it before raises Unknown."""
 
     def __init__(self, what: str):
         self.what = what
@@ -74,16 +76,22 @@ class Finding(Generic[T]):
 
 
 class Evidence:
-    """A run directory as its checks read it."""
+    """A run's directory, for its checks."""
 
     lines = Finding[list[dict[str, Any]]]("a ledger that is whole")
     key = Finding[SecretKey]("the run's own key")
     users = Finding[UserStore]("the data that the run was started with")
 
     def __init__(self, run_dir: Path, data: str | None, engine: str | None, console: Console):
-        """Args: data, engine: where the data are now, and where to compute; None: as recorded.
+        """Load the settings of the run.
 
-        Raises: ConfigError, FileDamaged, LedgerError: there are no settings to go by.
+        Args:
+          data: where the data are now; None: as recorded.
+          engine: where to compute; None: as recorded.
+
+        Raises:
+          ConfigError: there is no run of train.
+          FileDamaged, LedgerError: the settings or the ledger's head were changed.
         """
         self.run_dir, self.console = run_dir, console
         self.stored = stored = directory.load(run_dir)
@@ -96,16 +104,18 @@ class Evidence:
 
     @property
     def num_steps(self) -> int:
-        """Steps in the ledger."""
+        """Number of steps in the ledger."""
         return len(self.lines) - 1
 
     @functools.cached_property
     def dataset(self) -> Dataset:
-        """What lies where the run's data should be.
+        """The data at the recorded or given place.
 
-        Raises: Violated: something that cannot be read. Unknown: nothing, or there is no model.
+        Raises:
+          Violated: they cannot be read.
+          Unknown: they, or the model whose tokens they are, are missing.
         """
-        there = Path(self.run.data.source).exists()
+        exists = Path(self.run.data.source).exists()
         try:
             model = find_model(self.run.model.source)
         except (FedsimError, OSError) as error:
@@ -113,23 +123,24 @@ class Evidence:
         try:
             return load_data(self.run.data, model, self.console.note)
         except (FedsimError, OSError) as error:
-            found = f"the data cannot be read: {error}"
-            raise (Violated if there else Unknown)(found) from None
+            message = f"the data cannot be read: {error}"
+            raise (Violated if exists else Unknown)(message) from None
 
 
 def counted(run_dir: Path, run: str, label: str) -> str:
-    """What the ledger of the data says of a run; see `expect_receipt`.
+    """The finding that the ledger of the data counts a run; see `expect_receipt`.
 
-    Raises: Unknown: there is no receipt, or the ledger is not here.
+    Raises:
+      Unknown: there is no receipt, or the ledger is not on this machine.
     """
-    here, found = expect_receipt(run_dir, run, label)
-    if not here:
-        raise Unknown(found)
-    return found
+    is_counted, message = expect_receipt(run_dir, run, label)
+    if not is_counted:
+        raise Unknown(message)
+    return message
 
 
 def demand(holds: bool, message: str) -> None:
-    """Raises Violated with the message unless `holds`."""
+    """Raise Violated with the message unless `holds`."""
     if not holds:
         raise Violated(message)
 
@@ -137,7 +148,12 @@ def demand(holds: bool, message: str) -> None:
 def most_owned(rows: np.ndarray, offsets: np.ndarray, owners: Owners) -> int:
     """Largest number of texts among `rows` that one user owns.
 
-    Raises Violated: a text occurs twice.
+    Args:
+      rows: int64 [texts].
+      offsets: int64 [sets + 1], the rows of each set of owners.
+
+    Raises:
+      Violated: a text occurs twice.
     """
     demand(len(np.unique(rows)) == len(rows), "a text is in the pool twice")
     sets = np.searchsorted(offsets, rows, side="right") - 1
@@ -147,8 +163,12 @@ def most_owned(rows: np.ndarray, offsets: np.ndarray, owners: Owners) -> int:
 def most_entered(groups: Groups, offsets: np.ndarray, owners: Owners) -> int:
     """Largest number of other users' groups that contain texts of one user.
 
-    Raises Violated: a text is in two groups, a user has two groups, or a group has a text that its
-      user does not own.
+    Args:
+      offsets: int64 [sets + 1], the rows of each set of owners.
+
+    Raises:
+      Violated: a text is in two groups, a user has two groups, or a group has a text that its user
+        does not own.
     """
     demand(len(np.unique(groups.rows)) == len(groups.rows), "a text is in two groups")
     demand(len(np.unique(groups.users)) == groups.num_users, "a user has two groups")
@@ -159,20 +179,25 @@ def most_entered(groups: Groups, offsets: np.ndarray, owners: Owners) -> int:
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     user = owners.users[np.repeat(owners.starts[sets], counts) + within]
     group = np.repeat(group, counts)
-    own = user == groups.users[group]
-    demand(int(own.sum()) == len(sets), "a group has a text that its user does not own")
-    pairs = np.unique(user[~own].astype(np.int64) * groups.num_users + group[~own])
+    is_own = user == groups.users[group]
+    demand(int(is_own.sum()) == len(sets), "a group has a text that its user does not own")
+    pairs = np.unique(user[~is_own].astype(np.int64) * groups.num_users + group[~is_own])
     entered = np.bincount(pairs // groups.num_users, minlength=1)
     return int(entered.max())
 
 
-TOLERANCE = 1e-9  # relative: of other versions of the packages that add up
+TOLERANCE = 1e-9  # relative: other versions of packages may round differently
 
 
 def check_evaluations(evidence: Evidence) -> str:
     """Check that evaluations cost at most what was planned, and that no other loss was shown.
 
-    Returns: the finding in words. Raises: Violated, Unknown.
+    Returns:
+      The finding in words.
+
+    Raises:
+      Violated: they cost more, or another loss was shown.
+      Unknown: the key or the ledger of the data is missing.
     """
     how, path = evidence.plan.evaluations, evidence.run_dir / FILE
     assert how is not None, "of a plan that has them"
@@ -192,5 +217,5 @@ def check_evaluations(evidence: Evidence) -> str:
         demand(same, f"{metrics.FILE}: step {line['step']}: {shown}, which {FILE} does not have")
     run = evidence.key.seal("evaluation")
     label = REPRODUCTION if evidence.plan.seeded else ""
-    found = counted(evidence.run_dir / DIRECTORY, run, label)
-    return f"{len(losses)} of {how.count}, epsilon {at_most(how.epsilon, '.4g')}; {found}"
+    message = counted(evidence.run_dir / DIRECTORY, run, label)
+    return f"{len(losses)} of {how.count}, epsilon {at_most(how.epsilon, '.4g')}; {message}"

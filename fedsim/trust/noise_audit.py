@@ -1,12 +1,11 @@
-"""Is there as much noise in what a training released as it claims?
+"""Test of whether a training's releases have as much noise as claimed.
 
-An audit, unlike an attacker, hears the sums that noise is added to, and takes them off what was
-released. What is left is noise, whose squared length is chi-squared. Were it something else, it
-would be longer: with Gaussian noise, whatever is added to it that it does not depend on, a square
-is at least as large, in distribution (Anderson 1955). So what is left and is shorter than noise
-would be has less noise than is claimed, whatever the sums are. With correlated noise the rows are
-first put back together, which leaves the fresh noise of each step. Nothing is said of what else the
-claim rests on: who took part, and clipping.
+Unlike an attacker, the audit records the sums before noise, and subtracts them from the releases.
+The rest is noise, whose squared length is chi-squared. If it were noise plus anything independent
+of it, it would be longer: adding something to Gaussian noise that it does not depend on makes a
+square at least as large, in distribution (Anderson 1955). So a rest that is shorter than the
+claimed noise has less noise, whatever the sums are. Correlated noise is first combined to the fresh
+noise of each step. Sampling and clipping, on which the claim also depends, are not tested.
 """
 
 import dataclasses
@@ -24,40 +23,40 @@ from fedsim.keys import SecretKey
 from fedsim.noise import CELLS_BITS, AddNoise
 
 LEAST = 1 / 4
-"""Of the noise that is claimed: epsilon is not computed for less."""
+"""Smallest share of the claimed noise for which epsilon is computed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NoiseBound:
-    """What the released numbers say of the noise in them, with some confidence."""
+    """Result of testing the noise in the released numbers."""
 
     refuted: bool
     claimed: float
-    """The noise multiplier that is claimed."""
+    """The claimed noise multiplier."""
     noise_multiplier: float
-    """No larger one was used: an upper bound. Above the claim where it is not refuted."""
+    """Upper bound on the noise multiplier that was used; below `claimed` if refuted."""
     numbers: int
-    """Coordinates of all steps."""
+    """Number of coordinates of all steps."""
     epsilon: float
-    """What such a training costs at least, if users are drawn and gradients clipped as claimed."""
+    """Smallest epsilon of a training with so little noise, if the rest is as claimed."""
 
 
 class ReleasedNoise:
-    """Adds up the squares of what is released less what was heard, step by step."""
+    """Adds up squares of the releases minus the recorded sums, step by step."""
 
     def __init__(self) -> None:
         self.squares = 0.0
-        """In clip norms; those of noise alone add up to sigma^2 for each number."""
+        """Sum of squares, in clip norms: about sigma^2 for each number, for noise alone."""
         self.numbers = 0
         self.rounded = 0.0
-        """The most by which rounding to the public lattice shortens a release, for each number:
-        in standard deviations of the noise."""
+        """Bound on how much rounding to the public lattice shortens a release, for each number, in
+        standard deviations of the noise."""
         self._heard: list[np.ndarray] | None = None
         self._rows: list[list[np.ndarray]] = []
-        """What was left of the last steps, the newest first, in clip norms."""
+        """Rests of the last steps, the newest first, in clip norms."""
 
     def hearing(self, add_noise: AddNoise) -> AddNoise:
-        """The same, with the sums heard that it adds noise to."""
+        """Wrap `add_noise` so that the sums before noise are recorded."""
 
         def heard(
             sums: list[np.ndarray], *, stddev: float, key: SecretKey, step: int
@@ -68,11 +67,11 @@ class ReleasedNoise:
         return heard
 
     def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:
-        """Look at a step's privatised gradient.
+        """Record a step's privatised gradient.
 
         Args:
-          unit: what a contribution of one clip norm is in it.
-          coefficients: 1, c_1, ... of correlated noise; None: it is independent.
+          unit: size in it of a contribution of one clip norm.
+          coefficients: 1, c_1, ... of correlated noise; None for independent noise.
         """
         c = np.ones(1) if coefficients is None else coefficients
         length = float(np.linalg.norm(c))
@@ -93,17 +92,22 @@ class ReleasedNoise:
 def audit_noise(
     seen: ReleasedNoise, phases: Phases, delta: float, significance: float
 ) -> NoiseBound:
-    """Whether what was released can have the noise that is claimed.
+    """Test whether the releases can have the claimed noise.
 
-    Guarantees: a training with that noise is refuted with at most this probability, whatever its
-      sums are, however they follow from earlier releases, and whether or not they were heard.
-    Args: phases: what is claimed; all steps have one noise multiplier.
+    Guarantees: a training with the claimed noise is refuted with at most this probability, whatever
+      its sums are, however they depend on earlier releases, and whether or not they were recorded.
+
+    Args:
+      seen: the recorded releases.
+      phases: the claimed events; all steps have one noise multiplier.
+      delta: of the claim, for `NoiseBound.epsilon`.
+      significance: the probability.
     """
     claimed = max(e.noise_multiplier for e, _ in phases if isinstance(e, StepEvent))
     least = float(stats.chi2.ppf(significance, seen.numbers))
     longest = math.sqrt(seen.squares) + math.sqrt(seen.numbers) * seen.rounded * claimed
-    found = longest / math.sqrt(least) if least > 0 else math.inf
-    scale = max(LEAST, found / claimed)
+    bound = longest / math.sqrt(least) if least > 0 else math.inf
+    scale = max(LEAST, bound / claimed)
     less = [
         (dataclasses.replace(e, noise_multiplier=scale * e.noise_multiplier), count)
         if isinstance(e, StepEvent)
@@ -111,4 +115,4 @@ def audit_noise(
         for e, count in phases
     ]
     epsilon = accounting.epsilon(less, delta) if math.isfinite(scale) else 0.0
-    return NoiseBound(found < claimed, claimed, found, seen.numbers, epsilon)
+    return NoiseBound(bound < claimed, claimed, bound, seen.numbers, epsilon)

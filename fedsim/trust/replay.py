@@ -1,7 +1,7 @@
-"""Steps of a run computed again from its key and data: do they give the same bits?
+"""Replay: steps of a run computed again from its key and data, to compare every bit.
 
-What no file can show, that gradients were clipped and the noise was added, is shown of the steps
-that are computed again, and of no others.
+No file can show that gradients were clipped and noise was added; a replay shows it for the steps
+that it repeats.
 """
 
 import contextlib
@@ -19,11 +19,18 @@ from fedsim.trust.evidence import Evidence, Interrupted, Unknown, Violated
 
 
 def replay(evidence: Evidence, *, whole: bool) -> str:
-    """Compute the last steps again, or all of them; returns what was found.
+    """Compute the last steps again, or all of them.
 
-    Args: whole: from the first step on; else from the last checkpoint but one.
-    Raises: Violated: the bits are others, where packages and host are those of the run, from its
-      start to its end. Unknown: something is missing for it, or other bits may have another reason.
+    Args:
+      whole: start at the first step; else at the last checkpoint but one.
+
+    Returns:
+      The finding in words.
+
+    Raises:
+      Violated: the bits differ, although packages and host were the same during the whole run.
+      Unknown: something is missing, or the bits may differ for another reason.
+      Interrupted: a signal stopped the replay.
     """
     key, _ = evidence.key, evidence.users
     kept = checkpoint.kept(evidence.run_dir)
@@ -32,13 +39,13 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
         raise Unknown("the run has not ended")
     newest, older = kept[-1], [] if whole else kept[:-1]
     if evidence.plan.evaluations is not None:
-        # A loss that is not there would be computed again: two under one noise.
+        # A missing loss would be computed again: two losses under one noise.
         losses = Evaluated(evidence.run_dir).losses
         if len(losses) < evidence.plan.evaluations.count:
             raise Unknown(f"{EVALUATIONS} does not have all that was released")
     first = checkpoint.load_step(older[-1]) if older else 0
-    some = "all" if first == 0 else f"the last {total - first} of"
-    steps = f"{some} {total} steps (from step {first}), computed again from key and data"
+    which = "all" if first == 0 else f"the last {total - first} of"
+    steps = f"{which} {total} steps (from step {first}), computed again from key and data"
     with _scratch() as copy:
         key.save(copy)
         for path in (directory.CONFIG, directory.TOKENIZER, ledger.FILE, EVALUATIONS):
@@ -48,8 +55,8 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
             shutil.copyfile(path, copy / checkpoint.DIRECTORY / path.name)
         run = dataclasses.replace(evidence.run, run_dir=copy)
         try:
-            what = evidence.plan.algorithm, evidence.privacy, run, evidence.console
-            again = train(*what, count=False)  # nothing is released that was not released before
+            settings = evidence.plan.algorithm, evidence.privacy, run, evidence.console
+            again = train(*settings, count=False)  # not counted: all of it was released before
         except ledger.OtherBits as error:
             if moved := _moved(evidence):
                 raise Unknown(f"cannot tell: other bits than the ledger has, and {moved}") from None
@@ -69,8 +76,10 @@ def replay(evidence: Evidence, *, whole: bool) -> str:
 
 
 def _moved(evidence: Evidence) -> str:
-    """What says that a run went on where bits may be others; empty if nothing does. The last
-    checkpoint does, which the ledger's link is in; nothing is computed from `summary.json`."""
+    """Reason in the last checkpoint why the run may have other bits; empty if there is none.
+
+    The checkpoint is trusted because it has the ledger's chain; `summary.json` is not used.
+    """
     if (newest := checkpoint.latest(evidence.run_dir)) is None:
         return ""
     state = checkpoint.load(newest)
@@ -81,7 +90,7 @@ def _moved(evidence: Evidence) -> str:
 
 
 def _trained(path: Path) -> str:
-    """The digest of what a checkpoint holds of the model: parameters, average, optimizer state."""
+    """Digest of a checkpoint's parameters, average and optimizer state."""
     state = checkpoint.load(path)
     parts = {name: state.get(name) for name in ("params", "average", "opt_state")}
     return checkpoint.params_sha256(parts)
@@ -89,7 +98,7 @@ def _trained(path: Path) -> str:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """A private directory for the copy of a run, which is gone afterwards, whatever happens."""
+    """A private directory for the copy of a run, which is removed in any case."""
     with (
         terminated(),
         tempfile.TemporaryDirectory(prefix="fedsim-replay-") as directory,

@@ -1,57 +1,74 @@
-"""The privacy report of a run: the claim, what it rests on, and what it leaves out.
+"""Documents on a run's privacy: the report, the model card, and an entry for a public registry.
 
-Follows the list of what to report of "How to DP-fy ML" (Ponomareva et al. 2023, Section 5.3.3).
-Every number about privacy is computed from the ledger when the report is written, and every bound
-is rounded up. A run that breaks any promise that `verify` looks at gets no report.
+The report follows the list in "How to DP-fy ML" (Ponomareva et al. 2023, Section 5.3.3). Numbers
+about privacy are computed from the ledger when a document is written, and bounds are rounded up. A
+run that breaks a promise of `verify` gets no report.
+
+The registry entry has the highest tier of the schema of OpenDP's deployments-registry-data
+(Nanayakkara, Ghazi and Vadhan 2025, arXiv 2509.13509). Fields that a run cannot know, such as who
+publishes the model, for what and where, are marked to be filled in.
 """
 
 import dataclasses
 import math
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
+from huggingface_hub.utils import yaml_dump
+
 from fedsim.accounting import at_most
-from fedsim.config import settings_of, to_json
+from fedsim.config import Algorithm, settings_of, to_json
 from fedsim.files import write_atomically
 from fedsim.plan import AllocatedSampling, Audit, CorrelatedNoise, claimed_phases
 from fedsim.run import Console, directory, ledger
-from fedsim.trust import registry
 from fedsim.trust.claim import (
     Gaussian,
     Released,
     ReportError,
+    adjacency,
+    all_runs,
     claim,
     curve,
+    facts,
     gaussian,
+    mechanism,
     over_steps,
     recognised,
+    slack,
+    tuning,
+    unit,
     warnings,
 )
-from fedsim.trust.claim_fields import facts
-from fedsim.trust.pages import write
-from fedsim.trust.plots import Chart, Series
+from fedsim.trust.pages import Chart, Series, as_markdown, write
 from fedsim.trust.verify import verify
 
-NAME = "report"
+NAME, CARD, REGISTRY = "report", "README.md", "registry.yaml"
+TO_FILL_IN = "(to be filled in by whoever publishes the model)"
 
 
 def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
-    """Write report.html and report.md of a run into `out`, and registry.yaml if it claims anything.
+    """Write report.html and report.md of a run into `out`, and registry.yaml if it has a guarantee.
 
-    Raises: ConfigError: there is no run, or another process is working on it. ReportError: a
-      promise is violated, there is no model to report of, or it is an audit's.
+    Returns:
+      The claim, its epsilon and delta, and the paths of the files.
+
+    Raises:
+      ConfigError: there is no run, or another process is working on it.
+      ReportError: a promise is violated, there is no model to report of, or the run is an audit's.
     """
     with directory.lock(run_dir, to_read=True):
         released = read(run_dir, console)
-        shown, entry = compose(released), registry.entry(released)
+        shown, entry = compose(released), registry_entry(released)
     files = write(out, NAME, "report.md.jinja", **shown)
     if entry is not None:
-        write_atomically(out / registry.FILE, registry.as_yaml(entry).encode())
+        write_atomically(out / REGISTRY, yaml_dump(entry, sort_keys=False, width=100).encode())
     return {
         "run_dir": str(run_dir),
         **files,
-        "registry": None if entry is None else str(out / registry.FILE),
+        "registry": None if entry is None else str(out / REGISTRY),
         "epsilon": to_json(released.epsilon),
         "delta": released.plan.delta,
         "epsilon_holds": released.plan.epsilon_holds,
@@ -61,7 +78,11 @@ def report(run_dir: Path, out: Path, console: Console) -> dict[str, Any]:
 
 
 def read(run_dir: Path, console: Console) -> Released:
-    """What a run has released. Raises: as `report`."""
+    """Verify a run, and read its releases.
+
+    Raises:
+      ConfigError, ReportError: as `report`.
+    """
     checks = verify(run_dir, console=console)
     for check in checks:
         if check.holds is False:
@@ -72,14 +93,14 @@ def read(run_dir: Path, console: Console) -> Released:
     if isinstance(plan.purpose, Audit):
         raise ReportError("nothing to report: an audit's run, some of whose users were made up")
     phases = claimed_phases(plan, ledger.phases(lines))
-    found = Released(run_dir, stored, plan, lines, phases, math.inf, checks)
-    slack = plan.slack_after(found.num_steps)
+    released = Released(run_dir, stored, plan, lines, phases, math.inf, checks)
+    slack = plan.slack_after(released.num_steps)
     epsilon = ledger.epsilon_of(phases, plan.delta - slack.delta) + slack.epsilon
-    return dataclasses.replace(found, epsilon=epsilon)
+    return dataclasses.replace(released, epsilon=epsilon)
 
 
 def compose(released: Released) -> dict[str, Any]:
-    """The facts that the report's template needs."""
+    """Values for the template report.md.jinja."""
     shown = facts(released) | {
         "title": f"Privacy report: {released.run_dir.resolve().name}",
         "subject": "this run",
@@ -101,7 +122,7 @@ def compose(released: Released) -> dict[str, Any]:
 
 
 def _curve(released: Released, bound: Gaussian | None) -> Chart:
-    """Delta at each epsilon; dashed, what a Gaussian that is no more private says of it."""
+    """Chart of delta at each epsilon, with dashed lines for the Gaussian bound."""
     epsilons, deltas = curve(released)
     lines = [Series("delta", epsilons.tolist(), deltas.tolist())]
     if bound is not None:
@@ -115,15 +136,17 @@ def _curve(released: Released, bound: Gaussian | None) -> Chart:
 
 
 def _steps(released: Released) -> Chart | None:
-    """Epsilon by the number of steps; None where there is one number or none."""
+    """Chart of epsilon by the number of steps; None with fewer than two numbers."""
     steps, spent = over_steps(released)
     if len(steps) < 2:
         return None
     delta, target = at_most(released.plan.delta, ".2e"), released.plan.target_epsilon
-    asked = Series("asked for", [steps[0], steps[-1]], [target, target], dashed=True)
+    target_line = Series("asked for", [steps[0], steps[-1]], [target, target], dashed=True)
     title = "Epsilon of each number of steps, fixed beforehand, "
     title += f"at delta = {delta}{_in_brackets(released)}"
-    return Chart(title, "steps", "epsilon", [Series("accounted", steps, spent), asked], bounds=True)
+    return Chart(
+        title, "steps", "epsilon", [Series("accounted", steps, spent), target_line], bounds=True
+    )
 
 
 def _in_brackets(released: Released) -> str:
@@ -131,7 +154,7 @@ def _in_brackets(released: Released) -> str:
 
 
 def _settings(released: Released) -> list[tuple[str, str]]:
-    """Settings by name; of the data's place, its name alone."""
+    """Settings by name; of the path of the data, the last part alone."""
     run = settings_of(released.stored.run)
     counts = ("num_units", "budget", "target_epsilon", "num_parameters", "clip_quantile")
     names = ("model", "lora_rank", "optimizer", "learning_rate", "compute_dtype")
@@ -157,7 +180,7 @@ def _fingerprints(released: Released) -> list[tuple[str, str]]:
 
 
 def _commands(released: Released) -> list[str]:
-    """Commands that verify the run, and compute its epsilon from public constants."""
+    """Commands that verify the run, and that compute its epsilon from public constants."""
     plan, path = released.plan, shlex.quote(str(released.run_dir))
     lines = [f"fedsim verify {path}{flag}" for flag in ("", " --replay", " --whole")]
     event, cell = plan.event(), {}
@@ -178,3 +201,117 @@ def _commands(released: Released) -> list[str]:
             + "".join(f" --before {event.epsilon!r}" for event, _ in plan.before)
         )
     return lines
+
+
+def model_card(run_dir: Path, console: Console, *, base: str | None = None) -> str:
+    """The model card of an exported run: README.md with the privacy claim, or why there is none.
+
+    Args:
+      base: the model that adapters belong to.
+    """
+    tags = ["text-generation"]
+    shown = {"title": run_dir.resolve().name, "subject": "this model", "problem": None}
+    try:
+        with directory.lock(run_dir, to_read=True):
+            released = read(run_dir, console)
+        shown |= facts(released)
+        if released.phases is not None and not released.label:
+            tags.append("differential-privacy")
+    except ReportError as error:
+        shown["problem"] = str(error)
+    head = ModelCardData(tags=tags, base_model=base, pipeline_tag="text-generation").to_yaml()
+    return f"---\n{head}\n---\n\n{as_markdown('card.md.jinja', **shown)}"
+
+
+def registry_entry(released: Released) -> dict[str, Any] | None:
+    """The run as an entry of the registry; None without a guarantee."""
+    plan = released.plan
+    if released.phases is None or released.label:
+        return None
+    name = released.run_dir.resolve().name
+    return {
+        "url_slug": "".join(c if c.isalnum() else "-" for c in name.lower()),
+        "status": "Draft",
+        "tier": 3,
+        "deployment": {
+            "basic": {
+                "name": name,
+                "data_curators": [TO_FILL_IN],
+                "intended_use": TO_FILL_IN,
+                "data_product_type": "Machine learning model",
+                "data_product_region": TO_FILL_IN,
+                "description": claim(released),
+                "publication_date": time.strftime("%Y-%m-%d", time.gmtime()),
+            },
+            "dp_variant": {
+                "variant_name": "Approximate DP",
+                "data_domain": f"All texts of {plan.num_users:,} users, each an id in the data.",
+                "unprotected_quantities": "; ".join(plan.non_private) or "None.",
+            },
+            "privacy_loss": _privacy_loss(released),
+            "deployment_model": _model(),
+            "accounting": {
+                "post_processing": "The update of the optimizer, averages of parameters, and "
+                "whatever is done with the model.",
+                "composition": "The privacy losses of all steps are composed numerically, as an "
+                f"upper bound, each step with its sampling. All runs on these users: "
+                f"{all_runs(released)}.",
+            },
+            "implementation": _implementation(released),
+            "administrative": {
+                "notes": "Written by fedsim from the run's ledger.",
+                "registry_authors": [TO_FILL_IN],
+            },
+        },
+    }
+
+
+def _privacy_loss(released: Released) -> dict[str, Any]:
+    bound, plan = gaussian(released), released.plan
+    return {
+        "privacy_unit": "User",
+        "privacy_unit_details": f"{unit(plan)}. Neighbours are {adjacency(plan)}.",
+        "privacy_parameters": {
+            "epsilon": float(at_most(released.epsilon, ".4f")),
+            "delta": float(at_most(plan.delta, ".3e")),
+        },
+        "privacy_parameters_details": f"Of it for noise that is not ideal: {slack(released)}. But "
+        f"for that, all steps together are mu-GDP with mu = {at_most(bound.mu, '.4g')}, except for "
+        f"a probability of {at_most(bound.set_aside, '.2e')}.",
+    }
+
+
+def _model() -> dict[str, Any]:
+    return {
+        "model_name": "Central",
+        "actors": "- Whoever trains holds the texts and the secret key, and is trusted with them.\n"
+        "- Everybody else, adversaries too, may see the parameters after every step and the "
+        "ledger, and may know all other users' texts.",
+        "release_type": "One release",
+        "release_type_details": "The parameters after each step are one release together.",
+        "data_source_type": "Static",
+        "access_type": "Non-interactive",
+    }
+
+
+def _implementation(released: Released) -> dict[str, Any]:
+    plan = released.plan
+    share = plan.group_size_epsilon
+    chosen = "" if share is None else f" The group size was chosen for {share:g} of epsilon."
+    why = "each text" if plan.algorithm == Algorithm.ELS else "each user's texts of a step"
+    return {
+        "preprocessing_and_hyperparameter_tuning": "Not accounted: "
+        + ("; ".join(tuning(plan)) or "none was reported")
+        + f".{chosen}",
+        "mechanisms": f"- {mechanism(plan)}, with fedsim.\n"
+        f"- Sampling that was run: {plan.sampling.kind}; that was accounted: "
+        f"{plan.sampling.accounted}.\n"
+        "- Floating point: contributions are whole numbers, their sums exact, and the noise lies "
+        "on a lattice that does not depend on the data.\n"
+        "- Noise and draws come from AES-128 in counter mode, keyed by 256 secret bits.\n"
+        "- Timing: when steps ended is not published; nothing else protects against it.",
+        "justification": f"The gradient of {why} is clipped, so that what a user adds is bounded "
+        f"whatever they wrote. The ledger was replayed when this was written: "
+        + "; ".join(f"{check.promise} {check.verdict}" for check in released.checks)
+        + ".",
+    }

@@ -1,7 +1,7 @@
-"""Does a run directory keep its promises? The ledger, replayed against everything else there is.
+"""Check the promises of a run: its ledger against all other files, the key and the data.
 
-Each promise is looked at by itself and named where it is broken. Without the key, or the data, what
-needs them is left out and said to be. What no file can show is computed again: see `replay`.
+Each promise is a check of its own. Checks that need the key or the data report that they are
+missing. What no file can show is computed again by `replay`.
 """
 
 import dataclasses
@@ -49,10 +49,10 @@ from fedsim.trust.evidence import (
 from fedsim.trust.replay import replay
 from fedsim.uls import ULS
 
-EPSILON_TOLERANCE = 1e-9  # relative: of other versions of the packages that add up
-PREDICTION_TOLERANCE = 1e-3  # relative: strategies are found to less, and matter little
-RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # of grids chosen at other steps
-LOOKED_AT = 12  # of the epsilons that were shown on the way; all others lie between these
+EPSILON_TOLERANCE = 1e-9  # relative: other versions of packages may round differently
+PREDICTION_TOLERANCE = 1e-3  # relative: found numerically, and epsilon does not depend on it
+RUNNING_TOLERANCE = 10 * accounting.RELATIVE_ACCURACY  # grids depend on the step
+LOOKED_AT = 12  # epsilons of steps that are computed again; others must lie between them
 SHOWN = ("privacy/", "comparison_only/")
 UNPROTECTED = (metrics.FILE, "progress.json", "tb/")
 ELSEWHERE = "; if they are elsewhere now, say so with --data"
@@ -69,15 +69,20 @@ def verify(
     engine: str | None = None,
     console: Console,
 ) -> list[Check]:
-    """Look at every promise of a run, in an order in which each relies on those before.
+    """Check every promise of a run.
 
     Args:
-      data: where the data are now; None: where they were when the run was started.
-      again: which steps to compute again, to compare bits: none (""), those since the last
-        checkpoint but one ("last"), or all of them ("whole").
-      engine: where; None: as the run was started.
-    Raises: ConfigError: `run_dir` is no run, or another process is working on it, or `data` cannot
-      be read.
+      data: where the data are now; None: where they were at the start of the run.
+      again: steps to compute again, to compare bits: "" none, "last" those since the last
+        checkpoint but one, "whole" all.
+      engine: where to compute them; None: as in the run.
+      console: shows the progress.
+
+    Returns:
+      A `Check` for each promise, in an order in which each uses findings of those before.
+
+    Raises:
+      ConfigError: `run_dir` is no run, another process is working on it, or `data` cannot be read.
     """
     try:
         with directory.lock(run_dir, to_read=True):
@@ -91,7 +96,7 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
         try:
             _ = evidence.dataset
         except Violated:
-            pass  # named below
+            pass  # the check of the data reports it
         except Unknown as error:
             raise ConfigError(f"data={data}: {error}", field="data") from None
     looks = [look for look in LOOKS if evidence.plan.shared or look != ("owners", _owners)]
@@ -103,7 +108,7 @@ def _verify(evidence: Evidence, data: str | None, again: str) -> list[Check]:
 
 
 def plan_of(run_dir: Path) -> Plan | None:
-    """The plan of a run, if it has kept one."""
+    """The plan of a run; None if it has none or cannot be read."""
     try:
         return directory.load(run_dir).plan
     except FedsimError:
@@ -120,7 +125,7 @@ def _check(promise: str, look: Callable[[Evidence], str], evidence: Evidence) ->
 
 
 def _ledger(evidence: Evidence) -> str:
-    """The chain is whole, and its head is of these settings."""
+    """The chain is intact, and its head has these settings."""
     path = evidence.run_dir / ledger.FILE
     lines = ledger.read(evidence.run_dir)
     demand(len(lines) > 0, f"{path}: expected a ledger, found nothing")
@@ -143,33 +148,33 @@ def _ledger(evidence: Evidence) -> str:
 
 
 def _settings(evidence: Evidence) -> str:
-    """The plan is what the settings ask for."""
+    """The plan is as the settings demand."""
     plan, privacy = evidence.plan, evidence.privacy
     sampling, allocated = plan.sampling, isinstance(plan.sampling, AllocatedSampling)
-    asked = {name: (getattr(privacy, name), getattr(plan, name)) for name in PLANNED}
-    asked |= {name: (getattr(privacy, name), getattr(sampling, name, None)) for name in DRAWN}
-    asked |= {
+    compared = {name: (getattr(privacy, name), getattr(plan, name)) for name in PLANNED}
+    compared |= {name: (getattr(privacy, name), getattr(sampling, name, None)) for name in DRAWN}
+    compared |= {
         "budget": (None if allocated else privacy.batch_size, plan.budget),
         "sampling": (privacy.sampling_run, plan.sampling.kind),
         "noise": (privacy.noise, plan.noise.kind),
         "epsilon": (privacy.epsilon, plan.target_epsilon),
     }
     if (how := plan.evaluations) is not None or privacy.eval_epsilon is not None:
-        asked["eval_epsilon"] = (privacy.eval_epsilon, how and how.epsilon)
-    for name, (wanted, planned) in asked.items():
+        compared["eval_epsilon"] = (privacy.eval_epsilon, how and how.epsilon)
+    for name, (wanted, planned) in compared.items():
         same = wanted is None or wanted == planned
         demand(same, f"{name}={planned} in the plan: expected {wanted}, as in the settings")
     share = plan.expected_count / plan.num_units
-    if allocated:  # it follows from these, and count and budget from it, rounded
+    if allocated:  # participations decide, and count and budget follow, rounded
         share = 1 / sampling.window(plan.num_steps)
     demand(sampling.prob == share, f"sampling_prob={sampling.prob}: expected {share}")
     each = 1 if plan.algorithm == Algorithm.ELS else plan.group_size
     count = plan.budget // each
     demand(plan.expected_count == count, f"expected_count={plan.expected_count}: not {count}")
-    found = plan.noise.predicted_error
+    predicted = plan.noise.predicted_error
     error = predicted_error(plan.noise_multiplier, plan.num_steps, plan.noise.bands)
-    same = found is not None and math.isclose(found, error, rel_tol=PREDICTION_TOLERANCE)
-    demand(same, f"predicted_error={found}: expected {error}")
+    same = predicted is not None and math.isclose(predicted, error, rel_tol=PREDICTION_TOLERANCE)
+    demand(same, f"predicted_error={predicted}: expected {error}")
     name = str(evidence.stored.strategy.get("name"))
     if plan.unproven is None and name not in directory.LAYERED:
         Strategy.parse(name)
@@ -178,7 +183,7 @@ def _settings(evidence: Evidence) -> str:
 
 
 def _events(evidence: Evidence) -> str:
-    """Every line is what the plan demands."""
+    """Every line is as the plan demands."""
     plan = evidence.plan
     event = plan.event()
     demanded = {
@@ -189,9 +194,9 @@ def _events(evidence: Evidence) -> str:
     path = evidence.run_dir / ledger.FILE
     for line in evidence.lines[1:]:
         for name, value in demanded.items():
-            found = line.get(name)
-            same = found == value
-            demand(same, f"{path}: step {line['step']}: {name}={found}: expected {value}")
+            noted = line.get(name)
+            same = noted == value
+            demand(same, f"{path}: step {line['step']}: {name}={noted}: expected {value}")
     most = f"{evidence.num_steps} steps: expected at most {plan.num_steps}"
     demand(evidence.num_steps <= plan.num_steps, f"{path}: {most}")
     if event is None:
@@ -205,7 +210,7 @@ def _events(evidence: Evidence) -> str:
 
 
 def _epsilon(evidence: Evidence) -> str:
-    """All steps together, also those that were left, cost no more than was asked for."""
+    """All planned steps together cost no more than the target epsilon."""
     plan = evidence.plan
     claimed = claimed_phases(plan, ledger.phases(evidence.lines))
     if claimed is None:
@@ -225,9 +230,11 @@ def _label(plan: Plan) -> str:
 
 
 def _running(evidence: Evidence, path: Path, shown: list[tuple[int, Any]]) -> None:
-    """What was said to be spent after some steps is: [(steps, epsilon or None)].
+    """Recompute some reported epsilons, and check that the rest are monotone between them.
 
-    Some are computed again, and the others do not fall between these.
+    Args:
+      path: of the file, for errors.
+      shown: (number of steps, reported epsilon or None).
     """
     plan, event = evidence.plan, evidence.plan.event()
     shown = sorted((steps, epsilon) for steps, epsilon in shown if epsilon is not None)
@@ -239,17 +246,17 @@ def _running(evidence: Evidence, path: Path, shown: list[tuple[int, Any]]) -> No
     every, last = max(1, len(shown) // LOOKED_AT), len(shown) - 1
     least = 0.0
     for place, (steps, epsilon) in enumerate(shown):
-        said = f"{path}: epsilon={epsilon} after step {steps}: expected"
-        demand(isinstance(epsilon, int | float), f"{said} a number")
-        demand(epsilon >= least * (1 - RUNNING_TOLERANCE), f"{said} at least {least}, as before")
+        fault = f"{path}: epsilon={epsilon} after step {steps}: expected"
+        demand(isinstance(epsilon, int | float), f"{fault} a number")
+        demand(epsilon >= least * (1 - RUNNING_TOLERANCE), f"{fault} at least {least}, as before")
         if place % every == 0 or place == last:
             same = math.isclose(epsilon, spent := running(steps), rel_tol=RUNNING_TOLERANCE)
-            demand(same, f"{said} {spent}")
+            demand(same, f"{fault} {spent}")
         least = max(least, epsilon)
 
 
 def _checkpoints(evidence: Evidence) -> str:
-    """Every checkpoint is as it was written, of this run and a step that the ledger has."""
+    """Every checkpoint is unchanged, and of this run and a step in the ledger."""
     kept = checkpoint.kept(evidence.run_dir)
     for path in kept:
         state = checkpoint.load(path)
@@ -258,7 +265,10 @@ def _checkpoints(evidence: Evidence) -> str:
         demand(named, f"{path}: holds step {step}")
         fits = step <= evidence.num_steps
         demand(fits, f"{path}: step {step}, and the ledger has {evidence.num_steps}")
-        same = chain in ("", evidence.lines[step]["chain"])  # earlier versions kept none
+        same = chain in (
+            "",
+            evidence.lines[step]["chain"],
+        )  # checkpoints of earlier versions have none
         demand(same, f"{path}: is of another run: the ledger has another chain after step {step}")
     if not kept:
         where, path = (evidence.run_dir / x for x in (checkpoint.DIRECTORY, directory.SUMMARY))
@@ -269,7 +279,7 @@ def _checkpoints(evidence: Evidence) -> str:
 
 
 def _metrics(evidence: Evidence) -> str:
-    """Nothing was shown of a step that the ledger does not have, and no other epsilon."""
+    """Metrics are of steps in the ledger, and show no other epsilon."""
     path, name = evidence.run_dir / metrics.FILE, evidence.plan.epsilon_metric
     lines = metrics.read(evidence.run_dir)
     last = max((line["step"] for line in lines), default=0)
@@ -279,12 +289,12 @@ def _metrics(evidence: Evidence) -> str:
         others = {n for n in line if n.startswith(SHOWN) and "epsilon" in n} - {name}
         demand(not others, f"{path}: step {line['step']}: {min(others, default='')}: not {name}")
     _running(evidence, path, [(line["step"], line.get(name)) for line in lines])
-    found = _of_steps(evidence, len({line["step"] for line in lines} - {0}))
-    return f"{found}; no digest covers {', '.join(UNPROTECTED)}: another number there may pass"
+    steps = _of_steps(evidence, len({line["step"] for line in lines} - {0}))
+    return f"{steps}; no digest covers {', '.join(UNPROTECTED)}: another number there may pass"
 
 
 def _of_steps(evidence: Evidence, count: int) -> str:
-    """How many steps were looked at. Raises Unknown: none."""
+    """The number of checked steps in words. Raises Unknown if there are none."""
     text = f"{count} of {evidence.num_steps} steps"
     if not count:
         raise Unknown(text)
@@ -292,28 +302,28 @@ def _of_steps(evidence: Evidence, count: int) -> str:
 
 
 def _summary(evidence: Evidence) -> str:
-    """What was claimed is what follows from the ledger and the parameters."""
+    """The summary follows from the ledger and the last checkpoint."""
     path = evidence.run_dir / directory.SUMMARY
     if (claimed := directory.summary_of(evidence.run_dir)) is None:
         raise Unknown("the run has not ended: nothing is claimed yet")
     for name, value in _claims(evidence):
         demand(name in claimed, f"{path}: expected {name}")
-        found = claimed[name]
-        if name == "epsilon" and isinstance(value, float) and isinstance(found, float):
-            same = math.isclose(found, value, rel_tol=EPSILON_TOLERANCE)
+        stated = claimed[name]
+        if name == "epsilon" and isinstance(value, float) and isinstance(stated, float):
+            same = math.isclose(stated, value, rel_tol=EPSILON_TOLERANCE)
         else:
-            same = found == value
-        demand(same, f"{path}: {name}={found}: expected {value}")
+            same = stated == value
+        demand(same, f"{path}: {name}={stated}: expected {value}")
     steps, released = claimed["steps_done"], evidence.num_steps
-    # Fewer, where a run was killed, and stopped before it had caught up.
+    # Fewer, if a run was killed, resumed, and stopped before it had caught up.
     demand(steps <= released, f"{path}: steps_done={steps}, and the ledger has {released}")
     of = "" if steps == released else f" of {released} that were released"
-    said = f"epsilon {claimed['epsilon']}, {steps} steps{of}, losses, parameters"
-    return f"{said}{_label(evidence.plan)}"
+    message = f"epsilon {claimed['epsilon']}, {steps} steps{of}, losses, parameters"
+    return f"{message}{_label(evidence.plan)}"
 
 
 def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
-    """What the summary says: the epsilon that is claimed, the rest of the last state."""
+    """Fields of the summary: the claimed epsilon, and those of the last state."""
     plan, chain = evidence.plan, evidence.lines[-1]["chain"]
     claimed = claimed_phases(plan, ledger.phases(evidence.lines))
     epsilon = ledger.epsilon_of(claimed, plan.delta)
@@ -323,12 +333,12 @@ def _claims(evidence: Evidence) -> Iterator[tuple[str, Any]]:
         return
     state = checkpoint.load(newest)
     yield from results(state | apart(evidence.run_dir, int(state["step"]))).items()
-    if not state.get("resumed_elsewhere"):  # else no file says where the last step was computed
+    if not state.get("resumed_elsewhere"):  # else no file has the host of the last step
         yield "host", evidence.stored.host
 
 
 def _key(evidence: Evidence) -> str:
-    """Key and directory are their owner's; the key is the one that the ledger was begun with."""
+    """Key and directory are private to their owner, and the key belongs to the ledger."""
     path = evidence.run_dir / keys.FILE
     if not path.exists():
         raise Unknown(f"there is no {keys.FILE}")
@@ -370,9 +380,9 @@ def _data(evidence: Evidence) -> str:
     if how is not None:
         same = held_out is not None and key.seal(held_out.fingerprint) == how.seal
         demand(same, f"{where}: other held-out users than at the start{ELSEWHERE}")
-    found = (users.num_users, users.num_examples)
+    counts = (users.num_users, users.num_examples)
     planned = (evidence.plan.num_users, evidence.plan.num_examples)
-    demand(found == planned, f"{where}: {found} users, examples, not {planned}")
+    demand(counts == planned, f"{where}: {counts} users, examples, not {planned}")
     evidence.users = users
     path = evidence.dataset.path
     sealed = path is None or (path / SUMS).exists()
@@ -381,20 +391,20 @@ def _data(evidence: Evidence) -> str:
 
 
 def _where(evidence: Evidence) -> str:
-    """Where the data were read, whole: what a run calls them depends on where it was started."""
+    """The absolute path of the data; the recorded one may be relative to another directory."""
     source = evidence.run.data.source
     return f"data={Path(source).absolute() if Path(source).exists() else source}"
 
 
 def _owners(evidence: Evidence) -> str:
-    """Nobody is in the pool, or in others' groups, more often than is accounted for."""
+    """No user is in the pool, or in other users' groups, more often than accounted for."""
     plan, users = evidence.plan, evidence.users
     where, owners = _where(evidence), users.owners
     if owners is None or plan.shared is None:
         raise Violated(f"{where}: expected texts with several owners")
     method = _method(evidence, evidence.key)
-    found = sharing(users, method, evidence.key)
-    demand(found == plan.shared, f"{where}: {found} is what the key draws, not {plan.shared}")
+    drawn = sharing(users, method, evidence.key)
+    demand(drawn == plan.shared, f"{where}: {drawn} is what the key draws, not {plan.shared}")
     if isinstance(method, ELS):
         most, cap = most_owned(method.pool, users.offsets, owners), plan.group_size
         what = "texts of the pool"
@@ -408,12 +418,12 @@ def _owners(evidence: Evidence) -> str:
 
 
 def _method(evidence: Evidence, drawing: SecretKey) -> ELS | ULS:
-    """The algorithm as the run drew with it."""
+    """The algorithm, as the run used it to draw units."""
     plan = evidence.plan
-    found = {"delta": plan.delta, "group_size": plan.group_size, "batch_size": plan.budget}
-    found |= {"bands": plan.sampling.bands_given}
-    found |= {"participations": getattr(plan.sampling, "participations", None)}
-    privacy = dataclasses.replace(evidence.privacy, **found)
+    changes = {"delta": plan.delta, "group_size": plan.group_size, "batch_size": plan.budget}
+    changes |= {"bands": plan.sampling.bands_given}
+    changes |= {"participations": getattr(plan.sampling, "participations", None)}
+    privacy = dataclasses.replace(evidence.privacy, **changes)
     return method_for(plan.algorithm, privacy, evidence.users, evidence.key, drawing)
 
 

@@ -19,16 +19,15 @@ from refused import refuses
 
 from fedsim.accounting import StepEvent, epsilon, noise_multiplier
 from fedsim.budget import admission
-from fedsim.budget.applicant import Applicant
+from fedsim.budget.admission import Applicant
 from fedsim.budget.ledger import FILE, Limit, hold
 from fedsim.budget.receipt import expect_receipt, together
 from fedsim.budget.spending import books, charge_of
 from fedsim.errors import ConfigError, FileDamaged
 from fedsim.keys import SecretKey
 from fedsim.run import directory, ledger as ledger_module
-from fedsim.run.chained_log import LedgerError
 from fedsim.run.directory import LOCK, RECEIPT
-from fedsim.run.ledger import Ledger
+from fedsim.run.ledger import Ledger, LedgerError
 
 STEP, STEPS, DELTA = StepEvent(2.0, 0.1), 20, 1e-6
 PEOPLE = [f"user {i}" for i in range(5)]

@@ -5,11 +5,10 @@ import pytest
 from refused import refuses
 
 from fedsim.accounting import StepEvent
-from fedsim.budget import people
-from fedsim.budget.ledger import FILE, LAST, LOCK, BudgetLedger, Entry, Limit, hold
+from fedsim.budget.ledger import FILE, LAST, LOCK, USERS, BudgetLedger, Entry, Limit, hold
 from fedsim.errors import FileDamaged
 from fedsim.keys import FILE as KEY, SecretKey
-from fedsim.run.chained_log import LINK, LedgerError, link
+from fedsim.run.ledger import LINK, LedgerError, link
 
 PHASES = [(StepEvent(2.0, 0.1), 10)]
 LESS = [(StepEvent(2.0, 0.1), 3)]
@@ -107,7 +106,7 @@ def test_a_crash_between_a_line_and_the_note_of_it_is_none(place):
 
 def test_key_note_and_users_are_missed(place):
     users = read(place).entries["a"].users
-    path = place / people.DIRECTORY / f"{users}.npy"
+    path = place / USERS / f"{users}.npy"
     for each, match in ((place / LAST, "last.json"), (place / KEY, "secret.json")):
         whole = each.read_bytes()
         each.unlink()
@@ -116,10 +115,10 @@ def test_key_note_and_users_are_missed(place):
         each.write_bytes(whole)
     np.save(path, np.zeros(2, np.uint64))
     with pytest.raises(FileDamaged, match="was changed"):
-        people.load(place, users)
+        read(place).users_of(users)
     path.unlink()
     with pytest.raises(FileDamaged, match="expected fingerprints"):
-        people.load(place, users)
+        read(place).users_of(users)
 
 
 def test_with_another_key_no_line_can_be_added(place):
@@ -156,5 +155,5 @@ def test_a_place_of_a_group_is_the_groups(tmp_path):
         ledger.begin(entry("a", users=ledger.save_users(ledger.users(["ann"]))))
     for path in (FILE, LAST, KEY, LOCK):
         assert oct((place / path).stat().st_mode)[-3:] == "660"
-    assert oct((place / people.DIRECTORY).stat().st_mode)[-3:] == "770"
+    assert oct((place / USERS).stat().st_mode)[-3:] == "770"
     assert isinstance(read(place), BudgetLedger)

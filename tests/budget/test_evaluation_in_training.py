@@ -23,7 +23,7 @@ from fedsim.data.dataset import Dataset
 from fedsim.engine.worker import LocalEngine
 from fedsim.errors import FileDamaged
 from fedsim.keys import SecretKey
-from fedsim.library.training import train
+from fedsim.library.run import train
 from fedsim.plan import Evaluations, evaluations_of
 from fedsim.run import metrics
 from fedsim.run.ledger import witness

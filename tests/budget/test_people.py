@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from fedsim.budget import people
+from fedsim.budget.ledger import fingerprints
+from fedsim.budget.spending import MOST_PATTERNS, patterns
 from fedsim.keys import SecretKey
 
 
@@ -14,33 +15,33 @@ def key():
 
 def test_the_same_people_have_the_same_fingerprints_in_any_order(key):
     ids = [f"user {i}" for i in range(100)]
-    found = people.fingerprints(ids, key)
+    found = fingerprints(ids, key)
     assert found.dtype == np.uint64 and len(found) == 100
-    assert np.array_equal(found, people.fingerprints(ids[::-1] * 2, key))
-    grown = people.fingerprints([*ids, "another", "\udcff"], key)
+    assert np.array_equal(found, fingerprints(ids[::-1] * 2, key))
+    grown = fingerprints([*ids, "another", "\udcff"], key)
     assert len(grown) == 102 and np.isin(found, grown).all()
 
 
 @pytest.mark.privacy
 def test_without_the_key_ids_cannot_be_tried(key):
-    own = people.fingerprints(["ann"], key)
-    assert not np.isin(own, people.fingerprints(["ann"], SecretKey.create())).any()
-    seeded = [people.fingerprints(["ann"], SecretKey.create(seed=1)) for _ in range(2)]
+    own = fingerprints(["ann"], key)
+    assert not np.isin(own, fingerprints(["ann"], SecretKey.create())).any()
+    seeded = [fingerprints(["ann"], SecretKey.create(seed=1)) for _ in range(2)]
     assert seeded[0] != seeded[1]  # no seed gives the fingerprints away
 
 
 def test_those_who_pay_most_are_in_sets_that_no_others_exceed():
     users = np.arange(10, dtype=np.uint64)
     sets = {"a": users[:6], "b": users[4:8], "c": users[5:6], "d": users[9:] + 5}
-    found = people.patterns(users, sets)
+    found = patterns(users, sets)
     assert sorted(map(sorted, found)) == [["a", "b", "c"]]
     del sets["c"]
-    assert sorted(map(sorted, people.patterns(users, sets))) == [["a", "b"]]
-    assert people.patterns(users[8:], sets) == [frozenset()]
-    assert people.patterns(users, {}) == [frozenset()] or people.patterns(users, {}) == []
+    assert sorted(map(sorted, patterns(users, sets))) == [["a", "b"]]
+    assert patterns(users[8:], sets) == [frozenset()]
+    assert patterns(users, {}) == [frozenset()] or patterns(users, {}) == []
 
 
 def test_too_many_combinations_are_taken_as_one():
-    users = np.arange(people.MOST_PATTERNS + 1, dtype=np.uint64)
+    users = np.arange(MOST_PATTERNS + 1, dtype=np.uint64)
     sets = {str(i): users[i : i + 1] for i in users.tolist()}
-    assert people.patterns(users, sets) == [frozenset(sets)]
+    assert patterns(users, sets) == [frozenset(sets)]

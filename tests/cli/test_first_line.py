@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from fedsim.cli.flags import commands
+from fedsim.cli.help import commands
 from fedsim.cli.main import Command, main
-from fedsim.cli.screen import wrapped
+from fedsim.run import wrapped
 
 LEAVES = {n: k for n, k in commands(Command).items() if n != "data"} | commands(
     commands(Command)["data"]

@@ -7,12 +7,12 @@ import re
 import pytest
 import tyro
 
-from fedsim.cli import flags, help
+from fedsim.cli import help
 from fedsim.cli.main import Command, main
 
 LEAVES = {
-    **{name: kind for name, kind in flags.commands(Command).items() if name != "data"},
-    **{f"data {n}": k for n, k in flags.commands(flags.commands(Command)["data"]).items()},
+    **{name: kind for name, kind in help.commands(Command).items() if name != "data"},
+    **{f"data {n}": k for n, k in help.commands(help.commands(Command)["data"]).items()},
 }
 
 
@@ -70,11 +70,11 @@ def test_defaults_are_said_once(capsys, monkeypatch):
 
 def test_the_first_page_lists_the_commands_with_a_sentence_each(capsys, monkeypatch):
     page = shown("--help", capsys=capsys, monkeypatch=monkeypatch)
-    for name, kind in flags.commands(Command).items():
-        assert re.search(rf"\n  {name} +{flags.sentence(kind).split()[0]}", page), name
+    for name, kind in help.commands(Command).items():
+        assert re.search(rf"\n  {name} +{help.sentence(kind).split()[0]}", page), name
     assert "build" in shown("data", "-h", capsys=capsys, monkeypatch=monkeypatch)
 
 
 def test_what_is_called_common_exists():
-    known = {each for kind in LEAVES.values() for flag in flags.flags(kind) for each in flag.names}
+    known = {each for kind in LEAVES.values() for flag in help.flags(kind) for each in flag.names}
     assert known >= help.COMMON

@@ -9,7 +9,7 @@ from refused import refuses
 
 from fedsim.cli.arguments import parse
 from fedsim.cli.main import Command
-from fedsim.library.training import configs_of
+from fedsim.library.run import configs_of
 from fedsim.training.open import key_context
 from fedsim.tuning.sweep import jobs_of
 

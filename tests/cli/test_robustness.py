@@ -24,7 +24,7 @@ from test_verify import command, write_texts
 from fedsim import files
 from fedsim.cli.main import main
 from fedsim.run import directory, ledger
-from fedsim.run.chained_log import ChainedLog
+from fedsim.run.ledger import ChainedLog
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fedsim.cli.main import main
-from fedsim.run.listing import COLUMNS, lines_of
+from fedsim.run.console import COLUMNS, lines_of
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from fedsim import files
-from fedsim.run.chained_log import ChainedLog, LedgerError, link
+from fedsim.run.ledger import ChainedLog, LedgerError, link
 
 LINES = [{"n": 0}, {"n": 1, "text": 'ä", "chain": "0"'}, {"n": 2}]
 
@@ -102,7 +102,7 @@ def test_its_mode_is_that_of_the_file_from_its_first_byte_on(tmp_path, monkeypat
         modes.append(path.stat().st_mode & 0o777)
         right(file, data)
 
-    monkeypatch.setattr("fedsim.run.chained_log.write_durably", noted)
+    monkeypatch.setattr("fedsim.run.ledger.write_durably", noted)
     log = ChainedLog(path, in_order, mode=0o600)
     log.append(LINES[0])
     log.close()

@@ -13,8 +13,8 @@ from fedsim.accounting import allocated_event
 from fedsim.errors import FileDamaged
 from fedsim.plan import CyclicSampling, ledger_head
 from fedsim.run import directory, ledger
-from fedsim.run.chained_log import ChainedLog, LedgerError
 from fedsim.run.formats import main, schemas
+from fedsim.run.ledger import ChainedLog, LedgerError
 
 
 @pytest.fixture(scope="module")

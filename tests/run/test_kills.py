@@ -29,7 +29,7 @@ PHASES = {
     "draw": ("fedsim.sampling.sampler", "Poisson.draw"),
     "step": ("fedsim.engine.engine", "Engine.clipped_sum"),
     "checkpoint": ("fedsim.models.model_files", "write_with"),
-    "ledger": ("fedsim.run.chained_log", "ChainedLog.append"),
+    "ledger": ("fedsim.run.ledger", "ChainedLog.append"),
     "evaluation": ("fedsim.training.trainer", "begin_evaluate"),
 }
 RUNS, LONGEST_DELAY = 9, 0.03

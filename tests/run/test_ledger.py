@@ -9,8 +9,7 @@ import pytest
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.run import ledger
-from fedsim.run.chained_log import LINK, LedgerError, link, parse
-from fedsim.run.ledger import Ledger, OtherBits
+from fedsim.run.ledger import LINK, Ledger, LedgerError, OtherBits, link, parse
 
 HEAD = {"plan": {"delta": 1e-6, "target_epsilon": "inf"}, "adjacency": "add or remove one user"}
 EVENT = StepEvent(2.0, 0.1, 1)

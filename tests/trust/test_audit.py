@@ -23,8 +23,7 @@ from fedsim.noise import Correlated
 from fedsim.plan import ADJACENCY
 from fedsim.sampling import Poisson, Sampling
 from fedsim.trust import bounds
-from fedsim.trust.audit import judge
-from fedsim.trust.audit_page import sentence
+from fedsim.trust.audit import judge, sentence
 from fedsim.trust.canaries import POOLS, CanaryTask, Planted, coins
 from fedsim.uls import ULS
 

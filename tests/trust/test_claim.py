@@ -11,8 +11,7 @@ from test_console import PLAN
 from fedsim import accounting
 from fedsim.accounting import StepEvent
 from fedsim.trust import claim
-from fedsim.trust.claim import Released
-from fedsim.trust.claim_fields import facts
+from fedsim.trust.claim import Released, facts
 from fedsim.trust.pages import as_markdown
 
 

@@ -11,8 +11,8 @@ from fedsim.cli.main import Command, Train
 from fedsim.data.building.build import build
 from fedsim.data.dataset import Dataset
 from fedsim.errors import DataError, FedsimError
-from fedsim.run import chained_log, ledger
-from fedsim.run.chained_log import LINK, LedgerError, link
+from fedsim.run import ledger
+from fedsim.run.ledger import LINK, LedgerError, link
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def built(tmp_path_factory):
 @settings(max_examples=200, deadline=None)
 def test_whatever_bytes_a_ledger_has_it_is_read_or_refused(data):
     try:
-        lines = chained_log.parse(data, "fuzz", ledger.check)
+        lines = ledger.parse(data, "fuzz", ledger.check)
     except LedgerError as error:
         assert str(error).startswith("fuzz: line ")
     else:
@@ -54,7 +54,7 @@ def test_whatever_a_forger_chains_is_a_ledger_or_refused(records):
         chain = link(chain, body)
         data += body + LINK.format(chain).encode() + b"\n"
     try:
-        lines = chained_log.parse(data, "fuzz", ledger.check)
+        lines = ledger.parse(data, "fuzz", ledger.check)
         ledger.phases(lines)
     except LedgerError as error:
         assert str(error).startswith("fuzz: line ")

@@ -7,8 +7,7 @@ import pytest
 from jinja2 import UndefinedError
 from markdown_it import MarkdownIt
 
-from fedsim.trust.pages import as_html, as_markdown, code, escaped, fenced
-from fedsim.trust.plots import Chart, Series
+from fedsim.trust.pages import Chart, Series, as_html, as_markdown, code, escaped, fenced
 
 HOSTILE = (
     "<script>alert(1)</script>",

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fedsim.trust.plots import COLOURS, Chart, Series, svg
+from fedsim.trust.pages import COLOURS, Chart, Series, svg
 
 
 def chart(*series, **options):

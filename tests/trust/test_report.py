@@ -21,7 +21,7 @@ from fedsim.cli.main import main
 from fedsim.data.users import UserStore
 from fedsim.errors import DataError
 from fedsim.run.console import Console
-from fedsim.trust.model_card import model_card
+from fedsim.trust.report import model_card
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def test_the_lines_of_one_gaussian_lie_above_the_curve(trained, tmp_path, capsys
     assert float(rho) == pytest.approx(float(mu) ** 2 / 2, rel=1e-3)
 
 
-REGISTRY = {  # the sections of the registry's schema and their fields; see trust/registry.py
+REGISTRY = {  # the sections of the registry's schema and their fields; see trust/report.py
     "basic": "name data_curators intended_use data_product_type data_product_region description "
     "publication_date data_product_sector",
     "dp_variant": "variant_name data_domain unprotected_quantities",

@@ -21,8 +21,7 @@ from fedsim.keys import SecretKey
 from fedsim.sampling import Sampling, contributions
 from fedsim.shared_uls import SharedULS
 from fedsim.trust.bounds import audit_curve, curve_claim
-from fedsim.trust.canaries import CanaryTask, coins
-from fedsim.trust.shared_canaries import PlantedAmongOthers, partners_of, rows_of_users
+from fedsim.trust.canaries import CanaryTask, PlantedAmongOthers, coins, partners_of, rows_of_users
 from fedsim.uls import ULS
 
 CANARIES, STEPS, DELTA, GROUP_SIZE = 250, 4, 1e-5, 2

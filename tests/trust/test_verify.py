@@ -17,8 +17,8 @@ from fedsim.engine.environment import versions
 from fedsim.plan import Plan
 from fedsim.plan.options import UNPROVEN
 from fedsim.run import checkpoint, directory, ledger
-from fedsim.run.chained_log import LINK, link
 from fedsim.run.formats import schemas
+from fedsim.run.ledger import LINK, link
 from fedsim.training import planned
 
 NUM_STEPS = 6

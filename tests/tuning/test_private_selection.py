@@ -19,8 +19,8 @@ from fedsim.cli.main import main
 from fedsim.data.building.build import build
 from fedsim.plan import TRIAL
 from fedsim.run import checkpoint
-from fedsim.run.chained_log import LedgerError
 from fedsim.run.console import Console
+from fedsim.run.ledger import LedgerError
 from fedsim.run.model_source import load_data
 from fedsim.trust.budget_page import budget
 from fedsim.tuning import selection
