@@ -1,7 +1,7 @@
 """The group size of ELS: the median user's number of examples, as it is or privately.
 
 The private one is the exponential mechanism (McSherry and Talwar 2007) on a public grid.
-`accounting.pure_dp` says what it costs together with training.
+`accounting.PureEvent` says what it costs together with training.
 """
 
 import math

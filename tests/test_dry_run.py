@@ -13,7 +13,7 @@ from test_console import PLAN
 from test_verify import command, write_texts
 
 from fedsim import engine
-from fedsim.accounting.pure_dp import PureEvent
+from fedsim.accounting import PureEvent
 from fedsim.budget.ledger import hold
 from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
@@ -29,7 +29,7 @@ from fedsim.plan import complete, defaults, method_for
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.training import planned
-from fedsim.training.dry_run import cost
+from fedsim.training.launch import cost
 from fedsim.training.planned import warnings_of
 
 DATA = SimpleNamespace(eval_users=object())

@@ -12,21 +12,21 @@ fine as refinement allows. One-step losses are kept, so asking again about a ste
 import functools
 import math
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
 
 import numpy as np
 from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from scipy import special
 
-from fedsim.accounting import allocation, calibration, composition, mixture
-from fedsim.accounting.calibration import Progress
-from fedsim.accounting.composition import Query
-from fedsim.accounting.events import Event, Phases, StepEvent, merge
+from fedsim.accounting import allocation, composition, mixture
+from fedsim.accounting.composition import Progress, Query, throttled
+from fedsim.accounting.events import Event, Phases, PureEvent, StepEvent, merge
 from fedsim.accounting.noise_slack import together
-from fedsim.accounting.pure_dp import PureEvent, pure_pld, pure_pmf
 from fedsim.accounting.selection import SelectionEvent, loss_range as selection_range, selection_pmf
 from fedsim.errors import expect, expect_count
 
-RELATIVE_ACCURACY = calibration.SPEND_ACCURACY
+RELATIVE_ACCURACY = 1e-4
 """How far above the exact value an adaptive answer may lie: predicted, and mostly less."""
 
 _FIRST_GRID = 1024  # points of the coarsest one-step grid
@@ -185,7 +185,7 @@ def _refine(
     Any grid gives an upper bound. So a direction whose bound has fallen below the other's answer
     needs no finer grid, which is soon the fate of ADD.
     """
-    merged, report = merge(phases), calibration.throttled(progress)
+    merged, report = merge(phases), throttled(progress)
     widest = max(_loss_range(event) for event, _ in merged)
     coarsest = min(1.0, 2.0 ** math.floor(math.log2(widest / _FIRST_GRID)))
     answer, finest = None, coarsest
@@ -223,13 +223,34 @@ def _one_direction(event: Event, discretization: float, direction: int) -> Dense
 
 @functools.lru_cache(maxsize=16)
 def _one_step(event: Event, discretization: float) -> PrivacyLossDistribution:
-    if isinstance(event, PureEvent):
-        return pure_pld(event, discretization)
-    if isinstance(event, SelectionEvent):
+    if isinstance(event, PureEvent | SelectionEvent):  # both directions are alike
         return PrivacyLossDistribution(*[_one_direction(event, discretization, 0)] * 2)
     if event.allocated:
         return PrivacyLossDistribution(*[_one_direction(event, discretization, d) for d in (0, 1)])
     return mixture.one_step_pld(_mixture(event), discretization)
+
+
+def pure_pmf(event: PureEvent, discretization: float) -> DensePLDPmf:
+    """The discretised loss of pure epsilon-DP, an upper bound, the same in both directions.
+
+    Randomised response dominates every mechanism with the same epsilon (Kairouz et al. 2015), so
+    its loss, +epsilon with probability e^epsilon / (1 + e^epsilon) and else -epsilon, is an upper
+    bound under any composition. Connect the dots, as for `mixture`: each atom is split between the
+    grid points next to it such that the masses under both distributions stay the same.
+    Raises: GridTooLargeError: the grid would be longer than MAX_GRID_POINTS.
+    """
+    last = math.ceil(event.epsilon / discretization)
+    composition.check_size(2 * last + 1, discretization)
+    probs = np.zeros(2 * last + 1)
+    for loss in (-event.epsilon, event.epsilon):
+        mass = float(special.expit(loss))
+        low = math.floor(loss / discretization)
+        above = max(0.0, loss - low * discretization)
+        raised = mass * math.expm1(-above) / math.expm1(-discretization)
+        probs[low + last] += mass - raised
+        if raised:
+            probs[low + 1 + last] += raised
+    return DensePLDPmf(discretization, -last, probs, 0.0, True)
 
 
 def _loss_range(event: Event) -> float:
@@ -255,3 +276,25 @@ def _mixture(event: StepEvent) -> mixture.Mixture:
     if event.max_changed:
         return mixture.changing_mixture(noise, most, event.max_changed, prob)
     return mixture.binomial_mixture(noise, most, prob)
+
+
+def at_most(value: float, form: str) -> str:
+    """`value` in a format such as ".2e", its last digit rounded up.
+
+    >>> at_most(2.3412e-6, ".2e"), at_most(0.12301, ".1%"), at_most(4.0, ".4f")
+    ('2.35e-6', '12.4%', '4.0000')
+    """
+    if math.isinf(value):
+        return str(value)
+    with localcontext(rounding=ROUND_CEILING):
+        return format(Decimal(repr(float(value))), form)
+
+
+def at_least(value: float, form: str) -> str:
+    """`value` in a format such as ".3g", its last digit rounded down.
+
+    >>> at_least(0.25599, ".3g"), at_least(0.25, ".3g")
+    ('0.255', '0.25')
+    """
+    with localcontext(rounding=ROUND_FLOOR):
+        return format(Decimal(repr(float(value))), form)

@@ -8,6 +8,7 @@ Knows nothing of mechanisms: `accountant` says how to compose on a grid, and wha
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -201,6 +202,9 @@ def _chernoff(losses: list[tuple[np.ndarray, np.ndarray, int]], order: float) ->
 
 _LARGEST = 2**18  # composed points: half a second or so
 
+Progress = Callable[[str], None] | None
+"""Shows a line of progress; None: nothing is shown."""
+
 Query = Callable[[DensePLDPmf], np.ndarray]
 """What is asked of a composed loss, in one direction: the larger answer counts."""
 
@@ -254,3 +258,16 @@ def _error_left(falls: list[tuple[int, np.ndarray]]) -> float:
             seen = np.log(ratio) / math.log(factor_before)
         order = np.where((seen > 1) & (seen < 2.3), np.minimum(seen, 2), 1)
     return float(np.max(fall / (factor**order - 1)))
+
+
+def throttled(progress: Progress) -> Callable[[str], None]:
+    """`progress`, silent for two seconds and then at most once a second."""
+    quiet_until = time.monotonic() + 2
+
+    def report(message: str) -> None:
+        nonlocal quiet_until
+        if progress is not None and time.monotonic() >= quiet_until:
+            quiet_until = time.monotonic() + 1
+            progress(message)
+
+    return report

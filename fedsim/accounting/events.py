@@ -1,13 +1,13 @@
 """What is released, to the accountant: events, each with a number of successive steps."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import dp_accounting
 from scipy import stats
 
-from fedsim.accounting.pure_dp import PureEvent
 from fedsim.accounting.selection import SelectionEvent
 from fedsim.errors import expect, expect_count
 
@@ -86,6 +86,19 @@ class StepEvent:
         return dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
             self.noise_multiplier, tuple(counts), tuple(probs.tolist())
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class PureEvent:
+    """A release with (epsilon, 0)-DP, such as the exponential mechanism's.
+
+    Raises: ConfigError: epsilon is not positive and finite.
+    """
+
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        expect("epsilon", self.epsilon, 0 < self.epsilon < math.inf, "> 0 and finite")
 
 
 Event = StepEvent | PureEvent | SelectionEvent

@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field, WithJsonSchema
 
 from fedsim.accounting import StepEvent, allocated_event, cyclic_event
 from fedsim.config import ADD_OR_REMOVE, COMPARISON_ONLY, ZERO_OUT
+from fedsim.noise import slack
 
 SHARED = "shared"
 ADJACENCY = {
@@ -196,6 +198,56 @@ class SharedTexts:
     """k: most groups of others in which texts of a user are; 0 with ELS."""
     seal: str
     """Keyed digest of what was kept."""
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """What a run will release of its held-out users; all public."""
+
+    epsilon: float
+    """Of all evaluations together, for every held-out user."""
+    delta: float
+    noise_multiplier: float
+    """Of each of them, for a user who moves the sum of losses by at most L / 2."""
+    every: int
+    """Steps between them; there is one before the first step, and one after the last."""
+    count: int
+    """How many, at most."""
+    num_users: int
+    """Users who are looked at: the same ones every time."""
+    rows: int
+    """Texts of each, at most."""
+    loss_bound: float
+    """L: losses above count as it, in nats per token."""
+    seal: str = ""
+    """Keyed digest of the held-out users' data: all evaluations are of the same users."""
+
+    @property
+    def stddev(self) -> float:
+        """Of the noise on what is released, in nats per token."""
+        return self.noise_multiplier * self.loss_bound / 2 / self.num_users
+
+    def phases(self, count: int) -> list[tuple[StepEvent, int]]:
+        """So many of them, to the accountant."""
+        return [(StepEvent(self.noise_multiplier, 1.0), count)] if count else []
+
+    @property
+    def slack(self) -> tuple[float, float]:
+        """What is to be added to epsilon and delta for noise that is not ideal."""
+        part = slack(self.count, self.epsilon, self.delta)
+        return part.epsilon, part.delta
+
+    def groups(self, offsets: np.ndarray) -> list[np.ndarray]:
+        """Example indices of each user who is looked at and has texts.
+
+        Args: offsets: of the store, int64 [users + 1].
+        """
+        users = np.linspace(0, len(offsets) - 2, self.num_users).astype(np.int64)
+        found = []
+        for low, high in zip(offsets[users], offsets[users + 1], strict=True):
+            count = min(self.rows, int(high - low))
+            found.append(np.linspace(low, high - 1, count).astype(np.int64))
+        return [rows for rows in found if len(rows)]
 
 
 def holds(labels: Iterable[str], adjacency: str, *, shared: bool) -> str:

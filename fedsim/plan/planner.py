@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import math
+from typing import Protocol
 
 import numpy as np
 
@@ -16,18 +17,19 @@ from fedsim.config import (
     ZERO_OUT,
     Algorithm,
     PrivacyConfig,
+    RunConfig,
 )
 from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise import predicted_error
-from fedsim.plan.evaluations import Evaluations
+from fedsim.noise import predicted_error, slack
 from fedsim.plan.options import (
     AllocatedSampling,
     AnySampling,
     Audit,
     CorrelatedNoise,
     CyclicSampling,
+    Evaluations,
     IndependentNoise,
     PoissonSampling,
     Release,
@@ -43,6 +45,9 @@ from fedsim.uls import ULS
 
 MOST_PARAMETERS = 10**9
 """Of a trial of a private selection, whose slack of noise is paid for before models are made."""
+TWO_HELD_OUT = "data with two held-out users at least"
+MOST_ROWS = 16
+"""Texts of a user that are looked at, evenly spaced."""
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
 
 
@@ -240,3 +245,52 @@ def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> SharedTexts | No
         max_changed=changed,
         seal=key.seal(digest.hexdigest()),
     )
+
+
+class HeldOut(Protocol):
+    """A store of held-out users, as far as the plan sees it."""
+
+    num_users: int
+    offsets: np.ndarray
+
+
+def evaluations_of(
+    privacy: PrivacyConfig, run: RunConfig, held_out: HeldOut | None
+) -> Evaluations | None:
+    """The evaluations that the settings ask for; None: they ask for none with noise.
+
+    Raises: ConfigError: there are no users for them, or their loss has no bound.
+    """
+    if privacy.eval_epsilon is None:
+        return None
+    total = held_out.num_users if held_out is not None else 0
+    expect("eval_epsilon", privacy.eval_epsilon, total > 1, TWO_HELD_OUT)
+    assert held_out is not None
+    one_owner = getattr(held_out, "owners", None) is None
+    expect("eval_epsilon", privacy.eval_epsilon, one_owner, "texts with one owner each")
+    bound = privacy.eval_loss_bound or math.log(getattr(held_out, "vocab_size", 1))
+    expect("eval_loss_bound", privacy.eval_loss_bound, bound > 0, "a bound on the loss of the task")
+    every = run.eval_every or max(1, privacy.num_steps // 10)
+    count = 1 + -(-privacy.num_steps // every)
+    users, delta = min(total, run.eval_examples), delta_of(total, privacy.delta)
+    sigma, _ = noise_of(privacy.eval_epsilon, delta, count)
+    rows = min(MOST_ROWS, max(1, run.eval_examples // users))
+    return Evaluations(privacy.eval_epsilon, delta, sigma, every, count, users, rows, bound)
+
+
+def delta_of(num_users: int, delta: float | None) -> float:
+    """At which evaluations of so many held-out users cost what they may: N^-1.1, or that of the run
+    where it is smaller."""
+    return min(num_users**-1.1, delta or 1.0)
+
+
+def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, tuple[float, float]]:
+    """(sigma, slack) of evaluations that cost epsilon together, with noise that is not ideal."""
+    part = slack(count, epsilon, delta)
+    sigma = accounting.noise_multiplier(
+        epsilon=epsilon - part.epsilon,
+        delta=delta - part.delta,
+        num_steps=count,
+        sampling_prob=1.0,
+    )
+    return sigma, (part.epsilon, part.delta)

@@ -1,14 +1,23 @@
 """From a run's settings to its summary: open, plan, launch."""
 
+import dataclasses
+import itertools
+import os
 from typing import Any
 
-from fedsim.config import Algorithm, PrivacyConfig, RunConfig
-from fedsim.engine import versions
-from fedsim.plan import method_for
+import jax
+import numpy as np
+import optax
+
+from fedsim.clipping import Strategy
+from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
+from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
+from fedsim.errors import ConfigError, expect
+from fedsim.plan import Plan, method_for
 from fedsim.run import Console, directory
 from fedsim.training.open import OpenRun, Plant, Source, open_run
-from fedsim.training.planned import PlannedRun, plan_run
-from fedsim.training.resolve import runnable
+from fedsim.training.optimizers import Noise, settled, update_of
+from fedsim.training.planned import FITTED, PlannedRun, expect_strategy, plan_run
 from fedsim.training.trainer import Callback, Trainer
 
 
@@ -69,3 +78,136 @@ def launch(
             "taken as it was kept, or left out"
         )
     return Trainer(opened, planned, host, other_bits, replays, callback)
+
+
+def dry_run(
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    console: Console,
+    config: EngineConfig,
+) -> dict[str, Any]:
+    """The plan of a run and what `cost` finds; nothing is trained, written or paid for.
+
+    Args: run: with engine `local`. config: the engine that is asked about.
+    Raises: ConfigError, EngineError: as in a training.
+    """
+    privacy = runnable(privacy, run)
+    share = privacy.group_size_epsilon
+    counts = "none in a dry run, where nothing counts what a draw costs: give it --group-size"
+    expect("group_size_epsilon", share, share is None, counts)
+    with open_run(algorithm, privacy, run, console) as opened:
+        plan, method, _, _, engine, task, params, strategy, _ = plan_run(opened, dry_run=True)
+        rows = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
+        update, averaged = update_of(opened.run, plan.num_steps), bool(opened.run.ema)
+        asked = (engine, task, rows, params, plan, strategy, update, config)
+        found = cost(*asked, averaged=averaged)
+        console.rows(cost_rows(found))
+        return {**plan.as_dict(), **found}
+
+
+def cost(
+    worker: Engine,
+    task: Task,
+    rows: np.ndarray,
+    params: Any,
+    plan: Plan,
+    strategy: Strategy,
+    transformation: optax.GradientTransformation,
+    config: EngineConfig,
+    *,
+    averaged: bool,
+) -> dict[str, Any]:
+    """Seconds and bytes of the steps of a plan with an engine, from a trial in this process.
+
+    Raises: ConfigError: not even a few units fit here.
+
+    Args:
+      worker: of this process, with its task.
+      rows: of a step that has units, of which a few are tried.
+      config: the engine that is asked about: its workers are taken to be like this process.
+      averaged: an average of the parameters is kept, too.
+    """
+    rows, state = rows[:TRIAL_UNITS], jax.eval_shape(transformation.init, params)
+    workers, devices = _workers(config)
+    (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
+    if trial.fault is not None:
+        raise ConfigError.of("strategy", strategy, f"one that fits here: {trial.fault}")
+    # With a mesh the trial was one of all its devices, which have one model between them.
+    models = 1 if config.mesh else devices
+    step_s = trial.seconds / len(rows) * plan.expected_count / (workers * models)
+    own, frozen = _num_bytes(params), _num_bytes(task.frozen)
+    return {
+        "num_workers": workers,
+        "step_seconds": step_s,
+        "seconds": step_s * plan.num_steps,
+        # Each device has parameters, sum and program, and the model that adapters sit on.
+        "worker_bytes": models * (2 * own + frozen) + devices * trial.memory,
+        # Parameters, sum, noise and gradient; the same model, to hand it out; the average.
+        "driver_bytes": (4 + averaged) * own + frozen + _num_bytes(state),
+    }
+
+
+def _workers(config: EngineConfig) -> tuple[int, int]:
+    """How many workers an engine would have on this machine, and how many devices each."""
+    if config.kind == "local":
+        return 1, config.mesh_shape.devices if config.mesh_shape else 1
+    machine: dict[str, float] = {"CPU": len(os.sched_getaffinity(0))}
+    if (name := jax.default_backend().upper()) in ("GPU", "TPU"):
+        machine[name] = jax.local_device_count()
+    mesh = config.mesh_shape
+    placement = place_workers(
+        config.num_workers,
+        config.threads_per_worker,
+        [machine],
+        mesh.devices if mesh else config.devices_per_worker,
+        config.accelerator,
+    )
+    return placement.num_workers, placement.devices
+
+
+def cost_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of what `cost` found as a person wants to read them."""
+    step, steps = _time(found["step_seconds"]), _time(found["seconds"])
+    driver = _size(found["driver_bytes"])
+    worker = _size(found["worker_bytes"])
+    workers = f"{found['num_workers']} worker(s) like this process"
+    return [
+        ("time", f"about {step} a step, {steps} in all, for gradients on {workers}"),
+        ("memory", f"about {worker} a worker, {driver} here, beside what any process takes"),
+    ]
+
+
+def _time(seconds: float) -> str:
+    units = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
+    name, unit = next((u for u in units if seconds >= u[1]), units[-1])
+    return (
+        f"{seconds / unit:.2g} {name}" if seconds < 99 * unit else f"{seconds / unit:,.0f} {name}"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.2g} MB" if num_bytes < 99e6 else f"{num_bytes / 1e6:,.0f} MB"
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
+    """The settings to run with: `as_started`.
+
+    Raises: ConfigError: no data could be trained on with these.
+    """
+    privacy = as_started(privacy, run)
+    update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
+    expect_strategy(run.engine)
+    return privacy
+
+
+def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
+    """The settings, with the steps that fitted when the run was started, if it goes on."""
+    if not (run.spend_rest and run.resume and (run.run_dir / directory.CONFIG).exists()):
+        return privacy
+    stored = directory.load(run.run_dir).privacy
+    return dataclasses.replace(privacy, **{name: getattr(stored, name) for name in FITTED})

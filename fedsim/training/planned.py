@@ -9,15 +9,18 @@ import functools
 from typing import Any, NamedTuple
 
 from fedsim.budget import GROUP_SIZE, Applicant, count_at_once, shortened
-from fedsim.clipping import Strategy, num_coordinates
-from fedsim.config import Algorithm, PrivacyConfig
+from fedsim.clipping import Clip, Strategy, num_coordinates
+from fedsim.config import UPDATE, Algorithm, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.data import Dataset
 from fedsim.els import ELS
-from fedsim.engine import Engine, Task, versions
+from fedsim.engine import AUTO, Engine, Task, choose_strategy, versions
 from fedsim.errors import expect
+from fedsim.files import cache_dir
+from fedsim.noise import predicted_error
 from fedsim.plan import (
     REPRODUCTION,
     AllocatedSampling,
+    CorrelatedNoise,
     CyclicSampling,
     Evaluations,
     Plan,
@@ -33,14 +36,8 @@ from fedsim.plan import (
 )
 from fedsim.run import StoredRun, directory
 from fedsim.training.open import OpenRun, wait_for
+from fedsim.training.optimizers import Noise, settled
 from fedsim.training.private_evaluation import Counted
-from fedsim.training.resolve import (
-    FITTED,
-    expect_local_steps,
-    outside,
-    settled_by,
-    strategy_for,
-)
 from fedsim.uls import ULS
 
 NOTHING_PROMISED = (
@@ -279,3 +276,64 @@ def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> li
     if data.eval_users is None:
         found.append("no users are held out, so that there will be no eval loss")
     return found
+
+
+FITTED = ("num_steps", "participations", "epsilon")
+"""The settings that --spend-rest changes."""
+
+
+def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
+    """What the guarantee does not cover, by the settings that cannot change it."""
+    facts = [] if fresh_model else [f"what model={run.model.source} was trained on"]
+    if own_task:
+        facts.append("the task's own code: its first parameters, and how it makes rows of texts")
+    timed = "the strategy of the clipped sum (timed on units of a draw)"
+    return [*facts, timed] if run.engine.strategy == AUTO else facts
+
+
+def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:
+    """The run with nothing of its update left open: as it was started, or by the rule."""
+    if stored is not None:
+        return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in UPDATE})
+    bound = plan.clip.sensitivity
+    stddev = bound * plan.gradient_noise_multiplier / plan.expected_count
+    if isinstance(plan.noise, CorrelatedNoise) and plan.strategy:
+        # What steps add up to has noise of as much as independent noise of less.
+        stddev *= plan.noise.predicted_error / predicted_error(
+            plan.noise_multiplier, plan.num_steps, 1
+        )
+    return settled(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)
+
+
+def expect_strategy(config: EngineConfig) -> None:
+    """Raises ConfigError: a strategy that there is not."""
+    if config.strategy != AUTO:
+        Strategy.parse(config.strategy)
+
+
+def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
+    """Raises ConfigError: more steps than a user has examples. group_size: of ULS."""
+    most = group_size or 1
+    several = f"in [1, {most}], the group size (--group-size)"
+    expected = several if group_size else "1, with ELS"
+    expect("local_steps", run.local_steps, run.local_steps <= most, expected)
+
+
+def strategy_for(
+    config: EngineConfig,
+    stored: StoredRun | None,
+    workers: Engine,
+    params: Any,
+    method: ELS | ULS,
+    clip: Clip,
+    **options: Any,
+) -> tuple[Strategy, str]:
+    """The clipping strategy, and why: a resumed run goes on with its own.
+
+    Args: options: of `choose_strategy`.
+    """
+    if stored:
+        return Strategy.parse(stored.strategy["name"]), "as the run was started"
+    remembered = cache_dir() / "strategies"
+    asked = (clip, config.strategy, remembered)
+    return choose_strategy(workers, params, method.draw(0), *asked, **options)

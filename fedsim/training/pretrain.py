@@ -29,8 +29,7 @@ from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.run import Console, Metrics, State, checkpoint, directory, restored, save, stop_signals
 from fedsim.training.open import open_run, wait_for
-from fedsim.training.optimizers import diverged, is_finite, update_rule, updater
-from fedsim.training.recipe import settled
+from fedsim.training.optimizers import diverged, is_finite, settled, update_rule, updater
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
 NO_CLIP = Clip(math.inf, in_float32=True)

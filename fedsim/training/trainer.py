@@ -46,11 +46,11 @@ from fedsim.training.optimizers import (
     averaged,
     diverged,
     is_finite,
+    update_of,
     updater,
 )
 from fedsim.training.planned import PlannedRun
 from fedsim.training.private_evaluation import begin_noisy_evaluate
-from fedsim.training.resolve import update_of
 
 Callback = Callable[[int, dict[str, float]], None]
 MOST_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond

@@ -21,11 +21,11 @@ import numpy as np
 from scipy import stats
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.config import EngineConfig
+from fedsim.config import ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig
 from fedsim.engine import Engine, EngineError
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.sampling import PADDING, draw_groups
+from fedsim.sampling import PADDING, Users, draw_groups, graph_of, groups_of
 from fedsim.training import strategy_for
 
 NUM_USERS = 128
@@ -208,3 +208,36 @@ class UnitTimes:
             if elapsed > TELLING_S and gradients != TIMED_GRADIENTS[0]:
                 break
         return seconds
+
+
+def units_of(privacy: PrivacyConfig, users: Users, key: SecretKey | None) -> Users:
+    """The sampling units of ULS with their examples: the users, or, where texts have several
+    owners, those who have a group. Args: key: what groups are drawn with."""
+    if graph_of(users) is None:
+        return users
+    assert key is not None, "groups need a key"
+    return groups_of(users, privacy.max_changed, key)
+
+
+def filled(privacy: PrivacyConfig, users: Users, group_size: int) -> float:
+    """The share of the places in the pool of ELS that has an example."""
+    if privacy.adjacency != ZERO_OUT or graph_of(users) is not None:
+        return 1.0
+    return float(np.minimum(np.diff(users.offsets), group_size).mean() / group_size)
+
+
+def share_used(
+    algorithm: Algorithm, sizes: np.ndarray, group_size: int, sampling_prob: float, num_steps: int
+) -> float:
+    """Expected share of the training examples that takes part in at least one step.
+
+    ELS: an example is in the pool with probability min(1, G / n_u), and then in each step with p.
+    ULS: it is in a step with q min(1, G / n_u), a fresh draw each time.
+    """
+    sizes = sizes[sizes > 0]
+    kept = np.minimum(1, group_size / sizes)
+    if algorithm == Algorithm.ELS:
+        seen = kept * -np.expm1(num_steps * np.log1p(-min(sampling_prob, 1 - 1e-12)))
+    else:
+        seen = -np.expm1(num_steps * np.log1p(-np.minimum(sampling_prob * kept, 1 - 1e-12)))
+    return float((sizes * seen).sum() / sizes.sum())

@@ -8,19 +8,21 @@ without protection, as the paper does, and says so.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedsim import engine
+from fedsim import accounting, engine
 from fedsim.clipping import Clip, num_coordinates
 from fedsim.config import (
     ADD_OR_REMOVE,
     CORRELATED,
+    ZERO_OUT,
     Algorithm,
     PrivacyConfig,
     RunConfig,
@@ -31,17 +33,24 @@ from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
-from fedsim.plan import calibrate, holds, method_for, sampling_for
+from fedsim.plan import calibrate, complete, holds, method_for, sampling_for
 from fedsim.run import Console, find_model, load_data, make_task
 from fedsim.sampling import Groups, Users, examples_per_user, graph_of, pool_of
 from fedsim.shared_uls import SharedULS
 from fedsim.training import wait_for
 from fedsim.tuning import doubling
-from fedsim.tuning.advice import Advice, choose, command, draw
-from fedsim.tuning.cells import compare, least
-from fedsim.tuning.estimates import NUM_USERS, GradientNorms, UnitTimes, noise_stddev
-from fedsim.tuning.heuristics import LEAST_COHORT, Heuristics, filled, share_used, units_of
+from fedsim.tuning.advice import Advice, choose, command, compare, draw, least
+from fedsim.tuning.estimates import (
+    NUM_USERS,
+    GradientNorms,
+    UnitTimes,
+    filled,
+    noise_stddev,
+    share_used,
+    units_of,
+)
 
+LEAST_COHORT = 8  # of the curve that is drawn: below, its noise is of no interest
 NORMS_S = 8.0  # of an estimate of gradient norms: fewer users are looked at where all take longer
 
 
@@ -76,6 +85,107 @@ class HeuristicSettings(NamedTuple):
     turns: list[doubling.Doubling]
     """Of Estimate-and-Double."""
     non_private: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Heuristics:
+    """What they say of one data set."""
+
+    privacy: PrivacyConfig
+    data: Dataset
+    norms: GradientNorms | None
+    """None: no gradient is looked at."""
+    key: SecretKey | None = None
+    """What groups and pools are drawn with, where texts have several owners."""
+
+    @functools.cached_property
+    def sizes(self) -> np.ndarray:
+        """Examples of each sampling unit of ULS: of each user."""
+        return np.diff(units_of(self.privacy, self.data.train, self.key).offsets)
+
+    def els(self) -> tuple[PrivacyConfig, list[str]]:
+        """Settings of ELS by the median heuristic; what of them was read off the data."""
+        settings, non_private = complete(Algorithm.ELS, self.privacy, self.data)
+        assert settings.group_size is not None
+        most = self._places(settings.group_size)
+        settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, most))
+        looked = ["clip_norm (median gradient norms of a sample)"] if self.norms else []
+        return settings, [*non_private, *looked]
+
+    def single(self) -> tuple[PrivacyConfig, list[doubling.Doubling], list[str]]:
+        """Settings of ULS with one example of each user: nothing of gradients need be known."""
+        settings, non_private = complete(Algorithm.ULS, self.privacy, self.data)
+        batch_size = min(settings.batch_size, len(self.sizes))
+        return dataclasses.replace(settings, group_size=1, batch_size=batch_size), [], non_private
+
+    def uls(self) -> tuple[PrivacyConfig, list[doubling.Doubling], list[str]]:
+        """Settings of ULS by Estimate-and-Double, its turns; what of them was read off the data.
+
+        The paper's batch sizes are powers of two. For any other, M is what the size allows at the
+        group size that was found.
+        """
+        assert self.norms is not None
+        settings, non_private = complete(Algorithm.ULS, self.privacy, self.data)
+        batch_size, users = settings.batch_size, len(self.sizes)
+        start = doubling.Configuration(1, min(doubling.START.cohort_size, users))
+        limits = doubling.Limits(max(1, int(self.sizes.max())), users)
+        chosen, turns = doubling.estimate_and_double(
+            batch_size, self.norms.user_norm, self._noise(), start, limits
+        )
+        cohort = max(1, min(batch_size // chosen.group_size, users))
+        settings = dataclasses.replace(
+            settings, group_size=chosen.group_size, batch_size=chosen.group_size * cohort
+        )
+        group = f"group_size={chosen.group_size} of ULS (gradient norms of a sample of users)"
+        return settings, turns, [*non_private, group]
+
+    def curve(self, example_norm: float) -> list[dict[str, Any]]:
+        """Noise per step of both algorithms at group sizes that are powers of two."""
+        assert self.norms is not None
+        rows, sizes, uls_noise = [], self.sizes, self._noise()
+        batch_size, users = self.privacy.batch_size, len(self.sizes)
+        for group in (2**n for n in range(int(sizes.max()).bit_length())):
+            if batch_size <= (pool := self._places(group)):
+                real = batch_size * filled(self.privacy, self.data.train, group)
+                noise = noise_stddev(example_norm, self._els_sigma(batch_size / pool, group), real)
+                rows.append({"algorithm": "ELS", "group_size": group, "noise_per_step": noise})
+            cohort = batch_size // group
+            if LEAST_COHORT <= cohort <= users:
+                noise = self.norms.user_norm(group) * uls_noise(cohort)
+                rows.append({"algorithm": "ULS", "group_size": group, "noise_per_step": noise})
+        return rows
+
+    def _places(self, group_size: int) -> int:
+        """Places of the pool of ELS."""
+        if graph_of(self.data.train) is not None:
+            assert self.key is not None, "a pool needs a key"
+            return len(pool_of(self.data.train, group_size, self.key, ZERO_OUT))
+        if self.privacy.adjacency == ZERO_OUT:
+            return len(self.sizes) * group_size
+        return int(np.minimum(self.sizes, group_size).sum())
+
+    def _noise(self) -> Callable[[int], float]:
+        completed, _ = complete(Algorithm.ULS, self.privacy, self.data)
+        assert completed.delta is not None
+        shared = graph_of(self.data.train) is not None
+        return doubling.uls_noise(
+            completed.epsilon,
+            completed.delta,
+            completed.num_steps,
+            len(self.sizes),
+            completed.max_changed if shared else 0,
+        )
+
+    def _els_sigma(self, sampling_prob: float, group_size: int) -> float:
+        completed, _ = complete(Algorithm.ELS, self.privacy, self.data)
+        assert completed.delta is not None
+        return accounting.noise_multiplier(
+            epsilon=completed.epsilon,
+            delta=completed.delta,
+            num_steps=completed.num_steps,
+            sampling_prob=sampling_prob,
+            max_contributions=group_size,
+        )
 
 
 def recommend(

@@ -13,102 +13,31 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fedsim import accounting
-from fedsim.accounting import (
-    Phases,
-    SelectionEvent,
-    StepEvent,
-    at_most,
-    calibration,
-    draw_trials,
-    spent,
-)
+from fedsim.accounting import SelectionEvent, draw_trials
 from fedsim.budget import Applicant, Limit, admitted, close, place_of
-from fedsim.config import changed_run, to_json
+from fedsim.config import (
+    OPERATIONAL,
+    PrivacyConfig,
+    RunConfig,
+    as_dict,
+    changed,
+    changed_run,
+    to_json,
+)
 from fedsim.data import Dataset
 from fedsim.errors import FedsimError, expect
 from fedsim.evaluate import last_model
 from fedsim.files import make_directory, private_directory, read_json, sync_directory, write_json
 from fedsim.keys import FILE as KEY, SecretKey
-from fedsim.models import PRESETS
-from fedsim.noise import noisy_mean_loss, slack
-from fedsim.plan import (
-    MOST_PARAMETERS,
-    TWO_HELD_OUT,
-    complete,
-    delta_of,
-    make_plan,
-    method_for,
-    noise_of,
-    planned_phases,
-)
-from fedsim.run import Console, directory, find_model, load_data
-from fedsim.sampling import graph_of
-from fedsim.training import Diverged, expect_strategy, largest_loss, outside, user_losses
-from fedsim.tuning.same_selection import BEGAN, Began
+from fedsim.noise import noisy_mean_loss
+from fedsim.run import Console, directory, find_model, load_data, model_sha256
+from fedsim.training import Diverged, largest_loss, user_losses
+from fedsim.tuning.pricing import METRIC, Priced, Selection, price, sentences
 from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, entries, jobs_of, outcomes_of
 
-METRIC = "eval/loss"
 BEST, RESULT, EVALUATIONS, CHOSEN = "best", "selection.json", "evaluations", "chosen.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """How a private selection is made."""
-
-    mean: float | None = None
-    """Expected number of trials; None: as many as there are candidates."""
-    shape: float = 0.0
-    """Of the distribution of the number of trials; see `SelectionEvent`."""
-    eval_epsilon: float | None = None
-    """What all evaluations may cost the held-out users; None: their texts are public."""
-    at_once: int | None = None
-    in_turn: bool = False
-    here: bool = False
-    """How trials are run; see `sweep`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Priced:
-    """What a selection costs, known before it is run."""
-
-    event: SelectionEvent
-    delta: float
-    epsilon: float
-    """Of the selection."""
-    epsilon_of_all: float
-    """Of every candidate, trained once and released."""
-    epsilon_of_one: float
-    """Of the dearest candidate."""
-    label: str
-    non_private: tuple[str, ...]
-    """What the guarantee of any candidate does not cover."""
-    evaluations: "Evaluations | None" = None
-    """Of the held-out users; None: without noise."""
-
-    @property
-    def all_once(self) -> bool:
-        """Whether every candidate is trained once, because that costs less."""
-        return self.epsilon_of_all <= self.epsilon
-
-    @property
-    def phases(self) -> Phases:
-        """What is released of the training users."""
-        if self.all_once:
-            return [phase for candidate in self.event.candidates for phase in candidate]
-        return [(self.event, 1)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluations:
-    """What all evaluations of a selection release of the held-out users."""
-
-    noise_multiplier: float
-    """Of each of them."""
-    delta: float
-    phases: Phases
-    slack: tuple[float, float]
-    """That is not part of the phases."""
+BEGAN = "began.json"
+"""A keyed digest of each setting, for the key's owner alone: seeds and data are among them."""
 
 
 def select(
@@ -211,116 +140,6 @@ def _keep_best(out: Path) -> None:
     (out / CHOSEN).unlink()
 
 
-def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
-    """What a selection among these candidates costs.
-
-    Raises: ConfigError: one has no place in it.
-    """
-    candidates, labels, slacks, deltas = [], set(), [], set()
-    not_covered: dict[str, None] = {}  # each once, in order
-    one_owner = graph_of(data.train) is None  # else groups differ with the key of each trial
-    source, held_out = jobs[0].run.data.source, data.eval_users
-    expect("data", source, one_owner, "texts with one owner each")
-    num_users = held_out.num_users if held_out is not None else 0
-    expect("data", source, num_users > 0, "data with held-out users")  # before anyone is counted
-    for job in jobs:
-        privacy, run = job.privacy, job.run
-        expect_strategy(run.engine)
-        expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
-        share = privacy.group_size_epsilon
-        expect("group_size_epsilon", share, share is None, "none in a private selection")
-        of_trial = privacy.eval_epsilon
-        expect("eval_epsilon", of_trial, of_trial is None, "none of a trial, but of the selection")
-        key = SecretKey.create(run.seed)
-        completed, non_private = complete(job.algorithm, privacy, data, key=key)
-        non_private += outside(run, fresh_model=run.model.source in PRESETS)
-        method = method_for(job.algorithm, completed, data.train, key)
-        facts = (MOST_PARAMETERS, non_private, "")
-        plan = make_plan(job.algorithm, completed, data.train, method, *facts)
-        candidates.append(tuple(planned_phases(plan, method) or ()))
-        not_covered.update(dict.fromkeys(plan.non_private))
-        slacks.append(plan.slack)
-        labels.add(plan.label)
-        deltas.add(plan.delta)
-    expect("delta", sorted(deltas), len(deltas) == 1, "the same one for all candidates")
-    delta, mean = deltas.pop(), float(how.mean or len(jobs))
-    of_each = (max(each.epsilon for each in slacks), max(each.delta for each in slacks))
-    event = SelectionEvent(tuple(candidates), mean, how.shape, of_each)
-    together = [phase for candidate in candidates for phase in candidate]
-    priced = Priced(
-        event,
-        delta,
-        accounting.epsilon([(event, 1)], delta),
-        accounting.epsilon_with([of_each] * len(jobs), together, delta),
-        max(accounting.epsilon(candidate, delta) for candidate in candidates),
-        "; ".join(sorted(labels - {""})),
-        tuple(not_covered),
-    )
-    if how.eval_epsilon is None:
-        return priced
-    expect("eval_epsilon", how.eval_epsilon, num_users > 1, TWO_HELD_OUT)
-    once = len(jobs) if priced.all_once else None
-    facts = (how.eval_epsilon, delta_of(num_users, delta), mean, how.shape)
-    return dataclasses.replace(priced, evaluations=evaluations_of(*facts, once=once))
-
-
-def evaluations_of(
-    epsilon: float, delta: float, mean: float, shape: float, *, once: int | None = None
-) -> Evaluations:
-    """The evaluations that cost every held-out user epsilon, all together.
-
-    Args: mean, shape: of the number of trials; once: that number, where it is no secret.
-    """
-    if once is not None:
-        sigma, part = noise_of(epsilon, delta, once)
-        return Evaluations(sigma, delta, [(StepEvent(sigma, 1.0), once)], part)
-    part = slack(1, epsilon, delta)
-
-    def event(sigma: float) -> SelectionEvent:
-        return SelectionEvent((((StepEvent(sigma, 1.0), 1),),), mean, shape, part)
-
-    def spend(sigma: float, accuracy: float) -> float:
-        return spent([(event(sigma), 1)], delta, accuracy)
-
-    sigma = calibration.calibrate("noise_multiplier", spend, epsilon, 5.0, (1e5, 0.1), None)
-    return Evaluations(sigma, delta, [(event(sigma), 1)], (0.0, 0.0))
-
-
-def sentences(priced: Priced, candidates: int, how: Selection) -> list[str]:
-    """What a selection costs, in words."""
-    best = f"the best of {candidates} candidates, each trained once"
-    if not priced.all_once:
-        best = (
-            f"the best of a secret number of trials, {priced.event.mean:g} expected, of "
-            f"{candidates} candidates"
-        )
-    spent = min(priced.epsilon, priced.epsilon_of_all)
-    label = f" ({priced.label})" if priced.label else ""
-    delta = at_most(priced.delta, ".2e")
-    costs = (priced.epsilon, priced.epsilon_of_all, priced.epsilon_of_one)
-    selected, every, one = (at_most(each, ".4g") for each in costs)
-    said = [
-        f"What is released is {best}: epsilon = {at_most(spent, '.4g')} at delta = {delta}{label} "
-        "for every training user.",
-        f"By private selection it costs {selected}, with every candidate trained once and all of "
-        f"them released {every}, and one alone {one}.",
-        f"Not covered by the guarantee: {'; '.join(priced.non_private)}.",
-    ]
-    if priced.evaluations is None:
-        said.append(
-            f"The metric, {METRIC}, was computed without noise: the texts of held-out users were "
-            "said to be public."
-        )
-    else:
-        assert how.eval_epsilon is not None
-        at = at_most(priced.evaluations.delta, ".2e")
-        said.append(
-            f"The metric, {METRIC}, has noise: it costs every held-out user epsilon = "
-            f"{at_most(how.eval_epsilon, '.4g')} at delta = {at}."
-        )
-    return said
-
-
 def _data(jobs: Sequence[Job], console: Console) -> Dataset:
     """The data that all candidates are trained on."""
     places = {(job.run.data.source, str(job.run.data.options)) for job in jobs}
@@ -395,3 +214,66 @@ def _score(
         stddev=priced.evaluations.noise_multiplier,
         rng=rng,
     )
+
+
+class Began:
+    """What a selection that is to be made, or goes on, is about."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        data: Dataset,
+        event: SelectionEvent,
+        eval_epsilon: float | None,
+        key: SecretKey,
+    ):
+        """Args: eval_epsilon: what evaluations cost; None: held-out users are public."""
+        settings = _settings(jobs)
+        source, models = jobs[0].run.data.source, settings.pop("model")
+        stores = [store for store in (data.train, data.eval_users) if store is not None]
+        known = {
+            "candidates": (len(jobs), len(jobs)),
+            "data": (source, [store.fingerprint for store in stores]),
+            "model": (models, [models, _models_sha256(models)]),
+            **{name: (values, values) for name, values in settings.items()},
+            "trials": (event.mean, event.mean),
+            "shape": (event.shape, event.shape),
+            "eval_epsilon": (eval_epsilon, eval_epsilon),
+        }
+        self._shown = {name: shown for name, (shown, _) in known.items()}
+        self._seals = {name: key.seal(f"{name} {meant!r}") for name, (_, meant) in known.items()}
+
+    def expect_same(self, out: Path) -> None:
+        """Raises ConfigError: the selection in `out` began as another one, or does not say how."""
+        if not (out / BEGAN).exists():
+            why = f"one without the trials in {out / RUNS}, which do not say what they began with"
+            expect("out", out, not any((out / RUNS).iterdir()), why)
+            return
+        was = read_json(out / BEGAN)
+        again = f"what the selection in {out} began with; another --out is for another selection"
+        for name in {**self._seals, **was}:
+            expect(name, self._shown.get(name), was.get(name) == self._seals.get(name), again)
+
+    def save(self, out: Path) -> None:
+        """Write it down for the next time, beside the key."""
+        write_json(out / BEGAN, self._seals, mode=0o600)
+
+
+def _settings(jobs: Sequence[Job]) -> dict[str, list[Any]]:
+    """Of each setting that can change a trial its value in every candidate; None: its default.
+
+    Settings at their defaults in all are left out: one that is new changes no earlier selection.
+    """
+    found = []
+    for job in jobs:
+        own = changed(PrivacyConfig, as_dict(job.privacy)) | changed(RunConfig, as_dict(job.run))
+        own |= {"algorithm": str(job.algorithm), "model": job.run.model.source}
+        found.append({name: value for name, value in own.items() if name not in OPERATIONAL})
+    names = dict.fromkeys(name for own in found for name in own)
+    return {name: [own.get(name) for own in found] for name in names}
+
+
+def _models_sha256(sources: Sequence[str]) -> list[str | None]:
+    """The digest of each model, of which each is read once."""
+    found = {source: model_sha256(find_model(source)) for source in dict.fromkeys(sources)}
+    return [found[source] for source in sources]

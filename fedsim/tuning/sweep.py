@@ -14,10 +14,16 @@ import io
 import itertools
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2, summary_v2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from fedsim.budget import place_of
 from fedsim.config import (
@@ -38,7 +44,6 @@ from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.files import cache_dir, expand_home, private_directory, write_atomically
 from fedsim.keys import SecretKey
 from fedsim.run import REALISED, Console, directory, metrics
-from fedsim.tuning import hparams
 
 RUNS, LOGS, BOARD, TABLE = "runs", "logs", "tb", "results"
 GIVEN_BY_SWEEP = {"run_dir", "resume", "engine", "num_workers"}
@@ -360,7 +365,7 @@ def _write_session(job: Job, out: Path, *, succeeded: bool = True) -> None:
     if summary := job.summary:
         end = {"summary/final_eval_loss": summary["final_eval_loss"]}
         records.append({"step": summary["steps_done"], **end})
-    hparams.write_session(out / BOARD / job.name, job.settings, records, succeeded=succeeded)
+    write_session(out / BOARD / job.name, job.settings, records, succeeded=succeeded)
 
 
 def _varying(job: Job, jobs: Sequence[Job]) -> str:
@@ -376,3 +381,58 @@ def _outcome(job: Job, errors: Mapping[str, str]) -> str:
     names = ("initial_eval_loss", "final_eval_loss")
     before, after = (float((job.summary or {}).get(name, math.nan)) for name in names)
     return f"eval loss {after:.4g}" if math.isfinite(before) else "done; no users are held out"
+
+
+Value = bool | int | float | str
+
+_api: Any = api_pb2  # generated: type checkers do not see what is in them
+_messages: Any = plugin_data_pb2
+
+
+def write_session(
+    directory: Path,
+    settings: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    *,
+    succeeded: bool = True,
+) -> None:
+    """A row: a run's settings, and its metrics step by step. Replaces what was there.
+
+    TensorBoard makes the columns from all rows below what it is pointed at.
+    Args: records: values by metric name, each with its `step`.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    shown = {name: _shown(value) for name, value in settings.items()}
+    events = [Event(wall_time=time.time(), summary=summary_v2.hparams_pb(shown))]
+    for record in records:
+        values = [
+            Summary.Value(tag=name, simple_value=float(value))
+            for name, value in record.items()
+            if name != "step" and value is not None
+        ]
+        step = int(record["step"])
+        events.append(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+    status = _api.Status.Value("STATUS_SUCCESS" if succeeded else "STATUS_FAILURE")
+    end = _messages.SessionEndInfo(end_time_secs=time.time(), status=status)
+    content = _messages.HParamsPluginData(session_end_info=end)
+    # The library's own function for it wants TensorFlow.
+    tagged = summary_v2._summary_pb(metadata.SESSION_END_INFO_TAG, content)
+    events.append(Event(wall_time=time.time(), summary=tagged))
+    _write(directory, events)
+
+
+def _shown(value: Any) -> Value:
+    """Whole numbers as floats: a column has one type."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return float(value)
+    return "default" if value is None else str(value)
+
+
+def _write(directory: Path, events: Sequence[Event]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    writer = EventFileWriter(str(directory))
+    for event in events:
+        writer.add_event(event)
+    writer.close()
