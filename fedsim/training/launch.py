@@ -1,4 +1,8 @@
-"""From a run's settings to its summary: open, plan, launch."""
+"""From the settings of a run to its summary (`train`), or to an estimate of its cost (`dry_run`).
+
+Time and memory are measured on a few units in this process. Evaluations, checkpoints and noise come
+on top.
+"""
 
 import dataclasses
 import itertools
@@ -34,17 +38,20 @@ def train(
     count: bool = True,
     held_out: bool = True,
 ) -> dict[str, Any]:
-    """Train, or go on training; returns what `summary.json` holds.
+    """Train, or resume training; return the contents of `summary.json`.
 
-    Nothing is written to the run directory before everything has been found in order.
+    Nothing is written to the run directory before all checks have passed.
     Args:
-      source: data and task, instead of those that the settings name.
-      plant: of an audit.
-      callback: called after every step with its number, from 1, and its metrics.
-      trial: it is one of a private selection, which is counted in the ledger of the data instead.
-      count: count it in the ledger of the data; False: a replay, which releases nothing new.
-      held_out: evaluate on held-out users, which is done without noise.
-    Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
+      source: data and task to use in place of those that the settings name.
+      plant: canaries of an audit.
+      callback: called after each step with its number, from 1, and its metrics.
+      trial: the run is a trial of a private selection, which the budget ledger counts in its place.
+      count: count the run in the budget ledger; False for a replay, which releases nothing new.
+      held_out: evaluate on held-out users without noise.
+    Raises:
+      ConfigError: the settings do not fit the data, the model or each other.
+      EngineError: workers failed.
+      LedgerError: a ledger is damaged or locked.
     """
     privacy = runnable(privacy, run)
     with open_run(
@@ -61,7 +68,7 @@ def launch(
     callback: Callback | None = None,
     replays: bool = False,
 ) -> Trainer:
-    """Write the run's directory if it is new, lock it, and return what takes the steps."""
+    """Write the run's directory if it is new, lock it, and return the Trainer of the run."""
     host = planned.engine.host(planned.params)
     strategy = {"name": str(planned.strategy), "why": planned.why}
     stored = opened.begin(planned.task, plan=planned.plan, host=host, strategy=strategy)
@@ -87,9 +94,12 @@ def dry_run(
     console: Console,
     config: EngineConfig,
 ) -> dict[str, Any]:
-    """The plan of a run and what `cost` finds; nothing is trained, written or paid for.
+    """Plan a run and estimate its cost; nothing is trained, written or paid for.
 
-    Args: run: with engine `local`. config: the engine that is asked about.
+    Args:
+      run: settings with engine `local`.
+      config: the engine to estimate for.
+    Returns: fields of the plan, and those of `cost`.
     Raises: ConfigError, EngineError: as in a training.
     """
     privacy = runnable(privacy, run)
@@ -100,10 +110,11 @@ def dry_run(
         plan, method, _, _, engine, task, params, strategy, _ = plan_run(opened, dry_run=True)
         rows = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
         update, averaged = update_of(opened.run, plan.num_steps), bool(opened.run.ema)
-        asked = (engine, task, rows, params, plan, strategy, update, config)
-        found = cost(*asked, averaged=averaged)
-        console.rows(cost_rows(found))
-        return {**plan.as_dict(), **found}
+        estimate = cost(
+            engine, task, rows, params, plan, strategy, update, config, averaged=averaged
+        )
+        console.rows(cost_rows(estimate))
+        return {**plan.as_dict(), **estimate}
 
 
 def cost(
@@ -118,15 +129,15 @@ def cost(
     *,
     averaged: bool,
 ) -> dict[str, Any]:
-    """Seconds and bytes of the steps of a plan with an engine, from a trial in this process.
-
-    Raises: ConfigError: not even a few units fit here.
+    """Estimate seconds and bytes of the steps of a plan from a trial in this process.
 
     Args:
-      worker: of this process, with its task.
-      rows: of a step that has units, of which a few are tried.
-      config: the engine that is asked about: its workers are taken to be like this process.
-      averaged: an average of the parameters is kept, too.
+      worker: engine of this process, with its task.
+      rows: rows of a step that has units; the first few are tried.
+      config: the engine to estimate for; its workers are assumed to be like this process.
+      averaged: the run also keeps an average of the parameters.
+    Returns: num_workers; step_seconds, seconds; worker_bytes, driver_bytes.
+    Raises: ConfigError: not even a few units fit in memory here.
     """
     rows, state = rows[:TRIAL_UNITS], jax.eval_shape(transformation.init, params)
     workers, devices = _workers(config)
@@ -136,20 +147,20 @@ def cost(
     # With a mesh the trial was one of all its devices, which have one model between them.
     models = 1 if config.mesh else devices
     step_s = trial.seconds / len(rows) * plan.expected_count / (workers * models)
-    own, frozen = _num_bytes(params), _num_bytes(task.frozen)
+    trained, frozen = _num_bytes(params), _num_bytes(task.frozen)
     return {
         "num_workers": workers,
         "step_seconds": step_s,
         "seconds": step_s * plan.num_steps,
         # Each device has parameters, sum and program, and the model that adapters sit on.
-        "worker_bytes": models * (2 * own + frozen) + devices * trial.memory,
+        "worker_bytes": models * (2 * trained + frozen) + devices * trial.memory,
         # Parameters, sum, noise and gradient; the same model, to hand it out; the average.
-        "driver_bytes": (4 + averaged) * own + frozen + _num_bytes(state),
+        "driver_bytes": (4 + averaged) * trained + frozen + _num_bytes(state),
     }
 
 
 def _workers(config: EngineConfig) -> tuple[int, int]:
-    """How many workers an engine would have on this machine, and how many devices each."""
+    """Number of workers that an engine would have on this machine, and devices of each."""
     if config.kind == "local":
         return 1, config.mesh_shape.devices if config.mesh_shape else 1
     machine: dict[str, float] = {"CPU": len(os.sched_getaffinity(0))}
@@ -166,12 +177,12 @@ def _workers(config: EngineConfig) -> tuple[int, int]:
     return placement.num_workers, placement.devices
 
 
-def cost_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of what `cost` found as a person wants to read them."""
-    step, steps = _time(found["step_seconds"]), _time(found["seconds"])
-    driver = _size(found["driver_bytes"])
-    worker = _size(found["worker_bytes"])
-    workers = f"{found['num_workers']} worker(s) like this process"
+def cost_rows(estimate: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of an estimate of `cost` for display."""
+    step, steps = _time(estimate["step_seconds"]), _time(estimate["seconds"])
+    driver = _size(estimate["driver_bytes"])
+    worker = _size(estimate["worker_bytes"])
+    workers = f"{estimate['num_workers']} worker(s) like this process"
     return [
         ("time", f"about {step} a step, {steps} in all, for gradients on {workers}"),
         ("memory", f"about {worker} a worker, {driver} here, beside what any process takes"),
@@ -195,9 +206,9 @@ def _num_bytes(tree: Any) -> int:
 
 
 def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
-    """The settings to run with: `as_started`.
+    """The settings to run with (`as_started`), after the checks that need no data.
 
-    Raises: ConfigError: no data could be trained on with these.
+    Raises: ConfigError: optimizer or strategy does not exist, or does not fit.
     """
     privacy = as_started(privacy, run)
     update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
@@ -206,7 +217,7 @@ def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
 
 
 def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
-    """The settings, with the steps that fitted when the run was started, if it goes on."""
+    """The settings, with the number of steps that fitted a limit when a resumed run was started."""
     if not (run.spend_rest and run.resume and (run.run_dir / directory.CONFIG).exists()):
         return privacy
     stored = directory.load(run.run_dir).privacy
