@@ -1,9 +1,9 @@
 """Pre-training on public text, without privacy, as before the paper's experiments.
 
-Plain stochastic gradient descent: every example once in a pass over the data, the mean gradient of
-a batch, Adafactor, a cosine. The engines are those of private training: a unit is some examples of
-the batch and nothing is clipped, so their sum is the batch's gradient. Nobody whose text is used is
-protected, which summary, console and metrics say.
+Plain stochastic gradient descent: each example once per pass over the data, the mean gradient of a
+batch, Adafactor, cosine decay. The engines are those of private training: a unit is a few examples
+of the batch and nothing is clipped, so the sum of units is the batch's gradient. The users of the
+text have no protection; summary, console and metrics say so.
 """
 
 import dataclasses
@@ -36,9 +36,11 @@ NO_CLIP = Clip(math.inf, in_float32=True)
 
 
 def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict[str, Any]:
-    """Train, or go on training; returns what `summary.json` holds.
+    """Pre-train, or resume a pre-training; return the contents of `summary.json`.
 
-    Raises: ConfigError (a user's mistake), EngineError (workers).
+    Raises:
+      ConfigError: the settings do not fit the data, the model or each other.
+      EngineError: workers failed.
     """
     run = settled(run, None)
     assert run.learning_rate is not None
@@ -79,16 +81,15 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
 
 
 def schedule(settings: PretrainConfig, peak: float) -> optax.Schedule:
-    """A learning rate that rises to the peak in `warmup_steps`, then falls to zero like a
-    cosine."""
+    """Learning rate: linear rise to the peak in `warmup_steps`, then cosine decay to zero."""
     if not settings.warmup_steps:
         return optax.cosine_decay_schedule(peak, settings.num_steps)
     return optax.warmup_cosine_decay_schedule(0.0, peak, settings.warmup_steps, settings.num_steps)
 
 
 class Batches:
-    """Which examples a step sees: a pure function of (key, step). The examples left over at the end
-    of a pass sit it out."""
+    """The examples of each step: a pure function of (key, step). The examples left over at the end
+    of a pass are skipped."""
 
     def __init__(self, lengths: np.ndarray, batch_size: int, rows_per_pass: int, key: SecretKey):
         """Args: lengths: tokens of each example, [examples]."""
@@ -97,7 +98,7 @@ class Batches:
         self._order = functools.lru_cache(maxsize=1)(self._order_of)
 
     def draw(self, step: int) -> np.ndarray:
-        """Rows [passes, rows per pass], examples of like lengths together."""
+        """Rows [passes, rows per pass], examples of similar length together."""
         epoch, batch = divmod(step, len(self.lengths) // self.batch_size)
         rows = self._order(epoch)[batch * self.batch_size :][: self.batch_size]
         rows = rows[np.argsort(self.lengths[rows], kind="stable")]
@@ -128,7 +129,7 @@ class Pretrainer:
         self.eval_every = self.run.eval_every or max(1, self.settings.num_steps // 10)
 
     def fit(self, params: Any) -> dict[str, Any]:
-        """Run the steps that are left, then write the summary."""
+        """Run the remaining steps, write the summary and return it."""
         run_dir = self.run.run_dir
         state = State(params, self.transformation.init(params))
         state = restored(run_dir, state, self.console)
@@ -147,8 +148,9 @@ class Pretrainer:
 
     def _steps(self, state: State, metrics: Metrics) -> None:
         train, last = self.data.train, self.settings.num_steps
-        rows = (self.settings.batch_size, self.settings.rows_per_pass)
-        batches = Batches(train.lengths, *rows, self.key)
+        batches = Batches(
+            train.lengths, self.settings.batch_size, self.settings.rows_per_pass, self.key
+        )
         write = functools.partial(save, self.run.run_dir)
         with (
             stop_signals() as stop,
