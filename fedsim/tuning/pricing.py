@@ -30,46 +30,46 @@ METRIC = "eval/loss"
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """How a private selection is made."""
+    """Settings of a private selection."""
 
     mean: float | None = None
-    """Expected number of trials; None: as many as there are candidates."""
+    """Expected number of trials. >= 1. Default: the number of candidates."""
     shape: float = 0.0
-    """Of the distribution of the number of trials; see `SelectionEvent`."""
+    """Shape of the distribution of the number of trials; see `SelectionEvent`."""
     eval_epsilon: float | None = None
-    """What all evaluations may cost the held-out users; None: their texts are public."""
+    """Cost of all evaluations for the held-out users. > 0. Default: their texts are public."""
     at_once: int | None = None
     in_turn: bool = False
     here: bool = False
-    """How trials are run; see `sweep`."""
+    """at_once, in_turn, here: how trials are run; see `sweep`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Priced:
-    """What a selection costs, known before it is run."""
+    """The price of a selection, known before it is run."""
 
     event: SelectionEvent
     delta: float
     epsilon: float
-    """Of the selection."""
+    """epsilon of the private selection."""
     epsilon_of_all: float
-    """Of every candidate, trained once and released."""
+    """epsilon of training every candidate once and releasing all of them."""
     epsilon_of_one: float
-    """Of the dearest candidate."""
+    """epsilon of the most expensive candidate."""
     label: str
     non_private: tuple[str, ...]
-    """What the guarantee of any candidate does not cover."""
+    """Facts that the guarantee of one candidate or another does not cover."""
     evaluations: "Evaluations | None" = None
-    """Of the held-out users; None: without noise."""
+    """Evaluations of the held-out users with noise; None: they have no noise."""
 
     @property
     def all_once(self) -> bool:
-        """Whether every candidate is trained once, because that costs less."""
+        """True if every candidate is trained once, because that costs less."""
         return self.epsilon_of_all <= self.epsilon
 
     @property
     def phases(self) -> Phases:
-        """What is released of the training users."""
+        """Events released of the training users."""
         if self.all_once:
             return [phase for candidate in self.event.candidates for phase in candidate]
         return [(self.event, 1)]
@@ -77,20 +77,20 @@ class Priced:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluations:
-    """What all evaluations of a selection release of the held-out users."""
+    """All evaluations of a selection, as released of the held-out users."""
 
     noise_multiplier: float
-    """Of each of them."""
+    """sigma of each evaluation."""
     delta: float
     phases: Phases
     slack: tuple[float, float]
-    """That is not part of the phases."""
+    """Slack of the noise of evaluations; not included in `phases`."""
 
 
 def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
-    """What a selection among these candidates costs.
+    """Price of a selection among these candidates.
 
-    Raises: ConfigError: one has no place in it.
+    Raises: ConfigError: a candidate is not allowed in a private selection.
     """
     candidates, labels, slacks, deltas = [], set(), [], set()
     not_covered: dict[str, None] = {}  # each once, in order
@@ -105,14 +105,16 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         expect("epsilon", privacy.epsilon, math.isfinite(privacy.epsilon), "a finite one")
         share = privacy.group_size_epsilon
         expect("group_size_epsilon", share, share is None, "none in a private selection")
-        of_trial = privacy.eval_epsilon
-        expect("eval_epsilon", of_trial, of_trial is None, "none of a trial, but of the selection")
+        for_trial = privacy.eval_epsilon
+        none = "none of a trial, but of the selection"
+        expect("eval_epsilon", for_trial, for_trial is None, none)
         key = SecretKey.create(run.seed)
         completed, non_private = complete(job.algorithm, privacy, data, key=key)
         non_private += outside(run, fresh_model=run.model.source in PRESETS)
         method = method_for(job.algorithm, completed, data.train, key)
-        facts = (MOST_PARAMETERS, non_private, "")
-        plan = make_plan(job.algorithm, completed, data.train, method, *facts)
+        plan = make_plan(
+            job.algorithm, completed, data.train, method, MOST_PARAMETERS, non_private, data_seal=""
+        )
         candidates.append(tuple(planned_phases(plan, method) or ()))
         not_covered.update(dict.fromkeys(plan.non_private))
         slacks.append(plan.slack)
@@ -120,14 +122,14 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         deltas.add(plan.delta)
     expect("delta", sorted(deltas), len(deltas) == 1, "the same one for all candidates")
     delta, mean = deltas.pop(), float(how.mean or len(jobs))
-    of_each = (max(each.epsilon for each in slacks), max(each.delta for each in slacks))
-    event = SelectionEvent(tuple(candidates), mean, how.shape, of_each)
+    of_trial = (max(part.epsilon for part in slacks), max(part.delta for part in slacks))
+    event = SelectionEvent(tuple(candidates), mean, how.shape, of_trial)
     together = [phase for candidate in candidates for phase in candidate]
     priced = Priced(
         event,
         delta,
         accounting.epsilon([(event, 1)], delta),
-        accounting.epsilon_with([of_each] * len(jobs), together, delta),
+        accounting.epsilon_with([of_trial] * len(jobs), together, delta),
         max(accounting.epsilon(candidate, delta) for candidate in candidates),
         "; ".join(sorted(labels - {""})),
         tuple(not_covered),
@@ -136,16 +138,20 @@ def price(jobs: Sequence[Job], data: Dataset, how: Selection) -> Priced:
         return priced
     expect("eval_epsilon", how.eval_epsilon, num_users > 1, TWO_HELD_OUT)
     once = len(jobs) if priced.all_once else None
-    facts = (how.eval_epsilon, delta_of(num_users, delta), mean, how.shape)
-    return dataclasses.replace(priced, evaluations=evaluations_of(*facts, once=once))
+    evaluations = evaluations_of(
+        how.eval_epsilon, delta_of(num_users, delta), mean, how.shape, once=once
+    )
+    return dataclasses.replace(priced, evaluations=evaluations)
 
 
 def evaluations_of(
     epsilon: float, delta: float, mean: float, shape: float, *, once: int | None = None
 ) -> Evaluations:
-    """The evaluations that cost every held-out user epsilon, all together.
+    """Evaluations that together cost every held-out user epsilon.
 
-    Args: mean, shape: of the number of trials; once: that number, where it is no secret.
+    Args:
+      mean, shape: of the distribution of the number of trials.
+      once: number of trials where it is not secret.
     """
     if once is not None:
         sigma, part = noise_of(epsilon, delta, once)
@@ -163,7 +169,7 @@ def evaluations_of(
 
 
 def sentences(priced: Priced, candidates: int, how: Selection) -> list[str]:
-    """What a selection costs, in words."""
+    """Sentences that state the price of a selection."""
     best = f"the best of {candidates} candidates, each trained once"
     if not priced.all_once:
         best = (
@@ -174,7 +180,7 @@ def sentences(priced: Priced, candidates: int, how: Selection) -> list[str]:
     label = f" ({priced.label})" if priced.label else ""
     delta = at_most(priced.delta, ".2e")
     costs = (priced.epsilon, priced.epsilon_of_all, priced.epsilon_of_one)
-    selected, every, one = (at_most(each, ".4g") for each in costs)
+    selected, every, one = (at_most(cost, ".4g") for cost in costs)
     said = [
         f"What is released is {best}: epsilon = {at_most(spent, '.4g')} at delta = {delta}{label} "
         "for every training user.",

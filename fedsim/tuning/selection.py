@@ -1,8 +1,9 @@
-"""`fedsim sweep --private`: settings are chosen by a metric, and the choice is paid for.
+"""Private selection: `fedsim sweep --private` chooses settings by a metric, and the choice is paid
+for.
 
-Each trial draws one of the candidates and trains it; how many trials there are is drawn, too, and
-stays secret; only the best model is kept (`accounting.selection`). Where running every candidate
-once costs less, that is done instead. Both are decided before anything is run.
+Each trial draws one of the candidates and trains it. The number of trials is drawn, too, and stays
+secret; only the best model is kept (`accounting.selection`). Where running every candidate once
+costs less, that is done instead. Both are decided before anything is run.
 """
 
 import dataclasses
@@ -37,22 +38,27 @@ from fedsim.tuning.sweep import LOGS, RUNS, Job, Settings, entries, jobs_of, out
 
 BEST, RESULT, EVALUATIONS, CHOSEN = "best", "selection.json", "evaluations", "chosen.json"
 BEGAN = "began.json"
-"""A keyed digest of each setting, for the key's owner alone: seeds and data are among them."""
+"""File with a keyed digest of each setting, which only the owner of the key can compare: seeds and
+data are among the settings."""
 
 
 def select(
     settings: Sequence[Settings], out: Path, how: Selection, console: Console
 ) -> dict[str, Any]:
-    """Run the trials, keep the best model in `out`/best, and say what that cost.
+    """Run the trials, keep the best model in `out`/best, and return the cost of the choice.
 
-    A selection that was killed goes on with the same trials. Of the others nothing is kept: whoever
+    A selection that was killed resumes with the same trials. All other trials are deleted: whoever
     saw them would have to be counted for all of them.
-    Raises: ConfigError: a setting has no place in a private selection, a limit would be broken, or
-      `out` has a selection that began with other settings or data.
+    Args:
+      settings: settings of each candidate, as for `sweep`.
+      out: directory of the selection.
+    Returns: contents of `selection.json`.
+    Raises: ConfigError: a setting is not allowed in a private selection, a limit would be broken,
+      or `out` has a selection with other settings or data.
     """
     if (out / RESULT).exists():
         for counted in (out, out / EVALUATIONS):
-            close(counted)  # it may have been cut off there
+            close(counted)  # the command may have been interrupted there,
         _keep_best(out)  # or there
         return read_json(out / RESULT)
     expect("out", out, not (out / BEST).exists(), "a directory without a chosen model")
@@ -73,51 +79,63 @@ def select(
     with _admitted(jobs[0], data, priced, out, key):
         began.save(out)  # from here on there may be trials
         trials = _trials(jobs, priced, out, key)
-        scores = []
-        for trial, outcome in outcomes_of(
-            [each for each in trials if each.summary is None],
-            console,
-            at_once=how.at_once,
-            in_turn=how.in_turn,
-            here=how.here,
-        ):
-            if isinstance(outcome, FedsimError) and not isinstance(outcome, Diverged):
-                raise outcome  # a worker was lost, say: the same command goes on
-            console.note(f"{trial.name} ended")
-        for number, trial in enumerate(trials):
-            scores.append(_score(trial, number, data, priced, key, console))
+        _run(trials, how, console)
+        scores = [
+            _score(trial, number, data, priced, key, console) for number, trial in enumerate(trials)
+        ]
         best = min(range(len(trials)), key=lambda number: scores[number])
         expect("settings", "", math.isfinite(scores[best]), "a trial that ends with a loss")
-        result = {
-            "out": str(out),
-            "best": str(out / BEST),
-            "settings": trials[best].settings,
-            METRIC: scores[best],
-            "epsilon": to_json(priced.epsilon_of_all if priced.all_once else priced.epsilon),
-            "delta": priced.delta,
-            "all_once": priced.all_once,
-            "epsilon_of_selection": to_json(priced.epsilon),
-            "epsilon_of_all": to_json(priced.epsilon_of_all),
-            "epsilon_of_one": to_json(priced.epsilon_of_one),
-            "candidates": len(jobs),
-            "expected_trials": priced.event.mean,
-            "shape": priced.event.shape,
-            "eval_epsilon": how.eval_epsilon,
-            "eval_delta": priced.evaluations and priced.evaluations.delta,
-            "guarantee": not priced.label,
-            "non_private": list(priced.non_private),
-            "claim": "\n".join(sentences(priced, len(jobs), how)),
-        }
-        # The choice is made once: from here on the same command only puts things into their
-        # places. Made before the ledger says that it is released: from then on it is not made anew.
+        result = _result(out, trials[best], scores[best], priced, len(jobs), how)
+        # The choice is made once: from here on the same command only moves files into place. It is
+        # written before the ledger says that it is released, and never made anew after that.
         write_json(out / CHOSEN, {"name": trials[best].name}, mode=0o600)
         write_json(out / RESULT, result, mode=0o600)
     _keep_best(out)
     return result
 
 
+def _run(trials: Sequence[Job], how: Selection, console: Console) -> None:
+    """Train the trials that have not finished.
+
+    Raises: FedsimError: a worker was lost, say; the same command resumes the selection.
+    """
+    pending = [trial for trial in trials if trial.summary is None]
+    for trial, outcome in outcomes_of(
+        pending, console, at_once=how.at_once, in_turn=how.in_turn, here=how.here
+    ):
+        if isinstance(outcome, FedsimError) and not isinstance(outcome, Diverged):
+            raise outcome
+        console.note(f"{trial.name} ended")
+
+
+def _result(
+    out: Path, best: Job, score: float, priced: Priced, candidates: int, how: Selection
+) -> dict[str, Any]:
+    """Contents of `selection.json`: the chosen settings, and the cost of the choice."""
+    return {
+        "out": str(out),
+        "best": str(out / BEST),
+        "settings": best.settings,
+        METRIC: score,
+        "epsilon": to_json(priced.epsilon_of_all if priced.all_once else priced.epsilon),
+        "delta": priced.delta,
+        "all_once": priced.all_once,
+        "epsilon_of_selection": to_json(priced.epsilon),
+        "epsilon_of_all": to_json(priced.epsilon_of_all),
+        "epsilon_of_one": to_json(priced.epsilon_of_one),
+        "candidates": candidates,
+        "expected_trials": priced.event.mean,
+        "shape": priced.event.shape,
+        "eval_epsilon": how.eval_epsilon,
+        "eval_delta": priced.evaluations and priced.evaluations.delta,
+        "guarantee": not priced.label,
+        "non_private": list(priced.non_private),
+        "claim": "\n".join(sentences(priced, candidates, how)),
+    }
+
+
 def _expect_place(out: Path) -> None:
-    """Raises ConfigError: there is something else than a selection, which removes its trials."""
+    """Raise ConfigError if `out` holds anything but a selection, since other trials are deleted."""
     there = entries(out)
     inside = [path for name in (RUNS, LOGS) if name in there for path in (out / name).iterdir()]
     begun = {KEY, RUNS} <= there or there & {BEGAN, CHOSEN, RESULT}
@@ -126,7 +144,8 @@ def _expect_place(out: Path) -> None:
 
 
 def _keep_best(out: Path) -> None:
-    """Put the chosen model into its place and remove all others, as far as that is not done."""
+    """Move the chosen model to `best/` and delete the other trials; finishes an interrupted
+    call."""
     if not (out / CHOSEN).exists():
         return
     chosen = out / RUNS / read_json(out / CHOSEN)["name"]
@@ -141,7 +160,7 @@ def _keep_best(out: Path) -> None:
 
 
 def _data(jobs: Sequence[Job], console: Console) -> Dataset:
-    """The data that all candidates are trained on."""
+    """The data of all candidates. Raises: ConfigError: they differ."""
     places = {(job.run.data.source, str(job.run.data.options)) for job in jobs}
     expect("data", sorted(places), len(places) == 1, "the same for all candidates")
     run = jobs[0].run
@@ -149,20 +168,21 @@ def _data(jobs: Sequence[Job], console: Console) -> Dataset:
 
 
 def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey) -> ExitStack:
-    """Count the selection in the ledger of the data, and its evaluations for held-out users.
+    """Count the selection in the budget ledger, and its evaluations for held-out users.
 
     Raises: ConfigError: a limit of one of these users would be broken.
     """
     place, limit = place_of(job.run.budget_ledger), job.run.limit_epsilon
-    each = len(priced.event.candidates) if priced.all_once else 0  # else part of the event
-    part = (each * priced.event.slack[0], each * priced.event.slack[1])
-    own = [("selection", data.train, priced.delta, priced.phases, part, priced.label, out)]
-    if (found := priced.evaluations) is not None and data.eval_users is not None:
-        make_directory(out / EVALUATIONS)
-        facts = (found.delta, found.phases, found.slack, "", out / EVALUATIONS)
-        own.append(("evaluation", data.eval_users, *facts))
+    trials = len(priced.event.candidates) if priced.all_once else 0  # else part of the event
+    part = (trials * priced.event.slack[0], trials * priced.event.slack[1])
+    counted = [("selection", data.train, priced.delta, priced.phases, part, priced.label, out)]
+    if (noisy := priced.evaluations) is not None and data.eval_users is not None:
+        place_of_receipt = out / EVALUATIONS
+        make_directory(place_of_receipt)
+        cost = (noisy.delta, noisy.phases, noisy.slack, "", place_of_receipt)
+        counted.append(("evaluation", data.eval_users, *cost))
     applicants = []
-    for kind, users, delta, phases, part, label, directory_of in own:
+    for kind, users, delta, phases, part, label, directory_of in counted:
         bound = None if limit is None else Limit(limit, delta)
         applicant = Applicant(place, users.user_ids(), kind, bound, directory_of)
         entry = applicant.entry(key.seal(kind), list(phases), part, label)
@@ -175,23 +195,24 @@ def _admitted(job: Job, data: Dataset, priced: Priced, out: Path, key: SecretKey
 
 
 def _trials(jobs: Sequence[Job], priced: Priced, out: Path, key: SecretKey) -> list[Job]:
-    """The trials, in order: the same whenever they are drawn.
+    """The trials in order, the same whenever they are drawn.
 
-    Their names say nothing of that order: settings of the chosen one are public, its number is not.
+    Their names do not reveal the order: the settings of the chosen trial are public, its number is
+    not.
     """
     rng = key.generator("trials")
     drawn = list(range(len(jobs)))
     if not priced.all_once:
         drawn = rng.integers(0, len(jobs), draw_trials(priced.event, rng)).tolist()
-    found, public = [], priced.evaluations is None
+    trials, public = [], priced.evaluations is None
     for number, choice in enumerate(drawn):
         name, job = key.seal(f"trial {number}")[:16], jobs[choice]
         run = changed_run(job.run, run_dir=(out / RUNS / name).absolute(), limit_epsilon=None)
         log = (out / LOGS / f"{name}.txt").absolute()
-        found.append(
+        trials.append(
             dataclasses.replace(job, name=name, run=run, log=log, trial=True, held_out=public)
         )
-    return found
+    return trials
 
 
 def _score(
@@ -217,7 +238,11 @@ def _score(
 
 
 class Began:
-    """What a selection that is to be made, or goes on, is about."""
+    """Candidates, data and price that a selection started with; a resumed one must have the same.
+
+    Finished trials are reused. With other settings they would be released at a price that is not
+    theirs, and a metric computed without noise would be labelled as one with noise.
+    """
 
     def __init__(
         self,
@@ -231,7 +256,7 @@ class Began:
         settings = _settings(jobs)
         source, models = jobs[0].run.data.source, settings.pop("model")
         stores = [store for store in (data.train, data.eval_users) if store is not None]
-        known = {
+        facts = {
             "candidates": (len(jobs), len(jobs)),
             "data": (source, [store.fingerprint for store in stores]),
             "model": (models, [models, _models_sha256(models)]),
@@ -240,11 +265,12 @@ class Began:
             "shape": (event.shape, event.shape),
             "eval_epsilon": (eval_epsilon, eval_epsilon),
         }
-        self._shown = {name: shown for name, (shown, _) in known.items()}
-        self._seals = {name: key.seal(f"{name} {meant!r}") for name, (_, meant) in known.items()}
+        self._shown = {name: shown for name, (shown, _) in facts.items()}
+        self._seals = {name: key.seal(f"{name} {meant!r}") for name, (_, meant) in facts.items()}
 
     def expect_same(self, out: Path) -> None:
-        """Raises ConfigError: the selection in `out` began as another one, or does not say how."""
+        """Raise ConfigError if the selection in `out` started with other settings, or does not
+        record them."""
         if not (out / BEGAN).exists():
             why = f"one without the trials in {out / RUNS}, which do not say what they began with"
             expect("out", out, not any((out / RUNS).iterdir()), why)
@@ -255,25 +281,26 @@ class Began:
             expect(name, self._shown.get(name), was.get(name) == self._seals.get(name), again)
 
     def save(self, out: Path) -> None:
-        """Write it down for the next time, beside the key."""
+        """Write the digests beside the key."""
         write_json(out / BEGAN, self._seals, mode=0o600)
 
 
 def _settings(jobs: Sequence[Job]) -> dict[str, list[Any]]:
-    """Of each setting that can change a trial its value in every candidate; None: its default.
+    """Each setting that can change a trial, with its value in each candidate; None: its default.
 
-    Settings at their defaults in all are left out: one that is new changes no earlier selection.
+    Settings at their defaults in all candidates are left out, so that a new setting changes no
+    earlier selection.
     """
-    found = []
+    candidates = []
     for job in jobs:
-        own = changed(PrivacyConfig, as_dict(job.privacy)) | changed(RunConfig, as_dict(job.run))
-        own |= {"algorithm": str(job.algorithm), "model": job.run.model.source}
-        found.append({name: value for name, value in own.items() if name not in OPERATIONAL})
-    names = dict.fromkeys(name for own in found for name in own)
-    return {name: [own.get(name) for own in found] for name in names}
+        given = changed(PrivacyConfig, as_dict(job.privacy)) | changed(RunConfig, as_dict(job.run))
+        given |= {"algorithm": str(job.algorithm), "model": job.run.model.source}
+        candidates.append({name: value for name, value in given.items() if name not in OPERATIONAL})
+    names = dict.fromkeys(name for given in candidates for name in given)
+    return {name: [given.get(name) for given in candidates] for name in names}
 
 
 def _models_sha256(sources: Sequence[str]) -> list[str | None]:
-    """The digest of each model, of which each is read once."""
-    found = {source: model_sha256(find_model(source)) for source in dict.fromkeys(sources)}
-    return [found[source] for source in sources]
+    """Digest of each model; each model is read once."""
+    digests = {source: model_sha256(find_model(source)) for source in dict.fromkeys(sources)}
+    return [digests[source] for source in sources]
