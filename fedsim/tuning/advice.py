@@ -1,4 +1,10 @@
-"""What `fedsim recommend` says: advice on each algorithm, the choice, commands, a table, a plot."""
+"""Advice of `fedsim recommend` on each algorithm: sampling and noise, the choice, commands, a
+table.
+
+Ways of sampling are compared with a kind of noise each, at one epsilon, by the noise on sums of
+gradients, since parameters are such sums (`noise.toeplitz`), and by their cost: more gradients, or
+memory for rows of noise. The comparison uses public quantities only.
+"""
 
 import dataclasses
 import functools
@@ -29,7 +35,7 @@ from fedsim.sampling import Users, graph_of
 from fedsim.training import Noise, settled
 
 ADDING = ("momentum", "sgd")
-"""Optimizers that add gradients up, for which correlated noise is."""
+"""Optimizers that add gradients up, which correlated noise is meant for."""
 MEMORY_SHARE = 1 / 4  # of this machine's, that rows of noise may take
 
 MOST_GRADIENTS = 9 / 8  # of the batch size, of random allocation, for K divides the number of steps
@@ -37,7 +43,7 @@ MOST_GRADIENTS = 9 / 8  # of the batch size, of random allocation, for K divides
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A way of sampling with a kind of noise, and what it costs and gains."""
+    """A way of sampling with a kind of noise, its noise and its cost."""
 
     sampling: str
     noise: str
@@ -48,16 +54,16 @@ class Cell:
     noise_multiplier: float
     """sigma."""
     ratio: float
-    """Noise on sums of mean gradients, in units of that of Poisson sampling with independent noise:
-    root mean squares over the steps."""
+    """Noise on sums of mean gradients, relative to Poisson sampling with independent noise: root
+    mean squares over the steps."""
     row_bytes: int
-    """What the driver keeps of the noise of earlier steps."""
+    """Memory of the driver for the noise of earlier steps."""
     against: str
-    """Why it is not chosen, however little its noise; empty: it may be."""
+    """Reason why it must not be chosen, however little its noise; empty if it may be."""
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The settings of a PrivacyConfig that it takes, but for what is so by default."""
+        """Settings of a PrivacyConfig that differ from the defaults."""
         if self.sampling == POISSON:
             return {}
         names = ("sampling", "noise", "bands", "participations", "batch_size")
@@ -71,10 +77,12 @@ def compare(
     users: Users,
     num_parameters: int,
 ) -> list[Cell]:
-    """What there is to choose from, Poisson sampling first; nothing where the choice is made:
-    by the user, or because texts have several owners.
+    """Candidate ways of sampling and kinds of noise, Poisson sampling first.
 
-    Args: privacy: of `complete`.
+    Empty if the user chose one, or texts have several owners.
+    Args:
+      privacy: from `complete`.
+      num_parameters: number of trained parameters.
     """
     chosen = privacy.sampling is not None or privacy.noise != INDEPENDENT
     if chosen or graph_of(users) is not None:
@@ -87,38 +95,50 @@ def compare(
         """An error, which is in units of the sensitivity, in units of the mean of a step."""
         return error / (batch_size // group)
 
-    def cell(found: Prediction, sampling: str, noise: str, **own: Any) -> Cell:
-        settings = {"bands": None, "participations": None, "batch_size": privacy.batch_size, **own}
+    def cell(prediction: Prediction, sampling: str, noise: str, **changes: Any) -> Cell:
+        settings = {"bands": None, "participations": None, "batch_size": privacy.batch_size}
+        settings |= changes
         usual = on_means(poisson.error, privacy.batch_size)
-        ratio = on_means(found.error, settings["batch_size"]) / usual
+        ratio = on_means(prediction.error, settings["batch_size"]) / usual
         costs = {"row_bytes": 0, "against": "", **settings}
-        return Cell(sampling, noise, noise_multiplier=found.noise_multiplier, ratio=ratio, **costs)
+        return Cell(
+            sampling, noise, noise_multiplier=prediction.noise_multiplier, ratio=ratio, **costs
+        )
 
     cells = [cell(poisson, POISSON, INDEPENDENT)]
+    """Candidates of which that with the least noise on sums was chosen; empty: the user chose."""
     if algorithm == Algorithm.ULS:
         settings = dataclasses.replace(privacy, sampling=ALLOCATION)
         settings = allocated(algorithm, settings, users.num_users)
-        own = {"participations": settings.participations, "batch_size": settings.batch_size}
-        if settings.batch_size > MOST_GRADIENTS * privacy.batch_size:
-            own["against"] = "more gradients than the batch size"
-        cells.append(cell(_of_allocation(settings), ALLOCATION, INDEPENDENT, **own))
+        too_many = settings.batch_size > MOST_GRADIENTS * privacy.batch_size
+        cells.append(
+            cell(
+                _of_allocation(settings),
+                ALLOCATION,
+                INDEPENDENT,
+                participations=settings.participations,
+                batch_size=settings.batch_size,
+                against="more gradients than the batch size" if too_many else "",
+            )
+        )
     optimizer = settled(dataclasses.replace(run, learning_rate=1.0), Noise(1.0, 1.0, 1)).optimizer
     assert optimizer is not None, "it is settled"
-    for each in cyclic:
-        stddev = each.noise_multiplier * 2.0 ** lattice_bits(num_parameters)
-        size = strategy(steps, each.bands, stddev).bytes_per_number * num_parameters
+    for banded in cyclic:
+        stddev = banded.noise_multiplier * 2.0 ** lattice_bits(num_parameters)
+        size = strategy(steps, banded.bands, stddev).bytes_per_number * num_parameters
         against = ""
         if optimizer.partition(":")[0] not in ADDING:
             against = f"{optimizer} does not add gradients up"
         elif size > MEMORY_SHARE * _memory():
             against = "too much memory for this machine"
-        own = {"bands": each.bands, "row_bytes": size, "against": against}
-        cells.append(cell(each, CYCLIC, CORRELATED, **own))
+        cells.append(
+            cell(banded, CYCLIC, CORRELATED, bands=banded.bands, row_bytes=size, against=against)
+        )
     return cells
 
 
 def _of_allocation(privacy: PrivacyConfig) -> Prediction:
-    """Args: privacy: of `plan.allocated`."""
+    """Predicted noise of random allocation. Args: privacy: from `plan.allocated`."""
     steps, participations = privacy.num_steps, privacy.participations
     assert participations is not None and privacy.delta is not None
     sigma = accounting.calibrate_noise(
@@ -131,12 +151,12 @@ def _of_allocation(privacy: PrivacyConfig) -> Prediction:
 
 
 def least(cells: Sequence[Cell]) -> Cell:
-    """The one with the least noise on sums of gradients, of those that may be chosen."""
-    return min((each for each in cells if not each.against), key=lambda each: each.ratio)
+    """The candidate with the least noise on sums of gradients, among those that may be chosen."""
+    return min((cell for cell in cells if not cell.against), key=lambda cell: cell.ratio)
 
 
 def table(cells: Sequence[Cell]) -> list[str]:
-    """The cells for people, a line each."""
+    """Lines of a table of the candidates."""
     shape = "{:12}{:13}{:>6}{:>6}{:>9}{:>10}{:>11}{:>9}  {}".format
     head = ("sampling", "noise", "b", "K", "sigma", "on sums", "gradients", "MB")
     lines, chosen = [shape(*head, "").rstrip()], least(cells)
@@ -150,17 +170,17 @@ def table(cells: Sequence[Cell]) -> list[str]:
 
 
 def _memory() -> float:
-    """Of this machine, in bytes."""
+    """Memory of this machine in bytes."""
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 CELL = ("sampling", "noise", "bands", "participations")
-"""The settings of who takes part when, and of noise."""
+"""Settings of sampling and noise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """How to set one algorithm, and what to expect of it."""
+    """Settings for one algorithm, and the noise, data and time to expect."""
 
     algorithm: Algorithm
     group_size: int
@@ -171,16 +191,17 @@ class Advice:
     sampling_prob: float
     """p (ELS) or q (ULS)."""
     clip_norm: float
-    """C: the median gradient norm of a sample, L_ELS or L_ULS."""
+    """C: median gradient norm of a sample, L_ELS or L_ULS."""
     clip_norm_interval: tuple[float, float] | None
-    """Where the median of all is, with 95 % confidence; None: fewer than six were looked at."""
+    """95 % confidence interval of the median over all users; None: fewer than six were sampled."""
     noise_multiplier: float
     """sigma."""
     noise_per_step: float
     """C sigma / B or C sigma / M: standard deviation per coordinate, in the gradient's unit."""
     added_stddev: float
-    """What training adds to each coordinate of a step's (clipped) mean gradient: the same, but for
-    normalised clipping, which divides gradients by C, sigma / B or sigma / M."""
+    """Standard deviation of the noise that training adds to each coordinate of a step's mean
+    clipped gradient. With normalised clipping, which divides gradients by C, sigma / B or sigma /
+    M; else noise_per_step."""
     sampling: str
     noise: str
     bands: int | None
@@ -192,19 +213,19 @@ class Advice:
     """Ways of sampling with kinds of noise, of which that with the least noise on sums was chosen;
     empty: they were given."""
     data_used: float
-    """Share of the training examples that some step is expected to use."""
+    """Expected fraction of the training examples that some step uses."""
     gradients: float
-    """Expected number, over all steps."""
+    """Expected number of gradients over all steps."""
     strategy: str | None
-    """How training would compute its clipped sums; None: nothing was computed."""
+    """Strategy that training would use for clipped sums; None: nothing was computed."""
     seconds: float | None
-    """How long such a training takes on the present workers, without evaluation."""
+    """Duration of the training on the present workers, without evaluation."""
     command: list[str]
-    """The words of the command that trains so."""
+    """Words of the command that trains with these settings."""
 
 
 def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
-    """The one with less noise on sums of gradients, and the reason in a sentence.
+    """The advice with less noise on sums of gradients, and the reason in a sentence.
 
     With independent noise that is the one with less noise per step (Equation 7).
     """
@@ -221,7 +242,12 @@ def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
 def command(
     algorithm: Algorithm, settings: PrivacyConfig, given: PrivacyConfig, run: RunConfig
 ) -> list[str]:
-    """`fedsim train` with these settings. A delta that was not given is derived again."""
+    """The `fedsim train` command for these settings.
+
+    Args:
+      settings: recommended settings.
+      given: settings as requested; a delta that is None there is left to its default.
+    """
     flags: dict[str, Any] = {"data": run.data.source}
     for name in ("epsilon", "delta", "num_steps", "batch_size", "group_size", "clip_norm"):
         if name != "delta" or given.delta is not None:
@@ -249,7 +275,7 @@ def command(
 
 
 def report(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """The result of `recommend` as text."""
     els, uls = result["els"], result["uls"]
     rows = [
         ("group size G", "{group_size:,}"),
@@ -303,7 +329,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def _of_people(advice: dict[str, Any]) -> dict[str, str]:
-    """What reads otherwise than its value."""
+    """Values that are shown in other words than their own."""
     interval, seconds = advice["clip_norm_interval"], advice["seconds"]
     return {
         "between": "" if interval is None else "{:.3g} to {:.3g}".format(*interval),
@@ -312,7 +338,7 @@ def _of_people(advice: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(rows: list[dict[str, Any]], file: Path, num_users: int) -> None:
-    """A PNG of noise per step against group size."""
+    """Draw noise per step against group size as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -320,8 +346,8 @@ def draw(rows: list[dict[str, Any]], file: Path, num_users: int) -> None:
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     for algorithm, colour in (("ELS", "tab:blue"), ("ULS", "tab:orange")):
-        own = [row for row in rows if row["algorithm"] == algorithm]
-        groups, noise = ([row[name] for row in own] for name in ("group_size", "noise_per_step"))
+        curve = [row for row in rows if row["algorithm"] == algorithm]
+        groups, noise = ([row[name] for row in curve] for name in ("group_size", "noise_per_step"))
         axis.plot(groups, noise, "-o", color=colour, label=algorithm)
     axis.set_xscale("log", base=2)
     axis.set(yscale="log", xlabel="group size", ylabel="noise per step (C sigma / count)")

@@ -62,10 +62,10 @@ class GradientNorms:
         Args:
           params: theta, the starting model.
           offsets: int64 [users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
-          most: the largest group size that will be asked for.
+          most: the largest group size that will be needed.
           estimator: psi of Appendix F, from the norms [users] to one number; the paper's is median.
           examples: from places among `offsets` to examples, where these are not the same.
-          seconds: of one estimate: fewer users are looked at where all would take longer.
+          seconds: time limit of one estimate; fewer users are used where all would take longer.
         Raises: ConfigError: no user has an example.
         """
         self._examples = examples or (lambda places: places)
@@ -86,10 +86,10 @@ class GradientNorms:
         self._width = max(1, min(most, int(sizes[self._users].max())))
         self.gradients = 0
         self.intervals: dict[float, tuple[float, float] | None] = {}
-        """Of each estimate: where the median of all users is, with a confidence of 95 %; None where
-        fewer than six were looked at."""
+        """By estimate, the 95 % confidence interval of the median over all users; None: fewer than
+        six were sampled."""
         self.looked_at = len(self._users)
-        """Users, or examples, of the estimate that looked at the fewest."""
+        """Number of users, or examples, of the estimate with the fewest."""
         self._single = Strategy("direct", 4)
         self._seconds, self._compiled = seconds, set()
         self._user_norms: dict[int, float] = {}
