@@ -43,10 +43,10 @@ class Law(NamedTuple):
     masses: np.ndarray
     zero: float
     lost: float
-    """What was cut off of its mean."""
+    """Part of its mean that was cut off."""
 
     def points(self) -> np.ndarray:
-        """The logarithms of its values."""
+        """Logarithms of its values."""
         return (self.first + np.arange(self.masses.size)) * self.width
 
 
@@ -147,7 +147,7 @@ def _between(ends: np.ndarray) -> np.ndarray:
 
 
 def _sum(one: Law, other: Law, width: float) -> Law:
-    """The sum of two independent variables on grids of one width, on one of `width`, which
+    """The sum of two independent variables on grids of equal width; the result has `width`, which
     divides it."""
     finer = round(one.width / width)
     first = min(one.first, other.first)
@@ -182,7 +182,7 @@ def _sum(one: Law, other: Law, width: float) -> Law:
 
 
 def _trimmed(law: Law, terms: int) -> Law:
-    """Without the ends of the grid that hold next to nothing."""
+    """The law without the ends of the grid, which hold next to nothing."""
     values = np.exp(law.points())
     above = np.cumsum((law.masses * values)[::-1])[::-1]  # of the mean, from each point on
     last = int(np.count_nonzero(above > CUT * terms))

@@ -32,7 +32,7 @@ from fedsim.errors import ConfigError, expect, expect_count
 from fedsim.files import NotOurs, cache_dir, own_directory
 
 ACCOUNTANT_VERSION = 5
-"""Raised whenever a number may change, so that calibrations kept on disk are not reused."""
+"""Incremented whenever a number may change, so that cached calibrations are not reused."""
 
 PARAMETER_ACCURACY = 1e-5
 """Relative distance between a calibrated parameter and the best one."""
@@ -235,10 +235,14 @@ def calibrate(
     limits: tuple[float, float],
     progress: Progress,
 ) -> float:
-    """The parameter within `limits` (cheapest, dearest) that spends nearly the target, not more.
+    """The parameter within `limits` that spends nearly the target epsilon, and not more.
 
-    `spend` takes the parameter and an accuracy. A sketch on coarse grids finds the region; only a
-    parameter whose fine epsilon was computed and found within the target is returned.
+    A sketch on coarse grids finds the region; the returned parameter's epsilon was computed on a
+    fine grid and is at most the target.
+    Args:
+      name: name of the parameter in messages.
+      spend: (parameter, accuracy) -> epsilon.
+      limits: (cheapest, most expensive) parameter.
     Raises: ConfigError: even the cheapest parameter spends more than the target.
     """
     report = throttled(progress)
@@ -254,17 +258,17 @@ def calibrate(
 
     sketch = _search(excess_on(SKETCH_ACCURACY), guess, limits, SKETCH_ACCURACY)
     finely = excess_on(RELATIVE_ACCURACY)
-    found = _from_sketch(finely, sketch, limits)
-    if found is not None:
-        return found
+    parameter = _from_sketch(finely, sketch, limits)
+    if parameter is not None:
+        return parameter
     nearest = min(sketch, key=lambda parameter: abs(sketch[parameter]))
     fine = _search(finely, nearest, limits, PARAMETER_ACCURACY)
     within = [parameter for parameter, excess in fine.items() if excess <= 0]
     if not within:
         least = target * math.exp(min(fine.values()))
         if least >= UNBOUNDED * (1 - 1e-9):
-            found = "spends no finite epsilon at this delta: expected a larger delta, or more noise"
-            raise ConfigError(f"{name}={limits[0]:g}: even that {found}", field=name)
+            why = "spends no finite epsilon at this delta: expected a larger delta, or more noise"
+            raise ConfigError(f"{name}={limits[0]:g}: even that {why}", field=name)
         raise ConfigError.of(
             "epsilon", target, f"at least {least:.4g}, which {name}={limits[0]:g} spends"
         )
@@ -274,15 +278,17 @@ def calibrate(
 def _from_sketch(
     excess: Callable[[float], float], sketch: dict[float, float], limits: tuple[float, float]
 ) -> float | None:
-    """The parameter, by Newton's method with the sketch's slope: mostly the second that is tried.
-    None: not found so."""
+    """The parameter by Newton's method with the sketch's slope, mostly in two evaluations.
+
+    None: it did not converge.
+    """
     if len(sketch) < 2:
         return None
     (one, at_one), (other, at_other) = sorted(sketch.items(), key=lambda pair: abs(pair[1]))[:2]
     slope = (at_one - at_other) / math.log(one / other)
     if not slope:
         return None
-    # Aimed half of what is allowed to the side that spends less.
+    # Aim for half the tolerance below the target, on the side that spends less.
     aim, position = -abs(slope) * PARAMETER_ACCURACY / 2, math.log(one)
     low, high = sorted(map(math.log, limits))
     for _ in range(3):
@@ -301,7 +307,7 @@ def _search(
     """Every parameter tried on the way to the root of `excess`, with its value.
 
     excess is the logarithm of something close to a power law: in the parameter's logarithm, steps
-    of slope one bracket the root and Brent's method closes in on it.
+    of slope one bracket the root and Brent's method converges to it.
     """
     seen: dict[float, float] = {}
 
@@ -333,13 +339,13 @@ def cached(
     target: float,
     dearer: Callable[[float], float | None],
 ) -> float:
-    """solve(), or what it returned for the same arguments and version of the accountant.
+    """solve(), or its earlier result for the same arguments and version of the accountant.
 
-    What is kept on disk is a hint that anyone may have changed. It counts only if it spends no more
-    than the target, and hardly less; whatever else is there is as if absent.
+    A cached value is a hint that anyone may have changed. It counts only if it spends no more than
+    the target, and hardly less; any other content of the file is ignored.
     Args:
       spend: epsilon of a value.
-      dearer: a value next to one, that spends a little more; None: there is none.
+      dearer: a neighbouring value that spends a little more; None: there is none.
     """
     words = [name, *map(repr, key), str(ACCOUNTANT_VERSION), version("dp-accounting")]
     digest = hashlib.sha256("|".join(words).encode()).hexdigest()
@@ -370,7 +376,7 @@ def cached(
 
 
 def _kept(path: Path) -> float | None:
-    """The number in a file of the cache; None: there is no such file, or no number in it."""
+    """The number in a file of the cache; None: there is no such file, or no valid number in it."""
     try:
         with open(path, "rb") as file:
             value = json.loads(file.read(LONGEST_FILE))["value"]

@@ -1,9 +1,9 @@
-"""Composing discretised privacy losses, on a grid fine enough, and reading epsilon off the result.
+"""Composition of discretised privacy losses on a fine enough grid, and epsilon of the result.
 
-Chernoff bounds say what may be truncated, as in dp_accounting, and its types are used. The FFT runs
+Chernoff bounds say what may be truncated, as in dp_accounting, whose types are used. The FFT runs
 in extended precision, and its rounding error is paid for in delta: 4e-19 per step, which is four
-times what was seen; where long double is only double (some ARM machines), 1e-15.
-Knows nothing of mechanisms: `accountant` says how to compose on a grid, and what is asked.
+times the observed error; where long double is only double (some ARM machines), 1e-15. This module
+is independent of mechanisms: `accountant` passes the losses, and the query on the result.
 """
 
 import functools
@@ -22,7 +22,7 @@ COMPOSED_TAIL_MASS = 1e-15
 """Probability that composition may send to infinite loss, as dp_accounting's default."""
 
 LARGEST_DELTA = 1 - 1e-6
-"""Nearer to one, sums of probabilities are not resolved; epsilon is that of this delta."""
+"""Closer to one, sums of probabilities are not resolved; epsilon is that of this delta."""
 
 MAX_GRID_POINTS = 2**23
 """Longest discretised privacy loss, before or after composition: about half a gigabyte."""
@@ -38,7 +38,7 @@ class GridTooLargeError(ConfigError):
 
 
 def compose(steps: Sequence[tuple[PrivacyLossDistribution, int]]) -> PrivacyLossDistribution:
-    """The loss of all steps together, each of them run its number of times.
+    """The loss of all steps together, each repeated its number of times.
 
     Raises: GridTooLargeError: the composed grid would be longer than MAX_GRID_POINTS.
     """
@@ -47,7 +47,7 @@ def compose(steps: Sequence[tuple[PrivacyLossDistribution, int]]) -> PrivacyLoss
 
 
 def compose_pmfs(steps: Sequence[tuple[DensePLDPmf, int]]) -> DensePLDPmf:
-    """Each loss added up its number of times, by one FFT in extended precision.
+    """The sum of losses, each repeated its number of times, by one FFT in extended precision.
 
     Mass outside the composed grid and the rounding of the FFT are bounded and go to infinite loss.
     """
@@ -90,7 +90,7 @@ def directions(pld: PrivacyLossDistribution) -> tuple[DensePLDPmf, DensePLDPmf]:
 
 
 def check_size(size: int, discretization: float) -> None:
-    """Refuses grids that would need more memory than allowed."""
+    """Raise GridTooLargeError for grids that need more memory than allowed."""
     if size > MAX_GRID_POINTS:
         raise GridTooLargeError.of(
             "discretization",
@@ -101,12 +101,12 @@ def check_size(size: int, discretization: float) -> None:
 
 
 def least_delta(num_steps: int) -> float:
-    """What delta has to exceed for so many steps, or epsilon is infinite, whatever the noise."""
+    """The delta below which epsilon is infinite after num_steps steps, whatever the noise."""
     return 1.01 * (COMPOSED_TAIL_MASS + _FFT_ROUNDING * num_steps)  # a hundredth for tails of steps
 
 
 def pmf_epsilon_at(pmf: DensePLDPmf, delta: float) -> float:
-    """The smallest epsilon for this delta, in one direction alone."""
+    """The smallest epsilon for this delta, in one direction."""
     delta = min(delta, LARGEST_DELTA)
     if pmf._infinity_mass > delta:
         return math.inf
@@ -137,7 +137,7 @@ def deltas_at(pmf: DensePLDPmf, epsilons: np.ndarray) -> np.ndarray:
 
 
 def _power(spectrum: np.ndarray, exponent: int) -> np.ndarray:
-    """spectrum ** exponent, by repeated squaring of what does not end below e^-100."""
+    """spectrum ** exponent by repeated squaring, where the result is above e^-100."""
     kept = np.abs(spectrum.astype(np.complex128)) > math.exp(-100 / exponent)
     base, product = spectrum[kept], np.ones_like(spectrum[kept])
     while exponent:
@@ -150,7 +150,7 @@ def _power(spectrum: np.ndarray, exponent: int) -> np.ndarray:
 
 
 def _composed_range(steps: Sequence[tuple[DensePLDPmf, int]]) -> tuple[int, int]:
-    """Indices between which the composed loss lies but for COMPOSED_TAIL_MASS, by Chernoff bounds.
+    """Indices that contain the composed loss but for COMPOSED_TAIL_MASS, by Chernoff bounds.
 
     A sketch of each loss tells which order is best; the bound is that of the whole loss.
     """
@@ -175,20 +175,21 @@ def _composed_range(steps: Sequence[tuple[DensePLDPmf, int]]) -> tuple[int, int]
 def _with_logarithms(
     losses: list[tuple[np.ndarray, np.ndarray, int]],
 ) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """The positions that have any probability, with its logarithm in place of it."""
+    """The positions with positive probability, and the logarithm of that probability."""
     found = [(probs > 0, positions, probs, count) for positions, probs, count in losses]
     return [(at[kept], np.log(probs[kept]), count) for kept, at, probs, count in found]
 
 
 def _sketch(positions: np.ndarray, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A loss on at most 4096 points, each the middle of what it stands for."""
+    """A loss on at most 4096 points, each the middle of the points that it represents."""
     width = -(-positions.size // 4096)
     starts = np.arange(0, positions.size, width)
     return starts + (width - 1) / 2, np.add.reduceat(probs, starts)
 
 
 def _chernoff(losses: list[tuple[np.ndarray, np.ndarray, int]], order: float) -> float:
-    """What the sum of `count` draws of each loss exceeds (order > 0) or falls short of, rarely.
+    """A bound that the sum of `count` draws of each loss rarely exceeds (order > 0) or falls short
+    of.
 
     Args: losses: positions, logarithms of their probabilities, and the count of each.
     """
@@ -206,7 +207,7 @@ Progress = Callable[[str], None] | None
 """Shows a line of progress; None: nothing is shown."""
 
 Query = Callable[[DensePLDPmf], np.ndarray]
-"""What is asked of a composed loss, in one direction: the larger answer counts."""
+"""A question about a composed loss in one direction; the larger answer counts."""
 
 
 def refine(
@@ -217,11 +218,14 @@ def refine(
     enough: np.ndarray | None,
     report: Callable[[str], None],
 ) -> tuple[np.ndarray, float]:
-    """The query's answer, and the grid that was fine enough for it, from `grid` on.
+    """The query's answer, and the grid that was fine enough for it, starting from `grid`.
 
-    Guarantees: with upper bounds from every grid, an upper bound: one that is predicted to lie
-      within `accuracy` of the exact answer, relatively, or is nowhere above `enough`, or comes from
-      a loss of about 2^18 points.
+    Args:
+      compose: discretization -> composed loss, an upper bound.
+      accuracy: relative, of the answer.
+      enough: answers that need not be refined further; None: there are none.
+    Guarantees: an upper bound that is predicted to lie within `accuracy` of the exact answer, or is
+      nowhere above `enough`, or comes from a loss of about 2^18 points.
     """
     composed = compose(grid)
     answer, factor = query(composed), 4
@@ -243,11 +247,12 @@ def refine(
 
 
 def _error_left(falls: list[tuple[int, np.ndarray]]) -> float:
-    """How far the last answer is above the exact one, relatively, judging by how answers fell.
+    """Predicted relative distance of the last answer above the exact one, from how answers fell.
 
     Connecting the dots errs in proportion to the grid's width or mostly to its square. Two grids
-    alone do not tell: then in proportion. A third tells the order, unless by accident a grid point
-    fell on the answer, which shows as an order that cannot be.
+    alone
+    do not tell which: the width is assumed. A third tells the order, unless by accident a grid
+    point fell on the answer, which shows as an impossible order.
     """
     factor, fall = falls[-1]
     order = np.ones_like(fall)
