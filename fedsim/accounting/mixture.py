@@ -170,7 +170,8 @@ def one_step_pmf(mixture: Mixture, discretization: float, direction: int) -> Den
 
 
 class _Crossings(NamedTuple):
-    """Where L crosses each level: y in units of stddev, and the mass of P and Q on either side."""
+    """Crossings of L with each level: y in units of stddev, and the mass of P and Q on either
+    side."""
 
     mixture: Mixture
     discretization: float
@@ -289,7 +290,8 @@ def _support(mixture: Mixture) -> tuple[float, float]:
 
 
 def _end(stddev: float, counts: np.ndarray, probs: np.ndarray) -> float:
-    """Where sum_k probs[k] N(counts[k], stddev^2) has TAIL_MASS / 2 above, or a little further."""
+    """The y above which sum_k probs[k] N(counts[k], stddev^2) has TAIL_MASS / 2, or a little
+    further."""
     reach = -float(special.ndtri(TAIL_MASS / 2)) * stddev
 
     def excess(y: float) -> float:

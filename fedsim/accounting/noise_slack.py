@@ -28,7 +28,7 @@ class Slack(NamedTuple):
 
 
 def slack(count: float, epsilon: float, delta: float, cell_errors: Errors) -> Slack:
-    """How far a mechanism that draws `count` numbers is from one with ideal noise.
+    """Slack of a mechanism that draws `count` numbers, against one with ideal noise.
 
     If that is (epsilon, delta)-DP, the mechanism is (epsilon + slack.epsilon, delta +
     slack.delta)-DP. Proof: let L be the log of the ratio of the probabilities of a number as it is

@@ -23,11 +23,11 @@ class MechanismConfig:
     share."""
 
     sampling: SamplingName | None = None
-    """How users (uls) or examples (els) are drawn for a step. poisson: each one independently, with
-    the same probability. cyclic: the same, but steps draw in turn from `bands` groups of users.
-    allocation (uls): each user in exactly `participations` steps, one at random in every num_steps
-    / participations steps. shuffle: comparison with the paper only; epsilon is that of Poisson
-    sampling and no guarantee. Default: poisson, or cyclic with correlated noise."""
+    """Way of drawing users (uls) or examples (els) for a step. poisson: each one independently,
+    with the same probability. cyclic: the same, but steps draw in turn from `bands` groups of
+    users. allocation (uls): each user in exactly `participations` steps, one at random in every
+    num_steps / participations steps. shuffle: for comparison with the paper only; epsilon is that
+    of Poisson sampling and no guarantee. Default: poisson, or cyclic with correlated noise."""
 
     participations: int | None = None
     """With sampling=allocation: K, the number of steps that each user takes part in. >= 1; divides
@@ -112,9 +112,9 @@ class PrivacyTarget:
     weak: times the number of users it is about 0.5."""
 
     clipping: Literal["normalised", "plain"] = "normalised"
-    """How a gradient g is limited to the clip norm C. normalised: multiplied by min(1/C, 1/|g|), so
-    that its norm is at most 1 (De et al. 2022). plain: multiplied by min(1, C/|g|), so that its
-    norm is at most C."""
+    """Rule that limits a gradient g to the clip norm C. normalised: g is multiplied by min(1/C,
+    1/|g|), so that its norm is at most 1 (De et al. 2022). plain: g is multiplied by min(1, C/|g|),
+    so that its norm is at most C."""
 
     max_changed: int = 1
     """With uls and texts of several owners: k, the largest number of other users' groups that may
@@ -135,10 +135,10 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
     """Settings that can change the privacy guarantee."""
 
     adjacency: Literal["zero-out", "add-or-remove"] = "zero-out"
-    """What the guarantee compares with a data set. zero-out: the same data with one user's texts
-    removed; the number of users is public, and with els each user has group_size places in the
-    pool, some of them empty. add-or-remove: the data with or without one user; the numbers of users
-    and of examples are taken as public."""
+    """Change of the data that the guarantee hides. zero-out: one user's texts are removed; the
+    number of users is public, and with els each user has group_size places in the pool, some of
+    them empty. add-or-remove: one user is added or removed; the numbers of users and of examples
+    are taken as public."""
 
     group_size: int | None = None
     """G: largest number of a user's examples in the whole training (els) or in one step (uls). >=
