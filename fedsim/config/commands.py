@@ -36,7 +36,7 @@ class AuditConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PretrainConfig:
-    """Settings of a pre-training, beside its `RunConfig`. It has no privacy settings."""
+    """Settings of a pre-training. It has no privacy settings."""
 
     num_steps: int
     """Number of steps. >= 1. The paper uses 400,000."""
@@ -62,8 +62,7 @@ class PretrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Personalization:
-    """Settings of personalization: SGD on the texts of one user. The defaults are those of the
-    paper where it states them."""
+    """SGD on one user's texts. The defaults are those of the paper where it states them."""
 
     num_epochs: int = 4
     """Epochs of SGD over a user's training half. >= 1."""

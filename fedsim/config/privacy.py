@@ -107,9 +107,9 @@ class PrivacyTarget:
     group_size times users (uls; G M). >= 1."""
 
     delta: float | None = None
-    """delta of (epsilon, delta): probability with which epsilon may fail to hold. In (0, 1). For a
-    release choose one far below 1 / num_users, such as 1e-6. Default: num_users^-1.1, which is
-    weak: times the number of users it is about 0.5."""
+    """delta of (epsilon, delta): roughly the probability with which epsilon may fail to hold. In
+    (0, 1). For a release choose one far below 1 / num_users, such as 1e-6. Default: num_users^-1.1,
+    which is weak: times the number of users it is about 0.5."""
 
     clipping: Literal["normalised", "plain"] = "normalised"
     """Rule that limits a gradient g to the clip norm C. normalised: g is multiplied by min(1/C,
@@ -165,8 +165,8 @@ class PrivacyConfig(MechanismConfig, PrivacyTarget):
 
     eval_epsilon: float | None = None
     """Evaluate on held-out users with noise: the epsilon that all evaluations of the run together
-    cost each held-out user, in addition to `epsilon` of the training users. > 0. At the run's
-    delta, or at N^-1.1 for N held-out users if that is smaller; counted in the budget ledger.
+    cost each held-out user, separate from `epsilon`, which is for the training users. > 0. At the
+    run's delta, or at N^-1.1 for N held-out users if that is smaller; counted in the budget ledger.
     Default: evaluations have no noise, and eval/loss must not be published."""
 
     eval_loss_bound: float | None = None
