@@ -102,8 +102,8 @@ def _window(noise_multiplier: float, steps: int) -> Law:
 
     def width(terms: int) -> float:
         """The grid for so many terms: `widest`, halved until it is fine enough for their sum."""
-        own = FINENESS * math.sqrt(math.log1p(math.expm1(min(spread, 500.0)) / terms))
-        return widest * 2.0 ** -max(0, math.ceil(math.log2(widest / own) - 1e-9))
+        needed = FINENESS * math.sqrt(math.log1p(math.expm1(min(spread, 500.0)) / terms))
+        return widest * 2.0 ** -max(0, math.ceil(math.log2(widest / needed) - 1e-9))
 
     terms, law = 1, _log_normal(spread, widest)
     for digit in f"{steps:b}"[1:]:
@@ -154,7 +154,7 @@ def _sum(one: Law, other: Law, width: float) -> Law:
     a, b = one.masses, other.masses
     start_a, start_b = one.first - first, other.first - first
     last = max(start_a + a.size, start_b + b.size)
-    found = np.zeros(last * finer + math.ceil(math.log(2) / width) + 2)
+    masses = np.zeros(last * finer + math.ceil(math.log(2) / width) + 2)
     # Pairs whose places differ by the same number land equally far above the larger one.
     differences = np.arange(max(start_a + a.size - start_b, start_b + b.size - start_a))
     rises = np.log1p(np.exp(-differences * one.width)) / width
@@ -171,14 +171,14 @@ def _sum(one: Law, other: Law, width: float) -> Law:
         at = larger * finer + int(offsets[size])
         end = at + (high - low - 1) * finer + 1
         raised = both * parts[size]
-        found[at:end:finer] += both - raised
-        found[at + 1 : end + 1 : finer] += raised
+        masses[at:end:finer] += both - raised
+        masses[at + 1 : end + 1 : finer] += raised
     for law, start, zero in ((one, start_a, other.zero), (other, start_b, one.zero)):
-        found[start * finer : (start + law.masses.size - 1) * finer + 1 : finer] += (
+        masses[start * finer : (start + law.masses.size - 1) * finer + 1 : finer] += (
             zero * law.masses
         )
     zero, lost = one.zero * other.zero, one.lost + other.lost
-    return Law(width, first * finer, found, zero, lost)
+    return Law(width, first * finer, masses, zero, lost)
 
 
 def _trimmed(law: Law, terms: int) -> Law:

@@ -131,9 +131,9 @@ def deltas_at(pmf: DensePLDPmf, epsilons: np.ndarray) -> np.ndarray:
     reached = pmf._infinity_mass + np.cumsum(descending)
     paid = np.asarray(signal.lfilter([decay], [1.0, -decay], descending))
     at = (pmf._lower_loss + pmf.size - 2 - np.arange(pmf.size)) * grid
-    known = np.concatenate([(reached - paid)[::-1], [pmf._infinity_mass]])
+    deltas = np.concatenate([(reached - paid)[::-1], [pmf._infinity_mass]])
     places = np.exp(np.minimum(np.concatenate([at[::-1], [at[0] + grid]]), 700.0))
-    return np.interp(np.exp(epsilons), places, known)
+    return np.interp(np.exp(epsilons), places, deltas)
 
 
 def _power(spectrum: np.ndarray, exponent: int) -> np.ndarray:
@@ -176,8 +176,8 @@ def _with_logarithms(
     losses: list[tuple[np.ndarray, np.ndarray, int]],
 ) -> list[tuple[np.ndarray, np.ndarray, int]]:
     """The positions with positive probability, and the logarithm of that probability."""
-    found = [(probs > 0, positions, probs, count) for positions, probs, count in losses]
-    return [(at[kept], np.log(probs[kept]), count) for kept, at, probs, count in found]
+    positive = [(probs > 0, positions, probs, count) for positions, probs, count in losses]
+    return [(at[kept], np.log(probs[kept]), count) for kept, at, probs, count in positive]
 
 
 def _sketch(positions: np.ndarray, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -118,14 +118,16 @@ def selection_deltas(
     Args: trials: privacy loss of one trial of each candidate.
     """
     gamma, last = event.gamma, max(map(_last, trials))
-    looked = np.linspace(0.0, last, POINTS)
-    known = _trial(event, trials, looked)
+    points = np.linspace(0.0, last, POINTS)
+    trial_deltas = _trial(event, trials, points)
     with np.errstate(divide="ignore"):
-        small = 1 / (gamma + (1 - gamma) * (1 - known) * np.exp(-looked))
-    shift = (1 + event.shape) * math.log(np.maximum(1 + (1 - gamma) * known / gamma, small).min())
+        small = 1 / (gamma + (1 - gamma) * (1 - trial_deltas) * np.exp(-points))
+    shift = (1 + event.shape) * math.log(
+        np.maximum(1 + (1 - gamma) * trial_deltas / gamma, small).min()
+    )
     below = epsilons - shift
-    found = event.mean * _trial(event, trials, np.maximum(below, 0.0))
-    return np.where(below < 0, 1.0, np.minimum(found, 1.0))
+    deltas = event.mean * _trial(event, trials, np.maximum(below, 0.0))
+    return np.where(below < 0, 1.0, np.minimum(deltas, 1.0))
 
 
 def selection_pmf(
@@ -160,12 +162,12 @@ def _trial(
     """delta of one trial: the mean over candidates, which are drawn independently of the data."""
     more, missed = together([event.slack], epsilons, 0.0)
     at = np.maximum(epsilons - more, 0.0)
-    each = [
+    of_candidates = [
         np.maximum(*(composition.deltas_at(pmf, at) for pmf in composition.directions(trial)))
         for trial in trials
     ]
-    found = np.mean(each, axis=0) * np.exp(more / 2) + missed
-    return np.where(epsilons < more, 1.0, np.minimum(found, 1.0))
+    deltas = np.mean(of_candidates, axis=0) * np.exp(more / 2) + missed
+    return np.where(epsilons < more, 1.0, np.minimum(deltas, 1.0))
 
 
 def _last(trial: PrivacyLossDistribution) -> float:

@@ -32,8 +32,8 @@ class MeshShape:
         sizes: dict[str, int] = {}
         for part in text.split(","):
             axis, _, size = part.partition(":")
-            known = axis in AXES and axis not in sizes
-            expect("mesh", text, known and size.isdecimal() and int(size) > 0, EXPECTED)
+            valid = axis in AXES and axis not in sizes
+            expect("mesh", text, valid and size.isdecimal() and int(size) > 0, EXPECTED)
             sizes[axis] = int(size)
         return cls(**sizes)
 

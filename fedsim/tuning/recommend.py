@@ -225,21 +225,21 @@ def recommend(
         norms = None if plan_only else _norms(start, privacy, num_users, most)
         heuristics = Heuristics(privacy, start.data, norms, start.key)
         times = start.workers and UnitTimes(run.engine, start.workers, start.params)
-        found = _ask(heuristics, start, times)
+        by_heuristics = _ask(heuristics, start, times)
         advice = {
-            algorithm: _advice(algorithm, found, privacy, start, times, norms)
+            algorithm: _advice(algorithm, by_heuristics, privacy, start, times, norms)
             for algorithm in Algorithm
         }
         best, reason = choose(*advice.values())
-        result = _about(start, privacy, found, norms) | {
+        result = _about(start, privacy, by_heuristics, norms) | {
             **{str(name): dataclasses.asdict(entry) for name, entry in advice.items()},
-            "turns": [dataclasses.asdict(turn) for turn in found.turns],
+            "turns": [dataclasses.asdict(turn) for turn in by_heuristics.turns],
             "recommended": str(best.algorithm),
             "reason": reason,
-            "non_private": found.non_private,
+            "non_private": by_heuristics.non_private,
         }
         if plot is not None:
-            curve = heuristics.curve(found.clip_norms[Algorithm.ELS])
+            curve = heuristics.curve(by_heuristics.clip_norms[Algorithm.ELS])
             draw(curve, plot, start.data.train.num_users)
         return result
 
@@ -320,7 +320,10 @@ def _ask(heuristics: Heuristics, start: Start, times: UnitTimes | None) -> Heuri
 
 
 def _about(
-    start: Start, privacy: PrivacyConfig, found: HeuristicSettings, norms: GradientNorms | None
+    start: Start,
+    privacy: PrivacyConfig,
+    by_heuristics: HeuristicSettings,
+    norms: GradientNorms | None,
 ) -> dict[str, Any]:
     """Facts of the data, the model and the request for the result."""
     users, workers = start.data.train, start.workers
@@ -330,7 +333,7 @@ def _about(
         "num_examples": users.num_examples,
         "median_examples": int(np.median(examples_per_user(users))),
         "epsilon": privacy.epsilon,
-        "delta": found.settings[Algorithm.ELS].delta,
+        "delta": by_heuristics.settings[Algorithm.ELS].delta,
         "epsilon_holds": _holds(privacy, users),
         "num_steps": privacy.num_steps,
         "batch_size": privacy.batch_size,
@@ -349,7 +352,7 @@ def _holds(privacy: PrivacyConfig, users: Users) -> str:
 
 def _advice(
     algorithm: Algorithm,
-    found: HeuristicSettings,
+    by_heuristics: HeuristicSettings,
     privacy: PrivacyConfig,
     start: Start,
     times: UnitTimes | None,
@@ -361,7 +364,7 @@ def _advice(
       privacy: the settings as requested.
       times: measures the time of a unit; None: no gradient is computed.
     """
-    settings, norm = found.settings[algorithm], found.clip_norms[algorithm]
+    settings, norm = by_heuristics.settings[algorithm], by_heuristics.clip_norms[algorithm]
     users, run = start.data.train, start.run
     cells = compare(algorithm, settings, run, users, num_coordinates(start.params))
     changes = least(cells).changes if cells else {}

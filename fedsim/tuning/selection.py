@@ -138,9 +138,9 @@ def _expect_place(out: Path) -> None:
     """Raise ConfigError if `out` holds anything but a selection, since other trials are deleted."""
     there = entries(out)
     inside = [path for name in (RUNS, LOGS) if name in there for path in (out / name).iterdir()]
-    begun = {KEY, RUNS} <= there or there & {BEGAN, CHOSEN, RESULT}
-    own = bool(begun) or (there <= {LOGS, RUNS} and not inside)
-    expect("out", out, own, "a new or empty directory, or that of a selection")
+    started = {KEY, RUNS} <= there or there & {BEGAN, CHOSEN, RESULT}
+    of_selection = bool(started) or (there <= {LOGS, RUNS} and not inside)
+    expect("out", out, of_selection, "a new or empty directory, or that of a selection")
 
 
 def _keep_best(out: Path) -> None:
