@@ -142,8 +142,7 @@ class RunningEpsilon:
 
 
 def spent(phases: Phases, delta: float, accuracy: float) -> float:
-    """epsilon() to this relative accuracy; inf where noise is so small that no grid can hold the
-    loss."""
+    """epsilon() to this relative accuracy; inf where no grid can hold the loss."""
     try:
         return float(_refine(phases, _epsilon_query(delta), accuracy)[0][0])
     except composition.GridTooLargeError:

@@ -124,8 +124,7 @@ def pmf_epsilon_at(pmf: DensePLDPmf, delta: float) -> float:
 
 
 def deltas_at(pmf: DensePLDPmf, epsilons: np.ndarray) -> np.ndarray:
-    """delta at each epsilon >= 0 [n], in one direction: between losses it is linear in
-    e^epsilon."""
+    """delta at each epsilon >= 0 [n], in one direction; linear in e^epsilon between losses."""
     grid, descending = pmf._discretization, pmf._probs[::-1]
     decay = math.exp(-grid)
     reached = pmf._infinity_mass + np.cumsum(descending)
@@ -188,8 +187,7 @@ def _sketch(positions: np.ndarray, probs: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _chernoff(losses: list[tuple[np.ndarray, np.ndarray, int]], order: float) -> float:
-    """A bound that the sum of `count` draws of each loss rarely exceeds (order > 0) or falls short
-    of.
+    """A bound that the sum of `count` draws of each loss rarely crosses: from below if order < 0.
 
     Args: losses: positions, logarithms of their probabilities, and the count of each.
     """

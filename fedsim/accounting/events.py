@@ -115,8 +115,7 @@ def cyclic_event(
     bands: int,
     max_changed: int = 0,
 ) -> StepEvent:
-    """A step of cyclic Poisson sampling, in which a fraction `sampling_prob` of all users is
-    expected.
+    """A step of cyclic Poisson sampling of an expected fraction `sampling_prob` of all users.
 
     Only the users of one of `bands` groups can take part, with `bands` times the probability.
     """
@@ -141,8 +140,10 @@ def event_fields(event: Event) -> dict[str, Any]:
 
 
 def event_of(fields: Mapping[str, Any]) -> StepEvent:
-    """The event of a step from its `event_fields`. Raises: ConfigError, TypeError: they are
-    none."""
+    """The event of a step from its `event_fields`.
+
+    Raises: ConfigError, TypeError: they are of no step.
+    """
     return StepEvent(**fields)
 
 
@@ -179,8 +180,10 @@ def to_words(phases: Phases) -> list[list[Any]]:
 
 
 def of_words(words: Any) -> list[tuple[Event, int]]:
-    """Events that `to_words` wrote. Raises: KeyError, TypeError, ValueError: the input is something
-    else."""
+    """Events that `to_words` wrote.
+
+    Raises: KeyError, TypeError, ValueError: the input is something else.
+    """
     phases = [(_of_words(event), count) for event, count in words]
     for _, count in phases:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:

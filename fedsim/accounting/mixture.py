@@ -170,8 +170,7 @@ def one_step_pmf(mixture: Mixture, discretization: float, direction: int) -> Den
 
 
 class _Crossings(NamedTuple):
-    """Crossings of L with each level: y in units of stddev, and the mass of P and Q on either
-    side."""
+    """Crossings of L with each level: y / stddev, and the mass of P and Q on either side."""
 
     mixture: Mixture
     discretization: float
@@ -276,8 +275,7 @@ def _expm1_times(levels: np.ndarray, log_mass: np.ndarray) -> np.ndarray:
 
 
 def _monotone(deltas: np.ndarray, told: float) -> np.ndarray:
-    """Probabilities that do not increase, each at least its input plus the tail of the noise and
-    `told`."""
+    """Non-increasing probabilities, each at least its input plus TAIL_MASS and `told`."""
     return np.minimum(np.maximum.accumulate(deltas[::-1] + (TAIL_MASS + told))[::-1], 1.0)
 
 
@@ -290,8 +288,7 @@ def _support(mixture: Mixture) -> tuple[float, float]:
 
 
 def _end(stddev: float, counts: np.ndarray, probs: np.ndarray) -> float:
-    """The y above which sum_k probs[k] N(counts[k], stddev^2) has TAIL_MASS / 2, or a little
-    further."""
+    """The y, rounded up, above which sum_k probs[k] N(counts[k], stddev^2) has TAIL_MASS / 2."""
     reach = -float(special.ndtri(TAIL_MASS / 2)) * stddev
 
     def excess(y: float) -> float:
@@ -305,8 +302,7 @@ def _end(stddev: float, counts: np.ndarray, probs: np.ndarray) -> float:
 def _interpolate(
     level: np.ndarray, slope: np.ndarray, cell: np.ndarray, levels: np.ndarray
 ) -> np.ndarray:
-    """Position within its cell of a table at which each level is reached, in [0, 1]: a rising
-    Hermite cubic."""
+    """Place in its cell of a table where each level is reached, in [0, 1]: a Hermite cubic."""
     with np.errstate(divide="ignore", invalid="ignore"):
         rise = np.diff(level)
         start, stop = (np.fmin(rise / end, 3.0)[cell - 1] for end in (slope[:-1], slope[1:]))

@@ -1,5 +1,4 @@
-"""Conversion of settings by the names of their flags: from Python and TOML files, and to
-config.json."""
+"""Settings by the names of their flags: from Python and TOML files, and to config.json."""
 
 import dataclasses
 import math

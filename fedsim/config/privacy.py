@@ -1,5 +1,7 @@
-"""Settings that can change the privacy guarantee: they are in the ledger and fixed for the life of
-a run."""
+"""Settings that can change the privacy guarantee.
+
+They are in the ledger and fixed for the life of a run.
+"""
 
 import dataclasses
 import enum
@@ -19,8 +21,7 @@ COMPARISON_ONLY = "as if Poisson sampled: comparison only, not a guarantee"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MechanismConfig:
-    """Sampling and noise: the settings that training, accounting, calibration and recommendations
-    share."""
+    """Sampling and noise of training, accounting, calibration and recommendations."""
 
     sampling: SamplingName | None = None
     """Way of drawing users (uls) or examples (els) for a step. poisson: each one independently,

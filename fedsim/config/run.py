@@ -1,5 +1,4 @@
-"""Settings that cannot change the privacy guarantee: places of data and results, model, optimizer,
-engine."""
+"""Settings that cannot change the privacy guarantee: data, model, optimizer, engine, results."""
 
 import dataclasses
 import math
@@ -17,8 +16,10 @@ EXPECTED = (
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Shape of the device mesh that holds one model: arrays are sharded into `fsdp` parts along one
-    axis and `tensor` parts along another."""
+    """Shape of the device mesh that holds one model.
+
+    Arrays are sharded into `fsdp` parts along one axis and `tensor` parts along another.
+    """
 
     fsdp: int = 1
     tensor: int = 1

@@ -172,8 +172,7 @@ def bands_predicted(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) 
 
 
 def _expect_shared(privacy: PrivacyConfig, data: Dataset) -> None:
-    """Raise ConfigError if the settings, or the rules by which the data were built, do not support
-    texts with several owners."""
+    """Raise ConfigError if settings or data do not support texts with several owners."""
     where = "where texts have several owners"
     rules, screen = (data.metadata.get(name, {}) for name in ("rules", "screen"))
     if rule := decided_by_texts(rules.get("long_texts", "cut"), screen.get("against", ())):

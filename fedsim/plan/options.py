@@ -161,8 +161,7 @@ AnyNoise = IndependentNoise | CorrelatedNoise
 
 @dataclass(frozen=True)
 class Trial:
-    """The run is a trial of a private selection; the selection is counted and released in its
-    place."""
+    """The run is a trial of a private selection, which is counted and released in its place."""
 
     trial: Literal[True]
 
@@ -258,8 +257,7 @@ class Evaluations:
 
 
 def holds(labels: Iterable[str], adjacency: str, *, shared: bool) -> str:
-    """The condition under which epsilon holds: the adjacency, or the labels that say it is no
-    guarantee."""
+    """The condition under which epsilon holds: the adjacency, or why it is no guarantee."""
     return "; ".join(labels) or ADJACENCY[SHARED if shared else adjacency]
 
 

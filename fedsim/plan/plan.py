@@ -156,8 +156,7 @@ class Plan:
 
     @property
     def epsilon_holds(self) -> str:
-        """The condition under which epsilon holds: the adjacency, or a label that it is no
-        guarantee."""
+        """The condition under which epsilon holds: the adjacency, or why it is no guarantee."""
         return self.label or self.compared
 
     @property

@@ -1,7 +1,7 @@
 """A run from its settings to its summary, for both algorithms.
 
-    train      a run, or the rest of a resumed one: open_run -> plan_run -> launch().fit()
-    (`launch`) dry_run    the plan of a run with estimates of time and memory (`launch`)
+    train      a run, or the rest of a resumed one (`launch`): open_run -> plan_run -> launch
+    dry_run    the plan of a run with estimates of time and memory (`launch`)
     open_run   directory, data, model, key and identity (`open`)
     plan_run   defaults, calibration, cost, limits, strategy (`planned`)
     Trainer    the loop: gradient, ledger, update, evaluation, checkpoint (`trainer`)

@@ -82,8 +82,9 @@ def update_of(run: RunConfig, num_steps: int) -> optax.GradientTransformation:
 
 
 def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.GradientTransformation:
-    """An optimizer by name: `momentum` (sgd with 0.9), or any optax optimizer that needs nothing
-    but a learning rate or schedule.
+    """An optimizer by name: `momentum` (sgd with 0.9), or one of optax.
+
+    It must need nothing but a learning rate or its schedule.
 
     Args: name: with options, such as `adam:b1=0.8,eps=1e-6`.
     Raises: ConfigError: there is no such optimizer, or it does not take these options.
@@ -153,8 +154,10 @@ def _towards(average, params, share):
 
 
 def _decay(rate: float | optax.Schedule, share: float) -> optax.GradientTransformation:
-    """Decoupled weight decay (Loshchilov and Hutter 2019), of matrices only; stacked layers count
-    as the matrices of each layer."""
+    """Decoupled weight decay (Loshchilov and Hutter 2019) of matrices.
+
+    Stacked layers count as the matrices of each layer.
+    """
 
     def update(updates, state, params=None):
         now = (rate(state.count) if callable(rate) else rate) * share
@@ -184,8 +187,7 @@ def _options(name: str, text: str, factory: Callable) -> dict[str, Any]:
 
 
 def _works(factory: Callable, options: dict[str, Any]) -> bool:
-    """True if the optimizer needs only a learning rate and updates from a gradient alone (unlike
-    lbfgs)."""
+    """True if the optimizer updates from a gradient alone, unlike lbfgs, with these options."""
     params = jnp.zeros(2)
     try:
         transformation = factory(learning_rate=1.0, **options)

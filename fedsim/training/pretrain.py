@@ -88,8 +88,10 @@ def schedule(settings: PretrainConfig, peak: float) -> optax.Schedule:
 
 
 class Batches:
-    """The examples of each step: a pure function of (key, step). The examples left over at the end
-    of a pass are skipped."""
+    """The examples of each step: a pure function of (key, step).
+
+    The examples left over at the end of a pass are skipped.
+    """
 
     def __init__(self, lengths: np.ndarray, batch_size: int, rows_per_pass: int, key: SecretKey):
         """Args: lengths: tokens of each example, [examples]."""

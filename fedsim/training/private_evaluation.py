@@ -62,8 +62,7 @@ class Evaluated:
             self.losses[step] = loss
 
     def release(self, step: int, compute: Callable[[], float]) -> float:
-        """The loss after `step`: the released one, or a computed one after it is written to
-        disk."""
+        """The loss after `step`: the released one, or a new one, written to disk first."""
         if step not in self.losses:
             loss = compute()
             with open_to_append(self._path) as file:

@@ -172,8 +172,7 @@ class Trainer:
             yield
 
     def _after(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> Callable[[], None]:
-        """Start the evaluation and checkpoint due after a step; return the function that finishes
-        them."""
+        """Start the evaluation and checkpoint due after a step; the result finishes them."""
         step, due = state.step, self._due(state.step, self.eval_every) or state.step == 0
         if not due or state.evaluated == step:
             self._save(state, metrics, saver)
@@ -328,8 +327,7 @@ class Trainer:
         raise OtherBits(again)
 
     def _due(self, step: int, interval: int) -> bool:
-        """True if an action that is due every `interval` steps, and after the last, is due after
-        `step`."""
+        """True if an action of every `interval` steps, and of the last, is due after `step`."""
         return step % interval == 0 or step == self.plan.num_steps
 
     def _save(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> None:

@@ -1,5 +1,4 @@
-"""Advice of `fedsim recommend` on each algorithm: sampling and noise, the choice, commands, a
-table.
+"""Advice of `fedsim recommend`: sampling and noise, the choice, commands, a table.
 
 Ways of sampling are compared with a kind of noise each, at one epsilon, by the noise on sums of
 gradients, since parameters are such sums (`noise.toeplitz`), and by their cost: more gradients, or
@@ -126,15 +125,18 @@ def compare(
     for banded in cyclic:
         stddev = banded.noise_multiplier * 2.0 ** lattice_bits(num_parameters)
         size = strategy(steps, banded.bands, stddev).bytes_per_number * num_parameters
-        against = ""
-        if optimizer.partition(":")[0] not in ADDING:
-            against = f"{optimizer} does not add gradients up"
-        elif size > MEMORY_SHARE * _memory():
-            against = "too much memory for this machine"
+        against = _against(optimizer, size)
         cells.append(
             cell(banded, CYCLIC, CORRELATED, bands=banded.bands, row_bytes=size, against=against)
         )
     return cells
+
+
+def _against(optimizer: str, row_bytes: int) -> str:
+    """Reason against correlated noise with this optimizer and memory; empty if there is none."""
+    if optimizer.partition(":")[0] not in ADDING:
+        return f"{optimizer} does not add gradients up"
+    return "too much memory for this machine" if row_bytes > MEMORY_SHARE * _memory() else ""
 
 
 def _of_allocation(privacy: PrivacyConfig) -> Prediction:

@@ -144,8 +144,7 @@ def max_group_size(grid: Sequence[Configuration], batch_size: int) -> Configurat
 def uls_noise(
     epsilon: float, delta: float, num_steps: int, num_users: int, max_changed: int = 0
 ) -> Callable[[int], float]:
-    """Noise of the mean gradient for clip norm 1: M -> sigma_ULS(M) / M of Theorem 2 with q = M /
-    N.
+    """Noise of the mean gradient at clip norm 1, by cohort size: sigma_ULS(M) / M (Theorem 2).
 
     Args: max_changed: k, where texts have several owners.
     Returns: a function that computes each value once.

@@ -1,5 +1,4 @@
-"""Estimates that `recommend` makes at the starting model: gradient norms, noise, use of data and
-time.
+"""Estimates of `recommend` at the starting model: gradient norms, noise, use of data, time.
 
 Norms: L_ULS(G) is the median over a sample of users of the norm of their mean gradient over at most
 G examples; L_ELS the same over single examples. They are not private: users' norms without noise.
@@ -152,8 +151,7 @@ class GradientNorms:
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float] | None:
-    """A 95 % confidence interval for the median of the distribution of `values`, by order
-    statistics.
+    """A 95 % confidence interval of the median, by order statistics of `values`.
 
     It holds for every distribution: each value lies below the median with probability 1/2. None:
     fewer than six values are too few.
@@ -200,8 +198,7 @@ class UnitTimes:
         return self._measurements[group]
 
     def _measured(self, rows, strategy) -> float:
-        """Seconds per unit; a part of a step is repeated, since the first call compiles, and the
-        last counts."""
+        """Seconds per unit, from the last of several repetitions: the first one compiles."""
         seconds = math.nan
         for gradients in TIMED_GRADIENTS:
             rows_now = rows[: max(2, gradients // rows.shape[1])]
@@ -215,8 +212,9 @@ class UnitTimes:
 
 
 def units_of(privacy: PrivacyConfig, users: Users, key: SecretKey | None) -> Users:
-    """The sampling units of ULS with their examples: users, or those with a group where texts have
-    several owners.
+    """The sampling units of ULS, with their examples: users.
+
+    Where texts have several owners, only users with a group.
 
     Args: key: key with which groups are drawn.
     """

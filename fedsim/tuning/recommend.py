@@ -120,8 +120,7 @@ class Heuristics:
         return dataclasses.replace(settings, group_size=1, batch_size=batch_size), [], non_private
 
     def uls(self) -> tuple[PrivacyConfig, list[doubling.Doubling], list[str]]:
-        """Settings of ULS by Estimate-and-Double, its turns, and a line for each fact read off the
-        data.
+        """Settings of ULS by Estimate-and-Double, its turns, and the facts read off the data.
 
         The paper's batch sizes are powers of two. For any other, M is the largest number of users
         that the batch size allows at the chosen group size.
@@ -295,8 +294,7 @@ def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> G
 
 
 def _ask(heuristics: Heuristics, start: Start, times: UnitTimes | None) -> HeuristicSettings:
-    """Settings for both algorithms; where no gradient is computed, ULS has G = 1 and C is the given
-    one."""
+    """Settings for both algorithms; without gradients, ULS has G = 1 and C is as given."""
     els, of_els = heuristics.els()
     norms = heuristics.norms
     if norms is None or times is None:

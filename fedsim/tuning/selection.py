@@ -1,5 +1,4 @@
-"""Private selection: `fedsim sweep --private` chooses settings by a metric, and the choice is paid
-for.
+"""Private selection: `fedsim sweep --private` chooses settings by a metric, at a price.
 
 Each trial draws one of the candidates and trains it. The number of trials is drawn, too, and stays
 secret; only the best model is kept (`accounting.selection`). Where running every candidate once
@@ -144,8 +143,7 @@ def _expect_place(out: Path) -> None:
 
 
 def _keep_best(out: Path) -> None:
-    """Move the chosen model to `best/` and delete the other trials; finishes an interrupted
-    call."""
+    """Move the chosen model to `best/` and delete the other trials; may be repeated."""
     if not (out / CHOSEN).exists():
         return
     chosen = out / RUNS / read_json(out / CHOSEN)["name"]
@@ -269,8 +267,7 @@ class Began:
         self._seals = {name: key.seal(f"{name} {meant!r}") for name, (_, meant) in facts.items()}
 
     def expect_same(self, out: Path) -> None:
-        """Raise ConfigError if the selection in `out` started with other settings, or does not
-        record them."""
+        """Raise ConfigError unless the selection in `out` started with the same settings."""
         if not (out / BEGAN).exists():
             why = f"one without the trials in {out / RUNS}, which do not say what they began with"
             expect("out", out, not any((out / RUNS).iterdir()), why)

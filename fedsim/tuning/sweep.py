@@ -179,8 +179,7 @@ def _expect_place(out: Path) -> None:
 
 
 def entries(out: Path) -> set[str]:
-    """Names in a directory for results, without hidden files and settings; empty if it does not
-    exist.
+    """Names in a directory for results, without hidden files and settings.
 
     Raises: ConfigError: it is no directory.
     """
