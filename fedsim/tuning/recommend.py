@@ -401,9 +401,9 @@ def _advice(
         noise_on_sums=noise_stddev(clip.norm, error, real_count),
         cells=cells,
         data_used=_data_used(method, users, steps),
-        gradients=steps * real_count * rows_per_unit,
+        gradients=steps * count * filled_places * rows_per_unit,
         strategy=strategy and str(strategy),
-        seconds=of_unit and steps * real_count * of_unit,
+        seconds=of_unit and steps * count * filled_places * of_unit,
         command=command(algorithm, settings, privacy, run),
     )
 
