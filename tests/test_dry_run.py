@@ -242,7 +242,7 @@ def test_an_accelerator_that_this_process_has_not_is_refused(texts, run_dir, cap
 @pytest.mark.parametrize(
     ("plan", "data", "says"),
     [
-        (replace(PLAN, num_users=1), DATA, ["one user, who has nobody to hide among"]),
+        (replace(PLAN, num_users=1), DATA, ["only one user"]),
         (replace(PLAN, delta=0.5), DATA, ["delta=0.5 is above 1/1200", "default is 0.00041"]),
         (replace(PLAN, noise_multiplier=6400.0), DATA, ["100.0 times as large", "64 examples"]),
         (PLAN, SimpleNamespace(eval_users=None), ["no users are held out"]),
@@ -257,7 +257,7 @@ def test_what_will_disappoint_is_said(plan, data, says):
 
 def test_a_delta_that_was_left_to_its_default_is_called_weak():
     (found,) = warnings_of(replace(PLAN, delta=1200**-1.1), DATA, default_delta=True)
-    assert "delta=0.00041 is the default" in found and "it is 0.49; " in found
+    assert "delta=0.00041, the default" in found and "up to 0.49 " in found
     assert warnings_of(replace(PLAN, noise_multiplier=0.0), DATA, default_delta=True) == []
 
 

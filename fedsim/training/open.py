@@ -166,7 +166,7 @@ def open_run(
       source: data and task, instead of those that the settings name.
       plant: what an audit puts into the run.
       held_out: False: leave the held-out users out; they are evaluated without noise.
-    Raises: ConfigError: a mistake of the user's, or a run that goes on would do otherwise.
+    Raises: ConfigError: a mistake in the settings, or a resumed run would differ from its start.
       FileDamaged: what is there of the run, or its data, is not what it was.
     """
     exact = isinstance(settings, PrivacyConfig) and math.isfinite(settings.epsilon)

@@ -41,8 +41,8 @@ from fedsim.training.private_evaluation import Counted
 from fedsim.uls import ULS
 
 NOTHING_PROMISED = (
-    "this run promises nothing, and counts so for its users from its first step on, in {}: no "
-    "limit can be kept for them then (--budget-ledger names another ledger, for trials)"
+    "this run has no privacy guarantee. From its first step on, the privacy budget of its users in "
+    "{} is infinite, and no limit can be kept. Use another --budget-ledger for trials"
 )
 
 FITTED = ("num_steps", "participations", "epsilon")
@@ -213,7 +213,7 @@ def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
     """
     assert stored.plan is not None, "a run of train has one"
     same = sharing(opened.data.train, method, opened.key) == stored.plan.shared
-    again = "the pool or the groups that the run began with: go on with its packages"
+    again = "the pool or the groups that the run started with: resume with its package versions"
     expect("data", "other texts of the same ones", same, again)
     changed = directory.other_bits(stored, versions(), stored.host) or "as they were"
     if stored.plan.drawn_once:
@@ -223,10 +223,10 @@ def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
         same = not isinstance(stored.plan.sampling, CyclicSampling | AllocatedSampling) or all(
             stored.versions.get(name) == now[name] for name in drawing
         )
-    again = "those that draw the pool and users' turns as when it began"
+    again = "versions that draw the pool and users' turns as when the run started"
     expect("packages", changed, same, again)
     if (how := stored.plan.evaluations) is not None:
-        again = "the held-out users that the run began with"
+        again = "the held-out users that the run started with"
         expect("data", opened.run.data.source, how.seal == _held_out_seal(opened), again)
     return stored.plan
 
@@ -269,26 +269,27 @@ def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> li
     warnings = []
     users, noise = plan.num_users, plan.gradient_noise_multiplier
     if users == 1:
-        warnings.append("there is one user, who has nobody to hide among")
+        warnings.append("there is only one user; user-level privacy needs hundreds of users")
     elif noise and plan.delta > 1 / users:
         warnings.append(
-            f"delta={plan.delta:g} is above 1/{users}: to publish all that one of {users} users "
-            f"wrote would be allowed; the default is {users**-1.1:.2g}"
+            f"delta={plan.delta:g} is above 1/{users}: it allows publishing all texts of one of "
+            f"{users} users; the default is {users**-1.1:.2g}"
         )
     elif noise and default_delta:
         warnings.append(
-            f"delta={plan.delta:.2g} is the default, which is weak: times the number of users it "
-            f"is {plan.delta * users:.2g}; for a release give one, such as --delta 1e-6"
+            f"delta={plan.delta:.2g}, the default, allows leaking one user's texts with "
+            f"probability up to {plan.delta * users:.2g} ({users} users); for a release use one such as "
+            "--delta 1e-6"
         )
     if noise > plan.expected_count:
         unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
         warnings.append(
-            f"the noise of a step is {noise / plan.expected_count:.1f} times as large, in every "
-            f"direction, as the gradient of {plan.expected_count} {unit} can be: expect nothing to "
-            "be learnt without more of them in a step (--batch-size) or a larger epsilon"
+            "in every direction, the noise of a step is "
+            f"{noise / plan.expected_count:.1f} times as large as the gradient of {plan.expected_count} {unit} can be: the model will hardly "
+            "learn without a larger --batch-size or --epsilon"
         )
     if data.eval_users is None:
-        warnings.append("no users are held out, so that there will be no eval loss")
+        warnings.append("no users are held out, so there will be no eval loss")
     return warnings
 
 

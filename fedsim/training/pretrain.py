@@ -165,8 +165,8 @@ class Pretrainer:
                     self._evaluate(state, metrics)
                 state.initial_eval_loss = state.eval_loss
             while state.step < last and not stop.is_set():
-                begun = state.step > first
-                with nullcontext() if begun else self._phase("the first step, lane by lane"):
+                is_first = state.step == first
+                with self._phase("the first step, lane by lane") if is_first else nullcontext():
                     values = self._step(state, batches)
                 metrics.log(state.step, values)
                 self.engine.publish(state.step, values)
@@ -178,11 +178,11 @@ class Pretrainer:
                 show(state.step, {**values, "eval/loss": state.eval_loss})
             saver.save(state.step, vars(state))
         if state.step < last:
-            self.console.note(f"stopped after step {state.step}; --resume goes on from there")
+            self.console.note(f"stopped after step {state.step}; --resume continues from there")
 
     @contextmanager
     def _phase(self, what: str) -> Iterator[None]:
-        """Say how far it has come: nobody knows how long it takes."""
+        """Show progress of a phase whose duration is not yet known."""
         with self.console.phase(what) as phase, self.engine.telling(phase.at):
             yield
 

@@ -159,7 +159,7 @@ class Trainer:
                 finish()
             saver.save(state.step, vars(state))
         if state.step < self.plan.num_steps:
-            self.console.note(f"stopped after step {state.step}; --resume goes on from there")
+            self.console.note(f"stopped after step {state.step}; --resume continues from there")
 
     def _first_of(self, steps_before: int) -> AbstractContextManager[None]:
         """Show progress during the first step, whose duration is not yet known."""
@@ -320,7 +320,7 @@ class Trainer:
         self.noise_row = {"noise_row": seal}
         if step >= ledger.num_steps or ledger.noise_row(step) in (None, seal):
             return
-        again = f"step={step}: expected the row of noise that was drawn before: go on with the "
+        again = f"step={step}: expected the row of noise that was drawn before: resume with the "
         again += "packages, and on the kind of host, that the run was started with"
         if self.other_bits:
             raise ConfigError(f"{again} ({self.other_bits})", field="step")
