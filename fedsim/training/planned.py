@@ -278,15 +278,16 @@ def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> li
     elif noise and default_delta:
         warnings.append(
             f"delta={plan.delta:.2g}, the default, allows leaking one user's texts with "
-            f"probability up to {plan.delta * users:.2g} ({users} users); for a release use one such as "
-            "--delta 1e-6"
+            f"probability up to {plan.delta * users:.2g} ({users} users); for a release use one "
+            "such as --delta 1e-6"
         )
     if noise > plan.expected_count:
         unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
         warnings.append(
             "in every direction, the noise of a step is "
-            f"{noise / plan.expected_count:.1f} times as large as the gradient of {plan.expected_count} {unit} can be: the model will hardly "
-            "learn without a larger --batch-size or --epsilon"
+            f"{noise / plan.expected_count:.1f} times as large as the gradient of "
+            f"{plan.expected_count} {unit} can be: the model will hardly learn without a larger "
+            "--batch-size or --epsilon"
         )
     if data.eval_users is None:
         warnings.append("no users are held out, so there will be no eval loss")
