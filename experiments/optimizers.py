@@ -62,7 +62,7 @@ from fedsim.engine import Task
 from fedsim.evaluate import VALIDATION
 from fedsim.plan import Plan
 from fedsim.training import optimizers
-from fedsim.training.recipe import AVERAGED, PAPER
+from fedsim.training.optimizers import AVERAGED, PAPER
 
 GROUP = ("case", "algorithm", "epsilon", "num_steps")
 

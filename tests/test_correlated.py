@@ -33,7 +33,7 @@ from fedsim.noise.independent import FARTHEST
 from fedsim.plan import CyclicSampling, bands_predicted, complete, make_plan, method_for
 from fedsim.run import checkpoint
 from fedsim.training import settled_by
-from fedsim.training.recipe import MOMENTUM_RATES
+from fedsim.training.optimizers import MOMENTUM_RATES
 
 STEPS, BANDS, STDDEV = 12, 4, 1.3 * 2**20
 

@@ -13,7 +13,7 @@ from test_console import PLAN
 from test_verify import command, write_texts
 
 from fedsim import engine
-from fedsim.accounting.pure_dp import PureEvent
+from fedsim.accounting import PureEvent
 from fedsim.budget.ledger import hold
 from fedsim.budget.spending import charge_of
 from fedsim.cli.main import main
@@ -29,7 +29,7 @@ from fedsim.plan import complete, defaults, method_for
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.training import planned
-from fedsim.training.dry_run import cost
+from fedsim.training.launch import cost
 from fedsim.training.planned import warnings_of
 
 DATA = SimpleNamespace(eval_users=object())
@@ -242,7 +242,7 @@ def test_an_accelerator_that_this_process_has_not_is_refused(texts, run_dir, cap
 @pytest.mark.parametrize(
     ("plan", "data", "says"),
     [
-        (replace(PLAN, num_users=1), DATA, ["one user, who has nobody to hide among"]),
+        (replace(PLAN, num_users=1), DATA, ["only one user"]),
         (replace(PLAN, delta=0.5), DATA, ["delta=0.5 is above 1/1200", "default is 0.00041"]),
         (replace(PLAN, noise_multiplier=6400.0), DATA, ["100.0 times as large", "64 examples"]),
         (PLAN, SimpleNamespace(eval_users=None), ["no users are held out"]),
@@ -257,7 +257,7 @@ def test_what_will_disappoint_is_said(plan, data, says):
 
 def test_a_delta_that_was_left_to_its_default_is_called_weak():
     (found,) = warnings_of(replace(PLAN, delta=1200**-1.1), DATA, default_delta=True)
-    assert "delta=0.00041 is the default" in found and "it is 0.49; " in found
+    assert "delta=0.00041, the default" in found and "up to 0.49 " in found
     assert warnings_of(replace(PLAN, noise_multiplier=0.0), DATA, default_delta=True) == []
 
 

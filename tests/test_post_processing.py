@@ -13,8 +13,7 @@ from refused import refuses
 from fedsim.cli.main import main
 from fedsim.config import run_config
 from fedsim.run import checkpoint
-from fedsim.training.optimizers import averaged, optimizer, rate_of, update_rule
-from fedsim.training.recipe import settled
+from fedsim.training.optimizers import averaged, optimizer, rate_of, settled, update_rule
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
 FLAGS += ["--num-steps", "12", "--batch-size", "8", "--eval-examples", "8", "--seed", "1"]

@@ -202,7 +202,7 @@ EVALUATIONS = (
         HELD_OUT + "test_the_plan_pays_for_every_evaluation_that_there_can_be",
         (
             Patch(
-                "fedsim.plan.evaluations",
+                "fedsim.plan.planner",
                 "noise_of",
                 lambda noise_of, epsilon, delta, count=1: noise_of(epsilon, delta),
             ),

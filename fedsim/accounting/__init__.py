@@ -1,16 +1,17 @@
 """The accountant: user-level (epsilon, delta) of DP-SGD-ELS and DP-SGD-ULS, and calibration.
 
-    epsilon, delta, privacy_curve    what some released steps cost (Theorems 1 and 2)
+    epsilon, delta, privacy_curve    cost of released steps (Theorems 1 and 2)
+    RunningEpsilon                   epsilon during training
     noise_multiplier, sampling_prob, num_steps    the best value of one, given the others
-    calibrate_noise    the noise that an algorithm's steps take
-    StepEvent, PureEvent    what was released; RunningEpsilon: epsilon while training
-    gaussian_mu    what it costs as one number that adds up however steps are chosen (`gaussian_dp`)
-    to_words, of_words    events in JSON's words
+    calibrate_noise                  the noise for the steps of an algorithm
+    StepEvent, PureEvent             descriptions of what was released
+    gaussian_mu                      cost as one number that adds up, even over adaptive steps
+    to_words, of_words               events as JSON
 
-`events` are what was released, `accountant` answers, `unknowns` searches with it for noise,
-probability or steps. `mixture` has the privacy loss of one step, `allocation` that of steps of
-which each user is in one, `composition` that of many, `pure_dp` the loss of pure DP,
-`noise_slack` what noise that is not ideal adds.
+`events` describe releases, `accountant` computes their cost, `calibration` searches with it for
+noise, probability or steps. `mixture` has the privacy loss of one step, `allocation` that of steps
+of which each user is in one, `selection` that of a private selection, `composition` that of many;
+`noise_slack` has the cost of noise that is not ideal.
 """
 
 from lazy_loader import attach_stub

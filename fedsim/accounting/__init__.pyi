@@ -7,6 +7,8 @@ from . import (
 from .accountant import (
     RELATIVE_ACCURACY as RELATIVE_ACCURACY,
     RunningEpsilon as RunningEpsilon,
+    at_least as at_least,
+    at_most as at_most,
     composed_loss as composed_loss,
     delta as delta,
     epsilon as epsilon,
@@ -14,12 +16,19 @@ from .accountant import (
     privacy_curve as privacy_curve,
     spent as spent,
 )
+from .calibration import (
+    calibrate_noise as calibrate_noise,
+    noise_multiplier as noise_multiplier,
+    num_steps as num_steps,
+    sampling_prob as sampling_prob,
+)
 from .events import (
     MOST_CONTRIBUTIONS as MOST_CONTRIBUTIONS,
     MOST_NOISE as MOST_NOISE,
     MOST_STEPS as MOST_STEPS,
     Event as Event,
     Phases as Phases,
+    PureEvent as PureEvent,
     StepEvent as StepEvent,
     allocated_event as allocated_event,
     cyclic_event as cyclic_event,
@@ -35,12 +44,4 @@ from .gaussian_dp import (
     zcdp_delta as zcdp_delta,
 )
 from .noise_slack import Errors as Errors, Slack as Slack, slack as slack, together as together
-from .pure_dp import PureEvent as PureEvent
-from .rounding import at_least as at_least, at_most as at_most
 from .selection import SelectionEvent as SelectionEvent, draw_trials as draw_trials
-from .unknowns import (
-    calibrate_noise as calibrate_noise,
-    noise_multiplier as noise_multiplier,
-    num_steps as num_steps,
-    sampling_prob as sampling_prob,
-)

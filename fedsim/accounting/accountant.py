@@ -1,36 +1,35 @@
 """The one accountant: user-level (epsilon, delta) of DP-SGD-ELS and DP-SGD-ULS.
 
 Source: Charles et al. 2024, Theorems 1 and 2. Adjacency is add-or-remove one user, both directions,
-with Poisson sampling, of all users or of a group of them in turn: a shuffled run is not what is
-accounted here.
+with Poisson sampling, of all users or of a group of them in turn. A shuffled run is not covered.
 
 Every epsilon and delta is an upper bound, on any grid of the privacy loss. The grid is refined
 until the answer is predicted to lie within RELATIVE_ACCURACY of the exact one, or until it is as
-fine as refinement allows. One-step losses are kept, so asking again about a step is cheap.
+fine as refinement allows. One-step losses are cached, so further questions about a step are cheap.
 """
 
 import functools
 import math
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
 
 import numpy as np
 from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from scipy import special
 
-from fedsim.accounting import allocation, calibration, composition, mixture
-from fedsim.accounting.calibration import Progress
-from fedsim.accounting.composition import Query
-from fedsim.accounting.events import Event, Phases, StepEvent, merge
+from fedsim.accounting import allocation, composition, mixture
+from fedsim.accounting.composition import Progress, Query, throttled
+from fedsim.accounting.events import Event, Phases, PureEvent, StepEvent, merge
 from fedsim.accounting.noise_slack import together
-from fedsim.accounting.pure_dp import PureEvent, pure_pld, pure_pmf
 from fedsim.accounting.selection import SelectionEvent, loss_range as selection_range, selection_pmf
 from fedsim.errors import expect, expect_count
 
-RELATIVE_ACCURACY = calibration.SPEND_ACCURACY
-"""How far above the exact value an adaptive answer may lie: predicted, and mostly less."""
+RELATIVE_ACCURACY = 1e-4
+"""Predicted relative distance of an adaptive answer above the exact value; mostly less."""
 
 _FIRST_GRID = 1024  # points of the coarsest one-step grid
-_TRIAL_DELTA = 1e-9  # that the grid of a trial's loss is chosen for
+_TRIAL_DELTA = 1e-9  # the delta for which the grid of a trial's loss is chosen
 _SMALLEST_DELTA = composition.COMPOSED_TAIL_MASS  # nothing below is resolved
 
 
@@ -44,7 +43,9 @@ def epsilon(
     """The smallest epsilon for which the phases together are (epsilon, delta)-DP, from above.
 
     Args:
+      phases: events, each with its number of successive steps.
       discretization: grid of the privacy loss; None chooses it by RELATIVE_ACCURACY.
+      progress: called with a line about once a second while the grid is refined.
     Returns: inf where delta is too small to be resolved (1e-15, and 4e-19 per step).
     Raises: ConfigError: delta outside (0, 1), a negative count, or a grid beyond the memory cap.
     >>> round(epsilon([(StepEvent(noise_multiplier=1.0, sampling_prob=0.01), 100)], 1e-6), 3)
@@ -57,10 +58,12 @@ def epsilon(
 def epsilon_with(
     parts: Sequence[tuple[float, float]], phases: Phases, delta: float, aside: float = 0.0
 ) -> float:
-    """Epsilon of what several mechanisms release together, with the slack of each.
+    """Epsilon of several mechanisms together, with the slack of each.
 
-    inf: the slacks or what is set aside leave nothing of delta.
-    Args: aside: of delta, for something else.
+    Args:
+      parts: (epsilon, delta) slack of each mechanism.
+      aside: part of delta that is reserved for something else.
+    Returns: inf where the slacks and `aside` leave nothing of delta.
     """
     left = delta - 2 * sum(part for _, part in parts)
     while left > aside:
@@ -68,7 +71,7 @@ def epsilon_with(
         more, missed = together(parts, ideal, left)
         if left + missed <= delta:
             return float(ideal + more)
-        # A hundredth more than was missed, for epsilon grows; at least twice as much, to end.
+        # 1 % more than was missed, because epsilon grows; doubled at least, so that the loop ends.
         left = delta - max(1.01 * missed, 2 * (delta - left))
     return math.inf
 
@@ -80,7 +83,10 @@ def delta(
     discretization: float | None = None,
     progress: Progress = None,
 ) -> float:
-    """The smallest delta for which the phases together are (epsilon, delta)-DP, from above."""
+    """The smallest delta for which the phases together are (epsilon, delta)-DP, from above.
+
+    Args: as for `epsilon`.
+    """
     curve = privacy_curve(phases, [epsilon], discretization=discretization, progress=progress)
     return float(curve[0])
 
@@ -92,7 +98,7 @@ def privacy_curve(
     discretization: float | None = None,
     progress: Progress = None,
 ) -> np.ndarray:
-    """delta at each epsilon: the whole trade-off of the phases, from above. Shape [epsilons].
+    """delta at each epsilon: the privacy curve of the phases, from above. Shape [epsilons].
 
     Raises: ConfigError: an epsilon is negative.
     """
@@ -107,7 +113,7 @@ def privacy_curve(
 
 
 def composed_loss(phases: Phases, delta: float) -> PrivacyLossDistribution:
-    """The composed loss of some steps, on the grid that epsilon() needs at this delta."""
+    """The composed privacy loss of the phases, on the grid that epsilon() needs at this delta."""
     return _compose(merge(phases), _refine(phases, _epsilon_query(delta))[1])
 
 
@@ -136,7 +142,7 @@ class RunningEpsilon:
 
 
 def spent(phases: Phases, delta: float, accuracy: float) -> float:
-    """epsilon() to this accuracy; inf where noise is so small that no grid can hold the loss."""
+    """epsilon() to this relative accuracy; inf where no grid can hold the loss."""
     try:
         return float(_refine(phases, _epsilon_query(delta), accuracy)[0][0])
     except composition.GridTooLargeError:
@@ -180,19 +186,19 @@ def _answer(
 def _refine(
     phases: Phases, query: Query, accuracy: float = RELATIVE_ACCURACY, progress: Progress = None
 ) -> tuple[np.ndarray, float]:
-    """The query's answer on an adaptive grid, and the grid that was enough for it.
+    """The query's answer on an adaptive grid, and the grid that was fine enough for it.
 
     Any grid gives an upper bound. So a direction whose bound has fallen below the other's answer
-    needs no finer grid, which is soon the fate of ADD.
+    needs no finer grid, as soon happens to ADD.
     """
-    merged, report = merge(phases), calibration.throttled(progress)
+    merged, report = merge(phases), throttled(progress)
     widest = max(_loss_range(event) for event, _ in merged)
     coarsest = min(1.0, 2.0 ** math.floor(math.log2(widest / _FIRST_GRID)))
     answer, finest = None, coarsest
     for direction in (composition.REMOVE, composition.ADD):
         compose = functools.partial(_compose_direction, merged, direction)
-        found, grid = composition.refine(compose, query, coarsest, accuracy, answer, report)
-        answer = found if answer is None else np.maximum(found, answer)
+        value, grid = composition.refine(compose, query, coarsest, accuracy, answer, report)
+        answer = value if answer is None else np.maximum(value, answer)
         finest = min(finest, grid)
     assert answer is not None
     return answer, finest
@@ -223,13 +229,34 @@ def _one_direction(event: Event, discretization: float, direction: int) -> Dense
 
 @functools.lru_cache(maxsize=16)
 def _one_step(event: Event, discretization: float) -> PrivacyLossDistribution:
-    if isinstance(event, PureEvent):
-        return pure_pld(event, discretization)
-    if isinstance(event, SelectionEvent):
+    if isinstance(event, PureEvent | SelectionEvent):  # both directions are alike
         return PrivacyLossDistribution(*[_one_direction(event, discretization, 0)] * 2)
     if event.allocated:
         return PrivacyLossDistribution(*[_one_direction(event, discretization, d) for d in (0, 1)])
     return mixture.one_step_pld(_mixture(event), discretization)
+
+
+def pure_pmf(event: PureEvent, discretization: float) -> DensePLDPmf:
+    """The discretised loss of pure epsilon-DP, an upper bound, the same in both directions.
+
+    Randomised response dominates every mechanism with the same epsilon (Kairouz et al. 2015), so
+    its loss, +epsilon with probability e^epsilon / (1 + e^epsilon) and else -epsilon, is an upper
+    bound under any composition. Connect the dots, as for `mixture`: each atom is split between the
+    grid points next to it such that the masses under both distributions stay the same.
+    Raises: GridTooLargeError: the grid would be longer than MAX_GRID_POINTS.
+    """
+    last = math.ceil(event.epsilon / discretization)
+    composition.check_size(2 * last + 1, discretization)
+    probs = np.zeros(2 * last + 1)
+    for loss in (-event.epsilon, event.epsilon):
+        mass = float(special.expit(loss))
+        low = math.floor(loss / discretization)
+        above = max(0.0, loss - low * discretization)
+        raised = mass * math.expm1(-above) / math.expm1(-discretization)
+        probs[low + last] += mass - raised
+        if raised:
+            probs[low + 1 + last] += raised
+    return DensePLDPmf(discretization, -last, probs, 0.0, True)
 
 
 def _loss_range(event: Event) -> float:
@@ -246,7 +273,7 @@ def _loss_range(event: Event) -> float:
 
 @functools.lru_cache(maxsize=16)
 def _trials(event: SelectionEvent) -> list[PrivacyLossDistribution]:
-    """The loss of a trial of each candidate."""
+    """The privacy loss of one trial of each candidate."""
     return [composed_loss(candidate, _TRIAL_DELTA) for candidate in event.candidates]
 
 
@@ -255,3 +282,28 @@ def _mixture(event: StepEvent) -> mixture.Mixture:
     if event.max_changed:
         return mixture.changing_mixture(noise, most, event.max_changed, prob)
     return mixture.binomial_mixture(noise, most, prob)
+
+
+def at_most(value: float, form: str) -> str:
+    """Format a bound for display with its last digit rounded up, as for epsilon, delta and noise.
+
+    A displayed bound is never below the one that holds.
+    Args: form: a format such as ".2e".
+    >>> at_most(2.3412e-6, ".2e"), at_most(0.12301, ".1%"), at_most(4.0, ".4f")
+    ('2.35e-6', '12.4%', '4.0000')
+    """
+    if math.isinf(value):
+        return str(value)
+    with localcontext(rounding=ROUND_CEILING):
+        return format(Decimal(repr(float(value))), form)
+
+
+def at_least(value: float, form: str) -> str:
+    """Format a bound for display with its last digit rounded down, as for sampling probabilities.
+
+    Args: form: a format such as ".3g".
+    >>> at_least(0.25599, ".3g"), at_least(0.25, ".3g")
+    ('0.255', '0.25')
+    """
+    with localcontext(rounding=ROUND_FLOOR):
+        return format(Decimal(repr(float(value))), form)

@@ -43,10 +43,10 @@ class Law(NamedTuple):
     masses: np.ndarray
     zero: float
     lost: float
-    """What was cut off of its mean."""
+    """Part of its mean that was cut off."""
 
     def points(self) -> np.ndarray:
-        """The logarithms of its values."""
+        """Logarithms of its values."""
         return (self.first + np.arange(self.masses.size)) * self.width
 
 
@@ -102,8 +102,8 @@ def _window(noise_multiplier: float, steps: int) -> Law:
 
     def width(terms: int) -> float:
         """The grid for so many terms: `widest`, halved until it is fine enough for their sum."""
-        own = FINENESS * math.sqrt(math.log1p(math.expm1(min(spread, 500.0)) / terms))
-        return widest * 2.0 ** -max(0, math.ceil(math.log2(widest / own) - 1e-9))
+        needed = FINENESS * math.sqrt(math.log1p(math.expm1(min(spread, 500.0)) / terms))
+        return widest * 2.0 ** -max(0, math.ceil(math.log2(widest / needed) - 1e-9))
 
     terms, law = 1, _log_normal(spread, widest)
     for digit in f"{steps:b}"[1:]:
@@ -147,14 +147,14 @@ def _between(ends: np.ndarray) -> np.ndarray:
 
 
 def _sum(one: Law, other: Law, width: float) -> Law:
-    """The sum of two independent variables on grids of one width, on one of `width`, which
+    """The sum of two independent variables on grids of equal width; the result has `width`, which
     divides it."""
     finer = round(one.width / width)
     first = min(one.first, other.first)
     a, b = one.masses, other.masses
     start_a, start_b = one.first - first, other.first - first
     last = max(start_a + a.size, start_b + b.size)
-    found = np.zeros(last * finer + math.ceil(math.log(2) / width) + 2)
+    masses = np.zeros(last * finer + math.ceil(math.log(2) / width) + 2)
     # Pairs whose places differ by the same number land equally far above the larger one.
     differences = np.arange(max(start_a + a.size - start_b, start_b + b.size - start_a))
     rises = np.log1p(np.exp(-differences * one.width)) / width
@@ -171,18 +171,18 @@ def _sum(one: Law, other: Law, width: float) -> Law:
         at = larger * finer + int(offsets[size])
         end = at + (high - low - 1) * finer + 1
         raised = both * parts[size]
-        found[at:end:finer] += both - raised
-        found[at + 1 : end + 1 : finer] += raised
+        masses[at:end:finer] += both - raised
+        masses[at + 1 : end + 1 : finer] += raised
     for law, start, zero in ((one, start_a, other.zero), (other, start_b, one.zero)):
-        found[start * finer : (start + law.masses.size - 1) * finer + 1 : finer] += (
+        masses[start * finer : (start + law.masses.size - 1) * finer + 1 : finer] += (
             zero * law.masses
         )
     zero, lost = one.zero * other.zero, one.lost + other.lost
-    return Law(width, first * finer, found, zero, lost)
+    return Law(width, first * finer, masses, zero, lost)
 
 
 def _trimmed(law: Law, terms: int) -> Law:
-    """Without the ends of the grid that hold next to nothing."""
+    """The law without the ends of the grid, which hold next to nothing."""
     values = np.exp(law.points())
     above = np.cumsum((law.masses * values)[::-1])[::-1]  # of the mean, from each point on
     last = int(np.count_nonzero(above > CUT * terms))

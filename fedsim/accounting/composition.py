@@ -1,13 +1,14 @@
-"""Composing discretised privacy losses, on a grid fine enough, and reading epsilon off the result.
+"""Composition of discretised privacy losses on a fine enough grid, and epsilon of the result.
 
-Chernoff bounds say what may be truncated, as in dp_accounting, and its types are used. The FFT runs
+Chernoff bounds say what may be truncated, as in dp_accounting, whose types are used. The FFT runs
 in extended precision, and its rounding error is paid for in delta: 4e-19 per step, which is four
-times what was seen; where long double is only double (some ARM machines), 1e-15.
-Knows nothing of mechanisms: `accountant` says how to compose on a grid, and what is asked.
+times the observed error; where long double is only double (some ARM machines), 1e-15. This module
+is independent of mechanisms: `accountant` passes the losses, and the query on the result.
 """
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ COMPOSED_TAIL_MASS = 1e-15
 """Probability that composition may send to infinite loss, as dp_accounting's default."""
 
 LARGEST_DELTA = 1 - 1e-6
-"""Nearer to one, sums of probabilities are not resolved; epsilon is that of this delta."""
+"""Closer to one, sums of probabilities are not resolved; epsilon is that of this delta."""
 
 MAX_GRID_POINTS = 2**23
 """Longest discretised privacy loss, before or after composition: about half a gigabyte."""
@@ -37,7 +38,7 @@ class GridTooLargeError(ConfigError):
 
 
 def compose(steps: Sequence[tuple[PrivacyLossDistribution, int]]) -> PrivacyLossDistribution:
-    """The loss of all steps together, each of them run its number of times.
+    """The loss of all steps together, each repeated its number of times.
 
     Raises: GridTooLargeError: the composed grid would be longer than MAX_GRID_POINTS.
     """
@@ -46,7 +47,7 @@ def compose(steps: Sequence[tuple[PrivacyLossDistribution, int]]) -> PrivacyLoss
 
 
 def compose_pmfs(steps: Sequence[tuple[DensePLDPmf, int]]) -> DensePLDPmf:
-    """Each loss added up its number of times, by one FFT in extended precision.
+    """The sum of losses, each repeated its number of times, by one FFT in extended precision.
 
     Mass outside the composed grid and the rounding of the FFT are bounded and go to infinite loss.
     """
@@ -89,7 +90,7 @@ def directions(pld: PrivacyLossDistribution) -> tuple[DensePLDPmf, DensePLDPmf]:
 
 
 def check_size(size: int, discretization: float) -> None:
-    """Refuses grids that would need more memory than allowed."""
+    """Raise GridTooLargeError for grids that need more memory than allowed."""
     if size > MAX_GRID_POINTS:
         raise GridTooLargeError.of(
             "discretization",
@@ -100,12 +101,12 @@ def check_size(size: int, discretization: float) -> None:
 
 
 def least_delta(num_steps: int) -> float:
-    """What delta has to exceed for so many steps, or epsilon is infinite, whatever the noise."""
+    """The delta below which epsilon is infinite after num_steps steps, whatever the noise."""
     return 1.01 * (COMPOSED_TAIL_MASS + _FFT_ROUNDING * num_steps)  # a hundredth for tails of steps
 
 
 def pmf_epsilon_at(pmf: DensePLDPmf, delta: float) -> float:
-    """The smallest epsilon for this delta, in one direction alone."""
+    """The smallest epsilon for this delta, in one direction."""
     delta = min(delta, LARGEST_DELTA)
     if pmf._infinity_mass > delta:
         return math.inf
@@ -123,20 +124,19 @@ def pmf_epsilon_at(pmf: DensePLDPmf, delta: float) -> float:
 
 
 def deltas_at(pmf: DensePLDPmf, epsilons: np.ndarray) -> np.ndarray:
-    """delta at each epsilon >= 0 [n], in one direction: between losses it is linear in
-    e^epsilon."""
+    """delta at each epsilon >= 0 [n], in one direction; linear in e^epsilon between losses."""
     grid, descending = pmf._discretization, pmf._probs[::-1]
     decay = math.exp(-grid)
     reached = pmf._infinity_mass + np.cumsum(descending)
     paid = np.asarray(signal.lfilter([decay], [1.0, -decay], descending))
     at = (pmf._lower_loss + pmf.size - 2 - np.arange(pmf.size)) * grid
-    known = np.concatenate([(reached - paid)[::-1], [pmf._infinity_mass]])
+    deltas = np.concatenate([(reached - paid)[::-1], [pmf._infinity_mass]])
     places = np.exp(np.minimum(np.concatenate([at[::-1], [at[0] + grid]]), 700.0))
-    return np.interp(np.exp(epsilons), places, known)
+    return np.interp(np.exp(epsilons), places, deltas)
 
 
 def _power(spectrum: np.ndarray, exponent: int) -> np.ndarray:
-    """spectrum ** exponent, by repeated squaring of what does not end below e^-100."""
+    """spectrum ** exponent by repeated squaring, where the result is above e^-100."""
     kept = np.abs(spectrum.astype(np.complex128)) > math.exp(-100 / exponent)
     base, product = spectrum[kept], np.ones_like(spectrum[kept])
     while exponent:
@@ -149,7 +149,7 @@ def _power(spectrum: np.ndarray, exponent: int) -> np.ndarray:
 
 
 def _composed_range(steps: Sequence[tuple[DensePLDPmf, int]]) -> tuple[int, int]:
-    """Indices between which the composed loss lies but for COMPOSED_TAIL_MASS, by Chernoff bounds.
+    """Indices that contain the composed loss but for COMPOSED_TAIL_MASS, by Chernoff bounds.
 
     A sketch of each loss tells which order is best; the bound is that of the whole loss.
     """
@@ -174,20 +174,20 @@ def _composed_range(steps: Sequence[tuple[DensePLDPmf, int]]) -> tuple[int, int]
 def _with_logarithms(
     losses: list[tuple[np.ndarray, np.ndarray, int]],
 ) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """The positions that have any probability, with its logarithm in place of it."""
-    found = [(probs > 0, positions, probs, count) for positions, probs, count in losses]
-    return [(at[kept], np.log(probs[kept]), count) for kept, at, probs, count in found]
+    """The positions with positive probability, and the logarithm of that probability."""
+    positive = [(probs > 0, positions, probs, count) for positions, probs, count in losses]
+    return [(at[kept], np.log(probs[kept]), count) for kept, at, probs, count in positive]
 
 
 def _sketch(positions: np.ndarray, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A loss on at most 4096 points, each the middle of what it stands for."""
+    """A loss on at most 4096 points, each the middle of the points that it represents."""
     width = -(-positions.size // 4096)
     starts = np.arange(0, positions.size, width)
     return starts + (width - 1) / 2, np.add.reduceat(probs, starts)
 
 
 def _chernoff(losses: list[tuple[np.ndarray, np.ndarray, int]], order: float) -> float:
-    """What the sum of `count` draws of each loss exceeds (order > 0) or falls short of, rarely.
+    """A bound that the sum of `count` draws of each loss rarely crosses: from below if order < 0.
 
     Args: losses: positions, logarithms of their probabilities, and the count of each.
     """
@@ -201,8 +201,11 @@ def _chernoff(losses: list[tuple[np.ndarray, np.ndarray, int]], order: float) ->
 
 _LARGEST = 2**18  # composed points: half a second or so
 
+Progress = Callable[[str], None] | None
+"""Shows a line of progress; None: nothing is shown."""
+
 Query = Callable[[DensePLDPmf], np.ndarray]
-"""What is asked of a composed loss, in one direction: the larger answer counts."""
+"""A question about a composed loss in one direction; the larger answer counts."""
 
 
 def refine(
@@ -213,11 +216,14 @@ def refine(
     enough: np.ndarray | None,
     report: Callable[[str], None],
 ) -> tuple[np.ndarray, float]:
-    """The query's answer, and the grid that was fine enough for it, from `grid` on.
+    """The query's answer, and the grid that was fine enough for it, starting from `grid`.
 
-    Guarantees: with upper bounds from every grid, an upper bound: one that is predicted to lie
-      within `accuracy` of the exact answer, relatively, or is nowhere above `enough`, or comes from
-      a loss of about 2^18 points.
+    Args:
+      compose: discretization -> composed loss, an upper bound.
+      accuracy: relative, of the answer.
+      enough: answers that need not be refined further; None: there are none.
+    Guarantees: an upper bound that is predicted to lie within `accuracy` of the exact answer, or is
+      nowhere above `enough`, or comes from a loss of about 2^18 points.
     """
     composed = compose(grid)
     answer, factor = query(composed), 4
@@ -239,11 +245,12 @@ def refine(
 
 
 def _error_left(falls: list[tuple[int, np.ndarray]]) -> float:
-    """How far the last answer is above the exact one, relatively, judging by how answers fell.
+    """Predicted relative distance of the last answer above the exact one, from how answers fell.
 
     Connecting the dots errs in proportion to the grid's width or mostly to its square. Two grids
-    alone do not tell: then in proportion. A third tells the order, unless by accident a grid point
-    fell on the answer, which shows as an order that cannot be.
+    alone
+    do not tell which: the width is assumed. A third tells the order, unless by accident a grid
+    point fell on the answer, which shows as an impossible order.
     """
     factor, fall = falls[-1]
     order = np.ones_like(fall)
@@ -254,3 +261,16 @@ def _error_left(falls: list[tuple[int, np.ndarray]]) -> float:
             seen = np.log(ratio) / math.log(factor_before)
         order = np.where((seen > 1) & (seen < 2.3), np.minimum(seen, 2), 1)
     return float(np.max(fall / (factor**order - 1)))
+
+
+def throttled(progress: Progress) -> Callable[[str], None]:
+    """`progress`, silent for two seconds and then at most once a second."""
+    quiet_until = time.monotonic() + 2
+
+    def report(message: str) -> None:
+        nonlocal quiet_until
+        if progress is not None and time.monotonic() >= quiet_until:
+            quiet_until = time.monotonic() + 1
+            progress(message)
+
+    return report

@@ -1,22 +1,22 @@
-"""What is released, to the accountant: events, each with a number of successive steps."""
+"""Events: descriptions of releases for the accountant, each with a number of successive steps."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import dp_accounting
 from scipy import stats
 
-from fedsim.accounting.pure_dp import PureEvent
 from fedsim.accounting.selection import SelectionEvent
 from fedsim.errors import expect, expect_count
 
-# Beyond these the accountant has no answers, or wrong ones, and nobody has a use for them.
+# Beyond these limits the accountant has no answers or wrong ones, and they have no use.
 MOST_STEPS = MOST_CONTRIBUTIONS = 10**7
 LEAST_NOISE, MOST_NOISE = 1e-10, 1e10
 LEAST_PROB = 1e-12
 LEAST_MEAN = 1e-13
-"""Of sampling_prob / noise_multiplier: a smaller loss is lost among the digits of a float."""
+"""Least sampling_prob / noise_multiplier: a smaller loss is lost in floating-point rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,10 @@ class StepEvent:
 
     ELS: max_contributions = G_ELS, the cap that D_sub enforces. ULS: always 1, since a user's
     gradient is clipped as a whole; its group size never reaches the accountant. Where texts have
-    several owners, a user also has texts in the groups of others, max_changed of them at most:
-    without the user these are not gone, but other ones. N(Binomial(max_contributions +
-    max_changed, q), sigma^2) against N(-Binomial(max_changed, q), sigma^2); docs/theory/owners.md.
+    several owners,
+    a user also has texts in the groups of others, max_changed of them at most: without the user
+    these do not disappear, but change. N(Binomial(max_contributions + max_changed, q), sigma^2)
+    against N(-Binomial(max_changed, q), sigma^2); docs/theory/owners.md.
 
     Raises: ConfigError: a field is out of range.
     """
@@ -38,14 +39,15 @@ class StepEvent:
     sampling_prob: float
     """p or q: probability that a sampling unit takes part in a step. In [1e-12, 1]."""
     max_contributions: int = 1
-    """How many sampling units one user can have in a step. A whole number in [1, 10^7]."""
+    """Largest number of sampling units of one user in a step. A whole number in [1, 10^7]."""
     cycle: int = 1
-    """A user can take part in one of so many successive steps, the same in every cycle, and what
-    they add is in no more than one cycle's steps. A whole number >= 1."""
+    """Number of successive steps of which a user can take part in one, the same in every cycle; a
+    user's contribution stays within one cycle. A whole number >= 1."""
     max_changed: int = 0
-    """How many units of others one user can change. A whole number in [0, 10^7]."""
+    """Largest number of other users' units that one user can change. A whole number in [0,
+    10^7]."""
     allocated: bool = False
-    """Random allocation: a user takes part in exactly one step of a cycle, each as probably;
+    """Random allocation: a user takes part in exactly one, uniformly random step of a cycle;
     sampling_prob is then 1, and a user is one unit."""
 
     def __post_init__(self) -> None:
@@ -72,9 +74,9 @@ class StepEvent:
         return self.max_contributions == 1 and not self.max_changed
 
     def to_dp_event(self) -> dp_accounting.DpEvent:
-        """The same step in dp_accounting's words, for any other accountant to check.
+        """The same step as an event of dp_accounting, for other accountants to check.
 
-        Raises: ConfigError: it has no words for units that change, nor for random allocation.
+        Raises: ConfigError: it has no event for changed units or random allocation.
         """
         expect("allocated", self.allocated, not self.allocated, "false for dp_accounting")
         expect("max_changed", self.max_changed, not self.max_changed, "0 for dp_accounting")
@@ -88,9 +90,22 @@ class StepEvent:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class PureEvent:
+    """A release with (epsilon, 0)-DP, such as the exponential mechanism's.
+
+    Raises: ConfigError: epsilon is not positive and finite.
+    """
+
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        expect("epsilon", self.epsilon, 0 < self.epsilon < math.inf, "> 0 and finite")
+
+
 Event = StepEvent | PureEvent | SelectionEvent
 Phases = Sequence[tuple[Event, int]]
-"""What was released: events, each with its number of successive steps, composed."""
+"""Releases: events, each with its number of successive steps, composed."""
 
 
 def cyclic_event(
@@ -100,8 +115,10 @@ def cyclic_event(
     bands: int,
     max_changed: int = 0,
 ) -> StepEvent:
-    """A step of cyclic Poisson sampling, in which `sampling_prob` of all users are expected: those
-    of one of `bands` groups can take part, `bands` times as probably."""
+    """A step of cyclic Poisson sampling of an expected fraction `sampling_prob` of all users.
+
+    Only the users of one of `bands` groups can take part, with `bands` times the probability.
+    """
     expect("sampling_prob", sampling_prob, sampling_prob > 0, "in (0, 1]")  # nan is not
     prob = min(max(1.0, sampling_prob), sampling_prob * bands)  # above 1 only what was given so
     return StepEvent(noise_multiplier, prob, max_contributions, bands, max_changed)
@@ -113,9 +130,9 @@ def allocated_event(noise_multiplier: float, window: int) -> StepEvent:
 
 
 def event_fields(event: Event) -> dict[str, Any]:
-    """An event in JSON's types."""
+    """The fields of an event in JSON's types."""
     fields = dataclasses.asdict(event)
-    # As it was written before these were.
+    # Left out at their defaults, as in ledgers of versions without these fields.
     for name, usual in (("cycle", 1), ("max_changed", 0), ("allocated", False)):
         if fields.get(name) == usual:
             del fields[name]
@@ -123,15 +140,18 @@ def event_fields(event: Event) -> dict[str, Any]:
 
 
 def event_of(fields: Mapping[str, Any]) -> StepEvent:
-    """The event of a step that `event_fields` wrote. Raises: ConfigError, TypeError: it did not."""
+    """The event of a step from its `event_fields`.
+
+    Raises: ConfigError, TypeError: they are of no step.
+    """
     return StepEvent(**fields)
 
 
 def merge(phases: Phases) -> list[tuple[Event, int]]:
-    """Equal events added up, phases without a step left out.
+    """Add up equal events, and leave out phases without a step.
 
-    Of a cycle, the steps after a user's own release nothing more of them, whichever these are: what
-    is composed is one event for every cycle that was begun.
+    In a cycle, the steps after a user's own release nothing more of that user, whichever these are.
+    So one event is composed for every cycle that was started.
     """
     counts: dict[Event, int] = {}
     for event, count in phases:
@@ -150,7 +170,7 @@ _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def to_words(phases: Phases) -> list[list[Any]]:
-    """Events, each with its number of times, as JSON has them.
+    """Events, each with its number of steps, as JSON.
 
     >>> from fedsim.accounting import PureEvent
     >>> to_words([(PureEvent(epsilon=0.5), 2)])
@@ -160,7 +180,10 @@ def to_words(phases: Phases) -> list[list[Any]]:
 
 
 def of_words(words: Any) -> list[tuple[Event, int]]:
-    """What `to_words` wrote. Raises: KeyError, TypeError, ValueError: it is something else."""
+    """Events that `to_words` wrote.
+
+    Raises: KeyError, TypeError, ValueError: the input is something else.
+    """
     phases = [(_of_words(event), count) for event, count in words]
     for _, count in phases:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
@@ -169,19 +192,19 @@ def of_words(words: Any) -> list[tuple[Event, int]]:
 
 
 def _to_words(value: Any) -> Any:
-    """An event as a dict, also inside of another one; tuples as lists."""
+    """An event as a dict, also within another one; tuples as lists."""
     if dataclasses.is_dataclass(value):
         fields = {f.name: _to_words(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {KIND: type(value).__name__, **fields}
     if isinstance(value, tuple | list):
-        return [_to_words(each) for each in value]
+        return [_to_words(part) for part in value]
     return value
 
 
 def _of_words(value: Any) -> Any:
     if isinstance(value, dict):
-        fields = {name: _of_words(each) for name, each in value.items() if name != KIND}
+        fields = {name: _of_words(part) for name, part in value.items() if name != KIND}
         return _KINDS[value[KIND]](**fields)
     if isinstance(value, list):
-        return tuple(_of_words(each) for each in value)
+        return tuple(_of_words(part) for part in value)
     return value

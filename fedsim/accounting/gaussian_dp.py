@@ -1,8 +1,8 @@
-"""Gaussian differential privacy: what some steps cost as one number, mu, that simply adds up.
+"""Gaussian differential privacy: the cost of steps as one number, mu, that simply adds up.
 
 A mechanism is mu-GDP if telling two neighbours apart is no easier than telling N(0, 1) from
-N(mu, 1). Costs add up as mu^2, also where every mechanism is chosen by looking at what those before
-released: that makes mu the currency of a privacy filter (docs/theory/budget.md has the theorem).
+N(mu, 1). Costs add up as mu^2, even where each mechanism is chosen after seeing the releases of
+those before: that makes mu the currency of a privacy filter (docs/theory/budget.md has the theorem).
 
 Steps with sampling are not exactly Gaussian in their farthest tails. So a small probability is set
 aside: with it a mechanism may give everything away, and otherwise it is mu-GDP.
@@ -63,8 +63,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 def zcdp_delta(epsilon: float | np.ndarray, rho: float) -> np.ndarray:
     """delta of rho-zCDP at each epsilon: the least over Renyi orders.
 
-    A mechanism that is mu-GDP is mu^2 / 2-zCDP. Source: Canonne, Kamath and Steinke 2020,
-    Corollary 13.
+    A mechanism that is mu-GDP is mu^2 / 2-zCDP.
+    Source: Canonne, Kamath and Steinke 2020, Corollary 13.
     """
     epsilon = np.asarray(epsilon, np.float64)
     orders = 1 + np.geomspace(1e-4, 1e4, 4001)

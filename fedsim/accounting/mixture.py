@@ -37,7 +37,7 @@ _ROUNDING = 5e-14  # relative error of scipy.special.ndtr in the tails, with roo
 
 
 class Mixture(NamedTuple):
-    """P = sum_k probs[k] N(counts[k], stddev^2), plus `tail` probability that is told apart."""
+    """P = sum_k probs[k] N(counts[k], stddev^2), plus `tail` probability that is revealed."""
 
     stddev: float
     counts: np.ndarray
@@ -47,11 +47,11 @@ class Mixture(NamedTuple):
     """Q = sum_j other_probs[j] N(-others[j], stddev^2). None: N(0, stddev^2)."""
     other_probs: np.ndarray | None = None
     told: float = 0.0
-    """What is added to every hockey-stick divergence for counts of P and Q that were left out."""
+    """Addition to every hockey-stick divergence for counts of P and Q that were left out."""
 
 
 def binomial_mixture(stddev: float, max_contributions: int, sampling_prob: float) -> Mixture:
-    """N(Binomial(max_contributions, sampling_prob), stddev^2), with unlikely counts told apart.
+    """N(Binomial(max_contributions, sampling_prob), stddev^2), where unlikely counts are revealed.
 
     Guarantees: the counts left out have at most TAIL_MASS probability, which is in `tail`.
     """
@@ -67,7 +67,7 @@ def binomial_mixture(stddev: float, max_contributions: int, sampling_prob: float
 
 
 def _first(last: int, holds: Callable[[int], bool]) -> int:
-    """The first number up to `last` from which on it holds; it does for `last`."""
+    """The first number up to `last` from which on the predicate holds; it holds for `last`."""
     low, high = -1, last
     while high - low > 1:
         middle = (low + high) // 2
@@ -165,12 +165,12 @@ def one_step_pld(mixture: Mixture, discretization: float) -> PrivacyLossDistribu
 
 
 def one_step_pmf(mixture: Mixture, discretization: float, direction: int) -> DensePLDPmf:
-    """one_step_pld in one direction alone."""
+    """one_step_pld in one direction."""
     return (_remove, _add)[direction](_crossings(mixture, discretization))
 
 
 class _Crossings(NamedTuple):
-    """Where L crosses each level: y in units of stddev, and the mass of P and Q on either side."""
+    """Crossings of L with each level: y / stddev, and the mass of P and Q on either side."""
 
     mixture: Mixture
     discretization: float
@@ -275,8 +275,7 @@ def _expm1_times(levels: np.ndarray, log_mass: np.ndarray) -> np.ndarray:
 
 
 def _monotone(deltas: np.ndarray, told: float) -> np.ndarray:
-    """Probabilities that do not increase, each at least what came in plus the tail of the noise and
-    what was told."""
+    """Non-increasing probabilities, each at least its input plus TAIL_MASS and `told`."""
     return np.minimum(np.maximum.accumulate(deltas[::-1] + (TAIL_MASS + told))[::-1], 1.0)
 
 
@@ -289,7 +288,7 @@ def _support(mixture: Mixture) -> tuple[float, float]:
 
 
 def _end(stddev: float, counts: np.ndarray, probs: np.ndarray) -> float:
-    """Where sum_k probs[k] N(counts[k], stddev^2) has TAIL_MASS / 2 above, or a little further."""
+    """The y, rounded up, above which sum_k probs[k] N(counts[k], stddev^2) has TAIL_MASS / 2."""
     reach = -float(special.ndtri(TAIL_MASS / 2)) * stddev
 
     def excess(y: float) -> float:
@@ -303,7 +302,7 @@ def _end(stddev: float, counts: np.ndarray, probs: np.ndarray) -> float:
 def _interpolate(
     level: np.ndarray, slope: np.ndarray, cell: np.ndarray, levels: np.ndarray
 ) -> np.ndarray:
-    """How far into its cell of a table each level is reached, in [0, 1]: a rising Hermite cubic."""
+    """Place in its cell of a table where each level is reached, in [0, 1]: a Hermite cubic."""
     with np.errstate(divide="ignore", invalid="ignore"):
         rise = np.diff(level)
         start, stop = (np.fmin(rise / end, 3.0)[cell - 1] for end in (slope[:-1], slope[1:]))
@@ -315,7 +314,7 @@ def _interpolate(
 def _newton_step(
     mixture: Mixture, levels: np.ndarray, y: np.ndarray, left: np.ndarray, right: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One step towards L(y) = level, and the narrowed bracket that it stays in."""
+    """One step towards L(y) = level, and the narrowed bracket around the root."""
     value, slope = log_ratio(mixture, y)
     left, right = np.where(value < levels, y, left), np.where(value < levels, right, y)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,8 +1,8 @@
-"""What noise that is not ideal adds to epsilon and delta; docs/theory/noise.md has the theorem.
+"""Cost in epsilon and delta of noise that is not ideal; docs/theory/noise.md has the theorem.
 
-The probability of everything that a number with noise can be is that of ideal noise up to a factor
-of e^(+-eta), and eta is known. `slack` adds that up over all numbers that a mechanism draws;
-`together` over mechanisms, each with a slack that was computed for itself.
+The probability of every value of a noisy number is that of ideal noise up to a factor of
+e^(+-eta), and eta is known. `slack` adds that up over all numbers that a mechanism draws;
+`together` over mechanisms, each with its own slack.
 """
 
 import math
@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 SHARE = 1e-6
-"""Of delta, which the unlikely sums of errors may take."""
+"""Fraction of delta for the unlikely sums of errors."""
 BEYOND = 1e-70
-"""More than the probability that one of 10^18 numbers lies so far out that no eta holds."""
+"""Bound on the probability that one of 10^18 numbers lies so far out that no eta holds."""
 Errors = Sequence[tuple[float, float]]
-"""(probability that a number lies there, eta there): several, where eta is larger far out."""
+"""(probability that a number lies there, eta there): several entries where eta is larger far
+out."""
 
 
 class Slack(NamedTuple):
@@ -27,7 +28,7 @@ class Slack(NamedTuple):
 
 
 def slack(count: float, epsilon: float, delta: float, cell_errors: Errors) -> Slack:
-    """How far a mechanism that draws `count` numbers is from one with ideal noise.
+    """Slack of a mechanism that draws `count` numbers, against one with ideal noise.
 
     If that is (epsilon, delta)-DP, the mechanism is (epsilon + slack.epsilon, delta +
     slack.delta)-DP. Proof: let L be the log of the ratio of the probabilities of a number as it is

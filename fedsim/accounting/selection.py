@@ -30,11 +30,11 @@ from fedsim.accounting import composition
 from fedsim.accounting.noise_slack import together
 from fedsim.errors import expect
 
-FLOOR = 1e-15  # deltas below are not resolved
+FLOOR = 1e-15  # smaller deltas are not resolved
 POINTS = 4001  # of the curve at which c is looked for
 GAMMAS = math.exp(-700), math.exp(-1e-12)
-"""Between which gamma is looked for: beyond, it is not told from 0 and 1."""
-ONE = 1 + 1e-9  # a mean below stands for K = 1
+"""Range of the search for gamma; values beyond are numerically 0 or 1."""
+ONE = 1 + 1e-9  # a smaller mean stands for K = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +46,12 @@ class SelectionEvent:
     """
 
     candidates: tuple[tuple[Any, ...], ...]
-    """What a trial of each candidate releases: phases, as the accountant takes them."""
+    """Releases of one trial of each candidate: phases, as for the accountant."""
     mean: float
     """E[K], the expected number of trials. >= 1."""
     shape: float = 0.0
-    """eta: 1 is the geometric, 0 the logarithmic distribution; the smaller, the heavier its tail,
-    the more often K is 1, and the less it costs. > -1."""
+    """eta of the distribution of K: 1 is geometric, 0 logarithmic. The smaller, the heavier its
+    tail, the more often K is 1, and the lower the cost. > -1."""
     slack: tuple[float, float] = (0.0, 0.0)
     """(epsilon, delta) of a trial, for noise that is not ideal."""
 
@@ -65,7 +65,7 @@ class SelectionEvent:
 
     @property
     def gamma(self) -> float:
-        """The other parameter of K's distribution, which has this mean. 1: K is 1."""
+        """The other parameter of K's distribution, which follows from the mean. 1: K is 1."""
         if self.mean < ONE:
             return 1.0
 
@@ -85,9 +85,9 @@ def mean_of(gamma: float, shape: float) -> float:
 
 
 def draw_trials(event: SelectionEvent, rng: np.random.Generator) -> int:
-    """K: by inversion, each probability from the one before. Secret.
+    """Draw K, which is secret, by inversion; each probability follows from the one before.
 
-    They are kept as logarithms: with a large shape and mean the first ones are below all floats.
+    Logarithms are used because with a large shape and mean the first probabilities underflow.
     """
     left, gamma, shape = rng.random(), event.gamma, event.shape
     if gamma == 1:
@@ -113,16 +113,21 @@ def _log_of_one(gamma: float, shape: float) -> float:
 def selection_deltas(
     event: SelectionEvent, trials: Sequence[PrivacyLossDistribution], epsilons: np.ndarray
 ) -> np.ndarray:
-    """delta of the selection at each epsilon, from above. Args: trials: of the candidates."""
+    """delta of the selection at each epsilon, from above.
+
+    Args: trials: privacy loss of one trial of each candidate.
+    """
     gamma, last = event.gamma, max(map(_last, trials))
-    looked = np.linspace(0.0, last, POINTS)
-    known = _trial(event, trials, looked)
+    points = np.linspace(0.0, last, POINTS)
+    trial_deltas = _trial(event, trials, points)
     with np.errstate(divide="ignore"):
-        small = 1 / (gamma + (1 - gamma) * (1 - known) * np.exp(-looked))
-    shift = (1 + event.shape) * math.log(np.maximum(1 + (1 - gamma) * known / gamma, small).min())
+        small = 1 / (gamma + (1 - gamma) * (1 - trial_deltas) * np.exp(-points))
+    shift = (1 + event.shape) * math.log(
+        np.maximum(1 + (1 - gamma) * trial_deltas / gamma, small).min()
+    )
     below = epsilons - shift
-    found = event.mean * _trial(event, trials, np.maximum(below, 0.0))
-    return np.where(below < 0, 1.0, np.minimum(found, 1.0))
+    deltas = event.mean * _trial(event, trials, np.maximum(below, 0.0))
+    return np.where(below < 0, 1.0, np.minimum(deltas, 1.0))
 
 
 def selection_pmf(
@@ -130,7 +135,7 @@ def selection_pmf(
 ) -> DensePLDPmf:
     """The discretised loss of the selection, an upper bound, the same in both directions.
 
-    The largest convex curve below the bound bounds delta, too, which is convex in e^epsilon.
+    delta is convex in e^epsilon, so the largest convex curve below the bound is a bound, too.
     Raises: GridTooLargeError: the grid would be longer than MAX_GRID_POINTS.
     """
     last = math.ceil(loss_range(event, trials) / 2 / discretization)
@@ -147,26 +152,26 @@ def selection_pmf(
 
 
 def loss_range(event: SelectionEvent, trials: Sequence[PrivacyLossDistribution]) -> float:
-    """Between which losses the whole curve lies, but for FLOOR."""
+    """Width of the range of losses that contains the whole curve, but for FLOOR."""
     return 2 * (max(map(_last, trials)) + event.slack[0]) * (2 + event.shape)
 
 
 def _trial(
     event: SelectionEvent, trials: Sequence[PrivacyLossDistribution], epsilons: np.ndarray
 ) -> np.ndarray:
-    """delta of one trial: the mean over candidates, which are drawn whatever the data are."""
+    """delta of one trial: the mean over candidates, which are drawn independently of the data."""
     more, missed = together([event.slack], epsilons, 0.0)
     at = np.maximum(epsilons - more, 0.0)
-    each = [
+    of_candidates = [
         np.maximum(*(composition.deltas_at(pmf, at) for pmf in composition.directions(trial)))
         for trial in trials
     ]
-    found = np.mean(each, axis=0) * np.exp(more / 2) + missed
-    return np.where(epsilons < more, 1.0, np.minimum(found, 1.0))
+    deltas = np.mean(of_candidates, axis=0) * np.exp(more / 2) + missed
+    return np.where(epsilons < more, 1.0, np.minimum(deltas, 1.0))
 
 
 def _last(trial: PrivacyLossDistribution) -> float:
-    """The largest finite loss that has probability FLOOR at least, in either direction."""
+    """The largest finite loss with probability FLOOR at least, in either direction."""
     pmfs = composition.directions(trial)
     most = max(composition.pmf_epsilon_at(pmf, max(FLOOR, 2 * pmf._infinity_mass)) for pmf in pmfs)
     return min(most, 600.0)

@@ -1,8 +1,8 @@
-"""What a run is told: `PrivacyConfig` can change the guarantee, `RunConfig` cannot.
+"""Settings: `PrivacyConfig` can change the privacy guarantee, `RunConfig` cannot.
 
 The split is a promise. Everything in `PrivacyConfig` is hashed into the ledger and fixed for the
-life of a run; `RunConfig` says where data and results are, which model is trained how, and on what.
-Field docstrings are the help texts of the command line.
+life of a run; `RunConfig` has the places of data and results, the model, the optimizer and the
+engine. Attribute docstrings of both are the help texts of the command line.
 """
 
 from lazy_loader import attach_stub

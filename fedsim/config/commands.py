@@ -1,4 +1,4 @@
-"""The settings of audits, of pre-training and of personalization."""
+"""Settings of audits, pre-training and personalization."""
 
 import dataclasses
 
@@ -7,23 +7,24 @@ from fedsim.errors import expect
 
 @dataclasses.dataclass(frozen=True)
 class AuditConfig:
-    """What is planted in a training that is audited, and how sure its bound is to be."""
+    """Canaries that an audit plants, and the confidence of its lower bounds."""
 
     gradient_canaries: int = 400
-    """Made-up users whose gradient always points their own way. >= 0; each is included with
-    probability 1/2. At delta 1e-6, 400 can refute epsilons below 4.38, and 17,000 below 8; held
-    against the whole curve of a training that is nearly Gaussian, 250 can refute 8, fewer if they
-    are taken to be independent."""
+    """Number of made-up users whose gradient always points in a direction of their own; each is
+    included with probability 1/2. >= 0. More canaries can refute larger epsilons: at delta 1e-6 400
+    refute epsilons below 4.38 and 17,000 below 8; compared with the whole privacy curve of a nearly
+    Gaussian training, 250 are enough for 8."""
 
     text_canaries: int = 100
-    """Made-up users who wrote a line of made-up words. >= 0; each is included with probability
-    1/2."""
+    """Number of made-up users who wrote a line of made-up words; each is included with probability
+    1/2. >= 0."""
 
     confidence: float = 0.95
-    """How sure each lower bound is. In [0.5, 1)."""
+    """Confidence of each lower bound. In [0.5, 1)."""
 
     attacked_users: int = 200
-    """How many real users, in training and held out, are told apart by their loss. >= 0."""
+    """Number of real users, training and held-out ones, whose membership is guessed from their
+    loss. >= 0."""
 
     def __post_init__(self):
         for name in ("gradient_canaries", "text_canaries", "attacked_users"):
@@ -35,17 +36,16 @@ class AuditConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PretrainConfig:
-    """How a pre-training is done, beside its `RunConfig`. It has no privacy, hence none of its
-    constants."""
+    """Settings of a pre-training. It has no privacy settings."""
 
     num_steps: int
-    """Number of steps. >= 1. The paper's: 400,000."""
+    """Number of steps. >= 1. The paper uses 400,000."""
 
     batch_size: int = 512
-    """Examples of a step; each is seen once in every pass over the data. >= 1."""
+    """Examples per step; each example occurs once per pass over the data. >= 1."""
 
     rows_per_pass: int = 16
-    """Examples of one forward and backward pass. >= 1; divides the batch size."""
+    """Examples per forward and backward pass. >= 1; divides batch_size."""
 
     warmup_steps: int = 0
     """Steps in which the learning rate rises. In [0, num_steps)."""
@@ -62,26 +62,26 @@ class PretrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Personalization:
-    """How models are personalized. The defaults are the paper's, where it says."""
+    """SGD on one user's texts. The defaults are those of the paper where it states them."""
 
     num_epochs: int = 4
-    """How often SGD goes over a user's first half. >= 1."""
+    """Epochs of SGD over a user's training half. >= 1."""
 
     batch_size: int = 8
-    """Examples of a step of SGD. >= 1."""
+    """Examples per SGD step. >= 1."""
 
     learning_rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
-    """Learning rates of SGD that are tried; the best one counts. > 0."""
+    """Learning rates to try; the best one is reported. > 0."""
 
     users: int = 256
-    """How many users are looked at, drawn at random. >= 1."""
+    """Number of users, drawn at random. >= 1."""
 
     max_examples: int = 64
-    """Most examples of a user's half. >= 1."""
+    """Largest number of examples in each half of a user's texts. >= 1."""
 
     seed: int = 0
-    """Seed of the draw of users, of halves and of the order of examples: the same for every
-    model."""
+    """Seed for the draw of users, for halving their texts and for the order of examples; the same
+    for all models."""
 
     def __post_init__(self):
         for name in ("num_epochs", "batch_size", "users", "max_examples"):

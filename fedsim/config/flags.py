@@ -1,4 +1,4 @@
-"""Settings by the names of their flags: from Python, from TOML files, and for config.json."""
+"""Settings by the names of their flags: from Python and TOML files, and to config.json."""
 
 import dataclasses
 import math
@@ -17,11 +17,14 @@ _GROUPS |= {"engine": ("kind", EngineConfig)}
 
 
 RENAMED = {"budget": "batch_size"}
-"""Settings that version 0.3 renamed, which 0.3 still takes by their old names."""
+"""Settings renamed in version 0.3, which still accepts the old names."""
 
 
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings by their present names. Raises: ConfigError: one has both of its names."""
+    """Settings under their current names.
+
+    Raises: ConfigError: a setting is given under both of its names.
+    """
     for old in RENAMED.keys() & settings.keys():
         new = RENAMED[old]
         expect(old, settings[old], new not in settings, f"{new} alone, which is its name now")
@@ -29,14 +32,17 @@ def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings by the names that they first had: what is derived from names, keys of seeds and
-    names of a sweep's runs, stays as it was."""
+    """Settings under their original names.
+
+    Keys of seeds and names of a sweep's runs are derived from names, and must stay the same when a
+    setting is renamed.
+    """
     first = {new: old for old, new in RENAMED.items()}
     return {first.get(name, name): value for name, value in settings.items()}
 
 
 def run_config(**settings: Any) -> RunConfig:
-    """A RunConfig from settings by the names of their flags: data, run_dir, lora_rank, seed, ...
+    """Make a RunConfig from settings by flag name: data, run_dir, lora_rank, seed, ...
 
     Raises: ConfigError: a name is unknown, or data or run_dir is missing.
     """
@@ -55,12 +61,12 @@ def run_config(**settings: Any) -> RunConfig:
 
 
 def changed_run(run: RunConfig, **settings: Any) -> RunConfig:
-    """The same RunConfig but for some settings, by the names of their flags."""
+    """A copy of a RunConfig with some settings replaced, by flag name."""
     return type(run)(**vars(run_config(**{**settings_of(run), **settings})))
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """All settings of a config by the names of their flags."""
+    """All settings of a config by flag name."""
     return {
         name: getattr(getattr(config, group) if group else config, field.name)
         for name, (group, field) in flags_of(type(config)).items()
@@ -74,13 +80,14 @@ EXPECTED = {
     str: "a text",
     Path: "a path",
 }
-"""The types of settings in the words of an error."""
+"""Names of the types of settings in error messages."""
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:
-    """`value` as the type of a setting: 1 is 1.0 where a number is asked for, 3 is no text.
+    """Convert `value` to the type of a setting.
 
-    Raises: ConfigError: it is of another type, or none of the choices.
+    Whole numbers become floats where a float is expected; a number is no text.
+    Raises: ConfigError: the value has another type, or is none of the choices.
     """
     import pydantic  # takes as long to import as a command takes to say its first line
 
@@ -101,7 +108,7 @@ def typed(name: str, value: Any, kind: Any) -> Any:
 
 
 def types_of(kind: type) -> dict[str, Any]:
-    """The types of a config's settings by the names of their flags."""
+    """Types of the settings of a config class by flag name."""
     of_config = typing.get_type_hints(kind)
     of_groups = {name: typing.get_type_hints(group) for name, (_, group) in _GROUPS.items()}
     return {
@@ -111,7 +118,11 @@ def types_of(kind: type) -> dict[str, Any]:
 
 
 def flags_of(kind: type) -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
-    """The flags of a config class: the group in which a setting is, or None, and its field."""
+    """Flags of a config class: name -> (group, field).
+
+    The group is the nested config (`data`, `model` or `engine`) that has the field; None: the class
+    itself.
+    """
     flags: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {}
     for field in fields(kind):
         if field.name not in _GROUPS or not issubclass(kind, RunConfig):
@@ -124,18 +135,18 @@ def flags_of(kind: type) -> dict[str, tuple[str | None, dataclasses.Field[Any]]]
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """The settings by the names of their flags, in JSON's types; inf is the string 'inf'."""
+    """Settings by flag name in JSON's types; infinity is the string 'inf'."""
     return {name: to_json(value) for name, value in settings_of(config).items()}
 
 
 def changed(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a config, in JSON's types, that are not at their defaults."""
+    """The settings, in JSON's types, that differ from their defaults."""
     defaults = {name: field.default for name, (_, field) in flags_of(kind).items()}
     return {name: value for name, value in settings.items() if value != defaults[name]}
 
 
 def to_json(value: Any) -> Any:
-    """Paths and non-finite floats as strings, everything else as it is."""
+    """Convert paths and non-finite floats to strings; return other values unchanged."""
     if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     return value

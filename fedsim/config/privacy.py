@@ -1,4 +1,7 @@
-"""What can change the guarantee: all of it is in the ledger, and fixed for the life of a run."""
+"""Settings that can change the privacy guarantee.
+
+They are in the ledger and fixed for the life of a run.
+"""
 
 import dataclasses
 import enum
@@ -18,38 +21,40 @@ COMPARISON_ONLY = "as if Poisson sampled: comparison only, not a guarantee"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MechanismConfig:
-    """Who takes part in a step, and how its noise depends on that of other steps: what training,
-    accounting, calibration and recommendations have in common."""
+    """Sampling and noise of training, accounting, calibration and recommendations."""
 
     sampling: SamplingName | None = None
-    """Who takes part in a step. poisson: every unit by itself, with the same probability. cyclic:
-    so, but of one of several groups of users, in turn. allocation (uls): every user in exactly
-    `participations` steps, at random, one in each num_steps / participations. shuffle is the
-    paper's comparison mode: epsilon as if Poisson sampled, not a guarantee. Default: poisson, or
-    cyclic with correlated noise."""
+    """Way of drawing users (uls) or examples (els) for a step. poisson: each one independently,
+    with the same probability. cyclic: the same, but steps draw in turn from `bands` groups of
+    users. allocation (uls): each user in exactly `participations` steps, one at random in every
+    num_steps / participations steps. shuffle: for comparison with the paper only; epsilon is that
+    of Poisson sampling and no guarantee. Default: poisson, or cyclic with correlated noise."""
 
     participations: int | None = None
-    """K of random allocation: steps that each user takes part in. Divides num_steps; the batch
-    size follows from it. Default: what comes closest to batch_size."""
+    """With sampling=allocation: K, the number of steps that each user takes part in. >= 1; divides
+    num_steps, and determines the batch size. Default: the K whose batch size is nearest to
+    batch_size."""
 
     noise: Literal["independent", "correlated"] = "independent"
-    """correlated: each step takes back part of the noise of the bands - 1 steps before, so that
-    sums of gradients get less. For optimizers whose steps add up, such as momentum and sgd."""
+    """independent: fresh noise in each step. correlated: each step also subtracts part of the noise
+    of the last bands - 1 steps, so that sums of gradients get less noise. Correlated noise suits
+    optimizers that add gradients up (momentum, sgd)."""
 
     bands: int | None = None
-    """b: groups of users in cyclic sampling, and steps that noise reaches. In [1, num_steps]; at
-    most 1 over the share of users in a step. Default: with correlated noise as many as give the
-    least predicted error, of at most 64; else 1."""
+    """b: number of groups of users in cyclic sampling, and number of steps over which noise is
+    correlated. In [1, num_steps], and at most num_users / users per step. Default: 1; with
+    correlated noise, the number up to 64 with the least predicted noise."""
 
     @property
     def sampling_run(self) -> str:
-        """The way of sampling: the one that was asked for, or what goes with the noise."""
+        """The way of sampling: the given one, or the default for the kind of noise."""
         return self.sampling or (CYCLIC if self.noise == CORRELATED else POISSON)
 
     def expect_cell(self, num_steps: int | None) -> None:
-        """Raises ConfigError: the settings do not go together, with the reason.
+        """Check that sampling, noise and their options go together.
 
-        Args: num_steps: None where they are to be found.
+        Args: num_steps: None where it is still to be calibrated.
+        Raises: ConfigError: they do not; the message has the reason.
         """
         sampling, noise = self.sampling_run, self.noise
         if noise == CORRELATED and sampling == ALLOCATION:
@@ -74,7 +79,7 @@ class MechanismConfig:
 
 
 MOST_STEPS = 10**7
-"""As many as can be accounted for."""
+"""Largest number of steps that the accountant supports."""
 
 ZERO_OUT, ADD_OR_REMOVE = "zero-out", "add-or-remove"
 
@@ -88,29 +93,33 @@ class Algorithm(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class PrivacyTarget:
-    """Privacy and compute budget of a training."""
+    """Privacy target of a training, and the compute that it may use."""
 
     epsilon: float
-    """Target user-level epsilon. > 0; 'inf' trains without noise: non-private, a sanity bound,
-    which counts as infinite for its users from then on (see budget_ledger)."""
+    """Target epsilon of user-level differential privacy; smaller is more private. > 0. inf: train
+    without noise and without any guarantee; the privacy budget then counts this run as infinite for
+    its users (see budget_ledger)."""
 
     num_steps: int
-    """T: number of steps. In [1, 10000000]."""
+    """T: number of training steps. In [1, 10000000]."""
 
     batch_size: int = 128
-    """Expected gradients per step: B for ELS, where empty places of the pool count, or group size
-    times cohort size for ULS. >= 1."""
+    """Expected number of gradients per step: examples (els; B, empty places in the pool count), or
+    group_size times users (uls; G M). >= 1."""
 
     delta: float | None = None
-    """In (0, 1). Default: N^-1.1 for N users, which the report calls weak: delta times N is then
-    about 0.5. The paper's is n^-1.1 for n examples. For a release give one, such as 1e-6."""
+    """delta of (epsilon, delta): roughly the probability with which epsilon may fail to hold. In
+    (0, 1). For a release choose one far below 1 / num_users, such as 1e-6. Default: num_users^-1.1,
+    which is weak: times the number of users it is about 0.5."""
 
     clipping: Literal["normalised", "plain"] = "normalised"
-    """normalised: g min(1/C, 1/|g|), sensitivity 1 (De et al. 2022). plain: g min(1, C/|g|)."""
+    """Rule that limits a gradient g to the clip norm C. normalised: g is multiplied by min(1/C,
+    1/|g|), so that its norm is at most 1 (De et al. 2022). plain: g is multiplied by min(1, C/|g|),
+    so that its norm is at most C."""
 
     max_changed: int = 1
-    """k: ULS where texts have several owners: most groups of others in which texts of a user are.
-    What does not fit is left out; more costs noise. >= 0."""
+    """With uls and texts of several owners: k, the largest number of other users' groups that may
+    contain a user's texts. >= 0. Texts beyond it are left out; a larger k needs more noise."""
 
     def __post_init__(self):
         expect("epsilon", self.epsilon, self.epsilon > 0, "> 0, or inf for no noise")
@@ -124,50 +133,56 @@ class PrivacyTarget:
 
 @dataclasses.dataclass(frozen=True)
 class PrivacyConfig(MechanismConfig, PrivacyTarget):
-    """What can change the guarantee."""
+    """Settings that can change the privacy guarantee."""
 
     adjacency: Literal["zero-out", "add-or-remove"] = "zero-out"
-    """What a user is compared with. zero-out: the same user without texts; how many users there are
-    is public, and for ELS everyone has group_size places in the pool, empty ones among them.
-    add-or-remove: nobody in their place; takes the numbers of users and examples as public."""
+    """Change of the data that the guarantee hides. zero-out: one user's texts are removed; the
+    number of users is public, and with els each user has group_size places in the pool, some of
+    them empty. add-or-remove: one user is added or removed; the numbers of users and of examples
+    are taken as public."""
 
     group_size: int | None = None
-    """G: most examples of a user, in all (ELS; default: the median user's) or a step (ULS; 1)."""
+    """G: largest number of a user's examples in the whole training (els) or in one step (uls). >=
+    1. Default: the median user's number of examples (els), 1 (uls)."""
 
     clip_norm: float = 1.0
-    """C: clip norm of an example's (ELS) or a user's (ULS) gradient. In [1e-6, 1e6]."""
+    """C: clip norm, the L2 norm to which an example's (els) or a user's (uls) gradient is limited.
+    In [1e-6, 1e6]."""
 
     group_size_epsilon: float | None = None
-    """ELS: choose the group size privately, as the median of users' numbers of examples, with this
-    much of epsilon. > 0 and below epsilon. Default: group_size, or the median as it is."""
+    """With els: part of epsilon spent on choosing group_size privately, as the median number of
+    examples per user. In (0, epsilon). Default: group_size is used, or the median without noise,
+    which the report names as not private."""
 
     clip_quantile: float | None = None
-    """Move the clip norm, from clip_norm on, to this quantile of the norms of users' (ULS) or
-    examples' (ELS) gradients, privately and within epsilon (Andrew et al. 2021). In (0, 1)."""
+    """Adapt the clip norm privately, within epsilon: start from clip_norm and move it towards this
+    quantile of the gradients' norms (Andrew et al. 2021). In (0, 1). Default: clip_norm stays as it
+    is."""
 
     loss_bound: float | None = None
-    """Release the mean training loss of each step, too, privately and within epsilon: the metric
-    privacy/loss. A user's (ULS) or example's (ELS) loss above this counts as it, in nats per token.
-    > 0. Default: the loss is among the metrics that are not private alone."""
+    """Release each step's mean training loss with noise, within epsilon, as the metric
+    privacy/loss; a user's (uls) or an example's (els) loss is cut off at this bound, in nats per
+    token. > 0. Default: the training loss is only among the non-private metrics."""
 
     eval_epsilon: float | None = None
-    """Evaluate on held-out users with noise: what all evaluations of the run together may cost each
-    of them, counted in the ledger of the data; at the run's delta, or N^-1.1 for N of them if that
-    is smaller. At most eval_examples of their texts are looked at. > 0. Default: eval/loss is
-    without noise, and not to be published."""
+    """Evaluate on held-out users with noise: the epsilon that all evaluations of the run together
+    cost each held-out user, separate from `epsilon`, which is for the training users. > 0. At the
+    run's delta, or at N^-1.1 for N held-out users if that is smaller; counted in the budget ledger.
+    Default: evaluations have no noise, and eval/loss must not be published."""
 
     eval_loss_bound: float | None = None
-    """With eval_epsilon: a user's mean loss above this counts as it, in nats per token. > 0.
-    Default: the loss of guessing uniformly."""
+    """With eval_epsilon: bound at which a user's mean loss is cut off, in nats per token. > 0.
+    Default: the loss of a uniform guess, log(vocabulary size)."""
 
     assumed_population: int | None = None
-    """Account as if the users had been drawn from so many, at least as many as there are, as the
-    paper does for CC-News: an assumption, not a guarantee, and labelled so wherever epsilon is
-    shown. Also of delta's default. Default: the users there are."""
+    """Account as if the users were a random sample of a population of this size, as the paper does
+    for CC-News. >= number of users. That is an assumption and no guarantee; every epsilon shown is
+    labelled accordingly. Also used for the default of delta. Default: the number of users."""
 
     chosen_on_data: str = ""
-    """Settings chosen by looking at this data without protection (group_size,clip_norm): nothing
-    accounts for that, so the report says it. `fedsim recommend` fills this in."""
+    """Names of settings that were chosen by looking at this data without noise, such as
+    group_size,clip_norm. The choice is not part of epsilon; the report says so. `fedsim recommend`
+    fills this in."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""What cannot change the guarantee: where data and results are, the model, the engine."""
+"""Settings that cannot change the privacy guarantee: data, model, optimizer, engine, results."""
 
 import dataclasses
 import math
@@ -16,20 +16,25 @@ EXPECTED = (
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Devices as a grid that has one model: arrays are cut along one axis in `fsdp` parts, and
-    along another one in `tensor` parts."""
+    """Shape of the device mesh that holds one model.
+
+    Arrays are sharded into `fsdp` parts along one axis and `tensor` parts along another.
+    """
 
     fsdp: int = 1
     tensor: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """The shape that `fsdp:4` or `fsdp:4,tensor:2` names. Raises ConfigError: there is none."""
+        """Parse a shape such as `fsdp:4` or `fsdp:4,tensor:2`.
+
+        Raises: ConfigError: it is malformed.
+        """
         sizes: dict[str, int] = {}
         for part in text.split(","):
             axis, _, size = part.partition(":")
-            known = axis in AXES and axis not in sizes
-            expect("mesh", text, known and size.isdecimal() and int(size) > 0, EXPECTED)
+            valid = axis in AXES and axis not in sizes
+            expect("mesh", text, valid and size.isdecimal() and int(size) > 0, EXPECTED)
             sizes[axis] = int(size)
         return cls(**sizes)
 
@@ -39,7 +44,7 @@ class MeshShape:
 
     @property
     def devices(self) -> int:
-        """The number of devices in the mesh."""
+        """Number of devices in the mesh."""
         return math.prod(dataclasses.astuple(self))
 
 
@@ -58,32 +63,35 @@ OPERATIONAL = frozenset(
 )
 
 UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
-"""The settings of a RunConfig that are None where they are left to the recipe."""
+"""Settings of a RunConfig that are None where the recipe sets them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The text that is trained on, and whose it is."""
+    """The training text and its users."""
 
     source: Annotated[str, flag(name="data")]
-    """A directory made by `fedsim data build`, Parquet/JSON/CSV files or a folder of them,
-    hf:NAME, or pydocs."""
+    """Data to train on: a directory made by `fedsim data build`, a Parquet, JSON or CSV file or a
+    folder of them, hf:NAME (a data set of the Hugging Face Hub), or pydocs (built in, for
+    trials)."""
 
     user_column: str | None = None
-    """Where data names files: column that says whose a row is. Default: user_id."""
+    """Column with the id of the user who owns the row, where data names files. Default: user_id."""
 
     text_column: str | None = None
-    """Where data names files: column with the text. Default: text."""
+    """Column with the text, where data names files. Default: text."""
 
     normalise_ids: str | None = None
-    """What makes ids that look alike one user, some of strip-marks, nfkc and casefold, with commas
-    between them, where data are not built already. Default: each spelling is a user."""
+    """Treat similar spellings of an id as one user, where data names files: one or more of
+    strip-marks, nfkc and casefold, separated by commas. Default: each spelling is a user."""
 
     tokenizer: str | None = None
-    """Where data names files: bytes, wordpiece:SIZE, or a tokenizer file. Default: bytes."""
+    """Tokenizer, where data names files: bytes, wordpiece:SIZE (trained on the text), or a
+    tokenizer file. Default: bytes."""
 
     max_length: int | None = None
-    """Where data names files: sequence length in tokens. >= 2. Default: 128."""
+    """Sequence length in tokens, where data names files; longer texts are truncated. >= 2. Default:
+    128."""
 
     def __post_init__(self):
         expect("data", self.source, self.source != "", "a directory, files, or pydocs")
@@ -94,37 +102,39 @@ class DataConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How files are read, where the user says so; what `corpora.load` takes beside a source."""
+        """The given options for reading files: keyword arguments of `corpora.load`."""
         names = ("user_column", "text_column", "normalise_ids", "tokenizer", "max_length")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The model that is trained."""
+    """The model to train."""
 
     source: Annotated[str, flag(name="model")] = "tiny"
-    """A fresh transformer, micro (to try a command), tiny, small, medium, paper (350 M parameters)
-    or large (1 B), or a pretrained one: a Hugging Face directory, hf:NAME, a GGUF file, or the
-    directory of a run of pretrain or train."""
+    """Model to train. A new transformer: micro (to try a command), tiny, small, medium, paper (350
+    M parameters) or large (1 B). Or a pretrained model: a Hugging Face directory, hf:NAME, a GGUF
+    file, or the directory of an earlier run of train or pretrain."""
 
     lora_rank: int = 0
-    """Rank of LoRA adapters, which are trained instead of a pretrained model. >= 0; 0: the model
-    itself is trained."""
+    """Rank of LoRA adapters, which are trained in place of the parameters of a pretrained model. >=
+    0; 0 trains all parameters."""
 
     lora_layers: str = "all"
-    """Which layers of each block get adapters: all, or some of query,key,value,out,gate,up,down."""
+    """Layers of each block that get LoRA adapters: all, or some of
+    query,key,value,out,gate,up,down."""
 
     lora_alpha: float | None = None
-    """What adapters add is multiplied by alpha / rank. > 0. Default: twice the rank, so that
-    adapters of any rank learn as fast."""
+    """Scale of LoRA adapters: their output is multiplied by alpha / rank. > 0. Default: twice the
+    rank."""
 
     remat: bool = False
-    """Compute each block again in the backward pass: on accelerators less memory, more time. Part
-    of the result's bits."""
+    """Recompute activations in the backward pass (gradient checkpointing): less accelerator memory,
+    more time. Changes the bits of the result."""
 
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the model's computation. Parameters, norms, sums and noise are float32 always."""
+    """Precision of the forward and backward pass. Parameters, norms, sums and noise are always
+    float32."""
 
     def __post_init__(self):
         object.__setattr__(self, "source", expand_home("model", self.source))
@@ -135,39 +145,44 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """The processes that compute."""
+    """The processes that compute gradients."""
 
     kind: Annotated[Literal["ray", "local"], flag(name="engine")] = "ray"
-    """ray: processes on the cluster of RAY_ADDRESS or a private one. local: this process."""
+    """ray: worker processes on the Ray cluster at RAY_ADDRESS, or on this machine. local: this
+    process alone."""
 
     num_workers: int | None = None
-    """Worker processes. Default: one per accelerator, or one per CPU (per threads_per_worker)."""
+    """Number of worker processes. >= 1. Default: one per accelerator, or one per threads_per_worker
+    CPUs."""
 
     num_lanes: int = 8
-    """Slices of a step, which workers take one at a time. Part of the bits without noise."""
+    """Number of parts that a step is split into; each worker computes one at a time. >= 1. Without
+    noise, changes the bits of the result."""
 
     threads_per_worker: int = 1
-    """CPU threads of a worker. Part of the result's bits: 1 gives others than more."""
+    """CPU threads of each worker. >= 1. Changes the bits of the result: 1 thread gives others than
+    several."""
 
     devices_per_worker: int | None = None
-    """JAX devices of a worker process: GPUs, TPU chips, or CPU devices. Part of the result's bits.
-    Default: those of the mesh; or 1, or all chips of a TPU host."""
+    """JAX devices of each worker: GPUs, TPU chips or CPU devices. >= 1. Changes the bits of the
+    result. Default: the size of the mesh; without one, 1, or all chips of a TPU host."""
 
     mesh: str | None = None
-    """How the devices of each worker, or of this process, share a model that one cannot hold:
-    fsdp:4, in 4 parts, or fsdp:4,tensor:2, in 4 x 2. With strategy auto, scan or direct, a unit at
-    a time. Part of the result's bits."""
+    """Shard a model that is too large for one device over each worker's devices: fsdp:4 (4 shards)
+    or fsdp:4,tensor:2 (4 x 2). Needs strategy auto, scan or direct. Changes the bits of the result.
+    Default: each device holds the whole model."""
 
     strategy: str = "auto"
-    """How clipped sums are computed: scan, direct or ghost, each with :ROWS at a time if you like;
-    or auto: the fastest of a few, timed at the start. Part of the result's bits."""
+    """Method of computing clipped gradients: scan, direct or ghost, each optionally with the number
+    of rows computed at once, such as direct:8; or auto, which times a few at the start, on real
+    data, and takes the fastest. Changes the bits of the result."""
 
     accelerator: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    """What workers compute on. auto: the accelerators that the cluster has when workers first find
-    room; where nodes are waited for, say which."""
+    """Hardware of the workers. auto: the accelerators present in the cluster when the workers
+    start; name one if nodes are still to join."""
 
     wait_for_workers: float = 0.0
-    """Seconds to wait for nodes, which an autoscaler is asked for, until num_workers find room."""
+    """Seconds to wait for nodes until num_workers fit; an autoscaler is asked for them. >= 0."""
 
     def __post_init__(self):
         _expect_least(self, num_lanes=1, threads_per_worker=1, num_workers=1, devices_per_worker=1)
@@ -183,85 +198,91 @@ class EngineConfig:
 
     @property
     def mesh_shape(self) -> MeshShape | None:
-        """The mesh that is asked for."""
+        """The parsed `mesh`; None without one."""
         return None if self.mesh is None else MeshShape.parse(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """What cannot change the guarantee."""
+    """Settings that cannot change the privacy guarantee."""
 
     data: DataConfig
 
     run_dir: Path
-    """Directory of the run: configuration, ledger, metrics, TensorBoard, checkpoints, summary."""
+    """Directory for the results: configuration, ledger, metrics, TensorBoard logs, checkpoints,
+    summary."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
 
     recipe: Literal["default", "paper"] = "default"
-    """What the four settings below are where they are left out. default: what learns most on public
-    text, the rate by a rule in the noise. paper: adafactor, 0.1, constant, no average. Pre-training
-    has the paper's."""
+    """Defaults for optimizer, learning_rate, schedule and ema. default: momentum with a learning
+    rate computed from the noise, and parameter averaging. paper: adafactor at 0.1, constant,
+    without averaging. Pre-training uses those of the paper."""
 
     optimizer: str | None = None
-    """momentum, or any optax optimizer by name: adafactor, adam, sgd, ..., with options of its own
-    if you like: adam:b1=0.8,eps=1e-6."""
+    """momentum (SGD with momentum 0.9), or any optax optimizer by name, such as adafactor, adam or
+    sgd, optionally with its options: adam:b1=0.8,eps=1e-6. Default: by recipe."""
 
     learning_rate: float | None = None
-    """Learning rate: its peak, if it has a schedule. > 0."""
+    """Learning rate, or its peak with warmup or a schedule. > 0. Default: by recipe."""
 
     schedule: Literal["constant", "linear", "cosine"] | None = None
-    """Whether the learning rate stays or falls to zero, in a line or like a cosine, by the last
-    step. Pre-training has a schedule of its own."""
+    """Learning rate over the steps: constant, or linear or cosine decay to zero at the last step.
+    Not for pre-training, which has its own. Default: by recipe."""
 
     ema: float | None = None
-    """Evaluate and release an average of the steps' parameters, whose weights fall by this factor
-    from one step to the one before: it costs no privacy. In [0, 1); 0: the last step's."""
+    """Decay factor per step of an exponential moving average of the parameters, which is evaluated
+    and released at no privacy cost. In [0, 1); 0 uses the parameters of the last step. Default: by
+    recipe."""
 
     warmup: float = 0.0
-    """Share of the steps in which the learning rate rises. In [0, 1)."""
+    """Fraction of the steps in which the learning rate rises linearly. In [0, 1)."""
 
     weight_decay: float = 0.0
-    """What a step takes from each matrix: this times the learning rate times the matrix. >= 0."""
+    """Decoupled weight decay, applied to matrices only: each step subtracts this times the learning
+    rate times the matrix. >= 0."""
 
     local_steps: int = 1
-    """ULS: steps of a user's own SGD over its examples of a step, a part of them each; what is
-    clipped is the mean of the gradients met on the way (DP-FedAvg). In [1, group_size]."""
+    """With uls: number of local SGD steps on a user's examples of a step, each on a part of them;
+    the mean of their gradients is clipped (DP-FedAvg). In [1, group_size]."""
 
     local_learning_rate: float = 0.1
-    """Learning rate of users' own SGD, where local_steps is above 1. > 0."""
+    """Learning rate of local SGD, where local_steps is above 1. > 0."""
 
     seed: int | None = None
-    """Makes a run reproducible, and its noise known to whoever knows the seed: it promises nothing,
-    and counts so for its users from then on (see budget_ledger). Default: none."""
+    """Seed for a reproducible run. Whoever knows or guesses it can remove the noise, so such a run
+    has no guarantee, and the privacy budget counts it as infinite for its users (see
+    budget_ledger). Default: a secret random key."""
 
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
 
     eval_every: int | None = None
-    """Steps between evaluations. Default: a tenth of the run."""
+    """Steps between evaluations. >= 1. Default: a tenth of the run."""
 
     eval_examples: int = 512
-    """How many held-out examples an evaluation looks at; always the same ones."""
+    """Number of held-out examples per evaluation, the same each time. >= 1."""
 
     checkpoint_every: int = 10
-    """Steps between checkpoints; where these take longer, there is one a minute, too."""
+    """Steps between checkpoints. >= 1. If this takes longer than a minute, there is one every
+    minute, too."""
 
     log_every: int = 10
-    """Steps between progress lines where there is no terminal."""
+    """Steps between progress lines where the output is no terminal. >= 1."""
 
     resume: bool = False
-    """Go on with the run that run_dir holds, or start it if it holds none."""
+    """Resume the run in run_dir, or start it if there is none."""
 
     budget_ledger: Path | None = None
-    """Directory of the ledger of the data, in which every run on these users is counted. Default:
-    FEDSIM_BUDGET_LEDGER, or fedsim/budget in ~/.local/state."""
+    """Directory of the budget ledger, which counts the privacy loss of all runs on the same users.
+    Default: the environment variable FEDSIM_BUDGET_LEDGER, or ~/.local/state/fedsim/budget."""
 
     limit_epsilon: float | None = None
-    """Refuse the run if all runs on these users, this one included, could cost one of them more
-    than this epsilon, at this run's delta. > 0. Default: the limits in the ledger of the data."""
+    """Refuse the run if all runs on these users, including this one, could cost a user more than
+    this epsilon at this run's delta. > 0. Default: the limits set in the budget ledger."""
 
     spend_rest: bool = False
-    """With a limit: train as many steps, up to num_steps, as fit, instead of refusing the run."""
+    """With a limit: instead of refusing the run, train as many steps, up to num_steps, as the limit
+    allows."""
 
     def __post_init__(self):
         _expect_least(
@@ -285,7 +306,7 @@ class RunConfig:
 
 
 def _expect_least(config: Any, **least: int) -> None:
-    """Raises ConfigError unless each setting that is named is at least that, or None."""
+    """Raise ConfigError unless each named setting is None or at least the given number."""
     for name, number in least.items():
         value = getattr(config, name)
         expect(name, value, value is None or value >= number, f">= {number}")

@@ -1,11 +1,14 @@
-"""The public constants of a run, and what it will be able to claim.
+"""The plan of a run: its public constants and the privacy that it will be able to claim.
 
-complete    fills in what the user left out, and names what that looked at
-method_for, make_plan    the algorithm and its `Plan`, noise calibrated
-Evaluations    what evaluating held-out users with noise costs them
-ledger_head, claimed_fields    what of it ledger and summary say
-claimed_phases    what a claim counts, also of a run that was stopped
-holds    what epsilon holds under, or what makes it no guarantee
+    complete                       fill in defaults; list the facts that the guarantee leaves out
+    method_for, make_plan          the algorithm and its `Plan`, with calibrated noise
+    Evaluations                    evaluations of held-out users with noise, and their cost
+    ledger_head, claimed_fields    fields of ledger and summary that follow from the plan
+    claimed_phases                 events that a claim counts, also for a run that was stopped
+    holds                          the condition under which epsilon holds
+
+`defaults` completes the settings, `planner` calibrates and makes the `plan`, whose parts are the
+classes of `options`.
 """
 
 from lazy_loader import attach_stub

@@ -3,14 +3,6 @@ from .defaults import (
     bands_predicted as bands_predicted,
     complete as complete,
 )
-from .evaluations import (
-    MOST_ROWS as MOST_ROWS,
-    TWO_HELD_OUT as TWO_HELD_OUT,
-    Evaluations as Evaluations,
-    delta_of as delta_of,
-    evaluations_of as evaluations_of,
-    noise_of as noise_of,
-)
 from .options import (
     ADJACENCY as ADJACENCY,
     REPRODUCTION as REPRODUCTION,
@@ -20,6 +12,7 @@ from .options import (
     Audit as Audit,
     CorrelatedNoise as CorrelatedNoise,
     CyclicSampling as CyclicSampling,
+    Evaluations as Evaluations,
     IndependentNoise as IndependentNoise,
     Number as Number,
     PoissonSampling as PoissonSampling,
@@ -29,21 +22,29 @@ from .options import (
     Trial as Trial,
     holds as holds,
 )
-from .plan import FLAT as FLAT, LEFT_OUT_AT as LEFT_OUT_AT, Plan as Plan, plans as plans
-from .planner import (
-    MOST_PARAMETERS as MOST_PARAMETERS,
-    before_of as before_of,
-    calibrate as calibrate,
-    drawn_once as drawn_once,
-    expect_affordable as expect_affordable,
-    make_plan as make_plan,
-    method_for as method_for,
-    planned_phases as planned_phases,
-    sampling_for as sampling_for,
-    sharing as sharing,
-)
-from .records import (
+from .plan import (
+    FLAT as FLAT,
+    LEFT_OUT_AT as LEFT_OUT_AT,
+    Plan as Plan,
     claimed_fields as claimed_fields,
     claimed_phases as claimed_phases,
     ledger_head as ledger_head,
+    plans as plans,
+)
+from .planner import (
+    MOST_PARAMETERS as MOST_PARAMETERS,
+    MOST_ROWS as MOST_ROWS,
+    TWO_HELD_OUT as TWO_HELD_OUT,
+    before_of as before_of,
+    calibrate as calibrate,
+    delta_of as delta_of,
+    drawn_once as drawn_once,
+    evaluations_of as evaluations_of,
+    expect_affordable as expect_affordable,
+    make_plan as make_plan,
+    method_for as method_for,
+    noise_of as noise_of,
+    planned_phases as planned_phases,
+    sampling_for as sampling_for,
+    sharing as sharing,
 )

@@ -1,17 +1,19 @@
-"""What a run can do in several ways: each way is a class, with what belongs to it alone.
+"""Options of a run: each option is a class with its own constants.
 
-A plan has one of each of `AnySampling`, `AnyNoise` and `AnyPurpose`. The aliases of fields are
-their names in JSON, where they stand beside the fields of the plan.
+A plan has one of each of `AnySampling`, `AnyNoise` and `AnyPurpose`. Field aliases are the names in
+JSON, where these fields stand beside those of the plan.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field, WithJsonSchema
 
 from fedsim.accounting import StepEvent, allocated_event, cyclic_event
 from fedsim.config import ADD_OR_REMOVE, COMPARISON_ONLY, ZERO_OUT
+from fedsim.noise import slack
 
 SHARED = "shared"
 ADJACENCY = {
@@ -23,7 +25,7 @@ ADJACENCY = {
 REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
 TRIAL = "of one trial of a private selection, which costs more: not a guarantee"
 UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
-"""Of earlier versions, which had such strategies."""
+"""Label of runs of earlier versions, which had strategies without a proof."""
 
 
 Number = Annotated[
@@ -31,43 +33,43 @@ Number = Annotated[
     Field(strict=False),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"const": "inf"}]}),
 ]
-"""A number that may be infinite, which JSON has as the string 'inf'."""
+"""A number that may be infinite; JSON has infinity as the string 'inf'."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a step's units are drawn: what all ways have in common."""
+    """A way to draw the units of a step: fields and methods that all of them share."""
 
     prob: Annotated[float, Field(alias="sampling_prob")]
-    """p or q: the share of all units that is expected in a step."""
+    """p or q: expected fraction of all units in a step."""
     assumed_population: int | None = None
-    """How many users are accounted for; None: those there are."""
+    """Number of users that is accounted for; None: the actual number."""
     bands: int = 1
-    """b: groups of users that steps draw from in turn."""
+    """b: number of groups of users that steps draw from in turn."""
 
     def accounted_prob(self, num_users: int) -> float:
-        """p or q as it is accounted: below `prob` with an assumed population."""
+        """p or q in the accounting: smaller than `prob` with an assumed population."""
         return self.prob * assumed_share(self.assumed_population, num_users)
 
     @property
     def bands_given(self) -> int | None:
-        """The bands as a setting: None where there can be none."""
+        """The bands as a setting: None if there is one group."""
         return self.bands if self.bands > 1 else None
 
     def window(self, num_steps: int) -> int:
-        """Successive steps of which a user takes part in exactly one; 1: there are no such."""
+        """Number of successive steps of which a user takes part in exactly one; 1: no such rule."""
         return 1
 
     def event(
         self, noise_multiplier: float, *, num_steps: int, num_users: int, max_contributions: int
     ) -> StepEvent:
-        """What a step is to the accountant."""
+        """A step's event for the accountant."""
         prob = self.accounted_prob(num_users)
         return cyclic_event(noise_multiplier, prob, max_contributions, self.bands)
 
     @property
     def labels(self) -> list[str]:
-        """What of the draws makes epsilon no guarantee."""
+        """Reasons in the way of sampling why epsilon is no guarantee; empty if there are none."""
         if self.assumed_population is None:
             return []
         assumed = f"as if there were {self.assumed_population:,} users"
@@ -76,7 +78,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class PoissonSampling(Sampling):
-    """Every unit takes part by itself, with the same probability."""
+    """Each unit takes part independently, with the same probability."""
 
     kind: Annotated[Literal["poisson"], Field(alias="sampling_run")] = "poisson"
     accounted: Annotated[Literal["poisson"], Field(alias="sampling_accounted")] = "poisson"
@@ -85,7 +87,7 @@ class PoissonSampling(Sampling):
 
 @dataclass(frozen=True, kw_only=True)
 class CyclicSampling(Sampling):
-    """So, but of one of several groups of users, in turn."""
+    """Poisson sampling from one of several groups of users, in turn."""
 
     kind: Annotated[Literal["cyclic"], Field(alias="sampling_run")] = "cyclic"
     accounted: Annotated[Literal["cyclic"], Field(alias="sampling_accounted")] = "cyclic"
@@ -93,10 +95,10 @@ class CyclicSampling(Sampling):
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatedSampling(Sampling):
-    """Every user takes part equally often, at random steps."""
+    """Random allocation: each user takes part in the same number of random steps."""
 
     participations: int
-    """K: steps that each user takes part in."""
+    """K: number of steps that each user takes part in."""
     kind: Annotated[Literal["allocation"], Field(alias="sampling_run")] = "allocation"
     accounted: Annotated[Literal["allocation"], Field(alias="sampling_accounted")] = "allocation"
     bands: Literal[1] = 1
@@ -109,7 +111,7 @@ class AllocatedSampling(Sampling):
     def event(
         self, noise_multiplier: float, *, num_steps: int, num_users: int, max_contributions: int
     ) -> StepEvent:
-        """What a step is to the accountant."""
+        """A step's event for the accountant."""
         return allocated_event(noise_multiplier, self.window(num_steps))
 
 
@@ -122,7 +124,7 @@ class ShuffledSampling(Sampling):
 
     @property
     def labels(self) -> list[str]:
-        """That no shuffling gives what is accounted, first."""
+        """The label of shuffling, before those of all ways of sampling."""
         return [COMPARISON_ONLY, *super().labels]
 
 
@@ -134,24 +136,24 @@ AnySampling = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class IndependentNoise:
-    """The noise of a step is independent of that of all others."""
+    """Noise that is independent of that of all other steps."""
 
     predicted_error: float | None = None
     """Root mean square, over the steps, of the noise on the sum of all gradients so far, in units
-    of the sensitivity; see `noise.correlated`. None: of a version that did not predict it."""
+    of the sensitivity (`noise.correlated`). None: from a version that did not predict it."""
     kind: Annotated[Literal["independent"], Field(alias="noise")] = "independent"
     bands: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorrelatedNoise:
-    """Each step takes back part of the noise of the steps before."""
+    """Noise of which each step subtracts part of that of the steps before."""
 
     predicted_error: float
-    """As of independent noise."""
+    """As for independent noise."""
     kind: Annotated[Literal["correlated"], Field(alias="noise")] = "correlated"
     bands: int = 1
-    """b: steps that noise reaches, which is the number of groups of users, too."""
+    """b: number of steps over which noise is correlated, and of groups of users."""
 
 
 AnyNoise = IndependentNoise | CorrelatedNoise
@@ -159,50 +161,106 @@ AnyNoise = IndependentNoise | CorrelatedNoise
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial of a private selection, which is what is counted and released."""
+    """The run is a trial of a private selection, which is counted and released in its place."""
 
     trial: Literal[True]
 
 
 @dataclass(frozen=True)
 class Audit:
-    """A run to measure what it gives away, none to release."""
+    """The run has planted canaries, to measure its privacy loss; it is not for release."""
 
     planted: dict[str, int]
-    """How many canaries of each kind coins were tossed for."""
+    """Number of canaries of each kind, before the coin that decides whether one is included."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """A run whose model may be released."""
+    """The model of the run may be released."""
 
 
 AnyPurpose = Annotated[Trial | Audit | Release, Field(union_mode="left_to_right")]
-"""The first that fits; Release has nothing to fit."""
+"""The first class that fits; Release fits always."""
 
 
 @dataclass(frozen=True)
 class SharedTexts:
-    """Texts with several owners, and what became of them; all public."""
+    """Texts with several owners, and their number in the training; all public."""
 
     owner_sets: int
+    """Number of distinct sets of owners."""
     with_several_owners: int
-    """Texts."""
+    """Number of texts with several owners."""
     kept: int
-    """Texts that the bounds kept."""
+    """Number of texts within the bounds on contributions."""
     left_out: int
-    """Texts that they did not."""
+    """Number of texts beyond these bounds."""
     max_changed: int
-    """k: most groups of others in which texts of a user are; 0 with ELS."""
+    """k: largest number of other users' groups that contain texts of one user; 0 with ELS."""
     seal: str
-    """Keyed digest of what was kept."""
+    """Keyed digest of the kept texts."""
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Evaluations with noise on held-out users while a run trains; all constants are public.
+
+    The mean loss per token of some texts of each user is cut off at L; the mean over users is
+    released with Gaussian noise, `count` times at most. Together they cost one epsilon, for users
+    whose texts the run does not train on.
+    """
+
+    epsilon: float
+    """Cost of all evaluations together, for every held-out user."""
+    delta: float
+    noise_multiplier: float
+    """sigma of each evaluation, for users who move the sum of losses by at most L / 2."""
+    every: int
+    """Steps between evaluations; one precedes the first step, one follows the last."""
+    count: int
+    """Largest number of evaluations."""
+    num_users: int
+    """Number of users in each evaluation, always the same ones."""
+    rows: int
+    """Largest number of texts of each user."""
+    loss_bound: float
+    """L: bound at which losses are cut off, in nats per token."""
+    seal: str = ""
+    """Keyed digest of the held-out users' data, which must not change during the run."""
+
+    @property
+    def stddev(self) -> float:
+        """Standard deviation of the noise on the released mean, in nats per token."""
+        return self.noise_multiplier * self.loss_bound / 2 / self.num_users
+
+    def phases(self, count: int) -> list[tuple[StepEvent, int]]:
+        """Events of `count` evaluations for the accountant."""
+        return [(StepEvent(self.noise_multiplier, 1.0), count)] if count else []
+
+    @property
+    def slack(self) -> tuple[float, float]:
+        """(epsilon, delta) to be added for noise that is not ideal."""
+        part = slack(self.count, self.epsilon, self.delta)
+        return part.epsilon, part.delta
+
+    def groups(self, offsets: np.ndarray) -> list[np.ndarray]:
+        """Example indices of each evaluated user who has texts.
+
+        Args: offsets: the store's, int64 [users + 1].
+        """
+        users = np.linspace(0, len(offsets) - 2, self.num_users).astype(np.int64)
+        groups = []
+        for low, high in zip(offsets[users], offsets[users + 1], strict=True):
+            count = min(self.rows, int(high - low))
+            groups.append(np.linspace(low, high - 1, count).astype(np.int64))
+        return [rows for rows in groups if len(rows)]
 
 
 def holds(labels: Iterable[str], adjacency: str, *, shared: bool) -> str:
-    """What epsilon holds under: the adjacency, or labels that say that it is no guarantee."""
+    """The condition under which epsilon holds: the adjacency, or why it is no guarantee."""
     return "; ".join(labels) or ADJACENCY[SHARED if shared else adjacency]
 
 
 def assumed_share(assumed_population: int | None, num_users: int) -> float:
-    """The part of the users accounted for that there are."""
+    """Actual users as a fraction of the users that are accounted for."""
     return num_users / (assumed_population or num_users)

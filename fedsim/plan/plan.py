@@ -1,8 +1,8 @@
 """The public constants of a run: fixed before its first step, never recomputed from a draw.
 
-What a run can do in several ways is one field of the plan, of one of the classes of `options`; an
-option that is off is None. In JSON a plan is flat: the fields of `sampling`, `noise` and `purpose`
-stand beside its own, by the names that they have in ledger, summary and settings.
+Each option of a run is one field of the plan, an instance of a class of `options`; an option that
+is off is None. In JSON a plan is flat: the fields of `sampling`, `noise` and `purpose` stand beside
+its own, under the names that they have in ledger, summary and settings.
 """
 
 import dataclasses
@@ -13,12 +13,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedsim.accounting import PureEvent, Slack, StepEvent
+from fedsim.accounting import Event, PureEvent, Slack, StepEvent
 from fedsim.clipping import AdaptiveClip, Clip, NoisyLoss, lattice_bits
 from fedsim.config import ADD_OR_REMOVE, INDEPENDENT, Algorithm, to_json
 from fedsim.errors import first_fault
 from fedsim.noise import CELL_ERRORS, AddNoise, Correlated, Strategy, add_gaussian, slack, strategy
-from fedsim.plan.evaluations import Evaluations
 from fedsim.plan.options import (
     REPRODUCTION,
     TRIAL,
@@ -26,6 +25,7 @@ from fedsim.plan.options import (
     AnyNoise,
     AnyPurpose,
     AnySampling,
+    Evaluations,
     IndependentNoise,
     Number,
     Release,
@@ -40,12 +40,12 @@ LEFT_OUT_AT = {
     **{"shared": None, "bands": 1, "noise": INDEPENDENT, "loss_bound": None},
     **{"evaluations": None, "drawn_once": "", "unproven": None, "predicted_error": None},
 }
-"""What is left out in JSON, as it was written before there were these."""
+"""Values at which a field is left out of JSON, as in versions that did not have it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do, and what it will be able to claim."""
+    """Constants of a run and of its privacy claim."""
 
     __pydantic_config__: ClassVar[Any] = {"strict": True, "use_attribute_docstrings": True}
 
@@ -53,10 +53,10 @@ class Plan:
     num_users: int
     num_examples: int
     num_units: int
-    """Sampling units: the |D_sub| examples of the pool for ELS, the users for ULS."""
+    """Sampling units: the |D_sub| places or examples of the pool for ELS, the users for ULS."""
     num_steps: int
     budget: int
-    """Expected gradients of a step."""
+    """Expected gradients per step."""
     group_size: int
     expected_count: int
     """B (examples) for ELS, M (users) for ULS."""
@@ -68,29 +68,29 @@ class Plan:
     noise_multiplier: float
     num_parameters: int
     data_seal: str
-    """Keyed digest of the data's fingerprint: says to the key's owner whether data are the same."""
+    """Keyed digest of the data's fingerprint: with the key one can check that data are the same."""
     non_private: tuple[str, ...]
-    """What the guarantee does not cover: read off the data, or known to others."""
+    """Facts that the guarantee does not cover: read off the data, or known to others."""
     noise: AnyNoise = IndependentNoise()
     purpose: AnyPurpose = Release()
     group_size_epsilon: float | None = None
-    """What choosing the group size privately cost; part of target_epsilon."""
+    """Cost of choosing the group size privately; part of target_epsilon."""
     clip_quantile: float | None = None
-    """What clip_norm, the first step's, is moved towards; None: it stays."""
+    """Quantile of gradient norms that clip_norm is moved towards; None: clip_norm is constant."""
     loss_bound: float | None = None
-    """Up to which the training loss of each step is released, with noise; None: it is not."""
+    """Bound at which the released training loss is cut off; None: it is not released."""
     adjacency: Literal["zero-out", "add-or-remove"] = ADD_OR_REMOVE
     seeded: bool = False
-    """Whether the key came from a seed: such a run reproduces another one, and claims nothing."""
+    """The key comes from a seed: such a run reproduces another one and has no guarantee."""
     shared: SharedTexts | None = None
     """None: each text has one owner."""
     evaluations: Evaluations | None = None
-    """What is released of held-out users while the run trains; None: nothing with noise."""
+    """Evaluations of held-out users with noise while the run trains; None: there are none."""
     drawn_once: str = ""
-    """A seal of what was drawn once for several steps; see `plan.drawn_once`."""
+    """Seal of the pool and of turns, which are drawn once; see `planner.drawn_once`."""
     unproven: str | None = None
-    """The strategy, where an earlier version had it and this one has not, because contributions are
-    not proven to be at most C."""
+    """Strategy of a run of an earlier version, for which contributions are not proven to be at most
+    C."""
 
     @property
     def clip(self) -> Clip:
@@ -98,48 +98,51 @@ class Plan:
         return self.clip_at(self.clip_norm)
 
     def clip_at(self, clip_norm: float) -> Clip:
-        """The clip function with another norm."""
+        """The clip function for another clip norm."""
         return Clip(clip_norm, self.clipping == "normalised", in_float32=not self.noise_multiplier)
 
     @property
     def adaptive(self) -> AdaptiveClip | None:
-        """How the clip norm moves, or None if it stays."""
+        """The rule that adapts the clip norm; None if it is constant."""
         if self.clip_quantile is None:
             return None
         return AdaptiveClip(self.clip_quantile, self.expected_count, self.noise_multiplier)
 
     @property
     def gradient_noise_multiplier(self) -> float:
-        """The multiplier of the noise on the gradient: noise_multiplier, or more where a step
-        releases the count of units within the clip norm, or their loss, too."""
+        """Noise multiplier of the gradient.
+
+        noise_multiplier, or more where a step also releases the count of units within the clip
+        norm, or their loss, from the same privacy budget.
+        """
         adaptive, loss = self.adaptive, self.noisy_loss
-        found = adaptive.gradient_noise_multiplier if adaptive else self.noise_multiplier
-        return (found**-2 - loss.stddev**-2) ** -0.5 if loss and found else found
+        sigma = adaptive.gradient_noise_multiplier if adaptive else self.noise_multiplier
+        return (sigma**-2 - loss.stddev**-2) ** -0.5 if loss and sigma else sigma
 
     @property
     def noisy_loss(self) -> NoisyLoss | None:
-        """How the training loss is released, or None if it is not."""
+        """The release of the training loss; None if there is none."""
         if self.loss_bound is None or not self.noise_multiplier:
             return None
         return NoisyLoss(self.loss_bound, self.expected_count, self.noise_multiplier)
 
     @property
     def releases(self) -> list[AdaptiveClip | NoisyLoss]:
-        """What each step releases beside its gradient, from the same draw."""
-        return [each for each in (self.adaptive, self.noisy_loss) if each is not None]
+        """Releases of each step beside its gradient, from the same draw."""
+        return [release for release in (self.adaptive, self.noisy_loss) if release is not None]
 
     @property
     def before(self) -> list[tuple[PureEvent, int]]:
-        """What is released before the first step, to the accountant."""
+        """Events that are released before the first step."""
         return events_before(self.group_size_epsilon)
 
     @property
     def accounted_prob(self) -> float:
-        """p or q as it is accounted: below that of the draws with an assumed population."""
+        """p or q in the accounting: smaller than that of the draws with an assumed population."""
         return self.sampling.accounted_prob(self.num_users)
 
     def event(self) -> StepEvent | None:
-        """What a step is to the accountant, by the plan alone; None without noise."""
+        """A step's event for the accountant, from the plan alone; None without noise."""
         if not self.noise_multiplier:
             return None
         event = self.sampling.event(
@@ -153,7 +156,7 @@ class Plan:
 
     @property
     def epsilon_holds(self) -> str:
-        """What epsilon holds under: the adjacency, or a label that says that it is no guarantee."""
+        """The condition under which epsilon holds: the adjacency, or why it is no guarantee."""
         return self.label or self.compared
 
     @property
@@ -163,7 +166,7 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """What makes epsilon no guarantee; empty where nothing does."""
+        """Reasons why epsilon is no guarantee; empty if it is one."""
         labels = [
             *self.sampling.labels,
             *([UNPROVEN] if self.unproven else []),
@@ -174,45 +177,46 @@ class Plan:
 
     @property
     def guarantee(self) -> bool:
-        """Whether epsilon is one."""
+        """True if epsilon is a guarantee."""
         return bool(self.noise_multiplier) and not self.label
 
     @property
     def slack(self) -> Slack:
-        """What is to be added to epsilon and delta for noise that is not ideal, after all steps."""
+        """(epsilon, delta) to be added after all steps for noise that is not ideal."""
         return self.slack_after(self.num_steps)
 
     def slack_after(
         self, num_steps: int, epsilon: float | None = None, delta: float | None = None
     ) -> Slack:
-        """The slack of so many steps; see `noise.slack`.
+        """The slack after `num_steps` steps; see `noise.slack`.
 
-        Args: epsilon, delta: what holds with ideal noise; None: what the plan aims at.
+        Args: epsilon, delta: guarantee with ideal noise; None: the plan's target.
         """
         if not self.noise_multiplier:
             return Slack(0.0, 0.0)
-        each = self.num_parameters + (self.clip_quantile is not None)
-        each += self.loss_bound is not None
+        numbers = self.num_parameters + (self.clip_quantile is not None)
+        numbers += self.loss_bound is not None
         strategy = self.strategy
         errors = strategy.cell_errors if strategy else CELL_ERRORS
-        own = (self.target_epsilon, self.delta) if epsilon is None else (epsilon, delta or 0.0)
-        return slack(max(1, num_steps) * each, *own, errors)
+        if epsilon is None:
+            epsilon, delta = self.target_epsilon, self.delta
+        return slack(max(1, num_steps) * numbers, epsilon, delta or 0.0, errors)
 
     @property
     def strategy(self) -> Strategy | None:
-        """How steps take back noise of the steps before; None: they do not."""
+        """Coefficients of correlated noise; None: noise is independent."""
         if self.noise.bands == 1 or not self.noise_multiplier:
             return None
         stddev = self.gradient_noise_multiplier * 2.0 ** lattice_bits(self.num_parameters)
         return strategy(self.num_steps, self.noise.bands, stddev)
 
     def add_noise(self) -> AddNoise:
-        """What adds the noise of one step after another; a new one, with no steps behind it."""
+        """A new function that adds the noise of one step after another, from the first."""
         return Correlated(self.num_steps, self.noise.bands) if self.strategy else add_gaussian
 
     @property
     def epsilon_metric(self) -> str:
-        """The name of epsilon among the metrics."""
+        """Name of epsilon among the metrics."""
         if self.sampling.kind != self.sampling.accounted:
             return "comparison_only/epsilon_as_if_poisson"
         if self.sampling.assumed_population is not None:
@@ -220,7 +224,7 @@ class Plan:
         return "privacy/epsilon"
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan in JSON's types, flat, without what only some plans have."""
+        """The plan in JSON's types, flat, without fields that only some plans have."""
         fields = plans().dump_python(self, mode="json", by_alias=True)
         for name in FLAT:
             fields |= fields.pop(name)
@@ -232,9 +236,9 @@ class Plan:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Plan":
-        """The plan that `as_dict`, of this version or an earlier one, wrote.
+        """Read a plan that `as_dict` of this or an earlier version wrote.
 
-        Raises: ValueError: it is none; the line names a field.
+        Raises: ValueError: the fields are no plan; the message names one.
         """
         nested = {**fields, **dict.fromkeys(FLAT, {"noise": INDEPENDENT, **fields})}
         try:
@@ -250,10 +254,66 @@ class Plan:
 
 @functools.cache
 def plans() -> TypeAdapter[Plan]:
-    """What reads and writes plans, with the fields of `FLAT` each by itself."""
+    """The pydantic adapter that reads and writes plans."""
     return TypeAdapter(Plan)
 
 
 def events_before(group_size_epsilon: float | None) -> list[tuple[PureEvent, int]]:
-    """What choosing the group size privately releases, to the accountant."""
+    """Events of choosing the group size privately."""
     return [] if group_size_epsilon is None else [(PureEvent(group_size_epsilon), 1)]
+
+
+def ledger_head(plan: Plan, *, config_sha256: str, key_seal: str) -> dict[str, Any]:
+    """The first line of a run's ledger: facts that are fixed for its life."""
+    before = [{"what": "group_size", **dataclasses.asdict(event)} for event, _ in plan.before]
+    return {
+        "plan": plan.as_dict(),
+        "adjacency": plan.compared,
+        "slack": plan.slack._asdict(),
+        "key_seal": key_seal,
+        "config_sha256": config_sha256,
+        **({"before": before} if before else {}),
+    }
+
+
+def claimed_phases(
+    plan: Plan, released: list[tuple[Event, int]] | None
+) -> list[tuple[Event, int]] | None:
+    """Events that a privacy claim counts: all released steps, and those that were left.
+
+    A run that ended before its last step may have been stopped because of its releases, and then
+    its steps give away more than if their number had been fixed beforehand. Its end follows from
+    all the steps it would have released, whose epsilon holds for every stopping rule
+    (docs/theory/budget.md).
+    Args: released: events of the ledger; None: without noise. If it is empty, nothing counts.
+    """
+    event = plan.event()
+    if not released or event is None:
+        return released
+    done = sum(count for step, count in released if isinstance(step, StepEvent))
+    left = max(0, plan.num_steps - done)
+    last, count = released[-1]
+    if last == event:  # one cycle may hold the last step that was released and the next one
+        return [*released[:-1], (event, count + left)]
+    return [*released, (event, left)]
+
+
+def claimed_fields(plan: Plan, epsilon: float, chain: str) -> dict[str, Any]:
+    """Fields of `summary.json` about the guarantee; they follow from plan and ledger.
+
+    Args:
+      epsilon: that of `claimed_phases`.
+      chain: last hash of the ledger's chain.
+    """
+    realised = "gradients_computed and wall_seconds (sizes of the draws)"
+    return {
+        **plan.as_dict(),
+        "non_private": [*plan.non_private, realised],
+        "epsilon": to_json(epsilon),
+        "epsilon_holds": plan.epsilon_holds,
+        "adjacency": plan.compared,
+        "privacy_unit": "user",
+        "gradient_noise_multiplier": plan.gradient_noise_multiplier,
+        "slack": plan.slack._asdict(),
+        "ledger_chain": chain,
+    }

@@ -1,8 +1,9 @@
-"""From completed settings to the algorithm and its plan: the noise is calibrated here."""
+"""Make the algorithm and its plan from completed settings; the noise is calibrated here."""
 
 import hashlib
 import itertools
 import math
+from typing import Protocol
 
 import numpy as np
 
@@ -16,18 +17,20 @@ from fedsim.config import (
     ZERO_OUT,
     Algorithm,
     PrivacyConfig,
+    RunConfig,
 )
 from fedsim.els import ELS
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.noise import predicted_error
-from fedsim.plan.evaluations import Evaluations
+from fedsim.noise import predicted_error, slack
 from fedsim.plan.options import (
     AllocatedSampling,
+    AnyNoise,
     AnySampling,
     Audit,
     CorrelatedNoise,
     CyclicSampling,
+    Evaluations,
     IndependentNoise,
     PoissonSampling,
     Release,
@@ -42,7 +45,11 @@ from fedsim.shared_uls import SharedULS
 from fedsim.uls import ULS
 
 MOST_PARAMETERS = 10**9
-"""Of a trial of a private selection, whose slack of noise is paid for before models are made."""
+"""Largest number of parameters in a private selection, whose slack of noise is paid for before any
+model is made."""
+TWO_HELD_OUT = "data with two held-out users at least"
+MOST_ROWS = 16
+"""Largest number of texts per user in an evaluation with noise, evenly spaced."""
 METHODS = {Algorithm.ELS: ELS, Algorithm.ULS: ULS}
 
 
@@ -55,14 +62,17 @@ def method_for(
 ) -> ELS | ULS:
     """The algorithm, ready to draw its first step.
 
-    Args: drawing: what steps are drawn with, where it is not the run's own key. Where texts have
-      several owners, how many units there are depends on the draw of pool or groups, and the plan,
-      made earlier, says how many: these are drawn with the run's own.
+    Args:
+      privacy: from `complete`.
+      key: key of the run.
+      drawing: key with which steps are drawn, if not the run's own. Where texts have several
+        owners, the draw of the pool or the groups decides the number of units, which the plan
+        states before there is a drawing key; so these are drawn with `key`.
     """
     shared = graph_of(users) is not None
-    kind, own = METHODS[algorithm], {}
+    kind, options = METHODS[algorithm], {}
     if shared and algorithm == Algorithm.ULS:
-        kind, own = SharedULS, {"max_changed": privacy.max_changed}
+        kind, options = SharedULS, {"max_changed": privacy.max_changed}
     return kind(
         users,
         batch_size=privacy.batch_size,
@@ -77,12 +87,12 @@ def method_for(
         key=key if shared else drawing or key,
         drawing=drawing,
         adjacency=privacy.adjacency,
-        **own,
+        **options,
     )
 
 
 def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:
-    """The smallest noise multiplier for the target epsilon; 0 if that is infinite."""
+    """The smallest noise multiplier for the target epsilon; 0 if epsilon is infinite."""
     assert privacy.delta is not None, "complete() comes first"
     if math.isinf(privacy.epsilon):
         return 0.0
@@ -96,23 +106,23 @@ def calibrate(method: ELS | ULS, privacy: PrivacyConfig) -> float:
 
 
 def before_of(privacy: PrivacyConfig) -> list[tuple[Event, int]]:
-    """What a run with these settings releases before its first step, to the accountant."""
+    """Events that a run with these settings releases before its first step."""
     return [*events_before(privacy.group_size_epsilon)]
 
 
 def planned_phases(plan: Plan, method: ELS | ULS) -> list[tuple[Event, int]] | None:
-    """All that a run of this plan will release, to the accountant; None without noise."""
+    """All events that a run of this plan will release; None without noise."""
     if not plan.noise_multiplier:
         return None
     return [*plan.before, (method.event(plan.noise_multiplier), plan.num_steps)]
 
 
 def expect_affordable(plan: Plan, phases: list[tuple[Event, int]] | None) -> None:
-    """Raises ConfigError: with its noise the steps of a plan cost more than was asked for.
+    """Check once more that the steps of a plan cost at most its target epsilon.
 
-    Calibration sees to it that they do not. This looks once more before the first step, wherever
-    plan and noise come from.
-    Args: phases: of `planned_phases`.
+    Calibration ensures that; this check holds wherever plan and noise come from.
+    Args: phases: from `planned_phases`.
+    Raises: ConfigError: they cost more.
     """
     if phases is None:
         return
@@ -123,12 +133,12 @@ def expect_affordable(plan: Plan, phases: list[tuple[Event, int]] | None) -> Non
 
 
 def sampling_for(name: str, prob: float, privacy: PrivacyConfig) -> AnySampling:
-    """What the plan says of how units are drawn.
+    """The plan's entry for the way of sampling.
 
     Args:
-      name: of the sampler.
-      prob: the share of all units that is expected in a step.
-      privacy: complete.
+      name: name of the sampler.
+      prob: expected fraction of all units in a step.
+      privacy: from `complete`.
     """
     if name == ALLOCATION:
         assert privacy.participations is not None, "complete() comes first"
@@ -152,21 +162,22 @@ def make_plan(
     trial: bool = False,
     evaluations: Evaluations | None = None,
 ) -> Plan:
-    """Calibrate the noise and write down every constant.
+    """Calibrate the noise and write down every public constant of a run.
 
+    Args:
+      privacy: from `complete`.
+      num_parameters: coordinates that get noise in each step.
+      non_private: a line for each fact that the guarantee does not cover.
+      data_seal: keyed digest of the data's fingerprint.
+      trial: the run is one trial of a private selection.
     Raises: ConfigError: epsilon is so large that the slack of the noise takes all of delta, or a
-      trial trains more parameters than were paid for.
+      trial trains more than MOST_PARAMETERS.
     """
     assert privacy.delta is not None, "complete() comes first"
     fits = not trial or num_parameters <= MOST_PARAMETERS
     most = f"at most {MOST_PARAMETERS:,} in a private selection"
     expect("num_parameters", num_parameters, fits, most)
     sigma = calibrate(method, privacy)
-    bands = (privacy.bands or 1) if privacy.noise == CORRELATED else 1
-    error = predicted_error(sigma, privacy.num_steps, bands)
-    noise = IndependentNoise(predicted_error=error)
-    if privacy.noise == CORRELATED:
-        noise = CorrelatedNoise(predicted_error=error, bands=bands)
     planted = getattr(users, "canaries", None)
     plan = Plan(
         algorithm=algorithm,
@@ -186,7 +197,7 @@ def make_plan(
         num_parameters=num_parameters,
         data_seal=data_seal,
         non_private=tuple(non_private),
-        noise=noise,
+        noise=_noise_for(privacy, sigma),
         purpose=Trial(True) if trial else Release() if planted is None else Audit(planted),
         group_size_epsilon=privacy.group_size_epsilon,
         clip_quantile=privacy.clip_quantile,
@@ -203,25 +214,36 @@ def make_plan(
     return plan
 
 
-def drawn_once(method: ELS | ULS, num_steps: int, key: SecretKey) -> str:
-    """A seal of the pool of ELS, and of who takes part in which turn or window; "" if none of these
-    is drawn. By it a run that goes on with other packages knows whether they draw the same.
+def _noise_for(privacy: PrivacyConfig, noise_multiplier: float) -> AnyNoise:
+    """The plan's entry for the noise. Args: privacy: from `complete`."""
+    correlated = privacy.noise == CORRELATED
+    bands = (privacy.bands or 1) if correlated else 1
+    error = predicted_error(noise_multiplier, privacy.num_steps, bands)
+    if correlated:
+        return CorrelatedNoise(predicted_error=error, bands=bands)
+    return IndependentNoise(predicted_error=error)
 
+
+def drawn_once(method: ELS | ULS, num_steps: int, key: SecretKey) -> str:
+    """Seal what is drawn once for several steps: the pool of ELS, users' turns or windows.
+
+    With it a resumed run can tell whether other package versions draw the same. Returns "" if
+    nothing is drawn once.
     Args: key: the run's own.
     """
-    arrays = [*([method.pool] if isinstance(method, ELS) else [])]
-    digest, count = hashlib.sha256(), 0
-    for array in itertools.chain(arrays, method.sampler.drawn_once(method.key, num_steps)):
+    pools = [method.pool] if isinstance(method, ELS) else []
+    digest, drawn = hashlib.sha256(), False
+    for array in itertools.chain(pools, method.sampler.drawn_once(method.key, num_steps)):
         digest.update(np.ascontiguousarray(array).data)
-        count += 1
-    return key.seal(f"drawn once {digest.hexdigest()}") if count else ""
+        drawn = True
+    return key.seal(f"drawn once {digest.hexdigest()}") if drawn else ""
 
 
 def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> SharedTexts | None:
-    """What the plan says of texts with several owners; None where each has one.
+    """The plan's entry for texts with several owners; None if each text has one.
 
+    Its seal tells a resumed run whether it has the pool or the groups that it started with.
     Args: key: the run's own.
-    The seal tells whether a run that goes on has the pool or the groups that it began with.
     """
     if (owners := graph_of(users)) is None:
         return None
@@ -231,7 +253,7 @@ def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> SharedTexts | No
         assert isinstance(method, SharedULS), "of texts with several owners"
         groups = method.groups
         used, changed, kept = groups.rows, groups.max_changed, [groups.rows, groups.offsets]
-    digest = hashlib.sha256(b"".join(np.ascontiguousarray(each).tobytes() for each in kept))
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in kept))
     return SharedTexts(
         owner_sets=owners.num_sets,
         with_several_owners=int(np.diff(users.offsets)[owners.sizes > 1].sum()),
@@ -240,3 +262,55 @@ def sharing(users: Users, method: ELS | ULS, key: SecretKey) -> SharedTexts | No
         max_changed=changed,
         seal=key.seal(digest.hexdigest()),
     )
+
+
+class HeldOut(Protocol):
+    """The part of a store of held-out users that the plan needs."""
+
+    num_users: int
+    offsets: np.ndarray
+
+
+def evaluations_of(
+    privacy: PrivacyConfig, run: RunConfig, held_out: HeldOut | None
+) -> Evaluations | None:
+    """The evaluations with noise that the settings request; None if they request none.
+
+    Raises: ConfigError: there are too few held-out users, texts have several owners, or the loss
+      has no bound.
+    """
+    if privacy.eval_epsilon is None:
+        return None
+    total = held_out.num_users if held_out is not None else 0
+    expect("eval_epsilon", privacy.eval_epsilon, total > 1, TWO_HELD_OUT)
+    assert held_out is not None
+    one_owner = getattr(held_out, "owners", None) is None
+    expect("eval_epsilon", privacy.eval_epsilon, one_owner, "texts with one owner each")
+    bound = privacy.eval_loss_bound or math.log(getattr(held_out, "vocab_size", 1))
+    expect("eval_loss_bound", privacy.eval_loss_bound, bound > 0, "a bound on the loss of the task")
+    every = run.eval_every or max(1, privacy.num_steps // 10)
+    count = 1 + -(-privacy.num_steps // every)
+    users, delta = min(total, run.eval_examples), delta_of(total, privacy.delta)
+    sigma, _ = noise_of(privacy.eval_epsilon, delta, count)
+    rows = min(MOST_ROWS, max(1, run.eval_examples // users))
+    return Evaluations(privacy.eval_epsilon, delta, sigma, every, count, users, rows, bound)
+
+
+def delta_of(num_users: int, delta: float | None) -> float:
+    """delta of evaluations of num_users held-out users: N^-1.1, or the run's if that is smaller."""
+    return min(num_users**-1.1, delta or 1.0)
+
+
+def noise_of(epsilon: float, delta: float, count: int = 1) -> tuple[float, tuple[float, float]]:
+    """Noise multiplier of `count` evaluations that together cost epsilon.
+
+    Returns: (sigma, slack), with slack = (epsilon, delta) added for noise that is not ideal.
+    """
+    part = slack(count, epsilon, delta)
+    sigma = accounting.noise_multiplier(
+        epsilon=epsilon - part.epsilon,
+        delta=delta - part.delta,
+        num_steps=count,
+        sampling_prob=1.0,
+    )
+    return sigma, (part.epsilon, part.delta)

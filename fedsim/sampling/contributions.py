@@ -3,7 +3,7 @@
 `limit_contributions` is the pool of ELS, `draw_groups` the groups of ULS (Algorithms 1 and 2). All
 draws are pure functions of (key, purpose, step, user); see `keys`. The group size of ELS is the
 median user's number of examples (Section 6), from the data as they are or by the exponential
-mechanism on a public grid; `accounting.pure_dp` composes that mechanism with training.
+mechanism on a public grid; `accounting.PureEvent` composes that mechanism with training.
 """
 
 import math

@@ -1,12 +1,12 @@
-"""What both algorithms share: a run from its settings to its summary.
+"""A run from its settings to its summary, for both algorithms.
 
-    train      a run, or the rest of one: open_run -> plan_run -> launch().fit() (`launch`)
+    train      a run, or the rest of a resumed one (`launch`): open_run -> plan_run -> launch
+    dry_run    the plan of a run with estimates of time and memory (`launch`)
     open_run   directory, data, model, key and identity (`open`)
-    plan_run   defaults, calibration, price, limits, strategy (`planned`)
+    plan_run   defaults, calibration, cost, limits, strategy (`planned`)
     Trainer    the loop: gradient, ledger, update, evaluation, checkpoint (`trainer`)
 
-`dry_run` plans a run and estimates its time and memory. An algorithm (`els`, `uls`) gives the
-privatised gradient of a step; the rest is here.
+An algorithm (`els`, `uls`) computes the privatised gradient of a step; everything else is here.
 """
 
 from lazy_loader import attach_stub

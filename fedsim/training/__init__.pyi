@@ -1,9 +1,14 @@
 from . import optimizers as optimizers
-from .dry_run import dry_run as dry_run
-from .launch import train as train
+from .launch import dry_run as dry_run, train as train
 from .open import open_run as open_run, wait_for as wait_for
-from .optimizers import Diverged as Diverged
+from .optimizers import Diverged as Diverged, Noise as Noise, settled as settled
 from .personalize import personalize_run as personalize_run
+from .planned import (
+    expect_strategy as expect_strategy,
+    outside as outside,
+    settled_by as settled_by,
+    strategy_for as strategy_for,
+)
 from .pretrain import pretrain as pretrain
 from .private_evaluation import (
     DIRECTORY as DIRECTORY,
@@ -14,12 +19,5 @@ from .private_evaluation import (
     evaluate_privately as evaluate_privately,
     largest_loss as largest_loss,
     user_losses as user_losses,
-)
-from .recipe import Noise as Noise, settled as settled
-from .resolve import (
-    expect_strategy as expect_strategy,
-    outside as outside,
-    settled_by as settled_by,
-    strategy_for as strategy_for,
 )
 from .trainer import Trainer as Trainer

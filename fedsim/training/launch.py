@@ -1,14 +1,27 @@
-"""From a run's settings to its summary: open, plan, launch."""
+"""From the settings of a run to its summary (`train`), or to an estimate of its cost (`dry_run`).
 
+Time and memory are measured on a few units in this process. Evaluations, checkpoints and noise come
+on top.
+"""
+
+import dataclasses
+import itertools
+import os
 from typing import Any
 
-from fedsim.config import Algorithm, PrivacyConfig, RunConfig
-from fedsim.engine import versions
-from fedsim.plan import method_for
+import jax
+import numpy as np
+import optax
+
+from fedsim.clipping import Strategy
+from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
+from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
+from fedsim.errors import ConfigError, expect
+from fedsim.plan import Plan, method_for
 from fedsim.run import Console, directory
 from fedsim.training.open import OpenRun, Plant, Source, open_run
-from fedsim.training.planned import PlannedRun, plan_run
-from fedsim.training.resolve import runnable
+from fedsim.training.optimizers import Noise, settled, update_of
+from fedsim.training.planned import FITTED, PlannedRun, expect_strategy, plan_run
 from fedsim.training.trainer import Callback, Trainer
 
 
@@ -25,17 +38,20 @@ def train(
     count: bool = True,
     held_out: bool = True,
 ) -> dict[str, Any]:
-    """Train, or go on training; returns what `summary.json` holds.
+    """Train, or resume training; return the contents of `summary.json`.
 
-    Nothing is written to the run directory before everything has been found in order.
+    Nothing is written to the run directory before all checks have passed.
     Args:
-      source: data and task, instead of those that the settings name.
-      plant: of an audit.
-      callback: called after every step with its number, from 1, and its metrics.
-      trial: it is one of a private selection, which is counted in the ledger of the data instead.
-      count: count it in the ledger of the data; False: a replay, which releases nothing new.
-      held_out: evaluate on held-out users, which is done without noise.
-    Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
+      source: data and task to use in place of those that the settings name.
+      plant: canaries of an audit.
+      callback: called after each step with its number, from 1, and its metrics.
+      trial: the run is a trial of a private selection, which the budget ledger counts in its place.
+      count: count the run in the budget ledger; False for a replay, which releases nothing new.
+      held_out: evaluate on held-out users without noise.
+    Raises:
+      ConfigError: the settings do not fit the data, the model or each other.
+      EngineError: workers failed.
+      LedgerError: a ledger is damaged or locked.
     """
     privacy = runnable(privacy, run)
     with open_run(
@@ -52,7 +68,7 @@ def launch(
     callback: Callback | None = None,
     replays: bool = False,
 ) -> Trainer:
-    """Write the run's directory if it is new, lock it, and return what takes the steps."""
+    """Write the run's directory if it is new, lock it, and return the Trainer of the run."""
     host = planned.engine.host(planned.params)
     strategy = {"name": str(planned.strategy), "why": planned.why}
     stored = opened.begin(planned.task, plan=planned.plan, host=host, strategy=strategy)
@@ -69,3 +85,140 @@ def launch(
             "taken as it was kept, or left out"
         )
     return Trainer(opened, planned, host, other_bits, replays, callback)
+
+
+def dry_run(
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    console: Console,
+    config: EngineConfig,
+) -> dict[str, Any]:
+    """Plan a run and estimate its cost; nothing is trained, written or paid for.
+
+    Args:
+      run: settings with engine `local`.
+      config: the engine to estimate for.
+    Returns: fields of the plan, and those of `cost`.
+    Raises: ConfigError, EngineError: as in a training.
+    """
+    privacy = runnable(privacy, run)
+    share = privacy.group_size_epsilon
+    counts = "none in a dry run, where nothing counts what a draw costs: give it --group-size"
+    expect("group_size_epsilon", share, share is None, counts)
+    with open_run(algorithm, privacy, run, console) as opened:
+        plan, method, _, _, engine, task, params, strategy, _ = plan_run(opened, dry_run=True)
+        rows = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
+        update, averaged = update_of(opened.run, plan.num_steps), bool(opened.run.ema)
+        estimate = cost(
+            engine, task, rows, params, plan, strategy, update, config, averaged=averaged
+        )
+        console.rows(cost_rows(estimate))
+        return {**plan.as_dict(), **estimate}
+
+
+def cost(
+    worker: Engine,
+    task: Task,
+    rows: np.ndarray,
+    params: Any,
+    plan: Plan,
+    strategy: Strategy,
+    transformation: optax.GradientTransformation,
+    config: EngineConfig,
+    *,
+    averaged: bool,
+) -> dict[str, Any]:
+    """Estimate seconds and bytes of the steps of a plan from a trial in this process.
+
+    Args:
+      worker: engine of this process, with its task.
+      rows: rows of a step that has units; the first few are tried.
+      config: the engine to estimate for; its workers are assumed to be like this process.
+      averaged: the run also keeps an average of the parameters.
+    Returns: num_workers; step_seconds, seconds; worker_bytes, driver_bytes.
+    Raises: ConfigError: not even a few units fit in memory here.
+    """
+    rows, state = rows[:TRIAL_UNITS], jax.eval_shape(transformation.init, params)
+    workers, devices = _workers(config)
+    (trial,) = worker.try_strategies(params, rows, plan.clip, [strategy])
+    if trial.fault is not None:
+        raise ConfigError.of("strategy", strategy, f"one that fits here: {trial.fault}")
+    # With a mesh the trial was one of all its devices, which have one model between them.
+    models = 1 if config.mesh else devices
+    step_s = trial.seconds / len(rows) * plan.expected_count / (workers * models)
+    trained, frozen = _num_bytes(params), _num_bytes(task.frozen)
+    return {
+        "num_workers": workers,
+        "step_seconds": step_s,
+        "seconds": step_s * plan.num_steps,
+        # Each device has parameters, sum and program, and the model that adapters sit on.
+        "worker_bytes": models * (2 * trained + frozen) + devices * trial.memory,
+        # Parameters, sum, noise and gradient; the same model, to hand it out; the average.
+        "driver_bytes": (4 + averaged) * trained + frozen + _num_bytes(state),
+    }
+
+
+def _workers(config: EngineConfig) -> tuple[int, int]:
+    """Number of workers that an engine would have on this machine, and devices of each."""
+    if config.kind == "local":
+        return 1, config.mesh_shape.devices if config.mesh_shape else 1
+    machine: dict[str, float] = {"CPU": len(os.sched_getaffinity(0))}
+    if (name := jax.default_backend().upper()) in ("GPU", "TPU"):
+        machine[name] = jax.local_device_count()
+    mesh = config.mesh_shape
+    placement = place_workers(
+        config.num_workers,
+        config.threads_per_worker,
+        [machine],
+        mesh.devices if mesh else config.devices_per_worker,
+        config.accelerator,
+    )
+    return placement.num_workers, placement.devices
+
+
+def cost_rows(estimate: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of an estimate of `cost` for display."""
+    step, steps = _time(estimate["step_seconds"]), _time(estimate["seconds"])
+    driver = _size(estimate["driver_bytes"])
+    worker = _size(estimate["worker_bytes"])
+    workers = f"{estimate['num_workers']} worker(s) like this process"
+    return [
+        ("time", f"about {step} a step, {steps} in all, for gradients on {workers}"),
+        ("memory", f"about {worker} a worker, {driver} here, beside what any process takes"),
+    ]
+
+
+def _time(seconds: float) -> str:
+    units = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
+    name, unit = next((u for u in units if seconds >= u[1]), units[-1])
+    return (
+        f"{seconds / unit:.2g} {name}" if seconds < 99 * unit else f"{seconds / unit:,.0f} {name}"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.2g} MB" if num_bytes < 99e6 else f"{num_bytes / 1e6:,.0f} MB"
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
+    """The settings to run with (`as_started`), after the checks that need no data.
+
+    Raises: ConfigError: optimizer or strategy does not exist, or does not fit.
+    """
+    privacy = as_started(privacy, run)
+    update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
+    expect_strategy(run.engine)
+    return privacy
+
+
+def as_started(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
+    """The settings, with the number of steps that fitted a limit when a resumed run was started."""
+    if not (run.spend_rest and run.resume and (run.run_dir / directory.CONFIG).exists()):
+        return privacy
+    stored = directory.load(run.run_dir).privacy
+    return dataclasses.replace(privacy, **{name: getattr(stored, name) for name in FITTED})

@@ -1,7 +1,6 @@
 """Open a run: its directory, data, model, key and identity.
 
-Mistakes are found in the order in which they cost time, and nothing is written before everything
-has been found in order.
+Checks come in the order of the time they take, and nothing is written before all have passed.
 """
 
 import dataclasses
@@ -42,19 +41,19 @@ from fedsim.run import (
 
 
 class Source(Protocol):
-    """Where data, task and first parameters of a run come from, instead of its settings."""
+    """Data, task and first parameters of a run, in place of those that its settings name."""
 
     def data(self, note: Callable[[str], None]) -> Dataset:
         """The data to train on."""
         ...
 
     def start(self, data: Dataset, run: RunConfig, key: Any) -> tuple[Task, Any]:
-        """The task, and the parameters it starts from; `key` is a JAX key of fresh ones."""
+        """The task and its initial parameters. Args: key: JAX key for new parameters."""
         ...
 
 
 class Plant(Protocol):
-    """What an audit puts into a run and sees of it; see `trust.canaries`."""
+    """Canaries that an audit puts into a run, and its view of the run; see `trust.canaries`."""
 
     def data(self, data: Dataset) -> Dataset:
         """The data to train on."""
@@ -65,32 +64,32 @@ class Plant(Protocol):
         ...
 
     def hearing(self, add_noise: AddNoise) -> AddNoise:
-        """What adds noise, such that the sums it is added to are heard."""
+        """Wrap the function that adds noise, so that the audit records the sums before noise."""
         ...
 
     def watch(self, gradient: Any, unit: float, coefficients: np.ndarray | None = None) -> None:
-        """Called with every step's privatised gradient.
+        """Called with each step's privatised gradient.
 
         Args:
-          unit: what a contribution of one clip norm is in it.
-          coefficients: 1, c_1, ... of correlated noise; None: it is independent.
+          unit: size of a contribution of one clip norm in it.
+          coefficients: 1, c_1, ... of correlated noise; None: noise is independent.
         """
         ...
 
 
 @dataclasses.dataclass
 class OpenRun:
-    """A run whose data, key and identity are known; `start_engine` and `begin` come next."""
+    """A run with its data, key and identity; call `start_engine` and then `begin`."""
 
     settings: PrivacyConfig | PretrainConfig
     run: RunConfig
     data: Dataset
     model: Pretrained | None
-    """The pretrained model that it starts from."""
+    """The pretrained model to start from."""
     key: SecretKey
     identity: Identity
     stored: StoredRun | None
-    """What it was started with, if it goes on."""
+    """The run as it was started, if it is resumed."""
     console: Console
     source: Source | None
     plant: Plant | None
@@ -99,12 +98,13 @@ class OpenRun:
 
     @property
     def algorithm(self) -> Algorithm:
-        """Of a run of `train`."""
+        """The algorithm of a run of `train`."""
         return Algorithm(self.identity.algorithm)
 
     def start_engine(self) -> tuple[Engine, Task, Any]:
-        """(engine, whose workers are starting; task; initial parameters); starts them once.
+        """Start the workers, once.
 
+        Returns: (engine, whose workers may still be starting; task; initial parameters).
         Raises: ConfigError: data and model do not fit, or there is no room for the workers.
         """
         if self._started is None:
@@ -124,26 +124,27 @@ class OpenRun:
         self._stack.callback(workers.close)
         return workers, task, workers.place(params)
 
-    def begin(self, task: Task, **known: Any) -> StoredRun:
-        """Write the directory of a new run, and hold it; what a run that goes on has stored.
+    def begin(self, task: Task, **fields: Any) -> StoredRun:
+        """Create and lock the directory of a new run; return the run as it was started.
 
-        Args: known: fields of `StoredRun` that have been found since: plan, host, strategy.
+        Args: fields: further fields of `StoredRun`: plan, host, strategy.
         """
         if self.stored is not None:
             return self.stored
         files = self.model and self.model.files
         if files is not None:
-            known["files"] = model_files.side_file_digests(files)
+            fields["files"] = model_files.side_file_digests(files)
         stored = StoredRun(
-            self.identity, self.settings, self.run, task.describe(), versions(), **known
+            self.identity, self.settings, self.run, task.describe(), versions(), **fields
         )
-        place = (self.run.run_dir, stored, self.key, self.data.tokenizer_path, files)
-        self._stack.enter_context(directory.create(*place))
+        self._stack.enter_context(
+            directory.create(self.run.run_dir, stored, self.key, self.data.tokenizer_path, files)
+        )
         return stored
 
 
 def wait_for(workers: Engine, console: Console) -> None:
-    """Until workers can compute. Raises: EngineError: they cannot be had."""
+    """Wait until the workers can compute. Raises: EngineError: they cannot be started."""
     with console.phase("starting the workers") as phase, workers.telling(phase.at):
         workers.ready()
 
@@ -165,7 +166,7 @@ def open_run(
       source: data and task, instead of those that the settings name.
       plant: what an audit puts into the run.
       held_out: False: leave the held-out users out; they are evaluated without noise.
-    Raises: ConfigError: a mistake of the user's, or a run that goes on would do otherwise.
+    Raises: ConfigError: a mistake in the settings, or a resumed run would differ from its start.
       FileDamaged: what is there of the run, or its data, is not what it was.
     """
     exact = isinstance(settings, PrivacyConfig) and math.isfinite(settings.epsilon)
@@ -205,17 +206,17 @@ def key_context(
     run: RunConfig,
     data: Dataset,
 ) -> str:
-    """What a key depends on beside the seed: no run with other settings or data has the same.
+    """Everything that a key depends on beside the seed, so that no two different runs share a key.
 
-    Settings at their defaults are left out: one that is new changes no earlier run. A pretrained
-    model is known by its parameters, wherever it lies, as data are.
+    Settings at their defaults are left out, so that a new setting changes no earlier run. A
+    pretrained model is identified by its parameters, as data are, wherever it lies.
     """
     if isinstance(settings, PretrainConfig):  # the order of examples, which hides nothing
         return directory.PRETRAIN
-    own = {n: v for n, v in as_dict(run).items() if n not in OPERATIONAL | {"seed"}}
+    of_run = {n: v for n, v in as_dict(run).items() if n not in OPERATIONAL | {"seed"}}
     if model is not None:
-        del own["model"]
-    changes = [changed(PrivacyConfig, as_dict(settings)), changed(RunConfig, own)]
-    changes = [first_named(each) for each in changes]
+        del of_run["model"]
+    changes = [changed(PrivacyConfig, as_dict(settings)), changed(RunConfig, of_run)]
+    changes = [first_named(settings) for settings in changes]
     identity = {"algorithm": algorithm, "model": model}
     return json.dumps([identity, *changes, data.train.fingerprint], sort_keys=True)

@@ -1,19 +1,22 @@
-"""What follows the privatised gradient: optimizers by name, schedules, weight decay, averages.
+"""The update after the privatised gradient: optimizers by name, schedules, weight decay, averages.
 
-All of it is post-processing: it costs no privacy, and it is part of a run's bits.
+All of it is post-processing: it costs no privacy, and it determines the bits of a run. Settings
+that the user leaves open follow from a rule in public quantities, which was fitted on public text
+(`experiments/optimizers.py`) and costs no privacy either.
 """
 
+import dataclasses
 import inspect
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim.config import RunConfig
+from fedsim.config import UPDATE, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.placement import BLOCKS, any_cut
 
@@ -22,13 +25,19 @@ STACKED = (jax.tree_util.DictKey(BLOCKS),)  # where the path of a leaf [layers, 
 
 
 class Diverged(FedsimError):
-    """A training that nothing can come of any more; the message says what it has spent."""
+    """A training that cannot recover; the message has the privacy that it spent."""
 
     exit_code = 3
 
 
 def diverged(run: RunConfig, step: int, what: str, spent: str = "") -> Diverged:
-    """Args: run: settled. step: the one after which `what` was seen."""
+    """The error of a diverged run.
+
+    Args:
+      run: settled.
+      step: the step after which `what` was observed.
+      spent: end of the message, with the privacy spent.
+    """
     rate = f"learning_rate={run.learning_rate:g}: expected a smaller one"
     return Diverged(f"{rate}: {what} after step {step}{spent}")
 
@@ -36,9 +45,10 @@ def diverged(run: RunConfig, step: int, what: str, spent: str = "") -> Diverged:
 def update_rule(
     run: RunConfig, learning_rate: float | optax.Schedule
 ) -> optax.GradientTransformation:
-    """The optimizer of a run, with its weight decay. Args: run: settled; see `recipe`.
+    """The optimizer of a run, with its weight decay.
 
-    Raises: ConfigError: no such optimizer, or not with these options.
+    Args: run: from `settled`.
+    Raises: ConfigError: there is no such optimizer, or it does not take these options.
     """
     assert run.optimizer is not None, "settled"
     transformation = optimizer(run.optimizer, learning_rate)
@@ -48,8 +58,11 @@ def update_rule(
 
 
 def rate_of(run: RunConfig, num_steps: int) -> float | optax.Schedule:
-    """The learning rate of every step, from 0: it rises in a line in the first `warmup` of the
-    steps, and stays or falls so that it would be zero after the last."""
+    """Learning rate of each step, from 0.
+
+    It rises linearly in the first `warmup` of the steps, then stays constant or falls so that it
+    would be zero after the last step.
+    """
     peak, rising = run.learning_rate, math.ceil(run.warmup * num_steps)
     assert peak is not None and run.schedule is not None, "settled"
     falls = {
@@ -63,31 +76,38 @@ def rate_of(run: RunConfig, num_steps: int) -> float | optax.Schedule:
     return optax.join_schedules([rises, falls[run.schedule]], [rising])
 
 
-def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.GradientTransformation:
-    """`momentum` (sgd with 0.9), or any optax optimizer that needs nothing but a learning rate, or
-    its schedule. Options follow the name: `adam:b1=0.8,eps=1e-6`.
+def update_of(run: RunConfig, num_steps: int) -> optax.GradientTransformation:
+    """The optimizer of a settled run, with its schedule."""
+    return update_rule(run, rate_of(run, num_steps))
 
-    Raises: ConfigError: no such optimizer, or not with these options.
+
+def optimizer(name: str, learning_rate: float | optax.Schedule) -> optax.GradientTransformation:
+    """An optimizer by name: `momentum` (sgd with 0.9), or one of optax.
+
+    It must need nothing but a learning rate or its schedule.
+
+    Args: name: with options, such as `adam:b1=0.8,eps=1e-6`.
+    Raises: ConfigError: there is no such optimizer, or it does not take these options.
     """
     factory, options = _made_of(name)
     return factory(learning_rate=learning_rate, **options)
 
 
 def momentum_of(name: str) -> float:
-    """By which factor what an optimizer has gathered fades in a step, in [0, 1); 0 if it has none.
+    """Decay factor per step of the momentum of an optimizer, in [0, 1); 0 if it has none.
 
     Raises: ConfigError: as `optimizer`, or the factor is out of range.
     """
-    found = _made_of(name)[1].get("momentum") or 0.0
-    expect("optimizer", name, 0 <= found < 1, "momentum in [0, 1)")
-    return found
+    momentum = _made_of(name)[1].get("momentum") or 0.0
+    expect("optimizer", name, 0 <= momentum < 1, "momentum in [0, 1)")
+    return momentum
 
 
 def _made_of(name: str) -> tuple[Callable, dict[str, Any]]:
-    """What makes an optimizer, and with which options."""
+    """The factory of an optimizer and its options."""
     kind, _, text = name.partition(":")
     factory = optax.sgd if kind == "momentum" else getattr(optax, kind, None)
-    # noisy_sgd adds noise of its own; scale_by_... are parts of optimizers.
+    # noisy_sgd adds noise of its own; scale_by_... are parts of
     excluded = kind == "noisy_sgd" or kind.startswith("scale_by")
     if excluded or not inspect.isfunction(factory) or not _works(factory, {}):
         expected = "momentum or an optax optimizer such as adafactor, adam, sgd"
@@ -116,13 +136,15 @@ def updater(transformation: optax.GradientTransformation) -> Callable[[Any, Any,
 
 @jax.jit
 def is_finite(params: Any) -> jax.Array:
-    """Whether all parameters, and their norm, are finite."""
+    """True if all parameters, and their norm, are finite."""
     return jnp.isfinite(optax.tree.norm(params))
 
 
 def averaged(average: Any, params: Any, ema: float, step: int) -> Any:
-    """The average of the parameters after `step` steps, from that before: its weights, which add up
-    to one, fall by the factor `ema` from one step to the one before."""
+    """Exponential moving average of the parameters after `step` steps, from that before.
+
+    The weights add up to one and fall by the factor `ema` from each step to the one before.
+    """
     return _towards(average, params, (1 - ema) / (1 - ema**step))
 
 
@@ -132,8 +154,10 @@ def _towards(average, params, share):
 
 
 def _decay(rate: float | optax.Schedule, share: float) -> optax.GradientTransformation:
-    """Decoupled weight decay (Loshchilov and Hutter 2019), of matrices alone: of those of each
-    layer, where layers are stacked."""
+    """Decoupled weight decay (Loshchilov and Hutter 2019) of matrices.
+
+    Stacked layers count as the matrices of each layer.
+    """
 
     def update(updates, state, params=None):
         now = (rate(state.count) if callable(rate) else rate) * share
@@ -149,12 +173,12 @@ def _decay(rate: float | optax.Schedule, share: float) -> optax.GradientTransfor
 
 
 def _options(name: str, text: str, factory: Callable) -> dict[str, Any]:
-    """What follows the name: numbers, true, false and null by parameter."""
-    known = set(inspect.signature(factory).parameters) - {"learning_rate"}
+    """Parse the options after the name: numbers, true, false and null by parameter."""
+    names = set(inspect.signature(factory).parameters) - {"learning_rate"}
     options = {}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
-        expect("optimizer", name, bool(equals) and key in known, f"options among {sorted(known)}")
+        expect("optimizer", name, bool(equals) and key in names, f"options among {sorted(names)}")
         try:
             options[key] = json.loads(value)
         except ValueError:
@@ -163,7 +187,7 @@ def _options(name: str, text: str, factory: Callable) -> dict[str, Any]:
 
 
 def _works(factory: Callable, options: dict[str, Any]) -> bool:
-    """Can be made from a learning rate and updates from a gradient alone (lbfgs, say, cannot)."""
+    """True if the optimizer updates from a gradient alone, unlike lbfgs, with these options."""
     params = jnp.zeros(2)
     try:
         transformation = factory(learning_rate=1.0, **options)
@@ -171,3 +195,64 @@ def _works(factory: Callable, options: dict[str, Any]) -> bool:
     except (TypeError, AttributeError, ValueError):
         return False
     return True
+
+
+PAPER: dict[str, Any] = dict(optimizer="adafactor", learning_rate=0.1, schedule="constant", ema=0.0)
+"""Charles et al. 2024 (Section 5), who tune the rate on a grid."""
+RATES = {"adafactor": 0.1, "adam": 0.01, "adamw": 0.01}
+"""Learning rates of optimizers that divide by the size of the gradient, and so do not depend on the
+noise."""
+MOMENTUM_RATES = {  # what is trained: (rate where bound / stddev is 100, exponent of it, the most)
+    "fresh": (0.15, 1.2, 0.3),
+    "pretrained": (6.4e-3, 1.0, 0.03),
+    "adapters": (4.7e-2, 1.0, 0.1),
+}
+STEPS = 100
+AVERAGED = 10  # steps that the average looks back, about: a tenth of a run of STEPS
+
+
+class Noise(NamedTuple):
+    """The public quantities that the rule for the learning rate depends on."""
+
+    stddev: float
+    """Standard deviation of the noise on a coordinate of a step's mean gradient: C sigma / M, or C
+    sigma / B. For correlated noise, that of the independent noise that adds as much to sums of
+    steps."""
+    bound: float
+    """Bound on the norm of that gradient: C, or 1 with normalised clipping."""
+    num_steps: int
+
+
+def settled(run: RunConfig, noise: Noise | None, *, fresh: bool = True) -> RunConfig:
+    """The run with optimizer, learning_rate, schedule and ema filled in.
+
+    Args:
+      noise: None for pre-training, which has no noise and uses the settings of the paper.
+      fresh: the trained model is not a pretrained one.
+    Raises: ConfigError: there is no rule for the learning rate of this optimizer.
+    """
+    usual = PAPER
+    if noise is not None and run.recipe != "paper":
+        kind = run.optimizer or "momentum"
+        trained = "adapters" if run.model.lora_rank else "fresh" if fresh else "pretrained"
+        ema = max(0.0, 1 - AVERAGED / noise.num_steps)
+        rate = run.learning_rate or _rate(kind, noise, *MOMENTUM_RATES[trained])
+        usual = {"optimizer": kind, "learning_rate": rate, "schedule": "constant", "ema": ema}
+    given = {name: getattr(run, name) for name in UPDATE}
+    return dataclasses.replace(run, **{n: usual[n] if v is None else v for n, v in given.items()})
+
+
+def _rate(optimizer: str, noise: Noise, usual: float, exponent: float, most: float) -> float:
+    kind = optimizer.partition(":")[0]
+    if kind in RATES:
+        return RATES[kind]
+    if kind not in ("momentum", "sgd"):
+        _made_of(optimizer)  # the first mistake: there is none of that name
+        expected = f"a value: there is a rule for momentum, sgd, {', '.join(RATES)} alone"
+        raise ConfigError.of("learning_rate", None, f"{expected}, not for {kind}")
+    # Noise moves each parameter by rate times stddev times the root of the number of steps.
+    share = noise.bound / max(noise.stddev, 1e-12) * math.sqrt(STEPS / max(STEPS, noise.num_steps))
+    rate = min(most, usual * (share / 100) ** exponent) / noise.bound
+    # A gradient moves the parameters by 1 / (1 - momentum) times the rate, in all.
+    faded = (1 - momentum_of(optimizer)) / (1 - MOMENTUM)
+    return float(f"{rate * faded:.3g}")

@@ -1,9 +1,9 @@
 """Loss on users' own text before and after a model is personalized to them (Appendix G).
 
-The examples of each user are halved; plain SGD goes a few times over one half, and the other half
-says what that was worth. The users are held-out ones, whom training did not see, or those of a test
-split, where it saw earlier examples of some. A personal model is its user's own: nothing here is
-private, and nothing is kept.
+The examples of each user are halved. SGD makes a few epochs over one half, and the loss on the
+other half measures the gain. The users are held-out ones, whom training did not see, or those of a
+test split, where it may have seen earlier examples of them. Nothing here is private, and no
+personal model is kept.
 """
 
 import dataclasses
@@ -25,39 +25,39 @@ from fedsim.run import Console, StoredRun
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """Rows of one user's examples."""
+    """Rows of one user's examples, in two halves."""
 
     user: int
     own: np.ndarray
-    """To personalize with."""
+    """Rows to personalize with."""
     reserved: np.ndarray
-    """To evaluate on."""
+    """Rows to evaluate on."""
 
 
 def halves(store: UserStore, settings: Personalization, key: SecretKey) -> list[Halves]:
-    """Users with two examples or more, drawn without replacement, and their halves.
+    """Draw users with at least two examples, without replacement, and halve their examples.
 
-    Guarantees: a user's halves share no row and depend on (key, user) alone.
+    Guarantees: a user's halves share no row and depend on (key, user) only.
     Args: store: anything with the users' `offsets`.
     """
     sizes = np.diff(store.offsets)
     owners = np.flatnonzero(sizes >= 2)
     count = min(settings.users, len(owners))
     chosen = np.sort(key.generator("personalize: users").choice(owners, count, replace=False))
-    found = []
+    pairs = []
     for user in map(int, chosen):
         rows = key.generator("personalize: halves", user).permutation(sizes[user])
         rows = store.offsets[user] + rows
         half = min(len(rows) // 2, settings.max_examples)
-        found.append(Halves(user, rows[:half], rows[half:][: settings.max_examples]))
-    return found
+        pairs.append(Halves(user, rows[:half], rows[half:][: settings.max_examples]))
+    return pairs
 
 
 class Personalizer:
-    """Personalizes one model to one user after another, in this process."""
+    """Personalizes a model to one user at a time, in this process."""
 
     def __init__(self, task: Any, params: Any, split: str, settings: Personalization):
-        """Args: split: whose users they are."""
+        """Args: split: split of the data that the users are from."""
         self._task, self._split, self._settings = task, split, settings
         self._params = jax.tree.map(jnp.asarray, params)
         self._worker = Worker(task)
@@ -71,15 +71,15 @@ class Personalizer:
         return nats / max(predictions, 1)
 
     def before(self, user: Halves) -> float:
-        """The model's own loss on a user's reserved half."""
+        """Loss of the model itself on a user's reserved half."""
         return self.loss(self._params, user.reserved)
 
     def after(self, user: Halves, learning_rate: float, key: SecretKey) -> float:
-        """Its loss there after SGD on the other half."""
+        """Loss on the reserved half after SGD on the other half."""
         return self.loss(self.personal(user, learning_rate, key), user.reserved)
 
     def personal(self, user: Halves, learning_rate: float, key: SecretKey) -> Any:
-        """The parameters after SGD on a user's own half; batches are drawn anew in every epoch."""
+        """Parameters after SGD on a user's own half; batches are drawn anew in each epoch."""
         params, rate = self._params, jnp.float32(learning_rate)
         for rows in self._batches(user, key):
             batch = self._task.read(self._split, rows)
@@ -112,11 +112,12 @@ def personalize(
 ) -> dict[str, Any]:
     """Losses of a model with and without personalization, averaged over users.
 
-    Returns: `num_users`, `left_out_users` (with one example), `loss` (without), `learning_rate`
-      (the best), `personalized_loss`, `gain` and `gain_error` (its standard error over users),
-      `rates` (the last three for every learning rate) and `per_user`, an array [users, 2] of losses
-      without personalization and gains.
-    Raises: ConfigError: nobody has two examples.
+    Returns:
+      num_users; left_out_users, who have one example; loss, without personalization;
+      learning_rate, the best; personalized_loss, gain and gain_error, its standard error over
+      users; rates, with the last four for each learning rate; per_user, an array [users, 2] of
+      losses without personalization and gains.
+    Raises: ConfigError: no user has two examples.
     """
     key = SecretKey.create(settings.seed, "personalize")
     users = halves(store, settings, key)
@@ -135,8 +136,8 @@ def personalize(
     best = int(np.argmax([row["gain"] if np.isfinite(row["gain"]) else -np.inf for row in tried]))
     left_out = int((np.diff(store.offsets) == 1).sum())
     counts = {"num_users": len(users), "left_out_users": left_out}
-    found = {**counts, "loss": float(before.mean()), **tried[best], "rates": tried}
-    return {**found, "per_user": np.stack([before, all_gains[best]], axis=1)}
+    losses = {"loss": float(before.mean()), **tried[best], "rates": tried}
+    return {**counts, **losses, "per_user": np.stack([before, all_gains[best]], axis=1)}
 
 
 def _of_users(before: np.ndarray, gains: np.ndarray) -> dict[str, float]:
@@ -153,16 +154,16 @@ def personalize_run(
     split: str = "eval_users",
     settings: Personalization = Personalization(),  # noqa: B008 (frozen)
 ) -> dict[str, Any]:
-    """`personalize` of a run's last checkpoint.
+    """`personalize` for the last checkpoint of a run.
 
     Args:
-      run: the settings of the run, but for where to compute.
+      run: settings of the run, with the engine to compute with.
       split: eval_users, or test: later examples, some of them by users of the training data.
-    Raises: ConfigError: there is no checkpoint, other data, or no such split.
+    Raises: ConfigError: there is no checkpoint or no such split, or the data have changed.
     """
     task, params, data, path = last_model(stored, run, console)
     store = getattr(data, split)
     if store is None:
         raise ConfigError.of("split", split, f"data with {split}, found {', '.join(data.splits())}")
-    found = personalize(task, params, store, split, settings, console)
-    return {"run_dir": str(run.run_dir), "checkpoint": path.name, "split": split, **found}
+    result = personalize(task, params, store, split, settings, console)
+    return {"run_dir": str(run.run_dir), "checkpoint": path.name, "split": split, **result}

@@ -1,7 +1,7 @@
-"""Plan a run that is open: complete its settings, calibrate its noise, count its price.
+"""Plan an open run: complete its settings, calibrate its noise, count its cost, choose a strategy.
 
-Nothing is written here. What must not be seen before it is paid for, a private group size, is
-drawn here alone (`_complete`).
+Nothing is written here. A private group size, which must not be seen before it is paid for, is
+drawn in `_complete` and nowhere else.
 """
 
 import dataclasses
@@ -9,15 +9,18 @@ import functools
 from typing import Any, NamedTuple
 
 from fedsim.budget import GROUP_SIZE, Applicant, count_at_once, shortened
-from fedsim.clipping import Strategy, num_coordinates
-from fedsim.config import Algorithm, PrivacyConfig
+from fedsim.clipping import Clip, Strategy, num_coordinates
+from fedsim.config import UPDATE, Algorithm, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.data import Dataset
 from fedsim.els import ELS
-from fedsim.engine import Engine, Task, versions
+from fedsim.engine import AUTO, Engine, Task, choose_strategy, versions
 from fedsim.errors import expect
+from fedsim.files import cache_dir
+from fedsim.noise import predicted_error
 from fedsim.plan import (
     REPRODUCTION,
     AllocatedSampling,
+    CorrelatedNoise,
     CyclicSampling,
     Evaluations,
     Plan,
@@ -33,49 +36,49 @@ from fedsim.plan import (
 )
 from fedsim.run import StoredRun, directory
 from fedsim.training.open import OpenRun, wait_for
+from fedsim.training.optimizers import Noise, settled
 from fedsim.training.private_evaluation import Counted
-from fedsim.training.resolve import (
-    FITTED,
-    expect_local_steps,
-    outside,
-    settled_by,
-    strategy_for,
-)
 from fedsim.uls import ULS
 
 NOTHING_PROMISED = (
-    "this run promises nothing, and counts so for its users from its first step on, in {}: no "
-    "limit can be kept for them then (--budget-ledger names another ledger, for trials)"
+    "this run has no privacy guarantee. From its first step on, the privacy budget of its users in "
+    "{} is infinite, and no limit can be kept. Use another --budget-ledger for trials"
 )
+
+FITTED = ("num_steps", "participations", "epsilon")
+"""Settings that --spend-rest changes."""
 
 
 class PlannedRun(NamedTuple):
-    """What `launch` takes to the first step."""
+    """Everything that `launch` needs for the first step."""
 
     plan: Plan
     method: ELS | ULS
     privacy: PrivacyConfig
-    """Complete: nothing is left to defaults."""
+    """From `complete`: nothing is left to defaults."""
     counted: Counted | None
-    """In the ledger of the data; None: this run is not counted there."""
+    """The run's entries in the budget ledger; None: it is not counted there."""
     engine: Engine
     task: Task
     params: Any
     strategy: Strategy
     why: str
-    """Why this strategy."""
+    """The reason for this strategy, for display."""
 
 
 def plan_run(
     opened: OpenRun, *, counted: bool = True, trial: bool = False, dry_run: bool = False
 ) -> PlannedRun:
-    """The plan of a run, or the one that it was started with; workers are ready when it returns.
+    """Make the plan of a new run, or read that of a resumed one; workers are ready on return.
 
     Args:
-      counted: the run is counted in the ledger of the data. A replay and a trial are not.
-      trial: it is one of a private selection, which is counted instead of it.
+      counted: count the run in the budget ledger; False for a replay and a trial.
+      trial: the run is a trial of a private selection, which is counted in its place.
       dry_run: nothing will be released, so nothing is paid for.
-    Raises: ConfigError (a user's mistake), EngineError (workers), LedgerError.
+    Raises:
+      ConfigError: the settings do not fit the data, the model or each other.
+      EngineError: workers failed.
+      LedgerError: a ledger is damaged or locked.
     """
     algorithm, users, console = opened.algorithm, opened.data.train, opened.console
     assert isinstance(opened.settings, PrivacyConfig), "of pre-training there is no plan"
@@ -120,10 +123,11 @@ def plan_run(
 def _complete(
     opened: OpenRun, privacy: PrivacyConfig, *, pays: bool
 ) -> tuple[PrivacyConfig, list[str]]:
-    """The settings with nothing left out, and all that the guarantee does not cover.
+    """The completed settings, and a line for each fact that the guarantee does not cover.
 
-    A private group size is paid for before it is drawn, and everything that can be refused without
-    it is refused before that. Args: pays: the draw is counted in the ledger of the data.
+    A private group size is paid for before it is drawn, and the run is refused before that if it
+    can be refused without the draw.
+    Args: pays: the draw is counted in the budget ledger.
     """
     algorithm, run, stored, pay = opened.algorithm, opened.run, opened.stored, None
     if privacy.group_size_epsilon is not None and pays and stored is None:
@@ -139,9 +143,9 @@ def _complete(
 
 
 def _pay(opened: OpenRun, privacy: PrivacyConfig, delta: float) -> None:
-    """Count the draw of a group size, before anyone sees it or anything that follows from it: even
-    that the run is refused. Counted again with all that it plans, the run takes its place.
+    """Count the draw of a group size before anything that follows from it is seen, even a refusal.
 
+    When the whole run is counted later, its entry replaces this one.
     Raises: ConfigError: a limit would be broken.
     """
     applicant = Applicant.of(opened.run, opened.data.train, delta, GROUP_SIZE)
@@ -161,9 +165,9 @@ def _new_plan(
     non_private: list[str],
     trial: bool,
 ) -> tuple[PrivacyConfig, Plan]:
-    """The settings and the plan of a run that begins; --spend-rest leaves them the steps that fit.
+    """Settings and plan of a new run; with --spend-rest, with the steps that fit the limit.
 
-    Args: num_parameters, non_private, trial: of `make_plan`.
+    Args: num_parameters, non_private, trial: as for `make_plan`.
     """
 
     def plan_of(settings: PrivacyConfig) -> Plan:
@@ -191,47 +195,46 @@ def _new_plan(
 
 
 def _warn(opened: OpenRun, plan: Plan, applicant: Applicant | None) -> None:
-    """What a user should know before the first step. Args: applicant: None: it is not counted."""
+    """Show warnings before the first step. Args: applicant: None: the run is not counted."""
     assert isinstance(opened.settings, PrivacyConfig)
-    found = warnings_of(plan, opened.data, default_delta=opened.settings.delta is None)
-    found += filter(None, [opened.data.cut_off()])
+    warnings = warnings_of(plan, opened.data, default_delta=opened.settings.delta is None)
+    warnings += filter(None, [opened.data.cut_off()])
     if applicant and not plan.guarantee:
-        found.append(NOTHING_PROMISED.format(applicant.place))
-    for warning in found:
+        warnings.append(NOTHING_PROMISED.format(applicant.place))
+    for warning in warnings:
         opened.console.note(f"warning: {warning}")
 
 
 def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
-    """The plan of a run that goes on.
+    """The plan of a resumed run.
 
-    Raises: ConfigError: it would draw from other texts, or users might take part again too soon.
+    Raises: ConfigError: it would draw from other texts, users might take part again too soon, or
+      the held-out users are others.
     """
     assert stored.plan is not None, "a run of train has one"
     same = sharing(opened.data.train, method, opened.key) == stored.plan.shared
-    again = "the pool or the groups that the run began with: go on with its packages"
+    again = "the pool or the groups that the run started with: resume with its package versions"
     expect("data", "other texts of the same ones", same, again)
     changed = directory.other_bits(stored, versions(), stored.host) or "as they were"
     if stored.plan.drawn_once:
         same = drawn_once(method, stored.plan.num_steps, opened.key) == stored.plan.drawn_once
     else:  # of an earlier version, which kept no seal
-        turns, now = (
-            isinstance(stored.plan.sampling, CyclicSampling | AllocatedSampling),
-            versions(),
+        now, drawing = versions(), ("numpy", "randomgen")
+        same = not isinstance(stored.plan.sampling, CyclicSampling | AllocatedSampling) or all(
+            stored.versions.get(name) == now[name] for name in drawing
         )
-        drawing = ("numpy", "randomgen")
-        same = not turns or all(stored.versions.get(name) == now[name] for name in drawing)
-    again = "those that draw the pool and users' turns as when it began"
+    again = "versions that draw the pool and users' turns as when the run started"
     expect("packages", changed, same, again)
     if (how := stored.plan.evaluations) is not None:
-        again = "the held-out users that the run began with"
+        again = "the held-out users that the run started with"
         expect("data", opened.run.data.source, how.seal == _held_out_seal(opened), again)
     return stored.plan
 
 
 def _evaluations(opened: OpenRun, privacy: PrivacyConfig) -> Evaluations | None:
-    """What is to be released of held-out users, who are the same to the end."""
-    found = evaluations_of(privacy, opened.run, opened.data.eval_users)
-    return found and dataclasses.replace(found, seal=_held_out_seal(opened))
+    """Evaluations with noise, sealed to the present held-out users."""
+    evaluations = evaluations_of(privacy, opened.run, opened.data.eval_users)
+    return evaluations and dataclasses.replace(evaluations, seal=_held_out_seal(opened))
 
 
 def _held_out_seal(opened: OpenRun) -> str:
@@ -242,40 +245,113 @@ def _held_out_seal(opened: OpenRun) -> str:
 def _strategy(
     opened: OpenRun, engine: Engine, params: Any, method: ELS | ULS, plan: Plan
 ) -> tuple[Strategy, str]:
-    """How clipped sums are computed, and why; what takes long is shown."""
+    """The clipping strategy and the reason for it, with progress on the console."""
     units = plan.num_steps * plan.expected_count
     what = "compiling, and timing ways to compute the clipped sum"
     with opened.console.phase(what) as phase:
-        asked = (opened.run.engine, opened.stored, engine, params, method, plan.clip)
-        return strategy_for(*asked, num_units=units, heard=phase.at)
+        return strategy_for(
+            opened.run.engine,
+            opened.stored,
+            engine,
+            params,
+            method,
+            plan.clip,
+            num_units=units,
+            heard=phase.at,
+        )
 
 
 def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> list[str]:
-    """A line for each thing in a plan that will probably disappoint.
+    """Warnings about plans that are valid but probably not intended.
 
     Args: default_delta: delta was left to its default.
     """
-    found = []
+    warnings = []
     users, noise = plan.num_users, plan.gradient_noise_multiplier
     if users == 1:
-        found.append("there is one user, who has nobody to hide among")
+        warnings.append("there is only one user; user-level privacy needs hundreds of users")
     elif noise and plan.delta > 1 / users:
-        found.append(
-            f"delta={plan.delta:g} is above 1/{users}: to publish all that one of {users} users "
-            f"wrote would be allowed; the default is {users**-1.1:.2g}"
+        warnings.append(
+            f"delta={plan.delta:g} is above 1/{users}: it allows publishing all texts of one of "
+            f"{users} users; the default is {users**-1.1:.2g}"
         )
     elif noise and default_delta:
-        found.append(
-            f"delta={plan.delta:.2g} is the default, which is weak: times the number of users it "
-            f"is {plan.delta * users:.2g}; for a release give one, such as --delta 1e-6"
+        warnings.append(
+            f"delta={plan.delta:.2g}, the default, allows leaking one user's texts with "
+            f"probability up to {plan.delta * users:.2g} ({users} users); for a release use one "
+            "such as --delta 1e-6"
         )
     if noise > plan.expected_count:
         unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
-        found.append(
-            f"the noise of a step is {noise / plan.expected_count:.1f} times as large, in every "
-            f"direction, as the gradient of {plan.expected_count} {unit} can be: expect nothing to "
-            "be learnt without more of them in a step (--batch-size) or a larger epsilon"
+        warnings.append(
+            "in every direction, the noise of a step is "
+            f"{noise / plan.expected_count:.1f} times as large as the gradient of "
+            f"{plan.expected_count} {unit} can be: the model will hardly learn without a larger "
+            "--batch-size or --epsilon"
         )
     if data.eval_users is None:
-        found.append("no users are held out, so that there will be no eval loss")
-    return found
+        warnings.append("no users are held out, so there will be no eval loss")
+    return warnings
+
+
+def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
+    """Facts that the guarantee does not cover, from the settings that cannot change it."""
+    facts = [] if fresh_model else [f"what model={run.model.source} was trained on"]
+    if own_task:
+        facts.append("the task's own code: its first parameters, and how it makes rows of texts")
+    timed = "the strategy of the clipped sum (timed on units of a draw)"
+    return [*facts, timed] if run.engine.strategy == AUTO else facts
+
+
+def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:
+    """The run with its optimizer settings as it was started, or by the recipe."""
+    if stored is not None:
+        return dataclasses.replace(run, **{name: getattr(stored.run, name) for name in UPDATE})
+    bound = plan.clip.sensitivity
+    stddev = bound * plan.gradient_noise_multiplier / plan.expected_count
+    if isinstance(plan.noise, CorrelatedNoise) and plan.strategy:
+        # What steps add up to has noise of as much as independent noise of less.
+        stddev *= plan.noise.predicted_error / predicted_error(
+            plan.noise_multiplier, plan.num_steps, 1
+        )
+    return settled(run, Noise(stddev, bound, plan.num_steps), fresh=fresh)
+
+
+def expect_strategy(config: EngineConfig) -> None:
+    """Raise ConfigError if the strategy does not exist."""
+    if config.strategy != AUTO:
+        Strategy.parse(config.strategy)
+
+
+def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
+    """Raise ConfigError if there are more local steps than examples of a user in a step.
+
+    Args: group_size: that of ULS; None for ELS.
+    """
+    most = group_size or 1
+    several = f"in [1, {most}], the group size (--group-size)"
+    expected = several if group_size else "1, with ELS"
+    expect("local_steps", run.local_steps, run.local_steps <= most, expected)
+
+
+def strategy_for(
+    config: EngineConfig,
+    stored: StoredRun | None,
+    workers: Engine,
+    params: Any,
+    method: ELS | ULS,
+    clip: Clip,
+    **options: Any,
+) -> tuple[Strategy, str]:
+    """The clipping strategy, and the reason for it; a resumed run keeps its own.
+
+    Args:
+      stored: the run as it was started; None if it is new.
+      options: num_units and heard, as for `choose_strategy`.
+    """
+    if stored:
+        return Strategy.parse(stored.strategy["name"]), "as the run was started"
+    remembered = cache_dir() / "strategies"
+    return choose_strategy(
+        workers, params, method.draw(0), clip, config.strategy, remembered, **options
+    )

@@ -1,9 +1,9 @@
 """Pre-training on public text, without privacy, as before the paper's experiments.
 
-Plain stochastic gradient descent: every example once in a pass over the data, the mean gradient of
-a batch, Adafactor, a cosine. The engines are those of private training: a unit is some examples of
-the batch and nothing is clipped, so their sum is the batch's gradient. Nobody whose text is used is
-protected, which summary, console and metrics say.
+Plain stochastic gradient descent: each example once per pass over the data, the mean gradient of a
+batch, Adafactor, cosine decay. The engines are those of private training: a unit is a few examples
+of the batch and nothing is clipped, so the sum of units is the batch's gradient. The users of the
+text have no protection; summary, console and metrics say so.
 """
 
 import dataclasses
@@ -29,17 +29,18 @@ from fedsim.files import write_json
 from fedsim.keys import SecretKey
 from fedsim.run import Console, Metrics, State, checkpoint, directory, restored, save, stop_signals
 from fedsim.training.open import open_run, wait_for
-from fedsim.training.optimizers import diverged, is_finite, update_rule, updater
-from fedsim.training.recipe import settled
+from fedsim.training.optimizers import diverged, is_finite, settled, update_rule, updater
 
 WARNING = "non-private: pre-training protects nobody whose text it sees"
 NO_CLIP = Clip(math.inf, in_float32=True)
 
 
 def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict[str, Any]:
-    """Train, or go on training; returns what `summary.json` holds.
+    """Pre-train, or resume a pre-training; return the contents of `summary.json`.
 
-    Raises: ConfigError (a user's mistake), EngineError (workers).
+    Raises:
+      ConfigError: the settings do not fit the data, the model or each other.
+      EngineError: workers failed.
     """
     run = settled(run, None)
     assert run.learning_rate is not None
@@ -80,16 +81,17 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
 
 
 def schedule(settings: PretrainConfig, peak: float) -> optax.Schedule:
-    """A learning rate that rises to the peak in `warmup_steps`, then falls to zero like a
-    cosine."""
+    """Learning rate: linear rise to the peak in `warmup_steps`, then cosine decay to zero."""
     if not settings.warmup_steps:
         return optax.cosine_decay_schedule(peak, settings.num_steps)
     return optax.warmup_cosine_decay_schedule(0.0, peak, settings.warmup_steps, settings.num_steps)
 
 
 class Batches:
-    """Which examples a step sees: a pure function of (key, step). The examples left over at the end
-    of a pass sit it out."""
+    """The examples of each step: a pure function of (key, step).
+
+    The examples left over at the end of a pass are skipped.
+    """
 
     def __init__(self, lengths: np.ndarray, batch_size: int, rows_per_pass: int, key: SecretKey):
         """Args: lengths: tokens of each example, [examples]."""
@@ -98,7 +100,7 @@ class Batches:
         self._order = functools.lru_cache(maxsize=1)(self._order_of)
 
     def draw(self, step: int) -> np.ndarray:
-        """Rows [passes, rows per pass], examples of like lengths together."""
+        """Rows [passes, rows per pass], examples of similar length together."""
         epoch, batch = divmod(step, len(self.lengths) // self.batch_size)
         rows = self._order(epoch)[batch * self.batch_size :][: self.batch_size]
         rows = rows[np.argsort(self.lengths[rows], kind="stable")]
@@ -129,7 +131,7 @@ class Pretrainer:
         self.eval_every = self.run.eval_every or max(1, self.settings.num_steps // 10)
 
     def fit(self, params: Any) -> dict[str, Any]:
-        """Run the steps that are left, then write the summary."""
+        """Run the remaining steps, write the summary and return it."""
         run_dir = self.run.run_dir
         state = State(params, self.transformation.init(params))
         state = restored(run_dir, state, self.console)
@@ -148,8 +150,9 @@ class Pretrainer:
 
     def _steps(self, state: State, metrics: Metrics) -> None:
         train, last = self.data.train, self.settings.num_steps
-        rows = (self.settings.batch_size, self.settings.rows_per_pass)
-        batches = Batches(train.lengths, *rows, self.key)
+        batches = Batches(
+            train.lengths, self.settings.batch_size, self.settings.rows_per_pass, self.key
+        )
         write = functools.partial(save, self.run.run_dir)
         with (
             stop_signals() as stop,
@@ -162,8 +165,8 @@ class Pretrainer:
                     self._evaluate(state, metrics)
                 state.initial_eval_loss = state.eval_loss
             while state.step < last and not stop.is_set():
-                begun = state.step > first
-                with nullcontext() if begun else self._phase("the first step, lane by lane"):
+                is_first = state.step == first
+                with self._phase("the first step, lane by lane") if is_first else nullcontext():
                     values = self._step(state, batches)
                 metrics.log(state.step, values)
                 self.engine.publish(state.step, values)
@@ -175,11 +178,11 @@ class Pretrainer:
                 show(state.step, {**values, "eval/loss": state.eval_loss})
             saver.save(state.step, vars(state))
         if state.step < last:
-            self.console.note(f"stopped after step {state.step}; --resume goes on from there")
+            self.console.note(f"stopped after step {state.step}; --resume continues from there")
 
     @contextmanager
     def _phase(self, what: str) -> Iterator[None]:
-        """Say how far it has come: nobody knows how long it takes."""
+        """Show progress of a phase whose duration is not yet known."""
         with self.console.phase(what) as phase, self.engine.telling(phase.at):
             yield
 

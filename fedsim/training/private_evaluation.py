@@ -1,13 +1,13 @@
-"""Evaluate on held-out users with noise, while a run trains or afterwards: they are users, too.
+"""Evaluation on held-out users with noise, while a run trains or afterwards: they are users, too.
 
-Of each user the mean loss per token of some texts counts, cut to [0, L]. The mean over users is
-released with Gaussian noise: around L / 2, one user moves the sum by L / 2 at most, where a user
-without texts adds nothing (zero-out; the number of users is public). Each evaluation has noise of
-its own and is one more release in the ledger of the data.
+The mean loss per token of some texts of each user is cut off to [0, L]. The mean over users is
+released with Gaussian noise: around L / 2, one user moves the sum by at most L / 2, and a user
+without texts adds nothing (zero-out; the number of users is public). Each evaluation has its own
+noise and is one more release in the budget ledger.
 
-A run that goes on after a crash evaluates some steps again. Were their parameters other bits, on
-another host or with other packages, a second loss under the same noise would give the difference of
-the two away. So a loss is written to `evaluations.jsonl` before anyone sees it, and never computed
+A run that is resumed after a crash evaluates some steps again. If their parameters had other bits
+(another host, other packages), a second loss under the same noise would reveal the difference of
+the two losses. So a loss is written to `evaluations.jsonl` before it is shown, and never computed
 twice.
 """
 
@@ -38,18 +38,18 @@ from fedsim.run import Console, StoredRun, note
 from fedsim.sampling import graph_of
 
 FILE = "evaluations.jsonl"
-"""Losses released while the run trains, a line for each, never changed."""
+"""Losses released while the run trains, one line each, never changed."""
 AFTERWARDS, RESULT = "evaluations", "evaluation.json"
-"""Where evaluations after the training are kept in the run's directory, and their results there."""
+"""Folder in the run's directory for evaluations after the training, and the result's file there."""
 DIRECTORY = f"{AFTERWARDS}/training"
-"""Of the receipt that held-out users were counted while the run trained."""
+"""Folder of the receipt that held-out users were counted while the run trained."""
 SPLIT = "eval_users"
 WITH_TEXTS = "num_users, of those with a text in this split (taken as public)"
-"""How many of the training users these are depends on how much they wrote."""
+"""The number of users of another split depends on how much the training users wrote."""
 
 
 class Evaluated:
-    """The evaluations of a run, by step."""
+    """Released evaluations of a run, by step."""
 
     def __init__(self, run_dir: Path):
         """Raises: FileDamaged."""
@@ -62,7 +62,7 @@ class Evaluated:
             self.losses[step] = loss
 
     def release(self, step: int, compute: Callable[[], float]) -> float:
-        """The loss after `step`: what was released of it, or what is computed now, durable."""
+        """The loss after `step`: the released one, or a new one, written to disk first."""
         if step not in self.losses:
             loss = compute()
             with open_to_append(self._path) as file:
@@ -80,10 +80,10 @@ def begin_noisy_evaluate(
     step: int,
     run_dir: Path,
 ) -> Callable[[], dict[str, float]]:
-    """Like `evaluate.begin_evaluate`, for held-out users alone and with the noise of the plan.
+    """Like `evaluate.begin_evaluate`, for held-out users only and with the noise of the plan.
 
-    Guarantees: each step's loss is released once, with noise of its own. A user's loss is computed
-      beside nobody else's, and moves the sum by at most L / 2, around which it counts.
+    Guarantees: each step's loss is released once, with its own noise. A user's loss is computed
+      independently of all others, and moves the sum by at most L / 2 around L / 2.
     """
     store, released = data.eval_users, Evaluated(run_dir)
     assert store is not None, "of a plan that has evaluations"
@@ -110,7 +110,7 @@ def begin_noisy_evaluate(
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A run in the ledger of the data: for those it trains on, and for those it is evaluated on."""
+    """Entries of a run in the budget ledger: for its training users, and for its held-out users."""
 
     applicants: list[tuple[Applicant, Entry]]
     run_dir: Path
@@ -120,12 +120,12 @@ class Counted:
     def of(
         cls, applicant: Applicant, entry: Entry, plan: Plan, data: Dataset, key: SecretKey
     ) -> "Counted":
-        """The run that applies, with its evaluations. Args: key: the run's own."""
-        found, how = [(applicant, entry)], plan.evaluations
+        """Make the entries of a run and of its evaluations. Args: key: the run's own."""
+        applicants, how = [(applicant, entry)], plan.evaluations
         if how is not None:
             assert data.eval_users is not None, "evaluations_of() comes first"
             limit = applicant.limit and Limit(applicant.limit.epsilon, how.delta)
-            own = dataclasses.replace(
+            held_out = dataclasses.replace(
                 applicant,
                 ids=data.eval_users.user_ids(),
                 kind="evaluation",
@@ -136,43 +136,45 @@ class Counted:
             )
             label = REPRODUCTION if plan.seeded else ""
             phases: list[tuple[Event, int]] = [*how.phases(how.count)]
-            found.append((own, own.entry(key.seal("evaluation"), phases, how.slack, label)))
-        return cls(found, applicant.run_dir, how)
+            entry = held_out.entry(key.seal("evaluation"), phases, how.slack, label)
+            applicants.append((held_out, entry))
+        return cls(applicants, applicant.run_dir, how)
 
     def expect_room(self) -> None:
-        """Raises ConfigError: a limit of one of these users would be broken."""
+        """Raise ConfigError if a limit of one of these users would be broken."""
         for applicant, entry in self.applicants:
             applicant.expect_room(entry)
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count the run, and when the block ends what it released; see `admission`."""
+        """Count the run, and its releases when the block ends; see `admission`."""
         with ExitStack() as stack:
             for applicant, entry in self.applicants:
                 of_evaluations = applicant.kind == "evaluation"
                 if of_evaluations:
                     make_directory(applicant.run_dir, 0o700)
-                seen = self._evaluated if of_evaluations else None
-                stack.enter_context(admitted(applicant, entry, seen))
+                released = self._evaluated if of_evaluations else None
+                stack.enter_context(admitted(applicant, entry, released))
             yield
 
     def _evaluated(self) -> list[tuple[Event, int]]:
-        """What was released of held-out users."""
+        """Events released of held-out users so far."""
         assert self.evaluations is not None
         return [*self.evaluations.phases(len(Evaluated(self.run_dir).losses))]
 
 
 @dataclasses.dataclass(frozen=True)
 class PrivateEvaluation:
-    """What is evaluated with noise, and what that may cost."""
+    """Settings of one evaluation with noise after the training."""
 
     epsilon: float
-    """What it costs every user of the split. > 0."""
+    """Cost for each user of the split. > 0."""
     delta: float | None = None
-    """At which. Default: N^-1.1 for the split's N users."""
+    """delta of this epsilon. In (0, 1). Default: N^-1.1 for the N users of the split."""
     split: Literal["eval_users", "eval_examples", "test"] = "eval_users"
     loss_bound: float | None = None
-    """L: losses above count as it, in nats per token. > 0. Default: that of guessing uniformly."""
+    """L: bound at which losses are cut off, in nats per token. > 0. Default: the loss of a uniform
+    guess."""
 
     def __post_init__(self):
         expect("epsilon", self.epsilon, 0 < self.epsilon < math.inf, "> 0 and finite")
@@ -184,11 +186,11 @@ class PrivateEvaluation:
 def evaluate_privately(
     stored: StoredRun, run: RunConfig, how: PrivateEvaluation, console: Console
 ) -> dict[str, Any]:
-    """Loss of a run's last checkpoint on one split, with noise, counted in the ledger of the data.
+    """Evaluate a run's last checkpoint on one split with noise, counted in the budget ledger.
 
-    Repeated, it is another release with other noise, and counted again. The result and its receipt
-    are kept in the run's directory, in evaluations/.
-    Raises: ConfigError: as `last_model`, there is no such split, or a limit would be broken.
+    Each call is another release with other noise, and counts again. The result and its receipt are
+    kept in the run's directory, in evaluations/.
+    Raises: ConfigError: as `last_model`, the split does not exist, or a limit would be broken.
     """
     task, params, data, path = last_model(stored, run, console)
     store: UserStore | None = getattr(data, how.split)
@@ -209,13 +211,19 @@ def evaluate_privately(
     with admitted(applicant, entry):
         losses = user_losses(task, params, how.split)
         rng = key.generator("evaluation")
-        known = {"bound": most, "count": store.num_users, "stddev": sigma}
-        found = noisy_mean_loss(losses, **known, rng=rng)
+        loss = noisy_mean_loss(losses, bound=most, count=store.num_users, stddev=sigma, rng=rng)
         result = {
-            **{"run_dir": str(run.run_dir), "checkpoint": path.name, "split": how.split},
-            **{"loss": found, "stddev": sigma * most / 2 / store.num_users, "loss_bound": most},
-            **{"epsilon": how.epsilon, "delta": delta, "noise_multiplier": sigma},
-            **{"num_users": store.num_users, "adjacency": ADJACENCY[ZERO_OUT]},
+            "run_dir": str(run.run_dir),
+            "checkpoint": path.name,
+            "split": how.split,
+            "loss": loss,
+            "stddev": sigma * most / 2 / store.num_users,
+            "loss_bound": most,
+            "epsilon": how.epsilon,
+            "delta": delta,
+            "noise_multiplier": sigma,
+            "num_users": store.num_users,
+            "adjacency": ADJACENCY[ZERO_OUT],
             **({} if how.split == "eval_users" else {"non_private": [WITH_TEXTS]}),
         }
         write_json(out / RESULT, result)
@@ -225,13 +233,13 @@ def evaluate_privately(
 def user_losses(task: Any, params: Any, split: str) -> np.ndarray:
     """Mean loss of each user of a split who has texts, in nats per token, float64 [such users].
 
-    Guarantees: a user's is a function of the parameters and of that user's texts alone: nobody
-      else's are computed beside them, and the sums are exact.
+    Guarantees: a user's loss is a function of the parameters and of that user's texts alone: it is
+      computed separately, and the sums are exact.
     """
     store: UserStore = getattr(task.dataset, split)
     frozen = () if task.frozen is None else (task.frozen,)
     compute = jax.jit(task.nats)
-    found = []
+    means = []
     for low, high in zip(store.offsets[:-1], store.offsets[1:], strict=True):
         if low == high:
             continue
@@ -241,10 +249,10 @@ def user_losses(task: Any, params: Any, split: str) -> np.ndarray:
         nats, tokens = compute(params, task.read(split, padded), *frozen)
         total = np.asarray(nats, np.float64)[:count]
         mean = math.fsum(total) if np.isfinite(total).all() else math.nan
-        found.append(mean / max(1, int(np.asarray(tokens)[:count].sum())))
-    return np.array(found, np.float64)
+        means.append(mean / max(1, int(np.asarray(tokens)[:count].sum())))
+    return np.array(means, np.float64)
 
 
 def largest_loss(vocab_size: int) -> float:
-    """L: the loss of guessing uniformly, in nats per token."""
+    """L: loss of a uniform guess, in nats per token."""
     return math.log(vocab_size)

@@ -1,7 +1,7 @@
-"""The loop around a step: gradient, ledger, update, evaluation, checkpoint.
+"""The training loop: gradient, ledger, update, evaluation and checkpoint of each step.
 
-A step is written into the ledger before anything of it becomes visible, and a step that is run
-again after a crash is the same step: same units, same noise, same parameters.
+A step is written into the ledger before anything of it becomes visible, and a step that is repeated
+after a crash is the same step: same units, same noise, same parameters.
 """
 
 import dataclasses
@@ -46,11 +46,11 @@ from fedsim.training.optimizers import (
     averaged,
     diverged,
     is_finite,
+    update_of,
     updater,
 )
 from fedsim.training.planned import PlannedRun
 from fedsim.training.private_evaluation import begin_noisy_evaluate
-from fedsim.training.resolve import update_of
 
 Callback = Callable[[int, dict[str, float]], None]
 MOST_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
@@ -70,10 +70,10 @@ class Trainer:
     ):
         """
         Args:
-          host: what workers compute on.
-          other_bits: why a step that is run again may have other bits; empty if it may not.
-          replays: steps are computed again only to be compared with what was released.
-          callback: called with every step's number and metrics.
+          host: hardware of the workers.
+          other_bits: reason why a repeated step may have other bits; empty if it has the same.
+          replays: steps are only repeated to compare them with what was released.
+          callback: called with each step's number and metrics.
         """
         self.plan, self.method, self.engine = planned.plan, planned.method, planned.engine
         self.strategy, self.params, self.counted = planned.strategy, planned.params, planned.counted
@@ -98,7 +98,7 @@ class Trainer:
         self.update = updater(self.transformation)
 
     def fit(self) -> dict[str, Any]:
-        """Run the steps that are left, then write the summary; returns it."""
+        """Run the remaining steps, write the summary and return it."""
         state = State(
             self.params,
             self.transformation.init(self.params),
@@ -127,9 +127,9 @@ class Trainer:
         return summary
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:
-        """All steps that are left, or as many as there is time for before a stop signal.
+        """Run the remaining steps, or as many as there is time for before a stop signal.
 
-        Evaluation and checkpoint of a step are begun after it and finished during the next one.
+        Evaluation and checkpoint of a step start after it and finish during the next one.
         """
         with (
             stop_signals() as stop,
@@ -159,44 +159,47 @@ class Trainer:
                 finish()
             saver.save(state.step, vars(state))
         if state.step < self.plan.num_steps:
-            self.console.note(f"stopped after step {state.step}; --resume goes on from there")
+            self.console.note(f"stopped after step {state.step}; --resume continues from there")
 
     def _first_of(self, steps_before: int) -> AbstractContextManager[None]:
-        """Say how far the first step has come: nobody knows how long it takes."""
+        """Show progress during the first step, whose duration is not yet known."""
         return nullcontext() if steps_before else self._phase("the first step, lane by lane")
 
     @contextmanager
     def _phase(self, what: str, late: bool = False) -> Iterator[None]:
-        """Say how far it has come. Args: late: only where it takes long."""
+        """Show progress of a phase. Args: late: only if it takes long."""
         with self.console.phase(what, late=late) as phase, self.engine.telling(phase.at):
             yield
 
     def _after(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> Callable[[], None]:
-        """Begin what is due after a step; the function that is returned finishes it."""
+        """Start the evaluation and checkpoint due after a step; the result finishes them."""
         step, due = state.step, self._due(state.step, self.eval_every) or state.step == 0
         if not due or state.evaluated == step:
             self._save(state, metrics, saver)
             return lambda: None
-        of = (self.engine, state.released, self.data)
+        params = state.released
         if (how := self.plan.evaluations) is not None:
-            losses = begin_noisy_evaluate(*of, how, self.method.key, step, self.run.run_dir)
+            losses = begin_noisy_evaluate(
+                self.engine, params, self.data, how, self.method.key, step, self.run.run_dir
+            )
         else:
-            losses = begin_evaluate(*of, self.run.eval_examples)
+            losses = begin_evaluate(self.engine, params, self.data, self.run.eval_examples)
         then = dataclasses.replace(state)
 
         def finish() -> None:
             which = "an" if step else "the first"
             with self._phase(f"{which} evaluation, lane by lane", late=step > 0):
-                found = losses()
-            metrics.log(step, found)
+                values = losses()
+            metrics.log(step, values)
             most = MOST_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
-            loss = found.get(VALIDATION["eval_users"], 0.0)  # no text of those who are protected
-            if not loss <= most:  # nan is not, either
+            # The loss of held-out users: this looks at no text of the training users.
+            loss = values.get(VALIDATION["eval_users"], 0.0)
+            if not loss <= most:  # also for nan
                 raise self._diverged(step, f"the loss is {loss:g}")
-            for each in (state, then):
-                each.eval_loss, each.evaluated = headline(found), step
+            for copy in (state, then):
+                copy.eval_loss, copy.evaluated = headline(values), step
                 if step == 0:
-                    each.initial_eval_loss = each.eval_loss
+                    copy.initial_eval_loss = copy.eval_loss
             self._save(then, metrics, saver)
 
         return finish
@@ -204,7 +207,7 @@ class Trainer:
     def _step(
         self, state: State, ledger: Ledger, thread: ThreadPoolExecutor, rows: np.ndarray
     ) -> dict[str, float]:
-        """One step: gradient, ledger, update. Returns its metrics."""
+        """Run one step: gradient, ledger, update. Returns its metrics."""
         started, step = time.monotonic(), state.step + 1
         accounted = thread.submit(self._epsilon_so_far, step)  # while workers compute
         clip = self.plan.clip_at(state.clip_norm)
@@ -220,16 +223,16 @@ class Trainer:
         )
         values = self._private_values(stats, state.clip_norm)
         what = released.Step(noisy, state.clip_norm)
-        for beside in self.plan.releases:
-            rng = self.method.key.generator(beside.purpose, state.step)
-            what = what._replace(**beside.release(what.clip_norm, stats, rng))
+        for extra in self.plan.releases:
+            rng = self.method.key.generator(extra.purpose, state.step)
+            what = what._replace(**extra.release(what.clip_norm, stats, rng))
         if self.plan.adaptive is not None:
             values["privacy/clip_norm"] = state.clip_norm
         epsilon = accounted.result()
-        if (found := self._release(ledger, state.step, what, epsilon)) is not None:
-            state.clip_norm = found.clip_norm
-            values |= {} if found.loss is None else {"privacy/loss": found.loss}
-            grad = found.noisy.values(like=state.params)
+        if (release := self._release(ledger, state.step, what, epsilon)) is not None:
+            state.clip_norm = release.clip_norm
+            values |= {} if release.loss is None else {"privacy/loss": release.loss}
+            grad = release.noisy.values(like=state.params)
             if self.plant is not None:
                 noise, unit = self.plan.strategy, clip.sensitivity / self.plan.expected_count
                 self.plant.watch(grad, unit, noise and noise.coefficients)
@@ -254,8 +257,7 @@ class Trainer:
         }
 
     def _diverged(self, step: int, what: str) -> Diverged:
-        """What ends a run of which nothing can come any more. What it looks at is released, or of
-        held-out users."""
+        """The error of a diverged run. Its reason is released already, or about held-out users."""
         epsilon = claimed_epsilon(self.run.run_dir, self.plan)
         spent = (
             f"epsilon {at_most(epsilon + self.plan.slack.epsilon, '.4f')} is spent"
@@ -271,12 +273,12 @@ class Trainer:
         what: released.Step,
         epsilon: float | None,
     ) -> released.Step | None:
-        """What `step` releases, durable.
+        """Write a step to disk and ledger, and return what it releases.
 
-        Guarantees: a step with noise releases once. One that is run again releases what it did
-          before: the same bits, or, where bits may be others, what was kept of them, or nothing
-          (None), but is paid for.
-        Raises: OtherBits: where the same bits could be had.
+        Guarantees: a step with noise releases once. A repeated step releases what it released
+          before: the same bits, or, where bits may be others, the copy that was kept of them, or
+          nothing (None); it is paid for in any case.
+        Raises: OtherBits: the bits differ where they could be the same.
         """
         run_dir, noise = self.run.run_dir, self.plan.noise_multiplier
         again = step < ledger.num_steps and bool(noise and self.other_bits) and not self.replays
@@ -310,21 +312,22 @@ class Trainer:
     def _row_drawn(self, ledger: Ledger, step: int, row: list[np.ndarray]) -> None:
         """Seal a row of correlated noise for the ledger; compare it with that of a released step.
 
-        Raises: OtherBits: it is another one, so that later steps would take back noise that nobody
-          added. ConfigError: where that follows from other packages or another kind of host.
+        Raises:
+          OtherBits: it differs, so that later steps would subtract noise that was never added.
+          ConfigError: it differs because of other packages or another kind of host.
         """
         seal = self.key.seal(f"noise row {step} {gradient_sha256(row)}")
         self.noise_row = {"noise_row": seal}
         if step >= ledger.num_steps or ledger.noise_row(step) in (None, seal):
             return
-        again = f"step={step}: expected the row of noise that was drawn before: go on with the "
+        again = f"step={step}: expected the row of noise that was drawn before: resume with the "
         again += "packages, and on the kind of host, that the run was started with"
         if self.other_bits:
             raise ConfigError(f"{again} ({self.other_bits})", field="step")
         raise OtherBits(again)
 
     def _due(self, step: int, interval: int) -> bool:
-        """Whether what is done every `interval` steps, and after the last, is done after `step`."""
+        """True if an action of every `interval` steps, and of the last, is due after `step`."""
         return step % interval == 0 or step == self.plan.num_steps
 
     def _save(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> None:
@@ -338,7 +341,7 @@ class Trainer:
         released.drop(self.run.run_dir, step)  # the checkpoint has it
 
     def _private_values(self, stats: Stats, clip_norm: float) -> dict[str, float]:
-        """What the step looked like, computed from private data without noise."""
+        """Metrics of a step computed from private data without noise."""
         values = {
             "cohort_size": len(stats.norms),
             "gradients": int(stats.num_rows.sum()),
@@ -356,13 +359,13 @@ class Trainer:
         return {f"non_private/{name}": value for name, value in values.items()}
 
     def _epsilon_so_far(self, num_steps: int) -> float | None:
-        """Epsilon after so many steps, at every reporting interval; None in between."""
+        """Epsilon after num_steps steps, at each reporting interval; None in between."""
         if self.event is None:
             return math.inf
         return self.running_epsilon(num_steps) if self._due(num_steps, self.run.log_every) else None
 
     def _summary(self, state: State, chain: str) -> dict[str, Any]:
-        """What `summary.json` holds; epsilon is recomputed from the ledger."""
+        """Contents of `summary.json`; epsilon is recomputed from the ledger."""
         epsilon = claimed_epsilon(self.run.run_dir, self.plan)
         return {
             **claimed_fields(self.plan, epsilon, chain),

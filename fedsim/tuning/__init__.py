@@ -1,4 +1,12 @@
-"""How to set a training: `recommend`, with Algorithm 3 (`doubling`) and its inputs; `sweep`."""
+"""Choice of settings before and by training.
+
+    recommend    algorithm, group size, sampling and noise for data, with Algorithm 3 (`doubling`)
+    sweep        many runs side by side, and one table of their results
+    select       the best of several candidates, chosen privately
+
+`estimates` measures gradient norms and times, `advice` has what is recommended, and `pricing` the
+cost of a private selection.
+"""
 
 from lazy_loader import attach_stub
 

@@ -1,20 +1,188 @@
-"""What `fedsim recommend` says: advice on each algorithm, the choice, commands, a table, a plot."""
+"""Advice of `fedsim recommend`: sampling and noise, the choice, commands, a table.
+
+Ways of sampling are compared with a kind of noise each, at one epsilon, by the noise on sums of
+gradients, since parameters are such sums (`noise.correlated`), and by their cost: more gradients, or
+memory for rows of noise. The comparison uses public quantities only.
+"""
 
 import dataclasses
+import functools
+import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.config import Algorithm, PrivacyConfig, RunConfig, run_config, settings_of
-from fedsim.tuning.cells import Cell, table
+from fedsim import accounting
+from fedsim.accounting import allocated_event
+from fedsim.clipping import lattice_bits
+from fedsim.config import (
+    ALLOCATION,
+    CORRELATED,
+    CYCLIC,
+    INDEPENDENT,
+    POISSON,
+    Algorithm,
+    PrivacyConfig,
+    RunConfig,
+    run_config,
+    settings_of,
+)
+from fedsim.noise import Prediction, predicted_error, strategy
+from fedsim.plan import allocated, bands_predicted
+from fedsim.sampling import Users, graph_of
+from fedsim.training import Noise, settled
+
+ADDING = ("momentum", "sgd")
+"""Optimizers that add gradients up, which correlated noise is meant for."""
+MEMORY_SHARE = 1 / 4  # of this machine's, that rows of noise may take
+
+MOST_GRADIENTS = 9 / 8  # of the batch size, of random allocation, for K divides the number of steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A way of sampling with a kind of noise, its noise and its cost."""
+
+    sampling: str
+    noise: str
+    bands: int | None
+    participations: int | None
+    batch_size: int
+    """Gradients per step, expected at most."""
+    noise_multiplier: float
+    """sigma."""
+    ratio: float
+    """Noise on sums of mean gradients, relative to Poisson sampling with independent noise: root
+    mean squares over the steps."""
+    row_bytes: int
+    """Memory of the driver for the noise of earlier steps."""
+    against: str
+    """Reason why it must not be chosen, however little its noise; empty if it may be."""
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Settings of a PrivacyConfig that differ from the defaults."""
+        if self.sampling == POISSON:
+            return {}
+        names = ("sampling", "noise", "bands", "participations", "batch_size")
+        return {name: getattr(self, name) for name in names}
+
+
+def compare(
+    algorithm: Algorithm,
+    privacy: PrivacyConfig,
+    run: RunConfig,
+    users: Users,
+    num_parameters: int,
+) -> list[Cell]:
+    """Candidate ways of sampling and kinds of noise, Poisson sampling first.
+
+    Empty if the user chose one, or texts have several owners.
+    Args:
+      privacy: from `complete`.
+      num_parameters: number of trained parameters.
+    """
+    chosen = privacy.sampling is not None or privacy.noise != INDEPENDENT
+    if chosen or graph_of(users) is not None:
+        return []
+    assert privacy.delta is not None and privacy.group_size is not None, "complete() comes first"
+    steps, group = privacy.num_steps, privacy.group_size if algorithm == Algorithm.ULS else 1
+    poisson, *cyclic = bands_predicted(algorithm, privacy, users)
+
+    def on_means(error: float, batch_size: int) -> float:
+        """An error, which is in units of the sensitivity, in units of the mean of a step."""
+        return error / (batch_size // group)
+
+    def cell(prediction: Prediction, sampling: str, noise: str, **changes: Any) -> Cell:
+        settings = {"bands": None, "participations": None, "batch_size": privacy.batch_size}
+        settings |= changes
+        usual = on_means(poisson.error, privacy.batch_size)
+        ratio = on_means(prediction.error, settings["batch_size"]) / usual
+        costs = {"row_bytes": 0, "against": "", **settings}
+        return Cell(
+            sampling, noise, noise_multiplier=prediction.noise_multiplier, ratio=ratio, **costs
+        )
+
+    cells = [cell(poisson, POISSON, INDEPENDENT)]
+    """Candidates of which that with the least noise on sums was chosen; empty: the user chose."""
+    if algorithm == Algorithm.ULS:
+        settings = dataclasses.replace(privacy, sampling=ALLOCATION)
+        settings = allocated(algorithm, settings, users.num_users)
+        too_many = settings.batch_size > MOST_GRADIENTS * privacy.batch_size
+        cells.append(
+            cell(
+                _of_allocation(settings),
+                ALLOCATION,
+                INDEPENDENT,
+                participations=settings.participations,
+                batch_size=settings.batch_size,
+                against="more gradients than the batch size" if too_many else "",
+            )
+        )
+    optimizer = settled(dataclasses.replace(run, learning_rate=1.0), Noise(1.0, 1.0, 1)).optimizer
+    assert optimizer is not None, "it is settled"
+    for banded in cyclic:
+        stddev = banded.noise_multiplier * 2.0 ** lattice_bits(num_parameters)
+        size = strategy(steps, banded.bands, stddev).bytes_per_number * num_parameters
+        against = _against(optimizer, size)
+        cells.append(
+            cell(banded, CYCLIC, CORRELATED, bands=banded.bands, row_bytes=size, against=against)
+        )
+    return cells
+
+
+def _against(optimizer: str, row_bytes: int) -> str:
+    """Reason against correlated noise with this optimizer and memory; empty if there is none."""
+    if optimizer.partition(":")[0] not in ADDING:
+        return f"{optimizer} does not add gradients up"
+    return "too much memory for this machine" if row_bytes > MEMORY_SHARE * _memory() else ""
+
+
+def _of_allocation(privacy: PrivacyConfig) -> Prediction:
+    """Predicted noise of random allocation. Args: privacy: from `plan.allocated`."""
+    steps, participations = privacy.num_steps, privacy.participations
+    assert participations is not None and privacy.delta is not None
+    sigma = accounting.calibrate_noise(
+        functools.partial(allocated_event, window=steps // participations),
+        epsilon=privacy.epsilon,
+        delta=privacy.delta,
+        num_steps=steps,
+    )
+    return Prediction(1, sigma, predicted_error(sigma, steps, 1))
+
+
+def least(cells: Sequence[Cell]) -> Cell:
+    """The candidate with the least noise on sums of gradients, among those that may be chosen."""
+    return min((cell for cell in cells if not cell.against), key=lambda cell: cell.ratio)
+
+
+def table(cells: Sequence[Cell]) -> list[str]:
+    """Lines of a table of the candidates."""
+    shape = "{:12}{:13}{:>6}{:>6}{:>9}{:>10}{:>11}{:>9}  {}".format
+    head = ("sampling", "noise", "b", "K", "sigma", "on sums", "gradients", "MB")
+    lines, chosen = [shape(*head, "").rstrip()], least(cells)
+    for each in cells:
+        numbers = f"{each.noise_multiplier:.4g}", f"{each.ratio:.3f}", f"{each.batch_size:,}"
+        settings = str(each.bands or ""), str(each.participations or "")
+        note = "least" if each is chosen else each.against
+        size = f"{each.row_bytes / 1e6:.3g}"
+        lines.append(shape(each.sampling, each.noise, *settings, *numbers, size, note).rstrip())
+    return lines
+
+
+def _memory() -> float:
+    """Memory of this machine in bytes."""
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
 
 CELL = ("sampling", "noise", "bands", "participations")
-"""The settings of who takes part when, and of noise."""
+"""Settings of sampling and noise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """How to set one algorithm, and what to expect of it."""
+    """Settings for one algorithm, and the noise, data and time to expect."""
 
     algorithm: Algorithm
     group_size: int
@@ -25,16 +193,17 @@ class Advice:
     sampling_prob: float
     """p (ELS) or q (ULS)."""
     clip_norm: float
-    """C: the median gradient norm of a sample, L_ELS or L_ULS."""
+    """C: median gradient norm of a sample, L_ELS or L_ULS."""
     clip_norm_interval: tuple[float, float] | None
-    """Where the median of all is, with 95 % confidence; None: fewer than six were looked at."""
+    """95 % confidence interval of the median over all users; None: fewer than six were sampled."""
     noise_multiplier: float
     """sigma."""
     noise_per_step: float
     """C sigma / B or C sigma / M: standard deviation per coordinate, in the gradient's unit."""
     added_stddev: float
-    """What training adds to each coordinate of a step's (clipped) mean gradient: the same, but for
-    normalised clipping, which divides gradients by C, sigma / B or sigma / M."""
+    """Standard deviation of the noise that training adds to each coordinate of a step's mean
+    clipped gradient. With normalised clipping, which divides gradients by C, sigma / B or sigma /
+    M; else noise_per_step."""
     sampling: str
     noise: str
     bands: int | None
@@ -46,19 +215,19 @@ class Advice:
     """Ways of sampling with kinds of noise, of which that with the least noise on sums was chosen;
     empty: they were given."""
     data_used: float
-    """Share of the training examples that some step is expected to use."""
+    """Expected fraction of the training examples that some step uses."""
     gradients: float
-    """Expected number, over all steps."""
+    """Expected number of gradients over all steps."""
     strategy: str | None
-    """How training would compute its clipped sums; None: nothing was computed."""
+    """Strategy that training would use for clipped sums; None: nothing was computed."""
     seconds: float | None
-    """How long such a training takes on the present workers, without evaluation."""
+    """Duration of the training on the present workers, without evaluation."""
     command: list[str]
-    """The words of the command that trains so."""
+    """Words of the command that trains with these settings."""
 
 
 def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
-    """The one with less noise on sums of gradients, and the reason in a sentence.
+    """The advice with less noise on sums of gradients, and the reason in a sentence.
 
     With independent noise that is the one with less noise per step (Equation 7).
     """
@@ -75,7 +244,12 @@ def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
 def command(
     algorithm: Algorithm, settings: PrivacyConfig, given: PrivacyConfig, run: RunConfig
 ) -> list[str]:
-    """`fedsim train` with these settings. A delta that was not given is derived again."""
+    """The `fedsim train` command for these settings.
+
+    Args:
+      settings: recommended settings.
+      given: settings as requested; a delta that is None there is left to its default.
+    """
     flags: dict[str, Any] = {"data": run.data.source}
     for name in ("epsilon", "delta", "num_steps", "batch_size", "group_size", "clip_norm"):
         if name != "delta" or given.delta is not None:
@@ -103,7 +277,7 @@ def command(
 
 
 def report(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """The result of `recommend` as text."""
     els, uls = result["els"], result["uls"]
     rows = [
         ("group size G", "{group_size:,}"),
@@ -157,7 +331,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def _of_people(advice: dict[str, Any]) -> dict[str, str]:
-    """What reads otherwise than its value."""
+    """Values that are shown in other words than their own."""
     interval, seconds = advice["clip_norm_interval"], advice["seconds"]
     return {
         "between": "" if interval is None else "{:.3g} to {:.3g}".format(*interval),
@@ -166,7 +340,7 @@ def _of_people(advice: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(rows: list[dict[str, Any]], file: Path, num_users: int) -> None:
-    """A PNG of noise per step against group size."""
+    """Draw noise per step against group size as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -174,8 +348,8 @@ def draw(rows: list[dict[str, Any]], file: Path, num_users: int) -> None:
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     for algorithm, colour in (("ELS", "tab:blue"), ("ULS", "tab:orange")):
-        own = [row for row in rows if row["algorithm"] == algorithm]
-        groups, noise = ([row[name] for row in own] for name in ("group_size", "noise_per_step"))
+        curve = [row for row in rows if row["algorithm"] == algorithm]
+        groups, noise = ([row[name] for row in curve] for name in ("group_size", "noise_per_step"))
         axis.plot(groups, noise, "-o", color=colour, label=algorithm)
     axis.set_xscale("log", base=2)
     axis.set(yscale="log", xlabel="group size", ylabel="noise per step (C sigma / count)")

@@ -1,8 +1,7 @@
-"""How to set the group size: Algorithm 3 (Estimate-and-Double) and what it is compared with.
+"""Group sizes for ULS: Algorithm 3 (Estimate-and-Double) and the strategies it is compared with.
 
-Which G_ULS and M share a batch size best (Appendix F of the paper), and the median heuristic for
-G_ELS (Section 6). Pure: gradient norms, noise and losses come in as functions; `norms` makes the
-first from data, `uls_noise` the second.
+They split a batch size into G_ULS and M (Appendix F of the paper). Pure: gradient norms, noise and
+losses are given as functions; `estimates` measures the norms, `uls_noise` computes the noise.
 
 The sigma(M) of Algorithm 3 is taken as the noise of the mean gradient, sigma_ULS(M) / M. Read as
 the noise multiplier itself it would grow with M, since q = M / N does: every turn would double G,
@@ -21,7 +20,7 @@ from fedsim.errors import expect, expect_count
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Configuration:
-    """How DP-SGD-ULS spends its gradients."""
+    """Split of a batch size by DP-SGD-ULS."""
 
     group_size: int
     """G_ULS."""
@@ -35,12 +34,12 @@ class Configuration:
 
 
 START = Configuration(1, 32)
-"""Where the paper starts."""
+"""The paper's first configuration."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Settings that are never left: the paper's sweep, or what the data have."""
+    """Largest group and cohort sizes: those of the paper's sweep, or of the data."""
 
     group_size: float = math.inf
     cohort_size: float = math.inf
@@ -102,12 +101,14 @@ def greedy_local_oracle(
     start: Configuration = START,
     limits: Limits = NO_LIMITS,
 ) -> Configuration:
-    """Doubles whichever of G_ULS and M gives the lower loss after training: what no local strategy
-    beats, and nobody can afford (Appendix F)."""
+    """Double whichever of G_ULS and M gives the lower loss after training.
+
+    No local strategy does better; it costs a training for each configuration (Appendix F).
+    """
 
     def prefer_group(at: Configuration) -> bool:
-        found = [loss(next_) if next_ in limits else math.inf for next_ in twice(at)]
-        return found[0] < found[1]
+        group, cohort = (loss(next_) if next_ in limits else math.inf for next_ in twice(at))
+        return group < cohort
 
     return _double(batch_size, prefer_group, start, limits)
 
@@ -121,31 +122,33 @@ def twice(at: Configuration) -> tuple[Configuration, Configuration]:
 
 
 def with_batch_size(grid: Sequence[Configuration], batch_size: int) -> list[Configuration]:
-    """The configurations of a grid that spend exactly `batch_size`, by group size.
+    """Configurations of a grid that use exactly `batch_size` gradients, by group size.
 
     Raises: ConfigError: there is none.
     """
-    found = sorted(at for at in grid if at.batch_size == batch_size)
-    expect("batch_size", batch_size, bool(found), "a product G M of the grid")
-    return found
+    matching = sorted(at for at in grid if at.batch_size == batch_size)
+    expect("batch_size", batch_size, bool(matching), "a product G M of the grid")
+    return matching
 
 
 def max_cohort(grid: Sequence[Configuration], batch_size: int) -> Configuration:
-    """The most users, hence the fewest examples of each (Appendix F)."""
+    """The configuration with the most users and so the fewest examples of each (Appendix F)."""
     return with_batch_size(grid, batch_size)[0]
 
 
 def max_group_size(grid: Sequence[Configuration], batch_size: int) -> Configuration:
-    """The most examples of a user, hence the fewest users (Appendix F)."""
+    """The configuration with the most examples of a user and so the fewest users (Appendix F)."""
     return with_batch_size(grid, batch_size)[-1]
 
 
 def uls_noise(
     epsilon: float, delta: float, num_steps: int, num_users: int, max_changed: int = 0
 ) -> Callable[[int], float]:
-    """sigma_ULS(M) / M of Theorem 2 with q = M / N, each computed once: the standard deviation of
-    the mean gradient's noise for clip norm 1. Args: max_changed: k, where texts have several
-    owners."""
+    """Noise of the mean gradient at clip norm 1, by cohort size: sigma_ULS(M) / M (Theorem 2).
+
+    Args: max_changed: k, where texts have several owners.
+    Returns: a function that computes each value once.
+    """
 
     @functools.cache
     def noise(cohort_size: int) -> float:
@@ -167,7 +170,7 @@ def _double(
     at: Configuration,
     limits: Limits,
 ) -> Configuration:
-    """The loop that Estimate-and-Double and the oracle share."""
+    """The loop shared by Estimate-and-Double and the oracle."""
     expect_count("batch_size", batch_size, 1)
     expect("start", at, at in limits, f"within {limits}")
     while at.batch_size < batch_size and any(next_ in limits for next_ in twice(at)):

@@ -1,14 +1,13 @@
-"""What `recommend` estimates at the starting model: gradient norms, noise and time.
+"""Estimates of `recommend` at the starting model: gradient norms, noise, use of data, time.
 
 Norms: L_ULS(G) is the median over a sample of users of the norm of their mean gradient over at most
-G examples; L_ELS the same over single examples. Not private: users' norms without noise.
+G examples; L_ELS the same over single examples. They are not private: users' norms without noise.
 
 Noise (Section 3, Equation 7): with Lipschitz losses and clip norms at the Lipschitz constants, both
 algorithms spend `batch_size` gradients per step, and their noise per coordinate has variance
-(sigma_ELS L_ELS / B)^2 and (sigma_ULS L_ULS / M)^2. The variance of the gradient itself is not part
-of it.
+(sigma_ELS L_ELS / B)^2 and (sigma_ULS L_ULS / M)^2, without the variance of the gradient itself.
 
-Time: of gradients on a run's workers, by the strategy that the run would choose.
+Time: of gradients on a run's workers, with the strategy that the run would choose.
 """
 
 import itertools
@@ -18,21 +17,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy.stats import binom
 
 from fedsim.clipping import Clip, Strategy
-from fedsim.config import EngineConfig
+from fedsim.config import ZERO_OUT, Algorithm, EngineConfig, PrivacyConfig
 from fedsim.engine import Engine, EngineError
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
-from fedsim.sampling import PADDING, draw_groups
+from fedsim.sampling import PADDING, Users, draw_groups, graph_of, groups_of
 from fedsim.training import strategy_for
 
 NUM_USERS = 128
-"""How many users the paper samples."""
+"""Size of the sample of users in the paper."""
 
 ANY_CLIP = Clip(1.0, normalised=True)
-"""Norms are taken before clipping."""
+"""Norms are measured before clipping."""
 _STRATEGY = Strategy("scan", 2)  # one program for all group sizes, and little padding
 BATCH = 32
 
@@ -42,7 +41,7 @@ Estimator = Callable[[np.ndarray], Any]
 class GradientNorms:
     """Estimates of gradient norms from one sample of users, each computed once.
 
-    Attributes: gradients: how many have been computed.
+    Attributes: gradients: number of gradients computed so far.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class GradientNorms:
         Args:
           params: theta, the starting model.
           offsets: int64 [users + 1]; user u owns the examples offsets[u]:offsets[u + 1].
-          most: the largest group size that will be asked for.
+          most: the largest group size that will be needed.
           estimator: psi of Appendix F, from the norms [users] to one number; the paper's is median.
           examples: from places among `offsets` to examples, where these are not the same.
-          seconds: of one estimate: fewer users are looked at where all would take longer.
+          seconds: time limit of one estimate; fewer users are used where all would take longer.
         Raises: ConfigError: no user has an example.
         """
         self._examples = examples or (lambda places: places)
@@ -86,16 +85,16 @@ class GradientNorms:
         self._width = max(1, min(most, int(sizes[self._users].max())))
         self.gradients = 0
         self.intervals: dict[float, tuple[float, float] | None] = {}
-        """Of each estimate: where the median of all users is, with a confidence of 95 %; None where
-        fewer than six were looked at."""
+        """By estimate, the 95 % confidence interval of the median over all users; None: fewer than
+        six were sampled."""
         self.looked_at = len(self._users)
-        """Users, or examples, of the estimate that looked at the fewest."""
+        """Number of users, or examples, of the estimate with the fewest."""
         self._single = Strategy("direct", 4)
         self._seconds, self._compiled = seconds, set()
         self._user_norms: dict[int, float] = {}
 
     def compute_single(self, strategy: Strategy) -> None:
-        """Compute gradients of single examples in this way, of which programs are compiled."""
+        """Set the strategy for gradients of single examples, whose program is compiled already."""
         self._single = strategy
         self._compiled.add(strategy)
 
@@ -134,17 +133,17 @@ class GradientNorms:
         return estimate
 
     def _batches(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """Norms of rows in an order without meaning, as many as there is time for."""
+        """Norms of the rows in random order, as many as there is time for."""
         rows = self._key.generator("norms: order").permutation(rows)
         single = (rows[:, 1:] < 0).all()
         strategy, rows = (self._single, rows[:, :1]) if single else (_STRATEGY, rows)
         began = time.monotonic()
         for start in range(0, len(rows), BATCH):
-            some = rows[start : start + BATCH]
-            _, found = self._engine.clipped_sum(self._params, some, ANY_CLIP, strategy)
-            self.gradients += int(found.num_rows.sum())
-            yield np.where(found.dropped, np.nan, found.norms)
-            if strategy not in self._compiled:  # that took time of its own
+            batch = rows[start : start + BATCH]
+            _, stats = self._engine.clipped_sum(self._params, batch, ANY_CLIP, strategy)
+            self.gradients += int(stats.num_rows.sum())
+            yield np.where(stats.dropped, np.nan, stats.norms)
+            if strategy not in self._compiled:  # the first batch includes compilation
                 self._compiled.add(strategy)
                 began = time.monotonic()
             if time.monotonic() - began > self._seconds:
@@ -152,15 +151,15 @@ class GradientNorms:
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float] | None:
-    """An interval that holds the median of what `values` were drawn from, with 95 % confidence, by
-    their order: each lies below it with probability 1/2, whatever the distribution.
+    """A 95 % confidence interval of the median, by order statistics of `values`.
 
-    None: of fewer than six, no two have it between them so often.
+    It holds for every distribution: each value lies below the median with probability 1/2. None:
+    fewer than six values are too few.
     """
     ordered, count = np.sort(values), len(values)
-    least = int(stats.binom.ppf(0.025, count, 0.5))
+    least = int(binom.ppf(0.025, count, 0.5))
     # k values or fewer below the median: probability at most 1/40 on either side.
-    least -= stats.binom.cdf(least, count, 0.5) > 0.025
+    least -= binom.cdf(least, count, 0.5) > 0.025
     return None if least < 0 else (float(ordered[least]), float(ordered[count - 1 - least]))
 
 
@@ -169,7 +168,9 @@ def noise_stddev(grad_norm: float, noise_multiplier: float, count: float) -> flo
 
     ELS has less noise than ULS where this is smaller; with B = G_ULS M that is Equation 7,
     L_ELS sigma_ELS <= G_ULS L_ULS sigma_ULS.
-    Args: grad_norm: L_ELS or L_ULS, the clip norm. count: B or M.
+    Args:
+      grad_norm: L_ELS or L_ULS, the clip norm.
+      count: B or M.
     """
     return grad_norm * noise_multiplier / count
 
@@ -179,25 +180,25 @@ TELLING_S = 1.0  # what takes longer needs no repetition with more
 
 
 class UnitTimes:
-    """Times of units, each number of rows measured once."""
+    """Times of units by their number of rows, each measured once."""
 
     def __init__(self, config: EngineConfig, workers: Engine, params: Any):
         self._config, self._workers, self._params = config, workers, params
-        self._known: dict[int, tuple[Strategy, float]] = {}
+        self._measurements: dict[int, tuple[Strategy, float]] = {}
 
     def of(self, method: Any) -> tuple[Strategy, float]:
-        """(The strategy for units like those that a method draws, seconds of a unit)."""
+        """The strategy for units such as those that a method draws, and seconds per unit."""
         rows = next(rows for rows in map(method.draw, itertools.count()) if len(rows))
         group = rows.shape[1]
-        if group not in self._known:
-            asked = (self._config, None, self._workers, self._params, method, ANY_CLIP)
-            strategy, _ = strategy_for(*asked)
-            self._known[group] = strategy, self._measured(rows, strategy)
-        return self._known[group]
+        if group not in self._measurements:
+            strategy, _ = strategy_for(
+                self._config, None, self._workers, self._params, method, ANY_CLIP
+            )
+            self._measurements[group] = strategy, self._measured(rows, strategy)
+        return self._measurements[group]
 
     def _measured(self, rows, strategy) -> float:
-        """A part of a step is computed again and again, for the first one compiles; the last time
-        counts."""
+        """Seconds per unit, from the last of several repetitions: the first one compiles."""
         seconds = math.nan
         for gradients in TIMED_GRADIENTS:
             rows_now = rows[: max(2, gradients // rows.shape[1])]
@@ -208,3 +209,41 @@ class UnitTimes:
             if elapsed > TELLING_S and gradients != TIMED_GRADIENTS[0]:
                 break
         return seconds
+
+
+def units_of(privacy: PrivacyConfig, users: Users, key: SecretKey | None) -> Users:
+    """The sampling units of ULS, with their examples: users.
+
+    Where texts have several owners, only users with a group.
+
+    Args: key: key with which groups are drawn.
+    """
+    if graph_of(users) is None:
+        return users
+    assert key is not None, "groups need a key"
+    return groups_of(users, privacy.max_changed, key)
+
+
+def filled(privacy: PrivacyConfig, users: Users, group_size: int) -> float:
+    """Fraction of the places in the pool of ELS that hold an example."""
+    if privacy.adjacency != ZERO_OUT or graph_of(users) is not None:
+        return 1.0
+    return float(np.minimum(np.diff(users.offsets), group_size).mean() / group_size)
+
+
+def share_used(
+    algorithm: Algorithm, sizes: np.ndarray, group_size: int, sampling_prob: float, num_steps: int
+) -> float:
+    """Expected fraction of the training examples that takes part in at least one step.
+
+    ELS: an example is in the pool with probability min(1, G / n_u), and then in each step with p.
+    ULS: it is in a step with probability q min(1, G / n_u), independently for each step.
+    Args: sizes: n_u, examples of each user.
+    """
+    sizes = sizes[sizes > 0]
+    kept = np.minimum(1, group_size / sizes)
+    if algorithm == Algorithm.ELS:
+        seen = kept * -np.expm1(num_steps * np.log1p(-min(sampling_prob, 1 - 1e-12)))
+    else:
+        seen = -np.expm1(num_steps * np.log1p(-np.minimum(sampling_prob * kept, 1 - 1e-12)))
+    return float((sizes * seen).sum() / sizes.sum())

@@ -1,26 +1,28 @@
-"""Which algorithm to use on some data, and how to set it: the paper's two questions.
+"""Recommend an algorithm for some data, and its settings: the paper's two questions.
 
 Group sizes come from the heuristics of Section 6 (the median user for ELS, Estimate-and-Double for
 ULS), clip norms from gradient norms at the starting model, noise from the accountant, and the
-recommendation from the noise per step (Section 3). Beyond the paper, users are sampled, and noise
-is correlated, such that sums of steps get the least noise (`cells`). All of it looks at the data
-without protection, as the paper does, and says so.
+choice from the noise per step (Section 3). Beyond the paper, the way of sampling and the kind of
+noise are chosen such that sums of steps get the least noise (`advice.compare`). All of it looks at
+the data without noise, as the paper does, and the result says so.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedsim import engine
+from fedsim import accounting, engine
 from fedsim.clipping import Clip, num_coordinates
 from fedsim.config import (
     ADD_OR_REMOVE,
     CORRELATED,
+    ZERO_OUT,
     Algorithm,
     PrivacyConfig,
     RunConfig,
@@ -31,36 +33,44 @@ from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
-from fedsim.plan import calibrate, holds, method_for, sampling_for
+from fedsim.plan import calibrate, complete, holds, method_for, sampling_for
 from fedsim.run import Console, find_model, load_data, make_task
 from fedsim.sampling import Groups, Users, examples_per_user, graph_of, pool_of
 from fedsim.shared_uls import SharedULS
 from fedsim.training import wait_for
 from fedsim.tuning import doubling
-from fedsim.tuning.advice import Advice, choose, command, draw
-from fedsim.tuning.cells import compare, least
-from fedsim.tuning.estimates import NUM_USERS, GradientNorms, UnitTimes, noise_stddev
-from fedsim.tuning.heuristics import LEAST_COHORT, Heuristics, filled, share_used, units_of
+from fedsim.tuning.advice import Advice, choose, command, compare, draw, least
+from fedsim.tuning.estimates import (
+    NUM_USERS,
+    GradientNorms,
+    UnitTimes,
+    filled,
+    noise_stddev,
+    share_used,
+    units_of,
+)
+from fedsim.uls import ULS
 
+LEAST_COHORT = 8  # of the curve that is drawn: below, its noise is of no interest
 NORMS_S = 8.0  # of an estimate of gradient norms: fewer users are looked at where all take longer
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A run before its first step, which is what recommendations look at."""
+    """A run before its first step, which recommendations look at."""
 
     run: RunConfig
     data: Dataset
     params: Any
     key: SecretKey
-    """Of samples."""
+    """Key of the samples."""
     workers: Engine | None
     """None: no gradient is computed."""
     console: Console
 
     @contextmanager
     def telling(self, what: str) -> Iterator[None]:
-        """Tell what is done, and how far the workers are."""
+        """Show a phase and the workers' progress in it."""
         with self.console.phase(what) as phase, ExitStack() as stack:
             if self.workers is not None:
                 stack.enter_context(self.workers.telling(phase.at))
@@ -68,14 +78,115 @@ class Start:
 
 
 class HeuristicSettings(NamedTuple):
-    """What the heuristics say of both algorithms."""
+    """Settings by the heuristics for both algorithms."""
 
     settings: dict[Algorithm, PrivacyConfig]
-    """But for the clip norm."""
+    """Settings without the clip norm."""
     clip_norms: dict[Algorithm, float]
     turns: list[doubling.Doubling]
-    """Of Estimate-and-Double."""
+    """Turns of Estimate-and-Double."""
     non_private: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Heuristics:
+    """The paper's heuristics (Section 6 and Appendix F) on one data set."""
+
+    privacy: PrivacyConfig
+    data: Dataset
+    norms: GradientNorms | None
+    """None: no gradient is computed."""
+    key: SecretKey | None = None
+    """Key with which groups and pools are drawn where texts have several owners."""
+
+    @functools.cached_property
+    def sizes(self) -> np.ndarray:
+        """Number of examples of each sampling unit of ULS."""
+        return np.diff(units_of(self.privacy, self.data.train, self.key).offsets)
+
+    def els(self) -> tuple[PrivacyConfig, list[str]]:
+        """Settings of ELS by the median heuristic, and a line for each fact read off the data."""
+        settings, non_private = complete(Algorithm.ELS, self.privacy, self.data)
+        assert settings.group_size is not None
+        most = self._places(settings.group_size)
+        settings = dataclasses.replace(settings, batch_size=min(settings.batch_size, most))
+        looked = ["clip_norm (median gradient norms of a sample)"] if self.norms else []
+        return settings, [*non_private, *looked]
+
+    def single(self) -> tuple[PrivacyConfig, list[doubling.Doubling], list[str]]:
+        """Settings of ULS with one example of each user, which need no gradients; as `uls`."""
+        settings, non_private = complete(Algorithm.ULS, self.privacy, self.data)
+        batch_size = min(settings.batch_size, len(self.sizes))
+        return dataclasses.replace(settings, group_size=1, batch_size=batch_size), [], non_private
+
+    def uls(self) -> tuple[PrivacyConfig, list[doubling.Doubling], list[str]]:
+        """Settings of ULS by Estimate-and-Double, its turns, and the facts read off the data.
+
+        The paper's batch sizes are powers of two. For any other, M is the largest number of users
+        that the batch size allows at the chosen group size.
+        """
+        assert self.norms is not None
+        settings, non_private = complete(Algorithm.ULS, self.privacy, self.data)
+        batch_size, users = settings.batch_size, len(self.sizes)
+        start = doubling.Configuration(1, min(doubling.START.cohort_size, users))
+        limits = doubling.Limits(max(1, int(self.sizes.max())), users)
+        chosen, turns = doubling.estimate_and_double(
+            batch_size, self.norms.user_norm, self._noise(), start, limits
+        )
+        cohort = max(1, min(batch_size // chosen.group_size, users))
+        settings = dataclasses.replace(
+            settings, group_size=chosen.group_size, batch_size=chosen.group_size * cohort
+        )
+        group = f"group_size={chosen.group_size} of ULS (gradient norms of a sample of users)"
+        return settings, turns, [*non_private, group]
+
+    def curve(self, example_norm: float) -> list[dict[str, Any]]:
+        """Noise per step of both algorithms at group sizes that are powers of two."""
+        assert self.norms is not None
+        rows, sizes, uls_noise = [], self.sizes, self._noise()
+        batch_size, users = self.privacy.batch_size, len(self.sizes)
+        for group in (2**n for n in range(int(sizes.max()).bit_length())):
+            if batch_size <= (pool := self._places(group)):
+                real = batch_size * filled(self.privacy, self.data.train, group)
+                noise = noise_stddev(example_norm, self._els_sigma(batch_size / pool, group), real)
+                rows.append({"algorithm": "ELS", "group_size": group, "noise_per_step": noise})
+            cohort = batch_size // group
+            if LEAST_COHORT <= cohort <= users:
+                noise = self.norms.user_norm(group) * uls_noise(cohort)
+                rows.append({"algorithm": "ULS", "group_size": group, "noise_per_step": noise})
+        return rows
+
+    def _places(self, group_size: int) -> int:
+        """Number of places in the pool of ELS."""
+        if graph_of(self.data.train) is not None:
+            assert self.key is not None, "a pool needs a key"
+            return len(pool_of(self.data.train, group_size, self.key, ZERO_OUT))
+        if self.privacy.adjacency == ZERO_OUT:
+            return len(self.sizes) * group_size
+        return int(np.minimum(self.sizes, group_size).sum())
+
+    def _noise(self) -> Callable[[int], float]:
+        completed, _ = complete(Algorithm.ULS, self.privacy, self.data)
+        assert completed.delta is not None
+        shared = graph_of(self.data.train) is not None
+        return doubling.uls_noise(
+            completed.epsilon,
+            completed.delta,
+            completed.num_steps,
+            len(self.sizes),
+            completed.max_changed if shared else 0,
+        )
+
+    def _els_sigma(self, sampling_prob: float, group_size: int) -> float:
+        completed, _ = complete(Algorithm.ELS, self.privacy, self.data)
+        assert completed.delta is not None
+        return accounting.noise_multiplier(
+            epsilon=completed.epsilon,
+            delta=completed.delta,
+            num_steps=completed.num_steps,
+            sampling_prob=sampling_prob,
+            max_contributions=group_size,
+        )
 
 
 def recommend(
@@ -87,15 +198,19 @@ def recommend(
     plot: Path | None = None,
     plan_only: bool = False,
 ) -> dict[str, Any]:
-    """Advice for both algorithms on a run's data at its starting model, and which to choose.
+    """Advice for both algorithms on a run's data at its starting model, and the better one.
 
     Args:
-      privacy: epsilon, delta, num_steps, batch_size, clipping and sampling; the rest is found.
-      run: data, model and workers; `run_dir` is where the runs of the commands will be.
-      num_users: how many users' gradients are looked at.
-      plot: a PNG to draw: noise per step against group size.
-      plan_only: compute no gradient: what follows from the sizes of the data alone.
-    Raises: ConfigError (a user's mistake), EngineError (workers).
+      privacy: epsilon, delta, num_steps, batch_size, clipping and sampling; the rest is computed.
+      run: data, model and workers; `run_dir` is the parent of the runs of the printed commands.
+      num_users: number of users in the sample of gradients.
+      plot: PNG file for a plot of noise per step against group size.
+      plan_only: compute no gradients; use the sizes of the data alone.
+    Returns: facts of the data and the model; advice for `els` and `uls` (fields of `Advice`); turns
+      of Estimate-and-Double; `recommended`, `reason` and `non_private`.
+    Raises:
+      ConfigError: the settings do not fit the data or each other.
+      EngineError: workers failed.
     """
     expect(
         "epsilon", privacy.epsilon, privacy.epsilon < math.inf, "a finite one: noise is compared"
@@ -109,18 +224,21 @@ def recommend(
         norms = None if plan_only else _norms(start, privacy, num_users, most)
         heuristics = Heuristics(privacy, start.data, norms, start.key)
         times = start.workers and UnitTimes(run.engine, start.workers, start.params)
-        found = _ask(heuristics, start, times)
-        advice = {each: _advice(each, found, privacy, start, times, norms) for each in Algorithm}
+        by_heuristics = _ask(heuristics, start, times)
+        advice = {
+            algorithm: _advice(algorithm, by_heuristics, privacy, start, times, norms)
+            for algorithm in Algorithm
+        }
         best, reason = choose(*advice.values())
-        result = _about(start, privacy, found, norms) | {
-            **{str(algorithm): dataclasses.asdict(each) for algorithm, each in advice.items()},
-            "turns": [dataclasses.asdict(turn) for turn in found.turns],
+        result = _about(start, privacy, by_heuristics, norms) | {
+            **{str(name): dataclasses.asdict(entry) for name, entry in advice.items()},
+            "turns": [dataclasses.asdict(turn) for turn in by_heuristics.turns],
             "recommended": str(best.algorithm),
             "reason": reason,
-            "non_private": found.non_private,
+            "non_private": by_heuristics.non_private,
         }
         if plot is not None:
-            curve = heuristics.curve(found.clip_norms[Algorithm.ELS])
+            curve = heuristics.curve(by_heuristics.clip_norms[Algorithm.ELS])
             draw(curve, plot, start.data.train.num_users)
         return result
 
@@ -128,18 +246,19 @@ def recommend(
 def user_grad_norms(
     run: RunConfig, group_sizes: Sequence[int], console: Console, *, num_users: int = NUM_USERS
 ) -> dict[int, float]:
-    """L_ULS(G) at a run's starting model for each of the group sizes, not private."""
+    """L_ULS(G) at a run's starting model for each of the group sizes, without noise."""
     with _started(run, console) as start:
         assert start.workers is not None
         users, most = start.data.train.offsets, max(group_sizes)
-        asked = start.workers, start.params, users, start.key
-        norms = GradientNorms(*asked, num_users=num_users, most=most)
+        norms = GradientNorms(
+            start.workers, start.params, users, start.key, num_users=num_users, most=most
+        )
         return {group: norms.user_norm(group) for group in group_sizes}
 
 
 @contextmanager
 def _started(run: RunConfig, console: Console, *, working: bool = True) -> Iterator[Start]:
-    """A run before its first step. Args: working: with workers."""
+    """Start a run up to its first step. Args: working: start its workers."""
     model = find_model(run.model.source, console)
     data = load_data(run.data, model, console.note)
     if cut_off := data.cut_off():
@@ -159,7 +278,7 @@ def _started(run: RunConfig, console: Console, *, working: bool = True) -> Itera
 
 
 def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> GradientNorms:
-    """Args: most: the largest group size that will be asked for."""
+    """The estimator of gradient norms. Args: most: the largest group size that will be needed."""
     assert start.workers is not None
     groups = units_of(privacy, start.data.train, start.key)
     return GradientNorms(
@@ -175,7 +294,7 @@ def _norms(start: Start, privacy: PrivacyConfig, num_users: int, most: int) -> G
 
 
 def _ask(heuristics: Heuristics, start: Start, times: UnitTimes | None) -> HeuristicSettings:
-    """Ask them for both algorithms; where no gradient is computed, ULS has G = 1 and C is given."""
+    """Settings for both algorithms; without gradients, ULS has G = 1 and C is as given."""
     els, of_els = heuristics.els()
     norms = heuristics.norms
     if norms is None or times is None:
@@ -199,9 +318,12 @@ def _ask(heuristics: Heuristics, start: Start, times: UnitTimes | None) -> Heuri
 
 
 def _about(
-    start: Start, privacy: PrivacyConfig, found: HeuristicSettings, norms: GradientNorms | None
+    start: Start,
+    privacy: PrivacyConfig,
+    by_heuristics: HeuristicSettings,
+    norms: GradientNorms | None,
 ) -> dict[str, Any]:
-    """What was asked, of which data and which model, and what was looked at."""
+    """Facts of the data, the model and the request for the result."""
     users, workers = start.data.train, start.workers
     return {
         "data": start.run.data.source,
@@ -209,7 +331,7 @@ def _about(
         "num_examples": users.num_examples,
         "median_examples": int(np.median(examples_per_user(users))),
         "epsilon": privacy.epsilon,
-        "delta": found.settings[Algorithm.ELS].delta,
+        "delta": by_heuristics.settings[Algorithm.ELS].delta,
         "epsilon_holds": _holds(privacy, users),
         "num_steps": privacy.num_steps,
         "batch_size": privacy.batch_size,
@@ -221,26 +343,26 @@ def _about(
 
 
 def _holds(privacy: PrivacyConfig, users: Users) -> str:
-    """What epsilon of a training would hold under, with the key that it draws itself."""
+    """Condition under which epsilon of a training with a secret key would hold."""
     sampling = sampling_for(privacy.sampling_run, 1.0, privacy)
     return holds(sampling.labels, privacy.adjacency, shared=graph_of(users) is not None)
 
 
 def _advice(
     algorithm: Algorithm,
-    found: HeuristicSettings,
+    by_heuristics: HeuristicSettings,
     privacy: PrivacyConfig,
     start: Start,
     times: UnitTimes | None,
     norms: GradientNorms | None,
 ) -> Advice:
-    """Everything about one algorithm; the noise is computed by the code that trains.
+    """Advice for one algorithm; the noise is computed by the code that trains.
 
     Args:
-      privacy: what was asked.
-      times: what tells how long units take; None: nothing is computed.
+      privacy: the settings as requested.
+      times: measures the time of a unit; None: no gradient is computed.
     """
-    settings, norm = found.settings[algorithm], found.clip_norms[algorithm]
+    settings, norm = by_heuristics.settings[algorithm], by_heuristics.clip_norms[algorithm]
     users, run = start.data.train, start.run
     cells = compare(algorithm, settings, run, users, num_coordinates(start.params))
     changes = least(cells).changes if cells else {}
@@ -253,16 +375,12 @@ def _advice(
     clip = Clip(settings.clip_norm, normalised=settings.clipping == "normalised")
     units = method.groups if isinstance(method, SharedULS) else users
     steps, sizes = settings.num_steps, np.diff(units.offsets)
-    rows_per_unit = real = 1.0  # of a unit that is drawn; of units, those that are no empty place
+    rows_per_unit = filled_places = 1.0
     if algorithm == Algorithm.ULS:
         rows_per_unit = float(np.minimum(sizes, method.group_size).mean())
     else:
-        real = filled(settings, users, method.group_size)
-    if graph_of(users) is not None and isinstance(method, ELS):
-        used = len(method.pool) / users.num_examples * -np.expm1(steps * np.log1p(-prob))
-    else:
-        used = share_used(algorithm, sizes, method.group_size, prob, steps)
-        used *= units.num_examples / users.num_examples
+        filled_places = filled(settings, users, method.group_size)
+    real_count = count * filled_places  # without the empty places of the pool
     bands = (settings.bands or 1) if settings.noise == CORRELATED else 1
     error = predicted_error(sigma, steps, bands)
     return Advice(
@@ -274,22 +392,35 @@ def _advice(
         clip_norm=clip.norm,
         clip_norm_interval=norms and norms.intervals[norm],
         noise_multiplier=sigma,
-        noise_per_step=noise_stddev(clip.norm, sigma, count * real),
+        noise_per_step=noise_stddev(clip.norm, sigma, real_count),
         added_stddev=noise_stddev(clip.sensitivity, sigma, count),
         sampling=method.sampler.name,
         noise=settings.noise,
         bands=settings.bands,
         participations=settings.participations,
-        noise_on_sums=noise_stddev(clip.norm, error, count * real),
+        noise_on_sums=noise_stddev(clip.norm, error, real_count),
         cells=cells,
-        data_used=float(used),
-        gradients=steps * count * real * rows_per_unit,
+        data_used=_data_used(method, users, steps),
+        gradients=steps * count * filled_places * rows_per_unit,
         strategy=strategy and str(strategy),
-        seconds=of_unit and steps * count * real * of_unit,
+        seconds=of_unit and steps * count * filled_places * of_unit,
         command=command(algorithm, settings, privacy, run),
     )
 
 
+def _data_used(method: ELS | ULS, users: Users, num_steps: int) -> float:
+    """Expected fraction of the examples that some step uses."""
+    prob = method.sampler.sampling_prob
+    if isinstance(method, ELS) and graph_of(users) is not None:
+        kept = len(method.pool) / users.num_examples
+        return float(kept * -np.expm1(num_steps * np.log1p(-prob)))
+    algorithm = Algorithm.ELS if isinstance(method, ELS) else Algorithm.ULS
+    units = method.groups if isinstance(method, SharedULS) else users
+    sizes = np.diff(units.offsets)
+    used = share_used(algorithm, sizes, method.group_size, prob, num_steps)
+    return float(used * (units.num_examples / users.num_examples))
+
+
 def _clip_norm(norm: float) -> float:
-    """Four digits, so that the command that is printed has the very number."""
+    """A clip norm rounded to four digits, so that the printed command has the very same number."""
     return min(max(float(f"{norm:.4g}"), 1e-6), 1e6)

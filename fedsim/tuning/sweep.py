@@ -1,9 +1,9 @@
-"""Many training runs side by side: a grid or a list of settings, one table of what came out.
+"""Many training runs side by side: a grid or a list of settings, and one table of their results.
 
-A run is known by its settings, so a sweep that was killed goes on with the same command: finished
-runs are not repeated, unfinished ones go on from their checkpoints, and a sweep that was made
-larger runs what is new. Each run computes in one process (engine local), or, in turn, each on all
-workers of the cluster; either way it has the bits that it would have alone.
+A run is identified by its settings. So the same command resumes a sweep that was killed: finished
+runs are not repeated, unfinished ones continue from their checkpoints, and a sweep that was
+enlarged runs the new settings. Each run computes in one process (engine local), or, in turn, each
+on all workers of the cluster; either way it has the same bits as on its own.
 """
 
 import contextlib
@@ -14,10 +14,16 @@ import io
 import itertools
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2, summary_v2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from fedsim.budget import place_of
 from fedsim.config import (
@@ -38,7 +44,6 @@ from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.files import cache_dir, expand_home, private_directory, write_atomically
 from fedsim.keys import SecretKey
 from fedsim.run import REALISED, Console, directory, metrics
-from fedsim.tuning import hparams
 
 RUNS, LOGS, BOARD, TABLE = "runs", "logs", "tb", "results"
 GIVEN_BY_SWEEP = {"run_dir", "resume", "engine", "num_workers"}
@@ -47,7 +52,7 @@ COLUMNS = (
     *("expected_count", "sampling_prob", "clip_norm", "steps_done", "initial_eval_loss"),
     *("final_eval_loss", "params_sha256"),
 )
-BUSY_S = 60.0  # for a process of a killed sweep to let go of a run
+BUSY_S = 60.0  # for a process of a killed sweep to release the lock of its run
 
 Settings = Mapping[str, Any]
 _FLAGS = flags_of(PrivacyConfig) | flags_of(RunConfig)
@@ -64,51 +69,51 @@ class Job:
     privacy: PrivacyConfig
     run: RunConfig
     settings: dict[str, Any]
-    """What was given, in JSON's types."""
+    """The given settings, in JSON's types."""
     log: Path
     trial: bool = False
-    """Whether it is a trial of a private selection."""
+    """True for a trial of a private selection."""
     held_out: bool = True
-    """Whether it is evaluated on held-out users without noise."""
+    """True if it is evaluated on held-out users without noise."""
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What the run ended with, or None if it has not finished."""
+        """Contents of `summary.json`; None if the run has not finished."""
         try:
-            found = json.loads((self.run.run_dir / directory.SUMMARY).read_text())
+            summary = json.loads((self.run.run_dir / directory.SUMMARY).read_text())
         except (OSError, ValueError):
             return None
-        return found if found["steps_done"] == found["num_steps"] else None
+        return summary if summary["steps_done"] == summary["num_steps"] else None
 
 
 def expand(spec: Settings) -> list[dict[str, Any]]:
-    """The settings of each run that a sweep file describes.
+    """Settings of each run that a sweep file describes.
 
     Args:
-      spec: settings of all runs; in `grid` lists of values, every combination of which is run; in
-        `runs` a list of settings that go together, each combined with the grid.
+      spec: settings of all runs; `grid` with lists of values, of which every combination is run;
+        `runs` with a list of settings that belong together, each combined with the grid.
     Raises: ConfigError: grid or runs have another form.
     """
     fixed = {name: value for name, value in spec.items() if name not in ("grid", "runs")}
     grid, runs = spec.get("grid", {}), spec.get("runs", [{}])
     expect("grid", grid, isinstance(grid, Mapping), "settings with lists of values")
-    right = isinstance(runs, Sequence) and all(isinstance(each, Mapping) for each in runs)
+    right = isinstance(runs, Sequence) and all(isinstance(run, Mapping) for run in runs)
     expect("runs", runs, right, "a list of settings")
     for name, values in grid.items():
         expect(name, values, isinstance(values, list) and bool(values), "a list of values in grid")
     return [
-        {**fixed, **each, **dict(zip(grid, values, strict=True))}
-        for each in runs
+        {**fixed, **run, **dict(zip(grid, values, strict=True))}
+        for run in runs
         for values in itertools.product(*grid.values())
     ]
 
 
 def jobs_of(settings: Sequence[Settings], out: Path) -> list[Job]:
-    """A job for each of the settings, in order; those that are given twice are run once.
+    """A job for each of the settings, in order; equal settings give one job.
 
-    Raises: ConfigError: a setting is unknown, missing, out of range or the sweep's own.
+    Raises: ConfigError: a setting is unknown, missing or out of range, or one that the sweep sets.
     """
-    jobs = [_job(each, out) for each in settings]
+    jobs = [_job(given, out) for given in settings]
     return list({job.name: job for job in jobs}.values())
 
 
@@ -121,20 +126,20 @@ def sweep(
     here: bool = False,
     in_turn: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run whatever has not finished yet, and write the table; returns its rows.
+    """Run all jobs that have not finished, write the table and return its rows.
 
     Rows are in the order of the settings and have `run` (its name), `status` (done, failed or
-    waiting), what was given, COLUMNS of its summary, `spent_epsilon`, what is not private of it
-    under names that say so, and `error`. `out` gets runs/NAME (run directories), logs/NAME.txt,
-    results.csv, results.json, and tb/ for TensorBoard; on a cluster it has to be where all nodes
-    see it. Only its owner can look into it: settings are shown there, and with the data a seed is a
-    run's key.
+    waiting), the given settings, COLUMNS of its summary, `spent_epsilon`, non-private results under
+    names that say so, and `error`. `out` gets runs/NAME (run directories), logs/NAME.txt,
+    results.csv, results.json, and tb/ for TensorBoard; on a cluster all nodes must see it. Only its
+    owner can read
+    it: the settings are in it, and with the data a seed is a run's key.
     Args:
-      at_once: most runs at a time; default: as many as there is room for.
+      at_once: largest number of runs at a time; default: as many as there is room for.
       here: one after another in this process, without Ray.
-      in_turn: one after another, each on all workers (engine ray): for runs that are too long for
-        one worker each. KeyboardInterrupt after a signal, with the step under way saved.
-    Raises: ConfigError (a user's mistake, found before anything is run).
+      in_turn: one after another, each on all workers (engine ray), for runs that are too long for
+        one worker. A signal raises KeyboardInterrupt after the current step is saved.
+    Raises: ConfigError: a mistake in the settings, before anything is run.
     """
     jobs = jobs_of(settings, out)
     expect("settings", "", bool(jobs), "a run at least")
@@ -167,14 +172,14 @@ def sweep(
 
 
 def _expect_place(out: Path) -> None:
-    """Raises ConfigError: there is something else than an earlier sweep."""
+    """Raise ConfigError if `out` holds anything but an earlier sweep."""
     there = entries(out)
-    own = there <= {LOGS} or {RUNS, LOGS} <= there
-    expect("out", out, own, "a new or empty directory, or that of a sweep")
+    of_sweep = there <= {LOGS} or {RUNS, LOGS} <= there
+    expect("out", out, of_sweep, "a new or empty directory, or that of a sweep")
 
 
 def entries(out: Path) -> set[str]:
-    """What lies in a place for results, if there is one, but for hidden files and settings.
+    """Names in a directory for results, without hidden files and settings.
 
     Raises: ConfigError: it is no directory.
     """
@@ -184,10 +189,10 @@ def entries(out: Path) -> set[str]:
 
 
 def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:
-    """Look at data and models, which builds what has to be built, once for all runs.
+    """Load data and models, which builds what has to be built, once for all runs.
 
-    Raises: ConfigError: they are not there, or not those of a run that has ended: places are part
-      of its name, and not what lies there.
+    Raises: ConfigError: they do not exist, or differ from those of a finished run: a run's name has
+      their places, not their contents.
     """
     from fedsim.run import find_model, load_data, model_sha256
 
@@ -195,11 +200,11 @@ def expect_same_inputs(jobs: Sequence[Job], console: Console) -> None:
     for job in jobs:
         place = (job.run.data.source, str(job.run.data.options), job.run.model.source)
         places.setdefault(place, []).append(job)
-    for own in places.values():
-        run = own[0].run
+    for same in places.values():
+        run = same[0].run
         model = find_model(run.model.source)
         data = load_data(run.data, model, console.note)
-        ended = [job.run.run_dir for job in own if job.summary is not None]
+        ended = [job.run.run_dir for job in same if job.summary is not None]
         sha256 = model_sha256(model) if ended else None  # reads all of the model
         for run_dir in ended:
             identity, expected = directory.load(run_dir).identity, f"what {run_dir} began with"
@@ -216,7 +221,7 @@ def outcomes_of(
     here: bool = False,
     in_turn: bool = False,
 ) -> Iterator[tuple[Job, Any]]:
-    """Run the jobs as `sweep` does: (job, its summary or the FedsimError that ended it)."""
+    """Run the jobs as `sweep` does: yields (job, its summary or the FedsimError that ended it)."""
     if here or in_turn:
         return _in_turn(jobs, "local" if here else "ray")
     return _side_by_side(jobs, console, at_once)
@@ -225,7 +230,7 @@ def outcomes_of(
 def _side_by_side(
     jobs: Sequence[Job], console: Console, at_once: int | None
 ) -> Iterator[tuple[Job, Any]]:
-    """(job, its summary or the FedsimError that ended it), as jobs end."""
+    """Yield (job, its summary or the FedsimError that ended it) as jobs end."""
     from fedsim.engine import ParallelRuns
 
     first = jobs[0].run
@@ -246,9 +251,9 @@ def _side_by_side(
 
 
 def _in_turn(jobs: Sequence[Job], engine: Literal["ray", "local"]) -> Iterator[tuple[Job, Any]]:
-    """The outcomes of jobs that run one after another, from this process.
+    """Yield the outcomes of jobs that run one after another, from this process.
 
-    Raises: KeyboardInterrupt: a signal ended a run early, with the step under way saved.
+    Raises: KeyboardInterrupt: a signal ended a run early; the current step is saved.
     """
     for job in jobs:
         run = changed_run(job.run, engine=engine)
@@ -263,7 +268,7 @@ def _in_turn(jobs: Sequence[Job], engine: Literal["ray", "local"]) -> Iterator[t
 
 
 def train_one(job: Job) -> dict[str, Any]:
-    """Train, or go on training; what it says goes to the job's log. Runs in a process apart."""
+    """Train, or resume a run; its messages go to the job's log. Runs in a separate process."""
     from fedsim.training import train
 
     with open(job.log, "a") as log, contextlib.redirect_stderr(log):
@@ -289,7 +294,7 @@ def train_one(job: Job) -> dict[str, Any]:
 
 
 def write_table(jobs: Sequence[Job], out: Path, errors: Mapping[str, str]) -> list[dict[str, Any]]:
-    """results.csv and results.json from the runs' summaries; returns the rows."""
+    """Write results.csv and results.json from the runs' summaries; return the rows."""
     names = list(dict.fromkeys(name for job in jobs for name in job.settings))
     rows = []
     for job in jobs:
@@ -344,7 +349,7 @@ def _job(settings: Settings, out: Path) -> Job:
 
 
 def identity(algorithm: str, given: Settings) -> str:
-    """Names a run by its settings, less those that are as they would be if nothing was given."""
+    """Name of a run: a hash of its settings without those at their defaults."""
     kept = {n: to_json(v) for n, v in given.items() if v != _DEFAULTS[n]}
     kept = {n: v for n, v in kept.items() if n not in OPERATIONAL or n == "data"}
     text = json.dumps([str(algorithm), first_named(kept)], sort_keys=True)
@@ -352,7 +357,7 @@ def identity(algorithm: str, given: Settings) -> str:
 
 
 def _write_session(job: Job, out: Path, *, succeeded: bool = True) -> None:
-    """A run's row in TensorBoard: what may be published of its metrics, and how it ended."""
+    """A run's row in TensorBoard: its metrics that may be published, and how it ended."""
     records = [
         {n: v for n, v in line.items() if n == "step" or n.startswith(("eval/", "privacy/"))}
         for line in metrics.read(job.run.run_dir)
@@ -360,13 +365,13 @@ def _write_session(job: Job, out: Path, *, succeeded: bool = True) -> None:
     if summary := job.summary:
         end = {"summary/final_eval_loss": summary["final_eval_loss"]}
         records.append({"step": summary["steps_done"], **end})
-    hparams.write_session(out / BOARD / job.name, job.settings, records, succeeded=succeeded)
+    write_session(out / BOARD / job.name, job.settings, records, succeeded=succeeded)
 
 
 def _varying(job: Job, jobs: Sequence[Job]) -> str:
     """The settings of a job in which the jobs differ."""
     shown = {n: v for n, v in job.settings.items() if n != "algorithm"}
-    differ = [n for n in shown if len({str(each.settings.get(n)) for each in jobs}) > 1]
+    differ = [n for n in shown if len({str(other.settings.get(n)) for other in jobs}) > 1]
     return " ".join(f"{name}={shown[name]}" for name in differ)
 
 
@@ -376,3 +381,58 @@ def _outcome(job: Job, errors: Mapping[str, str]) -> str:
     names = ("initial_eval_loss", "final_eval_loss")
     before, after = (float((job.summary or {}).get(name, math.nan)) for name in names)
     return f"eval loss {after:.4g}" if math.isfinite(before) else "done; no users are held out"
+
+
+Value = bool | int | float | str
+
+_api: Any = api_pb2  # generated: type checkers do not see what is in them
+_messages: Any = plugin_data_pb2
+
+
+def write_session(
+    directory: Path,
+    settings: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    *,
+    succeeded: bool = True,
+) -> None:
+    """Write a row of TensorBoard's table of runs: settings, and metrics step by step.
+
+    Replaces an earlier row. TensorBoard makes the columns from all rows below its directory.
+    Args: records: values by metric name, each with its `step`.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    shown = {name: _shown(value) for name, value in settings.items()}
+    events = [Event(wall_time=time.time(), summary=summary_v2.hparams_pb(shown))]
+    for record in records:
+        values = [
+            Summary.Value(tag=name, simple_value=float(value))
+            for name, value in record.items()
+            if name != "step" and value is not None
+        ]
+        step = int(record["step"])
+        events.append(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+    status = _api.Status.Value("STATUS_SUCCESS" if succeeded else "STATUS_FAILURE")
+    end = _messages.SessionEndInfo(end_time_secs=time.time(), status=status)
+    content = _messages.HParamsPluginData(session_end_info=end)
+    # The library's own function for it wants TensorFlow.
+    tagged = summary_v2._summary_pb(metadata.SESSION_END_INFO_TAG, content)
+    events.append(Event(wall_time=time.time(), summary=tagged))
+    _write(directory, events)
+
+
+def _shown(value: Any) -> Value:
+    """Whole numbers as floats, since a column has one type."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return float(value)
+    return "default" if value is None else str(value)
+
+
+def _write(directory: Path, events: Sequence[Event]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    writer = EventFileWriter(str(directory))
+    for event in events:
+        writer.add_event(event)
+    writer.close()

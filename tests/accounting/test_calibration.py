@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedsim import accounting
-from fedsim.accounting import StepEvent, calibration
+from fedsim.accounting import StepEvent, calibration, composition
 
 
 @pytest.fixture
@@ -122,11 +122,11 @@ def test_targets_out_of_reach_are_refused(cache):
 
 def test_progress_is_silent_at_first_and_then_at_most_once_a_second(monkeypatch):
     now = iter(np.arange(0, 1000, 0.4))
-    monkeypatch.setattr(calibration.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(composition.time, "monotonic", lambda: float(next(now)))
     said: list[str] = []
-    report = calibration.throttled(said.append)
+    report = composition.throttled(said.append)
     for index in range(20):
         report(str(index))
     assert said[0] == "4"
     assert len(said) == 6
-    calibration.throttled(None)("nobody listens")
+    composition.throttled(None)("nobody listens")

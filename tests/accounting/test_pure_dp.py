@@ -10,8 +10,8 @@ from dp_accounting.pld.privacy_loss_distribution import (
 )
 
 from fedsim import accounting
-from fedsim.accounting import StepEvent
-from fedsim.accounting.pure_dp import PureEvent, pure_pmf
+from fedsim.accounting import PureEvent, StepEvent
+from fedsim.accounting.accountant import pure_pmf
 from fedsim.errors import ConfigError
 
 

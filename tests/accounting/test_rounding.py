@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedsim.accounting.rounding import at_least, at_most
+from fedsim.accounting.accountant import at_least, at_most
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_a_run_goes_on_with_the_held_out_users_that_it_began_with(tmp_path, run_
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main([*arguments(tmp_path / "data", run_dir), "--resume"])
-    assert "expected the held-out users that the run began with" in capsys.readouterr().err
+    assert "expected the held-out users that the run started with" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["verify", str(run_dir)])
     assert "other held-out users than at the start" in capsys.readouterr().out

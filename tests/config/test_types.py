@@ -64,7 +64,7 @@ def test_the_schema_takes_what_the_settings_are_and_nothing_else():
     jsonschema.Draft202012Validator.check_schema(schema)
     names = types_of(PrivacyConfig) | types_of(RunConfig)
     assert schema["properties"].keys() == names.keys()
-    assert "sanity bound" in schema["properties"]["epsilon"]["description"]
+    assert "user-level differential privacy" in schema["properties"]["epsilon"]["description"]
     settings = as_dict(PrivacyConfig(4.0, 10)) | as_dict(run_config(data="pydocs", run_dir="run"))
     jsonschema.validate(settings, schema)
     jsonschema.validate({**settings, "epsilon": "inf"}, schema)

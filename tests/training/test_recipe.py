@@ -8,7 +8,7 @@ from refused import refuses
 from fedsim.cli.main import main
 from fedsim.config import UPDATE, run_config
 from fedsim.run import directory
-from fedsim.training.recipe import MOMENTUM_RATES, PAPER, Noise, settled
+from fedsim.training.optimizers import MOMENTUM_RATES, PAPER, Noise, settled
 
 FLAGS = ["--engine", "local", "--model", "micro", "--max-length", "16", "--epsilon", "8"]
 FLAGS += ["--num-steps", "4", "--batch-size", "8", "--eval-examples", "8", "--strategy", "scan:1"]

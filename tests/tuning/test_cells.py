@@ -9,8 +9,8 @@ from problems import users_of_sizes
 from fedsim.config import Algorithm, PrivacyConfig, run_config
 from fedsim.keys import SecretKey
 from fedsim.plan import complete, make_plan, method_for
-from fedsim.tuning import cells
-from fedsim.tuning.cells import compare, least, table
+from fedsim.tuning import advice
+from fedsim.tuning.advice import compare, least, table
 
 USERS, PARAMETERS = users_of_sizes([3] * 400), 5000
 
@@ -62,7 +62,7 @@ def test_correlated_noise_is_not_for_optimizers_that_undo_it():
 
 def test_rows_of_noise_that_do_not_fit_are_not_chosen(monkeypatch):
     roomy = least(compared(Algorithm.ELS))
-    monkeypatch.setattr(cells, "_memory", lambda: 8 * PARAMETERS / cells.MEMORY_SHARE)
+    monkeypatch.setattr(advice, "_memory", lambda: 8 * PARAMETERS / advice.MEMORY_SHARE)
     tight = compared(Algorithm.ELS)
     assert least(tight).bands in (2, 3) and least(tight).bands < roomy.bands
     assert any("too much memory" in line for line in table(tight))

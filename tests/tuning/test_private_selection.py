@@ -24,7 +24,8 @@ from fedsim.run.ledger import LedgerError
 from fedsim.run.model_source import load_data
 from fedsim.trust.budget_page import budget
 from fedsim.tuning import selection
-from fedsim.tuning.selection import Selection, evaluations_of, price, select
+from fedsim.tuning.pricing import Selection, evaluations_of, price, sentences
+from fedsim.tuning.selection import select
 from fedsim.tuning.sweep import jobs_of
 
 
@@ -227,7 +228,7 @@ def test_what_no_candidate_covers_is_part_of_the_claim(settings, tmp_path):
     assert len(found.non_private) == len(facts)  # each once
     assert all(map(str.startswith, found.non_private, facts))
     said = f"Not covered by the guarantee: {'; '.join(found.non_private)}."
-    assert said in selection.sentences(found, 3, how)
+    assert said in sentences(found, 3, how)
 
 
 def test_where_every_candidate_once_costs_less_that_is_done(settings, tmp_path):

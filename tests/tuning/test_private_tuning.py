@@ -7,8 +7,7 @@ import pytest
 from test_cli import run, texts, train_args  # noqa: F401
 
 from fedsim import accounting
-from fedsim.accounting import StepEvent
-from fedsim.accounting.pure_dp import PureEvent
+from fedsim.accounting import PureEvent, StepEvent
 from fedsim.cli.main import main
 from fedsim.clipping.step_releases import AdaptiveClip, NoisyLoss
 from fedsim.run import ledger, metrics

@@ -19,7 +19,7 @@ from fedsim.data import corpora
 from fedsim.keys import SecretKey
 from fedsim.plan import complete, make_plan, method_for
 from fedsim.tuning.advice import choose
-from fedsim.tuning.heuristics import share_used
+from fedsim.tuning.estimates import share_used
 
 FLAGS = (
     "--epsilon 4 --num-steps 7 --batch-size 40 --max-length 24 --engine local --users 12".split()
