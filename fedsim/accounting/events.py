@@ -25,10 +25,10 @@ class StepEvent:
 
     ELS: max_contributions = G_ELS, the cap that D_sub enforces. ULS: always 1, since a user's
     gradient is clipped as a whole; its group size never reaches the accountant. Where texts have
-    several owners,
-    a user also has texts in the groups of others, max_changed of them at most: without the user
-    these do not disappear, but change. N(Binomial(max_contributions + max_changed, q), sigma^2)
-    against N(-Binomial(max_changed, q), sigma^2); docs/theory/owners.md.
+    several owners, a user also has texts in the groups of others, max_changed of them at most:
+    without the user these do not disappear, but change. The loss is then that of
+    N(Binomial(max_contributions + max_changed, q), sigma^2) against
+    N(-Binomial(max_changed, q), sigma^2); docs/theory/owners.md.
 
     Raises: ConfigError: a field is out of range.
     """

@@ -2,7 +2,8 @@
 
 A mechanism is mu-GDP if telling two neighbours apart is no easier than telling N(0, 1) from
 N(mu, 1). Costs add up as mu^2, even where each mechanism is chosen after seeing the releases of
-those before: that makes mu the currency of a privacy filter (docs/theory/budget.md has the theorem).
+those before: that makes mu the currency of a privacy filter (docs/theory/budget.md has the
+theorem).
 
 Steps with sampling are not exactly Gaussian in their farthest tails. So a small probability is set
 aside: with it a mechanism may give everything away, and otherwise it is mu-GDP.

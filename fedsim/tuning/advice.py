@@ -1,8 +1,8 @@
 """Advice of `fedsim recommend`: sampling and noise, the choice, commands, a table.
 
 Ways of sampling are compared with a kind of noise each, at one epsilon, by the noise on sums of
-gradients, since parameters are such sums (`noise.correlated`), and by their cost: more gradients, or
-memory for rows of noise. The comparison uses public quantities only.
+gradients, since parameters are such sums (`noise.correlated`), and by their cost: more gradients,
+or memory for rows of noise. The comparison uses public quantities only.
 """
 
 import dataclasses
