@@ -246,7 +246,7 @@ ARGUMENTS = {
     "a flag of the library": ([*train(), "--user", "x"], "options: --user.*--user-column"),
     "a flag of others": (
         [*train(), "--delimiter", ";"],
-        "--delimiter .*in fedsim data build --help",
+        "--delimiter .*Character between the columns of CSV.*in fedsim data build --help",
     ),
     "an encoding": ([*train(), "--encoding", "latin1"], "--encoding .*in fedsim data build --help"),
     "what would change a terminal": ([*train(), "\x1b[31mred"], r"\\x1b\[31mred"),
