@@ -6,6 +6,7 @@ from .engine import EngineError as EngineError, Task as Task
 from .errors import ConfigError as ConfigError, DataError as DataError, FedsimError as FedsimError
 from .keys import SecretKey as SecretKey
 from .library import Run as Run, TrainSettings as TrainSettings, load as load, train as train
+from .training import Callback as Callback
 from .uls import ULS as ULS
 
 __version__: str

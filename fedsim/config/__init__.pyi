@@ -40,6 +40,7 @@ from .run import (
     UPDATE as UPDATE,
     DataConfig as DataConfig,
     EngineConfig as EngineConfig,
+    LoggerName as LoggerName,
     MeshShape as MeshShape,
     ModelConfig as ModelConfig,
     RunConfig as RunConfig,

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -101,7 +101,8 @@ def typed(name: str, value: Any, kind: Any) -> Any:
     except pydantic.ValidationError:
         choices = [typing.get_args(k) for k in kinds if typing.get_origin(k) is Literal]
     if choices:
-        expected = f"one of {', '.join(map(str, choices[0]))}"
+        many = "a list of " if typing.get_origin(kind) is Sequence else "one of "
+        expected = many + ", ".join(map(str, choices[0]))
     else:
         expected = next(words for type_, words in EXPECTED.items() if type_ in kinds)
     raise ConfigError.of(name, value, "a value" if value is None else expected)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,7 +61,10 @@ except ModuleNotFoundError:  # then there is no command line
 OPERATIONAL = frozenset(
     {"data", "run_dir", "engine", "mesh", "num_workers", "num_lanes", "wait_for_workers"}
     | {"checkpoint_every", "log_every", "resume", "budget_ledger", "limit_epsilon", "spend_rest"}
+    | {"log_to", "log_non_private"}
 )
+
+LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 UPDATE = ("optimizer", "learning_rate", "schedule", "ema")
 """Settings of a RunConfig that are None where the recipe sets them."""
@@ -269,6 +273,17 @@ class RunConfig:
     log_every: int = 10
     """Steps between progress lines where the output is no terminal. >= 1."""
 
+    log_to: Sequence[LoggerName] = ("tensorboard",)
+    """Loggers of the metrics, any of tensorboard, wandb, mlflow and trackio. tensorboard writes
+    files into run_dir. The others can send what they get to another machine, so they get only the
+    plan, epsilon and metrics that have noise. metrics.jsonl in run_dir has all metrics in any
+    case."""
+
+    log_non_private: bool = False
+    """Give wandb, mlflow and trackio the metrics that are computed from private data without noise,
+    too: losses, norms, times and sizes of draws. The guarantee does not cover them, which the plan
+    says."""
+
     resume: bool = False
     """Resume the run in run_dir, or start it if there is none."""
 
@@ -289,6 +304,7 @@ class RunConfig:
             self, eval_examples=1, checkpoint_every=1, local_steps=1, log_every=1, eval_every=1
         )
         object.__setattr__(self, "run_dir", Path(expand_home("run_dir", self.run_dir)))
+        object.__setattr__(self, "log_to", tuple(dict.fromkeys(self.log_to)))
         if self.budget_ledger is not None:
             place = Path(expand_home("budget_ledger", self.budget_ledger))
             object.__setattr__(self, "budget_ledger", place)

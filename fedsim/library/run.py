@@ -3,13 +3,14 @@
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from fedsim.config import (
     Algorithm,
+    LoggerName,
     PrivacyConfig,
     RunConfig,
     SamplingName,
@@ -26,6 +27,7 @@ from fedsim.files import expand_home
 from fedsim.library.own_task import OwnTask
 from fedsim.library.tables import source_of
 from fedsim.run import Console, StoredRun, checkpoint, directory, guarantee_line, spent
+from fedsim.training import Callback, StepFunction, expect_callbacks
 from fedsim.trust import Check
 
 
@@ -270,6 +272,8 @@ class TrainSettings(TypedDict, total=False):
     eval_examples: int
     checkpoint_every: int
     log_every: int
+    log_to: Sequence[LoggerName]
+    log_non_private: bool
     resume: bool
     budget_ledger: str | Path | None
     limit_epsilon: float | None
@@ -286,7 +290,8 @@ def train(
     user: str | None = None,
     text: str | None = None,
     task: Task | None = None,
-    callback: Callable[[int, dict[str, float]], None] | None = None,
+    callbacks: Sequence[Callback] = (),
+    callback: Callable[[int, dict[str, float]], object] | None = None,
     **settings: Unpack[TrainSettings],
 ) -> Run:
     """Fine-tune a model with user-level differential privacy.
@@ -306,8 +311,11 @@ def train(
       user: column with the user of a row. Default: user_id.
       text: column with the text. Default: text.
       task: your own model, instead of a language model.
-      callback: called after every step with its number, from 1, and its metrics, among them the
-        latest eval/loss. Metrics named `non_private/...` are computed without protection.
+      callbacks: called at the start and end of the run, and after its steps, evaluations and
+        checkpoints; see `Callback`.
+      callback: a function called after every step with its number, from 1, and its metrics, among
+        them the latest eval/loss. It sees all metrics, those without noise, too, which the plan of
+        the run says, as for a `Callback` with `reads_non_private`.
       settings: other flags of `fedsim train`, with underscores: batch_size, group_size, model,
         lora_rank, engine, seed, resume, ...
 
@@ -321,6 +329,8 @@ def train(
     expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
     calls = callback is None or callable(callback)
     expect("callback", callback, calls, "a function of a step's number and its metrics")
+    expect_callbacks(callbacks)
+    called = [*callbacks, *([StepFunction(callback)] if callback is not None else [])]
     if run_dir is None:
         run_dir = Path("runs") / f"{algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Columns of a DataFrame without names are numbered.
@@ -343,7 +353,7 @@ def train(
     console = Console(log_every=run.log_every)
     with _naming_arguments(settings.keys()):
         summary = train_run(
-            Algorithm(algorithm), privacy, run, console, source=source, callback=callback
+            Algorithm(algorithm), privacy, run, console, source=source, callbacks=called
         )
     console.summary(summary, run.run_dir)
     return Run(run.run_dir)

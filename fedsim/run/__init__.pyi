@@ -24,6 +24,13 @@ from .ledger import (
     gradient_sha256 as gradient_sha256,
     note as note,
 )
+from .loggers import (
+    expect_installed as expect_installed,
+    may_leave as may_leave,
+    not_covered as not_covered,
+    open_loggers as open_loggers,
+    receivers as receivers,
+)
 from .metrics import Metrics as Metrics
 from .model_source import (
     expect_language_model as expect_language_model,

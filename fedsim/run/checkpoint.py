@@ -59,7 +59,7 @@ def save(run_dir: Path, step: int, state: dict[str, Any], chain: str = "") -> Pa
     """
     directory = run_dir / DIRECTORY
     make_directory(directory)
-    path = directory / name(step)
+    path = path_of(run_dir, step)
     arrays: dict[str, np.ndarray] = {}
 
     def placed(place: Any, leaf: Any) -> Any:
@@ -314,6 +314,11 @@ def chain(state: Mapping[str, Any]) -> str:
 def name(step: int) -> str:
     """The file name of the checkpoint after `step` steps."""
     return stem(step) + SUFFIX
+
+
+def path_of(run_dir: Path, step: int) -> Path:
+    """The file of the checkpoint after `step` steps."""
+    return run_dir / DIRECTORY / name(step)
 
 
 def stem(step: int) -> str:

@@ -1,40 +1,31 @@
-"""Metrics of a run: `metrics.jsonl`, which is authoritative, and TensorBoard event files.
+"""Metrics of a run: `metrics.jsonl`, which is authoritative, and the loggers.
 
 Metrics that are computed from private data without noise are named `non_private/...`.
 """
 
 import json
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore
-from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore
-from tensorboard.plugins.hparams import summary_v2 as hparams
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from fedsim.config import to_json
 from fedsim.errors import FileDamaged
 from fedsim.files import named, whole_lines, write_atomically
+from fedsim.run.loggers import MetricLogger
 
 FILE = "metrics.jsonl"
-DIRECTORY = "tb"
 
 
 class Metrics:
-    """Writes metrics to both places. Steps that are repeated after a crash replace their
-    metrics."""
+    """Writes metrics to the file, and gives them to the loggers. Steps that are repeated after a
+    crash replace their metrics."""
 
-    def __init__(self, run_dir: Path, last_step: int = -1):
+    def __init__(self, run_dir: Path, last_step: int = -1, loggers: Sequence[MetricLogger] = ()):
         """Continue after `last_step`, and drop the metrics of later steps."""
         path = run_dir / FILE
         kept = [line for line in read(run_dir) if line["step"] <= last_step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-        self._file = open(path, "a")
-        self._events = EventFileWriter(str(run_dir / DIRECTORY))
-        # Tells TensorBoard to drop events of later steps, which an earlier process logged.
-        self._add(last_step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._file, self._loggers = open(path, "a"), loggers
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log scalars, by name, after `step` steps."""
@@ -42,37 +33,19 @@ class Metrics:
         with named(Path(self._file.name)):
             self._file.write(json.dumps({"step": step, **record}) + "\n")
             self._file.flush()
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(step, summary=Summary(value=scalars))
-
-    def table(self, name: str, values: dict[str, Any]) -> None:
-        """Log names and values as a table."""
-        rows = "".join(f"| {key} | {value} |\n" for key, value in values.items())
-        markdown = "| setting | value |\n|---|---|\n" + rows
-        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        tensor = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()])
-        tensor.tensor_shape.dim.add(size=1)
-        value = Summary.Value(tag=name, metadata=metadata, tensor=tensor)
-        self._add(0, summary=Summary(value=[value]))
-
-    def hparams(self, values: dict[str, Any]) -> None:
-        """Log settings for TensorBoard's table of runs."""
-        shown = {
-            k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()
-        }
-        self._add(0, summary=hparams.hparams_pb(shown))
+        for logger in self._loggers:
+            logger.log(step, values)
 
     def close(self) -> None:
         """Flush and close."""
         self._file.close()
-        self._events.close()
+        for logger in self._loggers:
+            logger.close()
 
     def flush(self) -> None:
-        """Write buffered events to TensorBoard's file."""
-        self._events.flush()
-
-    def _add(self, step: int, **content: Any) -> None:
-        self._events.add_event(Event(wall_time=time.time(), step=step, **content))
+        """Have the loggers write what they buffer."""
+        for logger in self._loggers:
+            logger.flush()
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,9 @@
 from . import optimizers as optimizers
+from .callbacks import (
+    Callback as Callback,
+    StepFunction as StepFunction,
+    expect_callbacks as expect_callbacks,
+)
 from .launch import dry_run as dry_run, train as train
 from .open import open_run as open_run, wait_for as wait_for
 from .optimizers import Diverged as Diverged, Noise as Noise, settled as settled

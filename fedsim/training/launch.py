@@ -7,6 +7,7 @@ on top.
 import dataclasses
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,11 +19,12 @@ from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
 from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan, method_for
-from fedsim.run import Console, directory
+from fedsim.run import Console, directory, expect_installed, receivers
+from fedsim.training.callbacks import Callback
 from fedsim.training.open import OpenRun, Plant, Source, open_run
 from fedsim.training.optimizers import Noise, settled, update_of
 from fedsim.training.planned import FITTED, PlannedRun, expect_strategy, plan_run
-from fedsim.training.trainer import Callback, Trainer
+from fedsim.training.trainer import Trainer
 
 
 def train(
@@ -33,7 +35,7 @@ def train(
     *,
     source: Source | None = None,
     plant: Plant | None = None,
-    callback: Callback | None = None,
+    callbacks: Sequence[Callback] = (),
     trial: bool = False,
     count: bool = True,
     held_out: bool = True,
@@ -44,7 +46,7 @@ def train(
     Args:
       source: data and task to use in place of those that the settings name.
       plant: canaries of an audit.
-      callback: called after each step with its number, from 1, and its metrics.
+      callbacks: called between the steps.
       trial: the run is a trial of a private selection, which the budget ledger counts in its place.
       count: count the run in the budget ledger; False for a replay, which releases nothing new.
       held_out: evaluate on held-out users without noise.
@@ -54,18 +56,21 @@ def train(
       LedgerError: a ledger is damaged or locked.
     """
     privacy = runnable(privacy, run)
+    if trial or not count:  # nobody else may learn how many trials there are, or that it is replayed
+        sending = receivers(run)
+        run = dataclasses.replace(run, log_to=[name for name in run.log_to if name not in sending])
     with open_run(
         algorithm, privacy, run, console, source=source, plant=plant, held_out=held_out
     ) as opened:
-        planned = plan_run(opened, counted=count and not trial, trial=trial)
-        return launch(opened, planned, callback=callback, replays=not count).fit()
+        planned = plan_run(opened, counted=count and not trial, trial=trial, callbacks=callbacks)
+        return launch(opened, planned, callbacks=callbacks, replays=not count).fit()
 
 
 def launch(
     opened: OpenRun,
     planned: PlannedRun,
     *,
-    callback: Callback | None = None,
+    callbacks: Sequence[Callback] = (),
     replays: bool = False,
 ) -> Trainer:
     """Write the run's directory if it is new, lock it, and return the Trainer of the run."""
@@ -84,7 +89,7 @@ def launch(
             f"a step that is run again may have other bits: {other_bits}: then what it released is "
             "taken as it was kept, or left out"
         )
-    return Trainer(opened, planned, host, other_bits, replays, callback)
+    return Trainer(opened, planned, host, other_bits, replays, callbacks)
 
 
 def dry_run(
@@ -208,11 +213,13 @@ def _num_bytes(tree: Any) -> int:
 def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
     """The settings to run with (`as_started`), after the checks that need no data.
 
-    Raises: ConfigError: optimizer or strategy does not exist, or does not fit.
+    Raises: ConfigError: optimizer or strategy does not exist, or does not fit; or a logger's
+      packages are missing.
     """
     privacy = as_started(privacy, run)
     update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
     expect_strategy(run.engine)
+    expect_installed(run.log_to)
     return privacy
 
 

@@ -6,6 +6,7 @@ drawn in `_complete` and nowhere else.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fedsim.budget import GROUP_SIZE, Applicant, count_at_once, shortened
@@ -34,7 +35,9 @@ from fedsim.plan import (
     planned_phases,
     sharing,
 )
-from fedsim.run import StoredRun, directory
+from fedsim.run import StoredRun, directory, not_covered, receivers
+from fedsim.training import callbacks as calls
+from fedsim.training.callbacks import Callback
 from fedsim.training.open import OpenRun, wait_for
 from fedsim.training.optimizers import Noise, settled
 from fedsim.training.private_evaluation import Counted
@@ -67,7 +70,12 @@ class PlannedRun(NamedTuple):
 
 
 def plan_run(
-    opened: OpenRun, *, counted: bool = True, trial: bool = False, dry_run: bool = False
+    opened: OpenRun,
+    *,
+    counted: bool = True,
+    trial: bool = False,
+    dry_run: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> PlannedRun:
     """Make the plan of a new run, or read that of a resumed one; workers are ready on return.
 
@@ -75,6 +83,7 @@ def plan_run(
       counted: count the run in the budget ledger; False for a replay and a trial.
       trial: the run is a trial of a private selection, which is counted in its place.
       dry_run: nothing will be released, so nothing is paid for.
+      callbacks: what they see may be a fact that the guarantee does not cover.
     Raises:
       ConfigError: the settings do not fit the data, the model or each other.
       EngineError: workers failed.
@@ -84,6 +93,7 @@ def plan_run(
     assert isinstance(opened.settings, PrivacyConfig), "of pre-training there is no plan"
     pays = counted and not dry_run
     privacy, non_private = _complete(opened, opened.settings, pays=pays)
+    non_private += [*not_covered(opened.run), *calls.facts(callbacks)]
     method = method_for(algorithm, privacy, users, opened.key)
     kind = "train" if opened.plant is None else "audit"
     applicant = Applicant.of(opened.run, users, privacy.delta, kind)
@@ -92,6 +102,7 @@ def plan_run(
     engine, task, params = opened.start_engine()
     if opened.stored:
         plan = _plan_again(opened.stored, opened, method)
+        calls.expect_known(callbacks, plan.non_private)
     else:
         with console.phase("calibrating the noise"):
             privacy, plan = _new_plan(
@@ -115,6 +126,7 @@ def plan_run(
     opened.run = run = settled_by(plan, opened.stored, opened.run, fresh=fresh)
     console.plan(plan, engine)
     console.update(run)
+    console.rows(logger_rows(run))
     strategy, why = _strategy(opened, engine, params, method, plan)
     in_ledger = in_ledger if counted else None
     return PlannedRun(plan, method, privacy, in_ledger, engine, task, params, strategy, why)
@@ -215,6 +227,9 @@ def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
     same = sharing(opened.data.train, method, opened.key) == stored.plan.shared
     again = "the pool or the groups that the run started with: resume with its package versions"
     expect("data", "other texts of the same ones", same, again)
+    told = set(not_covered(opened.run)) <= {*stored.plan.non_private}
+    again = "false, as at the start of the run, whose plan says what its loggers get"
+    expect("log_non_private", opened.run.log_non_private, told, again)
     changed = directory.other_bits(stored, versions(), stored.host) or "as they were"
     if stored.plan.drawn_once:
         same = drawn_once(method, stored.plan.num_steps, opened.key) == stored.plan.drawn_once
@@ -301,6 +316,15 @@ def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> lis
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")
     timed = "the strategy of the clipped sum (timed on units of a draw)"
     return [*facts, timed] if run.engine.strategy == AUTO else facts
+
+
+def logger_rows(run: RunConfig) -> list[tuple[str, str]]:
+    """The row of the plan on metrics that can leave the machine; empty if none can."""
+    if not (names := receivers(run)):
+        return []
+    sent = "all metrics" if run.log_non_private else "the plan, epsilon, and metrics with noise"
+    rest = "" if run.log_non_private else f"; the others stay in {run.run_dir}"
+    return [("loggers", f"{', '.join(names)}: {sent}{rest}")]
 
 
 def settled_by(plan: Plan, stored: StoredRun | None, run: RunConfig, *, fresh: bool) -> RunConfig:

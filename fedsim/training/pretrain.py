@@ -27,7 +27,18 @@ from fedsim.errors import expect
 from fedsim.evaluate import evaluate, headline
 from fedsim.files import write_json
 from fedsim.keys import SecretKey
-from fedsim.run import Console, Metrics, State, checkpoint, directory, restored, save, stop_signals
+from fedsim.run import (
+    Console,
+    Metrics,
+    State,
+    checkpoint,
+    directory,
+    expect_installed,
+    open_loggers,
+    restored,
+    save,
+    stop_signals,
+)
 from fedsim.training.open import open_run, wait_for
 from fedsim.training.optimizers import diverged, is_finite, settled, update_rule, updater
 
@@ -43,6 +54,7 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
       EngineError: workers failed.
     """
     run = settled(run, None)
+    expect_installed(run.log_to)
     assert run.learning_rate is not None
     rate = schedule(settings, run.learning_rate)
     transformation = update_rule(run, rate)
@@ -137,16 +149,27 @@ class Pretrainer:
         state = restored(run_dir, state, self.console)
         if state.step < self.settings.num_steps:
             (run_dir / directory.SUMMARY).unlink(missing_ok=True)
-        metrics = Metrics(run_dir, last_step=state.step or -1)
+        metrics = self._metrics(state.step or -1)
         try:
-            about = {"privacy": WARNING, **as_dict(self.settings), **as_dict(self.run)}
-            metrics.table("pretrain", {n: v for n, v in about.items() if n != "seed"})
             self._steps(state, metrics)
         finally:
             metrics.close()
         summary = self._summary(state)
         write_json(run_dir / directory.SUMMARY, summary, mode=0o600)
         return summary
+
+    def _metrics(self, last_step: int) -> Metrics:
+        """The metrics and loggers of the run, after `last_step`."""
+        settings, run = as_dict(self.settings), as_dict(self.run)
+        about = {"privacy": WARNING, **settings, **run}
+        names = ("model", "optimizer", "learning_rate")
+        tables = {
+            "pretrain": {name: value for name, value in about.items() if name != "seed"},
+            "hparams": {**settings, **{name: run[name] for name in names}},
+        }
+        identity = directory.config_sha256(self.run.run_dir)
+        loggers = open_loggers(self.run, None, tables, identity, last_step, self.console.note)
+        return Metrics(self.run.run_dir, last_step, loggers)
 
     def _steps(self, state: State, metrics: Metrics) -> None:
         train, last = self.data.train, self.settings.num_steps

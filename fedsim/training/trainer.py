@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import at_most
-from fedsim.config import as_dict, settings_of, to_json
+from fedsim.config import as_dict, to_json
 from fedsim.engine import Stats
 from fedsim.errors import ConfigError
 from fedsim.evaluate import VALIDATION, begin_evaluate, headline
@@ -34,12 +35,14 @@ from fedsim.run import (
     claimed_epsilon,
     directory,
     gradient_sha256,
+    open_loggers,
     released,
     restored,
     results,
     save,
     stop_signals,
 )
+from fedsim.training.callbacks import Callback, Calls
 from fedsim.training.open import OpenRun
 from fedsim.training.optimizers import (
     Diverged,
@@ -52,7 +55,6 @@ from fedsim.training.optimizers import (
 from fedsim.training.planned import PlannedRun
 from fedsim.training.private_evaluation import begin_noisy_evaluate
 
-Callback = Callable[[int, dict[str, float]], None]
 MOST_LOSS = 1000.0  # times the first one, or nats: nothing comes of a training beyond
 
 
@@ -66,14 +68,14 @@ class Trainer:
         host: str,
         other_bits: str = "",
         replays: bool = False,
-        callback: Callback | None = None,
+        callbacks: Sequence[Callback] = (),
     ):
         """
         Args:
           host: hardware of the workers.
           other_bits: reason why a repeated step may have other bits; empty if it has the same.
           replays: steps are only repeated to compare them with what was released.
-          callback: called with each step's number and metrics.
+          callbacks: called between the steps.
         """
         self.plan, self.method, self.engine = planned.plan, planned.method, planned.engine
         self.strategy, self.params, self.counted = planned.strategy, planned.params, planned.counted
@@ -81,7 +83,8 @@ class Trainer:
         self.console, self.plant = opened.console, opened.plant
         self.resumed = opened.stored is not None
         self.host, self.other_bits = host, other_bits
-        self.replays, self.callback = replays, callback
+        self.replays, self.calls = replays, Calls(callbacks, self.plan)
+        self.written: deque[int] = deque()
         sigma = self.plan.noise_multiplier
         self.event = self.method.event(sigma) if sigma else None
         if self.event is not None:
@@ -112,19 +115,30 @@ class Trainer:
         ledger = Ledger(self.run.run_dir, first, least=state.step, least_chain=state.chain)
         if isinstance(self.own_noise, Correlated):
             self.own_noise.drawn = functools.partial(self._row_drawn, ledger)
-        metrics = Metrics(self.run.run_dir, last_step=state.step or -1)
-        # Everything that is there of the run is in order: now it is counted.
-        counted = self.counted.admitted() if self.counted else nullcontext()
-        with closing(ledger), closing(metrics), counted:
-            if state.step < self.plan.num_steps:  # a summary of fewer steps than will be released
-                (self.run.run_dir / directory.SUMMARY).unlink(missing_ok=True)
-            metrics.table("plan", self.plan.as_dict())
-            metrics.table("run", {n: v for n, v in as_dict(self.run).items() if n != "seed"})
-            self._steps(state, ledger, metrics)
-            summary = self._summary(state, ledger.chain)
-            metrics.hparams(self._hparams(summary))
-            write_json(self.run.run_dir / directory.SUMMARY, summary, mode=0o600)
+        with closing(ledger), closing(self._metrics(state.step or -1, settings)) as metrics:
+            self.calls.begin(state.step)
+            # Everything that is there of the run is in order: now it is counted.
+            with self.counted.admitted() if self.counted else nullcontext():
+                if state.step < self.plan.num_steps:  # a summary of fewer steps than released
+                    (self.run.run_dir / directory.SUMMARY).unlink(missing_ok=True)
+                self._steps(state, ledger, metrics)
+                summary = self._summary(state, ledger.chain)
+                write_json(self.run.run_dir / directory.SUMMARY, summary, mode=0o600)
+        self.calls.end(summary)
         return summary
+
+    def _metrics(self, last_step: int, identity: str) -> Metrics:
+        """The metrics and loggers of the run, after `last_step`."""
+        plan, run = self.plan.as_dict(), as_dict(self.run)
+        of_run = ("model", "optimizer", "learning_rate")
+        of_plan = ("algorithm", "target_epsilon", "budget", "group_size", "clip_norm", "num_steps")
+        tables = {
+            "plan": plan,
+            "run": {name: value for name, value in run.items() if name != "seed"},
+            "hparams": {n: run[n] for n in of_run} | {n: plan[n] for n in of_plan},
+        }
+        loggers = open_loggers(self.run, self.plan, tables, identity, last_step, self.console.note)
+        return Metrics(self.run.run_dir, last_step, loggers)
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:
         """Run the remaining steps, or as many as there is time for before a stop signal.
@@ -140,7 +154,7 @@ class Trainer:
             finish = self._after(state, metrics, saver)
             rows = threads.submit(self.method.draw, state.step)
             first = state.step
-            while state.step < self.plan.num_steps and not stop.is_set():
+            while state.step < self.plan.num_steps and not (stop.is_set() or self.calls.stopped):
                 if state.step == first:  # hence a checkpoint will have it
                     state.resumed_elsewhere += bool(self.resumed and self.other_bits)
                 drawn, rows = rows.result(), threads.submit(self.method.draw, state.step + 1)
@@ -151,13 +165,14 @@ class Trainer:
                 metrics.log(state.step, values)
                 self.engine.publish(state.step, values)
                 shown = {**values, "eval/loss": state.eval_loss}
-                if self.callback is not None:
-                    self.callback(state.step, shown)
+                self._tell_saved()
+                self.calls.step(state.step, shown)
                 show(state.step, {**shown, EVALUATED: state.evaluated})
                 finish = self._after(state, metrics, saver)
             if state.step == self.plan.num_steps:
                 finish()
             saver.save(state.step, vars(state))
+        self._tell_saved()
         if state.step < self.plan.num_steps:
             self.console.note(f"stopped after step {state.step}; --resume continues from there")
 
@@ -191,6 +206,7 @@ class Trainer:
             with self._phase(f"{which} evaluation, lane by lane", late=step > 0):
                 values = losses()
             metrics.log(step, values)
+            self.calls.evaluated(step, values)
             most = MOST_LOSS * max(1.0, state.initial_eval_loss) if step else math.inf
             # The loss of held-out users: this looks at no text of the training users.
             loss = values.get(VALIDATION["eval_users"], 0.0)
@@ -339,6 +355,13 @@ class Trainer:
     def _write(self, step: int, state: dict[str, Any]) -> None:
         save(self.run.run_dir, step, state)
         released.drop(self.run.run_dir, step)  # the checkpoint has it
+        self.written.append(step)
+
+    def _tell_saved(self) -> None:
+        """Call the callbacks for the checkpoints that another thread has written."""
+        while self.written:
+            step = self.written.popleft()
+            self.calls.saved(step, checkpoint.path_of(self.run.run_dir, step))
 
     def _private_values(self, stats: Stats, clip_norm: float) -> dict[str, float]:
         """Metrics of a step computed from private data without noise."""
@@ -372,10 +395,3 @@ class Trainer:
             **results(vars(state)),
             "host": self.host,
         }
-
-    def _hparams(self, summary: dict[str, Any]) -> dict[str, Any]:
-        run = {
-            name: settings_of(self.run)[name] for name in ("model", "optimizer", "learning_rate")
-        }
-        names = ("algorithm", "target_epsilon", "budget", "group_size", "clip_norm", "num_steps")
-        return {**run, **{name: summary[name] for name in names}}

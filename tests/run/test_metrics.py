@@ -11,6 +11,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.util import tensor_util
 
 from fedsim.run import metrics
+from fedsim.run.loggers import TensorBoard
 from fedsim.run.metrics import Metrics
 
 
@@ -27,9 +28,13 @@ def values(step):
     return found | ({"eval/loss": 10.0 - step} if step % 2 == 0 else {})
 
 
+def open_sink(directory, last_step=-1, **tables):
+    return Metrics(directory, last_step, [TensorBoard(directory, last_step, tables)])
+
+
 def log(directory, steps, last_step=-1):
     """One process that logs these steps."""
-    sink = Metrics(directory, last_step=last_step)
+    sink = open_sink(directory, last_step)
     for step in steps:
         sink.log(step, values(step))
     sink.close()
@@ -68,7 +73,7 @@ def test_both_sinks_have_every_value(tmp_path):
 
 
 def test_values_that_are_not_finite_are_in_both(tmp_path):
-    sink = Metrics(tmp_path)
+    sink = open_sink(tmp_path)
     sink.log(1, {"epsilon": math.inf, "loss": math.nan})
     sink.close()
     (line,) = metrics.read(tmp_path)
@@ -117,14 +122,14 @@ def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path):
 
 
 def test_a_line_is_in_the_file_when_log_returns(tmp_path):
-    sink = Metrics(tmp_path)
+    sink = open_sink(tmp_path)
     sink.log(1, {"a": 1.0})
     assert json.loads((tmp_path / metrics.FILE).read_text()) == {"step": 1, "a": 1.0}
     sink.close()
 
 
 def test_what_is_flushed_is_on_the_board_while_the_run_goes_on(tmp_path):
-    sink = Metrics(tmp_path)
+    sink = open_sink(tmp_path)
     sink.log(1, {"a": 1.0})
     sink.flush()
     assert scalars(tmp_path) == {"a": [(1, 1.0)]}
@@ -132,8 +137,7 @@ def test_what_is_flushed_is_on_the_board_while_the_run_goes_on(tmp_path):
 
 
 def test_texts_are_on_the_board_as_markdown(tmp_path):
-    sink = Metrics(tmp_path)
-    sink.table("plan", {"delta": 1e-6, "algorithm": "els"})
+    sink = open_sink(tmp_path, plan={"delta": 1e-6, "algorithm": "els"})
     sink.close()
     (event,) = board(tmp_path).Tensors("plan")
     (text,) = tensor_util.make_ndarray(event.tensor_proto)
@@ -144,8 +148,8 @@ def test_texts_are_on_the_board_as_markdown(tmp_path):
 
 
 def test_settings_are_in_the_table_of_runs(tmp_path):
-    sink = Metrics(tmp_path)
-    sink.hparams({"learning_rate": 0.5, "optimizer": "adam", "group_size": None, "resume": True})
+    settings = {"learning_rate": 0.5, "optimizer": "adam", "group_size": None, "resume": True}
+    sink = open_sink(tmp_path, hparams=settings)
     sink.close()
     (content,) = (
         content
@@ -161,10 +165,7 @@ def test_settings_are_in_the_table_of_runs(tmp_path):
 
 def test_texts_and_settings_outlive_a_resumption(tmp_path):
     for last_step in (-1, 4):
-        sink = Metrics(tmp_path, last_step=last_step)
-        sink.table("plan", {"x": 1})
-        sink.hparams({"model": "tiny"})
-        sink.close()
+        open_sink(tmp_path, last_step, plan={"x": 1}, hparams={"model": "tiny"}).close()
     events = board(tmp_path)
     assert "plan" in events.Tags()["tensors"]
     assert any("session_start_info" in tag for tag in events.PluginTagToContent("hparams"))

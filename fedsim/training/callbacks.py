@@ -1,0 +1,167 @@
+"""Callbacks: code of the user that a training calls between its steps, and may be stopped by.
+
+A callback sees what the run releases, and stopping by that is covered: a run that ended early
+claims the epsilon of all its planned steps. A callback with `reads_non_private` also sees metrics
+that are computed without noise. Where such a run ends may depend on them, which no epsilon covers;
+the plan, and so the ledger and the report, say that.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fedsim.errors import ConfigError, expect
+from fedsim.plan import Plan
+from fedsim.run import REALISED, may_leave
+
+LOSSES = ("initial_eval_loss", "final_eval_loss")
+"""Fields of a summary that have noise only with evaluations that have it."""
+EVENTS = ("on_run_begin", "on_step", "on_evaluate", "on_checkpoint", "on_run_end")
+
+
+class Callback:
+    """Base class of callbacks: override the methods that you need.
+
+    Metrics are those that anyone may see: epsilon, what was released with noise, and facts about
+    the workers. All methods are called in the process and thread of `train`. An exception ends the
+    training, which can be resumed.
+
+    Attributes:
+      reads_non_private: see the metrics and results that are computed without noise, too. The plan
+        of the run then says so; a run that was started without it cannot be resumed with it.
+    """
+
+    reads_non_private: ClassVar[bool] = False
+
+    def on_run_begin(self, plan: Mapping[str, Any], step: int) -> None:
+        """Called before the first step, or before the next one of a resumed run.
+
+        Args:
+          plan: the public constants of the run, as in the first line of its ledger.
+          step: number of steps that were done before.
+        """
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """Called after each step. Return True to stop the run here, as a signal does.
+
+        Args:
+          step: number of the step, from 1.
+          metrics: of the step, by name. privacy/epsilon is there after every `log_every` steps.
+        """
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """Called when an evaluation has ended, which may be after the next step. Return True to
+        stop the run.
+
+        Args:
+          step: the step that was evaluated; 0 is the start.
+          metrics: losses on held-out users, if they have noise (`eval_epsilon`).
+        """
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Called when the checkpoint of a step is on the disk."""
+
+    def on_run_end(self, summary: Mapping[str, Any]) -> None:
+        """Called when `summary.json` is written, after the last step or the one that stopped the
+        run.
+
+        Args:
+          summary: its content, without losses that have no noise and sizes of draws.
+        """
+
+
+class StepFunction(Callback):
+    """A function as a callback: it sees all metrics of a step, and the latest eval/loss."""
+
+    reads_non_private = True
+
+    def __init__(self, function: Callable[[int, dict[str, float]], object]):
+        """See `train`."""
+        self._function, self.name = function, getattr(function, "__name__", "callback")
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Call the function; what it returns has no effect."""
+        self._function(step, dict(metrics))
+
+
+def name_of(callback: Callback) -> str:
+    """The name of a callback in plans and errors."""
+    return getattr(callback, "name", type(callback).__name__)
+
+
+def expect_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Raise ConfigError unless each has all methods."""
+    for callback in callbacks:
+        has = all(callable(getattr(callback, event, None)) for event in EVENTS)
+        if not has or isinstance(callback, type):
+            name = getattr(callback, "__name__", type(callback).__name__)
+            raise ConfigError.of("callbacks", name, "objects of subclasses of fedsim.Callback")
+
+
+def fact_of(callback: Callback) -> str:
+    """The line of a plan about a callback that sees what the guarantee does not cover."""
+    return (
+        f"metrics without noise, which the callback {name_of(callback)} sees: if it stops the run, "
+        "the number of steps tells of them"
+    )
+
+
+def facts(callbacks: Sequence[Callback]) -> list[str]:
+    """The lines of a plan about callbacks."""
+    return [fact_of(callback) for callback in callbacks if callback.reads_non_private]
+
+
+def expect_known(callbacks: Sequence[Callback], non_private: Sequence[str]) -> None:
+    """Raise ConfigError if a callback of a resumed run sees more than its plan says.
+
+    Args: non_private: of the plan.
+    """
+    for callback in callbacks:
+        known = not callback.reads_non_private or fact_of(callback) in non_private
+        again = "no callback with reads_non_private that the run was not started with"
+        expect("callbacks", name_of(callback), known, again)
+
+
+class Calls:
+    """Calls the callbacks of a run, each with what it may see.
+
+    Attributes:
+      stopped: a callback wants the run to end.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], plan: Plan):
+        """Args: plan: of the run."""
+        self._callbacks, self._plan = callbacks, plan
+        self._allows = may_leave(plan)
+        self.stopped = False
+
+    def begin(self, step: int) -> None:
+        """The run has done `step` steps and continues."""
+        for callback in self._callbacks:
+            callback.on_run_begin(self._plan.as_dict(), step)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """A step has ended."""
+        for callback in self._callbacks:
+            self.stopped |= bool(callback.on_step(step, self._seen(callback, values)))
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """An evaluation has ended."""
+        for callback in self._callbacks:
+            self.stopped |= bool(callback.on_evaluate(step, self._seen(callback, values)))
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint was written."""
+        for callback in self._callbacks:
+            callback.on_checkpoint(step, path)
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """The run has ended."""
+        hidden = {*REALISED, *(() if self._plan.evaluations else LOSSES)}
+        public = {name: value for name, value in summary.items() if name not in hidden}
+        for callback in self._callbacks:
+            callback.on_run_end(dict(summary if callback.reads_non_private else public))
+
+    def _seen(self, callback: Callback, values: Mapping[str, float]) -> dict[str, float]:
+        every = callback.reads_non_private
+        return {name: value for name, value in values.items() if every or self._allows(name)}
