@@ -245,7 +245,7 @@ class WandB:
             console="off",  # lines of the terminal show losses without noise
             reinit="create_new",  # another run of this process goes on
             silent=True,
-            symlink=False,  # a run's directory with a link in it is refused
+            symlink=False,
             disable_code=True,
             disable_git=True,
             x_disable_machine_info=True,
@@ -262,17 +262,24 @@ class WandB:
             dir=run_dir,
             settings=how,
         )
+        self._directory = run_dir / "wandb"
+        self.flush()
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log metrics; those of a repeated step are dropped."""
         self._run.log(values, step=step)
 
     def flush(self) -> None:
-        """Do nothing: another process writes."""
+        """Remove links: a run with a link in its directory is not resumed. Another process
+        writes."""
+        for path in self._directory.rglob("*"):
+            if path.is_symlink():  # to the log of that process
+                path.unlink()
 
     def close(self) -> None:
         """End the run, when everything is sent or written."""
         self._run.finish()
+        self.flush()
 
 
 class MLflow:
