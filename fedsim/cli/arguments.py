@@ -1,4 +1,4 @@
-"""Parsing of the command line: tyro over dataclasses, its errors, and defaults from TOML."""
+"""Parsing of the command line: tyro over dataclasses, its errors, and defaults from a file."""
 
 import contextlib
 import dataclasses
@@ -6,15 +6,15 @@ import io
 import itertools
 import re
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from fedsim.cli.config_file import flags_in
 from fedsim.cli.help import commands, named, page
-from fedsim.config import RENAMED, PretrainConfig, PrivacyConfig, RunConfig, flags_of, renamed
-from fedsim.errors import ConfigError, expect, printable
+from fedsim.config import RENAMED, PretrainConfig, PrivacyConfig, RunConfig, renamed
+from fedsim.errors import ConfigError, printable
 from fedsim.files import expand_home
 
 HELP = {"-h", "--help", "--help-all"}
@@ -109,7 +109,7 @@ def _with_new_names(args: list[str]) -> list[str]:
 def _in_home(command: Any) -> Any:
     """The command with ~ expanded in each path.
 
-    No shell expands `--out=~/x`, nor the values of a TOML file. Sources of data and models, which
+    No shell expands `--out=~/x`, nor the values of a file of settings. Sources of data and models, which
     may be no paths, are expanded where they are read.
     """
     changes = {}
@@ -123,26 +123,14 @@ def _in_home(command: Any) -> Any:
 
 
 def _with_file(args: list[str]) -> list[str]:
-    """The arguments, preceded by the flags of the TOML file that --config names."""
+    """The arguments, with the flags of the file that --config names before all other flags."""
     after = itertools.pairwise([*args, ""])
     named = [b if a == "--config" else a[9:] for a, b in after if re.match("--config(=|$)", a)]
     parts = {"train": PrivacyConfig, "pretrain": PretrainConfig}
     if not named or not args or args[0] not in parts:
         return args
     path = Path(expand_home("config", named[-1]))
-    try:
-        defaults = tomllib.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError.of("config", path, f"a TOML file ({error})") from None
-    defaults = renamed(defaults) if args[0] == "train" else defaults
-    names = flags_of(parts[args[0]]) | flags_of(RunConfig)
-    flags = []
-    for name, value in defaults.items():
-        expect("config", path, name in names, f"names of flags, found {name}")
-        expect(name, value, isinstance(value, bool | int | float | str), f"a value in {path}")
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            flags += [f"--{flag}", str(value)]
-    return args[:1] + flags + args[1:]
+    rename = renamed if args[0] == "train" else dict
+    # After the algorithm, which a flag with several values would take for one of them.
+    at = next(i for i, word in enumerate(args) if word.startswith("--"))
+    return args[:at] + flags_in(path, (parts[args[0]], RunConfig), rename) + args[at:]
