@@ -5,7 +5,19 @@ from .els import ELS as ELS
 from .engine import EngineError as EngineError, Task as Task
 from .errors import ConfigError as ConfigError, DataError as DataError, FedsimError as FedsimError
 from .keys import SecretKey as SecretKey
-from .library import Run as Run, TrainSettings as TrainSettings, load as load, train as train
+from .library import (
+    AuditResult as AuditResult,
+    MechanismSettings as MechanismSettings,
+    Recommendation as Recommendation,
+    Run as Run,
+    RunSettings as RunSettings,
+    TrainSettings as TrainSettings,
+    audit as audit,
+    load as load,
+    pretrain as pretrain,
+    recommend as recommend,
+    train as train,
+)
 from .training import Callback as Callback
 from .uls import ULS as ULS
 

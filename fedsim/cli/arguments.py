@@ -109,8 +109,8 @@ def _with_new_names(args: list[str]) -> list[str]:
 def _in_home(command: Any) -> Any:
     """The command with ~ expanded in each path.
 
-    No shell expands `--out=~/x`, nor the values of a file of settings. Sources of data and models, which
-    may be no paths, are expanded where they are read.
+    No shell expands `--out=~/x`, nor the values of a file of settings. Sources of data and models,
+    which may be no paths, are expanded where they are read.
     """
     changes = {}
     for field in dataclasses.fields(command):

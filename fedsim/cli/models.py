@@ -36,8 +36,8 @@ class Train(ReadsSources):
     run: Flat[RunConfig]
 
     config: Path | None = None
-    """A TOML or YAML file with defaults for any of these flags (num_steps = 200, or num_steps: 200);
-    flags override it."""
+    """A TOML or YAML file with defaults for any of these flags (num_steps = 200; in YAML
+    num_steps: 200); flags override it."""
 
     dry_run: bool = False
     """Show the plan, its noise, and estimates of time and memory, without training."""
@@ -164,8 +164,8 @@ class Pretrain(ReadsSources):
     run: Flat[RunConfig]
 
     config: Path | None = None
-    """A TOML or YAML file with defaults for any of these flags (num_steps = 200, or num_steps: 200);
-    flags override it."""
+    """A TOML or YAML file with defaults for any of these flags (num_steps = 200; in YAML
+    num_steps: 200); flags override it."""
 
     json: bool = False
     """Print the content of summary.json on stdout."""

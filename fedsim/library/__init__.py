@@ -1,4 +1,5 @@
-"""The Python interface: `train`, `load`, and the `Run` that both return."""
+"""The Python interface: `train`, `load`, and the `Run` that both return; `recommend`, `audit` and
+`pretrain`."""
 
 from lazy_loader import attach_stub
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from fedsim.config import (
     Algorithm,
@@ -214,30 +214,9 @@ class Run:
 USER, TEXT = "user_id", "text"
 
 
-class TrainSettings(TypedDict, total=False):
-    """Flags of `fedsim train` that `train` takes by name; `PrivacyConfig` and `RunConfig` describe
-    them."""
+class RunSettings(TypedDict, total=False):
+    """Settings that do not change the guarantee, by the names of their flags; see `RunConfig`."""
 
-    # PrivacyConfig: may change the guarantee.
-    batch_size: int
-    delta: float | None
-    clipping: Literal["normalised", "plain"]
-    max_changed: int
-    sampling: SamplingName | None
-    participations: int | None
-    noise: Literal["independent", "correlated"]
-    bands: int | None
-    adjacency: Literal["zero-out", "add-or-remove"]
-    group_size: int | None
-    clip_norm: float
-    group_size_epsilon: float | None
-    clip_quantile: float | None
-    loss_bound: float | None
-    eval_epsilon: float | None
-    eval_loss_bound: float | None
-    assumed_population: int | None
-    chosen_on_data: str
-    # RunConfig: does not change the guarantee.
     user_column: str | None
     text_column: str | None
     normalise_ids: str | None
@@ -280,6 +259,35 @@ class TrainSettings(TypedDict, total=False):
     spend_rest: bool
 
 
+class MechanismSettings(RunSettings, total=False):
+    """And the settings that `recommend` compares algorithms by."""
+
+    batch_size: int
+    delta: float | None
+    clipping: Literal["normalised", "plain"]
+    max_changed: int
+    sampling: SamplingName | None
+    participations: int | None
+    noise: Literal["independent", "correlated"]
+    bands: int | None
+
+
+class TrainSettings(MechanismSettings, total=False):
+    """Flags of `fedsim train` that `train` takes by name; `PrivacyConfig` and `RunConfig` describe
+    them."""
+
+    adjacency: Literal["zero-out", "add-or-remove"]
+    group_size: int | None
+    clip_norm: float
+    group_size_epsilon: float | None
+    clip_quantile: float | None
+    loss_bound: float | None
+    eval_epsilon: float | None
+    eval_loss_bound: float | None
+    assumed_population: int | None
+    chosen_on_data: str
+
+
 def train(
     algorithm: str,
     data: Any,
@@ -301,9 +309,10 @@ def train(
 
     Args:
       algorithm: "els" samples and clips examples, "uls" samples and clips users.
-      data: a pandas DataFrame or chunks of one, a Hugging Face `Dataset`, an Arrow table, files (a
-        path, a pattern, or a list of Parquet files), a directory made by `fedsim data build`,
-        hf:NAME or pydocs. With `task`: the owner of each row, [rows], or a dict of that for the
+      data: a pandas or polars DataFrame, chunks of one, a Hugging Face `Dataset` or
+        `IterableDataset`, an Arrow table, dicts (a list or an iterator), files (a path, a pattern,
+        or a list of Parquet files), a directory made by `fedsim data build`, hf:NAME or pydocs.
+        With `task`: the owner of each row, [rows], or a dict of that for the
         splits train, eval_users, eval_examples and test.
       epsilon: the target; math.inf trains without noise, and is not private.
       num_steps: T, the number of steps.
@@ -331,27 +340,21 @@ def train(
     expect("callback", callback, calls, "a function of a step's number and its metrics")
     expect_callbacks(callbacks)
     called = [*callbacks, *([StepFunction(callback)] if callback is not None else [])]
-    if run_dir is None:
-        run_dir = Path("runs") / f"{algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # Columns of a DataFrame without names are numbered.
-    user, text = (str(n) if type(n) is int else n for n in (user, text))
     flags: dict[str, Any] = {"epsilon": epsilon, "num_steps": num_steps, **settings}
-    flags["run_dir"] = str(run_dir)
+    flags["run_dir"] = str(run_dir or new_directory(algorithm))
     source = None
     if task is not None:
         source = OwnTask(task, data, settings.get("normalise_ids"))
         name = task.describe().get("task", type(task).__qualname__)
         flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
     else:
-        flags["data"] = source_of(data, user or USER, text or TEXT)
-        columns = {"user_column": user, "text_column": text}
-        flags |= {name: column for name, column in columns.items() if column is not None}
+        flags |= flags_of_data(data, user, text)
     privacy, run = configs_of(flags)
     set_threads(run.engine)
     from fedsim.training import train as train_run  # imports JAX, which reads the threads
 
     console = Console(log_every=run.log_every)
-    with _naming_arguments(settings.keys()):
+    with naming_arguments(settings.keys()):
         summary = train_run(
             Algorithm(algorithm), privacy, run, console, source=source, callbacks=called
         )
@@ -359,8 +362,22 @@ def train(
     return Run(run.run_dir)
 
 
+def new_directory(name: str) -> Path:
+    """A directory in runs/ that is named for this second."""
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def flags_of_data(data: Any, user: str | None, text: str | None) -> dict[str, str]:
+    """The settings data, user_column and text_column for data of any kind; see `train`."""
+    # Columns of a DataFrame without names are numbered.
+    user, text = (str(n) if type(n) is int else n for n in (user, text))
+    columns = {"user_column": user, "text_column": text}
+    given = {name: column for name, column in columns.items() if column is not None}
+    return {"data": source_of(data, user or USER, text or TEXT), **given}
+
+
 @contextmanager
-def _naming_arguments(settings: Set[str]) -> Iterator[None]:
+def naming_arguments(settings: Set[str]) -> Iterator[None]:
     """Name a missing column by the argument `user` or `text`, unless a flag was given for it."""
     try:
         yield
@@ -372,15 +389,24 @@ def _naming_arguments(settings: Set[str]) -> Iterator[None]:
         raise MissingColumn(f"{name}{line}", field=name) from None
 
 
-def configs_of(settings: Mapping[str, Any]) -> tuple[PrivacyConfig, RunConfig]:
+Config = TypeVar("Config")
+
+
+def configs_of(
+    settings: Mapping[str, Any], kind: type[Config] = PrivacyConfig
+) -> tuple[Config, RunConfig]:
     """The two configs that settings, by the names of their flags, describe.
+
+    Args:
+      kind: class of the first one.
 
     Raises:
       ConfigError: a name is unknown, or a value has another type.
     """
-    settings, types = renamed(settings), types_of(PrivacyConfig) | types_of(RunConfig)
+    settings = renamed(settings) if kind is PrivacyConfig else settings
+    types = types_of(kind) | types_of(RunConfig)
     for name in settings.keys() - types.keys():
         raise ConfigError.of(name, settings[name], "the name of a setting of train")
     values = {name: typed(name, value, types[name]) for name, value in settings.items()}
-    privacy = {name: values.pop(name) for name in flags_of(PrivacyConfig) if name in values}
-    return PrivacyConfig(**privacy), run_config(**values)
+    first = {name: values.pop(name) for name in flags_of(kind) if name in values}
+    return kind(**first), run_config(**values)

@@ -5,8 +5,9 @@ owner can read. It is then a data source like any other.
 """
 
 import hashlib
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ def source_of(data: Any, user: str, text: str) -> str:
     """The value of `--data` for data in memory or files.
 
     Args:
-      data: a path, a list of paths, a pandas DataFrame, a `datasets.Dataset`, or anything else that
-        Arrow can read as a table.
+      data: a path, a list of paths, a pandas DataFrame or chunks of one, a `datasets.Dataset` or
+        `IterableDataset`, dicts (a list or an iterator), or anything else that Arrow can read as a
+        table, such as a polars DataFrame. It is read in parts.
       user, text: columns with the user and the text of a row.
 
     Returns:
@@ -79,10 +81,18 @@ def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
         for table in _of_pandas(data, user, text):
             yield from table.to_batches(ROWS)
         return
+    if (
+        isinstance(data, Iterator)
+        or isinstance(data, list | tuple)
+        and isinstance(data[0], Mapping)
+    ):
+        for table in _of_rows(data, user, text):
+            yield from table.to_batches()
+        return
     try:
         table = pa.table(data)
     except (pa.ArrowException, TypeError, ValueError) as error:
-        expected = "a path, a DataFrame, a datasets.Dataset or an Arrow table"
+        expected = "a path, a DataFrame, a data set, an Arrow table or a list of dicts"
         reason = readers.reason_of(error)
         raise DataError.of("data", kind, f"{expected} ({reason})") from None
     yield from table.to_batches(ROWS)
@@ -126,17 +136,46 @@ def _of_frame(data: Any, user: str, text: str) -> pa.Table:
         if names.count(name) > 1:
             raise DataError.of(field, name, "one column of that name")
         values = data.iloc[:, names.index(name)]
-        if field == "user" and values.dtype == object:  # 7 beside "7" is the same user, as in files
+        if field == "user" and values.dtype == object:
             values = values.map(_whole_as_text)
-        try:
-            columns[name] = pa.array(values, from_pandas=True)
-        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-            kinds = " and ".join(sorted({type(each).__name__ for each in values}))
-            raise DataError.of(field, name, f"one kind of value, got {kinds}") from error
+        columns[name] = _as_array(field, name, values)
     return pa.table(columns)
 
 
+def _of_rows(rows: Iterable[Any], user: str, text: str) -> Iterator[pa.Table]:
+    """The two columns of rows that are dicts, some rows at a time.
+
+    Raises:
+      DataError: a row is no dict or lacks a column, or a column has values of several kinds.
+    """
+    rows = iter(rows)
+    while part := list(itertools.islice(rows, ROWS)):
+        columns = {}
+        for row in part:
+            if not isinstance(row, Mapping):
+                raise DataError.of("data", f"rows of type {type(row).__name__}", "rows as dicts")
+        for field, name in (("user", user), ("text", text)):
+            for row in part:
+                if name not in row:
+                    _expect_column(field, name, [str(each) for each in row], (user, text))
+            values = [row[name] for row in part]
+            if field == "user":
+                values = [_whole_as_text(value) for value in values]
+            columns[name] = _as_array(field, name, values)
+        yield pa.table(columns)
+
+
+def _as_array(field: str, name: str, values: Any) -> pa.Array:
+    """A column of a table. Raises: DataError: it has values of several kinds."""
+    try:
+        return pa.array(values, from_pandas=True)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+        kinds = " and ".join(sorted({type(each).__name__ for each in values}))
+        raise DataError.of(field, name, f"one kind of value, got {kinds}") from error
+
+
 def _whole_as_text(owner: Any) -> Any:
+    """A whole number as a text: 7 beside "7" is the same user, as in files."""
     whole = isinstance(owner, int | np.integer) and not isinstance(owner, bool)
     return str(owner) if whole else owner
 

@@ -141,8 +141,8 @@ def notebook_bar(first: int, last: int) -> Show:
 class Console(Terminal):
     """Shows a run to the person who started it, on stderr."""
 
-    def __init__(self, *, log_every: int = 10):
-        super().__init__()
+    def __init__(self, *, log_every: int = 10, quiet: bool = False):
+        super().__init__(quiet=quiet)
         self._log_every = log_every
 
     def rows(self, rows: list[tuple[str, str]]) -> None:
@@ -178,7 +178,7 @@ class Console(Terminal):
           A function to call after each step, with its number and metrics.
         """
         if not self._out.is_terminal:
-            if in_notebook():
+            if in_notebook() and not self._out.quiet:
                 yield notebook_bar(first, last)
             else:
                 yield in_lines(self.note, first, last, self._log_every)

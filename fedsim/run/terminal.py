@@ -62,10 +62,13 @@ class Phase:
 class Terminal:
     """Notes and phases on stderr."""
 
-    def __init__(self):
+    def __init__(self, *, quiet: bool = False):
+        """Args: quiet: write nothing."""
         # rich would make a separate output of every line in a notebook.
         file = cast(TextIO, _Stderr())
-        self._out = RichConsole(file=file, highlight=False, emoji=False, force_jupyter=False)
+        self._out = RichConsole(
+            file=file, highlight=False, emoji=False, force_jupyter=False, quiet=quiet
+        )
         self._show: Callable[[str], None] | None = None
         """Shows a phase in the progress bar of the steps, while there is one."""
 

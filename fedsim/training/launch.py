@@ -56,7 +56,7 @@ def train(
       LedgerError: a ledger is damaged or locked.
     """
     privacy = runnable(privacy, run)
-    if trial or not count:  # nobody else may learn how many trials there are, or that it is replayed
+    if trial or not count:  # nobody else may learn how many trials there are
         sending = receivers(run)
         run = dataclasses.replace(run, log_to=[name for name in run.log_to if name not in sending])
     with open_run(

@@ -27,6 +27,7 @@ from fedsim.config import (
     RunConfig,
     run_config,
     settings_of,
+    to_json,
 )
 from fedsim.noise import Prediction, predicted_error, strategy
 from fedsim.plan import allocated, bands_predicted
@@ -222,6 +223,8 @@ class Advice:
     """Strategy that training would use for clipped sums; None: nothing was computed."""
     seconds: float | None
     """Duration of the training on the present workers, without evaluation."""
+    settings: dict[str, Any]
+    """All settings of this training by name, in JSON's types: arguments of `fedsim.train`."""
     command: list[str]
     """Words of the command that trains with these settings."""
 
@@ -241,10 +244,10 @@ def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
     return best, reason
 
 
-def command(
+def to_train(
     algorithm: Algorithm, settings: PrivacyConfig, given: PrivacyConfig, run: RunConfig
-) -> list[str]:
-    """The `fedsim train` command for these settings.
+) -> dict[str, Any]:
+    """The settings to train with, by name, without those at their defaults.
 
     Args:
       settings: recommended settings.
@@ -266,11 +269,18 @@ def command(
         if name not in {*flags, "resume"} and value != usual[name]:
             flags[name] = value
     flags["run_dir"] = run.run_dir / algorithm
+    return {name: to_json(value) for name, value in flags.items()}
+
+
+def command(algorithm: Algorithm, settings: dict[str, Any]) -> list[str]:
+    """Words of the `fedsim train` command for the settings of `to_train`."""
     words = ["fedsim", "train", str(algorithm)]
-    for name, value in flags.items():
+    for name, value in settings.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, tuple):
+            words += [f"--{flag}", *value]
         else:
             words += [f"--{flag}", f"{value:g}" if name == "epsilon" else str(value)]
     return words

@@ -39,7 +39,7 @@ from fedsim.sampling import Groups, Users, examples_per_user, graph_of, pool_of
 from fedsim.shared_uls import SharedULS
 from fedsim.training import wait_for
 from fedsim.tuning import doubling
-from fedsim.tuning.advice import Advice, choose, command, compare, draw, least
+from fedsim.tuning.advice import Advice, choose, command, compare, draw, least, to_train
 from fedsim.tuning.estimates import (
     NUM_USERS,
     GradientNorms,
@@ -383,6 +383,7 @@ def _advice(
     real_count = count * filled_places  # without the empty places of the pool
     bands = (settings.bands or 1) if settings.noise == CORRELATED else 1
     error = predicted_error(sigma, steps, bands)
+    flags = to_train(algorithm, settings, privacy, run)
     return Advice(
         algorithm=algorithm,
         group_size=method.group_size,
@@ -404,7 +405,8 @@ def _advice(
         gradients=steps * count * filled_places * rows_per_unit,
         strategy=strategy and str(strategy),
         seconds=of_unit and steps * count * filled_places * of_unit,
-        command=command(algorithm, settings, privacy, run),
+        settings=flags,
+        command=command(algorithm, flags),
     )
 
 

@@ -1,0 +1,255 @@
+"""`recommend`, `audit` and `pretrain`: what the commands of these names do, as functions.
+
+They return objects, and write nothing on the terminal unless `verbose` is given.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+from fedsim.config import (
+    Algorithm,
+    AuditConfig,
+    PretrainConfig,
+    typed,
+    types_of,
+)
+from fedsim.engine import set_threads
+from fedsim.errors import ConfigError, expect
+from fedsim.files import expand_home
+from fedsim.library.run import (
+    MechanismSettings,
+    Run,
+    RunSettings,
+    TrainSettings,
+    configs_of,
+    flags_of_data,
+    naming_arguments,
+    new_directory,
+)
+from fedsim.run import Console
+from fedsim.tuning import Advice, Cell
+
+OF_MECHANISM = frozenset(MechanismSettings.__annotations__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """The better algorithm for some data, and settings for both; printed, it is the answer of
+    `fedsim recommend`."""
+
+    algorithm: Literal["els", "uls"]
+    """The algorithm with less noise on sums of gradients."""
+    reason: str
+    els: Advice
+    uls: Advice
+    non_private: tuple[str, ...]
+    """Facts that were read off the data without noise."""
+    details: Mapping[str, Any] = dataclasses.field(repr=False)
+    """All results, as `fedsim recommend --json` prints them."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments for `fedsim.train(recommendation.algorithm, **recommendation.settings)`."""
+        return dict((self.els if self.algorithm == "els" else self.uls).settings)
+
+    def __str__(self) -> str:
+        from fedsim.tuning import report
+
+        return report(dict(self.details))
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditResult:
+    """Lower bounds on epsilon from an attacked training; printed, it is one sentence."""
+
+    run_dir: Path
+    """The audited run. Its data hold made-up users: do not release it."""
+    epsilon: float
+    """The claimed epsilon."""
+    delta: float
+    epsilon_lower_bound: float
+    """The largest lower bound of all attacks, each with this `confidence`."""
+    confidence: float
+    holds: bool | None
+    """False if the claim is refuted, True if it could have been and was not; None if it could
+    not."""
+    verdict: str
+    """The same in words."""
+    canaries_needed: int | None
+    """Number of canaries of one kind that could refute the claim; None if no number can."""
+    html: Path
+    """The page with all attacks."""
+    details: Mapping[str, Any] = dataclasses.field(repr=False)
+    """The content of audit.json."""
+
+    def __str__(self) -> str:
+        from fedsim.trust import sentence
+
+        return sentence(dict(self.details))
+
+
+def recommend(
+    data: Any,
+    *,
+    epsilon: float,
+    num_steps: int,
+    run_dir: str | Path = "runs",
+    user: str | None = None,
+    text: str | None = None,
+    users: int = 128,
+    plan_only: bool = False,
+    plot: str | Path | None = None,
+    verbose: bool = False,
+    **settings: Unpack[MechanismSettings],
+) -> Recommendation:
+    """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
+
+    It looks at the data without protection; `non_private` says at what.
+
+    Args:
+      data, epsilon, num_steps, user, text: as for `train`.
+      run_dir: parent of the directories in the recommended settings.
+      users: number of users whose gradients are measured.
+      plan_only: measure no gradients, and answer at once.
+      plot: PNG file to draw: noise per step against group size.
+      verbose: show progress on stderr.
+      settings: settings of `train`; those that are recommended cannot be given.
+
+    Raises:
+      ConfigError: a setting or the data are wrong; one line says how.
+      EngineError: the workers are lost.
+    """
+    for name in settings.keys() - OF_MECHANISM:
+        raise ConfigError.of(name, settings[name], "the name of a setting of recommend")
+    flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": str(run_dir), **settings}
+    privacy, run = configs_of(flags | flags_of_data(data, user, text))
+    set_threads(run.engine)
+    from fedsim.tuning import recommend as advise  # imports JAX, which reads the threads
+
+    with naming_arguments(settings.keys()):
+        found = advise(
+            privacy,
+            run,
+            Console(quiet=not verbose),
+            num_users=users,
+            plot=None if plot is None else Path(expand_home("plot", plot)),
+            plan_only=plan_only,
+        )
+    return Recommendation(
+        found["recommended"],
+        found["reason"],
+        _advice(found["els"]),
+        _advice(found["uls"]),
+        tuple(found["non_private"]),
+        found,
+    )
+
+
+def _advice(fields: dict[str, Any]) -> Advice:
+    return Advice(**{**fields, "cells": [Cell(**cell) for cell in fields["cells"]]})
+
+
+def audit(
+    algorithm: str,
+    data: Any,
+    *,
+    epsilon: float,
+    num_steps: int,
+    run_dir: str | Path | None = None,
+    user: str | None = None,
+    text: str | None = None,
+    gradient_canaries: int = 400,
+    text_canaries: int = 100,
+    confidence: float = 0.95,
+    attacked_users: int = 200,
+    verbose: bool = False,
+    **settings: Unpack[TrainSettings],
+) -> AuditResult:
+    """Attack a training: plant made-up users (canaries), train, and guess which took part.
+
+    Args:
+      algorithm, data, epsilon, num_steps, user, text, settings: the training; as for `train`.
+      run_dir: directory of the audited run. Default: a new one in runs/.
+      gradient_canaries, text_canaries: number of made-up users of each kind; see `AuditConfig`.
+      confidence: of each lower bound.
+      attacked_users: number of real users whose membership is guessed.
+      verbose: show progress on stderr.
+
+    Raises:
+      ConfigError: a setting or the data are wrong; one line says how.
+      EngineError: the workers are lost.
+    """
+    expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
+    given = {
+        "gradient_canaries": gradient_canaries,
+        "text_canaries": text_canaries,
+        "confidence": confidence,
+        "attacked_users": attacked_users,
+    }
+    types = types_of(AuditConfig)
+    attack = AuditConfig(**{name: typed(name, value, types[name]) for name, value in given.items()})
+    place = str(run_dir or new_directory(f"audit-{algorithm}"))
+    flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": place, **settings}
+    privacy, run = configs_of(flags | flags_of_data(data, user, text))
+    set_threads(run.engine)
+    from fedsim.trust import audit as attack_training
+
+    console = Console(log_every=run.log_every, quiet=not verbose)
+    with naming_arguments(settings.keys()):
+        found = attack_training(Algorithm(algorithm), attack, privacy, run, console)
+    names = ("delta", "epsilon_lower_bound", "confidence", "holds", "verdict", "canaries_needed")
+    return AuditResult(
+        run_dir=run.run_dir,
+        epsilon=float(found["epsilon"]),
+        html=Path(found["html"]),
+        details=found,
+        **{name: found[name] for name in names},
+    )
+
+
+def pretrain(
+    data: Any,
+    *,
+    num_steps: int,
+    batch_size: int = 512,
+    rows_per_pass: int = 16,
+    warmup_steps: int = 0,
+    run_dir: str | Path | None = None,
+    user: str | None = None,
+    text: str | None = None,
+    verbose: bool = False,
+    **settings: Unpack[RunSettings],
+) -> Run:
+    """Train on public text WITHOUT privacy, to make a model for `train(model=run.run_dir)`.
+
+    Args:
+      data, user, text: as for `train`.
+      num_steps, batch_size, rows_per_pass, warmup_steps: see `PretrainConfig`.
+      run_dir: directory of the run. Default: a new one in runs/.
+      verbose: show progress on stderr.
+      settings: other flags of `fedsim pretrain`, with underscores.
+
+    Returns:
+      The run, whose epsilon is infinite.
+
+    Raises:
+      ConfigError: a setting or the data are wrong; one line says how.
+      EngineError: the workers are lost.
+    """
+    flags: dict[str, Any] = {
+        "num_steps": num_steps,
+        "batch_size": batch_size,
+        "rows_per_pass": rows_per_pass,
+        "warmup_steps": warmup_steps,
+        "run_dir": str(run_dir or new_directory("pretrained")),
+        **settings,
+    }
+    how, run = configs_of(flags | flags_of_data(data, user, text), PretrainConfig)
+    set_threads(run.engine)
+    from fedsim.training import pretrain as train_openly  # imports JAX, which reads the threads
+
+    with naming_arguments(settings.keys()):
+        train_openly(how, run, Console(log_every=run.log_every, quiet=not verbose))
+    return Run(run.run_dir)
