@@ -1,9 +1,10 @@
 """The documentation site: `sphinx-build -W -b html docs docs/_build/html`, without a network.
 
-Pages are Markdown that reads well where it lies, too. Four things are done to them on the way:
+Pages are Markdown that reads well where it lies, too. Some things are done to them on the way:
 
 - A link that leaves docs/ becomes a link to the page that holds that file, or a download of it.
 - A line `<!-- include: FILE -->` is replaced by that file, without its first heading.
+- Notebooks are shown as they are kept, without outputs: `notebooks` is a link to `examples`.
 - Numbers come from the records of experiments; see `records.py`.
 - Docstrings are plain text in this project; `docstrings.py` makes them valid reStructuredText.
 """
@@ -35,10 +36,11 @@ copyright = "2026, the authors of fedsim. Apache-2.0"
 version = release = version_of("fedsim")
 language = "en"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # tests run the notebooks
 html_theme = "furo"
 html_title = f"fedsim {version}"
 html_static_path = ["_static"]
@@ -62,6 +64,7 @@ PAGES = {  # files outside docs/ that a page of the site holds
     "CHANGELOG.md": "changelog.md",
     "cluster/README.md": "cluster_files.md",
     "experiments/README.md": "experiments.md",
+    **{f"examples/{path.name}": f"notebooks/{path.name}" for path in ROOT.glob("examples/*.ipynb")},
 }
 
 # ---- Pages ------------------------------------------------------------------------------------
@@ -100,6 +103,8 @@ def site_link(target: str, source: Path, page: Path) -> str:
 def prepare_page(app, docname: str, source: list[str]) -> None:
     """Include files and mend links; see the top of this file."""
     page = DOCS / f"{docname}.md"
+    if not page.exists():  # a notebook
+        return
 
     def mend(text: str, of: Path) -> str:
         return outside_code(

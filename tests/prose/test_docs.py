@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import html.parser
 import importlib.util
+import inspect
 import io
 import os
 import re
@@ -26,7 +27,6 @@ import pytest
 import fedsim
 from fedsim.cli import main as cli
 from fedsim.cli.arguments import parse
-from fedsim.config import PrivacyConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -155,7 +155,7 @@ def test_the_site_builds_without_a_warning_and_its_links_resolve(tmp_path):
     site, said = tmp_path / "site", io.StringIO()
     arguments = ["-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
     # Without the pages of the sources: they are Sphinx's own, and a fifth of the time.
-    arguments += ["-D", "extensions=myst_parser,sphinx.ext.autodoc,sphinx.ext.napoleon"]
+    arguments += ["-D", "extensions=myst_nb,sphinx.ext.autodoc,sphinx.ext.napoleon"]
     with warnings.catch_warnings(), contextlib.redirect_stderr(said):
         warnings.simplefilter("ignore")  # Sphinx's own; what it says of these pages is in `said`
         failed = build_main([*arguments, str(ROOT / "docs"), str(site)])
@@ -257,7 +257,8 @@ def posts():
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch, posts):
-    """The directory of one tiny run; `fedsim.train` checks its arguments and copies it."""
+    """The directory of one tiny run; `train`, `audit` and `pretrain` check their arguments and copy
+    it."""
     settings = {"engine": "local", "strategy": "scan:1", "batch_size": 8, "max_length": 32}
     original, seen, source = fedsim.train, [], tmp_path / "tiny"
     run = original(
@@ -273,19 +274,32 @@ def tiny(tmp_path, monkeypatch, posts):
         **settings,
     )
     assert run.summary["steps_done"] == len(seen) == 2
-    own = {"user", "text", "task", "callback", "data", "run_dir"}
-    known = own | {f.name for kind in (PrivacyConfig, RunConfig) for f in dataclasses.fields(kind)}
+    own = {"user", "text", "task", "callback", "callbacks", "data", "run_dir"}
+    known = own | {"epsilon", "num_steps"} | fedsim.TrainSettings.__annotations__.keys()
 
     def train(algorithm, **given):
         assert algorithm in ("els", "uls") and given.keys() <= known
         if given["epsilon"] <= 0:
             return original(algorithm, **given)
-        for step, metrics in seen if "callback" in given else ():
-            given["callback"](step, metrics)
+        for step, metrics in seen:
+            for callback in given.get("callbacks", ()):
+                callback.on_step(step, metrics)
         shutil.copytree(source, given["run_dir"], dirs_exist_ok=True)
         return fedsim.load(given["run_dir"])
 
-    monkeypatch.setattr(fedsim, "train", train)
+    def audit(*args, **given):
+        inspect.signature(library_audit).bind(*args, **given)
+        names = [field.name for field in dataclasses.fields(fedsim.AuditResult)]
+        return fedsim.AuditResult(**dict.fromkeys(names))
+
+    def pretrain(*args, **given):
+        inspect.signature(library_pretrain).bind(*args, **given)
+        shutil.copytree(source, given["run_dir"], dirs_exist_ok=True)
+        return fedsim.load(given["run_dir"])
+
+    library_audit, library_pretrain = fedsim.audit, fedsim.pretrain
+    for function in (train, audit, pretrain):
+        monkeypatch.setattr(fedsim, function.__name__, function)
     return source
 
 
