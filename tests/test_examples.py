@@ -1,5 +1,6 @@
 """The examples are true: programs print what they should, and notebooks run to their end."""
 
+import ast
 import os
 import re
 import runpy
@@ -17,6 +18,7 @@ from dp_accounting.pld import PLDAccountant
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
+import fedsim
 from fedsim.sampling import Sampling
 from fedsim.uls import ULS
 
@@ -112,6 +114,19 @@ def test_notebooks_are_kept_without_outputs(file):
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code)
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebooks_import_public_names_alone(file):
+    cells = nbformat.read(file, 4).cells
+    code = ast.parse("\n".join(cell.source for cell in cells if cell.cell_type == "code"))
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("fedsim.") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not str(node.module).startswith("fedsim")
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "fedsim":
+            assert node.attr in fedsim.__all__
 
 
 LONG = [pytest.mark.slow, pytest.mark.notebook]

@@ -203,8 +203,10 @@ class TensorBoard:
 
     def _table(self, name: str, values: Mapping[str, Any]) -> None:
         """Write names and values as a text."""
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
-        from tensorboard.compat.proto.summary_pb2 import SummaryMetadata  # pyright: ignore
+        from tensorboard.compat.proto.summary_pb2 import (
+            Summary,  # pyright: ignore
+            SummaryMetadata,  # pyright: ignore
+        )
         from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore
 
         rows = "".join(f"| {key} | {value} |\n" for key, value in values.items())

@@ -1,13 +1,16 @@
 """Tables in memory of other libraries: read, or refused in one line."""
 
 import io
+import weakref
 
+import datasets
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from refused import refuses
 
 import fedsim
+from fedsim.library import tables
 from fedsim.library.tables import source_of
 
 FRAME = pd.DataFrame({"author": ["ann", "ben"] * 20, "body": ["a day", "old maps"] * 20})
@@ -49,6 +52,11 @@ def test_chunks_whose_ids_pandas_reads_in_two_ways_are_refused():
         (FRAME.set_index("author")["body"], "data=pandas Series"),
         (FRAME.index, "data=pandas RangeIndex"),
         ([FRAME, FRAME], "data=builtins.list"),
+        ([{"author": "ann", "body": "secret"}, FRAME], "data=rows of type DataFrame"),
+        (iter(["secret"]), "data=rows of type str"),
+        ([{"author": "ann", "body": "secret"}, {"body": "secret"}], "user"),
+        ([{"author": "ann", "body": "secret"}, {"author": "ben", "body": 3}], "text=body"),
+        (datasets.IterableDatasetDict(), "data=IterableDatasetDict"),
         ({"author": ["a", "b"], "body": ["secret", 3]}, "data=builtins.dict"),
         (pd.DataFrame([["ben", "a secret"]], columns=["ann", "my secret"]), "user"),
         (
@@ -89,3 +97,53 @@ def test_categories_and_views_of_polars_are_read():
     for data in (table.lazy(), table["body"], table.group_by("author")):
         with refuses("data"):
             source_of(data, "author", "body")
+
+
+def dicts():
+    return FRAME.assign(likes=1).to_dict("records")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        dicts(),
+        tuple(dicts()),
+        iter(dicts()),
+        datasets.IterableDataset.from_generator(dicts),
+        datasets.Dataset.from_list(dicts()).to_iterable_dataset(num_shards=3),
+    ],
+    ids=["list", "tuple", "iterator", "stream", "shards"],
+)
+def test_dicts_and_streams_are_read_as_a_table(data, monkeypatch):
+    monkeypatch.setattr(tables, "ROWS", 7)
+    assert rows_of(data) == ROWS
+
+
+@pytest.mark.privacy
+def test_in_dicts_an_id_is_the_same_user_as_text_or_number():
+    assert [user for user, _ in rows_of([{"author": a, "body": "x"} for a in (7, "7", "b")])] == [
+        "7",
+        "7",
+        "b",
+    ]
+
+
+def test_a_stream_is_not_held_whole(monkeypatch):
+    """While it is written, only the rows of two parts are in memory."""
+
+    class Row(dict):
+        __slots__ = ("__weakref__",)
+
+    monkeypatch.setattr(tables, "ROWS", 5)
+    alive, most = [], 0
+
+    def rows():
+        nonlocal most
+        for i in range(200):
+            row = Row(author=f"a{i}", body="x")
+            alive.append(weakref.ref(row))
+            most = max(most, sum(ref() is not None for ref in alive))
+            yield row
+
+    source_of(rows(), "author", "body")
+    assert len(alive) == 200 and most <= 12

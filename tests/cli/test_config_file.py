@@ -1,0 +1,90 @@
+"""Defaults from a file of settings: TOML or YAML, each value as it stands in the file."""
+
+import pytest
+from refused import refuses
+
+from fedsim.cli.arguments import parse
+from fedsim.cli.main import Command
+
+FLAGS = ["--data", "pydocs", "--epsilon", "4", "--num-steps", "3", "--run-dir", "runs/x"]
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The settings of `train` with a file of this text."""
+
+    def read(text, suffix="yaml", *flags):
+        file = tmp_path / f"run.{suffix}"
+        file.write_text(text)
+        command = parse(Command, ["train", f"--config={file}", "uls", *FLAGS, *flags])
+        return command.privacy, command.run
+
+    return read
+
+
+SAME = {
+    "toml": 'delta = 1e-6\nlog_to = ["wandb", "mlflow"]\nuser_column = "007"\nresume = true\n'
+    'mesh = "fsdp:4"\nbudget = 64\n',
+    "yaml": "delta: 1e-6  # to YAML, a text\nlog_to: [wandb, mlflow]\nuser_column: 007\n"
+    "resume: true\nmesh: fsdp:4\nbudget: 64\n",
+    "yml": "delta: 0.000001\nlog_to:\n- wandb\n- mlflow\nuser_column: '007'\nresume: True\n"
+    'mesh: "fsdp:4"\nbatch_size: 64\n',
+}
+
+
+@pytest.mark.parametrize("suffix", SAME)
+def test_both_formats_give_the_same_settings(suffix, read):
+    privacy, run = read(SAME[suffix], suffix)
+    assert (privacy.delta, privacy.batch_size, run.resume) == (1e-6, 64, True)
+    assert run.log_to == ("wandb", "mlflow") and run.data.user_column == "007"
+    assert run.engine.mesh == "fsdp:4"
+
+
+def test_a_flag_wins_and_an_empty_list_is_none(read):
+    text = "seed: 3\nlog_to: [wandb]\n"
+    _, run = read(text, "yaml", "--seed", "4", "--log-to", "tensorboard")
+    assert run.seed == 4 and run.log_to == ("tensorboard",)
+    assert read("log_to: []\n")[1].log_to == () and read("")[1].seed is None
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "says"),
+    [
+        ("resume: on", "resume=on", "true or false"),
+        ("resume: no", "resume=no", "true or false"),
+        ("delta: null", "delta=None", "one value"),
+        ("tokenizer: ~", "tokenizer=None", "one value"),
+        ("engine: {kind: ray}", "engine=None", "one value"),
+        ("seed: [1, 2]", "seed=['1', '2']", "one value"),
+        ("log_to: wandb", "log_to=wandb", "a list of values"),
+        ("seed: 1\nseed: 2", "config", "seed is there twice"),
+        ("? [a]\n: 3", "config", "twice"),
+        ("- seed", "config", "lines such as `num_steps: 200`"),
+        ("seed: [1", "config", "a YAML file"),
+        ("lerning_rate: 1", "config", "names of flags, found lerning_rate"),
+    ],
+)
+def test_a_mistake_in_yaml_is_one_line(text, what, says, read):
+    with refuses(what, says=says) as raised:
+        read(text)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("resume = 1", "resume=1"),
+        ("epsilon = true", "epsilon=True"),
+        ("seed = 2020-01-01", "seed"),
+        ('log_to = "wandb"', "log_to=wandb"),
+    ],
+)
+def test_a_mistake_in_toml_is_one_line(text, what, read):
+    with refuses(what):
+        read(text, "toml")
+
+
+def test_a_word_of_yaml_that_means_no_stays_a_word(read, capsys):
+    with pytest.raises(SystemExit):
+        read("recipe: no")
+    assert "'no'" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""`fedsim.recommend`, `audit` and `pretrain`: objects, and nothing on the terminal."""
+
+import json
+import math
+from typing import get_type_hints
+
+import pytest
+from refused import refuses
+
+import fedsim
+from fedsim.cli.main import main
+from fedsim.config import MechanismConfig, PrivacyTarget, RunConfig, types_of
+from fedsim.tuning import report
+
+POSTS = [{"author": f"a{i % 60}", "body": f"The court of the {i}th day."} for i in range(600)]
+TINY = {"user": "author", "text": "body", "max_length": 24, "model": "micro", "engine": "local"}
+TINY |= {"strategy": "scan:2", "eval_examples": 8}
+
+
+def silent(capfd):
+    return capfd.readouterr() == ("", "")
+
+
+def test_a_recommendation_is_that_of_the_command_and_can_be_trained(tmp_path, capfd):
+    given = {"epsilon": 8.0, "num_steps": 3, "batch_size": 12, "run_dir": tmp_path / "runs"}
+    advice = fedsim.recommend(POSTS, plan_only=True, log_to=["tensorboard"], **given, **TINY)
+    assert silent(capfd)
+    flags = {n: v for n, v in {**advice.settings, **given}.items() if n in given or n == "data"}
+    flags |= {n: v for n, v in TINY.items() if n not in ("user", "text")}
+    flags |= {"user_column": "author", "text_column": "body"}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    main(["recommend", *words, "--plan-only", "--json"])
+    said = json.loads(capfd.readouterr().out)
+    assert said == json.loads(json.dumps(advice.details))
+    assert str(advice) == report(dict(advice.details)) and advice.algorithm == said["recommended"]
+    better = advice.els if advice.algorithm == "els" else advice.uls
+    assert better.settings == advice.settings and better.group_size == advice.settings["group_size"]
+    run = fedsim.train(advice.algorithm, **{**advice.settings, "num_steps": 1})
+    assert run.finished and run.run_dir == tmp_path / "runs" / advice.algorithm
+
+
+def test_an_audit_says_what_it_found(tmp_path, capfd):
+    given = {"epsilon": 4.0, "num_steps": 2, "batch_size": 12, "run_dir": tmp_path / "audit"}
+    found = fedsim.audit(
+        "uls", POSTS, gradient_canaries=20, text_canaries=4, attacked_users=4, **given, **TINY
+    )
+    assert silent(capfd)
+    written = json.loads((tmp_path / "audit/audit.json").read_text())
+    assert found.verdict == written["verdict"] and found.holds is written["holds"]
+    assert 0 <= found.epsilon_lower_bound <= found.epsilon <= 4 and found.html.exists()
+    assert str(found).startswith("epsilon is at least") and found.run_dir == tmp_path / "audit"
+
+
+def test_a_pretrained_model_is_a_run_that_protects_nobody(tmp_path, capfd):
+    base = fedsim.pretrain(POSTS, num_steps=2, batch_size=16, run_dir=tmp_path / "base", **TINY)
+    assert silent(capfd)
+    assert base.finished and base.epsilon == math.inf and base.eval_loss > 0
+    assert base.run_dir == tmp_path / "base" and "pretrain" in repr(base)
+
+
+def test_with_verbose_progress_is_shown(tmp_path, capfd):
+    fedsim.recommend(
+        POSTS, epsilon=8, num_steps=2, batch_size=12, plan_only=True, verbose=True, **TINY
+    )
+    assert "noise and time of a step" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda: fedsim.recommend(POSTS, epsilon=8, num_steps=2, group_size=3), "group_size=3"),
+        (lambda: fedsim.recommend(POSTS, epsilon="x", num_steps=2, **TINY), "epsilon=x"),
+        (lambda: fedsim.audit("sgd", POSTS, epsilon=8, num_steps=2), "algorithm=sgd"),
+        (
+            lambda: fedsim.audit("uls", POSTS, epsilon=8, num_steps=2, confidence="x", **TINY),
+            "confidence=x",
+        ),
+        (lambda: fedsim.pretrain(POSTS, num_steps=2, epsilon=3, **TINY), "epsilon=3"),
+        (lambda: fedsim.pretrain(POSTS, num_steps=2, warmup_steps=2, **TINY), "warmup_steps=2"),
+        (lambda: fedsim.pretrain([{"who": 1}], num_steps=2, **TINY), "user=author"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_argument(call, what):
+    with refuses(what.partition("=")[0], says=what):
+        call()
+
+
+def test_the_signatures_have_the_settings_of_the_commands():
+    run = types_of(RunConfig).keys() - {"data", "run_dir"}
+    assert get_type_hints(fedsim.RunSettings).keys() == run
+    mechanism = types_of(PrivacyTarget) | types_of(MechanismConfig)
+    mechanism = mechanism.keys() - {"epsilon", "num_steps"}
+    assert get_type_hints(fedsim.MechanismSettings).keys() == run | mechanism
