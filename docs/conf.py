@@ -4,7 +4,7 @@ Pages are Markdown that reads well where it lies, too. Some things are done to t
 
 - A link that leaves docs/ becomes a link to the page that holds that file, or a download of it.
 - A line `<!-- include: FILE -->` is replaced by that file, without its first heading.
-- Notebooks are shown as they are kept, without outputs: `notebooks` is a link to `examples`.
+- Notebooks are copied from `examples` into `notebooks`, and shown without outputs, as kept.
 - Numbers come from the records of experiments; see `records.py`.
 - Docstrings are plain text in this project; `docstrings.py` makes them valid reStructuredText.
 """
@@ -13,6 +13,7 @@ import json
 import os
 import pkgutil
 import re
+import shutil
 import sys
 from importlib import import_module
 from importlib.metadata import version as version_of
@@ -66,6 +67,10 @@ PAGES = {  # files outside docs/ that a page of the site holds
     "experiments/README.md": "experiments.md",
     **{f"examples/{path.name}": f"notebooks/{path.name}" for path in ROOT.glob("examples/*.ipynb")},
 }
+
+for notebook in ROOT.glob("examples/*.ipynb"):  # Sphinx reads nothing outside its own directory
+    (DOCS / "notebooks").mkdir(exist_ok=True)
+    shutil.copyfile(notebook, DOCS / "notebooks" / notebook.name)
 
 # ---- Pages ------------------------------------------------------------------------------------
 
