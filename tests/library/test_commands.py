@@ -35,7 +35,7 @@ def test_a_recommendation_is_that_of_the_command_and_can_be_trained(tmp_path, ca
     assert str(advice) == report(dict(advice.details)) and advice.algorithm == said["recommended"]
     better = advice.els if advice.algorithm == "els" else advice.uls
     assert better.settings == advice.settings and better.group_size == advice.settings["group_size"]
-    run = fedsim.train(advice.algorithm, **{**advice.settings, "num_steps": 1})
+    run = fedsim.train(advice.algorithm, **advice.settings)
     assert run.finished and run.run_dir == tmp_path / "runs" / advice.algorithm
 
 
