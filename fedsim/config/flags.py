@@ -147,7 +147,10 @@ def changed(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Convert paths and non-finite floats to strings; return other values unchanged."""
+    """Convert paths and non-finite floats to strings, and tuples to lists; return other values
+    unchanged."""
+    if isinstance(value, tuple):
+        return list(value)
     if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     return value

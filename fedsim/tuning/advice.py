@@ -279,7 +279,7 @@ def command(algorithm: Algorithm, settings: dict[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, tuple):
+        elif isinstance(value, list):
             words += [f"--{flag}", *value]
         else:
             words += [f"--{flag}", f"{value:g}" if name == "epsilon" else str(value)]
