@@ -5,16 +5,15 @@ import pytest
 from fedsim.cli import main
 from fedsim.cli.arguments import parse
 from fedsim.config import Algorithm, PrivacyConfig, run_config
-from fedsim.tuning.advice import command
+from fedsim.tuning.advice import command, to_train
 
 GIVEN = PrivacyConfig(4.0, 10, batch_size=64)
 
 
 def printed(given=GIVEN, **run):
     settings = PrivacyConfig(4.0, 10, batch_size=60, delta=1e-5, group_size=3, clip_norm=0.5)
-    return command(
-        Algorithm.ULS, settings, given, run_config(data="my posts", run_dir="runs", **run)
-    )
+    config = run_config(data="my posts", run_dir="runs", **run)
+    return command(Algorithm.ULS, to_train(Algorithm.ULS, settings, given, config))
 
 
 def test_a_command_has_what_was_found_and_what_was_given():
