@@ -15,7 +15,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
@@ -25,6 +24,7 @@ from jax._src.lru_cache import LRUCache
 from fedsim.config import EngineConfig
 from fedsim.errors import ConfigError, expect
 from fedsim.files import NotOurs, cache_dir, own_directory
+from fedsim.installation import version
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
 PACKAGES += ("dp-accounting", "scipy", "cryptography")
@@ -115,12 +115,9 @@ def versions() -> dict[str, str]:
     """Return the versions, settings and variables of this process on which the draws, noise and
     bits of a run depend, by name."""
     values = {"python": platform.python_version()}
-    for name in (*PACKAGES, *WHERE_INSTALLED):
-        try:
-            values[name] = version(name)
-        except PackageNotFoundError:
-            if name in PACKAGES:
-                values[name] = "none"
+    values |= {name: version(name) for name in PACKAGES}
+    there = {name: version(name) for name in WHERE_INSTALLED}
+    values |= {name: number for name, number in there.items() if number != "none"}
     values |= {name: str(getattr(jax.config, name, "none")) for name in JAX_SETTINGS}
     for name in VARIABLES:
         words = re.split(

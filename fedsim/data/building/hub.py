@@ -27,6 +27,7 @@ from fedsim.data.building.readers import reason_of
 from fedsim.data.building.sources import identify
 from fedsim.errors import DataError, Interrupted
 from fedsim.files import DISK_FULL, expand_home
+from fedsim.installation import optional
 
 PREFIX = "hf:"
 FETCH_ROWS = 1_000
@@ -74,7 +75,8 @@ class HubSource:
           DataError: the data set cannot be streamed.
           Interrupted: the Hub cannot be reached.
         """
-        from datasets import load_dataset
+        with optional():
+            from datasets import load_dataset
 
         try:
             return load_dataset(
@@ -89,9 +91,10 @@ class HubSource:
         Raises:
           DataError: the files need settings that only `datasets` supports.
         """
-        from datasets import load_dataset_builder
-        from datasets.packaged_modules.csv.csv import Csv
-        from datasets.packaged_modules.json.json import Json
+        with optional():
+            from datasets import load_dataset_builder
+            from datasets.packaged_modules.csv.csv import Csv
+            from datasets.packaged_modules.json.json import Json
 
         try:
             builder = load_dataset_builder(self.name, self.config, revision=self.revision)
