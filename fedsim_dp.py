@@ -16,7 +16,9 @@ REMEDY = f"pip uninstall fedsim && pip install --force-reinstall --no-deps {NAME
 def is_ours() -> bool:
     """True if `import fedsim` gets this project, whose `__init__` names its distribution."""
     spec = find_spec("fedsim")  # finds a top-level package without importing it
-    return bool(spec and spec.origin) and NAME in Path(str(spec.origin)).read_text(errors="replace")
+    if spec is None or spec.origin is None:  # of a package without `__init__`, as after a removal
+        return False
+    return NAME in Path(spec.origin).read_text(errors="replace")
 
 
 def is_installed(name: str) -> bool:

@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore
-from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore
-from tensorboard.plugins.hparams import summary_v2 as hparams
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+try:
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore
+    from tensorboard.plugins.hparams import summary_v2 as hparams
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+except ModuleNotFoundError:  # then metrics.jsonl alone is written
+    EventFileWriter = None
 
 from fedsim.config import to_json
 from fedsim.errors import FileDamaged
@@ -32,9 +35,10 @@ class Metrics:
         kept = [line for line in read(run_dir) if line["step"] <= last_step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._file = open(path, "a")
-        self._events = EventFileWriter(str(run_dir / DIRECTORY))
-        # Tells TensorBoard to drop events of later steps, which an earlier process logged.
-        self._add(last_step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._events = EventFileWriter and EventFileWriter(str(run_dir / DIRECTORY))
+        if self._events:
+            # Tells TensorBoard to drop events of later steps, which an earlier process logged.
+            self._add(last_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log scalars, by name, after `step` steps."""
@@ -42,11 +46,15 @@ class Metrics:
         with named(Path(self._file.name)):
             self._file.write(json.dumps({"step": step, **record}) + "\n")
             self._file.flush()
+        if not self._events:
+            return
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=Summary(value=scalars))
 
     def table(self, name: str, values: dict[str, Any]) -> None:
         """Log names and values as a table."""
+        if not self._events:
+            return
         rows = "".join(f"| {key} | {value} |\n" for key, value in values.items())
         markdown = "| setting | value |\n|---|---|\n" + rows
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
@@ -57,6 +65,8 @@ class Metrics:
 
     def hparams(self, values: dict[str, Any]) -> None:
         """Log settings for TensorBoard's table of runs."""
+        if not self._events:
+            return
         shown = {
             k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()
         }
@@ -65,13 +75,16 @@ class Metrics:
     def close(self) -> None:
         """Flush and close."""
         self._file.close()
-        self._events.close()
+        if self._events:
+            self._events.close()
 
     def flush(self) -> None:
         """Write buffered events to TensorBoard's file."""
-        self._events.flush()
+        if self._events:
+            self._events.flush()
 
     def _add(self, step: int, **content: Any) -> None:
+        assert self._events, "checked by the callers"
         self._events.add_event(Event(wall_time=time.time(), step=step, **content))
 
 
