@@ -54,16 +54,17 @@ def optional() -> Iterator[None]:
         raise MissingPackage.named(package) from None
 
 
-def expect_installed(package: str, otherwise: str = "") -> None:
-    """Check for an optional package before work that would be lost without it.
+def expect_installed(*packages: str, otherwise: str = "") -> None:
+    """Check for optional packages before work that would be lost without them.
 
     Args:
-      package: import name, of EXTRA_OF.
+      packages: import names, of EXTRA_OF.
       otherwise: another remedy, for the end of the line.
-    Raises: MissingPackage: it is not installed.
+    Raises: MissingPackage: one is not installed.
     """
-    if find_spec(package) is None:
-        raise MissingPackage.named(package, otherwise)
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingPackage.named(package, otherwise)
 
 
 def version(package: str = "fedsim") -> str:

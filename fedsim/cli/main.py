@@ -127,6 +127,12 @@ def _run(words: list[str]) -> None:
         raise
     except (OSError, json.JSONDecodeError) as error:  # a full disk, or a damaged or missing file
         _fail(_next_step(error, command), 1)
+    except (MemoryError, RuntimeError) as error:
+        from fedsim.engine import exhausted
+
+        if not (reason := exhausted(error)):
+            raise
+        _fail(reason, 1)
     except KeyboardInterrupt:
         if isinstance(command, Train | Pretrain):  # before the first step, or by a second signal
             _fail("interrupted; the same command with --resume goes on", UNFINISHED)

@@ -22,6 +22,7 @@ from jax._src import compilation_cache, xla_bridge
 from jax._src.lru_cache import LRUCache
 
 from fedsim.config import EngineConfig
+from fedsim.engine import machine
 from fedsim.errors import ConfigError, expect
 from fedsim.files import NotOurs, cache_dir, own_directory
 from fedsim.installation import version
@@ -203,14 +204,8 @@ def free_memory() -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        available = int(re.search(r"MemAvailable:\s*(\d+) kB", meminfo)[1]) * 1024  # type: ignore[index]
-    except (OSError, TypeError):
-        pass
     cpus = os.cpu_count() or 1
-    return available * min(cpus, int(os.environ.get("NPROC", cpus))) // cpus
+    return machine.free_memory() * min(cpus, int(os.environ.get("NPROC", cpus))) // cpus
 
 
 def host_kind() -> str:

@@ -27,7 +27,7 @@ from fedsim.data.building.readers import reason_of
 from fedsim.data.building.sources import identify
 from fedsim.errors import DataError, Interrupted
 from fedsim.files import DISK_FULL, expand_home
-from fedsim.installation import optional
+from fedsim.installation import expect_installed
 
 PREFIX = "hf:"
 FETCH_ROWS = 1_000
@@ -57,7 +57,9 @@ class HubSource:
 
         Raises:
           DataError: NAME is empty.
+          MissingPackage: `datasets` is not installed.
         """
+        expect_installed("datasets")
         name, _, config = source.removeprefix(PREFIX).partition(":")
         if not name:
             raise DataError.of("data", source, "hf:NAME or hf:NAME:CONFIG")
@@ -75,8 +77,7 @@ class HubSource:
           DataError: the data set cannot be streamed.
           Interrupted: the Hub cannot be reached.
         """
-        with optional():
-            from datasets import load_dataset
+        from datasets import load_dataset
 
         try:
             return load_dataset(
@@ -91,10 +92,9 @@ class HubSource:
         Raises:
           DataError: the files need settings that only `datasets` supports.
         """
-        with optional():
-            from datasets import load_dataset_builder
-            from datasets.packaged_modules.csv.csv import Csv
-            from datasets.packaged_modules.json.json import Json
+        from datasets import load_dataset_builder
+        from datasets.packaged_modules.csv.csv import Csv
+        from datasets.packaged_modules.json.json import Json
 
         try:
             builder = load_dataset_builder(self.name, self.config, revision=self.revision)
