@@ -176,7 +176,7 @@ def lacking(here: Resources, kind: str, workers: int) -> ConfigError | None:
     if here.threads < min(MOST_THREADS, least.threads):
         more = instead or "raise `ulimit -u`, or the container's --pids-limit"
         return ConfigError.of(
-            "threads", here.threads, f"at least {least.threads} for {who} that can start: {more}"
+            "threads", here.threads, f"at least {least.threads} that can start, for {who}: {more}"
         )
     if here.address_space < least.address_space:
         more = "`ulimit -v unlimited`" + (f", or {instead}" if instead else "")

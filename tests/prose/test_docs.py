@@ -43,7 +43,8 @@ NOT_RUN = {"pip", "pytest", "tensorboard", "sphinx-build", "python", "docker", "
 NOT_RUN |= {"export", "ray"}
 QUICK = ("account", "calibrate")
 OTHERS_FLAGS = set(
-    "--help --help-all --dist --scale --dry-run --quick --shm-size --pids-limit --force-reinstall --no-deps --version --logdir".split()
+    "--help --help-all --dist --scale --dry-run --quick --shm-size --pids-limit --version --logdir "
+    "--force-reinstall --no-deps".split()
 )
 
 
