@@ -16,7 +16,6 @@ import re
 import shutil
 import sys
 from importlib import import_module
-from importlib.metadata import version as version_of
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,10 +30,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from docstrings import rewrite  # noqa: E402  (beside this file)
 
+import fedsim  # noqa: E402
+
 project = "fedsim"
 author = "the authors of fedsim"
 copyright = "2026, the authors of fedsim. Apache-2.0"
-version = release = version_of("fedsim")
+version = release = fedsim.__version__
 language = "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]

@@ -16,16 +16,23 @@ a folder or a file each:
     tuning              recommend, sweep: how to set it
     cli, library        what a person types, and what a person imports
 
-Names are loaded when they are first used: `import fedsim` takes no time.
+    installation        the packages that are optional, and the extra that installs each
+
+Names are loaded when they are first used: `import fedsim` takes no time, and needs only the core of
+the distribution `fedsim-dp`. A name whose packages are missing says which extra brings them.
 """
 
-from importlib.metadata import version
 from typing import Any
 
 from lazy_loader import attach_stub
+
+from fedsim.installation import optional, version
 
 _of_stub, __dir__, __all__ = attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    return version("fedsim") if name == "__version__" else _of_stub(name)
+    if name == "__version__":
+        return version()
+    with optional():
+        return _of_stub(name)

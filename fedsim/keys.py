@@ -12,9 +12,8 @@ import hashlib
 import hmac
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
@@ -22,6 +21,9 @@ from randomgen import AESCounter
 
 from fedsim.errors import FileDamaged
 from fedsim.files import read_json, write_json
+
+if TYPE_CHECKING:
+    import jax
 
 FILE = "secret.json"
 KEY_BYTES = 32
@@ -85,8 +87,10 @@ class SecretKey:
         """Return 2^64 generators for one purpose and index, such as one for each user."""
         return Streams(self._derive(purpose, index))
 
-    def jax_key(self, purpose: str, *index: int) -> jax.Array:
+    def jax_key(self, purpose: str, *index: int) -> "jax.Array":
         """Return a JAX key (Threefry, 64 bits) for one purpose and index."""
+        import jax  # takes a second, and `fedsim account` does without it
+
         words = np.frombuffer(self._derive(purpose, index)[:8], np.uint32)
         return jax.random.wrap_key_data(jax.numpy.asarray(words), impl="threefry2x32")
 

@@ -13,15 +13,15 @@ import fedsim
 
 ROOT = Path(fedsim.__file__).parent
 LEVELS = (
-    "errors files",
+    "errors files installation",
     "config keys accounting placement",
     "sampling mechanism noise clipping models data",
     "els uls shared_uls plan evaluate run engine budget",
     "trust tuning training generate export",
     "library cli",
 )
-FOUNDATION = {"fedsim.errors", "fedsim.files"}  # the accountant's, too
-FREE_OF_RAY = "engine worker task trials programs environment"
+FOUNDATION = {"fedsim.errors", "fedsim.files", "fedsim.installation"}  # the accountant's, too
+FREE_OF_RAY = "engine machine worker task trials programs environment"
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 
 

@@ -1,10 +1,13 @@
 """What is handed on as a source distribution is all that it takes to test, document and run it."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
 
 import pytest
@@ -37,7 +40,7 @@ def test_a_source_distribution_has_every_file_of_the_repository(tmp_path):
 
 def test_a_wheel_has_the_templates_of_pages_and_the_mark_of_types(tmp_path):
     """Of files that are not modules, only those that pyproject.toml names are installed."""
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "fedsim_dp.py"):
         shutil.copy(REPOSITORY / name, tmp_path / name)
     shutil.copytree(ROOT / "trust", tmp_path / "fedsim" / "trust")
     (tmp_path / "fedsim" / "__init__.py").touch()
@@ -50,3 +53,45 @@ def test_a_wheel_has_the_templates_of_pages_and_the_mark_of_types(tmp_path):
     templates = {path.name for path in (ROOT / "trust" / "templates").iterdir()}
     assert "report.md.jinja" in templates and "fedsim/py.typed" in packed
     assert {f"fedsim/trust/templates/{name}" for name in templates} <= packed
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_light_core_of_the_wheel_accounts_outside_the_repository(tmp_path):
+    """Both distributions are built; the wheel is installed alone, in a clean environment."""
+    sources = ["pyproject.toml", "README.md", "LICENSE", "fedsim_dp.py"]
+    for name in sources:
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    shutil.copytree(ROOT, tmp_path / "fedsim", ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+    run([sys.executable, "-c", build], tmp_path)
+    (sdist,) = (tmp_path / "dist").glob("fedsim_dp-*.tar.gz")
+    (wheel,) = (tmp_path / "dist").glob("fedsim_dp-*-py3-none-any.whl")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"fedsim_dp.py", "fedsim/py.typed", "fedsim/trust/templates/report.md.jinja"} <= packed
+
+    environment, outside = tmp_path / "environment", tmp_path / "outside"
+    outside.mkdir()
+    venv.create(environment, with_pip=True)
+    pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet"]
+    run([*pip, wheel, "-c", REPOSITORY / "constraints.txt"], outside)
+    fedsim = environment / "bin" / "fedsim"
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    assert run([fedsim, "--version"], outside) == f"fedsim {version}\n"
+    words = "account uls --num-steps 9 --sampling-prob 0.01 --noise-multiplier 1 --delta 1e-6"
+    assert 0 < json.loads(run([fedsim, *words.split(), "--json"], outside))["epsilon"] < 1
+    python = [environment / "bin" / "python", "-c"]
+    absent = "import fedsim, importlib.util as u; print([u.find_spec(n) for n in ('jax', 'ray')])"
+    assert run([*python, absent], outside) == "[None, None]\n"
+    refused = "train uls --data pydocs --epsilon 1 --num-steps 2 --run-dir never"
+    done = subprocess.run([fedsim, *refused.split()], cwd=outside, capture_output=True, text=True)
+    assert done.returncode == 2 and "'fedsim-dp[train]'" in done.stderr.splitlines()[-1]
+
+
+def run(words, directory):
+    """Run a command without this environment's paths. Returns: its stdout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

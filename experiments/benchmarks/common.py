@@ -2,9 +2,10 @@
 
 import os
 import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from fedsim.installation import version
 
 
 def at_most(name: str, value: float, bound: float) -> dict[str, Any]:

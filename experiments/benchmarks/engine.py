@@ -21,7 +21,6 @@ import statistics
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from typing import Any
 
 os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu"}  # before JAX starts its client
@@ -36,6 +35,7 @@ from fedsim.clipping import Clip
 from fedsim.engine import Stats, Task, Worker, ray_engine
 from fedsim.engine.cluster import Cluster
 from fedsim.engine.ray_engine import RayEngine
+from fedsim.installation import version
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import Transformer, TransformerConfig

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from fedsim.data.building.readers import Part, complaints, raw
 from fedsim.data.building.sources import examine, find_files, identify
 from fedsim.errors import DataError, Interrupted, MissingColumn
 from fedsim.files import write_json
+from fedsim.installation import version
 
 VERSIONS = ("fedsim", "datasets", "datasketch", "numpy", "pyarrow", "rapidfuzz", "xxhash")
 OF_BUILD = ("owners", "conversation_column")  # which give a text several owners

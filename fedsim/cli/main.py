@@ -12,7 +12,6 @@ import os
 import resource
 import signal
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -26,6 +25,7 @@ from fedsim.cli.trust import Audit, Budget, Report, Runs, Verify
 from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.errors import ConfigError, FedsimError, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of
+from fedsim.installation import optional, version
 from fedsim.run import Terminal, terminated
 
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
@@ -111,14 +111,14 @@ def _answer(command: Any, result: dict[str, Any]) -> None:
 def _run(words: list[str]) -> None:
     """Run a command line. Raises: SystemExit: unless it succeeds."""
     if words == ["--version"]:
-        print("fedsim", version("fedsim"))
+        print("fedsim", version())
         return
     command = None
     try:
         command = parse(Command, words)
         if doing := getattr(command, "doing", ""):  # printed before imports that take seconds
             Terminal().note(doing)
-        with terminated():
+        with terminated(), optional():
             result = command()
     except FedsimError as error:
         _say(error.details)
@@ -127,6 +127,12 @@ def _run(words: list[str]) -> None:
         raise
     except (OSError, json.JSONDecodeError) as error:  # a full disk, or a damaged or missing file
         _fail(_next_step(error, command), 1)
+    except (MemoryError, RuntimeError) as error:
+        from fedsim.engine import exhausted
+
+        if not (reason := exhausted(error)):
+            raise
+        _fail(reason, 1)
     except KeyboardInterrupt:
         if isinstance(command, Train | Pretrain):  # before the first step, or by a second signal
             _fail("interrupted; the same command with --resume goes on", UNFINISHED)

@@ -14,6 +14,7 @@ import tyro
 from fedsim.cli.arguments import Flat, ReadsSources
 from fedsim.config import MechanismConfig, PrivacyConfig, PrivacyTarget, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
+from fedsim.installation import expect_installed
 from fedsim.run import wrapped
 
 
@@ -53,6 +54,8 @@ class Recommend(ReadsSources):
     def __call__(self) -> dict[str, Any]:
         from fedsim.engine import set_threads
 
+        if self.plot is not None:
+            expect_installed("matplotlib")
         privacy = PrivacyConfig(**vars(self.target), **vars(self.mechanism))
         set_threads(self.run.engine)
         from fedsim.run import Console

@@ -15,6 +15,7 @@ from fedsim.data.store import SEPARATOR, Owners
 from fedsim.data.users import UserStore, read_metadata
 from fedsim.errors import DataError
 from fedsim.files import expand_home
+from fedsim.installation import optional
 
 WARN_SHARE = 0.01  # of all tokens: a build that cut off more is warned about
 SUMS = "SHA256SUMS"  # of the files that fingerprints of splits do not cover
@@ -181,8 +182,9 @@ def draw_histograms(stores: Mapping[str, UserStore], file: Path) -> None:
     Raises:
       DataError: the name of the file does not end in .png, or its directory does not exist.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with optional():
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     if file.suffix != ".png":
         raise DataError.of("histogram", file, "a file ending in .png")

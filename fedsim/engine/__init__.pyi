@@ -5,10 +5,10 @@ from .environment import (
     keep_memory as keep_memory,
     place_workers as place_workers,
     remember_programs as remember_programs,
-    set_threads as set_threads,
     versions as versions,
 )
 from .factory import create as create, reduction as reduction
+from .machine import exhausted as exhausted, set_threads as set_threads
 from .parallel_runs import ParallelRuns as ParallelRuns
 from .task import Batch as Batch, Params as Params, Task as Task, WrappedTask as WrappedTask
 from .trials import AUTO as AUTO, TRIAL_UNITS as TRIAL_UNITS, choose_strategy as choose_strategy

@@ -33,7 +33,8 @@ from ray.util.metrics import Gauge
 
 from fedsim import keys
 from fedsim.engine import warden
-from fedsim.errors import ConfigError, expect
+from fedsim.engine.engine import EngineError
+from fedsim.errors import ConfigError, brief, expect
 
 REACH_S = 5.0  # seconds to connect to a cluster's head
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # needs the token, like all of Ray's calls
@@ -42,6 +43,7 @@ OPEN = (
     "this run's files, key and texts among them (start it with RAY_AUTH_MODE=token)"
 )
 FIXED_PORTS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
+WITHOUT = "engine=local trains without it"
 PREFIX, LOCK = "fedsim-", "held"  # of private directories
 _held: dict[Path, int] = {}  # descriptors of the locks of this process's directories
 
@@ -86,16 +88,20 @@ class Cluster:
         with _on_loopback(), warnings.catch_warnings(), _own_handlers(), _deaf():
             # JAX warns of every fork; Ray's forks exec at once, before any JAX code.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(within),
-                # The agent of a node shows its metrics without asking for a token.
-                _system_config={"enable_metrics_collection": False},
-            )
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(within),
+                    # The agent of a node shows its metrics without asking for a token.
+                    _system_config={"enable_metrics_collection": False},
+                )
+            except Exception as error:  # a plain Exception where one of its processes ends
+                reason = brief(" ".join(str(error).split()), 200)
+                raise EngineError(f"Ray does not start here ({reason}): {WITHOUT}") from error
             self._processes = warden.children(os.getpid()) - before
             self._warden = _start_warden(self._directory, self._processes)
 

@@ -15,7 +15,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
@@ -23,8 +22,10 @@ from jax._src import compilation_cache, xla_bridge
 from jax._src.lru_cache import LRUCache
 
 from fedsim.config import EngineConfig
+from fedsim.engine import machine
 from fedsim.errors import ConfigError, expect
 from fedsim.files import NotOurs, cache_dir, own_directory
+from fedsim.installation import version
 
 PACKAGES = ("fedsim", "jax", "jaxlib", "flax", "optax", "numpy", "randomgen", "ray")
 PACKAGES += ("dp-accounting", "scipy", "cryptography")
@@ -115,12 +116,9 @@ def versions() -> dict[str, str]:
     """Return the versions, settings and variables of this process on which the draws, noise and
     bits of a run depend, by name."""
     values = {"python": platform.python_version()}
-    for name in (*PACKAGES, *WHERE_INSTALLED):
-        try:
-            values[name] = version(name)
-        except PackageNotFoundError:
-            if name in PACKAGES:
-                values[name] = "none"
+    values |= {name: version(name) for name in PACKAGES}
+    there = {name: version(name) for name in WHERE_INSTALLED}
+    values |= {name: number for name, number in there.items() if number != "none"}
     values |= {name: str(getattr(jax.config, name, "none")) for name in JAX_SETTINGS}
     for name in VARIABLES:
         words = re.split(
@@ -206,14 +204,8 @@ def free_memory() -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        available = int(re.search(r"MemAvailable:\s*(\d+) kB", meminfo)[1]) * 1024  # type: ignore[index]
-    except (OSError, TypeError):
-        pass
     cpus = os.cpu_count() or 1
-    return available * min(cpus, int(os.environ.get("NPROC", cpus))) // cpus
+    return machine.free_memory() * min(cpus, int(os.environ.get("NPROC", cpus))) // cpus
 
 
 def host_kind() -> str:

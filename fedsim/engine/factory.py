@@ -9,6 +9,7 @@ from fedsim.engine.engine import Engine, ignore
 from fedsim.engine.environment import remember_programs
 from fedsim.engine.task import Task
 from fedsim.errors import expect
+from fedsim.installation import optional
 
 
 def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ignore) -> Engine:
@@ -27,7 +28,8 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
         from fedsim.engine.worker import LocalEngine
 
         return LocalEngine(task, num_lanes=config.num_lanes, mesh=mesh)
-    from fedsim.engine.ray_engine import RayEngine
+    with optional():
+        from fedsim.engine.ray_engine import RayEngine
 
     return RayEngine(
         task,

@@ -1,4 +1,4 @@
-"""GGUF files (llama.cpp): weights, quantised or not, and the tokenizer inside; needs fedsim[gguf].
+"""GGUF files (llama.cpp): weights, quantised or not, and the tokenizer inside. Extra: `gguf`.
 
 Quantised weights are read as the float32 values that they represent. GGUF stores the queries and
 keys of Llama with the two features of a rotary pair side by side; here, as in Hugging Face's files,
@@ -15,6 +15,7 @@ from flax import traverse_util
 
 from fedsim.errors import ConfigError, brief
 from fedsim.files import cache_dir, own_directory, write_atomically
+from fedsim.installation import optional
 from fedsim.models import families, model_files
 from fedsim.models.families import UnsupportedArchitecture, number, whole
 from fedsim.models.transformer import TransformerConfig
@@ -213,11 +214,8 @@ def _tokenizer(about: dict[str, Any]) -> bytes | None:
 
 
 def _reader(file: Path) -> Any:
-    try:
+    with optional():
         from gguf import GGUFReader
-    except ImportError:
-        needed = "the package gguf: pip install 'fedsim[gguf]'"
-        raise ConfigError.of("model", file, needed) from None
     if not file.is_file():
         raise ConfigError.of("model", file, "a file that exists")
     try:

@@ -25,7 +25,7 @@ from .ledger import (
     note as note,
 )
 from .loggers import (
-    expect_installed as expect_installed,
+    expect_loggers as expect_loggers,
     may_leave as may_leave,
     not_covered as not_covered,
     open_loggers as open_loggers,

@@ -7,30 +7,24 @@ collect: no output of the terminal, code, command line or use of the machine.
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedsim.config import RunConfig
 from fedsim.errors import ConfigError, brief
+from fedsim.installation import EXTRAS, expect_installed
 from fedsim.plan import Plan
 
 DIRECTORY = "tb"
 PROJECT = "fedsim"
 """Project or experiment of a service, unless its own environment variable names another."""
-PACKAGES = {
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"),  # mlflow itself needs an older pyarrow
-    "trackio": ("trackio",),
-}
-"""Packages of each logger, as pip names them."""
-SENDING = frozenset(PACKAGES) - {"tensorboard"}
+SENDING = frozenset({"wandb", "mlflow", "trackio"})
 """Loggers that can send what they get to another machine."""
 WORKERS = re.compile(r"performance/(\w+_restarts|redispatched_lanes|workers)")
 
@@ -54,13 +48,15 @@ class MetricLogger(Protocol):
         ...
 
 
-def expect_installed(names: Iterable[str]) -> None:
-    """Raise ConfigError if a logger's packages are missing."""
-    for name in names:
-        for package in PACKAGES[name]:
-            if importlib.util.find_spec(package.removesuffix("-skinny")) is None:
-                hint = f"an installed package: pip install {' '.join(PACKAGES[name])}"
-                raise ConfigError.of("log_to", name, hint)
+def expect_loggers(names: Iterable[str]) -> None:
+    """Check for the packages of loggers, TensorBoard's apart: a run goes on without it.
+
+    Raises: MissingPackage: one is not installed.
+    """
+    for name in SENDING.intersection(names):
+        # mlflow is installed as mlflow-skinny, which leaves out its store: mlflow itself needs an
+        # older pyarrow
+        expect_installed(*EXTRAS[name].split())
 
 
 def may_leave(plan: Plan | None) -> Callable[[str], bool]:
@@ -118,6 +114,9 @@ def open_loggers(
     with contextlib.ExitStack() as stack:
         for kind in run.log_to:
             if kind == "tensorboard":
+                if find_spec(kind) is None:
+                    note("no TensorBoard logs: the package tensorboard is not installed")
+                    continue
                 opened.append(TensorBoard(run.run_dir, last_step, tables))
             else:
                 start = {"wandb": WandB, "mlflow": MLflow, "trackio": Trackio}[kind]

@@ -19,7 +19,7 @@ from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
 from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan, method_for
-from fedsim.run import Console, directory, expect_installed, receivers
+from fedsim.run import Console, directory, expect_loggers, receivers
 from fedsim.training.callbacks import Callback
 from fedsim.training.open import OpenRun, Plant, Source, open_run
 from fedsim.training.optimizers import Noise, settled, update_of
@@ -219,7 +219,7 @@ def runnable(privacy: PrivacyConfig, run: RunConfig) -> PrivacyConfig:
     privacy = as_started(privacy, run)
     update_of(settled(run, Noise(1.0, 1.0, 1)), privacy.num_steps)
     expect_strategy(run.engine)
-    expect_installed(run.log_to)
+    expect_loggers(run.log_to)
     return privacy
 
 

@@ -33,7 +33,7 @@ from fedsim.run import (
     State,
     checkpoint,
     directory,
-    expect_installed,
+    expect_loggers,
     open_loggers,
     restored,
     save,
@@ -54,7 +54,7 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
       EngineError: workers failed.
     """
     run = settled(run, None)
-    expect_installed(run.log_to)
+    expect_loggers(run.log_to)
     assert run.learning_rate is not None
     rate = schedule(settings, run.learning_rate)
     transformation = update_rule(run, rate)

@@ -22,6 +22,7 @@ from fedsim.data import Dataset
 from fedsim.engine import AUTO
 from fedsim.errors import expect
 from fedsim.files import write_json
+from fedsim.installation import expect_installed
 from fedsim.keys import SecretKey
 from fedsim.models import LanguageModelTask
 from fedsim.plan import ADJACENCY, REPRODUCTION, claimed_phases
@@ -80,6 +81,7 @@ def audit(
       ConfigError: as `train`, and for a run that is resumed.
       EngineError: the workers are lost.
     """
+    expect_installed("markdown_it", "matplotlib")  # for its page, after hours perhaps
     expect("resume", run.resume, not run.resume, "a new run: what was planted is not kept")
     data = load_data(run.data, find_model(run.model.source, console), console.note)
     replaced = replacements(algorithm, settings, privacy, run, data)

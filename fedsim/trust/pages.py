@@ -24,6 +24,7 @@ from markupsafe import Markup  # which comes with Jinja2
 from fedsim.accounting import at_least, at_most
 from fedsim.errors import brief, printable
 from fedsim.files import make_place, write_atomically
+from fedsim.installation import optional
 
 if TYPE_CHECKING:  # loaded when a page is made
     from jinja2 import Environment
@@ -133,7 +134,8 @@ def _environment() -> "Environment":
 @functools.cache
 def _parser() -> "MarkdownIt":
     """A parser of Markdown without HTML, links or images, so that no value can add them."""
-    from markdown_it import MarkdownIt
+    with optional():
+        from markdown_it import MarkdownIt
 
     made = MarkdownIt("commonmark", {"html": False}).enable("table")
     made.disable(["link", "image", "autolink", "reference", "html_block", "html_inline"])
@@ -241,10 +243,11 @@ def svg(chart: Chart) -> str:
     """The chart as an <svg> element for an HTML page that defines the variables of COLOURS."""
     import io
 
-    import matplotlib.style
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    with optional():
+        import matplotlib.style
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
     text = io.StringIO()
     with matplotlib.style.context(["default", STYLE]):

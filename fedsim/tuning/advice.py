@@ -29,6 +29,7 @@ from fedsim.config import (
     settings_of,
     to_json,
 )
+from fedsim.installation import optional
 from fedsim.noise import Prediction, predicted_error, strategy
 from fedsim.plan import allocated, bands_predicted
 from fedsim.sampling import Users, graph_of
@@ -351,8 +352,9 @@ def _of_people(advice: dict[str, Any]) -> dict[str, str]:
 
 def draw(rows: list[dict[str, Any]], file: Path, num_users: int) -> None:
     """Draw noise per step against group size as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with optional():
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     FigureCanvasAgg(figure)

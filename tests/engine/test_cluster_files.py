@@ -11,6 +11,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+import fedsim
 from fedsim.cli.arguments import parse
 from fedsim.cli.main import Command, Train
 from fedsim.config import RunConfig, flags_of
@@ -87,7 +88,7 @@ def test_jobs_are_rayjobs_of_the_pinned_version(job, kind):
     assert job["spec"]["submissionMode"] == "HTTPMode"
     tag = {"cpu": "cpu", "gpu": "cuda12", "tpu": "tpu"}[kind]
     images = {pod(group)["containers"][0]["image"] for group in groups(job)}
-    assert images == {f"REGISTRY/fedsim:{version('fedsim')}-{tag}"}
+    assert images == {f"REGISTRY/fedsim:{fedsim.__version__}-{tag}"}
     assert tag in (DIRECTORY / "Dockerfile").read_text()
     variables = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
     assert "JAX_PLATFORMS" in variables

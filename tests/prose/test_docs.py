@@ -43,7 +43,8 @@ NOT_RUN = {"pip", "pytest", "tensorboard", "sphinx-build", "python", "docker", "
 NOT_RUN |= {"export", "ray"}
 QUICK = ("account", "calibrate")
 OTHERS_FLAGS = set(
-    "--help --help-all --dist --scale --dry-run --quick --shm-size --version --logdir".split()
+    "--help --help-all --dist --scale --dry-run --quick --shm-size --pids-limit --version --logdir "
+    "--force-reinstall --no-deps".split()
 )
 
 
@@ -101,7 +102,7 @@ def test_the_readme_is_short_and_starts_with_two_commands():
     assert len(text.encode()) <= 8000
     two = [line for line in text.splitlines() if line.startswith("pip install")]
     assert two == [
-        "pip install -e . -c constraints.txt && fedsim train uls --data pydocs --epsilon 8 "
+        "pip install -e '.[all]' -c constraints.txt && fedsim train uls --data pydocs --epsilon 8 "
         "--num-steps 100 --run-dir runs/uls",
         "pip install -e '.[dev]' -c constraints.txt && pytest -n 2 --dist loadfile",
     ]

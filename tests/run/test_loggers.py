@@ -1,6 +1,5 @@
 """Which metrics leave the machine, and what the loggers do with them."""
 
-import importlib
 import math
 import subprocess
 import sys
@@ -12,10 +11,10 @@ from refused import refuses
 from test_metrics import scalars
 
 import fedsim
-from fedsim.config import Algorithm
+from fedsim import installation
 from fedsim.engine import cluster
-from fedsim.run import Console, loggers, may_leave, open_loggers
-from fedsim.training import launch
+from fedsim.installation import MissingPackage
+from fedsim.run import loggers, may_leave, open_loggers
 
 TINY = {"epsilon": 8.0, "num_steps": 2, "batch_size": 12, "max_length": 24, "model": "micro"}
 TINY |= {"engine": "local", "strategy": "scan:2", "eval_examples": 8, "log_every": 1}
@@ -132,10 +131,8 @@ def test_a_logger_that_does_not_start_is_one_line(stored, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_named_before_anything_is_written(name, run_dir, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda p: None if p == name else find(p))
-    pip = "pip install mlflow-skinny sqlalchemy alembic" if name == "mlflow" else f"install {name}"
-    with refuses(f"log_to={name}", says=pip):
+    monkeypatch.setattr(installation, "find_spec", lambda _: None)
+    with pytest.raises(MissingPackage, match=rf"pip install 'fedsim-dp\[{name}\]'"):
         fedsim.train("uls", POSTS, run_dir=run_dir, log_to=["tensorboard", name], **TINY)
     assert not run_dir.exists()
 
@@ -177,7 +174,8 @@ def test_tensorboard_alone_needs_no_file_of_another_logger(stored, tmp_path):
 def test_the_plan_says_what_a_logger_gets(non_private, run_dir, monkeypatch, capsys):
     recorder = Recorder()
     monkeypatch.setattr(loggers, "WandB", lambda *_: recorder)
-    monkeypatch.setattr(launch, "expect_installed", lambda _: None)
+    monkeypatch.setattr(loggers, "expect_loggers", lambda _: None)
+    monkeypatch.setattr("fedsim.training.launch.expect_loggers", lambda _: None)
     settings = {**TINY, "log_to": ["wandb"], "run_dir": run_dir}
     run = fedsim.train("uls", POSTS, log_non_private=non_private, **settings)
     names = {name for _, values in recorder.seen for name in values}
@@ -212,22 +210,3 @@ def test_without_a_network_files_have_no_metric_without_noise(kind, tmp_path, mo
     for word in (b"non_private/", b"eval/loss", b"step_seconds", b"quagmire", b"zeta"):
         assert word not in written, word
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_symlink()]
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("how", [{"trial": True}, {"count": False}])
-def test_trials_and_replays_are_sent_nowhere(how, stored, monkeypatch):
-    """Their number is a secret of a private selection; a replay is no run of its own."""
-
-    class Opened(Exception):
-        pass
-
-    def open_run(algorithm, privacy, run, *_, **__):
-        raise Opened(run.log_to)
-
-    monkeypatch.setattr(launch, "expect_installed", lambda _: None)
-    monkeypatch.setattr(launch, "open_run", open_run)
-    run = fedsim.config.changed_run(stored.run, log_to=["tensorboard", "wandb", "trackio"])
-    with pytest.raises(Opened) as opened:
-        launch.train(Algorithm.ULS, stored.privacy, run, Console(), **how)
-    assert opened.value.args == (("tensorboard",),)

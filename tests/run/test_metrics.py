@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.util import tensor_util
 
 from fedsim.run import metrics
@@ -107,6 +108,8 @@ def test_a_run_that_starts_over_keeps_nothing(tmp_path):
 
 def test_a_run_that_goes_on_within_the_second_keeps_what_was_logged(tmp_path, monkeypatch):
     monkeypatch.setattr("time.time", lambda: 1_700_000_000.0)
+    # Files of one second are read in the order of this number as text: 10 would come before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     log(tmp_path, range(5))
     log(tmp_path, range(3, 6), last_step=2)
     assert scalars(tmp_path) == recorded(tmp_path)

@@ -5,7 +5,7 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins import base_plugin
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
-from fedsim.tuning.sweep import write_session
+from fedsim.tuning.board import write_session
 
 STATUSES = ("STATUS_SUCCESS", "STATUS_FAILURE")
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unicodedata import unidata_version
@@ -39,6 +38,7 @@ from fedsim.data.store import FORMAT, close_store, decided_by_texts, is_shared, 
 from fedsim.data.tokenizer import Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
 from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_atomically, write_json
+from fedsim.installation import version
 
 UNOWNED = ("refuse", "drop")
 # Packages that read texts, decide who owns them or encode them: a build does not resume under

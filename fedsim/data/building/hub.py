@@ -27,6 +27,7 @@ from fedsim.data.building.readers import reason_of
 from fedsim.data.building.sources import identify
 from fedsim.errors import DataError, Interrupted
 from fedsim.files import DISK_FULL, expand_home
+from fedsim.installation import expect_installed
 
 PREFIX = "hf:"
 FETCH_ROWS = 1_000
@@ -56,7 +57,9 @@ class HubSource:
 
         Raises:
           DataError: NAME is empty.
+          MissingPackage: `datasets` is not installed.
         """
+        expect_installed("datasets")
         name, _, config = source.removeprefix(PREFIX).partition(":")
         if not name:
             raise DataError.of("data", source, "hf:NAME or hf:NAME:CONFIG")

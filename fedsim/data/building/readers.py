@@ -25,6 +25,7 @@ from fedsim.data.building.text_files import NONE, TextFormat
 from fedsim.data.store import SEPARATOR
 from fedsim.errors import DataError, printable
 from fedsim.files import TOO_MANY_FILES
+from fedsim.installation import optional
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
 PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
@@ -239,7 +240,8 @@ def _read_parquet(part: Part, columns: Columns) -> Iterator[tuple[int, pa.Record
 
 
 def _load_saved(directory: Path, split: str | None) -> Any:
-    from datasets import DatasetDict, load_from_disk
+    with optional():
+        from datasets import DatasetDict, load_from_disk
 
     saved = load_from_disk(str(directory))
     if isinstance(saved, DatasetDict):

@@ -1,0 +1,183 @@
+"""What a machine that is too small is told, before JAX or Ray start."""
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fedsim.cli import main as cli
+from fedsim.config import EngineConfig
+from fedsim.engine import machine
+from fedsim.engine.machine import GB, LOCAL, Resources, free_memory, free_threads, lacking, needed
+from fedsim.errors import ConfigError
+
+ENOUGH = Resources(64 * GB, math.inf, 1000)
+TRAIN = "train uls --data nowhere --epsilon 1 --num-steps 2 --run-dir never --engine local".split()
+
+
+def said(kind, workers, **here):
+    error = lacking(dataclasses.replace(ENOUGH, **here), kind, workers)
+    return None if error is None else str(error)
+
+
+@pytest.mark.parametrize(
+    "kind, workers, here, line",
+    [
+        ("local", 0, {}, None),
+        ("ray", 2, {}, None),
+        ("ray", 2, {"memory": 1.5 * GB}, None),  # free on a machine of 2 GB
+        (
+            *("ray", 2, {"memory": 1 * GB}),
+            "memory=1.00 GB: expected at least 1.10 GB free for Ray with 2 workers: num_workers=1 "
+            "or engine=local",
+        ),
+        (
+            *("local", 0, {"memory": 0.3 * GB}),
+            "memory=0.30 GB: expected at least 0.42 GB free for JAX: give it more memory",
+        ),
+        (
+            *("ray", 2, {"threads": 100}),
+            "threads=100: expected at least 260 that can start, for Ray with 2 workers: "
+            "engine=local",
+        ),
+        (
+            *("local", 0, {"threads": 8}),
+            "threads=8: expected at least 24 that can start, for JAX: raise `ulimit -u`, or the "
+            "container's --pids-limit",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_with_the_settings_that_need_less(kind, workers, here, line):
+    assert said(kind, workers, **here) == line
+
+
+def test_address_space_that_is_short_names_its_limit():
+    line = said("ray", 1, address_space=LOCAL.address_space)
+    assert line and line.startswith("ulimit -v=") and line.endswith(", or engine=local")
+
+
+def test_many_workers_are_not_refused_for_threads_that_nobody_counted():
+    """No more than `MOST_THREADS` are tried, so no more can be wanted."""
+    assert needed("ray", 64).threads > machine.MOST_THREADS
+    assert said("ray", 64, threads=machine.MOST_THREADS) is None
+
+
+def of_kernel(tmp_path, membership, files):
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    8000000 kB\n")
+    (tmp_path / "cgroup").write_text(membership)
+    for name, content in files.items():
+        place = tmp_path / "cgroups" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(content)
+    return free_memory(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "cgroups")
+
+
+@pytest.mark.parametrize(
+    "membership, files, free",
+    [
+        ("0::/\n", {}, 8_000_000 * 1024),
+        ("0::/a\n", {"a/memory.max": "max\n", "a/memory.current": "5\n"}, 8_000_000 * 1024),
+        (  # of version 2, by the group above; cached files count as free
+            "0::/a/b\n",
+            {
+                "a/memory.max": "2000\n",
+                "a/memory.current": "1500\n",
+                "a/memory.stat": "anon 1\ninactive_file 300\n",
+                "a/b/memory.max": "max\n",
+            },
+            800,
+        ),
+        (  # of version 1
+            "4:cpu:/x\n3:memory:/a\n",
+            {"memory/a/memory.limit_in_bytes": "2000", "memory/a/memory.usage_in_bytes": "500"},
+            1500,
+        ),
+        (  # inside a container, which sees its own group at the top
+            "3:memory:/docker/5f\n",
+            {"memory/memory.limit_in_bytes": "900", "memory/memory.usage_in_bytes": "500"},
+            400,
+        ),
+    ],
+)
+def test_free_memory_is_that_of_the_container(membership, files, free, tmp_path):
+    assert of_kernel(tmp_path, membership, files) == free
+
+
+def test_memory_that_the_kernel_does_not_tell_is_taken_from_the_system(tmp_path):
+    assert free_memory(tmp_path / "no", tmp_path / "no", tmp_path / "no") > 0
+
+
+def test_threads_are_counted_until_none_starts(monkeypatch):
+    assert free_threads(5) == 5
+    start, tries = machine.threading.Thread.start, []
+
+    def limited(thread):
+        tries.append(thread)
+        if len(tries) > 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(machine.threading.Thread, "start", limited)
+    assert free_threads(5) == 3
+
+
+def test_a_driver_of_a_cluster_needs_no_room_for_workers(monkeypatch):
+    monkeypatch.setattr(machine, "free", lambda most: dataclasses.replace(LOCAL))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="^memory="):
+        machine.expect_enough(EngineConfig("ray", num_workers=2))
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+    machine.expect_enough(EngineConfig("ray", num_workers=2))
+
+
+def test_ray_without_shared_memory_is_refused(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(machine, "SHARED", tmp_path / "shm")
+    with pytest.raises(ConfigError, match=r"^shared_memory=\S+/shm: .* --shm-size=1g\), or engine"):
+        machine.expect_enough(EngineConfig("ray"))
+    machine.expect_enough(EngineConfig("local"))
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (MemoryError(), "memory ran out (MemoryError): strategy=scan:1"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "memory ran out (RESOURCE_EXHAUSTED"),
+        (RuntimeError("can't start new thread"), "no more threads can be started: raise"),
+    ],
+)
+def test_what_runs_out_later_is_one_line_too(error, line, monkeypatch, capsys):
+    def fails(command):
+        raise error
+
+    monkeypatch.setattr(cli.Train, "__call__", fails)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(TRAIN)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 1 and last.startswith(f"fedsim: error: {line}")
+
+
+def test_other_faults_of_code_keep_their_traceback(monkeypatch):
+    def fails(command):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(cli.Train, "__call__", fails)
+    with pytest.raises(RuntimeError, match="a fault"):
+        cli.main(TRAIN)
+
+
+def test_a_process_with_little_address_space_is_refused_before_xla_aborts():
+    code = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (2_000_000_000, 2_000_000_000))
+from fedsim.cli.main import main
+main({TRAIN!r})
+"""
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("fedsim: error: ulimit -v=2.00 GB: expected ")
