@@ -43,6 +43,8 @@ os.environ |= {  # and before the first one of the processes that tests start
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if os.environ["JAX_PLATFORMS"] != "cpu":  # tests compare with products of float32, not of TF32
+    jax.config.update("jax_default_matmul_precision", "highest")
 HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
 for number, handler in HANDLERS.items():  # a job in the background may have to ignore them
     if signal.getsignal(number) == signal.SIG_IGN:

@@ -1,6 +1,7 @@
 """What one worker does: every unit counted once, few programs, flat memory, strategies tried."""
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,9 @@ ALL_DIGITS = Clip(0.1, in_float32=True)  # whole numbers are those of a slightly
 SEVERAL_AT_ONCE = ["ghost:4"]  # takes seconds to compile
 STRATEGIES = ["scan:4", "direct:2", "direct:9", "scan:2"]
 STRATEGIES += [pytest.param(text, marks=pytest.mark.slow) for text in SEVERAL_AT_ONCE]
+several_at_once = pytest.mark.skipif(
+    os.environ["JAX_PLATFORMS"] != "cpu", reason="an accelerator takes one unit at a time"
+)
 
 
 @pytest.fixture(scope="module")
@@ -176,12 +180,14 @@ def try_two(other="ghost"):
     return list(LocalEngine(task, num_lanes=1).try_strategies(params, rows, CLIP, tried))
 
 
+@several_at_once
 def test_strategies_are_timed():
     scan, other = try_two()
     assert scan.fault is None and other.fault is None
     assert 0 < scan.seconds < np.inf and 0 < other.seconds < np.inf and other.memory > 0
 
 
+@several_at_once
 @pytest.mark.parametrize("factor", [0.9, np.nan, pytest.param(1.1, marks=pytest.mark.slow)])
 def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
     right = layers.Embed.factors
@@ -196,6 +202,7 @@ def test_a_strategy_that_finds_other_norms_is_refused(factor, monkeypatch):
     assert (scan.fault, other.fault) == (None, "other norms than simpler ones find")
 
 
+@several_at_once
 @pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("moved", ["", "sum", "norms", "losses", "nan"])
@@ -233,6 +240,7 @@ def test_an_accelerator_takes_one_unit_at_a_time(name, group, backend, monkeypat
         worker.lane_sum(0, np.zeros(1), rows, CLIP, Strategy.parse(name))
 
 
+@several_at_once
 @pytest.mark.privacy
 @pytest.mark.parametrize("first", [4, 32, 0])
 def test_units_that_add_nothing_do_not_tell_whether_others_change_each_other(first, monkeypatch):
@@ -260,12 +268,14 @@ def test_hostile_units_are_looked_at_before_a_lane_is_added(monkeypatch):
     worker.lane_sum(0, np.zeros(1), rows, ALL_DIGITS, Strategy("direct", 4))  # nothing is promised
 
 
+@several_at_once
 def test_what_does_not_fit_into_memory_is_not_run(monkeypatch):
     monkeypatch.setattr("fedsim.engine.trials.free_memory", lambda: 10)
     monkeypatch.setattr(Worker, "add_lane", None)
     assert all("MiB, and 0 are free" in trial.fault for trial in try_two())
 
 
+@several_at_once
 @pytest.mark.slow
 @pytest.mark.privacy
 def test_no_call_adds_more_units_than_int32_holds(monkeypatch):

@@ -37,13 +37,18 @@ def test_it_needs_neither_datasets_nor_ray_nor_tyro():
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_its_quick_form_runs_and_replays_a_private_run_bit_by_bit():
+def test_its_quick_form_replays_and_resumes_a_private_run_bit_by_bit():
     found = json.loads(run("experiments.benchmarks.accelerator", "--quick", "--json"))
     assert not found["skipped"] and found["machine"]["platform"] == "cpu"
-    private, *cells = found["rows"]
+    (private,) = (row for row in found["rows"] if row["part"] == "private")
     assert private["verify"]["replay"] == "holds" and private["epsilon"] <= 8
-    assert {"ULS G=4", "ELS", "noise on the host"} <= {row["cell"] for row in cells}
+    assert private["resumed_has_same_bits"]
+    cells = [row for row in found["rows"] if row["part"] == "speed"]
     assert {row["model"] for row in cells} == {"tiny", "tiny, LoRA"}
+    assert {"ULS G=4", "ELS", "plain:4"} == {row["cell"] for row in cells}
+    assert all(row["same_bits"] for row in cells if row["group"])
+    parts = {row["part"] for row in found["rows"] if "fault" not in row}
+    assert parts == {"private", "memory", "attention", "speed", "noise"}
 
 
 @pytest.mark.slow
