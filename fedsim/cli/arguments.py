@@ -12,8 +12,16 @@ from typing import Any
 
 import tyro
 
-from fedsim.cli.help import commands, named, page
-from fedsim.config import RENAMED, PretrainConfig, PrivacyConfig, RunConfig, flags_of, renamed
+from fedsim.cli.help import commands, flags, named, page
+from fedsim.config import (
+    RENAMED,
+    PretrainConfig,
+    PrivacyConfig,
+    RunConfig,
+    flags_of,
+    meant,
+    renamed,
+)
 from fedsim.errors import ConfigError, expect, printable
 from fedsim.files import expand_home
 
@@ -74,6 +82,8 @@ def parse(command: Any, args: list[str]) -> Any:
         print(page(" ".join(["fedsim", *path]), kind, whole="--help-all" in rest), end="")
         raise SystemExit(0)
     args = _with_file(_with_new_names([word for word in args if word not in HELP]))
+    if not commands(kind):
+        _expect_known(kind, args)
     fancy = sys.stderr.isatty() and all(map(str.isprintable, args))
     tyro._experimental_options.update(ansi_codes=fancy, utf8_boxes=fancy)
     said = io.StringIO()
@@ -88,6 +98,32 @@ def parse(command: Any, args: list[str]) -> Any:
             print(*(lines if fancy else map(printable, lines)), sep="\n", file=sys.stderr)
         raise
     return _in_home(parsed)
+
+
+def level_of(args: list[str]) -> tuple[list[str], str]:
+    """The arguments without --quiet and --verbose, and the level that these ask for, or "".
+
+    Raises:
+      ConfigError: both are given.
+    """
+    levels = {f"--{level}": level for level in ("quiet", "verbose")}
+    asked = [levels[word] for word in args if word in levels]
+    expect("quiet", True, len(set(asked)) < 2, "it alone, or --verbose alone")
+    return [word for word in args if word not in levels], asked[0] if asked else ""
+
+
+def _expect_known(kind: Any, args: list[str]) -> None:
+    """Raise ConfigError for the first flag that a command does not have, with the one meant."""
+    names = {name for flag in flags(kind) for name in flag.names}
+    known = names | {f"--no-{name[2:]}" for name in names}
+    for word in args:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and len(flag) > 2 and flag not in known:
+            settings = (name[2:].replace("-", "_") for name in names)
+            other, reason = meant(flag[2:].replace("-", "_"), settings)
+            hint = f"; use --{other.replace('_', '-')}" if other else ""
+            why = f" ({reason})" if reason else ""
+            raise ConfigError(f"{flag}: there is no such flag{hint}{why}", field=flag[2:])
 
 
 def _fault_of_setting(error: BaseException | None) -> ConfigError | None:

@@ -2,9 +2,12 @@ from .defaults import (
     allocated as allocated,
     bands_predicted as bands_predicted,
     complete as complete,
+    few_users as few_users,
 )
 from .options import (
     ADJACENCY as ADJACENCY,
+    PROTECTS as PROTECTS,
+    PUBLIC as PUBLIC,
     REPRODUCTION as REPRODUCTION,
     TRIAL as TRIAL,
     AllocatedSampling as AllocatedSampling,
@@ -21,6 +24,7 @@ from .options import (
     ShuffledSampling as ShuffledSampling,
     Trial as Trial,
     holds as holds,
+    why_not as why_not,
 )
 from .plan import (
     FLAT as FLAT,

@@ -29,10 +29,12 @@ from fedsim.plan import (
     drawn_once,
     evaluations_of,
     expect_affordable,
+    few_users,
     make_plan,
     method_for,
     planned_phases,
     sharing,
+    why_not,
 )
 from fedsim.run import StoredRun, directory
 from fedsim.training.open import OpenRun, wait_for
@@ -41,8 +43,9 @@ from fedsim.training.private_evaluation import Counted
 from fedsim.uls import ULS
 
 NOTHING_PROMISED = (
-    "this run has no privacy guarantee. From its first step on, the privacy budget of its users in "
-    "{} is infinite, and no limit can be kept. Use another --budget-ledger for trials"
+    "{}, so no privacy guarantee. The privacy budget of these users, in {}, will be infinite for "
+    "ever, and no limit can be kept. For trials use a ledger of their own: --budget-ledger "
+    "trial-ledger"
 )
 
 FITTED = ("num_steps", "participations", "epsilon")
@@ -113,8 +116,7 @@ def plan_run(
     wait_for(engine, console)
     fresh = opened.model is None
     opened.run = run = settled_by(plan, opened.stored, opened.run, fresh=fresh)
-    console.plan(plan, engine)
-    console.update(run)
+    console.plan(plan, engine, run)
     strategy, why = _strategy(opened, engine, params, method, plan)
     in_ledger = in_ledger if counted else None
     return PlannedRun(plan, method, privacy, in_ledger, engine, task, params, strategy, why)
@@ -200,9 +202,9 @@ def _warn(opened: OpenRun, plan: Plan, applicant: Applicant | None) -> None:
     warnings = warnings_of(plan, opened.data, default_delta=opened.settings.delta is None)
     warnings += filter(None, [opened.data.cut_off()])
     if applicant and not plan.guarantee:
-        warnings.append(NOTHING_PROMISED.format(applicant.place))
+        warnings.append(NOTHING_PROMISED.format(why_not(plan.label), applicant.place))
     for warning in warnings:
-        opened.console.note(f"warning: {warning}")
+        opened.console.warn(warning)
 
 
 def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
@@ -247,7 +249,7 @@ def _strategy(
 ) -> tuple[Strategy, str]:
     """The clipping strategy and the reason for it, with progress on the console."""
     units = plan.num_steps * plan.expected_count
-    what = "compiling, and timing ways to compute the clipped sum"
+    what = "compiling, and timing gradient methods"
     with opened.console.phase(what) as phase:
         return strategy_for(
             opened.run.engine,
@@ -268,19 +270,18 @@ def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> li
     """
     warnings = []
     users, noise = plan.num_users, plan.gradient_noise_multiplier
-    if users == 1:
-        warnings.append("there is only one user; user-level privacy needs hundreds of users")
-    elif noise and plan.delta > 1 / users:
+    if noise and plan.delta > 1 / users:
         warnings.append(
             f"delta={plan.delta:g} is above 1/{users}: it allows publishing all texts of one of "
-            f"{users} users; the default is {users**-1.1:.2g}"
+            f"{users:,} users; the default is {users**-1.1:.2g}"
         )
     elif noise and default_delta:
         warnings.append(
-            f"delta={plan.delta:.2g}, the default, allows leaking one user's texts with "
-            f"probability up to {plan.delta * users:.2g} ({users} users); for a release use one "
-            "such as --delta 1e-6"
+            f"delta {plan.delta:.2g}, the default for {users:,} users, allows leaking one user's "
+            f"texts with probability up to {plan.delta * users:.2g}. For a release use --delta 1e-6"
         )
+    if noise:
+        warnings += few_users(users, plan.target_epsilon)
     if noise > plan.expected_count:
         unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
         warnings.append(
@@ -290,16 +291,19 @@ def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> li
             "--batch-size or --epsilon"
         )
     if data.eval_users is None:
-        warnings.append("no users are held out, so there will be no eval loss")
+        warnings.append("no users are held out, so there will be no held-out loss")
     return warnings
 
 
 def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
     """Facts that the guarantee does not cover, from the settings that cannot change it."""
-    facts = [] if fresh_model else [f"what model={run.model.source} was trained on"]
+    facts = [] if fresh_model else [f"the texts that model={run.model.source} was trained on"]
     if own_task:
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")
-    timed = "the strategy of the clipped sum (timed on units of a draw)"
+    timed = (
+        "which gradient method was fastest (it was timed on real data; --strategy scan:1 avoids "
+        "this)"
+    )
     return [*facts, timed] if run.engine.strategy == AUTO else facts
 
 
@@ -329,7 +333,7 @@ def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
     Args: group_size: that of ULS; None for ELS.
     """
     most = group_size or 1
-    several = f"in [1, {most}], the group size (--group-size)"
+    several = f"in [1, {most}], the group size"
     expected = several if group_size else "1, with ELS"
     expect("local_steps", run.local_steps, run.local_steps <= most, expected)
 

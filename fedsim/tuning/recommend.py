@@ -39,7 +39,7 @@ from fedsim.sampling import Groups, Users, examples_per_user, graph_of, pool_of
 from fedsim.shared_uls import SharedULS
 from fedsim.training import wait_for
 from fedsim.tuning import doubling
-from fedsim.tuning.advice import Advice, choose, command, compare, draw, least
+from fedsim.tuning.advice import Advice, choose, command, compare, draw, least, outlook
 from fedsim.tuning.estimates import (
     NUM_USERS,
     GradientNorms,
@@ -207,7 +207,7 @@ def recommend(
       plot: PNG file for a plot of noise per step against group size.
       plan_only: compute no gradients; use the sizes of the data alone.
     Returns: facts of the data and the model; advice for `els` and `uls` (fields of `Advice`); turns
-      of Estimate-and-Double; `recommended`, `reason` and `non_private`.
+      of Estimate-and-Double; `recommended`, `reason`, `outlook` and `non_private`.
     Raises:
       ConfigError: the settings do not fit the data or each other.
       EngineError: workers failed.
@@ -235,6 +235,9 @@ def recommend(
             "turns": [dataclasses.asdict(turn) for turn in by_heuristics.turns],
             "recommended": str(best.algorithm),
             "reason": reason,
+            "outlook": outlook(
+                best, privacy, start.data.train.num_users, num_coordinates(start.params)
+            ),
             "non_private": by_heuristics.non_private,
         }
         if plot is not None:
@@ -262,14 +265,14 @@ def _started(run: RunConfig, console: Console, *, working: bool = True) -> Itera
     model = find_model(run.model.source, console)
     data = load_data(run.data, model, console.note)
     if cut_off := data.cut_off():
-        console.note(f"warning: {cut_off}")
+        console.warn(cut_off)
     engine.remember_programs()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
     task, params = make_task(run, model, data, fresh)
     with ExitStack() as stack:
         workers = None
         if working:
-            workers = engine.create(run.engine, task, note=console.note)
+            workers = engine.create(run.engine, task, warn=console.warn)
             stack.callback(workers.close)
             wait_for(workers, console)
         yield Start(
@@ -337,7 +340,7 @@ def _about(
         "batch_size": privacy.batch_size,
         "model": start.run.model.source,
         "num_parameters": num_coordinates(start.params),
-        "workers": workers and f"{workers.num_workers} x {workers.describe()}",
+        "workers": workers and workers.describe(),
         "looked_at": norms and norms.looked_at,
     }
 
