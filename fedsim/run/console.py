@@ -207,7 +207,9 @@ class Console(Terminal):
         losses = [float(summary[name]) for name in ("initial_eval_loss", "final_eval_loss")]
         is_evaluated = all(map(math.isfinite, losses))  # else it was stopped in between
         unit = summary.get("loss_unit", NATS_PER_TOKEN)
-        shown = f"held-out loss {change_of_loss(*losses, unit)}; " if is_evaluated else ""
+        shown = (
+            f"held-out loss {change_of_loss(losses[0], losses[1], unit)}; " if is_evaluated else ""
+        )
         self.note(
             f"{shown}{summary['steps_done']} steps, {summary['gradients_computed']:,} gradients, "
             f"{duration(max(1.0, summary['wall_seconds']))}"
@@ -288,7 +290,7 @@ def plan_rows(
         *shared_rows(plan),
         ("step", f"{expected} on average, each with probability {prob}"),
         ("per user", _per_user(plan)),
-        ("protects", PROTECTS[plan.compared]),
+        *([("protects", PROTECTS[plan.compared])] if plan.guarantee else []),
         ("epsilon", _target(plan)),
         ("clipping", _clipping(plan, unit)),
         ("noise", _noise(plan)),
@@ -300,7 +302,7 @@ def plan_rows(
             f"{plan.num_steps:,} steps x {plan.budget:,} gradients of {plan.num_parameters:,} "
             "parameters",
         ),
-        ("workers", f"{workers.describe()} (a step is cut in {workers.num_lanes} parts)"),
+        ("workers", f"{workers.describe()}; a step is cut in {workers.num_lanes} parts"),
     ]
 
 
@@ -326,10 +328,9 @@ def _target(plan: Plan) -> str:
 
 def _clipping(plan: Plan, unit: str) -> str:
     """The rule that bounds gradients."""
-    limit = f"{plan.clip.sensitivity:g}"
-    start = "" if plan.clipping == "plain" else f", with full length from C = {plan.clip_norm:g} on"
     moves = f", moved to quantile {plan.clip_quantile:g} privately" if plan.clip_quantile else ""
-    return f"every {unit}'s gradient is scaled to norm {limit} at most{start}{moves}"
+    limit = f"{plan.clip.sensitivity:g} at most (clip norm C = {plan.clip_norm:g}{moves})"
+    return f"every {unit}'s gradient is scaled to norm {limit}"
 
 
 def _noise(plan: Plan) -> str:

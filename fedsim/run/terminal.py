@@ -74,10 +74,9 @@ class Phase:
     def line(self) -> str:
         """Progress and remaining time in one line."""
         seconds, done, of = time.monotonic() - self._began, self._done, self._of
-        if not of:
-            return f"{self.what}: {duration(max(1.0, seconds))}"
+        counted = f"{done} of {of} done, " if of else ""
         left = f", {duration(max(1.0, seconds / done * (of - done)))} left" if done else ""
-        return f"{self.what}: {done} of {of} parts done{left}"
+        return f"{self.what}: {counted}{duration(max(1.0, seconds))}{left}"
 
 
 class Terminal:

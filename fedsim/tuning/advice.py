@@ -38,8 +38,8 @@ from fedsim.training import Noise, settled
 ADDING = ("momentum", "sgd")
 """Optimizers that add gradients up, which correlated noise is meant for."""
 LEARNS, HARDLY = 1.0, 10.0
-"""Length of the noise, relative to the sum of gradients, from which on a training learns little, and
-nothing."""
+"""Length of the noise, relative to the sum of gradients, from which on a training learns little,
+or nothing."""
 MEMORY_SHARE = 1 / 4  # of this machine's, that rows of noise may take
 
 MOST_GRADIENTS = 9 / 8  # of the batch size, of random allocation, for K divides the number of steps
@@ -296,8 +296,8 @@ def outlook(best: Advice, privacy: PrivacyConfig, num_users: int, num_parameters
             "(--lora-rank) help."
         )
     return (
-        f"{num_users:,} users are too few to learn anything at epsilon {privacy.epsilon:g}: noise is "
-        f"about {ratio:,.0f} times as long as all that the steps can add up to."
+        f"{num_users:,} users are too few to learn anything at epsilon {privacy.epsilon:g}: noise "
+        f"is about {ratio:,.0f} times as long as all that the steps can add up to."
     )
 
 
