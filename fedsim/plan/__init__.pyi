@@ -2,7 +2,6 @@ from .defaults import (
     allocated as allocated,
     bands_predicted as bands_predicted,
     complete as complete,
-    few_users as few_users,
 )
 from .options import (
     ADJACENCY as ADJACENCY,
@@ -26,6 +25,7 @@ from .options import (
     holds as holds,
     why_not as why_not,
 )
+from .outlook import doubt as doubt, noise_ratio as noise_ratio, outlook as outlook
 from .plan import (
     FLAT as FLAT,
     LEFT_OUT_AT as LEFT_OUT_AT,

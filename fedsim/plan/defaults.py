@@ -29,19 +29,8 @@ from fedsim.plan.options import PUBLIC, assumed_share
 from fedsim.plan.plan import events_before
 from fedsim.sampling import Users, examples_per_user, graph_of, median_group_size, private_median
 
-LEAST_USERS, FEW_USERS = 10, 1000
-"""A private run with fewer users is refused, or warned about."""
-
-
-def few_users(num_users: int, epsilon: float) -> list[str]:
-    """A warning if a private run has so few users that it will learn little; else empty."""
-    if num_users >= FEW_USERS:
-        return []
-    return [
-        f"only {num_users:,} users: what many users have in common stands out from the noise of "
-        f"epsilon {epsilon:g}, and with so few there is little of it. Expect the model to learn "
-        "little; thousands of users are better"
-    ]
+LEAST_USERS = 10
+"""A private run with fewer users is refused."""
 
 
 def complete(

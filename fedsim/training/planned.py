@@ -26,12 +26,13 @@ from fedsim.plan import (
     Plan,
     before_of,
     complete,
+    doubt,
     drawn_once,
     evaluations_of,
     expect_affordable,
-    few_users,
     make_plan,
     method_for,
+    noise_ratio,
     planned_phases,
     sharing,
     why_not,
@@ -280,8 +281,6 @@ def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> li
             f"delta {plan.delta:.2g}, the default for {users:,} users, allows leaking one user's "
             f"texts with probability up to {plan.delta * users:.2g}. For a release use --delta 1e-6"
         )
-    if noise:
-        warnings += few_users(users, plan.target_epsilon)
     if noise > plan.expected_count:
         unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
         warnings.append(
@@ -290,6 +289,9 @@ def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> li
             f"{plan.expected_count} {unit} can be: the model will hardly learn without a larger "
             "--batch-size or --epsilon"
         )
+    elif noise and (error := plan.noise.predicted_error) is not None:
+        on_sums = error / plan.expected_count
+        warnings += doubt(noise_ratio(on_sums, plan.num_parameters, plan.num_steps), users)
     if data.eval_users is None:
         warnings.append("no users are held out, so there will be no held-out loss")
     return warnings

@@ -7,7 +7,6 @@ or memory for rows of noise. The comparison uses public quantities only.
 
 import dataclasses
 import functools
-import math
 import os
 import shlex
 from collections.abc import Sequence
@@ -37,9 +36,6 @@ from fedsim.training import Noise, settled
 
 ADDING = ("momentum", "sgd")
 """Optimizers that add gradients up, which correlated noise is meant for."""
-LEARNS, HARDLY = 1.0, 10.0
-"""Length of the noise, relative to the sum of gradients, from which on a training learns little,
-or nothing."""
 MEMORY_SHARE = 1 / 4  # of this machine's, that rows of noise may take
 
 MOST_GRADIENTS = 9 / 8  # of the batch size, of random allocation, for K divides the number of steps
@@ -280,27 +276,6 @@ def command(
     return words
 
 
-def outlook(best: Advice, privacy: PrivacyConfig, num_users: int, num_parameters: int) -> str:
-    """A sentence on whether a training with this advice can learn.
-
-    It compares the noise on the sum of all steps' gradients with the longest that this sum can be,
-    if all steps agree: `num_steps` times the clip norm.
-    """
-    ratio = best.noise_on_sums * math.sqrt(num_parameters) / (privacy.num_steps * best.clip_norm)
-    if ratio < LEARNS:
-        return "These users are enough to learn from: what the steps can add up to outweighs noise."
-    if ratio < HARDLY:
-        return (
-            f"Expect little: noise is about {ratio:.2g} times as long as all that the steps can "
-            "add up to. More users, a larger --batch-size or fewer trained parameters "
-            "(--lora-rank) help."
-        )
-    return (
-        f"{num_users:,} users are too few to learn anything at epsilon {privacy.epsilon:g}: noise "
-        f"is about {ratio:,.0f} times as long as all that the steps can add up to."
-    )
-
-
 ROWS = [
     ("group size G", "{group_size:,}"),
     ("examples (ELS) or users (ULS) per step", "{expected_count:,}"),
@@ -332,7 +307,7 @@ def report(result: dict[str, Any], *, verbose: bool = False) -> str:
     looked = result["looked_at"] is not None
     lines = [
         f"Use {best.upper()}: {result['reason']}.",
-        result["outlook"],
+        f"{result['outlook'][0].upper()}{result['outlook'][1:]}.",
         "",
         shlex.join(result[best]["command"]),
         "",

@@ -33,13 +33,21 @@ from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
-from fedsim.plan import calibrate, complete, holds, method_for, sampling_for
+from fedsim.plan import (
+    calibrate,
+    complete,
+    holds,
+    method_for,
+    noise_ratio,
+    outlook,
+    sampling_for,
+)
 from fedsim.run import Console, find_model, load_data, make_task
 from fedsim.sampling import Groups, Users, examples_per_user, graph_of, pool_of
 from fedsim.shared_uls import SharedULS
 from fedsim.training import wait_for
 from fedsim.tuning import doubling
-from fedsim.tuning.advice import Advice, choose, command, compare, draw, least, outlook
+from fedsim.tuning.advice import Advice, choose, command, compare, draw, least
 from fedsim.tuning.estimates import (
     NUM_USERS,
     GradientNorms,
@@ -235,9 +243,7 @@ def recommend(
             "turns": [dataclasses.asdict(turn) for turn in by_heuristics.turns],
             "recommended": str(best.algorithm),
             "reason": reason,
-            "outlook": outlook(
-                best, privacy, start.data.train.num_users, num_coordinates(start.params)
-            ),
+            "outlook": _outlook(best, privacy.num_steps, start),
             "non_private": by_heuristics.non_private,
         }
         if plot is not None:
@@ -349,6 +355,13 @@ def _holds(privacy: PrivacyConfig, users: Users) -> str:
     """Condition under which epsilon of a training with a secret key would hold."""
     sampling = sampling_for(privacy.sampling_run, 1.0, privacy)
     return holds(sampling.labels, privacy.adjacency, shared=graph_of(users) is not None)
+
+
+def _outlook(best: Advice, num_steps: int, start: Start) -> str:
+    """A sentence on how much a training with this advice can learn."""
+    on_sums = best.noise_on_sums / best.clip_norm
+    ratio = noise_ratio(on_sums, num_coordinates(start.params), num_steps)
+    return outlook(ratio, start.data.train.num_users)
 
 
 def _advice(
