@@ -245,7 +245,7 @@ def test_an_accelerator_that_this_process_has_not_is_refused(texts, run_dir, cap
         (
             replace(PLAN, num_users=265, noise=IndependentNoise(predicted_error=1.0)),
             DATA,
-            ["few users", "265 users are enough"],
+            ["few users: ", "265 users are enough"],
         ),
         (
             replace(PLAN, noise=IndependentNoise(predicted_error=64.0 * 20)),
@@ -271,9 +271,10 @@ def test_a_delta_that_was_left_to_its_default_is_called_weak():
 
 
 def test_warnings_come_before_workers_start(tmp_path, run_dir, capsys):
-    texts = write_texts(tmp_path / "three.parquet", num_users=3)
+    texts = write_texts(tmp_path / "ten.parquet", num_users=11)
     main(command(texts, run_dir, batch_size=2, delta=0.4, epsilon=0.1))
     lines = capsys.readouterr().err.splitlines()
     where = [i for i, line in enumerate(lines) if line.startswith("warning: ")]
-    assert len(where) == 2 and where[-1] < lines.index("starting the workers")
+    plan = next(i for i, line in enumerate(lines) if line.startswith("algorithm  "))
+    assert len(where) == 2 and where[-1] < plan
     assert not any("nan" in line for line in lines)

@@ -12,7 +12,7 @@ from typing import Any
 
 import tyro
 
-from fedsim.cli.help import commands, flags, named, page
+from fedsim.cli.help import commands, flags, leaves, named, page
 from fedsim.config import (
     RENAMED,
     PretrainConfig,
@@ -83,7 +83,7 @@ def parse(command: Any, args: list[str]) -> Any:
         raise SystemExit(0)
     args = _with_file(_with_new_names([word for word in args if word not in HELP]))
     if not commands(kind):
-        _expect_known(kind, args)
+        _expect_known(kind, args, command)
     fancy = sys.stderr.isatty() and all(map(str.isprintable, args))
     tyro._experimental_options.update(ansi_codes=fancy, utf8_boxes=fancy)
     said = io.StringIO()
@@ -112,18 +112,30 @@ def level_of(args: list[str]) -> tuple[list[str], str]:
     return [word for word in args if word not in levels], asked[0] if asked else ""
 
 
-def _expect_known(kind: Any, args: list[str]) -> None:
-    """Raise ConfigError for the first flag that a command does not have, with the one meant."""
-    names = {name for flag in flags(kind) for name in flag.names}
-    known = names | {f"--no-{name[2:]}" for name in names}
+def _expect_known(kind: Any, args: list[str], every: Any) -> None:
+    """Raise ConfigError for the first flag that a command does not have, with the one meant.
+
+    Args:
+      kind: the command.
+      every: the union of all commands.
+    """
+    known = _names_of(kind)
     for word in args:
         flag = word.partition("=")[0].replace("_", "-")
-        if flag.startswith("--") and len(flag) > 2 and flag not in known:
-            settings = (name[2:].replace("-", "_") for name in names)
+        if word.startswith("--") and len(flag) > 2 and flag not in known:
+            settings = (name[2:].replace("-", "_") for name in known)
             other, reason = meant(flag[2:].replace("-", "_"), settings)
-            hint = f"; use --{other.replace('_', '-')}" if other else ""
-            why = f" ({reason})" if reason else ""
-            raise ConfigError(f"{flag}: there is no such flag{hint}{why}", field=flag[2:])
+            owners = [name for name, each in leaves(every) if flag in _names_of(each)]
+            hint = f"; {owners[0]} has it" if owners else ""
+            if other:
+                hint = f"; use --{other.replace('_', '-')}{f' ({reason})' if reason else ''}"
+            raise ConfigError(f"{flag}: there is no such flag here{hint}", field=flag[2:])
+
+
+def _names_of(kind: Any) -> set[str]:
+    """Flags of a command as typed, switches also with --no- in front."""
+    names = {name for flag in flags(kind) for name in flag.names}
+    return names | {f"--no-{name[2:]}" for name in names}
 
 
 def _fault_of_setting(error: BaseException | None) -> ConfigError | None:

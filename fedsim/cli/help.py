@@ -53,6 +53,15 @@ def commands(kind: Any) -> dict[str, Any]:
     return {mark.name: command for command, mark in marked}
 
 
+def leaves(kind: Any, path: str = "fedsim") -> Iterator[tuple[str, Any]]:
+    """All commands of a union, also those of groups, each with its name as typed."""
+    for name, inner in commands(kind).items():
+        if commands(inner):
+            yield from leaves(inner, f"{path} {name}")
+        else:
+            yield f"{path} {name}", inner
+
+
 def named(kind: Any, words: list[str]) -> tuple[list[str], Any]:
     """The leading words that name a command, and the command (or union) that they name."""
     path: list[str] = []

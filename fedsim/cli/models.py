@@ -149,6 +149,7 @@ class Evaluate(ReadsRun):
 
     def _lines(self, result: dict[str, Any]) -> list[str]:
         """The result for people."""
+        from fedsim.accounting import at_most
         from fedsim.evaluate import SPLITS
         from fedsim.run import loss_in_words
 
@@ -160,12 +161,12 @@ class Evaluate(ReadsRun):
                 if metric in result
             ]
             return [*losses, f"of {result['checkpoint']}. No noise was added: do not publish this."]
-        loss = loss_in_words(result["loss"], unit)
+        loss, delta = loss_in_words(result["loss"], unit), at_most(result["delta"], ".2e")
         return [
             f"loss on {SPLIT_NAMES[self.split]} ({result['num_users']:,}): {loss}",
             f"with noise of standard deviation {result['stddev']:.2g}; each user's loss was cut at "
             f"{result['loss_bound']:.3g}",
-            f"this costs each of them epsilon {result['epsilon']:g} at delta {result['delta']:.2e}",
+            f"this costs each of them epsilon {result['epsilon']:g} at delta {delta}",
             f"written to {result['written_to']}",
         ]
 

@@ -5,6 +5,7 @@ them, and errors, for callers of the library.
 """
 
 import functools
+import json
 import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ def _value(word: str) -> str:
     try:
         float(word)
     except ValueError:
-        return repr(word)
+        return json.dumps(word)
     return word
 
 

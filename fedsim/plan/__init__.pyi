@@ -25,7 +25,12 @@ from .options import (
     holds as holds,
     why_not as why_not,
 )
-from .outlook import doubt as doubt, noise_ratio as noise_ratio, outlook as outlook
+from .outlook import (
+    doubt as doubt,
+    expect_enough_users as expect_enough_users,
+    noise_ratio as noise_ratio,
+    outlook as outlook,
+)
 from .plan import (
     FLAT as FLAT,
     LEFT_OUT_AT as LEFT_OUT_AT,

@@ -29,9 +29,6 @@ from fedsim.plan.options import PUBLIC, assumed_share
 from fedsim.plan.plan import events_before
 from fedsim.sampling import Users, examples_per_user, graph_of, median_group_size, private_median
 
-LEAST_USERS = 10
-"""A private run with fewer users is refused."""
-
 
 def complete(
     algorithm: Algorithm,
@@ -50,10 +47,6 @@ def complete(
     Raises: ConfigError: the settings do not fit the data or each other.
     """
     users = data.train
-    enough = users.num_users >= LEAST_USERS or math.isinf(privacy.epsilon)
-    least = f"at least {LEAST_USERS}: user-level privacy hides each user among the others, and "
-    least += "needs hundreds of them, better thousands; epsilon=inf trains without privacy"
-    expect("data", f"{users.num_users} training users", enough, least)
     population = privacy.assumed_population or users.num_users
     if graph_of(users) is not None:
         _expect_shared(privacy, data)

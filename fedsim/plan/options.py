@@ -33,9 +33,14 @@ PUBLIC = "public by assumption: "
 """Start of a fact in `Plan.non_private` that the guarantee takes as known to everyone."""
 REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
 TRIAL = "of one trial of a private selection, which costs more: not a guarantee"
-SHORT_REASONS = {REPRODUCTION: "a known seed"}
 UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
 """Label of runs of earlier versions, which had strategies without a proof."""
+SHORT_REASONS = {
+    COMPARISON_ONLY: "shuffled draws",
+    REPRODUCTION: "a known seed",
+    TRIAL: "a trial",
+    UNPROVEN: "a strategy without proof",
+}
 
 
 Number = Annotated[

@@ -8,9 +8,12 @@ of thumb on public numbers, for people who choose settings.
 
 import math
 
+from fedsim.errors import expect
+
 LEARNS, HARDLY = 0.5, 4.0
 """Ratios of noise to signal from which on a training learns in part, or almost nothing."""
-FEW_USERS = 1000
+LEAST_USERS, FEW_USERS = 10, 1000
+"""A private run with fewer users is refused, or warned about."""
 
 
 def noise_ratio(noise_on_sums: float, num_parameters: int, num_steps: int) -> float:
@@ -38,9 +41,18 @@ def outlook(ratio: float, num_users: int) -> str:
 
 def doubt(ratio: float, num_users: int) -> list[str]:
     """A warning that a training may learn little; empty if there is no reason. Args: as above."""
+    sentence = outlook(ratio, num_users)
     if num_users < FEW_USERS:
         return [
-            f"few users: privacy hides what one user adds, which is much where users are few; "
-            f"{outlook(ratio, num_users)}"
+            "few users: privacy hides what each of them adds, and that is much of what there is to "
+            f"learn. {sentence[0].upper()}{sentence[1:]}"
         ]
-    return [outlook(ratio, num_users)] if ratio >= LEARNS else []
+    return [sentence] if ratio >= LEARNS else []
+
+
+def expect_enough_users(num_users: int, epsilon: float) -> None:
+    """Raise ConfigError for a private training with so few users that it can teach nothing."""
+    least = f"at least {LEAST_USERS}: user-level privacy hides each user among the others, and "
+    least += "needs hundreds, better thousands; epsilon=inf trains without privacy"
+    enough = num_users >= LEAST_USERS or math.isinf(epsilon)
+    expect("data", f"{num_users} training users", enough, least)

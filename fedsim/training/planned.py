@@ -30,6 +30,7 @@ from fedsim.plan import (
     drawn_once,
     evaluations_of,
     expect_affordable,
+    expect_enough_users,
     make_plan,
     method_for,
     noise_ratio,
@@ -133,6 +134,8 @@ def _complete(
     Args: pays: the draw is counted in the budget ledger.
     """
     algorithm, run, stored, pay = opened.algorithm, opened.run, opened.stored, None
+    if stored is None:
+        expect_enough_users(opened.data.train.num_users, privacy.epsilon)
     if privacy.group_size_epsilon is not None and pays and stored is None:
         opened.start_engine()
         pay = functools.partial(_pay, opened, privacy)

@@ -36,6 +36,7 @@ from fedsim.noise import predicted_error
 from fedsim.plan import (
     calibrate,
     complete,
+    expect_enough_users,
     holds,
     method_for,
     noise_ratio,
@@ -227,6 +228,7 @@ def recommend(
     expect("plot", plot, plot is None or plot.suffix == ".png", "a file ending in .png")
     expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
     with _started(run, console, working=not plan_only) as start:
+        expect_enough_users(start.data.train.num_users, privacy.epsilon)
         least = LEAST_COHORT if plot else doubling.START.cohort_size // 2
         most = max(1, privacy.batch_size // least)
         norms = None if plan_only else _norms(start, privacy, num_users, most)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
@@ -27,7 +28,7 @@ def test_a_phase_says_how_far_it_has_come_and_how_long_it_will_take(monkeypatch)
 
 def test_a_log_gets_lines_about_a_phase_ever_more_rarely(capsys, monkeypatch):
     waits, done = [], iter([False, False, False, True])
-    over = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or next(done))
+    over: Any = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or next(done))
     Terminal()._in_lines(Phase("looking"), over)
     assert waits == [3.0, 6.0, 12.0, 24.0]
     assert capsys.readouterr().err == 3 * "looking: 1 s\n"
@@ -75,12 +76,12 @@ def test_a_duration_has_the_unit_that_people_use(seconds, text):
 
 def test_on_a_terminal_the_line_is_written_over(monkeypatch):
     monkeypatch.setattr(terminal, "REFRESH_S", 0.01)
-    shown = Terminal()
-    shown._out = RichConsole(file=io.StringIO(), force_terminal=True, width=60)
+    file, shown = io.StringIO(), Terminal()
+    shown._out = RichConsole(file=file, force_terminal=True, width=60)
     with shown.phase("looking") as phase:
         phase.at(2, 4)
         time.sleep(0.2)
-    text = shown._out.file.getvalue()
+    text = file.getvalue()
     assert "looking: 2 of 4 done" in text and text.count("\n") == 1
     assert text.endswith("\r\x1b[1A\x1b[2K")  # the line is cleared
 
