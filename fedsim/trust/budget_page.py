@@ -185,11 +185,6 @@ def sentences(result: dict[str, Any]) -> list[str]:
                 f"{_shown(result['epsilon_adaptive'])}, for a limit that was fixed before the "
                 "first run."
             )
-    if runs:
-        lines.append(
-            f"'epsilon alone' is at delta = {delta} for every run, and differs from the --epsilon "
-            "of a run that was planned at another delta."
-        )
     for limit in result["limits"]:
         at = f"The limit is {limit['epsilon']:g} at delta = {at_most(limit['delta'], '.2e')}"
         if float(limit["spent"]) > limit["epsilon"]:
@@ -203,6 +198,11 @@ def sentences(result: dict[str, Any]) -> list[str]:
             )
     if len(result["limits"]) > 1:
         lines.append("A run has to keep all of these limits: a later one does not lift an earlier.")
+    if runs:
+        lines.append(
+            f"'epsilon alone' is at delta = {delta} for every run, and differs from the --epsilon "
+            "of a run that was planned at another delta."
+        )
     if bad:
         lines.append("* no guarantee")
     return lines
