@@ -276,5 +276,5 @@ def test_warnings_come_before_workers_start(tmp_path, run_dir, capsys):
     lines = capsys.readouterr().err.splitlines()
     where = [i for i, line in enumerate(lines) if line.startswith("warning: ")]
     plan = next(i for i, line in enumerate(lines) if line.startswith("algorithm  "))
-    assert len(where) == 2 and where[-1] < plan
+    assert len(where) == 3 and where[-1] < plan
     assert not any("nan" in line for line in lines)

@@ -104,7 +104,7 @@ def test_the_report_begins_with_the_answer_and_commands_that_can_be_pasted(advis
     lines, best = printed.splitlines(), result["recommended"]
     other = "uls" if best == "els" else "els"
     assert lines[0].startswith(f"Use {best.upper()}: for 40 gradients a step, it adds 0.")
-    assert "users are " in lines[1] and "times as long as all" in lines[1]
+    assert "57 users" in lines[1] and "times as long as all" in lines[1]
     assert shlex.split(lines[3]) == result[best]["command"]
     assert lines[5] == f"# alternative ({other.upper()}):"
     assert shlex.split(lines[6]) == result[other]["command"]
