@@ -16,7 +16,7 @@ from fedsim.run import aligned
 from fedsim.trust.pages import Chart, Series, write
 
 NAME = "budget"
-WITHOUT_NOISE, MOST_NAMED = "without noise", 5
+MOST_NAMED = 5
 HEAD = "run", "kind", "state", "began", "releases", "epsilon alone"
 
 
@@ -135,7 +135,7 @@ def _row(charge: Charge, delta: float) -> dict[str, Any]:
         "releases": None if released is None else sum(count for _, count in released),
         "epsilon": to_json(alone),
         "guarantee": released is not None and not entry.label,
-        "why_not": WITHOUT_NOISE if released is None else entry.label,
+        "why_not": "without noise" if released is None else entry.label,
     }
 
 
@@ -167,7 +167,9 @@ def sentences(result: dict[str, Any]) -> list[str]:
     bad = [each for each in result["runs"] if not each["guarantee"] and each["releases"] != 0]
     lines = []
     if result["epsilon"] == "inf" and bad:
-        names = ", ".join(f"{each['run']} ({_reason(each)})" for each in bad[:MOST_NAMED])
+        names = ", ".join(
+            f"{each['run']} ({why_not(each['why_not'])})" for each in bad[:MOST_NAMED]
+        )
         names += ", ..." if len(bad) > MOST_NAMED else ""
         lines.append(
             f"{total}unlimited, because {len(bad)} of them had no guarantee: {names}. This cannot "
@@ -206,10 +208,6 @@ def sentences(result: dict[str, Any]) -> list[str]:
     if bad:
         lines.append("* no guarantee")
     return lines
-
-
-def _reason(run: dict[str, Any]) -> str:
-    return why_not("" if run["why_not"] == WITHOUT_NOISE else run["why_not"])
 
 
 def compose(result: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,10 @@ def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
     assert lines[0].startswith(
         "Total over 4 runs on texts of these 150 users: unlimited, because 2"
     )
-    assert "no guarantee: trial (a known seed), free (no noise). This cannot be undone" in lines[0]
+    assert (
+        "no guarantee: trial (a known seed), free (without noise). This cannot be undone"
+        in lines[0]
+    )
     assert "--budget-ledger" in lines[0] and lines[-1] == "* no guarantee"
     table = [row[-1] for row in rows({"runs": [RUN, seeded, free]})]
     assert table == ["1", "1*", "inf*"]
