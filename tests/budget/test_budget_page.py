@@ -62,4 +62,4 @@ def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
     )
     assert "--budget-ledger" in lines[0] and lines[-1] == "* no guarantee"
     table = [row[-1] for row in rows({"runs": [RUN, seeded, free]})]
-    assert table == ["1", "1*", "inf*"]
+    assert table == ["1.0", "1.0*", "inf*"]
