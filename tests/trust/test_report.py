@@ -184,7 +184,7 @@ def test_the_claim_says_what_is_taken_as_known(trained, tmp_path, capsys):
     assert plan["num_units"] < plan["num_examples"]
     assert f"on {plan['num_units']} of the {plan['num_examples']} texts" in found["claim"]
     assert "taking as known how many users and texts there are" in found["claim"]
-    assert f"num_users={plan['num_users']}" in text  # among what is not covered
+    assert f"({plan['num_users']} users, {plan['num_examples']} examples)" in text  # not covered
 
 
 def test_a_run_that_has_not_ended_is_reported_as_far_as_it_went(trained, run_dir, tmp_path, capsys):
