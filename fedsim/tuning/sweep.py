@@ -44,7 +44,7 @@ from fedsim.config import (
 from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.files import cache_dir, expand_home, private_directory, write_atomically
 from fedsim.keys import SecretKey
-from fedsim.run import REALISED, Console, directory, duration, metrics
+from fedsim.run import REALISED, Console, directory, duration, metrics, speaking
 
 RUNS, LOGS, BOARD, TABLE = "runs", "logs", "tb", "results"
 GIVEN_BY_SWEEP = {"run_dir", "resume", "engine", "num_workers"}
@@ -274,7 +274,8 @@ def train_one(job: Job) -> dict[str, Any]:
     """Train, or resume a run; its messages go to the job's log. Runs in a separate process."""
     from fedsim.training import train
 
-    with open(job.log, "a") as log, contextlib.redirect_stderr(log):
+    level = speaking(job.run.output)
+    with open(job.log, "a") as log, contextlib.redirect_stderr(log), level:
         deadline = time.monotonic() + BUSY_S
         while True:
             try:

@@ -25,8 +25,8 @@ import pytest
 
 import fedsim
 from fedsim.cli import main as cli
-from fedsim.cli.help import EVERYWHERE
 from fedsim.cli.arguments import parse
+from fedsim.cli.help import EVERYWHERE
 from fedsim.config import PrivacyConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
