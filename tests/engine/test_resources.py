@@ -185,8 +185,8 @@ def test_jobs_that_no_node_can_hold_are_refused(asked, what, monkeypatch):
     ("stores", "driver", "says"),
     [
         ([400, 400], 600, []),  # a node's own sums; here those of both
-        ([400, 399], 600, ["0 MB of a node"]),
-        ([400, 400], 599, ["0 MB of a node"]),
+        ([400, 399], 600, ["0 MB on a node"]),
+        ([400, 400], 599, ["0 MB on a node"]),
     ],
 )
 def test_each_nodes_store_is_held_against_the_sums_that_lie_there(stores, driver, says):
