@@ -93,7 +93,8 @@ def evaluate_run(stored: StoredRun, run: RunConfig, console: Console) -> dict[st
         losses = evaluate(workers, params, data, splits=SPLITS)
     finally:
         workers.close()
-    return {"run_dir": str(run.run_dir), "checkpoint": path.name, **losses}
+    about = {"run_dir": str(run.run_dir), "checkpoint": path.name, "loss_unit": data.loss_unit}
+    return {**about, **losses}
 
 
 def last_model(

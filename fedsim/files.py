@@ -18,6 +18,7 @@ ELSEWHERE = "FEDSIM_CACHE_DIR can name another place"
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of an OSError: open or mapped files
 
 
+TABLES = "tables"  # in the cache: copies of tables from memory
 CACHE, LEDGER = "FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER"
 _DEFAULT_PLACES = {
     CACHE: ("XDG_CACHE_HOME", "~/.cache", "fedsim"),

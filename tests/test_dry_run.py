@@ -25,7 +25,7 @@ from fedsim.engine import environment
 from fedsim.engine.engine import Trial
 from fedsim.errors import ConfigError
 from fedsim.keys import SecretKey
-from fedsim.plan import complete, defaults, method_for
+from fedsim.plan import IndependentNoise, complete, defaults, method_for
 from fedsim.run import directory
 from fedsim.run.console import Console
 from fedsim.training import planned
@@ -242,7 +242,16 @@ def test_an_accelerator_that_this_process_has_not_is_refused(texts, run_dir, cap
 @pytest.mark.parametrize(
     ("plan", "data", "says"),
     [
-        (replace(PLAN, num_users=1), DATA, ["only one user"]),
+        (
+            replace(PLAN, num_users=265, noise=IndependentNoise(predicted_error=1.0)),
+            DATA,
+            ["few users: ", "265 users are enough"],
+        ),
+        (
+            replace(PLAN, noise=IndependentNoise(predicted_error=64.0 * 20)),
+            DATA,
+            ["1,200 users are too few to learn anything", "351 times as long"],
+        ),
         (replace(PLAN, delta=0.5), DATA, ["delta=0.5 is above 1/1200", "default is 0.00041"]),
         (replace(PLAN, noise_multiplier=6400.0), DATA, ["100.0 times as large", "64 examples"]),
         (PLAN, SimpleNamespace(eval_users=None), ["no users are held out"]),
@@ -257,14 +266,15 @@ def test_what_will_disappoint_is_said(plan, data, says):
 
 def test_a_delta_that_was_left_to_its_default_is_called_weak():
     (found,) = warnings_of(replace(PLAN, delta=1200**-1.1), DATA, default_delta=True)
-    assert "delta=0.00041, the default" in found and "up to 0.49 " in found
+    assert found.startswith("delta 0.00041, the default for 1,200 users, ") and "0.49." in found
     assert warnings_of(replace(PLAN, noise_multiplier=0.0), DATA, default_delta=True) == []
 
 
 def test_warnings_come_before_workers_start(tmp_path, run_dir, capsys):
-    texts = write_texts(tmp_path / "three.parquet", num_users=3)
+    texts = write_texts(tmp_path / "ten.parquet", num_users=11)
     main(command(texts, run_dir, batch_size=2, delta=0.4, epsilon=0.1))
     lines = capsys.readouterr().err.splitlines()
     where = [i for i, line in enumerate(lines) if line.startswith("warning: ")]
-    assert len(where) == 2 and where[-1] < lines.index("starting the workers")
+    plan = next(i for i, line in enumerate(lines) if line.startswith("algorithm  "))
+    assert len(where) == 3 and where[-1] < plan
     assert not any("nan" in line for line in lines)

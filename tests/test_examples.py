@@ -133,7 +133,7 @@ LONG = [pytest.mark.slow, pytest.mark.notebook]
 CASES = [pytest.param(file, id=file.stem, marks=LONG) for file in NOTEBOOKS]
 PRINTED = {
     "quickstart": r"epsilon 8\.000 at delta",
-    "els_or_uls": r"recommended: [EU]LS",
+    "els_or_uls": r"Use [EU]LS: ",
     "from_run_to_release": r"claimed: 4\.000, at least: [0-3]\.",
 }
 

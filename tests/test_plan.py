@@ -96,10 +96,10 @@ def test_what_the_user_says_is_kept_and_not_named(algorithm, users):
     said = privacy(delta=1e-5, group_size=2)
     completed, non_private = complete(algorithm, said, data_of(users))
     assert completed == said
-    assert non_private == ["num_examples=56 (a count without noise)"]
+    assert non_private == ["public by assumption: how many examples there are (56)"]
     said = dataclasses.replace(said, adjacency=ADD_OR_REMOVE)
     (counts,) = complete(algorithm, said, data_of(users))[1]
-    assert counts.startswith("num_users=8, num_examples=56")
+    assert counts.startswith("public by assumption: ") and "(8 users, 56 examples)" in counts
 
 
 def test_one_user_gives_no_delta():
@@ -319,5 +319,5 @@ def test_what_else_the_guarantee_does_not_cover_is_named(users):
     _, more = complete(Algorithm.ULS, privacy(), data, key=key)
     assert [fact for fact in more if fact not in plain] == [
         "the tokenizer (trained on the training users' text)",
-        "the seed (whoever knows or guesses it can take the noise away)",
+        "the seed (whoever knows or guesses it can remove the noise)",
     ]

@@ -164,7 +164,7 @@ def test_a_run_says_what_it_protects_and_keeps_its_bounds(algorithm, runs, capsy
     else:
         assert (event.max_contributions, event.max_changed) == (1, 2)
         assert "groups of others for any one user, of 2" in found["owners"][1]
-    assert "taken as public and fixed" in " ".join(summary["non_private"])
+    assert "who owns which of them" in " ".join(summary["non_private"])
     main(["report", str(run_dir)])
     report = (run_dir / "report.md").read_text()
     assert "who the users are and who owns which text" in report

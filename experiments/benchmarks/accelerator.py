@@ -138,6 +138,37 @@ def cells(model: Model, quick: bool) -> Iterator[Cell]:
         yield from (Cell(128, 64, g, g, kernels=kernels) for g in (1, 16))
 
 
+Losses = Callable[[Any, Any, jax.Array], jax.Array]  # of rows, for frozen and other parameters
+
+
+def plain_gradient(losses: Losses, rows: int, *, ordered: bool = True) -> Callable[..., Any]:
+    """The gradient of all rows, so many at a time; with products in fedsim's order or in JAX's."""
+
+    def gradient(frozen, params, tokens):
+        each = functools.partial(losses, frozen)
+        each = in_one_product(each) if ordered else each
+
+        def add(total, part):
+            grad = jax.grad(lambda p: each(p, part).sum())(params)
+            return jax.tree.map(jnp.add, total, grad), None
+
+        parts = tokens.reshape(-1, rows, tokens.shape[1])
+        return jax.lax.scan(add, zeros_like(params), parts)[0]
+
+    return gradient
+
+
+def clipped_sum(losses: Losses, group: int, strategy: Strategy) -> Callable[..., Any]:
+    """The clipped sum over units of `group` rows."""
+
+    def clipped(frozen, params, tokens):
+        units = tokens.reshape(-1, group, tokens.shape[1])
+        mask, each = jnp.ones(units.shape[:2], bool), functools.partial(losses, frozen)
+        return clip_chunk(each, params, units, mask, CLIP, strategy)
+
+    return clipped
+
+
 class Problem:
     """A model and its parameters on the device."""
 
@@ -166,9 +197,9 @@ class Problem:
         tokens = rng.integers(self.config.vocab_size, size=shape, dtype=np.int32)
         return self.frozen, self.params, jnp.asarray(tokens)
 
-    def function(self, cell: Cell) -> Callable[..., Any]:
-        """The mean gradient of a pass after the other, or the clipped sum."""
-        model = Transformer(dataclasses.replace(self.config, max_length=cell.length + 1))
+    def losses(self, length: int) -> Losses:
+        """The losses of rows of `length` predicted tokens."""
+        model = Transformer(dataclasses.replace(self.config, max_length=length + 1))
 
         def losses(frozen: Any, params: Any, tokens: jax.Array) -> jax.Array:
             params = params if frozen is None else lora.joined(frozen, params)
@@ -176,22 +207,14 @@ class Problem:
             nats, predictions = next_token_nats(model, params, tokens, sizes)
             return nats / predictions
 
-        def plain(frozen, params, tokens):
-            each = in_one_product(functools.partial(losses, frozen))
+        return losses
 
-            def add(total, part):
-                grad = jax.grad(lambda p: each(p, part).sum())(params)
-                return jax.tree.map(jnp.add, total, grad), None
-
-            parts = tokens.reshape(-1, cell.rows, tokens.shape[1])
-            return jax.lax.scan(add, zeros_like(params), parts)[0]
-
-        def clipped(frozen, params, tokens):
-            units = tokens.reshape(-1, cell.group, tokens.shape[1])
-            mask, each = jnp.ones(units.shape[:2], bool), functools.partial(losses, frozen)
-            return clip_chunk(each, params, units, mask, CLIP, Strategy("direct", cell.rows))
-
-        return clipped if cell.group else plain
+    def function(self, cell: Cell) -> Callable[..., Any]:
+        """The plain gradient or the clipped sum of a cell."""
+        losses = self.losses(cell.length)
+        if cell.group:
+            return clipped_sum(losses, cell.group, Strategy("direct", cell.rows))
+        return plain_gradient(losses, cell.rows)
 
     def lowered(self, cell: Cell) -> Any:
         """The program before it is compiled."""

@@ -16,39 +16,28 @@ import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from experiments.benchmarks.accelerator import SMOLLM2, Model, Problem
+from experiments.benchmarks.accelerator import (
+    SMOLLM2,
+    Cell,
+    Model,
+    Problem,
+    clipped_sum,
+    plain_gradient,
+)
 from experiments.benchmarks.clipping import as_a_worker, in_turn, median, temporary_mib
 from experiments.benchmarks.common import at_most, circumstances
 from experiments.benchmarks.peers import run
-from fedsim.clipping import candidates, num_coordinates, zeros_like
-from fedsim.clipping.scan import in_one_product
+from fedsim.clipping import candidates, num_coordinates
 from fedsim.models import TransformerConfig
 
 BOUND = 1.05
 QUICK = {**SMOLLM2, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 96}
 MODELS = {
-    True: Model("tiny", TransformerConfig(260, 17, 32, 2, **QUICK), 2, 4),
-    False: Model("SmolLM2-135M", TransformerConfig(49_152, 128, 576, 30, **SMOLLM2), 8, 8),
+    True: Model("tiny", TransformerConfig(260, 17, 32, 2, **QUICK), 2),
+    False: Model("SmolLM2-135M", TransformerConfig(49_152, 128, 576, 30, **SMOLLM2), 8),
 }
-
-
-def plain(problem: Problem, rows: int, products: bool):
-    """The gradient of all rows, so many at a time."""
-
-    def gradient(frozen, params, tokens):
-        losses = functools.partial(problem.losses, frozen)
-        losses = in_one_product(losses) if products else losses
-
-        def add(total, part):
-            grad = jax.grad(lambda p: losses(p, part).sum())(params)
-            return jax.tree.map(jnp.add, total, grad), None
-
-        parts = tokens.reshape(-1, rows, tokens.shape[1])
-        return jax.lax.scan(add, zeros_like(params), parts)[0]
-
-    return gradient
+ROWS = {True: 4, False: 8}
 
 
 def cells(model: Model, turns: int, quick: bool) -> list[dict[str, Any]]:
@@ -57,12 +46,12 @@ def cells(model: Model, turns: int, quick: bool) -> list[dict[str, Any]]:
     Args: quick: all rows of plain gradients in one pass, and two strategies; compiling takes
       longest.
     """
-    problem = Problem(model)
-    arguments = problem.frozen, problem.params, problem.tokens
+    problem, length, in_all = Problem(model), model.config.max_length - 1, ROWS[quick]
+    arguments, losses = problem.arguments(Cell(length, in_all, in_all)), problem.losses(length)
     count, found = num_coordinates(problem.params), []
-    passes = [rows for rows in (1, 2, 4, 8) if rows <= model.rows][-1 if quick else 0 :]
-    plains = {f"plain:{rows}": plain(problem, rows, False) for rows in passes}
-    plains |= {f"products:{rows}": plain(problem, rows, True) for rows in passes}
+    passes = [rows for rows in (1, 2, 4, 8) if rows <= in_all][-1 if quick else 0 :]
+    plains = {f"plain:{rows}": plain_gradient(losses, rows, ordered=False) for rows in passes}
+    plains |= {f"products:{rows}": plain_gradient(losses, rows) for rows in passes}
 
     def compiled(functions):
         return {n: jax.jit(each).lower(*arguments).compile() for n, each in functions.items()}
@@ -70,14 +59,14 @@ def cells(model: Model, turns: int, quick: bool) -> list[dict[str, Any]]:
     plain_programs = compiled(plains)
     for group in (1, 4):
         tried = {str(each): each for each in candidates(group, count)[: 2 if quick else None]}
-        clipped = {n: problem.clipped(group, each) for n, each in tried.items()}
+        clipped = {n: clipped_sum(losses, group, each) for n, each in tried.items()}
         programs = plain_programs | compiled(clipped)
         calls = {n: functools.partial(each, *arguments) for n, each in programs.items()}
         times = {name: median(own) for name, own in in_turn(calls, turns).items()}
         best = min((n for n in times if n.startswith("plain")), key=lambda name: times[name])
         ours = min(tried, key=lambda name: times[name])
         row = {"model": model.name, "parameters": problem.size, "adapters": count, "group": group}
-        row |= {"rows": model.rows, "best_plain": best, "best_clipped": ours, "seconds": times}
+        row |= {"rows": in_all, "best_plain": best, "best_clipped": ours, "seconds": times}
         row |= {"ratio": times[ours] / times[best]}
         row["memory_mib"] = {name: temporary_mib(each) for name, each in programs.items()}
         found.append(row)
@@ -85,12 +74,12 @@ def cells(model: Model, turns: int, quick: bool) -> list[dict[str, Any]]:
     return found
 
 
-def peft(model: Model, turns: int) -> dict[str, float]:
+def peft(model: Model, rows: int, turns: int) -> dict[str, float]:
     """Processor seconds of PEFT's plain gradient of as many rows, by rows of a pass."""
     shape = dataclasses.asdict(model.config)
     names = ("vocab_size", "max_length", "width", "num_layers", "num_heads", "num_kv_heads")
     own = [shape[name] for name in (*names, "mlp_width")]
-    return run.adapters(*own, model.rank, model.rows, turns)
+    return run.adapters(*own, model.rank, rows, turns)
 
 
 def main() -> None:
@@ -106,7 +95,7 @@ def main() -> None:
     model = MODELS[given.quick]
     rows = cells(model, given.turns, given.quick)
     if not (given.quick or given.no_peers):
-        rows[0]["seconds"] |= peft(model, given.turns)
+        rows[0]["seconds"] |= peft(model, ROWS[False], given.turns)
     found = [
         at_most(f"clipped / plain, adapters, {row['group']} rows of a user", row["ratio"], BOUND)
         for row in rows

@@ -12,9 +12,16 @@ from typing import Any
 import tyro
 
 from fedsim.cli.config_file import flags_in
-from fedsim.cli.help import commands, named, page
-from fedsim.config import RENAMED, PretrainConfig, PrivacyConfig, RunConfig, renamed
-from fedsim.errors import ConfigError, printable
+from fedsim.cli.help import commands, flags, leaves, named, page
+from fedsim.config import (
+    RENAMED,
+    PretrainConfig,
+    PrivacyConfig,
+    RunConfig,
+    meant,
+    renamed,
+)
+from fedsim.errors import ConfigError, expect, printable
 from fedsim.files import expand_home
 
 HELP = {"-h", "--help", "--help-all"}
@@ -74,6 +81,8 @@ def parse(command: Any, args: list[str]) -> Any:
         print(page(" ".join(["fedsim", *path]), kind, whole="--help-all" in rest), end="")
         raise SystemExit(0)
     args = _with_file(_with_new_names([word for word in args if word not in HELP]))
+    if not commands(kind):
+        _expect_known(kind, args, command)
     fancy = sys.stderr.isatty() and all(map(str.isprintable, args))
     tyro._experimental_options.update(ansi_codes=fancy, utf8_boxes=fancy)
     said = io.StringIO()
@@ -88,6 +97,44 @@ def parse(command: Any, args: list[str]) -> Any:
             print(*(lines if fancy else map(printable, lines)), sep="\n", file=sys.stderr)
         raise
     return _in_home(parsed)
+
+
+def level_of(args: list[str]) -> tuple[list[str], str]:
+    """The arguments without --quiet and --verbose, and the level that these ask for, or "".
+
+    Raises:
+      ConfigError: both are given.
+    """
+    levels = {f"--{level}": level for level in ("quiet", "verbose")}
+    asked = [levels[word] for word in args if word in levels]
+    expect("quiet", True, len(set(asked)) < 2, "it alone, or --verbose alone")
+    return [word for word in args if word not in levels], asked[0] if asked else ""
+
+
+def _expect_known(kind: Any, args: list[str], every: Any) -> None:
+    """Raise ConfigError for the first flag that a command does not have, with the one meant.
+
+    Args:
+      kind: the command.
+      every: the union of all commands.
+    """
+    known = _names_of(kind)
+    for word in args:
+        flag = word.partition("=")[0].replace("_", "-")
+        if word.startswith("--") and len(flag) > 2 and flag not in known:
+            settings = (name[2:].replace("-", "_") for name in known)
+            other, reason = meant(flag[2:].replace("-", "_"), settings)
+            owners = [name for name, each in leaves(every) if flag in _names_of(each)]
+            hint = f"; {owners[0]} has it" if owners else ""
+            if other:
+                hint = f"; use --{other.replace('_', '-')}{f' ({reason})' if reason else ''}"
+            raise ConfigError(f"{flag}: there is no such flag here{hint}", field=flag[2:])
+
+
+def _names_of(kind: Any) -> set[str]:
+    """Flags of a command as typed, switches also with --no- in front."""
+    names = {name for flag in flags(kind) for name in flag.names}
+    return names | {f"--no-{name[2:]}" for name in names}
 
 
 def _fault_of_setting(error: BaseException | None) -> ConfigError | None:

@@ -201,7 +201,7 @@ def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
     from fedsim.run import Terminal
 
     if cut_off := dataset.cut_off():
-        Terminal().note(f"warning: {cut_off}")
+        Terminal().warn(cut_off)
     splits = {name: stats(store) for name, store in dataset.splits().items()}
     counts = dataset.metadata.get("counts", {})
     if not as_json:
@@ -210,10 +210,14 @@ def _show_stats(dataset: Any, as_json: bool) -> dict[str, Any]:
         lines = _table(tables)
         if max(map(len, lines)) > room:  # a table for each split, one under the other
             lines = [line for name in tables for line in _table({name: tables[name]})]
-        counted = ", ".join(f"{name}\0{value:,}" for name, value in counts.items())
+        counted = ", ".join(f"{_spaced(name)}\0{value:,}" for name, value in counts.items())
         lines += [line.replace("\0", " ") for line in textwrap.wrap(counted, min(room, 100))]
         print(*lines, sep="\n")
     return {"path": str(dataset.path), "splits": splits, "counts": counts}
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _table(tables: dict[str, dict[str, float]]) -> list[str]:
@@ -227,7 +231,10 @@ def _table(tables: dict[str, dict[str, float]]) -> list[str]:
     width = max(map(len, names))
     rows = zip(["", *names], *cells_of.values(), strict=True)
     widths = [max(map(len, cells)) for cells in cells_of.values()]
-    return ["  ".join([f"{name:{width}}", *map(str.rjust, cells, widths)]) for name, *cells in rows]
+    return [
+        "  ".join([f"{_spaced(name):{width}}", *map(str.rjust, cells, widths)])
+        for name, *cells in rows
+    ]
 
 
 def _short(value: float) -> str:

@@ -53,6 +53,15 @@ def commands(kind: Any) -> dict[str, Any]:
     return {mark.name: command for command, mark in marked}
 
 
+def leaves(kind: Any, path: str = "fedsim") -> Iterator[tuple[str, Any]]:
+    """All commands of a union, also those of groups, each with its name as typed."""
+    for name, inner in commands(kind).items():
+        if commands(inner):
+            yield from leaves(inner, f"{path} {name}")
+        else:
+            yield f"{path} {name}", inner
+
+
 def named(kind: Any, words: list[str]) -> tuple[list[str], Any]:
     """The leading words that name a command, and the command (or union) that they name."""
     path: list[str] = []
@@ -118,6 +127,7 @@ COMMON = frozenset(
 FEW = 14  # a command with at most so many flags shows all of them
 NARROW = 70  # columns of a terminal below which texts stand under their flags
 WIDE = 100  # longest line
+EVERYWHERE = "With every command: --quiet (warnings and errors only), --verbose (all details)."
 ABOUT = "Fine-tune language models on people's texts, with differential privacy for each person."
 
 
@@ -133,7 +143,7 @@ def page(name: str, kind: Any, *, whole: bool) -> str:
         about = inspect.getdoc(kind) if isinstance(kind, type) else ABOUT
         parser = _parser(f"{name} COMMAND", [], about)
         _section(parser, "commands", [Flag((), word, sentence(one)) for word, one in inner.items()])
-        parser.epilog = f"The flags of a command: {name} COMMAND --help"
+        parser.epilog = f"The flags of a command: {name} COMMAND --help\n{EVERYWHERE}"
         return parser.format_help()
     every = list(flags(kind))
     words = [flag.usage for flag in every if flag.required or not flag.names]

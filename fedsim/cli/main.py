@@ -1,7 +1,7 @@
 """The command line: `fedsim COMMAND`, each command a frozen dataclass whose fields are its flags.
 
 A mistake in settings or data ends with exit code 2 and one line, `fedsim: error: ...`; a mistake in
-the command line itself (no such flag, not a number) with exit code 2 and tyro's message. There is
+the command line itself (a missing flag, not a number) with exit code 2 and tyro's message. There is
 no traceback. With `--json`, stdout has one JSON object only; progress goes to stderr.
 """
 
@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from fedsim.cli.account import Account, Calibrate
-from fedsim.cli.arguments import parse
+from fedsim.cli.arguments import level_of, parse
 from fedsim.cli.data import Data
 from fedsim.cli.models import Evaluate, Export, Generate, Personalize, Pretrain, Train
 from fedsim.cli.trust import Audit, Budget, Report, Runs, Verify
@@ -26,7 +26,7 @@ from fedsim.cli.tuning import Recommend, Sweep
 from fedsim.errors import ConfigError, FedsimError, printable
 from fedsim.files import CACHE, DISK_FULL, LEDGER, directory_of
 from fedsim.installation import optional, version
-from fedsim.run import Terminal, terminated
+from fedsim.run import Terminal, speaking, terminated
 
 UNFINISHED = 75  # EX_TEMPFAIL: a signal stopped the run; the same command with --resume goes on
 
@@ -115,10 +115,12 @@ def _run(words: list[str]) -> None:
         return
     command = None
     try:
+        words, level = level_of(words)
         command = parse(Command, words)
-        if doing := getattr(command, "doing", ""):  # printed before imports that take seconds
-            Terminal().note(doing)
-        with terminated(), optional():
+        run = getattr(command, "run", None)
+        with speaking(level or getattr(run, "output", "normal")), terminated(), optional():
+            if doing := getattr(command, "doing", ""):  # printed before imports that take seconds
+                Terminal().note(doing)
             result = command()
     except FedsimError as error:
         _say(error.details)

@@ -18,6 +18,13 @@ from fedsim.config import (
     changed_run,
 )
 from fedsim.errors import expect, printable
+from fedsim.run import wrapped
+
+SPLIT_NAMES = {
+    "eval_users": "held-out users",
+    "eval_examples": "held-out examples of training users",
+    "test": "the test split",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +145,31 @@ class Evaluate(ReadsRun):
             how = PrivateEvaluation(self.epsilon, self.delta, self.split, self.loss_bound)
             result = evaluate_privately(stored, run, how, Console())
         if not self.json:
-            print(*(f"{name} {value}" for name, value in result.items()), sep="\n")
+            print(*(wrapped(line) for line in self._lines(result)), sep="\n")
         return result
+
+    def _lines(self, result: dict[str, Any]) -> list[str]:
+        """The result for people."""
+        from fedsim.accounting import at_most
+        from fedsim.evaluate import SPLITS
+        from fedsim.run import loss_in_words
+
+        unit = result["loss_unit"]
+        if self.epsilon is None:
+            losses = [
+                f"loss on {SPLIT_NAMES[split]}: {loss_in_words(result[metric], unit)}"
+                for split, metric in SPLITS.items()
+                if metric in result
+            ]
+            return [*losses, f"of {result['checkpoint']}. No noise was added: do not publish this."]
+        loss, delta = loss_in_words(result["loss"], unit), at_most(result["delta"], ".2e")
+        return [
+            f"loss on {SPLIT_NAMES[self.split]} ({result['num_users']:,}): {loss}",
+            f"with noise of standard deviation {result['stddev']:.2g}; each user's loss was cut at "
+            f"{result['loss_bound']:.3g}",
+            f"this costs each of them epsilon {result['epsilon']:g} at delta {delta}",
+            f"written to {result['written_to']}",
+        ]
 
     def _expect_epsilon(self) -> None:
         """Raise ConfigError if a flag of a private evaluation is given without --epsilon."""
@@ -212,8 +242,16 @@ class Personalize(ReadsRun):
         result = personalize_run(stored, run, Console(), split=self.split, settings=self.how)
         del result["per_user"]  # losses of single persons
         if not self.json:
-            shown = ("num_users", "learning_rate", "loss", "personalized_loss", "gain_error")
-            print(*(f"{name} {result[name]}" for name in shown), sep="\n")
+            from fedsim.run import loss_in_words
+
+            unit = result["loss_unit"]
+            print(
+                f"loss of {result['num_users']:,} users: {loss_in_words(result['loss'], unit)}",
+                f"personalized, learning rate {result['learning_rate']:g}: "
+                f"{loss_in_words(result['personalized_loss'], unit)}",
+                f"standard error of the gain: {result['gain_error']:.2g}",
+                sep="\n",
+            )
         return result
 
 

@@ -19,7 +19,7 @@ from fedsim.config import (
     changed_run,
 )
 from fedsim.errors import expect
-from fedsim.run import wrapped
+from fedsim.run import columns, hanging, wrapped
 
 RunDir = tyro.conf.Positional[Path]
 
@@ -156,13 +156,12 @@ class Report(ReadsRun):
 class Verify(ReadsRun):
     """Check a run's ledger against its settings, checkpoints, metrics, data and summary.
 
-    Prints a line for each promise: holds, VIOLATED, or not looked at. Exit code 1 if one is
-    violated.
+    Prints a line for each promise: OK, VIOLATED, or not checked. Exit code 1 if one is violated.
     """
 
     run_dir: RunDir
-    """The run's directory, or a copy of it. Promises that need the key or the data are not looked
-    at in a copy without them."""
+    """The run's directory, or a copy of it. Promises that need the key or the data are not
+    checked in a copy without them."""
 
     data: str | None = None
     """Where the data are now. Default: where they were at the start of the run."""
@@ -206,12 +205,14 @@ class Verify(ReadsRun):
         plan = plan_of(self.run_dir)
         if not self.json:
             for check in checks:
-                print(f"{check.verdict:13} {check.promise:11} {check.found}")
+                print(hanging(f"{check.verdict:11} {check.promise:11} ", check.found))
             if plan is not None and not plan.guarantee:
                 why = plan.epsilon_holds if plan.noise_multiplier else "trained without noise"
-                print(f"epsilon is no guarantee: {why}")
+                print(wrapped(f"epsilon is no guarantee: {why}"))
             elif holds and unseen:
-                print(f"not looked at, so that no guarantee is confirmed: {', '.join(unseen)}")
+                print(
+                    wrapped(f"No guarantee is confirmed: {', '.join(unseen)} could not be checked.")
+                )
         return {
             "run_dir": str(self.run_dir),
             "holds": holds,
@@ -241,15 +242,16 @@ class Runs:
 
     def __call__(self) -> dict[str, Any]:
         from fedsim.config import to_json
-        from fedsim.run import lines_of, runs_in
+        from fedsim.run import STAR, lines_of, runs_in
 
         place = self.directory
         expect("directory", place, place.is_dir(), "a directory with runs")
         rows = runs_in(place)
         if not self.json:
-            print(*lines_of(rows), sep="\n")
-            if any(row.get("guarantee") is False for row in rows):
-                print("* no guarantee: see `fedsim verify RUN`")
+            lines = lines_of(rows, columns())
+            print(*lines, sep="\n")
+            if any(STAR in line for line in lines):
+                print(f"{STAR} no guarantee: `fedsim verify RUN` says why")
             print(f"tensorboard --logdir {shlex.quote(str(place))}")
         kept = [{name: to_json(value) for name, value in row.items()} for row in rows]
         return {"directory": str(place), "rows": kept}

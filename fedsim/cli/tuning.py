@@ -15,7 +15,7 @@ from fedsim.cli.arguments import Flat, ReadsSources
 from fedsim.config import MechanismConfig, PrivacyConfig, PrivacyTarget, RunConfig
 from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.installation import expect_installed
-from fedsim.run import wrapped
+from fedsim.run import aligned, wrapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +61,17 @@ class Recommend(ReadsSources):
         from fedsim.run import Console
         from fedsim.tuning import recommend, report
 
+        console = Console()
         result = recommend(
             privacy,
             self.run,
-            Console(),
+            console,
             num_users=self.users,
             plot=self.plot,
             plan_only=self.plan_only,
         )
         if not self.json:
-            print(wrapped(report(result)))
+            print(wrapped(report(result, verbose=console.verbose)))
         return result
 
 
@@ -151,8 +152,7 @@ class Sweep:
                 {"run": job.name, "done": job.summary is not None, **job.settings} for job in jobs
             ]
             if not self.json:
-                for row in rows:
-                    print(*(f"{name}={value}" for name, value in row.items()))
+                print(*_listed(rows), sep="\n")
             return {"out": str(self.out), "rows": rows}
         chosen = self._selection()
         set_threads(dataclasses.replace(jobs[0].run.engine, kind="ray"))  # they compute elsewhere
@@ -201,6 +201,22 @@ class Sweep:
         expect("trials", trials, trials is None or 1 <= trials < math.inf, ">= 1")
         expect("shape", shape, -1 < shape < math.inf, "> -1")
         return Selection(trials, shape, share, self.at_once, self.in_turn)
+
+
+def _listed(rows: list[dict[str, Any]]) -> list[str]:
+    """The runs of a sweep as lines: settings that all share, then a table of the others."""
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "run"]
+    values = {name: {str(row.get(name, "")) for row in rows} for name in names}
+    shared = [name for name in names if name != "done" and len(values[name]) == 1]
+    varying = [name for name in names if name != "done" and name not in shared]
+    done = sum(row["done"] for row in rows)
+    same = " ".join(f"{name}={rows[0][name]}" for name in shared)
+    table = [("run", "state", *varying)]
+    for row in rows:
+        state = "finished" if row["done"] else "to do"
+        table.append((row["run"], state, *(str(row.get(name, "")) for name in varying)))
+    counted = f"{len(rows)} run{'' if len(rows) == 1 else 's'}, {done} of them finished"
+    return [f"{counted}; all with {same}", *aligned(table)]
 
 
 def read_spec(file: Path | None, flags: tuple[str, ...]) -> dict[str, Any]:

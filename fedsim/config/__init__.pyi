@@ -10,12 +10,14 @@ from .flags import (
     changed_run as changed_run,
     first_named as first_named,
     flags_of as flags_of,
+    meant as meant,
     renamed as renamed,
     run_config as run_config,
     settings_of as settings_of,
     to_json as to_json,
     typed as typed,
     types_of as types_of,
+    unknown_setting as unknown_setting,
 )
 from .privacy import (
     ADD_OR_REMOVE as ADD_OR_REMOVE,

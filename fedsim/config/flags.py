@@ -1,9 +1,10 @@
 """Settings by the names of their flags: from Python and TOML files, and to config.json."""
 
 import dataclasses
+import difflib
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +42,54 @@ def first_named(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {first.get(name, name): value for name, value in settings.items()}
 
 
+OTHER_NAMES = {
+    **dict.fromkeys(("eps", "target_epsilon", "privacy_budget"), "epsilon"),
+    **dict.fromkeys(("lr", "rate"), "learning_rate"),
+    **dict.fromkeys(("batch", "bs", "train_batch_size"), "batch_size"),
+    **dict.fromkeys(("steps", "max_steps", "iterations", "rounds"), "num_steps"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "num_steps"),
+    **dict.fromkeys(("max_grad_norm", "clip", "clipping_norm", "l2_norm_clip"), "clip_norm"),
+    **dict.fromkeys(("noise_multiplier", "sigma"), "epsilon"),
+    **dict.fromkeys(("workers", "num_processes"), "num_workers"),
+    **dict.fromkeys(("output_dir", "out", "dir", "logdir"), "run_dir"),
+    **dict.fromkeys(("user", "user_id", "users"), "user_column"),
+    **dict.fromkeys(("text", "column"), "text_column"),
+    **dict.fromkeys(("messages", "dataset", "train_file"), "data"),
+    **dict.fromkeys(("seq_length", "max_seq_length", "block_size"), "max_length"),
+    **dict.fromkeys(("lora_r", "rank", "r"), "lora_rank"),
+}
+"""Names that other libraries have for settings."""
+REASONS = {
+    "epochs": "training counts steps: epochs x examples / batch_size",
+    "noise_multiplier": "the noise is computed from it",
+}
+REASONS |= {name: REASONS["epochs"] for name in ("num_epochs", "num_train_epochs")}
+REASONS["sigma"] = REASONS["noise_multiplier"]
+
+
+def meant(name: str, known: Iterable[str]) -> tuple[str, str]:
+    """The setting that an unknown name probably stands for, and a reason; both may be empty.
+
+    Args:
+      name: with underscores.
+      known: names of settings that exist, with underscores.
+    """
+    known = list(known)
+    if (other := OTHER_NAMES.get(name)) in known:
+        return other, REASONS.get(name, "")
+    close = difflib.get_close_matches(name, known, 1, 0.75)
+    return (close[0] if close else ""), ""
+
+
+def unknown_setting(name: str, value: Any, known: Iterable[str]) -> ConfigError:
+    """The error of a setting that does not exist, with the one that was probably meant."""
+    other, reason = meant(name, known)
+    hint = f", such as {other}" if other else " of train"
+    return ConfigError.of(
+        name, value, f"the name of a setting{hint}{f' ({reason})' if reason else ''}"
+    )
+
+
 def run_config(**settings: Any) -> RunConfig:
     """Make a RunConfig from settings by flag name: data, run_dir, lora_rank, seed, ...
 
@@ -48,7 +97,7 @@ def run_config(**settings: Any) -> RunConfig:
     """
     flags = flags_of(RunConfig)
     for name in settings.keys() - flags.keys():
-        raise ConfigError.of(name, settings[name], "the name of a setting of train")
+        raise unknown_setting(name, settings[name], flags)
     for name in {"data", "run_dir"} - settings.keys():
         raise ConfigError.of(name, None, "a value")
     of_run: dict[str, Any] = {}

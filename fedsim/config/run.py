@@ -59,8 +59,8 @@ except ModuleNotFoundError:  # then there is no command line
 # May differ between a run and its resumption: they change neither the guarantee nor the bits. (That
 # the data is the same is checked by its fingerprint, wherever it lies.)
 OPERATIONAL = frozenset(
-    {"data", "run_dir", "engine", "mesh", "num_workers", "num_lanes", "wait_for_workers"}
-    | {"checkpoint_every", "log_every", "resume", "budget_ledger", "limit_epsilon", "spend_rest"}
+    {"data", "run_dir", "engine", "mesh", "num_workers", "num_lanes", "wait_for_workers", "resume"}
+    | {"checkpoint_every", "log_every", "output", "budget_ledger", "limit_epsilon", "spend_rest"}
     | {"log_to", "log_non_private"}
 )
 
@@ -271,7 +271,12 @@ class RunConfig:
     minute, too."""
 
     log_every: int = 10
-    """Steps between progress lines where the output is no terminal. >= 1."""
+    """Steps between computations of epsilon, and between progress lines in a log with output
+    verbose; otherwise a log has about ten such lines. >= 1."""
+
+    output: Literal["quiet", "normal", "verbose"] = "normal"
+    """Messages on stderr. quiet: warnings and errors. normal: plan, progress and results. verbose:
+    technical details as well. --quiet and --verbose are short for it."""
 
     log_to: Sequence[LoggerName] = ("tensorboard",)
     """Loggers of the metrics, any of tensorboard, wandb, mlflow and trackio. tensorboard writes

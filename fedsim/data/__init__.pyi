@@ -10,8 +10,9 @@ from .building.columns import (
     normalise as normalise,
     plain as plain,
 )
-from .corpora import load as load
+from .corpora import load as load, name_of_source as name_of_source
 from .dataset import (
+    NATS_PER_TOKEN as NATS_PER_TOKEN,
     SPLITS as SPLITS,
     SUMS as SUMS,
     Dataset as Dataset,

@@ -215,3 +215,14 @@ def _docstrings(node: ast.AST) -> Iterator[str]:
     for block in BLOCKS:
         for child in getattr(node, block, ()):
             yield from _docstrings(child)
+
+
+def name_of_source(source: str) -> str:
+    """A short name of a data source, for people: of its file or directory.
+
+    A table from memory is kept in a file that is named by a digest; it is a "table" with its start.
+    """
+    path = Path(source)
+    if path.parent.name == files.TABLES and path.suffix == ".parquet":
+        return f"table {path.stem[:6]}"
+    return path.name

@@ -19,6 +19,7 @@ from fedsim.installation import optional
 
 WARN_SHARE = 0.01  # of all tokens: a build that cut off more is warned about
 SUMS = "SHA256SUMS"  # of the files that fingerprints of splits do not cover
+NATS_PER_TOKEN, NATS_PER_BYTE = "nats per token", "nats per byte"
 BINS = 40  # of a histogram, at most
 SPLITS = ("train", "eval_users", "eval_examples", "test")
 
@@ -68,16 +69,24 @@ class Dataset:
         stores = {name: getattr(self, name) for name in SPLITS}
         return {name: store for name, store in stores.items() if store is not None}
 
+    @property
+    def loss_unit(self) -> str:
+        """Unit of losses on these texts; empty for the rows of a task of the user's own."""
+        if (tokenizer := self.metadata.get("tokenizer")) is None:
+            return ""
+        return NATS_PER_BYTE if tokenizer.get("name") == "bytes" else NATS_PER_TOKEN
+
     def cut_off(self) -> str | None:
         """Warning about tokens that the build cut off long texts; None if they are below 1 %."""
         counts, rules = (self.metadata.get(name, {}) for name in ("counts", "rules"))
         cut, tokens = counts.get("tokens_cut", 0), counts.get("tokens_of_texts", 0)
         if not tokens or cut < WARN_SHARE * tokens:
             return None
+        longer, most = counts["long_texts"] / counts["rows"], rules["max_length"]
         return (
-            f"{cut / tokens:.0%} of the tokens of all texts are cut off: {counts['long_texts']:,} "
-            f"of {counts['rows']:,} are longer than max_length={rules['max_length']}; a larger "
-            "--max-length keeps more, `fedsim data build --long-texts split` all"
+            f"{longer:.0%} of texts are longer than {most} tokens and were cut; {cut / tokens:.0%} "
+            "of all tokens are lost. A larger --max-length keeps more, `fedsim data build "
+            "--long-texts split` keeps all"
         )
 
 

@@ -39,7 +39,7 @@ from fedsim.errors import ConfigError, brief, expect
 REACH_S = 5.0  # seconds to connect to a cluster's head
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # needs the token, like all of Ray's calls
 OPEN = (
-    "warning: RAY_ADDRESS={}: this cluster asks nobody for a token: whoever reaches it can read "
+    "RAY_ADDRESS={}: this cluster asks nobody for a token: whoever reaches it can read "
     "this run's files, key and texts among them (start it with RAY_AUTH_MODE=token)"
 )
 FIXED_PORTS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")

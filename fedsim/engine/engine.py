@@ -134,17 +134,17 @@ class Engine(ABC):
     least_units = 2
     """Least units of a lane, if that many were drawn: a sum over one unit is its gradient."""
 
-    def __init__(self, task: Task, num_lanes: int, note: Callable[[str], None] = ignore):
+    def __init__(self, task: Task, num_lanes: int, warn: Callable[[str], None] = ignore):
         """Start an engine.
 
         Args:
           task: the model and its data.
           num_lanes: most lanes of a step.
-          note: receives messages for people about workers.
+          warn: receives warnings about workers.
         """
         self.task = task
         self.num_lanes = num_lanes
-        self.note = note
+        self.warn = warn
         self.heard: Callable[[int, int], None] = ignore
         self.redispatched = 0
         """Number of lanes computed again because a worker was lost, since the start."""
@@ -196,7 +196,7 @@ class Engine(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Describe one worker, for people."""
+        """Describe the workers, for people."""
 
     def place(self, params: Any) -> Any:
         """Shard parameters over this process's devices, if those share the model."""

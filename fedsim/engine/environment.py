@@ -273,11 +273,15 @@ class Placement:
         )
 
     def describe(self) -> str:
-        """Describe one worker, for people."""
+        """Describe the devices of one worker, for people."""
         if self.accelerator:
-            return f"Ray actor with {self.devices} {self.accelerator}(s)"
+            return _counted(self.devices, self.accelerator)
         several = f" for {self.devices} devices" if self.devices > 1 else ""
-        return f"Ray actor with {self.threads * self.devices} CPU thread(s){several}"
+        return f"{_counted(self.threads * self.devices, 'CPU thread')}{several}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def place_workers(

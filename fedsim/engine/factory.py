@@ -12,13 +12,13 @@ from fedsim.errors import expect
 from fedsim.installation import optional
 
 
-def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ignore) -> Engine:
+def create(config: EngineConfig, task: Task, *, warn: Callable[[str], None] = ignore) -> Engine:
     """Create the engine of the settings. Its workers are starting; `Engine.ready` waits for them.
 
     Args:
       config: kind of engine, workers, threads, devices and mesh.
       task: the model and its data.
-      note: receives messages for people about workers.
+      warn: receives warnings about workers.
     Raises: ConfigError: the accelerator does not exist, or the cluster cannot be reached or has no
       room for the workers.
     """
@@ -41,7 +41,7 @@ def create(config: EngineConfig, task: Task, *, note: Callable[[str], None] = ig
         accelerator=config.accelerator,
         wait_s=config.wait_for_workers,
         cache_dir=compiled,
-        note=note,
+        warn=warn,
     )
 
 

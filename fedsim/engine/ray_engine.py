@@ -112,7 +112,7 @@ class RayEngine(Engine):
         task: Task,
         *,
         num_lanes: int,
-        note: Callable[[str], None] = ignore,
+        warn: Callable[[str], None] = ignore,
         patience: Patience | None = None,
         mesh: MeshShape | None = None,
         **actors: Any,
@@ -122,17 +122,17 @@ class RayEngine(Engine):
         Args:
           task: the model and its data.
           num_lanes: most lanes of a step.
-          note: receives messages for people about workers.
+          warn: receives warnings about workers.
           patience: deadlines of workers.
           mesh: mesh of a worker's devices that share the model; None: each has the whole model.
           actors: other arguments of `Actors`.
         Raises: ConfigError: the cluster cannot be reached, or has no room for the workers.
         """
-        super().__init__(task, num_lanes, note)
+        super().__init__(task, num_lanes, warn)
         self._mesh = mesh
         self._actors = Actors(task, **actors)
         if self._actors.warning:
-            note(self._actors.warning)
+            warn(self._actors.warning)
         self._monitor = Monitor()
         self.num_workers = self._actors.placement.num_workers
         self._health = Health(patience)
@@ -161,7 +161,8 @@ class RayEngine(Engine):
 
     def describe(self) -> str:
         cut = "" if self._mesh is None else f" ({self._mesh})"
-        return self._actors.placement.describe() + cut
+        count = "1 process" if self.num_workers == 1 else f"{self.num_workers} processes"
+        return f"{count}, {self._actors.placement.describe()} each{cut}"
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -235,9 +236,9 @@ class RayEngine(Engine):
         ]
         have, need = min(stores, key=lambda store: store[0] / store[1])
         if have < need:
-            self.note(
-                f"the object store has {have / 1e6:,.0f} MB of a node, and {need / 1e6:,.0f} MB "
-                "would keep all sums in memory: slower, for Ray spills to disk"
+            self.warn(
+                f"the object store has {have / 1e6:,.0f} MB on a node; {need / 1e6:,.0f} MB would "
+                "keep all sums in memory. Steps are slower, because Ray spills to disk"
             )
 
     def _dispatch(self, first: _Call | None = None) -> None:
@@ -371,7 +372,7 @@ class RayEngine(Engine):
             raise EngineError(f"a worker could not start: {reason}")
         if not self._health.alive:
             raise EngineError(f"no worker is left: {reason}")
-        self.note(f"a worker is given up: {reason}")
+        self.warn(f"a worker was lost, and its work is repeated: {reason}")
 
     def _name(self, flight: _Flight) -> str:
         if flight.call is None:

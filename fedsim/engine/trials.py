@@ -77,7 +77,7 @@ def choose_strategy(
     if wanted != AUTO:
         return _requested(engine, params, rows, clip, wanted), "as asked for"
     if not len(rows):
-        return Strategy("scan", min(group, 8)), "nothing to try others on"
+        return Strategy("scan", min(group, 8)), "no examples to try others on"
     machine = engine.machine(params)
     on_cpu = ", cpu," in machine and MESH not in machine
     tried = candidates(group, num_coordinates(params), on_cpu=on_cpu)
@@ -85,7 +85,7 @@ def choose_strategy(
     of_all, of_some = cache / f"{digest}.json", cache / f"{digest}-{num_units:.0f}.json"
     ours = _is_ours(cache)
     if ours and (cached := _cached(of_all, tried) or _cached(of_some, tried)):
-        return cached, "as on this machine before"
+        return cached, "the fastest when this machine tried"
     began, trials = time.monotonic(), []
     for trial in engine.try_strategies(params, rows, clip, tried, together):
         trials.append(trial)
@@ -96,11 +96,12 @@ def choose_strategy(
         if next_ends > max(LEAST_TRIALS_S, TRIALS_SHARE * run):
             break
     strategy = choose([(t.strategy, None if t.fault else t.seconds) for t in trials])
-    why = "; ".join(map(_describe, trials))
+    times = "; ".join(map(_describe, trials))
+    which = f"fastest of {len(trials)} tried" if len(trials) > 1 else "the only one tried"
     if ours:
         file = of_all if len(trials) == len(tried) else of_some
-        write_json(file, {"strategy": str(strategy), "trials": why})
-    return strategy, why
+        write_json(file, {"strategy": str(strategy), "trials": times})
+    return strategy, f"{which}: {times}"
 
 
 def _requested(engine: Engine, params: Any, rows: np.ndarray, clip: Clip, wanted: str) -> Strategy:

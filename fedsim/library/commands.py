@@ -1,6 +1,6 @@
 """`recommend`, `audit` and `pretrain`: what the commands of these names do, as functions.
 
-They return objects, and write nothing on the terminal unless `verbose` is given.
+They return objects, and write only warnings on the terminal unless `output` is given.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from fedsim.library.run import (
     TrainSettings,
     configs_of,
     flags_of_data,
-    naming_arguments,
     new_directory,
 )
+from fedsim.library.wording import to_python
 from fedsim.run import Console
 from fedsim.tuning import Advice, Cell
 
@@ -101,7 +101,6 @@ def recommend(
     users: int = 128,
     plan_only: bool = False,
     plot: str | Path | None = None,
-    verbose: bool = False,
     **settings: Unpack[MechanismSettings],
 ) -> Recommendation:
     """Recommend els or uls, and its settings, for some data, an epsilon and a batch size.
@@ -114,25 +113,24 @@ def recommend(
       users: number of users whose gradients are measured.
       plan_only: measure no gradients, and answer at once.
       plot: PNG file to draw: noise per step against group size.
-      verbose: show progress on stderr.
-      settings: settings of `train`; those that are recommended cannot be given.
+      settings: settings of `train`, except those that are recommended; output is quiet by default.
 
     Raises:
       ConfigError: a setting or the data are wrong; one line says how.
       EngineError: the workers are lost.
     """
-    for name in settings.keys() - OF_MECHANISM:
-        raise ConfigError.of(name, settings[name], "the name of a setting of recommend")
-    flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": str(run_dir), **settings}
-    privacy, run = configs_of(flags | flags_of_data(data, user, text))
-    set_threads(run.engine)
-    from fedsim.tuning import recommend as advise  # imports JAX, which reads the threads
+    with to_python(settings.get("output", "quiet"), given=settings.keys()):
+        for name in settings.keys() - OF_MECHANISM:
+            raise ConfigError.of(name, settings[name], "the name of a setting of recommend")
+        flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": str(run_dir), **settings}
+        privacy, run = configs_of(flags | flags_of_data(data, user, text))
+        set_threads(run.engine)
+        from fedsim.tuning import recommend as advise  # imports JAX, which reads the threads
 
-    with naming_arguments(settings.keys()):
         found = advise(
             privacy,
             run,
-            Console(quiet=not verbose),
+            Console(),
             num_users=users,
             plot=None if plot is None else Path(expand_home("plot", plot)),
             plan_only=plan_only,
@@ -164,40 +162,39 @@ def audit(
     text_canaries: int = 100,
     confidence: float = 0.95,
     attacked_users: int = 200,
-    verbose: bool = False,
     **settings: Unpack[TrainSettings],
 ) -> AuditResult:
     """Attack a training: plant made-up users (canaries), train, and guess which took part.
 
     Args:
-      algorithm, data, epsilon, num_steps, user, text, settings: the training; as for `train`.
+      algorithm, data, epsilon, num_steps, user, text, settings: the training; as for `train`,
+        but output is quiet by default.
       run_dir: directory of the audited run. Default: a new one in runs/.
       gradient_canaries, text_canaries: number of made-up users of each kind; see `AuditConfig`.
       confidence: of each lower bound.
       attacked_users: number of real users whose membership is guessed.
-      verbose: show progress on stderr.
 
     Raises:
       ConfigError: a setting or the data are wrong; one line says how.
       EngineError: the workers are lost.
     """
-    expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
-    given = {
-        "gradient_canaries": gradient_canaries,
-        "text_canaries": text_canaries,
-        "confidence": confidence,
-        "attacked_users": attacked_users,
-    }
-    types = types_of(AuditConfig)
-    attack = AuditConfig(**{name: typed(name, value, types[name]) for name, value in given.items()})
-    place = str(run_dir or new_directory(f"audit-{algorithm}"))
-    flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": place, **settings}
-    privacy, run = configs_of(flags | flags_of_data(data, user, text))
-    set_threads(run.engine)
-    from fedsim.trust import audit as attack_training
+    with to_python(settings.get("output", "quiet"), given=settings.keys()):
+        expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
+        given = {
+            "gradient_canaries": gradient_canaries,
+            "text_canaries": text_canaries,
+            "confidence": confidence,
+            "attacked_users": attacked_users,
+        }
+        types = types_of(AuditConfig)
+        attack = AuditConfig(**{name: typed(name, x, types[name]) for name, x in given.items()})
+        place = str(run_dir or new_directory(f"audit-{algorithm}"))
+        flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": place, **settings}
+        privacy, run = configs_of(flags | flags_of_data(data, user, text))
+        set_threads(run.engine)
+        from fedsim.trust import audit as attack_training
 
-    console = Console(log_every=run.log_every, quiet=not verbose)
-    with naming_arguments(settings.keys()):
+        console = Console(log_every=run.log_every)
         found = attack_training(Algorithm(algorithm), attack, privacy, run, console)
     names = ("delta", "epsilon_lower_bound", "confidence", "holds", "verdict", "canaries_needed")
     return AuditResult(
@@ -219,7 +216,6 @@ def pretrain(
     run_dir: str | Path | None = None,
     user: str | None = None,
     text: str | None = None,
-    verbose: bool = False,
     **settings: Unpack[RunSettings],
 ) -> Run:
     """Train on public text WITHOUT privacy, to make a model for `train(model=run.run_dir)`.
@@ -228,8 +224,7 @@ def pretrain(
       data, user, text: as for `train`.
       num_steps, batch_size, rows_per_pass, warmup_steps: see `PretrainConfig`.
       run_dir: directory of the run. Default: a new one in runs/.
-      verbose: show progress on stderr.
-      settings: other flags of `fedsim pretrain`, with underscores.
+      settings: other flags of `fedsim pretrain`, with underscores; output is quiet by default.
 
     Returns:
       The run, whose epsilon is infinite.
@@ -238,18 +233,18 @@ def pretrain(
       ConfigError: a setting or the data are wrong; one line says how.
       EngineError: the workers are lost.
     """
-    flags: dict[str, Any] = {
-        "num_steps": num_steps,
-        "batch_size": batch_size,
-        "rows_per_pass": rows_per_pass,
-        "warmup_steps": warmup_steps,
-        "run_dir": str(run_dir or new_directory("pretrained")),
-        **settings,
-    }
-    how, run = configs_of(flags | flags_of_data(data, user, text), PretrainConfig)
-    set_threads(run.engine)
-    from fedsim.training import pretrain as train_openly  # imports JAX, which reads the threads
+    with to_python(settings.get("output", "quiet"), given=settings.keys()):
+        flags: dict[str, Any] = {
+            "num_steps": num_steps,
+            "batch_size": batch_size,
+            "rows_per_pass": rows_per_pass,
+            "warmup_steps": warmup_steps,
+            "run_dir": str(run_dir or new_directory("pretrained")),
+            **settings,
+        }
+        how, run = configs_of(flags | flags_of_data(data, user, text), PretrainConfig)
+        set_threads(run.engine)
+        from fedsim.training import pretrain as train_openly  # imports JAX, which reads the threads
 
-    with naming_arguments(settings.keys()):
-        train_openly(how, run, Console(log_every=run.log_every, quiet=not verbose))
+        train_openly(how, run, Console(log_every=run.log_every))
     return Run(run.run_dir)

@@ -3,8 +3,7 @@
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
@@ -20,12 +19,14 @@ from fedsim.config import (
     run_config,
     typed,
     types_of,
+    unknown_setting,
 )
 from fedsim.engine import Task, set_threads
-from fedsim.errors import ConfigError, MissingColumn, expect
+from fedsim.errors import ConfigError, expect
 from fedsim.files import expand_home
 from fedsim.library.own_task import OwnTask
 from fedsim.library.tables import source_of
+from fedsim.library.wording import to_python
 from fedsim.run import Console, StoredRun, checkpoint, directory, guarantee_line, spent
 from fedsim.training import Callback, StepFunction, expect_callbacks
 from fedsim.trust import Check
@@ -88,7 +89,7 @@ class Run:
 
     @property
     def eval_loss(self) -> float:
-        """The last loss on held-out users, in nats per token; nan if there are none."""
+        """The last loss on held-out users, in nats per token or byte; nan if there are none."""
         loss = self.summary["final_eval_loss"]
         return math.nan if loss is None else float(loss)
 
@@ -124,14 +125,16 @@ class Run:
         """
         run = changed_run(self.stored.run, engine="local")
         set_threads(run.engine)
-        if epsilon is None:
-            expect("epsilon", epsilon, not how, f"a value, beside {', '.join(how)}")
-            from fedsim.evaluate import evaluate_run
+        with to_python():
+            if epsilon is None:
+                expect("epsilon", epsilon, not how, f"a value, beside {', '.join(how)}")
+                from fedsim.evaluate import evaluate_run
 
-            return evaluate_run(self.stored, run, Console())
-        from fedsim.training import PrivateEvaluation, evaluate_privately
+                return evaluate_run(self.stored, run, Console())
+            from fedsim.training import PrivateEvaluation, evaluate_privately
 
-        return evaluate_privately(self.stored, run, PrivateEvaluation(epsilon, **how), Console())
+            privately = PrivateEvaluation(epsilon, **how)
+            return evaluate_privately(self.stored, run, privately, Console())
 
     def verify(
         self, *, replay: bool = False, whole: bool = False, data: str | Path | None = None
@@ -151,7 +154,8 @@ class Run:
 
         again = "whole" if whole else "last" if replay else ""
         place = None if data is None else expand_home("data", data)
-        return verify(self.run_dir, data=place, again=again, console=Console())
+        with to_python():
+            return verify(self.run_dir, data=place, again=again, console=Console())
 
     def report(self, out: str | Path | None = None) -> dict[str, Any]:
         """Write the privacy report.
@@ -167,7 +171,8 @@ class Run:
         """
         from fedsim.trust import report
 
-        return report(self.run_dir, Path(expand_home("out", out or self.run_dir)), Console())
+        with to_python():
+            return report(self.run_dir, Path(expand_home("out", out or self.run_dir)), Console())
 
     def generate(
         self,
@@ -253,6 +258,7 @@ class RunSettings(TypedDict, total=False):
     log_every: int
     log_to: Sequence[LoggerName]
     log_non_private: bool
+    output: Literal["quiet", "normal", "verbose"]
     resume: bool
     budget_ledger: str | Path | None
     limit_epsilon: float | None
@@ -335,31 +341,31 @@ def train(
       ConfigError: a setting or the data are wrong; one line says how.
       EngineError: the workers are lost.
     """
-    expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
-    calls = callback is None or callable(callback)
-    expect("callback", callback, calls, "a function of a step's number and its metrics")
-    expect_callbacks(callbacks)
-    called = [*callbacks, *([StepFunction(callback)] if callback is not None else [])]
-    flags: dict[str, Any] = {"epsilon": epsilon, "num_steps": num_steps, **settings}
-    flags["run_dir"] = str(run_dir or new_directory(algorithm))
-    source = None
-    if task is not None:
-        source = OwnTask(task, data, settings.get("normalise_ids"))
-        name = task.describe().get("task", type(task).__qualname__)
-        flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
-    else:
-        flags |= flags_of_data(data, user, text)
-    privacy, run = configs_of(flags)
-    set_threads(run.engine)
-    from fedsim.training import train as train_run  # imports JAX, which reads the threads
+    with to_python(settings.get("output", "normal"), given=settings.keys()):
+        expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
+        calls = callback is None or callable(callback)
+        expect("callback", callback, calls, "a function of a step's number and its metrics")
+        expect_callbacks(callbacks)
+        called = [*callbacks, *([StepFunction(callback)] if callback is not None else [])]
+        flags: dict[str, Any] = {"epsilon": epsilon, "num_steps": num_steps, **settings}
+        flags["run_dir"] = str(run_dir or new_directory(algorithm))
+        source = None
+        if task is not None:
+            source = OwnTask(task, data, settings.get("normalise_ids"))
+            name = task.describe().get("task", type(task).__qualname__)
+            flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
+        else:
+            flags |= flags_of_data(data, user, text)
+        privacy, run = configs_of(flags)
+        set_threads(run.engine)
+        from fedsim.training import train as train_run  # imports JAX, which reads the threads
 
-    console = Console(log_every=run.log_every)
-    with naming_arguments(settings.keys()):
+        console = Console(log_every=run.log_every)
         summary = train_run(
             Algorithm(algorithm), privacy, run, console, source=source, callbacks=called
         )
-    console.summary(summary, run.run_dir)
-    return Run(run.run_dir)
+        console.summary(summary, run.run_dir)
+        return Run(run.run_dir)
 
 
 def new_directory(name: str) -> Path:
@@ -374,19 +380,6 @@ def flags_of_data(data: Any, user: str | None, text: str | None) -> dict[str, st
     columns = {"user_column": user, "text_column": text}
     given = {name: column for name, column in columns.items() if column is not None}
     return {"data": source_of(data, user or USER, text or TEXT), **given}
-
-
-@contextmanager
-def naming_arguments(settings: Set[str]) -> Iterator[None]:
-    """Name a missing column by the argument `user` or `text`, unless a flag was given for it."""
-    try:
-        yield
-    except MissingColumn as error:
-        name = str(error.field).removesuffix("_column")
-        if name not in ("user", "text") or {name, f"{name}_column"} & settings:
-            raise
-        line = str(error).removeprefix(f"{name}_column")
-        raise MissingColumn(f"{name}{line}", field=name) from None
 
 
 Config = TypeVar("Config")
@@ -406,7 +399,7 @@ def configs_of(
     settings = renamed(settings) if kind is PrivacyConfig else settings
     types = types_of(kind) | types_of(RunConfig)
     for name in settings.keys() - types.keys():
-        raise ConfigError.of(name, settings[name], "the name of a setting of train")
+        raise unknown_setting(name, settings[name], types)
     values = {name: typed(name, value, types[name]) for name, value in settings.items()}
     first = {name: values.pop(name) for name in flags_of(kind) if name in values}
     return kind(**first), run_config(**values)

@@ -27,7 +27,7 @@ from fedsim.data import (
     sources,
 )
 from fedsim.errors import DataError
-from fedsim.files import cache_dir, own_directory
+from fedsim.files import TABLES, cache_dir, own_directory
 
 ROWS = 10_000
 """Rows that are written at a time."""
@@ -191,7 +191,7 @@ def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
     Raises:
       NotOurs: other users of the machine could change it.
     """
-    home = own_directory(cache_dir() / "tables")
+    home = own_directory(cache_dir() / TABLES)
     temporary = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
     try:
         _write(temporary, batches, user, text)

@@ -5,6 +5,8 @@ from .defaults import (
 )
 from .options import (
     ADJACENCY as ADJACENCY,
+    PROTECTS as PROTECTS,
+    PUBLIC as PUBLIC,
     REPRODUCTION as REPRODUCTION,
     TRIAL as TRIAL,
     AllocatedSampling as AllocatedSampling,
@@ -21,6 +23,13 @@ from .options import (
     ShuffledSampling as ShuffledSampling,
     Trial as Trial,
     holds as holds,
+    why_not as why_not,
+)
+from .outlook import (
+    doubt as doubt,
+    expect_enough_users as expect_enough_users,
+    noise_ratio as noise_ratio,
+    outlook as outlook,
 )
 from .plan import (
     FLAT as FLAT,

@@ -25,7 +25,7 @@ from fedsim.data import Dataset, decided_by_texts
 from fedsim.errors import ConfigError, expect
 from fedsim.keys import SecretKey
 from fedsim.noise import Prediction, best, predictions
-from fedsim.plan.options import assumed_share
+from fedsim.plan.options import PUBLIC, assumed_share
 from fedsim.plan.plan import events_before
 from fedsim.sampling import Users, examples_per_user, graph_of, median_group_size, private_median
 
@@ -70,7 +70,7 @@ def complete(
     for name in filter(None, privacy.chosen_on_data.split(",")):
         exposed.append(f"{name} (chosen by looking at this data)")
     if key is not None and key.seed is not None:
-        exposed.append("the seed (whoever knows or guesses it can take the noise away)")
+        exposed.append("the seed (whoever knows or guesses it can remove the noise)")
     privacy = dataclasses.replace(privacy, delta=delta, group_size=group_size)
     if privacy.sampling == ALLOCATION:
         privacy = allocated(algorithm, privacy, users.num_users)
@@ -83,13 +83,14 @@ def complete(
 def _public_counts(algorithm: Algorithm, privacy: PrivacyConfig, users: Users) -> str:
     """The counts of the data that the guarantee takes as public."""
     if graph_of(users) is not None:
-        graph = f"{users.num_users} users, {users.num_examples} texts and who owns which of them"
-        return f"{graph} (taken as public and fixed)"
+        graph = f"that there are {users.num_users:,} users and {users.num_examples:,} texts, and "
+        graph += "who owns which of them"
+        return f"{PUBLIC}{graph}"
     if privacy.adjacency == ZERO_OUT:
-        return f"num_examples={users.num_examples} (a count without noise)"
-    pool = " and the pool's size" if algorithm == Algorithm.ELS else ""
-    counts = f"num_users={users.num_users}, num_examples={users.num_examples}{pool}"
-    return f"{counts} (taken as public)"
+        return f"{PUBLIC}how many examples there are ({users.num_examples:,})"
+    pool = ", and the size of the pool" if algorithm == Algorithm.ELS else ""
+    counts = f"{users.num_users:,} users, {users.num_examples:,} examples"
+    return f"{PUBLIC}how many users and examples there are ({counts}){pool}"
 
 
 def _group_size(

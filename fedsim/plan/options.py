@@ -22,10 +22,25 @@ ADJACENCY = {
     SHARED: "zero out all texts that one user owns, alone or with others, who owns which being "
     "public and fixed",
 }
+PROTECTS = {
+    ADJACENCY[ZERO_OUT]: "all texts of a user; that they are one of the users is not hidden",
+    ADJACENCY[ADD_OR_REMOVE]: "all texts of a user, and whether they are one of the users",
+    ADJACENCY[SHARED]: "all texts that a user owns, alone or with others; who owns which is not "
+    "hidden",
+}
+"""The same for people, by the adjacency in words."""
+PUBLIC = "public by assumption: "
+"""Start of a fact in `Plan.non_private` that the guarantee takes as known to everyone."""
 REPRODUCTION = "of a seed that others may know or guess: a reproduction, not a guarantee"
 TRIAL = "of one trial of a private selection, which costs more: not a guarantee"
 UNPROVEN = "with a strategy whose bound on contributions is not proven: not a guarantee"
 """Label of runs of earlier versions, which had strategies without a proof."""
+SHORT_REASONS = {
+    COMPARISON_ONLY: "shuffled draws",
+    REPRODUCTION: "a known seed",
+    TRIAL: "a trial",
+    UNPROVEN: "a strategy without proof",
+}
 
 
 Number = Annotated[
@@ -259,6 +274,11 @@ class Evaluations:
 def holds(labels: Iterable[str], adjacency: str, *, shared: bool) -> str:
     """The condition under which epsilon holds: the adjacency, or why it is no guarantee."""
     return "; ".join(labels) or ADJACENCY[SHARED if shared else adjacency]
+
+
+def why_not(label: str) -> str:
+    """The label of an epsilon that is no guarantee in few words; "no noise" if it is empty."""
+    return "; ".join(SHORT_REASONS.get(part, part) for part in label.split("; ")) or "no noise"
 
 
 def assumed_share(assumed_population: int | None, num_users: int) -> float:

@@ -7,9 +7,12 @@ from . import (
 )
 from .console import (
     EVALUATED as EVALUATED,
+    STAR as STAR,
     Console as Console,
+    change_of_loss as change_of_loss,
     guarantee_line as guarantee_line,
     lines_of as lines_of,
+    loss_in_words as loss_in_words,
     runs_in as runs_in,
     spent as spent,
 )
@@ -55,5 +58,8 @@ from .terminal import (
     Terminal as Terminal,
     aligned as aligned,
     columns as columns,
+    duration as duration,
+    hanging as hanging,
+    speaking as speaking,
     wrapped as wrapped,
 )

@@ -15,38 +15,52 @@ from rich.console import Console as RichConsole
 from rich.text import Text
 
 from fedsim.accounting import at_least, at_most
-from fedsim.config import ZERO_OUT, Algorithm, RunConfig, settings_of
+from fedsim.config import ZERO_OUT, Algorithm, RunConfig
+from fedsim.data import NATS_PER_TOKEN, name_of_source
 from fedsim.errors import FedsimError
 from fedsim.files import read_json
 from fedsim.noise import predicted_error
-from fedsim.plan import Plan
+from fedsim.plan import PROTECTS, PUBLIC, Plan
 from fedsim.run import directory, ledger, metrics
 from fedsim.run.directory import Busy, StoredRun
-from fedsim.run.terminal import Terminal, aligned
+from fedsim.run.terminal import (
+    REFRESH_S,
+    Terminal,
+    aligned,
+    duration,
+    in_notebook,
+    overwrite,
+    shortened,
+)
 
 SHOWN = {
     "privacy/epsilon": "epsilon",
     "comparison_only/epsilon_as_if_poisson": "epsilon as if Poisson sampled",
     "comparison_only/epsilon_of_assumed_population": "epsilon of an assumed population",
-    "eval/loss": "eval loss",
-    "non_private/loss": "loss (non-private)",
+    "eval/loss": "held-out loss",
+    "non_private/loss": "train loss",
+}
+"""Names of metrics in a step's line, the most important first."""
+SPEEDS = {
     "non_private/gradients_per_second": "gradients/s",
     "performance/tokens_per_second": "tokens/s",
 }
-"""Names of metrics in a step's line, the most important first."""
+"""Names of metrics that the line has only if the level is verbose."""
 BAR, WITH_BAR = 10, 80  # columns of the bar, and of the narrowest terminal that shows it
 EVALUATED = "eval/step"
 """Metric: the step after which the shown held-out loss was computed, as later steps may show it."""
-QUIET_S = 10.0  # longest time between two lines about steps in a log
+MOST_LINES = 10  # about steps in the log of a run, unless the level is verbose
+EARLY = 3  # a log of many steps has a line after so many, to show how long the rest will take
 
 Show = Callable[[int, dict[str, float]], None]
 
 
-def items(values: dict[str, float]) -> list[str]:
+def items(values: dict[str, float], *, verbose: bool = False) -> list[str]:
     """The metrics of a step that have a value, each with its name."""
-    named = {name: values.get(metric) for metric, name in SHOWN.items()}
+    names = SHOWN | SPEEDS if verbose else SHOWN
+    named = {name: values.get(metric) for metric, name in names.items()}
     present = {n: v for n, v in named.items() if v is not None and not math.isnan(v)}
-    of_step = f" after step {values[EVALUATED]:g}" if EVALUATED in values else ""
+    of_step = f" (at step {values[EVALUATED]:g})" if EVALUATED in values else ""
     suffixes = {SHOWN["eval/loss"]: of_step}
     return [
         f"{name} {_shown(name, value)}{suffixes.get(name, '')}" for name, value in present.items()
@@ -58,9 +72,9 @@ def _shown(name: str, value: float) -> str:
     return at_most(value, ".4g") if "epsilon" in name else f"{value:.4g}"
 
 
-def line(values: dict[str, float]) -> str:
+def line(values: dict[str, float], *, verbose: bool = False) -> str:
     """Metrics of a step in one line."""
-    return "  ".join(items(values))
+    return "  ".join(items(values, verbose=verbose))
 
 
 def fitted(parts: list[str], width: int) -> str:
@@ -71,7 +85,7 @@ def fitted(parts: list[str], width: int) -> str:
 
 @contextmanager
 def on_terminal(
-    out: RichConsole, first: int, last: int
+    out: RichConsole, first: int, last: int, *, verbose: bool
 ) -> Iterator[tuple[Show, Callable[[str], None]]]:
     """Progress bar on a terminal. Yields (show a step, show a text in its place)."""
     digits = 2 * len(str(last)) + len("/")
@@ -87,7 +101,9 @@ def on_terminal(
     with progress.Progress(*columns, console=out) as bar:
         task = bar.add_task("", total=last, completed=first, parts=[])
         yield (
-            lambda step, values: bar.update(task, completed=step, parts=items(values)),
+            lambda step, values: bar.update(
+                task, completed=step, parts=items(values, verbose=verbose)
+            ),
             lambda text: bar.update(task, parts=[text]),
         )
 
@@ -102,38 +118,35 @@ class _Fitted(progress.ProgressColumn):
         return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def in_lines(note: Callable[[str], None], first: int, last: int, every: int) -> Show:
-    """Progress as lines of a log: after every `every` steps, and at least every QUIET_S."""
+def in_lines(console: Terminal, first: int, last: int, every: int) -> Show:
+    """Progress as lines of a log, one after every `every` steps."""
+    started = time.monotonic()
+    early = first + EARLY if every > EARLY else None
+
+    def show(step: int, values: dict[str, float]) -> None:
+        if step % every == 0 or step in (early, last):
+            left = (time.monotonic() - started) / (step - first) * (last - step)
+            until = f"  {duration(max(1.0, left))} left" if step < last else ""
+            console.note(f"step {step}/{last}  {line(values, verbose=console.verbose)}{until}")
+
+    return show
+
+
+def notebook_bar(first: int, last: int) -> Show:
+    """Progress bar in a notebook: one line that is overwritten, and a last one that stays."""
     started = shown = time.monotonic()
 
     def show(step: int, values: dict[str, float]) -> None:
         nonlocal shown
         now = time.monotonic()
-        if step == first + 1:  # the first step compiles, and shows that
-            shown = now
-        if step % every == 0 or step in (first + 3, last) or now - shown >= QUIET_S:
-            left = (now - started) / (step - first) * (last - step)
-            note(f"step {step}/{last}  {line(values)}  left {left:.0f} s")
-            shown = now
-
-    return show
-
-
-def in_notebook() -> bool:
-    """True if this process is the kernel of a notebook."""
-    return "ipykernel" in sys.modules and hasattr(sys.stderr, "pub_thread")
-
-
-def notebook_bar(first: int, last: int) -> Show:
-    """Progress bar in a notebook: one line that is overwritten after every step."""
-    started = time.monotonic()
-
-    def show(step: int, values: dict[str, float]) -> None:
-        done = round(20 * step / last)
-        left = (time.monotonic() - started) / (step - first) * (last - step)
-        bar = f"{'█' * done}{'░' * (20 - done)} {step}/{last}  {line(values)}  left {left:.0f} s"
-        end = "\n" if step == last else ""
-        print(f"\r{bar:120}", end=end, file=sys.stderr, flush=True)
+        if step < last and step > first + 1 and now - shown < REFRESH_S:
+            return
+        shown, done = now, round(20 * step / last)
+        left = (now - started) / (step - first) * (last - step)
+        until = f"  {duration(max(1.0, left))} left" if step < last else ""
+        overwrite(f"{'█' * done}{'░' * (20 - done)} {step}/{last}  {line(values)}{until}")
+        if step == last:
+            print(file=sys.stderr, flush=True)
 
     return show
 
@@ -141,8 +154,9 @@ def notebook_bar(first: int, last: int) -> Show:
 class Console(Terminal):
     """Shows a run to the person who started it, on stderr."""
 
-    def __init__(self, *, log_every: int = 10, quiet: bool = False):
-        super().__init__(quiet=quiet)
+    def __init__(self, *, log_every: int = 10):
+        """Args: log_every: steps between progress lines in a log, if the level is verbose."""
+        super().__init__()
         self._log_every = log_every
 
     def rows(self, rows: list[tuple[str, str]]) -> None:
@@ -150,21 +164,16 @@ class Console(Terminal):
         for name, value in rows:
             self.note(f"{name:17} {value}", indent=18)
 
-    def plan(self, plan: Plan, workers: Any) -> None:
-        """Show the plan, before the first step, and what its guarantee does not cover."""
-        self.rows(plan_rows(plan, workers))
-        for fact in plan.non_private:
-            self.note(f"not covered by the guarantee: {fact}")
-
-    def update(self, run: RunConfig) -> None:
-        """Show optimizer, learning rate and average.
+    def plan(self, plan: Plan, workers: Any, run: RunConfig) -> None:
+        """Show the plan, before the first step, and what its guarantee does not cover.
 
         Args:
+          workers: the engine.
           run: settings with the defaults of the recipe filled in.
         """
-        average = f", average of {run.ema:g}" if run.ema else ""
-        rate = f"{run.schedule} learning rate {run.learning_rate:g}"
-        self.rows([("update", f"{run.optimizer}, {rate}{average}")])
+        self.rows(plan_rows(plan, workers, run, verbose=self.verbose))
+        for fact in plan.non_private:
+            self.note(fact if fact.startswith(PUBLIC) else f"not private: {fact}")
 
     @contextmanager
     def steps(self, first: int, last: int) -> Iterator[Show]:
@@ -177,13 +186,17 @@ class Console(Terminal):
         Yields:
           A function to call after each step, with its number and metrics.
         """
+        if self._level == "quiet":
+            yield lambda step, values: None
+            return
         if not self._out.is_terminal:
-            if in_notebook() and not self._out.quiet:
+            if in_notebook():
                 yield notebook_bar(first, last)
             else:
-                yield in_lines(self.note, first, last, self._log_every)
+                fewest = 1 if self.verbose else -(-(last - first) // MOST_LINES)
+                yield in_lines(self, first, last, max(self._log_every, fewest))
             return
-        with on_terminal(self._out, first, last) as (show, self._show):
+        with on_terminal(self._out, first, last, verbose=self.verbose) as (show, self._show):
             try:
                 yield show
             finally:
@@ -193,19 +206,44 @@ class Console(Terminal):
         """Show results, claim and directory of a run."""
         losses = [float(summary[name]) for name in ("initial_eval_loss", "final_eval_loss")]
         is_evaluated = all(map(math.isfinite, losses))  # else it was stopped in between
-        shown = "eval loss {:.4g} -> {:.4g} nats/token, ".format(*losses) if is_evaluated else ""
+        unit = summary.get("loss_unit", NATS_PER_TOKEN)
+        shown = (
+            f"held-out loss {change_of_loss(losses[0], losses[1], unit)}; " if is_evaluated else ""
+        )
         self.note(
-            f"{shown}{summary['steps_done']} steps, {summary['gradients_computed']} gradients, "
-            f"{summary['wall_seconds']:.0f} s"
+            f"{shown}{summary['steps_done']} steps, {summary['gradients_computed']:,} gradients, "
+            f"{duration(max(1.0, summary['wall_seconds']))}"
         )
         if is_evaluated and losses[1] > losses[0]:
-            self.note(
-                "warning: the held-out loss rose: this model is worse than what it started from; "
+            self.warn(
+                "the held-out loss rose: this model is worse than what it started from; "
                 "a smaller --learning-rate, a larger --batch-size or more steps may do better"
             )
         self.note(guarantee_line(summary))
         board = shlex.quote(f"{run_dir}/tb")
         self.note(f"written to {run_dir}; look at it with: tensorboard --logdir {board}")
+
+
+def change_of_loss(before: float, after: float, unit: str) -> str:
+    """A loss before and after in words, with its unit and perplexity.
+
+    Args:
+      unit: see `Dataset.loss_unit`.
+    """
+    change = f"{before:.4g} -> {after:.4g}"
+    if not unit:  # of a task of the user's own
+        return change
+    return f"{change} {unit} (perplexity {perplexity(before)} -> {perplexity(after)})"
+
+
+def loss_in_words(loss: float, unit: str) -> str:
+    """A loss in words, with its unit and perplexity; arguments as in `change_of_loss`."""
+    return f"{loss:.4g} {unit} (perplexity {perplexity(loss)})" if unit else f"{loss:.4g}"
+
+
+def perplexity(loss: float) -> str:
+    """exp(loss) to three digits."""
+    return f"{math.exp(min(loss, 700)):.3g}"
 
 
 def spent(summary: dict[str, Any]) -> float:
@@ -227,55 +265,106 @@ def guarantee_line(summary: dict[str, Any]) -> str:
         guarantee += f", what all {summary['num_steps']} planned steps cost"
     if (label := summary["epsilon_holds"]) != summary["adjacency"]:
         return f"{guarantee}: {label}"
-    return f"user-level DP: {guarantee} ({label})"
+    return f"user-level DP: {guarantee}; protects {PROTECTS.get(label, label)}"
 
 
-def plan_rows(plan: Plan, workers: Any) -> list[tuple[str, str]]:
-    """Names and values that describe a plan to a person."""
-    els = plan.algorithm == Algorithm.ELS
-    unit, share = ("examples", "in all") if els else ("users", "each")
-    empty = plan.adjacency == ZERO_OUT and plan.shared is None
-    what = "places" if empty else "examples"
-    pool = f", {plan.num_units:,} {what} in the pool" if els else ""
-    label = f" ({plan.label})" if plan.label else ""
-    if plan.noise_multiplier:
-        epsilon = f"{plan.target_epsilon:g} at delta {at_most(plan.delta, '.2e')}{label}"
-    else:
-        epsilon = "inf: no noise, non-private"
+def plan_rows(
+    plan: Plan, workers: Any, run: RunConfig, *, verbose: bool = False
+) -> list[tuple[str, str]]:
+    """Names and values that describe a run to a person, before its first step.
+
+    Args:
+      workers: the engine.
+      run: settings with the defaults of the recipe filled in.
+      verbose: with technical details.
+    """
+    unit = "example" if plan.algorithm == Algorithm.ELS else "user"
+    bands = plan.sampling.bands
+    groups = f" from {bands} groups of users in turn" if bands > 1 else ""
+    kind = plan.sampling.kind.replace("poisson", "Poisson")
+    drawn = f"{unit}s are drawn by {kind} sampling{groups}"
+    prob, expected = at_least(plan.sampling.prob, ".3g"), f"{plan.expected_count:,} {unit}s"
+    return [
+        ("algorithm", f"DP-SGD-{plan.algorithm.upper()}: {drawn}"),
+        ("data", f"{plan.num_users:,} users, {plan.num_examples:,} examples"),
+        *shared_rows(plan),
+        ("step", f"{expected} on average, each with probability {prob}"),
+        ("per user", _per_user(plan)),
+        *([("protects", PROTECTS[plan.compared])] if plan.guarantee else []),
+        ("epsilon", _target(plan)),
+        ("clipping", _clipping(plan, unit)),
+        ("noise", _noise(plan)),
+        *(noise_rows(plan) if verbose else ()),
+        *evaluation_rows(plan),
+        ("optimizer", _optimizer(run)),
+        (
+            "compute",
+            f"{plan.num_steps:,} steps x {plan.budget:,} gradients of {plan.num_parameters:,} "
+            "parameters",
+        ),
+        ("workers", f"{workers.describe()}; a step is cut in {workers.num_lanes} parts"),
+    ]
+
+
+def _per_user(plan: Plan) -> str:
+    """The bound on a user's examples."""
     median = plan.group_size_epsilon
     chosen = f"; a private median, for epsilon {median:g} of it" if median else ""
+    most = f"at most {plan.group_size:,} example{'s' if plan.group_size > 1 else ''}"
+    if plan.algorithm == Algorithm.ULS:
+        return f"{most} in a step{chosen}"
+    empty = plan.adjacency == ZERO_OUT and plan.shared is None
+    pool = f"{plan.num_units:,} {'places' if empty else 'examples'}"
+    return f"{most} in the whole training (a pool of {pool}){chosen}"
+
+
+def _target(plan: Plan) -> str:
+    """The target epsilon, and the reason if it is no guarantee."""
+    if not plan.noise_multiplier:
+        return "infinite: no noise, so no privacy"
+    label = f" ({plan.label})" if plan.label else ""
+    return f"{plan.target_epsilon:g} at delta {at_most(plan.delta, '.2e')}{label}"
+
+
+def _clipping(plan: Plan, unit: str) -> str:
+    """The rule that bounds gradients."""
     moves = f", moved to quantile {plan.clip_quantile:g} privately" if plan.clip_quantile else ""
-    noise, bands, error = plan.noise.kind, plan.sampling.bands, plan.noise.predicted_error
-    on_sums = "" if error is None else f", {error:.4g} on sums of gradients"
-    rows = ""
-    if error is not None and plan.strategy:
+    limit = f"{plan.clip.sensitivity:g} at most (clip norm C = {plan.clip_norm:g}{moves})"
+    return f"every {unit}'s gradient is scaled to norm {limit}"
+
+
+def _noise(plan: Plan) -> str:
+    """The noise of a step."""
+    if not plan.noise_multiplier:
+        return "none"
+    stddev = plan.clip.sensitivity * plan.gradient_noise_multiplier / plan.expected_count
+    bands = plan.noise.bands
+    back = f", partly taken back in the next {bands - 1} steps" if bands > 1 else ""
+    each = f"each coordinate of the average gradient gets noise of {at_most(stddev, '.2g')}{back}"
+    return f"{each} (noise multiplier {at_most(plan.noise_multiplier, '.4f')})"
+
+
+def noise_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Technical details of the noise; empty without noise."""
+    if not plan.noise_multiplier or (error := plan.noise.predicted_error) is None:
+        return []
+    row = f"{error:.4g} on sums of gradients, in clip norms"
+    if plan.strategy:
         least = predicted_error(plan.noise_multiplier, plan.num_steps, 1)
         size = plan.strategy.bytes_per_number * plan.num_parameters / 1e6
-        rows = (
-            f" ({error / least:.3g} times that of independent noise of this "
-            f"multiplier); rows of {plan.noise.bands - 1} steps take {size:,.3g} MB of the driver"
+        row += (
+            f" ({error / least:.3g} times that of independent noise of this multiplier); earlier "
+            f"noise takes {size:,.3g} MB of the driver"
         )
-    groups = f", {bands} groups of users in turn" if bands > 1 else ""
-    compute = f"{plan.num_steps:,} steps x {plan.budget:,} gradients"
-    return [
-        ("algorithm", f"DP-SGD-{plan.algorithm.upper()}, {plan.sampling.kind} sampling{groups}"),
-        ("data", f"{plan.num_users:,} users, {plan.num_examples:,} examples{pool}"),
-        *shared_rows(plan),
-        (
-            "step",
-            f"{plan.expected_count:,} {unit} expected, with probability "
-            f"{at_least(plan.sampling.prob, '.3g')}",
-        ),
-        ("group size", f"{plan.group_size:,} of a user's examples {share} at most{chosen}"),
-        ("adjacency", plan.compared),
-        ("clipping", f"{plan.clipping}, C = {plan.clip_norm:g}{moves}"),
-        ("epsilon", epsilon),
-        ("noise multiplier", at_most(plan.noise_multiplier, ".4f")),
-        ("noise", f"{noise}{on_sums}{rows}"),
-        *evaluation_rows(plan),
-        ("compute", f"{compute}, {plan.num_parameters:,} parameters"),
-        ("workers", f"{workers.num_workers} x {workers.describe()}; {workers.num_lanes} lanes"),
-    ]
+    return [("noise on sums", row)]
+
+
+def _optimizer(run: RunConfig) -> str:
+    """Optimizer, learning rate and average."""
+    average = f", weights averaged (EMA {run.ema:g})" if run.ema else ""
+    name = "SGD with momentum" if run.optimizer == "momentum" else run.optimizer
+    schedule = "" if run.schedule == "constant" else f" with {run.schedule} decay"
+    return f"{name}, learning rate {run.learning_rate:g}{schedule}{average}"
 
 
 def evaluation_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -283,7 +372,8 @@ def evaluation_rows(plan: Plan) -> list[tuple[str, str]]:
     if (how := plan.evaluations) is None:
         return []
     cost = f"epsilon {how.epsilon:g} at delta {at_most(how.delta, '.2e')} of held-out users"
-    noise = f"noise of {at_most(how.stddev, '.2g')} nats/token on the loss of {how.num_users:,}"
+    noise = f"noise of {at_most(how.stddev, '.2g')} nats per token"
+    noise += f" on the loss of {how.num_users:,}"
     return [("evaluation", f"{how.count:,} times, {cost}; {noise}")]
 
 
@@ -298,6 +388,7 @@ def shared_rows(plan: Plan) -> list[tuple[str, str]]:
     return [("texts", f"{several}; {shared.left_out:,} left out{groups}")]
 
 
+STAR = "*"
 COLUMNS = ("run", "algorithm", "data", "epsilon", "steps", "loss", "status")
 
 
@@ -343,7 +434,7 @@ def _facts(run_dir: Path, stored: StoredRun) -> dict[str, Any]:
     plan, num_steps = stored.plan, stored.settings.num_steps
     return {
         "algorithm": stored.identity.algorithm,
-        "data": Path(str(settings_of(stored.run)["data"])).name,
+        "data": name_of_source(stored.run.data.source),
         "epsilon": epsilon,
         "steps": steps,
         "num_steps": num_steps,
@@ -361,17 +452,27 @@ def _status(run_dir: Path, ended: bool) -> str:
         return "running"
 
 
-def lines_of(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of a text table of the rows; a star marks an epsilon that is no guarantee."""
-    return aligned([COLUMNS, *map(_cells, rows)])
+def lines_of(rows: list[dict[str, Any]], width: int = sys.maxsize) -> list[str]:
+    """Lines of a text table of the rows; STAR marks an epsilon that is no guarantee.
+
+    Args:
+      width: of a line; names of runs and data are shortened to fit, to 12 characters at least.
+    """
+    table = [list(COLUMNS), *map(_cells, rows)]
+    for column in (COLUMNS.index("data"), COLUMNS.index("run")):
+        excess = max(map(len, aligned(table))) - width
+        longest = max(len(cells[column]) for cells in table)
+        for cells in table if excess > 0 else ():
+            cells[column] = shortened(cells[column], max(12, longest - excess))
+    return aligned(table)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     if row["status"] == "damaged":
         return [row["run"], *["-"] * (len(COLUMNS) - 2), "damaged"]
-    epsilon = "-" if math.isnan(row["epsilon"]) else "inf"
+    epsilon = "-" if math.isnan(row["epsilon"]) else f"inf{STAR}"
     if math.isfinite(row["epsilon"]):
-        epsilon = at_most(row["epsilon"], ".4f") + ("" if row["guarantee"] else "*")
+        epsilon = at_most(row["epsilon"], ".4f") + ("" if row["guarantee"] else STAR)
     loss = "-" if math.isnan(row["loss"]) else f"{row['loss']:.4g}"
     steps = f"{row['steps']}/{row['num_steps']}"
     first = [str(row[name]) for name in ("run", "algorithm", "data")]

@@ -109,8 +109,10 @@ class Summary:
     num_steps: int
     steps_done: int
     final_eval_loss: Loss | None = None
-    """Loss on held-out users, in nats per token; nan if not evaluated after the last step."""
+    """Loss on held-out users, in `loss_unit`; nan if not evaluated after the last step."""
     initial_eval_loss: Loss | None = None
+    loss_unit: str = "nats per token"
+    """nats per token or nats per byte; empty for a task of the user's own."""
     slack: Distance | None = None
     privacy_unit: Literal["user"] = "user"
     gradient_noise_multiplier: float | None = None

@@ -40,7 +40,7 @@ class FirstState(NamedTuple):
     """The trained parameters: those of the whole model, or its adapters."""
 
 
-FRESH = "0: fresh models are trained whole; adapters take a pretrained --model"
+FRESH = "0: fresh models are trained whole; adapters take a pretrained model"
 
 
 def find_model(source: str, console: Terminal | None = None) -> Pretrained | None:

@@ -1,5 +1,6 @@
-"""Notes and progress of long phases on stderr; text and tables that fit the terminal.
+"""Warnings, notes and progress on stderr, in three levels; text and tables that fit the terminal.
 
+`quiet` shows warnings only, `normal` what a person decides on, `verbose` technical details as well.
 Imports nothing slow, so that the first line of a command appears at once.
 """
 
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
@@ -17,7 +19,26 @@ from rich.console import Console as RichConsole
 from fedsim.errors import printable
 
 REFRESH_S = 0.5  # between two updates of a progress line
-LINES_S = (3.0, 10.0, 30.0)  # a log gets a line after these times, then every thirty seconds
+FIRST_LINE_S = 3.0  # a log gets a line about a phase after this time, and after each doubling of it
+
+_LEVEL: ContextVar[str] = ContextVar("level", default="normal")
+_WORDING: ContextVar[Callable[[str], str]] = ContextVar("wording", default=str)
+
+
+@contextmanager
+def speaking(level: str, wording: Callable[[str], str] = str) -> Iterator[None]:
+    """Set the level and the wording of the terminals that are made in the block.
+
+    Args:
+      level: quiet, normal or verbose.
+      wording: applied to every line, such as to name settings as the caller knows them.
+    """
+    levels, wordings = _LEVEL.set(level), _WORDING.set(wording)
+    try:
+        yield
+    finally:
+        _LEVEL.reset(levels)
+        _WORDING.reset(wordings)
 
 
 class _Stderr:
@@ -53,34 +74,49 @@ class Phase:
     def line(self) -> str:
         """Progress and remaining time in one line."""
         seconds, done, of = time.monotonic() - self._began, self._done, self._of
-        if not of:
-            return f"{self.what}: {seconds:.0f} s"
-        left = f", {seconds / done * (of - done):.0f} s left" if done else ""
-        return f"{self.what}: {done} of {of}, {seconds:.0f} s{left}"
+        counted = f"{done} of {of} done, " if of else ""
+        left = f", {duration(max(1.0, seconds / done * (of - done)))} left" if done else ""
+        return f"{self.what}: {counted}{duration(max(1.0, seconds))}{left}"
 
 
 class Terminal:
-    """Notes and phases on stderr."""
+    """Warnings, notes and phases on stderr, at the level of the enclosing `speaking`."""
 
     def __init__(self, *, quiet: bool = False):
         """Args: quiet: write nothing."""
         # rich would make a separate output of every line in a notebook.
         file = cast(TextIO, _Stderr())
-        self._out = RichConsole(
-            file=file, highlight=False, emoji=False, force_jupyter=False, quiet=quiet
-        )
+        self._out = RichConsole(file=file, highlight=False, emoji=False, force_jupyter=False)
+        self._level, self._wording = _LEVEL.get(), _WORDING.get()
         self._show: Callable[[str], None] | None = None
         """Shows a phase in the progress bar of the steps, while there is one."""
 
-    def note(self, text: str, *, indent: int = 0) -> None:
-        """Write a line, wrapped on a terminal.
+    @property
+    def verbose(self) -> bool:
+        """True if technical details are shown."""
+        return self._level == "verbose"
 
-        Words stay whole; control characters are escaped.
+    def warn(self, text: str) -> None:
+        """Write a warning, at every level."""
+        self._write(f"warning: {text}")
+
+    def note(self, text: str, *, indent: int = 0) -> None:
+        """Write a line, unless the level is quiet.
 
         Args:
           indent: columns before the second and later lines.
         """
-        text = printable(text)
+        if self._level != "quiet":
+            self._write(text, indent)
+
+    def detail(self, text: str) -> None:
+        """Write a technical line, if the level is verbose."""
+        if self.verbose:
+            self._write(text)
+
+    def _write(self, text: str, indent: int = 0) -> None:
+        """Write a line, wrapped on a terminal. Words stay whole; control characters are escaped."""
+        text = printable(self._wording(text))
         if self._out.is_terminal:
             text = textwrap.fill(
                 text,
@@ -92,20 +128,22 @@ class Terminal:
         self._out.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
-    def phase(self, what: str, *, late: bool = False) -> Iterator[Phase]:
-        """Show an operation and its progress while the block runs.
+    def phase(self, what: str) -> Iterator[Phase]:
+        """Show an operation and its progress while the block runs: one line that is overwritten.
 
-        Args:
-          late: write nothing to a log if the block takes less than the first of LINES_S.
+        A log gets lines only if the block takes long.
         """
         phase, over = Phase(what), threading.Event()
+        if self._level == "quiet":
+            yield phase
+            return
         if self._show is not None:
             how, arguments = self._over_a_bar, (phase, over, self._show)
         elif self._out.is_terminal:
             how, arguments = self._over_a_line, (phase, over)
+        elif in_notebook():
+            how, arguments = self._over_itself, (phase, over)
         else:
-            if not late:
-                self.note(what)
             how, arguments = self._in_lines, (phase, over)
         thread = threading.Thread(target=how, args=arguments, daemon=True)
         thread.start()
@@ -116,20 +154,47 @@ class Terminal:
             thread.join()
 
     def _in_lines(self, phase: Phase, over: threading.Event) -> None:
-        waits = iter(b - a for a, b in zip((0.0, *LINES_S), LINES_S, strict=False))
-        while not over.wait(next(waits, LINES_S[-1])):
+        wait = FIRST_LINE_S
+        while not over.wait(wait):
             self.note(phase.line())
+            wait = max(FIRST_LINE_S, 2 * wait)
 
     def _over_a_line(self, phase: Phase, over: threading.Event) -> None:
         with self._out.status(phase.what) as status:
             while not over.wait(REFRESH_S):
                 status.update(phase.line())
-        self.note(phase.line())
+        self.detail(phase.line())
+
+    @staticmethod
+    def _over_itself(phase: Phase, over: threading.Event) -> None:
+        while not over.wait(REFRESH_S):
+            overwrite(phase.line())
+        overwrite("")
 
     @staticmethod
     def _over_a_bar(phase: Phase, over: threading.Event, show: Callable[[str], None]) -> None:
         while not over.wait(REFRESH_S):
             show(phase.line())
+
+
+def in_notebook() -> bool:
+    """True if this process is the kernel of a notebook."""
+    return "ipykernel" in sys.modules and hasattr(sys.stderr, "pub_thread")
+
+
+def overwrite(text: str) -> None:
+    """Overwrite the last line of a notebook's output."""
+    print(f"\r{text:120}\r", end="", file=sys.stderr, flush=True)
+
+
+UNITS = (("days", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
+
+
+def duration(seconds: float) -> str:
+    """A duration in one unit, to two digits, such as 12 s, 4.2 min or 3 h."""
+    name, unit = next((each for each in UNITS if seconds >= each[1]), UNITS[-1])
+    count = seconds / unit
+    return f"{count:.2g} {name}" if count < 9.95 else f"{count:,.0f} {name}"
 
 
 def columns() -> int:
@@ -144,6 +209,25 @@ def wrapped(text: str) -> str:
         line if "  " in line or "fedsim " in line else fitted.fill(line)
         for line in text.splitlines()
     )
+
+
+def hanging(start: str, text: str) -> str:
+    """A line, broken between words to fit stdout, with its later lines indented below `text`."""
+    return textwrap.fill(
+        text,
+        columns(),
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def shortened(text: str, most: int) -> str:
+    """The text with its middle left out, if it is longer than `most` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: (most - 1) // 2]}…{text[-(most // 2) :]}"
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

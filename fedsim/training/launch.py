@@ -19,7 +19,7 @@ from fedsim.config import Algorithm, EngineConfig, PrivacyConfig, RunConfig
 from fedsim.engine import TRIAL_UNITS, Engine, Task, place_workers, versions
 from fedsim.errors import ConfigError, expect
 from fedsim.plan import Plan, method_for
-from fedsim.run import Console, directory, expect_loggers, receivers
+from fedsim.run import Console, directory, duration, expect_loggers, receivers
 from fedsim.training.callbacks import Callback
 from fedsim.training.open import OpenRun, Plant, Source, open_run
 from fedsim.training.optimizers import Noise, settled, update_of
@@ -82,10 +82,11 @@ def launch(
         users = opened.data.train
         method = method_for(opened.algorithm, planned.privacy, users, opened.key, drawing)
         planned = planned._replace(method=method)
-    opened.console.note(f"{'clipped sum':17} {planned.strategy} ({planned.why})")
+    why = planned.why if opened.console.verbose else planned.why.partition(":")[0]
+    opened.console.rows([("gradient method", f"{planned.strategy} ({why})")])
     other_bits = directory.other_bits(stored, versions(), host)
     if opened.stored and other_bits:
-        opened.console.note(
+        opened.console.warn(
             f"a step that is run again may have other bits: {other_bits}: then what it released is "
             "taken as it was kept, or left out"
         )
@@ -109,7 +110,7 @@ def dry_run(
     """
     privacy = runnable(privacy, run)
     share = privacy.group_size_epsilon
-    counts = "none in a dry run, where nothing counts what a draw costs: give it --group-size"
+    counts = "none in a dry run, which pays for no draw: --group-size sets the group size"
     expect("group_size_epsilon", share, share is None, counts)
     with open_run(algorithm, privacy, run, console) as opened:
         plan, method, _, _, engine, task, params, strategy, _ = plan_run(opened, dry_run=True)
@@ -184,7 +185,7 @@ def _workers(config: EngineConfig) -> tuple[int, int]:
 
 def cost_rows(estimate: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values of an estimate of `cost` for display."""
-    step, steps = _time(estimate["step_seconds"]), _time(estimate["seconds"])
+    step, steps = duration(estimate["step_seconds"]), duration(estimate["seconds"])
     driver = _size(estimate["driver_bytes"])
     worker = _size(estimate["worker_bytes"])
     workers = f"{estimate['num_workers']} worker(s) like this process"
@@ -192,14 +193,6 @@ def cost_rows(estimate: dict[str, Any]) -> list[tuple[str, str]]:
         ("time", f"about {step} a step, {steps} in all, for gradients on {workers}"),
         ("memory", f"about {worker} a worker, {driver} here, beside what any process takes"),
     ]
-
-
-def _time(seconds: float) -> str:
-    units = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
-    name, unit = next((u for u in units if seconds >= u[1]), units[-1])
-    return (
-        f"{seconds / unit:.2g} {name}" if seconds < 99 * unit else f"{seconds / unit:,.0f} {name}"
-    )
 
 
 def _size(num_bytes: int) -> str:

@@ -120,7 +120,7 @@ class OpenRun:
             task, params = make_task(self.run, self.model, self.data, fresh)
         if self.plant is not None:
             task = self.plant.task(task, params)
-        workers = engine.create(self.run.engine, task, note=self.console.note)
+        workers = engine.create(self.run.engine, task, warn=self.console.warn)
         self._stack.callback(workers.close)
         return workers, task, workers.place(params)
 

@@ -166,4 +166,5 @@ def personalize_run(
     if store is None:
         raise ConfigError.of("split", split, f"data with {split}, found {', '.join(data.splits())}")
     result = personalize(task, params, store, split, settings, console)
-    return {"run_dir": str(run.run_dir), "checkpoint": path.name, "split": split, **result}
+    about = {"run_dir": str(run.run_dir), "checkpoint": path.name, "split": split}
+    return {**about, "loss_unit": data.loss_unit, **result}

@@ -27,13 +27,17 @@ from fedsim.plan import (
     Plan,
     before_of,
     complete,
+    doubt,
     drawn_once,
     evaluations_of,
     expect_affordable,
+    expect_enough_users,
     make_plan,
     method_for,
+    noise_ratio,
     planned_phases,
     sharing,
+    why_not,
 )
 from fedsim.run import StoredRun, directory, not_covered, receivers
 from fedsim.training import callbacks as calls
@@ -44,8 +48,9 @@ from fedsim.training.private_evaluation import Counted
 from fedsim.uls import ULS
 
 NOTHING_PROMISED = (
-    "this run has no privacy guarantee. From its first step on, the privacy budget of its users in "
-    "{} is infinite, and no limit can be kept. Use another --budget-ledger for trials"
+    "{}, so no privacy guarantee. The privacy budget of these users, in {}, will be infinite for "
+    "ever, and no limit can be kept. For trials use a ledger of their own: --budget-ledger "
+    "trial-ledger"
 )
 
 FITTED = ("num_steps", "participations", "epsilon")
@@ -124,8 +129,7 @@ def plan_run(
     wait_for(engine, console)
     fresh = opened.model is None
     opened.run = run = settled_by(plan, opened.stored, opened.run, fresh=fresh)
-    console.plan(plan, engine)
-    console.update(run)
+    console.plan(plan, engine, run)
     console.rows(logger_rows(run))
     strategy, why = _strategy(opened, engine, params, method, plan)
     in_ledger = in_ledger if counted else None
@@ -142,6 +146,8 @@ def _complete(
     Args: pays: the draw is counted in the budget ledger.
     """
     algorithm, run, stored, pay = opened.algorithm, opened.run, opened.stored, None
+    if stored is None:
+        expect_enough_users(opened.data.train.num_users, privacy.epsilon)
     if privacy.group_size_epsilon is not None and pays and stored is None:
         opened.start_engine()
         pay = functools.partial(_pay, opened, privacy)
@@ -212,9 +218,9 @@ def _warn(opened: OpenRun, plan: Plan, applicant: Applicant | None) -> None:
     warnings = warnings_of(plan, opened.data, default_delta=opened.settings.delta is None)
     warnings += filter(None, [opened.data.cut_off()])
     if applicant and not plan.guarantee:
-        warnings.append(NOTHING_PROMISED.format(applicant.place))
+        warnings.append(NOTHING_PROMISED.format(why_not(plan.label), applicant.place))
     for warning in warnings:
-        opened.console.note(f"warning: {warning}")
+        opened.console.warn(warning)
 
 
 def _plan_again(stored: StoredRun, opened: OpenRun, method: ELS | ULS) -> Plan:
@@ -262,7 +268,7 @@ def _strategy(
 ) -> tuple[Strategy, str]:
     """The clipping strategy and the reason for it, with progress on the console."""
     units = plan.num_steps * plan.expected_count
-    what = "compiling, and timing ways to compute the clipped sum"
+    what = "compiling, and timing gradient methods"
     with opened.console.phase(what) as phase:
         return strategy_for(
             opened.run.engine,
@@ -283,18 +289,15 @@ def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> li
     """
     warnings = []
     users, noise = plan.num_users, plan.gradient_noise_multiplier
-    if users == 1:
-        warnings.append("there is only one user; user-level privacy needs hundreds of users")
-    elif noise and plan.delta > 1 / users:
+    if noise and plan.delta > 1 / users:
         warnings.append(
             f"delta={plan.delta:g} is above 1/{users}: it allows publishing all texts of one of "
-            f"{users} users; the default is {users**-1.1:.2g}"
+            f"{users:,} users; the default is {users**-1.1:.2g}"
         )
     elif noise and default_delta:
         warnings.append(
-            f"delta={plan.delta:.2g}, the default, allows leaking one user's texts with "
-            f"probability up to {plan.delta * users:.2g} ({users} users); for a release use one "
-            "such as --delta 1e-6"
+            f"delta {plan.delta:.2g}, the default for {users:,} users, allows leaking one user's "
+            f"texts with probability up to {plan.delta * users:.2g}. For a release use --delta 1e-6"
         )
     if noise > plan.expected_count:
         unit = "examples" if plan.algorithm == Algorithm.ELS else "users"
@@ -304,17 +307,23 @@ def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> li
             f"{plan.expected_count} {unit} can be: the model will hardly learn without a larger "
             "--batch-size or --epsilon"
         )
+    elif noise and (error := plan.noise.predicted_error) is not None:
+        on_sums = error / plan.expected_count
+        warnings += doubt(noise_ratio(on_sums, plan.num_parameters, plan.num_steps), users)
     if data.eval_users is None:
-        warnings.append("no users are held out, so there will be no eval loss")
+        warnings.append("no users are held out, so there will be no held-out loss")
     return warnings
 
 
 def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
     """Facts that the guarantee does not cover, from the settings that cannot change it."""
-    facts = [] if fresh_model else [f"what model={run.model.source} was trained on"]
+    facts = [] if fresh_model else [f"the texts that model={run.model.source} was trained on"]
     if own_task:
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")
-    timed = "the strategy of the clipped sum (timed on units of a draw)"
+    timed = (
+        "which gradient method was fastest (it was timed on real data; --strategy scan:1 avoids "
+        "this)"
+    )
     return [*facts, timed] if run.engine.strategy == AUTO else facts
 
 
@@ -353,7 +362,7 @@ def expect_local_steps(run: RunConfig, group_size: int | None) -> None:
     Args: group_size: that of ULS; None for ELS.
     """
     most = group_size or 1
-    several = f"in [1, {most}], the group size (--group-size)"
+    several = f"in [1, {most}], the group size"
     expected = several if group_size else "1, with ELS"
     expect("local_steps", run.local_steps, run.local_steps <= most, expected)
 

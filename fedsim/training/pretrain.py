@@ -72,7 +72,7 @@ def pretrain(settings: PretrainConfig, run: RunConfig, console: Console) -> dict
         applicant = Applicant.of(run, data.train, None, directory.PRETRAIN)
         applicant.expect_place()
         workers, task, params = opened.start_engine()
-        console.note(WARNING)
+        console.warn(WARNING)
         wait_for(workers, console)
         opened.begin(task)
         entry = applicant.entry(opened.key.seal("ledger"), None, (0.0, 0.0), WARNING)
@@ -184,12 +184,12 @@ class Pretrainer:
         ):
             first = state.step
             if not state.step:
-                with self._phase("the first evaluation, lane by lane"):
+                with self._phase("evaluation after step 0"):
                     self._evaluate(state, metrics)
                 state.initial_eval_loss = state.eval_loss
             while state.step < last and not stop.is_set():
                 is_first = state.step == first
-                with self._phase("the first step, lane by lane") if is_first else nullcontext():
+                with self._phase("first step") if is_first else nullcontext():
                     values = self._step(state, batches)
                 metrics.log(state.step, values)
                 self.engine.publish(state.step, values)
@@ -253,6 +253,7 @@ class Pretrainer:
             "final_eval_loss": to_json(
                 state.eval_loss if state.evaluated == state.step else math.nan
             ),
+            "loss_unit": self.data.loss_unit,
             "params_sha256": checkpoint.params_sha256(state.params),
             "gradients_computed": state.gradients_computed,
             "wall_seconds": round(state.wall_seconds, 3),

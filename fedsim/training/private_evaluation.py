@@ -217,6 +217,7 @@ def evaluate_privately(
             "checkpoint": path.name,
             "split": how.split,
             "loss": loss,
+            "loss_unit": data.loss_unit,
             "stddev": sigma * most / 2 / store.num_users,
             "loss_bound": most,
             "epsilon": how.epsilon,

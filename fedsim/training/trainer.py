@@ -167,6 +167,8 @@ class Trainer:
                 shown = {**values, "eval/loss": state.eval_loss}
                 self._tell_saved()
                 self.calls.step(state.step, shown)
+                if self.plant is not None:  # canaries have a loss of any size
+                    del shown["non_private/loss"]
                 show(state.step, {**shown, EVALUATED: state.evaluated})
                 finish = self._after(state, metrics, saver)
             if state.step == self.plan.num_steps:
@@ -178,12 +180,12 @@ class Trainer:
 
     def _first_of(self, steps_before: int) -> AbstractContextManager[None]:
         """Show progress during the first step, whose duration is not yet known."""
-        return nullcontext() if steps_before else self._phase("the first step, lane by lane")
+        return nullcontext() if steps_before else self._phase("first step")
 
     @contextmanager
-    def _phase(self, what: str, late: bool = False) -> Iterator[None]:
-        """Show progress of a phase. Args: late: only if it takes long."""
-        with self.console.phase(what, late=late) as phase, self.engine.telling(phase.at):
+    def _phase(self, what: str) -> Iterator[None]:
+        """Show progress of a phase."""
+        with self.console.phase(what) as phase, self.engine.telling(phase.at):
             yield
 
     def _after(self, state: State, metrics: Metrics, saver: checkpoint.Saver) -> Callable[[], None]:
@@ -202,8 +204,7 @@ class Trainer:
         then = dataclasses.replace(state)
 
         def finish() -> None:
-            which = "an" if step else "the first"
-            with self._phase(f"{which} evaluation, lane by lane", late=step > 0):
+            with self._phase(f"evaluation after step {step}"):
                 values = losses()
             metrics.log(step, values)
             self.calls.evaluated(step, values)
@@ -322,7 +323,7 @@ class Trainer:
         before = released.kept(run_dir, step, what.noisy, sha256)
         outcome = "what it released is taken, as it was kept" if before else "is left out"
         why = f"was released before, and bits may be others here ({self.other_bits})"
-        self.console.note(f"step {step} {why}: {outcome}")
+        self.console.warn(f"step {step} {why}: {outcome}")
         return before
 
     def _row_drawn(self, ledger: Ledger, step: int, row: list[np.ndarray]) -> None:
@@ -393,5 +394,6 @@ class Trainer:
         return {
             **claimed_fields(self.plan, epsilon, chain),
             **results(vars(state)),
+            "loss_unit": self.data.loss_unit,
             "host": self.host,
         }

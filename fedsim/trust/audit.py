@@ -86,18 +86,18 @@ def audit(
     data = load_data(run.data, find_model(run.model.source, console), console.note)
     replaced = replacements(algorithm, settings, privacy, run, data)
     for change in replaced:
-        console.note("{setting}={given} is {used} here: {why}".format(**change))
+        console.note("the audit sets {setting}={used}: {why}".format(**change))
     changes = {change["setting"]: change["used"] for change in replaced}
     ours = {name: changes.pop(name) for name in OF_PRIVACY & changes.keys()}
     privacy, run = dataclasses.replace(privacy, **ours), changed_run(run, **changes)
     planted = plant(algorithm, settings, privacy, run.seed, data)
     summary = train(algorithm, privacy, run, console, plant=planted)
-    console.note("attacking")
     newest, plan = checkpoint.latest(run.run_dir), directory.load(run.run_dir).plan
     assert newest is not None and plan is not None, "a run that ended has both"
     phases, delta = ledger.phases(ledger.read(run.run_dir)), summary["delta"]
     claim = _claim(claimed_phases(plan, phases), delta)
-    attacks = attack(planted, checkpoint.load_params(newest), data, settings, delta, claim)
+    with console.phase("attacking the model"):
+        attacks = attack(planted, checkpoint.load_params(newest), data, settings, delta, claim)
     if phases is not None:
         bound = audit_noise(planted.noise, phases, delta, SHARP * (1 - settings.confidence))
         attacks["noise"] = dataclasses.asdict(bound)
@@ -169,7 +169,7 @@ def replacements(
         replace("group_size_epsilon", privacy.group_size_epsilon, None, why)
     if run.engine.strategy == AUTO and settings.gradient_canaries:
         scan = f"scan:{min(group_size or 1, 8)}"
-        why = "ghost, which auto may choose, does not know gradient canaries"
+        why = "gradient canaries need this gradient method"
         replace("strategy", AUTO, scan, why)
     return replaced
 

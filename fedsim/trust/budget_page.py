@@ -11,10 +11,12 @@ from fedsim.accounting import StepEvent, at_least, at_most
 from fedsim.budget import Books, BudgetLedger, Charge, Entry, Limit, books, hold, union
 from fedsim.config import to_json
 from fedsim.errors import expect
+from fedsim.plan import why_not
 from fedsim.run import aligned
 from fedsim.trust.pages import Chart, Series, write
 
 NAME = "budget"
+MOST_NAMED = 5
 HEAD = "run", "kind", "state", "began", "releases", "epsilon alone"
 
 
@@ -138,7 +140,7 @@ def _row(charge: Charge, delta: float) -> dict[str, Any]:
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Table rows of the runs, with the columns of HEAD."""
+    """Table rows of the runs, with the columns of HEAD; a star marks what is no guarantee."""
     return [
         (
             each["run"],
@@ -146,7 +148,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
             each["state"],
             each["began"],
             "-" if each["releases"] is None else f"{each['releases']:,}",
-            _shown(each["epsilon"]) + ("" if each["guarantee"] else f" ({each['why_not']})"),
+            _shown(each["epsilon"]) + ("" if each["guarantee"] else "*"),
         )
         for each in result["runs"]
     ]
@@ -161,14 +163,30 @@ def sentences(result: dict[str, Any]) -> list[str]:
     """Sentences on the cost and on what the limits leave."""
     delta = at_most(result["delta"], ".2e")
     runs, users = len(result["runs"]), f"{result['num_users']:,} users"
-    of = f"{runs} run{'' if runs == 1 else 's'} on texts of these {users}"
-    spent = f"{of}: none of them has paid more than epsilon = "
-    lines = [
-        f"{spent}{_shown(result['epsilon'])} at delta = {delta}, all runs together "
-        f"({_shown(result['sum_of_epsilons'])} if epsilons were added up).",
-        f"{_shown(result['epsilon_adaptive'])} if runs were chosen by looking at earlier ones, for "
-        "a limit that was fixed before the first.",
-    ]
+    total = f"Total over {runs} run{'' if runs == 1 else 's'} on texts of these {users}: "
+    bad = [each for each in result["runs"] if not each["guarantee"] and each["releases"] != 0]
+    lines = []
+    if result["epsilon"] == "inf" and bad:
+        names = ", ".join(
+            f"{each['run']} ({why_not(each['why_not'])})" for each in bad[:MOST_NAMED]
+        )
+        names += ", ..." if len(bad) > MOST_NAMED else ""
+        lines.append(
+            f"{total}unlimited, because {len(bad)} of them had no guarantee: {names}. This cannot "
+            "be undone: whoever has such a model may know these users' texts. For later trials use "
+            "a ledger of their own (--budget-ledger), and for a release other users."
+        )
+    else:
+        lines.append(
+            f"{total}no user has paid more than epsilon = {_shown(result['epsilon'])} at delta = "
+            f"{delta} ({_shown(result['sum_of_epsilons'])} if epsilons were added up)."
+        )
+        if runs > 1:
+            lines.append(
+                "If you looked at earlier results to decide on later runs (most people do), count "
+                f"{_shown(result['epsilon_adaptive'])}, for a limit that was fixed before the "
+                "first run."
+            )
     for limit in result["limits"]:
         at = f"The limit is {limit['epsilon']:g} at delta = {at_most(limit['delta'], '.2e')}"
         if float(limit["spent"]) > limit["epsilon"]:
@@ -182,12 +200,13 @@ def sentences(result: dict[str, Any]) -> list[str]:
             )
     if len(result["limits"]) > 1:
         lines.append("A run has to keep all of these limits: a later one does not lift an earlier.")
-    bad = [each for each in result["runs"] if not each["guarantee"]]
-    if bad:
-        why = f"{bad[0]['run']}: {bad[0]['why_not']}"
+    if runs:
         lines.append(
-            f"{len(bad)} of the runs promise nothing ({why}), so that nothing bounds the sum."
+            f"'epsilon alone' is at delta = {delta} for every run, and differs from the --epsilon "
+            "of a run that was planned at another delta."
         )
+    if bad:
+        lines.append("* no guarantee")
     return lines
 
 

@@ -54,7 +54,7 @@ class Check:
     @property
     def verdict(self) -> str:
         """The outcome in words."""
-        return {True: "holds", False: "VIOLATED", None: "not looked at"}[self.holds]
+        return {True: "OK", False: "VIOLATED", None: "not checked"}[self.holds]
 
 
 class Finding(Generic[T]):

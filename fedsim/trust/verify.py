@@ -318,7 +318,8 @@ def _summary(evidence: Evidence) -> str:
     # Fewer, if a run was killed, resumed, and stopped before it had caught up.
     demand(steps <= released, f"{path}: steps_done={steps}, and the ledger has {released}")
     of = "" if steps == released else f" of {released} that were released"
-    message = f"epsilon {claimed['epsilon']}, {steps} steps{of}, losses, parameters"
+    epsilon = at_most(float(claimed["epsilon"]), ".6g")
+    message = f"epsilon {epsilon}, {steps} steps{of}, losses and parameters agree"
     return f"{message}{_label(evidence.plan)}"
 
 
@@ -354,7 +355,7 @@ def _key(evidence: Evidence) -> str:
     for each, most in ((evidence.run_dir, 0o700), (path, 0o600)):
         mode = stat.S_IMODE(each.stat().st_mode)
         demand(not mode & ~most, f"{each}: mode {mode:o}: expected {most:o}")
-    return "the key is its owner's alone, and the ledger's"
+    return f"{keys.FILE} is readable only by you and belongs to this ledger"
 
 
 def _budget(evidence: Evidence) -> str:
@@ -387,7 +388,8 @@ def _data(evidence: Evidence) -> str:
     path = evidence.dataset.path
     sealed = path is None or (path / SUMS).exists()
     but = "" if sealed else f", but tokenizer and metadata: there is no {SUMS}"
-    return f"{users.num_users} users, {users.num_examples} examples, every byte as it was{but}"
+    counted = f"{users.num_users:,} users, {users.num_examples:,} examples"
+    return f"{counted}, every byte as it was{but}"
 
 
 def _where(evidence: Evidence) -> str:
@@ -440,7 +442,8 @@ def _draws(evidence: Evidence) -> str:
             same = line[name] == drawn
             demand(same, f"step {step}: {line[name]} units took part, the key draws {drawn}")
             count += 1
-    return f"the sizes of the draws of {_of_steps(evidence, count)} are those that the key gives"
+    steps = _of_steps(evidence, count)
+    return f"how many were drawn in each step is what the secret key determines ({steps})"
 
 
 LOOKS: list[tuple[str, Callable[[Evidence], str]]] = [

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import accounting
-from fedsim.accounting import allocated_event
+from fedsim.accounting import allocated_event, at_most
 from fedsim.clipping import lattice_bits
 from fedsim.config import (
     ALLOCATION,
@@ -31,7 +31,8 @@ from fedsim.config import (
 )
 from fedsim.installation import optional
 from fedsim.noise import Prediction, predicted_error, strategy
-from fedsim.plan import allocated, bands_predicted
+from fedsim.plan import PUBLIC, allocated, bands_predicted
+from fedsim.run import duration
 from fedsim.sampling import Users, graph_of
 from fedsim.training import Noise, settled
 
@@ -238,9 +239,8 @@ def choose(els: Advice, uls: Advice) -> tuple[Advice, str]:
     best, other = (els, uls) if els.noise_on_sums <= uls.noise_on_sums else (uls, els)
     ratio = best.noise_on_sums / other.noise_on_sums
     reason = (
-        f"for {best.batch_size:,} gradients a step, {best.algorithm.upper()} adds {ratio:.2f} "
-        f"times the noise of {other.algorithm.upper()} to sums of mean gradients "
-        f"({best.noise_on_sums:.3g} against {other.noise_on_sums:.3g})"
+        f"for {best.batch_size:,} gradients a step, it adds {ratio:.2f} times the noise of "
+        f"{other.algorithm.upper()} to sums of steps"
     )
     return best, reason
 
@@ -287,58 +287,82 @@ def command(algorithm: Algorithm, settings: dict[str, Any]) -> list[str]:
     return words
 
 
-def report(result: dict[str, Any]) -> str:
-    """The result of `recommend` as text."""
-    els, uls = result["els"], result["uls"]
-    rows = [
-        ("group size G", "{group_size:,}"),
-        ("expected count B, M", "{expected_count:,}"),
-        ("probability p, q", "{sampling_prob:.3g}"),
-        ("clip norm C", "{clip_norm:.4g}"),
-        ("between (95 %)", "{between}"),
-        ("noise multiplier", "{noise_multiplier:.4f}"),
-        ("sampling", "{sampling}"),
-        ("noise", "{noise}"),
-        ("noise per step", "{noise_per_step:.3g}"),
-        ("noise on sums", "{noise_on_sums:.3g}"),
-        ("data used", "{data_used:.1%}"),
-        ("gradients per step", "{batch_size:,}"),
-        ("gradients", "{gradients:,.0f}"),
-        ("minutes", "{minutes}"),
-    ]
+ROWS = [
+    ("group size G", "{group_size:,}"),
+    ("examples (ELS) or users (ULS) per step", "{expected_count:,}"),
+    ("chance of each to be drawn", "{sampling_prob:.3g}"),
+    ("clip norm C", "{clip_norm:.4g}"),
+    ("  95 % interval", "{between}"),
+    ("noise multiplier", "{noise_multiplier:.4f}"),
+    ("sampling", "{sampling}"),
+    ("noise", "{noise}"),
+    ("noise per step", "{noise_per_step:.3g}"),
+    ("noise on sums of steps", "{noise_on_sums:.3g}"),
+    ("data used", "{data_used:.1%}"),
+    ("gradients per step", "{batch_size:,}"),
+    ("gradients in all", "{gradients:,.0f}"),
+    ("time, without evaluation", "{duration}"),
+]
+"""Rows of the table, with the shapes of their values."""
+MEASURED = ("  95 % interval", "time, without evaluation")
+"""Rows that are known only where gradients were computed."""
+
+
+def report(result: dict[str, Any], *, verbose: bool = False) -> str:
+    """The result of `recommend` as text: the answer, commands, and a table.
+
+    Args:
+      verbose: with the ways of sampling and kinds of noise that were compared.
+    """
+    best, other = ("els", "uls") if result["recommended"] == "els" else ("uls", "els")
     looked = result["looked_at"] is not None
-    unknown = () if looked else ("between (95 %)", "minutes")
-    cells = [{**each, **_of_people(each)} for each in (els, uls)]
     lines = [
+        f"Use {best.upper()}: {result['reason']}.",
+        f"{result['outlook'][0].upper()}{result['outlook'][1:]}.",
+        "",
+        shlex.join(result[best]["command"]),
+        "",
+        f"# alternative ({other.upper()}):",
+        shlex.join(result[other]["command"]),
+        "",
         f"{result['num_users']:,} users, {result['num_examples']:,} examples, the median user has "
         f"{result['median_examples']:,}; epsilon {result['epsilon']:g} at delta "
-        f"{result['delta']:.3g}; {result['epsilon_holds']}",
-        f"{'':20} {'ELS':>14} {'ULS':>14}",
+        f"{at_most(result['delta'], '.3g')}",
+        "",
+        *_settings_table(result, looked),
+        "",
+        'Lower "noise on sums of steps" means better training: compare the columns.',
     ]
-    for name, shape in rows:
-        if name not in unknown:
-            first, second = (shape.format(**each) for each in cells)
-            lines.append(f"{name:20} {first:>14} {second:>14}")
-    for each in cells:
+    if looked:
+        lines.append(f"Time is for {result['workers']}.")
+    else:
+        lines.append("No gradient was computed: C is 1, and ULS takes 1 example of each user.")
+    lines += [
+        fact if fact.startswith(PUBLIC) else f"not private: {fact}"
+        for fact in result["non_private"]
+    ]
+    lines.append(
+        "To choose privately, within epsilon: --group-size-epsilon E replaces --group-size (els), "
+        "and --clip-quantile Q adapts --clip-norm."
+    )
+    for each in (result["els"], result["uls"]) if verbose else ():
         if each["cells"]:
             name = each["algorithm"].upper()
-            lines.append(f"{name}: noise on sums of mean gradients, in units of the first line's")
+            lines += ["", f"{name}: noise on sums of steps, in units of the first line's"]
             lines += [f"  {line}" for line in table([Cell(**cell) for cell in each["cells"]])]
-    rest = f"minutes are for {result['workers']}"
-    if not looked:
-        rest = "no gradient was computed: ULS has G = 1, where both have the same gradients, "
-        rest += "and C is 1"
-    lines += [
-        f"noise per step is C sigma / count per coordinate, noise on sums the root mean square of "
-        f"that on the sum of all steps so far; {rest}",
-        *(f"not private: {fact}" for fact in result["non_private"]),
-        "privately, within epsilon: --group-size-epsilon E in the place of --group-size (els), and "
-        "--clip-quantile Q beside --clip-norm",
-        f"recommended: {result['recommended'].upper()}: {result['reason']}",
-    ]
-    first, second = (els, uls) if result["recommended"] == "els" else (uls, els)
-    lines += [shlex.join(first["command"]), "the other: " + shlex.join(second["command"])]
     return "\n".join(lines)
+
+
+def _settings_table(result: dict[str, Any], looked: bool) -> list[str]:
+    """Lines of the table of both algorithms' settings."""
+    columns = [{**each, **_of_people(each)} for each in (result["els"], result["uls"])]
+    width = max(len(name) for name, _ in ROWS)
+    lines = [f"{'':{width}} {'ELS':>15} {'ULS':>15}"]
+    for name, shape in ROWS:
+        if looked or name not in MEASURED:
+            first, second = (shape.format(**each) for each in columns)
+            lines.append(f"{name:{width}} {first:>15} {second:>15}")
+    return lines
 
 
 def _of_people(advice: dict[str, Any]) -> dict[str, str]:
@@ -346,7 +370,7 @@ def _of_people(advice: dict[str, Any]) -> dict[str, str]:
     interval, seconds = advice["clip_norm_interval"], advice["seconds"]
     return {
         "between": "" if interval is None else "{:.3g} to {:.3g}".format(*interval),
-        "minutes": "" if seconds is None else f"{seconds / 60:.3g}",
+        "duration": "" if seconds is None else duration(seconds),
     }
 
 

@@ -33,7 +33,16 @@ from fedsim.engine import Engine
 from fedsim.errors import expect
 from fedsim.keys import SecretKey
 from fedsim.noise import predicted_error
-from fedsim.plan import calibrate, complete, holds, method_for, sampling_for
+from fedsim.plan import (
+    calibrate,
+    complete,
+    expect_enough_users,
+    holds,
+    method_for,
+    noise_ratio,
+    outlook,
+    sampling_for,
+)
 from fedsim.run import Console, find_model, load_data, make_task
 from fedsim.sampling import Groups, Users, examples_per_user, graph_of, pool_of
 from fedsim.shared_uls import SharedULS
@@ -207,7 +216,7 @@ def recommend(
       plot: PNG file for a plot of noise per step against group size.
       plan_only: compute no gradients; use the sizes of the data alone.
     Returns: facts of the data and the model; advice for `els` and `uls` (fields of `Advice`); turns
-      of Estimate-and-Double; `recommended`, `reason` and `non_private`.
+      of Estimate-and-Double; `recommended`, `reason`, `outlook` and `non_private`.
     Raises:
       ConfigError: the settings do not fit the data or each other.
       EngineError: workers failed.
@@ -219,6 +228,7 @@ def recommend(
     expect("plot", plot, plot is None or plot.suffix == ".png", "a file ending in .png")
     expect("plot", plot, not (plan_only and plot), "none with plan_only: it shows gradient norms")
     with _started(run, console, working=not plan_only) as start:
+        expect_enough_users(start.data.train.num_users, privacy.epsilon)
         least = LEAST_COHORT if plot else doubling.START.cohort_size // 2
         most = max(1, privacy.batch_size // least)
         norms = None if plan_only else _norms(start, privacy, num_users, most)
@@ -235,6 +245,7 @@ def recommend(
             "turns": [dataclasses.asdict(turn) for turn in by_heuristics.turns],
             "recommended": str(best.algorithm),
             "reason": reason,
+            "outlook": _outlook(best, privacy.num_steps, start),
             "non_private": by_heuristics.non_private,
         }
         if plot is not None:
@@ -262,14 +273,14 @@ def _started(run: RunConfig, console: Console, *, working: bool = True) -> Itera
     model = find_model(run.model.source, console)
     data = load_data(run.data, model, console.note)
     if cut_off := data.cut_off():
-        console.note(f"warning: {cut_off}")
+        console.warn(cut_off)
     engine.remember_programs()
     fresh = SecretKey.create(run.seed or 0).jax_key("init")  # as train does
     task, params = make_task(run, model, data, fresh)
     with ExitStack() as stack:
         workers = None
         if working:
-            workers = engine.create(run.engine, task, note=console.note)
+            workers = engine.create(run.engine, task, warn=console.warn)
             stack.callback(workers.close)
             wait_for(workers, console)
         yield Start(
@@ -337,7 +348,7 @@ def _about(
         "batch_size": privacy.batch_size,
         "model": start.run.model.source,
         "num_parameters": num_coordinates(start.params),
-        "workers": workers and f"{workers.num_workers} x {workers.describe()}",
+        "workers": workers and workers.describe(),
         "looked_at": norms and norms.looked_at,
     }
 
@@ -346,6 +357,13 @@ def _holds(privacy: PrivacyConfig, users: Users) -> str:
     """Condition under which epsilon of a training with a secret key would hold."""
     sampling = sampling_for(privacy.sampling_run, 1.0, privacy)
     return holds(sampling.labels, privacy.adjacency, shared=graph_of(users) is not None)
+
+
+def _outlook(best: Advice, num_steps: int, start: Start) -> str:
+    """A sentence on how much a training with this advice can learn."""
+    on_sums = best.noise_on_sums / best.clip_norm
+    ratio = noise_ratio(on_sums, num_coordinates(start.params), num_steps)
+    return outlook(ratio, start.data.train.num_users)
 
 
 def _advice(

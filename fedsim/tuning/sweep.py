@@ -34,11 +34,12 @@ from fedsim.config import (
     to_json,
     typed,
     types_of,
+    unknown_setting,
 )
 from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.files import cache_dir, expand_home, private_directory, write_atomically
 from fedsim.keys import SecretKey
-from fedsim.run import REALISED, Console, directory, metrics
+from fedsim.run import REALISED, Console, directory, duration, metrics, speaking
 
 RUNS, LOGS, BOARD, TABLE = "runs", "logs", "tb", "results"
 GIVEN_BY_SWEEP = {"run_dir", "resume", "engine", "num_workers"}
@@ -162,7 +163,7 @@ def sweep(
         rows = write_table(jobs, out, errors)
         left = (time.monotonic() - started) / count * (len(todo) - count)
         what = f"{job.algorithm} {_varying(job, jobs)}: {_outcome(job, errors)}"
-        console.note(f"{count}/{len(todo)} {what}; left {left / 60:.1f} min")
+        console.note(f"{count}/{len(todo)} {what}; {duration(max(1.0, left))} left")
     return rows
 
 
@@ -238,7 +239,9 @@ def _side_by_side(
         cache_dir=cache_dir() / "compiled",
     )
     try:
-        console.note(f"{side.placement.num_workers} at a time, each a {side.placement.describe()}")
+        console.note(
+            f"{side.placement.num_workers} at a time, each with {side.placement.describe()}"
+        )
         for index, result in side.run(train_one, jobs):
             yield jobs[index], result
     finally:
@@ -266,7 +269,8 @@ def train_one(job: Job) -> dict[str, Any]:
     """Train, or resume a run; its messages go to the job's log. Runs in a separate process."""
     from fedsim.training import train
 
-    with open(job.log, "a") as log, contextlib.redirect_stderr(log):
+    level = speaking(job.run.output)
+    with open(job.log, "a") as log, contextlib.redirect_stderr(log), level:
         deadline = time.monotonic() + BUSY_S
         while True:
             try:
@@ -320,7 +324,7 @@ def _job(settings: Settings, out: Path) -> Job:
     for name in GIVEN_BY_SWEEP & given.keys():
         raise ConfigError.of(name, given[name], "nothing, it is the sweep's own")
     for name in given.keys() - _DEFAULTS.keys() - {"algorithm"}:
-        raise ConfigError.of(name, given[name], "the name of a setting of train")
+        raise unknown_setting(name, given[name], _DEFAULTS)
     algorithm = given.pop("algorithm", None)
     expect("algorithm", algorithm, algorithm in list(Algorithm), "els or uls")
     given = {

@@ -436,7 +436,7 @@ def test_the_owners_limit_binds_every_run_on_these_users(place, tmp_path):
 @pytest.mark.privacy
 def test_after_a_run_that_promises_nothing_no_limit_can_be_kept(place, tmp_path):
     run(place, tmp_path / "a", label="of a seed that others may know or guess")
-    with refuses("limit_epsilon", says="a promises them nothing (of a seed"):
+    with refuses("limit_epsilon", says="a has no guarantee for them (of a seed"):
         run(place, tmp_path / "b", limit=1e3)
 
 
@@ -469,9 +469,9 @@ def set_limit(place, most, delta=DELTA):
 @pytest.mark.parametrize(("planned", "label"), [(None, ""), (PLANNED, "of a seed")])
 def test_a_run_that_promises_nothing_is_told_that_it_is_the_cause(planned, label, place, tmp_path):
     asked = {"planned": planned, "label": label, "rest": False}
-    why = f"this run promises nothing ({label or 'without noise'}), so no limit can be kept: "
+    why = f"this run has no guarantee ({label or 'without noise'}), so no limit can be kept: "
     own = refused(place, tmp_path / "a", **asked, limit=Limit(5, DELTA))
-    assert own.endswith(f"{why}--limit-epsilon is for runs that promise something")
+    assert own.endswith(f"{why}--limit-epsilon is for runs with a guarantee")
     set_limit(place, 5)
     theirs = refused(place, tmp_path / "a", **asked)
     assert theirs.endswith(f"{why}--budget-ledger names another ledger for trials")

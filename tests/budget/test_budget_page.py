@@ -2,9 +2,13 @@
 
 import pytest
 
-from fedsim.trust.budget_page import sentences
+from fedsim.plan import REPRODUCTION
+from fedsim.trust.budget_page import rows, sentences
 
-RUN = {"run": "a", "guarantee": True, "why_not": ""}
+RUN = {
+    "run": "a", "kind": "train", "state": "released", "began": "now", "releases": 20,
+    "epsilon": 1.0, "guarantee": True, "why_not": "",
+}  # fmt: skip
 
 
 def said(spent, *limits, runs=1):
@@ -20,25 +24,42 @@ def said(spent, *limits, runs=1):
                 {"epsilon": epsilon, "delta": 1e-3, "left": rest, "spent": spent}
                 for epsilon, rest in zip(limits, left, strict=True)
             ],
-            "runs": [RUN] * runs,
+            "runs": runs if isinstance(runs, list) else [RUN] * runs,
         }
     )
 
 
 def test_a_limit_that_is_broken_is_no_limit_that_is_used_up():
-    assert (
-        "The limit is 5 at delta = 1.00e-3, and is broken already: 5.318 is spent"
-        in said(5.318, 5)[2]
-    )
-    assert ": epsilon = 3.681 is left for one" in said(5.3185, 9)[2]
-    assert ": epsilon = 0.0 is left for one" in said(5.0, 5)[2]
+    broken = "The limit is 5 at delta = 1.00e-3, and is broken already: 5.318 is spent"
+    assert broken in said(5.318, 5)[1]
+    assert ": epsilon = 3.681 is left for one" in said(5.3185, 9)[1]
+    assert ": epsilon = 0.0 is left for one" in said(5.0, 5)[1]
 
 
 def test_a_later_limit_does_not_lift_an_earlier_one():
     assert not any("keep all of these limits" in line for line in said(1.0, 6))
-    assert "keep all of these limits" in said(1.0, 2, 6)[-1]
+    assert "keep all of these limits" in said(1.0, 2, 6)[-2]
 
 
-@pytest.mark.parametrize(("runs", "words"), [(0, "0 runs on"), (1, "1 run on"), (2, "2 runs on")])
+@pytest.mark.parametrize(("runs", "words"), [(0, "0 runs"), (1, "1 run"), (2, "2 runs")])
 def test_runs_are_counted_in_words(runs, words):
-    assert said(1.0, runs=runs)[0].startswith(words)
+    lines = said(1.0, runs=runs)
+    assert lines[0].startswith(f"Total over {words} on texts of these 150 users: no user has paid")
+    assert any("If you looked at earlier results" in line for line in lines) == (runs == 2)
+
+
+def test_a_budget_without_bound_names_the_runs_that_made_it_so_and_what_to_do():
+    seeded = {**RUN, "run": "trial", "guarantee": False, "why_not": REPRODUCTION}
+    free = {**seeded, "run": "free", "epsilon": "inf", "releases": None, "why_not": "without noise"}
+    unstarted = {**seeded, "run": "early", "releases": 0}
+    lines = said("inf", runs=[RUN, seeded, free, unstarted])
+    assert lines[0].startswith(
+        "Total over 4 runs on texts of these 150 users: unlimited, because 2"
+    )
+    assert (
+        "no guarantee: trial (a known seed), free (without noise). This cannot be undone"
+        in lines[0]
+    )
+    assert "--budget-ledger" in lines[0] and lines[-1] == "* no guarantee"
+    table = [row[-1] for row in rows({"runs": [RUN, seeded, free]})]
+    assert table == ["1.0", "1.0*", "inf*"]

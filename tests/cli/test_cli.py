@@ -344,7 +344,7 @@ def test_statistics_are_of_what_is_built(odd_files, capsys):
 def test_els_budget_beyond_the_pool(texts, run_dir, capsys):
     args = train_args(texts, run_dir, batch_size=1000)
     code, _, err = run("train", "els", *args, capsys=capsys)
-    assert code == 2 and "the places of the pool" in err and not run_dir.exists()
+    assert code == 2 and "the size of the pool" in err and not run_dir.exists()
 
 
 def account(**changed):

@@ -151,7 +151,7 @@ def storm():
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         asked = num_workers if num_workers < 4 else None  # None: as many as there is room for
         pool = ray_pool(SlowTask(task, 0.02), num_workers=asked)
-        pool.note = lambda text: print(text, file=sys.stderr)
+        pool.warn = lambda text: print(text, file=sys.stderr)
         pool.ready()
         killer = Killer(pool, 30, (1.0, 2.5)) if num_workers == 4 else None
         count = 400 if killer else 40

@@ -245,7 +245,7 @@ def test_an_object_store_that_is_full_costs_time_and_nothing_else():
     params, rows = np.zeros(6_000_000, np.float32), np.arange(16)[:, None]
     pool = RayEngine(task, num_lanes=8, num_workers=2, threads=1)
     notes = []
-    pool.note = notes.append
+    pool.warn = notes.append
     pool.ready()
     expected, _ = LocalEngine(task, num_lanes=8).clipped_sum(params, rows, Clip(1.0))
     for _ in range(2):

@@ -185,8 +185,8 @@ def test_jobs_that_no_node_can_hold_are_refused(asked, what, monkeypatch):
     ("stores", "driver", "says"),
     [
         ([400, 400], 600, []),  # a node's own sums; here those of both
-        ([400, 399], 600, ["0 MB of a node"]),
-        ([400, 400], 599, ["0 MB of a node"]),
+        ([400, 399], 600, ["0 MB on a node"]),
+        ([400, 400], 599, ["0 MB on a node"]),
     ],
 )
 def test_each_nodes_store_is_held_against_the_sums_that_lie_there(stores, driver, says):
@@ -195,7 +195,7 @@ def test_each_nodes_store_is_held_against_the_sums_that_lie_there(stores, driver
     cluster.driver_node = lambda: {"object_store_memory": 1.2 * driver}
     workers, engine, notes = object.__new__(Actors), object.__new__(RayEngine), []
     workers._cluster, workers.placement = cluster, Placement(2, 1)
-    engine._actors, engine.note = workers, notes.append
+    engine._actors, engine.warn = workers, notes.append
     engine._check_store(100)
     assert len(notes) == len(says) and all(part in notes[0] for part in says)
 

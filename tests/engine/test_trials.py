@@ -75,7 +75,7 @@ def test_the_choice_is_made_once(tmp_path, no_trial):
     assert json.loads(file.read_text())["strategy"] == str(strategy)
     no_trial()
     again = choose_strategy(*local(), ROWS[::-1], CLIP, "auto", tmp_path / "c")
-    assert again == (strategy, "as on this machine before")
+    assert again == (strategy, "the fastest when this machine tried")
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_engines_with_the_same_threads_make_the_same_choice(ray_cluster, tmp_pat
     no_trial()
     engine = LocalEngine(task, num_lanes=2)
     again = choose_strategy(engine, params, ROWS, CLIP, "auto", tmp_path)
-    assert again == (first, "as on this machine before")
+    assert again == (first, "the fastest when this machine tried")
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_runs_of_a_length_keep_a_choice_that_ended_early(tmp_path, no_trial, mon
     first = choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)
     no_trial()
     again = choose_strategy(*local(), ROWS, CLIP, "auto", tmp_path)
-    assert first[0] == SCAN and again == (SCAN, "as on this machine before")
+    assert first[0] == SCAN and again == (SCAN, "the fastest when this machine tried")
 
 
 def test_a_model_that_is_not_known_is_left_to_scan(tmp_path):
@@ -191,5 +191,5 @@ def test_a_strategy_that_is_asked_for_is_taken_and_not_remembered(tmp_path):
 def test_without_units_nothing_is_tried(rows, tmp_path, no_trial):
     no_trial()
     strategy, why = choose_strategy(*local(), rows, CLIP, "auto", tmp_path / "c")
-    assert strategy.name == "scan" and why == "nothing to try others on"
+    assert strategy.name == "scan" and why == "no examples to try others on"
     assert not (tmp_path / "c").exists()

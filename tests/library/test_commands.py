@@ -60,7 +60,7 @@ def test_a_pretrained_model_is_a_run_that_protects_nobody(tmp_path, capfd):
 
 def test_with_verbose_progress_is_shown(tmp_path, capfd):
     fedsim.recommend(
-        POSTS, epsilon=8, num_steps=2, batch_size=12, plan_only=True, verbose=True, **TINY
+        POSTS, epsilon=8, num_steps=2, batch_size=12, plan_only=True, output="normal", **TINY
     )
     assert "noise and time of a step" in capfd.readouterr().err
 

@@ -241,7 +241,7 @@ def test_a_mistake_has_the_words_of_the_command(name, value, posts, files, run_d
         ),
         (
             pd.DataFrame({"author": [1.5], "body": ["x"]}),
-            "user_column=author: expected text or whole numbers, got 1.5 in row 1",
+            "user=author: expected text or whole numbers, got 1.5 in row 1",
         ),
     ],
 )

@@ -27,6 +27,7 @@ import pytest
 import fedsim
 from fedsim.cli import main as cli
 from fedsim.cli.arguments import parse
+from fedsim.cli.help import EVERYWHERE
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -239,7 +240,8 @@ def test_flags_in_the_text_exist(page):
     said = set(
         re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(re.findall("`[^`]+`", prose(page))))
     )
-    assert said <= flags(cli.Command) | OTHERS_FLAGS
+    of_all = set(re.findall("--[a-z]+", EVERYWHERE))
+    assert of_all and said <= flags(cli.Command) | OTHERS_FLAGS | of_all
 
 
 # ---- Python -----------------------------------------------------------------------------------

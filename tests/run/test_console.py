@@ -8,18 +8,23 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console as RichConsole
 
-from fedsim.config import Algorithm
+from fedsim.config import Algorithm, run_config
 from fedsim.config.privacy import COMPARISON_ONLY
-from fedsim.plan import Plan, PoissonSampling, claimed_fields
-from fedsim.run.console import Console, guarantee_line, line, plan_rows
+from fedsim.plan import ADJACENCY, Plan, PoissonSampling, claimed_fields
+from fedsim.run import speaking
+from fedsim.run.console import Console, guarantee_line, line, lines_of, plan_rows
 
-WORKERS = SimpleNamespace(num_workers=2, num_lanes=8, describe=lambda: "1 CPU thread")
+WORKERS = SimpleNamespace(num_lanes=8, describe=lambda: "2 processes, 1 CPU thread each")
+RUN = run_config(
+    data="pydocs", run_dir="r", optimizer="momentum", learning_rate=0.28, schedule="constant",
+    ema=0.9,
+)  # fmt: skip
 PLAN = Plan(
     algorithm=Algorithm.ELS, num_users=1200, num_examples=56_000, num_units=9000, num_steps=20,
     budget=64, group_size=8, expected_count=64, sampling=PoissonSampling(prob=64 / 9000),
     clip_norm=0.5, clipping="normalised", target_epsilon=4.0, delta=1e-6, noise_multiplier=1.25,
     num_parameters=123_456, data_seal="abc",
-    non_private=("delta=1e-06 (n^-1.1)", "group_size=8 (the median user's)"),
+    non_private=("public by assumption: 9 examples", "group_size=8 (the median user's)"),
 )  # fmt: skip
 SUMMARY = {
     **PLAN.as_dict(), "epsilon": 3.98766, "adjacency": "add or remove one user", "steps_done": 20,
@@ -55,17 +60,29 @@ def shown(capsys):
     return err.splitlines()
 
 
-def test_without_a_terminal_progress_is_one_plain_line_per_interval(capsys):
+def steps_in_a_log(capsys, last, *, log_every=1, first=0, level="normal"):
+    """The steps that a log has lines about."""
+    with speaking(level), Console(log_every=log_every).steps(first, last) as show:
+        for step in range(first + 1, last + 1):
+            show(step, VALUES)
+    return [int(text.split("/")[0].split()[1]) for text in shown(capsys)]
+
+
+def test_a_log_has_a_few_plain_lines_of_progress(capsys):
     with Console(log_every=10).steps(0, PLAN.num_steps) as show:
         for step in range(1, 21):
             show(step, VALUES)
     lines = shown(capsys)
     assert [text.partition("/20  ")[0] for text in lines] == ["step 3", "step 10", "step 20"]
-    assert all(
-        "epsilon 0.5  eval loss 5.5  loss (non-private) 5.25  gradients/s 100" in text
-        for text in lines
-    )
-    assert lines[-1].endswith("left 0 s")
+    assert all("epsilon 0.5  held-out loss 5.5  train loss 5.25" in text for text in lines)
+    assert lines[0].endswith(" left") and "left" not in lines[-1] and "gradients/s" not in lines[-1]
+
+
+def test_a_long_run_has_no_more_lines_unless_all_details_are_shown(capsys):
+    assert steps_in_a_log(capsys, 1000) == [3, *range(100, 1001, 100)]
+    assert steps_in_a_log(capsys, 1000, log_every=300) == [3, 300, 600, 900, 1000]
+    assert len(steps_in_a_log(capsys, 1000, log_every=5, level="verbose")) == 201
+    assert steps_in_a_log(capsys, 1000, level="quiet") == []
 
 
 def test_a_resumed_run_shows_progress_from_where_it_is(capsys):
@@ -86,44 +103,62 @@ def test_a_note_keeps_what_looks_like_an_emoji_code(capsys):
     assert shown(capsys) == ["written to /runs/:smile:"]
 
 
-def test_the_plan_names_what_was_read_off_the_data(capsys):
-    Console().plan(PLAN, WORKERS)
+def test_the_plan_names_what_the_guarantee_does_not_cover(capsys):
+    Console().plan(PLAN, WORKERS, RUN)
     lines = shown(capsys)
-    facts = [text for text in lines if text.startswith("not covered by the guarantee: ")]
-    assert [fact.partition(": ")[2] for fact in facts] == list(PLAN.non_private)
-    assert len(lines) == len(plan_rows(PLAN, WORKERS)) + 2
+    public, private = PLAN.non_private
+    assert lines[-2:] == [public, f"not private: {private}"]
+    assert len(lines) == len(plan_rows(PLAN, WORKERS, RUN)) + 2
+
+
+def rows_of(plan, **how):
+    return dict(plan_rows(plan, WORKERS, RUN, **how))
 
 
 def test_the_plan_of_els_counts_examples_and_its_pool():
-    rows = dict(plan_rows(PLAN, WORKERS))
-    assert rows["algorithm"] == "DP-SGD-ELS, poisson sampling"
-    assert rows["data"] == "1,200 users, 56,000 examples, 9,000 examples in the pool"
-    assert rows["step"] == "64 examples expected, with probability 0.00711"
-    assert rows["group size"] == "8 of a user's examples in all at most"
-    assert rows["workers"] == "2 x 1 CPU thread; 8 lanes"
-    assert rows["adjacency"] == "add or remove one user"
-    rows = dict(plan_rows(replaced(adjacency="zero-out", num_units=9600), WORKERS))
-    assert rows["data"].endswith("9,600 places in the pool")
+    rows = rows_of(PLAN)
+    assert rows["algorithm"] == "DP-SGD-ELS: examples are drawn by Poisson sampling"
+    assert rows["data"] == "1,200 users, 56,000 examples"
+    assert rows["step"] == "64 examples on average, each with probability 0.00711"
+    most = "at most 8 examples in the whole training"
+    assert rows["per user"] == f"{most} (a pool of 9,000 examples)"
+    assert rows["workers"] == "2 processes, 1 CPU thread each; a step is cut in 8 parts"
+    assert rows["protects"] == "all texts of a user, and whether they are one of the users"
+    assert rows["optimizer"] == "SGD with momentum, learning rate 0.28, weights averaged (EMA 0.9)"
+    empty = rows_of(replaced(adjacency="zero-out", num_units=9600))
+    assert empty["per user"] == f"{most} (a pool of 9,600 places)"
 
 
 def test_the_plan_of_uls_counts_users():
-    rows = dict(plan_rows(replaced(algorithm="uls", expected_count=8), WORKERS))
+    rows = rows_of(replaced(algorithm="uls", expected_count=8))
     assert rows["data"] == "1,200 users, 56,000 examples"
-    assert rows["step"].startswith("8 users expected")
-    assert rows["group size"] == "8 of a user's examples each at most"
+    assert rows["step"].startswith("8 users on average")
+    assert rows["per user"] == "at most 8 examples in a step"
+
+
+def test_the_plan_says_how_much_noise_a_coordinate_gets_and_more_with_all_details():
+    assert PLAN.noise_multiplier / PLAN.expected_count == 0.01953125
+    assert "gets noise of 0.020 (noise multiplier 1.2500)" in rows_of(PLAN)["noise"]
+    plain = rows_of(replaced(clipping="plain"))
+    assert "norm 0.5 at most" in plain["clipping"] and "noise of 0.0098 " in plain["noise"]
+    predicted = replaced(predicted_error=3.5)
+    assert "3.5 on sums" in rows_of(predicted, verbose=True)["noise on sums"]
+    assert "noise on sums" not in rows_of(predicted)
 
 
 def test_the_plan_labels_an_epsilon_that_is_no_guarantee():
-    assert dict(plan_rows(PLAN, WORKERS))["epsilon"] == "4 at delta 1.00e-6"
-    shuffled = dict(plan_rows(replaced(sampling_run="shuffle"), WORKERS))
+    assert rows_of(PLAN)["epsilon"] == "4 at delta 1.00e-6"
+    shuffled = rows_of(replaced(sampling_run="shuffle"))
     assert shuffled["epsilon"] == f"4 at delta 1.00e-6 ({COMPARISON_ONLY})"
-    free = dict(plan_rows(replaced(target_epsilon="inf", noise_multiplier=0.0), WORKERS))
-    assert free["epsilon"] == "inf: no noise, non-private"
+    free = rows_of(replaced(target_epsilon="inf", noise_multiplier=0.0))
+    assert free["epsilon"] == "infinite: no noise, so no privacy" and free["noise"] == "none"
 
 
 def test_the_claim_of_a_private_run_has_unit_numbers_and_adjacency():
-    expected = "user-level DP: epsilon 3.9877 at delta 1.00e-6 (add or remove one user)"
-    assert guarantee_line(SUMMARY) == expected
+    expected = "user-level DP: epsilon 3.9877 at delta 1.00e-6; protects all texts of a user, and "
+    assert guarantee_line(SUMMARY) == f"{expected}whether they are one of the users"
+    zero = {**SUMMARY, **dict.fromkeys(("adjacency", "epsilon_holds"), ADJACENCY["zero-out"])}
+    assert guarantee_line(zero).endswith("that they are one of the users is not hidden")
 
 
 @pytest.mark.privacy
@@ -141,7 +176,7 @@ def test_a_shuffled_run_claims_no_guarantee():
 def test_an_epsilon_of_an_assumed_population_is_never_shown_as_a_guarantee():
     label = "as if there were 12,000 users: an assumption, not a guarantee"
     plan = replaced(assumed_population=12_000)
-    assumed = dict(plan_rows(plan, WORKERS))
+    assumed = rows_of(plan)
     assert assumed["epsilon"] == f"4 at delta 1.00e-6 ({label})"
     assert guarantee_line(claimed(plan)).endswith(f"1.00e-6: {label}")
     values = {**VALUES, "comparison_only/epsilon_of_assumed_population": 0.5}
@@ -158,10 +193,44 @@ def test_a_run_without_noise_claims_nothing(sampling):
 def test_the_outcome_is_loss_claim_and_place(capsys, tmp_path):
     Console().summary(SUMMARY, tmp_path)
     losses, guarantee, place = shown(capsys)
-    assert losses.startswith("eval loss 5.5 -> 4.25 nats/token")
-    assert losses.endswith("20 steps, 1290 gradients, 12 s")
+    loss = "held-out loss 5.5 -> 4.25 nats per token (perplexity 245 -> 70.1)"
+    assert losses == f"{loss}; 20 steps, 1,290 gradients, 12 s"
     assert guarantee == guarantee_line(SUMMARY)
     assert place.endswith(f"tensorboard --logdir {tmp_path}/tb")
+
+
+@pytest.mark.parametrize(
+    ("unit", "said"),
+    [("nats per byte", "4.25 nats per byte (perplexity 245 -> 70.1); 20"), ("", "4.25; 20")],
+)
+def test_a_loss_has_the_unit_of_its_texts(unit, said, capsys, tmp_path):
+    Console().summary({**SUMMARY, "loss_unit": unit}, tmp_path)
+    assert f"held-out loss 5.5 -> {said} steps" in shown(capsys)[0]
+
+
+def test_a_quiet_console_shows_warnings_alone(capsys, tmp_path):
+    with speaking("quiet"):
+        console = Console()
+    console.plan(PLAN, WORKERS, RUN)
+    console.summary({**SUMMARY, "final_eval_loss": 5.6}, tmp_path)
+    with console.phase("looking"):
+        console.detail("1 ms")
+    (line,) = shown(capsys)
+    assert line.startswith("warning: the held-out loss rose")
+
+
+def test_rows_of_runs_fit_a_terminal_and_a_star_marks_what_is_no_guarantee():
+    row = {
+        "run": "a/directory/" * 4, "algorithm": "uls", "data": "a long name of a file" * 2,
+        "epsilon": 7.99991, "steps": 20, "num_steps": 20, "loss": 3.5, "status": "finished",
+        "guarantee": True,
+    }  # fmt: skip
+    seeded, free = {**row, "guarantee": False}, {**row, "guarantee": False, "epsilon": math.inf}
+    head, first, second, third = lines_of([row, seeded, free], 80)
+    assert max(map(len, (head, first, second, third))) <= 80 and "…" in first
+    assert " 8.0000 " in first and " 8.0000* " in second and " inf* " in third
+    whole = lines_of([row])[1]
+    assert row["run"] in whole and row["data"] in whole
 
 
 @pytest.mark.parametrize(("final", "warned"), [(5.6, True), (5.5, False), (math.nan, False)])
@@ -171,8 +240,8 @@ def test_a_model_that_got_worse_is_said_to_be(final, warned, capsys, tmp_path):
 
 
 def test_a_held_out_loss_says_after_which_step_it_is():
-    assert "  eval loss 5.5 after step 36  " in line({**VALUES, "eval/step": 36})
-    assert "after step" not in line({**VALUES, "eval/step": 0, "eval/loss": math.nan})
+    assert "  held-out loss 5.5 (at step 36)  " in line({**VALUES, "eval/step": 36})
+    assert "at step" not in line({**VALUES, "eval/step": 0, "eval/loss": math.nan})
 
 
 def test_the_board_of_a_directory_with_spaces_can_be_copied(capsys, tmp_path):
@@ -182,9 +251,10 @@ def test_the_board_of_a_directory_with_spaces_can_be_copied(capsys, tmp_path):
 
 def test_a_step_without_a_loss_has_none_in_its_line():
     empty = {name: value for name, value in VALUES.items() if name != "non_private/loss"}
-    assert line(empty) == line(VALUES).replace("loss (non-private) 5.25  ", "")
-    assert "  loss (non-private) 0  " in line({**VALUES, "non_private/loss": 0.0})
-    assert line({**VALUES, "eval/loss": math.nan}) == line(VALUES).replace("eval loss 5.5  ", "")
+    assert line(empty) == line(VALUES).replace("  train loss 5.25", "")
+    assert line({**VALUES, "non_private/loss": 0.0}).endswith("  train loss 0")
+    without = line(VALUES).replace("held-out loss 5.5  ", "")
+    assert line({**VALUES, "eval/loss": math.nan}) == without
 
 
 def on_terminal(columns, act):
@@ -204,15 +274,15 @@ def test_a_terminal_keeps_step_and_epsilon_however_narrow(columns):
     shown = on_terminal(columns, steps)
     last = [text for text in re.split(r"[\r\n]", shown) if "epsilon" in text][-1]
     assert re.match(r"step 1234/2000 ", last) and "epsilon 7.988" in last and len(last) <= columns
-    assert "…" not in last and ("gradients/s 100" in last) == (columns == 200)
-    assert columns == 50 or "eval loss 5.5" in last
+    assert "…" not in last and ("train loss 5.25" in last) == (columns == 200)
+    assert columns == 50 or "held-out loss 5.5" in last
 
 
 def test_a_narrow_terminal_gets_lines_between_words_and_values_under_each_other():
-    shown = on_terminal(50, lambda console: console.plan(PLAN, WORKERS))
+    shown = on_terminal(50, lambda console: console.plan(PLAN, WORKERS, RUN))
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 50
-    at = lines.index("step              64 examples expected, with")
-    assert lines[at + 1] == " " * 18 + "probability 0.00711"
+    at = lines.index("step              64 examples on average, each")
+    assert lines[at + 1] == " " * 18 + "with probability 0.00711"
     path = "/" + "long" * 20  # can still be copied
     assert f"\n{path}\n" in on_terminal(50, lambda console: console.note(f"written to {path}"))

@@ -165,7 +165,7 @@ def test_wherever_a_path_enters_a_tilde_is_the_home_directory(entry, home, monke
     Path("~").mkdir()  # as versions before made it
     (Path("~") / "a").mkdir()
     (Path("~") / "a" / "b.csv").write_text("user_id,text\na,b\n")
-    Path("texts.csv").write_text("user_id,text\na,b\nc,d\n")
+    Path("texts.csv").write_text("user_id,text\n" + "".join(f"u{i},b\n" for i in range(12)))
     try:
         found = str(entry("~/a"))
     except (ConfigError, OSError) as error:
@@ -212,7 +212,7 @@ TRAIN += ["--data", "texts.csv", "--run-dir", "r"]
 
 
 def test_without_a_home_directory_a_line_says_what_to_set(no_home, capfd, monkeypatch, tmp_path):
-    Path("texts.csv").write_text("user_id,text\na,b\nc,d\n")
+    Path("texts.csv").write_text("user_id,text\n" + "".join(f"u{i},b\n" for i in range(12)))
     for name in ("FEDSIM_CACHE_DIR", "FEDSIM_BUDGET_LEDGER"):
         said = answer(TRAIN, capfd)
         assert "HOME=None: expected a home directory" in said
@@ -224,7 +224,7 @@ def test_without_a_home_directory_a_line_says_what_to_set(no_home, capfd, monkey
 
 
 def test_a_home_that_cannot_be_written_is_said_with_the_remedy(home, capfd, monkeypatch, tmp_path):
-    Path("texts.csv").write_text("user_id,text\na,b\nc,d\n")
+    Path("texts.csv").write_text("user_id,text\n" + "".join(f"u{i},b\n" for i in range(12)))
     monkeypatch.setenv("HOME", str(home / "file"))  # in which root cannot write, either
     (home / "file").touch()
     said = answer(TRAIN, capfd)

@@ -117,7 +117,7 @@ def test_a_terminal_shows_how_far_it_is_and_where_it_wrote(texts, run_dir, capsy
     shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", capsys.readouterr().err)
     lines = [line.strip() for line in re.split(r"[\r\n]+", shown)]
     assert max(len(line) for line in lines if line.startswith("step")) <= 50
-    assert any(re.match(r"step 12/12 .*eval loss [\d.]+", line) for line in lines)
+    assert any(re.match(r"step 12/12 .*held-out loss [\d.]+", line) for line in lines)
     assert " ".join(lines).startswith("reading data=")
     assert f"written to {run_dir}; train it on with --model {run_dir}" in " ".join(lines)
 

@@ -107,7 +107,7 @@ def test_everything_to_be_reported_is_there(trained, tmp_path, capsys):
         ),
         *("sampling that was run", "sampling that was accounted", "tuning", "does not cover"),
         *("AES-128", "whole numbers", "fedsim verify", "fedsim account", "jax", "--replay"),
-        *("a count without noise", "for noise that is not ideal", "ledger"),
+        *("public by assumption: how many examples", "for noise that is not ideal", "ledger"),
         *("the users are the same, and public", "texts of held-out users"),
     ):
         assert words in text and words in page, words
@@ -143,7 +143,7 @@ def test_a_seeded_run_makes_no_claim(trained, tmp_path, capsys):
     assert "no privacy is claimed" in found["claim"] and label in found["claim"]
     assert found["epsilon_holds"] == label and found["guarantee"] is False
     assert text.count(label) >= 3 and "recognises" not in text
-    assert "the seed (whoever knows or guesses it can take the noise away)" in text
+    assert "the seed (whoever knows or guesses it can remove the noise)" in text
 
 
 @pytest.mark.parametrize("name", ["shuffled", "assumed", "open", "seeded"])
@@ -184,7 +184,7 @@ def test_the_claim_says_what_is_taken_as_known(trained, tmp_path, capsys):
     assert plan["num_units"] < plan["num_examples"]
     assert f"on {plan['num_units']} of the {plan['num_examples']} texts" in found["claim"]
     assert "taking as known how many users and texts there are" in found["claim"]
-    assert f"num_users={plan['num_users']}" in text  # among what is not covered
+    assert f"({plan['num_users']} users, {plan['num_examples']} examples)" in text  # not covered
 
 
 def test_a_run_that_has_not_ended_is_reported_as_far_as_it_went(trained, run_dir, tmp_path, capsys):

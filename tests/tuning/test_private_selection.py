@@ -224,7 +224,7 @@ def test_what_no_candidate_covers_is_part_of_the_claim(settings, tmp_path):
         each |= {"algorithm": "els", "chosen_on_data": chosen, "strategy": None}
     how = Selection()
     found = priced(settings, tmp_path, how)
-    facts = ("num_examples=", "group_size=2", "clip_norm (chosen", "the strategy", "num_steps (")
+    facts = ("public by", "group_size=2", "clip_norm (chosen", "which gradient", "num_steps (")
     assert len(found.non_private) == len(facts)  # each once
     assert all(map(str.startswith, found.non_private, facts))
     said = f"Not covered by the guarantee: {'; '.join(found.non_private)}."

@@ -18,7 +18,7 @@ from fedsim.config import Algorithm
 from fedsim.data import corpora
 from fedsim.keys import SecretKey
 from fedsim.plan import complete, make_plan, method_for
-from fedsim.tuning.advice import choose
+from fedsim.tuning.advice import choose, report
 from fedsim.tuning.estimates import share_used
 
 FLAGS = (
@@ -89,21 +89,31 @@ def test_the_group_sizes_are_those_of_the_heuristics(advised):
 
 def test_what_is_not_private_is_said_and_passed_on_to_training(advised):
     result, printed, _ = advised
-    for part in ("num_examples=", "group_size=", "clip_norm"):
+    public = "public by assumption: "
+    for part in (public, "group_size=", "clip_norm"):
         assert any(fact.startswith(part) for fact in result["non_private"]), part
-    assert printed.count("not private:") == len(result["non_private"])
+    told = printed.count("not private: ") + printed.count(public)
+    assert told == len(result["non_private"])
     plan, _ = planned(result["uls"]["command"])
     for name in ("group_size", "clip_norm"):
         assert f"{name} (chosen by looking at this data)" in plan.non_private
 
 
-def test_the_report_ends_with_commands_that_can_be_pasted(advised):
+def test_the_report_begins_with_the_answer_and_commands_that_can_be_pasted(advised):
     result, printed, plot = advised
-    commands = [line for line in printed.splitlines() if "fedsim train" in line]
-    best = result["recommended"]
-    assert shlex.split(commands[0]) == result[best]["command"]
-    assert f"recommended: {best.upper()}: " in printed
+    lines, best = printed.splitlines(), result["recommended"]
+    other = "uls" if best == "els" else "els"
+    assert lines[0].startswith(f"Use {best.upper()}: for 40 gradients a step, it adds 0.")
+    assert "57 users" in lines[1] and "times as long as all" in lines[1]
+    assert shlex.split(lines[3]) == result[best]["command"]
+    assert lines[5] == f"# alternative ({other.upper()}):"
+    assert shlex.split(lines[6]) == result[other]["command"]
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_compared_is_shown_with_all_details_alone(advised):
+    result, printed, _ = advised
+    assert "sigma" not in printed and "sigma" in report(result, verbose=True)
 
 
 def test_the_time_and_the_gradients_are_of_all_steps(advised):
@@ -207,7 +217,7 @@ def test_a_plan_alone_computes_no_gradient_and_is_kept_by_training(texts, capsys
     command = ["recommend", "--data", str(texts), *FLAGS, "--plan-only"]
     found = parse(main.Command, command)()
     text = capsys.readouterr().out
-    assert found["looked_at"] is None and "minutes" not in text.split("recommended")[0]
+    assert found["looked_at"] is None and "time, without" not in text
     for algorithm in ("els", "uls"):
         each = found[algorithm]
         plan, _ = planned(each["command"])

@@ -254,7 +254,7 @@ def test_what_share_of_tokens_is_cut_is_counted_and_said(long_texts, share, tmp_
     assert (counts["tokens_of_texts"], counts["tokens_cut"]) == (10, 6 if share else 0)
     said = data.cut_off()
     assert (share is None and said is None) or said.startswith(
-        f"{share} of the tokens of all texts are cut off: 1 of 2 are longer than max_length=3"
+        f"50% of texts are longer than 3 tokens and were cut; {share} of all tokens are lost. "
     )
 
 

@@ -1,0 +1,58 @@
+"""Can a private training learn? Its noise compared with the most that its steps can add up to.
+
+Parameters are sums of gradients. If all steps agree, the sum of T mean gradients, each of norm C at
+most, is T C long; the noise on it has the same size in each of d directions. Where the noise is
+much longer than that, little is learnt of what users have in common. This is no bound: it is a rule
+of thumb on public numbers, for people who choose settings.
+"""
+
+import math
+
+from fedsim.errors import expect
+
+LEARNS, HARDLY = 0.5, 4.0
+"""Ratios of noise to signal from which on a training learns in part, or almost nothing."""
+LEAST_USERS, FEW_USERS = 10, 1000
+"""A private run with fewer users is refused, or warned about."""
+
+
+def noise_ratio(noise_on_sums: float, num_parameters: int, num_steps: int) -> float:
+    """Length of the noise on the sum of all steps, relative to the longest sum of gradients.
+
+    Args:
+      noise_on_sums: of a coordinate, in units of the clip norm.
+      num_parameters: number of coordinates with noise.
+    """
+    return noise_on_sums * math.sqrt(num_parameters) / num_steps
+
+
+def outlook(ratio: float, num_users: int) -> str:
+    """A sentence on how much a training can learn. Args: ratio: from `noise_ratio`."""
+    times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
+    noise = f"the noise is {times} times as long as all that the steps can add up to"
+    many = f"{num_users:,} users"
+    if ratio < LEARNS:
+        return f"{many} are enough for this model to learn: {noise}"
+    help_ = "more users or steps, a larger --batch-size or a small --lora-rank help"
+    if ratio < HARDLY:
+        return f"expect the model to learn only in part from {many}: {noise}; {help_}"
+    return f"{many} are too few to learn anything: {noise}; {help_}"
+
+
+def doubt(ratio: float, num_users: int) -> list[str]:
+    """A warning that a training may learn little; empty if there is no reason. Args: as above."""
+    sentence = outlook(ratio, num_users)
+    if num_users < FEW_USERS:
+        return [
+            "few users: privacy hides what each of them adds, and that is much of what there is to "
+            f"learn. {sentence[0].upper()}{sentence[1:]}"
+        ]
+    return [sentence] if ratio >= LEARNS else []
+
+
+def expect_enough_users(num_users: int, epsilon: float) -> None:
+    """Raise ConfigError for a private training with so few users that it can teach nothing."""
+    least = f"at least {LEAST_USERS}: user-level privacy hides each user among the others, and "
+    least += "needs hundreds, better thousands; epsilon=inf trains without privacy"
+    enough = num_users >= LEAST_USERS or math.isinf(epsilon)
+    expect("data", f"{num_users} training users", enough, least)
