@@ -203,13 +203,13 @@ def test_a_mistake_in_a_toml_file_is_named(content, message, texts, run_dir, cap
 def test_build_then_stats_then_train(texts, run_dir, tmp_path, capsys, monkeypatch):
     built = tmp_path / "built"
     code, out, err = run("data", "build", texts, "--out", built, "--max-length", 24, capsys=capsys)
-    assert code == 0 and "num_users" in out, err
+    assert code == 0 and "num users" in out, err
     for columns, tables in ((50, 3), (80, 1)):  # a table beside the other, or one under it
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         monkeypatch.setenv("COLUMNS", str(columns))
         _, out, _ = run("data", "stats", built, capsys=capsys)
         assert max(map(len, out.splitlines())) <= columns
-        assert out.count("num_users ") == tables and "eval_examples" in out
+        assert out.count("num users ") == tables and "eval_examples" in out
     code, out, _ = run("data", "stats", built, "--json", capsys=capsys)
     splits = json.loads(out)["splits"]
     assert splits["train"]["num_users"] + splits["eval_users"]["num_users"] == 60
