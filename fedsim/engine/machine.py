@@ -44,7 +44,7 @@ class Resources:
 
 
 # Measured with the README's training on one and two cores, less a tenth.
-LOCAL = Resources(0.42 * GB, 3 * GB, 24)
+LOCAL = Resources(0.42 * GB, 4 * GB, 24)
 RAY = Resources(0.6 * GB, 12 * GB, 170)
 WORKER = Resources(0.25 * GB, 0, 45)
 """For each worker, beside RAY."""

@@ -31,7 +31,7 @@ NOT_RUN_HERE = {
         "starts Ray; tests/engine/test_mesh_workers.py trains so",
     ],
     "logging.md": ["needs wandb, mlflow and trackio"],
-    "install.md": ["pip, and .ci/run types the README's command in a new environment", "pip"],
+    "install.md": ["pip, and .ci/run types the README's command in a new environment"],
     "tuning.md": ["starts Ray; tests/tuning/test_sweep.py has sweeps"] * 2,
 }
 TRAINING = {"--num-steps": "2", "--engine": "local", "--strategy": "scan:1", "--batch-size": "8"}
