@@ -196,7 +196,7 @@ class Tokenizer:
       vocab_size: upper bound of ids, exclusive.
       begin, end: the tokens around an example. begin_id, end_id: their ids.
       end_ids: ids of all tokens that end a generated text, end_id among them.
-      sha256: hex digest of the tokenizer.json that `save` writes.
+      json: the tokenizer.json that `save` writes. sha256: its hex digest.
       trained_on_data: True if the vocabulary was trained on the users' texts (not private).
     """
 
@@ -213,15 +213,15 @@ class Tokenizer:
         special = special_tokens_of(name, vocab, record, named)
         if (changed := with_template(record, vocab, special)) is not None:
             inner = tokenizers.Tokenizer.from_str(changed)
-        self._json = inner.to_str()
+        self.json = inner.to_str()
         inner.encode_special_tokens = True  # not saved in the file: "[SEP]" in a text stays text
         self.name, self.trained_on_data = name, trained_on_data
         self.vocab_size = max(vocab.values()) + 1  # ids may have holes
         self.begin_id, self.end_id, self.end_ids = special
         self.begin, self.end = (inner.id_to_token(number) for number in special[:2])
         self._inner = inner
-        self.sha256 = hashlib.sha256(self._json.encode()).hexdigest()
-        self._is_bytes = self._json == _bytes_json()
+        self.sha256 = hashlib.sha256(self.json.encode()).hexdigest()
+        self._is_bytes = self.json == _bytes_json()
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
@@ -384,13 +384,13 @@ class Tokenizer:
         lengths = np.bincount(owner, counts, minlength=len(texts)).astype(np.int64)
         return lengths, values
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """The text of token ids, with special tokens if `special`."""
+        return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def save(self, file: str | Path) -> None:
         """Write tokenizer.json. Equal tokenizers give equal bytes."""
-        Path(expand_home("file", file)).write_text(self._json, encoding="utf-8")
+        Path(expand_home("file", file)).write_text(self.json, encoding="utf-8")
 
 
 def file_of(spec: str | Path) -> str:
