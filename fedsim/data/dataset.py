@@ -109,7 +109,8 @@ def stats(store: UserStore) -> dict[str, Any]:
 
     Returns:
       A JSON object. Its share_at_max_length is the share of rows with max_length tokens: an upper
-      bound on the share of texts that were cut. Stores whose texts have several owners add counts
+      bound on the share of texts that were cut. Stores of which not all tokens are trained on add
+      share_trained, the share of tokens that are. Stores whose texts have several owners add counts
       of owner sets and of connected components of users.
     """
     per_user = np.sort(store.examples_per_user)
@@ -123,6 +124,7 @@ def stats(store: UserStore) -> dict[str, Any]:
         place = _place(share, store.num_examples)
         return int(np.searchsorted(up_to, place, side="right")) if store.num_examples else 0
 
+    share_trained = store.num_trained() / max(store.num_tokens, 1)
     users = {"min": 0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1}
     tokens = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
     return {
@@ -132,6 +134,7 @@ def stats(store: UserStore) -> dict[str, Any]:
         "examples_per_user": {name: of_users(share) for name, share in users.items()},
         "tokens_per_example": {name: of_lengths(share) for name, share in tokens.items()},
         "share_at_max_length": float(lengths[-1] / max(store.num_examples, 1)),
+        **({"share_trained": share_trained} if store.is_flagged else {}),
         **({} if store.owners is None else _of_owners(store.owners, np.diff(store.offsets))),
     }
 
