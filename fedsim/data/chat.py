@@ -14,6 +14,7 @@ are found by the positions of their characters.
 
 import datetime
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,11 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
-from fedsim.data.tokenizer import NAME_FILES, Tokenizer
+from fedsim.data.tokenizer import NAME_FILES, TEMPLATE, Tokenizer
 from fedsim.errors import BadChat, ConfigError, DataError
 from fedsim.files import expand_home, read_object
 
-TEMPLATE = "chat_template.jinja"
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that a template may name
 DATE = "2026-01-01"
 ASSISTANT, USER = "assistant", "user"
@@ -139,6 +139,11 @@ class Template:
             raise DataError.of("template_date", self.date, "a day as YYYY-MM-DD") from None
         return compiled(self.source, today)
 
+    @property
+    def sha256(self) -> str:
+        """Digest of the program."""
+        return hashlib.sha256(self.source.encode()).hexdigest()
+
     def __getstate__(self):
         return {"source": self.source, "tokens": self.tokens, "date": self.date}
 
@@ -160,6 +165,28 @@ class Template:
         given = {"messages": turns, "tools": None, "documents": None}
         given |= {"add_generation_prompt": False, **dict(self.tokens)}
         return self._compiled.render(given, marks[BEGINS], marks[ENDS])
+
+
+def template_of(
+    tokenizer: Tokenizer, file: str | Path | None = None, date: str = DATE
+) -> Template | None:
+    """The chat template of a tokenizer; None if there is none.
+
+    Args:
+      file: a template to take instead of the one among the tokenizer's files.
+      date: of `Template`.
+    Raises:
+      DataError: a file is damaged, or no template.
+    """
+    beside = tokenizer.file
+    source = template_beside(beside) if file is None and beside else None
+    source = source if file is None else read_template(file)
+    if source is None:
+        return None
+    tokens = {"bos_token": str(tokenizer.begin), "eos_token": str(tokenizer.end)}
+    if beside and beside.with_name(NAME_FILES[0]).is_file():
+        tokens = named_tokens(beside)
+    return Template(source, tuple(tokens.items()), date)
 
 
 class ChatTokenizer:
@@ -203,7 +230,7 @@ class ChatTokenizer:
         if train_on == "all":
             text, _ = self._unmarked(template.render(plain), private)
             return self._encoded(text, [(0, len(text))], private)
-        turns = _turns(messages, train_on)
+        turns = turns_of(messages, train_on)
         if template.says_what_is_generated and train_on != USER:
             text, places = self._unmarked(template.render(plain, private), private)
             spans = _spans(places)
@@ -355,8 +382,8 @@ def _unknown(model: Mapping[str, Any]) -> str | None:
     return model.get("unk_token") if number is None else model["vocab"][number][0]
 
 
-def _turns(messages: Sequence[Message], train_on: str) -> list[int]:
-    """Numbers of the turns to train on. A turn that says nothing is none."""
+def turns_of(messages: Sequence[Message], train_on: str) -> list[int]:
+    """Indices of the turns to train on. A turn that says nothing is none."""
     role = USER if train_on == USER else ASSISTANT
     turns = [
         i

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data.store import SEPARATOR, Owners
+from fedsim.data.tokenizer import TEMPLATE, TOKENIZER
 from fedsim.data.users import UserStore, read_metadata
 from fedsim.errors import DataError
 from fedsim.files import expand_home
@@ -81,8 +82,9 @@ class Dataset:
 
 
 def sums(directory: Path, splits: Iterable[str]) -> str:
-    """Output of `sha256sum` for the tokenizer and the metadata of a data set and its splits."""
-    names = ["metadata.json", "tokenizer.json", *(f"{split}/metadata.json" for split in splits)]
+    """Output of `sha256sum` for the tokenizer, chat template and metadata of a data set."""
+    names = ["metadata.json", TOKENIZER, *(f"{split}/metadata.json" for split in splits)]
+    names += [TEMPLATE] if (directory / TEMPLATE).is_file() else []
     digests = (hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in names)
     return "".join(f"{d}  {name}\n" for d, name in zip(digests, names, strict=True))
 

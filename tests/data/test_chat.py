@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from chats import CHATML, NAMED, START, STOP, tiny
 from hypothesis import example, given, settings, strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import models
 
 from fedsim.data import chat
 from fedsim.data.chat import ChatTokenizer, Message, Template
@@ -15,12 +16,6 @@ from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import BadChat, DataError
 
 SHARED = Path(__file__).parents[3] / "shared"
-START, STOP = "<|im_start|>", "<|im_end|>"
-NAMED = {"bos_token": [START], "eos_token": [STOP]}
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' "
-    "+ '\n' }}{% endfor %}"
-)
 GENERATING = (
     "{{ bos_token }}{% for m in messages %}\n"
     "    {{- m.role + ': ' }}{% if m.role == 'assistant' %}\n"
@@ -32,17 +27,6 @@ STRIPPING = (
     "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content.strip() }} [/INST]"
     "{% else %} {{ m.content.strip() }}<|im_end|>{% endif %}{% endfor %}"
 )
-
-
-def tiny(merges=(("Ċ", "Ġ"),), special=(START, STOP)):
-    """A byte-level BPE with a few merges, among them one of a line break with a blank."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
-    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in special])
-    return Tokenizer(inner, "tiny", named=NAMED)
 
 
 TINY = tiny()
