@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data.store import SEPARATOR, Owners
-from fedsim.data.tokenizer import TEMPLATE, TOKENIZER
+from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer
 from fedsim.data.users import UserStore, read_metadata
 from fedsim.errors import DataError
 from fedsim.files import expand_home
@@ -139,6 +139,34 @@ def stats(store: UserStore) -> dict[str, Any]:
         **({"share_trained": share_trained} if store.is_flagged else {}),
         **({} if store.owners is None else _of_owners(store.owners, np.diff(store.offsets))),
     }
+
+
+def shown(dataset: Dataset, split: str, rows: int) -> list[dict[str, Any]]:
+    """Examples of a split as a model gets them, evenly spaced over its rows.
+
+    Returns:
+      JSON objects: row, owners, tokens, trained_tokens, and parts, each a text with `trained`, True
+      if its tokens are trained on. Special tokens are spelled out.
+    """
+    store, tokenizer = dataset.splits()[split], Tokenizer.load(str(dataset.tokenizer_path))
+    ids = store.user_ids()
+    numbers = np.linspace(0, store.num_examples - 1, min(rows, store.num_examples)).astype(np.int64)
+    tokens, sizes = store.gather(numbers, store.max_length)
+    flags = store.trained(numbers, store.max_length)
+    found = []
+    for i, (row, size) in enumerate(zip(numbers.tolist(), sizes.tolist(), strict=True)):
+        trained = np.arange(size) > 0 if flags is None else flags[i, :size]
+        ends = [*(np.flatnonzero(np.diff(trained)) + 1).tolist(), size]
+        texts = [tokenizer.decode(tokens[i, :end], special=True) for end in [0, *ends]]
+        parts = [
+            {"text": after[len(before) :], "trained": bool(trained[end - 1])}
+            for before, after, end in zip(texts[:-1], texts[1:], ends, strict=True)
+        ]
+        place = int(np.searchsorted(store.offsets, row, side="right")) - 1
+        owners = [place] if store.owners is None else store.owners.users_of(place).tolist()
+        named = {"row": row, "owners": [ids[owner] for owner in owners], "tokens": size}
+        found.append({**named, "trained_tokens": int(trained.sum()), "parts": parts})
+    return found
 
 
 def _of_owners(owners: Owners, per_set: np.ndarray) -> dict[str, Any]:

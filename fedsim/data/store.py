@@ -62,6 +62,10 @@ class Owners:
         """Index of the set of each membership, int64 [memberships]."""
         return np.repeat(np.arange(self.num_sets), self.sizes)
 
+    def users_of(self, number: int) -> np.ndarray:
+        """The users of a set, int32."""
+        return self.users[self.starts[number] : self.starts[number + 1]]
+
     def count(self, per_set: np.ndarray) -> np.ndarray:
         """Number of texts that each user owns, int64 [users].
 

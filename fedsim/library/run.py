@@ -241,6 +241,11 @@ class TrainSettings(TypedDict, total=False):
     normalise_ids: str | None
     tokenizer: str | None
     max_length: int | None
+    messages_column: str | None
+    prompt_column: str | None
+    completion_column: str | None
+    train_on: Literal["all", "completion", "assistant", "user"] | None
+    chat_template: str | None
     model: str
     lora_rank: int
     lora_layers: str
@@ -285,6 +290,7 @@ def train(
     run_dir: str | Path | None = None,
     user: str | None = None,
     text: str | None = None,
+    messages: str | None = None,
     task: Task | None = None,
     callback: Callable[[int, dict[str, float]], None] | None = None,
     **settings: Unpack[TrainSettings],
@@ -305,6 +311,7 @@ def train(
       run_dir: directory of the run. Default: a new one in runs/.
       user: column with the user of a row. Default: user_id.
       text: column with the text. Default: text.
+      messages: column with chats, lists of {"role": ..., "content": ...}, instead of texts.
       task: your own model, instead of a language model.
       callback: called after every step with its number, from 1, and its metrics, among them the
         latest eval/loss. Metrics named `non_private/...` are computed without protection.
@@ -333,8 +340,9 @@ def train(
         name = task.describe().get("task", type(task).__qualname__)
         flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
     else:
-        flags["data"] = source_of(data, user or USER, text or TEXT)
-        columns = {"user_column": user, "text_column": text}
+        rows = messages or text or TEXT
+        flags["data"] = source_of(data, user or USER, rows, chats=messages is not None)
+        columns = {"user_column": user, "text_column": text, "messages_column": messages}
         flags |= {name: column for name, column in columns.items() if column is not None}
     privacy, run = configs_of(flags)
     set_threads(run.engine)
@@ -351,12 +359,12 @@ def train(
 
 @contextmanager
 def _naming_arguments(settings: Set[str]) -> Iterator[None]:
-    """Name a missing column by the argument `user` or `text`, unless a flag was given for it."""
+    """Name a missing column by its argument of `train`, unless a flag was given for it."""
     try:
         yield
     except MissingColumn as error:
         name = str(error.field).removesuffix("_column")
-        if name not in ("user", "text") or {name, f"{name}_column"} & settings:
+        if name not in ("user", "text", "messages") or {name, f"{name}_column"} & settings:
             raise
         line = str(error).removeprefix(f"{name}_column")
         raise MissingColumn(f"{name}{line}", field=name) from None
