@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from fedsim.errors import expect, expect_count, printable
+from fedsim.files import expand_home
 from fedsim.run import columns
 
 Each = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -102,7 +103,7 @@ class DataBuild:
 
     tokenizer: str | None = None
     """bytes (default), wordpiece:SIZE or bpe:SIZE (trained on this data: not private), hf:NAME, a
-    tokenizer file, or the directory of a model or a run that holds one."""
+    tokenizer file, the directory of a model or a run that holds one, or a GGUF file."""
 
     max_length: int | None = None
     """Largest number of tokens of an example. >= 2. Default: 128."""
@@ -162,6 +163,10 @@ class DataBuild:
         }
         if self.owners is not None:
             given["owners"] = tuple(self.owners.split(","))
+        if self.tokenizer is not None and self.tokenizer.endswith(".gguf"):
+            from fedsim.models import tokenizer_of
+
+            given["tokenizer"] = tokenizer_of(Path(expand_home("tokenizer", self.tokenizer)))
         for name in ("owners", "url_column"):
             value = getattr(self, name)
             alone = value is None or not self.user_column

@@ -101,7 +101,12 @@ def typed(page: Path) -> Iterator[list[str]]:
 
 def small(words: list[str]) -> list[str]:
     """A command with the settings of SMALL, on posts and with a model that are here."""
-    here = {HUB_MODEL: "model", f"{HUB_MODEL}-Instruct": "instruct", "pydocs": "posts", "medium": "micro"}
+    here = {
+        HUB_MODEL: "model",
+        f"{HUB_MODEL}-Instruct": "instruct",
+        "pydocs": "posts",
+        "medium": "micro",
+    }
     words = [here.get(word, word) for word in words]
     for flag in ONLY_RAY.intersection(words):
         del words[words.index(flag) : words.index(flag) + 2]
