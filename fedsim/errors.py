@@ -44,6 +44,10 @@ class MissingColumn(DataError):
     """A source has no column of the requested name."""
 
 
+class BadChat(Exception):
+    """A chat that cannot be encoded. Its text says why, in words that name no person's text."""
+
+
 class Interrupted(DataError):
     """A fault that may pass kept data from being read or built. Finished parts are kept."""
 

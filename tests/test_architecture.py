@@ -181,6 +181,7 @@ def test_what_draws_and_writes_pages_is_loaded_when_one_is_made():
     """Not when a module is imported, for which every command would wait."""
     own = {"matplotlib", "jinja2", "markdown_it"}
     assert own <= set().union(*map(packages, SOURCES))
+    waits = {"fedsim.data.sandbox"}  # imported when it is needed, for it is all of Jinja
     for module, path in SOURCES.items():
         names = set()
         for node in ast.parse(path.read_text()).body:
@@ -188,7 +189,8 @@ def test_what_draws_and_writes_pages_is_loaded_when_one_is_made():
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names.add(node.module)
-        assert not own & {name.partition(".")[0] for name in names}, module
+        assert not waits & names, module
+        assert module in waits or not own & {name.partition(".")[0] for name in names}, module
 
 
 def test_the_two_algorithms_differ_in_few_lines():

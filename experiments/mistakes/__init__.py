@@ -4,9 +4,10 @@ See `planting` for how they get there, and `table_mutations` for what notices th
 import fedsim before it is called, for it is read while fedsim is imported.
 """
 
+from experiments.mistakes.chats import CHATS
 from experiments.mistakes.claims import CLAIMS, COPIES
 from experiments.mistakes.clipping import CLIPPING
 from experiments.mistakes.noise import EVALUATIONS, NOISE_AND_SENSITIVITY
 from experiments.mistakes.sampling import SAMPLING
 
-MISTAKES = (*NOISE_AND_SENSITIVITY, *CLIPPING, *SAMPLING, *CLAIMS, *COPIES, *EVALUATIONS)
+MISTAKES = (*NOISE_AND_SENSITIVITY, *CLIPPING, *SAMPLING, *CLAIMS, *COPIES, *EVALUATIONS, *CHATS)

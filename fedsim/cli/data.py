@@ -1,6 +1,8 @@
-"""`fedsim data build`, `fedsim data stats`: build data sets, and count what is in them."""
+"""`fedsim data build`, `stats` and `show`: build data sets, count and see what is in them."""
 
 import dataclasses
+import os
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from fedsim.errors import expect
+from fedsim.errors import expect, expect_count, printable
+from fedsim.files import expand_home
 from fedsim.run import columns
 
 Each = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -61,6 +64,32 @@ class DataBuild:
     text_column: Each = ()
     """Column with the text; repeat it for several, which are joined by newlines. Default: text."""
 
+    messages_column: str | None = None
+    """Column with chats: lists of {role, content}, or of {from, value}. Columns named messages,
+    conversations, prompt and completion, or instruction and output are found by themselves if there
+    is no text."""
+
+    prompt_column: str | None = None
+    """Column with prompts: texts, or lists of messages. Goes with --completion-column."""
+
+    completion_column: str | None = None
+    """Column with the completions of the prompts."""
+
+    train_on: Literal["all", "completion", "assistant", "user"] | None = None
+    """Tokens of chats to train on. completion: of a chat, the assistant's last turn. Default: the
+    completion of a prompt, and the assistant's turns of a chat."""
+
+    chat_template: Path | None = None
+    """File with the chat template. Default: the one in the directory of --tokenizer."""
+
+    template_date: str | None = None
+    """Day that a chat template takes for today, so that equal data give equal tokens. Default:
+    2026-01-01."""
+
+    skip_unknown: bool = False
+    """Leave out chats that cannot be read, with images or tool calls for example, and count them.
+    Default: the first one is an error that names its row and turn."""
+
     order_column: str | None = None
     """Column that orders a user's examples: numbers, or times such as 2020-01-31T10:00:00Z.
     Default: the order of the files."""
@@ -74,7 +103,7 @@ class DataBuild:
 
     tokenizer: str | None = None
     """bytes (default), wordpiece:SIZE or bpe:SIZE (trained on this data: not private), hf:NAME, a
-    tokenizer file, or the directory of a model or a run that holds one."""
+    tokenizer file, the directory of a model or a run that holds one, or a GGUF file."""
 
     max_length: int | None = None
     """Largest number of tokens of an example. >= 2. Default: 128."""
@@ -134,6 +163,10 @@ class DataBuild:
         }
         if self.owners is not None:
             given["owners"] = tuple(self.owners.split(","))
+        if self.tokenizer is not None and self.tokenizer.endswith(".gguf"):
+            from fedsim.models import tokenizer_of
+
+            given["tokenizer"] = tokenizer_of(Path(expand_home("tokenizer", self.tokenizer)))
         for name in ("owners", "url_column"):
             value = getattr(self, name)
             alone = value is None or not self.user_column
@@ -162,25 +195,83 @@ class DataStats:
         return f"reading data={self.directory}"
 
     def __call__(self) -> dict[str, Any]:
-        from fedsim.data import corpora, draw_histograms
-        from fedsim.run import Terminal
+        from fedsim.data import draw_histograms
 
-        there = self.directory == "pydocs" or corpora.is_built(self.directory)
-        expected = "a directory made by `fedsim data build`, or pydocs"
-        expect("directory", self.directory, there, expected)
-        dataset = corpora.load(self.directory, progress=Terminal().note)
+        dataset = _opened(self.directory)
         if self.histogram is not None:
             draw_histograms(dataset.splits(), self.histogram)
         return _show_stats(dataset, self.json)
 
 
 @dataclasses.dataclass(frozen=True)
+class DataShow:
+    """Show examples as the model gets them, with the tokens that are trained on.
+
+    This shows people's texts.
+    """
+
+    directory: tyro.conf.Positional[str]
+    """A directory made by `fedsim data build`, or pydocs."""
+
+    rows: int = 3
+    """Number of examples, evenly spaced. >= 1."""
+
+    split: Literal["train", "eval_users", "eval_examples", "test"] = "train"
+    """Split to show examples of."""
+
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    @property
+    def doing(self) -> str:
+        return f"reading data={self.directory}"
+
+    def __call__(self) -> dict[str, Any]:
+        from fedsim.data import shown
+
+        expect_count("rows", self.rows, 1)
+        dataset = _opened(self.directory)
+        there = dataset.splits()
+        expect("split", self.split, self.split in there, f"one of {', '.join(there)}")
+        examples = shown(dataset, self.split, self.rows)
+        if not self.json:
+            for example in examples:
+                print(_example(example), end="\n\n")
+        return {"path": str(dataset.path), "split": self.split, "examples": examples}
+
+
+def _opened(directory: str) -> Any:
+    """The data set of a directory that was built, or pydocs."""
+    from fedsim.data import corpora
+    from fedsim.run import Terminal
+
+    there = directory == "pydocs" or corpora.is_built(directory)
+    expect("directory", directory, there, "a directory made by `fedsim data build`, or pydocs")
+    return corpora.load(directory, progress=Terminal().note)
+
+
+def _example(example: dict[str, Any]) -> str:
+    """Lines about an example: its trained tokens in green, or between brackets without colours."""
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    before, after = ("\x1b[32m", "\x1b[0m") if coloured else ("⟦", "⟧")
+    parts = (
+        f"{before}{printable(part['text'])}{after}" if part["trained"] else printable(part["text"])
+        for part in example["parts"]
+    )
+    owners = ", ".join(map(printable, example["owners"]))
+    share = example["trained_tokens"] / max(example["tokens"], 1)
+    numbers = f"{example['tokens']} tokens, {example['trained_tokens']} trained on ({share:.0%})"
+    return f"row {example['row']} of {owners}: {numbers}\n{''.join(parts)}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Data:
-    """Build data sets, and count what is in them."""
+    """Build data sets, count and see what is in them."""
 
     command: tyro.conf.OmitSubcommandPrefixes[
         Annotated[DataBuild, tyro.conf.subcommand("build")]
         | Annotated[DataStats, tyro.conf.subcommand("stats")]
+        | Annotated[DataShow, tyro.conf.subcommand("show")]
     ]
 
     @property

@@ -132,7 +132,8 @@ def packed(
     """Pack the texts of a batch into rows: each into the first row with room, longest first.
 
     Args:
-      batch: {tokens [texts, any], sizes [texts]}, NumPy; padding has size 0.
+      batch: {tokens [texts, any], sizes [texts]}, NumPy; padding has size 0. And perhaps trained,
+        bool [texts, any]: tokens to predict; the others are only fed.
       length_for: (sizes of texts) -> the length of a row that such a text begins, >= size - 1.
     Returns: for each length of rows {tokens, targets, positions}, int32 [rows, length]: the fed
       token, the token to predict (-1: none), and its position in its text.
@@ -162,6 +163,9 @@ def _filled(batch, fed, places, begun, length) -> dict[str, np.ndarray]:
         if row in number:
             count, ids = fed[text], batch["tokens"][text]
             where = number[row], slice(first, first + count)
-            filled["tokens"][where], filled["targets"][where] = ids[:count], ids[1 : count + 1]
+            filled["tokens"][where], targets = ids[:count], ids[1 : count + 1]
+            if "trained" in batch:
+                targets = np.where(batch["trained"][text, 1 : count + 1], targets, -1)
+            filled["targets"][where] = targets
             filled["positions"][where] = np.arange(count)
     return filled

@@ -97,6 +97,23 @@ class DataConfig:
     """Sequence length in tokens, where data names files; longer texts are truncated. >= 2. Default:
     128."""
 
+    messages_column: str | None = None
+    """Column with chats, where data names files: lists of {role, content}, or of {from, value}.
+    Default: the columns messages, conversations, or prompt and completion, if there is no text."""
+
+    prompt_column: str | None = None
+    """Column with prompts, where data names files; with completion_column."""
+
+    completion_column: str | None = None
+    """Column with the completions of the prompts."""
+
+    train_on: Literal["all", "completion", "assistant", "user"] | None = None
+    """Tokens of chats to train on. completion: of a chat, the assistant's last turn. Default: the
+    completion of a prompt, and the assistant's turns of a chat."""
+
+    chat_template: str | None = None
+    """File with the chat template. Default: the model's own."""
+
     def __post_init__(self):
         expect("data", self.source, self.source != "", "a directory, files, or pydocs")
         object.__setattr__(self, "source", expand_home("data", self.source))
@@ -107,7 +124,7 @@ class DataConfig:
     @property
     def options(self) -> dict[str, Any]:
         """The given options for reading files: keyword arguments of `corpora.load`."""
-        names = ("user_column", "text_column", "normalise_ids", "tokenizer", "max_length")
+        names = (field.name for field in dataclasses.fields(self) if field.name != "source")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 

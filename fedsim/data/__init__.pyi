@@ -17,6 +17,7 @@ from .dataset import (
     SUMS as SUMS,
     Dataset as Dataset,
     draw_histograms as draw_histograms,
+    shown as shown,
     stats as stats,
 )
 from .store import (

@@ -32,6 +32,7 @@ from fedsim import files
 from fedsim.data.building import hub, user_ids
 from fedsim.data.building.build import build
 from fedsim.data.building.sources import files_in, find_files, is_saved
+from fedsim.data.chat import read_template, template_of
 from fedsim.data.dataset import Dataset
 from fedsim.data.store import FORMAT
 from fedsim.data.tokenizer import Tokenizer, file_of
@@ -130,11 +131,14 @@ def _cached(
     """Open the data set under the key of `facts` and `options`, and make it if it is absent."""
     relevant = {n: v for n, v in options.items() if n not in ("progress", "num_workers")}
     spec = str(options.get("tokenizer", ""))
-    tokenizer = Path(spec)
-    if tokenizer.is_file():
-        relevant["tokenizer"] = [tokenizer.name, Tokenizer.load(tokenizer).sha256]
-    elif spec.startswith("hf:"):
-        relevant["tokenizer"] = [spec, Tokenizer.from_spec(spec).sha256]
+    own = options.get("chat_template")
+    if Path(spec).is_file() or spec.startswith("hf:"):
+        tokenizer = Tokenizer.from_spec(spec)
+        relevant["tokenizer"] = [Path(spec).name, tokenizer.sha256]
+        if template := template_of(tokenizer, own):  # of chats
+            relevant["chat_template"] = [template.source, template.tokens]
+    elif own is not None:
+        relevant["chat_template"] = read_template(own)
     if options.get("normalise_ids"):
         relevant["unicode"] = unidata_version
     if options.get("url_column") is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data.store import SEPARATOR, Owners
+from fedsim.data.tokenizer import TEMPLATE, TOKENIZER, Tokenizer
 from fedsim.data.users import UserStore, read_metadata
 from fedsim.errors import DataError
 from fedsim.files import expand_home
@@ -91,8 +92,9 @@ class Dataset:
 
 
 def sums(directory: Path, splits: Iterable[str]) -> str:
-    """Output of `sha256sum` for the tokenizer and the metadata of a data set and its splits."""
-    names = ["metadata.json", "tokenizer.json", *(f"{split}/metadata.json" for split in splits)]
+    """Output of `sha256sum` for the tokenizer, chat template and metadata of a data set."""
+    names = ["metadata.json", TOKENIZER, *(f"{split}/metadata.json" for split in splits)]
+    names += [TEMPLATE] if (directory / TEMPLATE).is_file() else []
     digests = (hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in names)
     return "".join(f"{d}  {name}\n" for d, name in zip(digests, names, strict=True))
 
@@ -119,7 +121,8 @@ def stats(store: UserStore) -> dict[str, Any]:
 
     Returns:
       A JSON object. Its share_at_max_length is the share of rows with max_length tokens: an upper
-      bound on the share of texts that were cut. Stores whose texts have several owners add counts
+      bound on the share of texts that were cut. Stores of which not all tokens are trained on add
+      share_trained, the share of tokens that are. Stores whose texts have several owners add counts
       of owner sets and of connected components of users.
     """
     per_user = np.sort(store.examples_per_user)
@@ -133,6 +136,7 @@ def stats(store: UserStore) -> dict[str, Any]:
         place = _place(share, store.num_examples)
         return int(np.searchsorted(up_to, place, side="right")) if store.num_examples else 0
 
+    share_trained = store.num_trained() / max(store.num_tokens, 1)
     users = {"min": 0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1}
     tokens = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
     return {
@@ -142,8 +146,37 @@ def stats(store: UserStore) -> dict[str, Any]:
         "examples_per_user": {name: of_users(share) for name, share in users.items()},
         "tokens_per_example": {name: of_lengths(share) for name, share in tokens.items()},
         "share_at_max_length": float(lengths[-1] / max(store.num_examples, 1)),
+        **({"share_trained": share_trained} if store.is_flagged else {}),
         **({} if store.owners is None else _of_owners(store.owners, np.diff(store.offsets))),
     }
+
+
+def shown(dataset: Dataset, split: str, rows: int) -> list[dict[str, Any]]:
+    """Examples of a split as a model gets them, evenly spaced over its rows.
+
+    Returns:
+      JSON objects: row, owners, tokens, trained_tokens, and parts, each a text with `trained`, True
+      if its tokens are trained on. Special tokens are spelled out.
+    """
+    store, tokenizer = dataset.splits()[split], Tokenizer.load(str(dataset.tokenizer_path))
+    ids = store.user_ids()
+    numbers = np.linspace(0, store.num_examples - 1, min(rows, store.num_examples)).astype(np.int64)
+    tokens, sizes = store.gather(numbers, store.max_length)
+    flags = store.trained(numbers, store.max_length)
+    found = []
+    for i, (row, size) in enumerate(zip(numbers.tolist(), sizes.tolist(), strict=True)):
+        trained = np.arange(size) > 0 if flags is None else flags[i, :size]
+        ends = [*(np.flatnonzero(np.diff(trained)) + 1).tolist(), size]
+        texts = [tokenizer.decode(tokens[i, :end], special=True) for end in [0, *ends]]
+        parts = [
+            {"text": after[len(before) :], "trained": bool(trained[end - 1])}
+            for before, after, end in zip(texts[:-1], texts[1:], ends, strict=True)
+        ]
+        place = int(np.searchsorted(store.offsets, row, side="right")) - 1
+        owners = [place] if store.owners is None else store.owners.users_of(place).tolist()
+        named = {"row": row, "owners": [ids[owner] for owner in owners], "tokens": size}
+        found.append({**named, "trained_tokens": int(trained.sum()), "parts": parts})
+    return found
 
 
 def _of_owners(owners: Owners, per_set: np.ndarray) -> dict[str, Any]:

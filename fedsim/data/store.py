@@ -1,10 +1,11 @@
 """Files of a store: token ids and offsets of all rows, a table of users, and metadata.json.
 
 tokens.npy holds the ids of all rows end to end, offsets.npy the index of the first id of each row,
-both in NumPy's format, so that they can be mapped into memory. The bytes depend on the rows alone,
-not on the blocks in which they are written, and JSON keys are sorted. Reading keeps nothing per row
-and shares nothing between calls, so that threads may read at the same time. `UserStore` in users.py
-puts the files together.
+both in NumPy's format, so that they can be mapped into memory. If only some tokens of a row are
+trained on, as in chats, trained.npy says of each token whether it is. The bytes depend on the rows
+alone, not on the blocks in which they are written, and JSON keys are sorted. Reading keeps nothing
+per row and shares nothing between calls, so that threads may read at the same time. `UserStore` in
+users.py puts the files together.
 
 If texts have several owners, the rows of a store are sorted by *owner set*: the texts of the same
 users lie together, as the texts of one user do in other stores. While data is built, an owner set
@@ -60,6 +61,10 @@ class Owners:
     def sets(self) -> np.ndarray:
         """Index of the set of each membership, int64 [memberships]."""
         return np.repeat(np.arange(self.num_sets), self.sizes)
+
+    def users_of(self, number: int) -> np.ndarray:
+        """The users of a set, int32."""
+        return self.users[self.starts[number] : self.starts[number + 1]]
 
     def count(self, per_set: np.ndarray) -> np.ndarray:
         """Number of texts that each user owns, int64 [users].
@@ -174,9 +179,11 @@ def _parquet(table: pa.Table) -> pa.Buffer:
 
 
 FORMAT = 2
-OFFSETS, TOKENS = "offsets.npy", "tokens.npy"
+OFFSETS, TOKENS, TRAINED = "offsets.npy", "tokens.npy", "trained.npy"
 HEADER_BYTES = 128  # of each array file
 KINDS = "<u2", "<u4"  # dtypes of token ids
+FLAGS = "|u1"  # dtype of trained.npy: 1 for a token that is trained on
+MARKED = np.dtype("<u4")  # dtype of marked ids while data is built: twice the id, + 1 if trained on
 BLOCK_ROWS = 16_384  # rows copied at a time: as many as fit in a processor's cache
 
 
@@ -197,11 +204,19 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 class TokenWriter:
     """Write the rows of a store to a directory in pieces. A context manager."""
 
-    def __init__(self, directory: Path, dtype: DTypeLike):
-        """Open the files. Raises: OSError: the files cannot be made."""
-        self._dtype = np.dtype(dtype)
+    def __init__(self, directory: Path, dtype: DTypeLike, marked: bool = False):
+        """Open the files.
+
+        Args:
+          dtype: type of token ids on disk.
+          marked: True if rows come as marked ids; see MARKED.
+        Raises:
+          OSError: the files cannot be made.
+        """
+        self._dtype, self._marked = np.dtype(dtype), marked
         self._rows = self._tokens = 0
-        self._files = (directory / OFFSETS).open("wb"), (directory / TOKENS).open("wb")
+        names = (OFFSETS, TOKENS, TRAINED) if marked else (OFFSETS, TOKENS)
+        self._files = [(directory / name).open("wb") for name in names]
 
     def __enter__(self) -> "TokenWriter":
         self._write_headers()
@@ -213,11 +228,14 @@ class TokenWriter:
 
         Args:
           lengths: int [rows], tokens of each row.
-          values: token ids of all rows end to end.
+          values: token ids of all rows end to end, or marked ids.
         Raises:
           OSError: the disk is full.
         """
         self._files[0].write((self._tokens + offsets_of(lengths)[1:]).data)
+        if self._marked:
+            self._files[2].write((values & 1).astype(FLAGS).data)
+            values = values >> 1
         self._files[1].write(np.ascontiguousarray(values, self._dtype).data)
         self._rows, self._tokens = self._rows + len(lengths), self._tokens + len(values)
 
@@ -230,10 +248,10 @@ class TokenWriter:
                 file.close()
 
     def _write_headers(self) -> None:
-        sizes = self._rows + 1, self._tokens
-        for file, size, dtype in zip(self._files, sizes, ("<i8", self._dtype), strict=True):
+        headers = (self._rows + 1, "<i8"), (self._tokens, self._dtype), (self._tokens, FLAGS)
+        for file, header in zip(self._files, headers, strict=False):  # the last may not exist
             file.seek(0)
-            file.write(encode_header(size, dtype))
+            file.write(encode_header(*header))
 
 
 def encode_header(size: int, dtype: DTypeLike) -> bytes:
@@ -255,24 +273,30 @@ class TokenReader:
     Attributes:
       offsets: int64 [rows + 1]. Row i is values[offsets[i]:offsets[i + 1]].
       values: uint16 or uint32 [tokens].
+      flags: uint8 [tokens], 1 for tokens that are trained on; None if all are.
     """
 
-    def __init__(self, offsets: np.ndarray, values: np.ndarray):
+    def __init__(self, offsets: np.ndarray, values: np.ndarray, flags: np.ndarray | None = None):
         """Check the arrays. Raises: ValueError: the arrays do not belong together."""
         whole = offsets.ndim == values.ndim == 1 and offsets.dtype.str == "<i8" and len(offsets)
         whole = whole and values.dtype.str in KINDS
         if not whole or offsets[0] or offsets[-1] != len(values):
             raise ValueError(f"{OFFSETS} and {TOKENS}: cut off or damaged (not of one store)")
-        self.offsets, self.values = offsets, values
+        if flags is not None and (flags.dtype.str, flags.shape) != (FLAGS, values.shape):
+            raise ValueError(f"{TRAINED} and {TOKENS}: cut off or damaged (not of one store)")
+        self.offsets, self.values, self.flags = offsets, values, flags
 
     @classmethod
-    def open(cls, directory: Path) -> "TokenReader":
+    def open(cls, directory: Path, flagged: bool = False) -> "TokenReader":
         """Map the rows of the store in `directory`.
 
+        Args:
+          flagged: True if it has trained.npy.
         Raises:
           ValueError: a file is cut off or damaged.
         """
-        return cls(_mapped(directory / OFFSETS, ("<i8",)), _mapped(directory / TOKENS, KINDS))
+        offsets, values = _mapped(directory / OFFSETS, ("<i8",)), _mapped(directory / TOKENS, KINDS)
+        return cls(offsets, values, _mapped(directory / TRAINED, (FLAGS,)) if flagged else None)
 
     @property
     def num_rows(self) -> int:
@@ -288,14 +312,26 @@ class TokenReader:
           (tokens int32 [rows, length], number of real tokens int32 [rows]).
         """
         tokens = np.zeros((len(rows), length), np.int32)
+        return tokens, self._gather(rows, self.values, tokens)
+
+    def trained(self, rows: np.ndarray, length: int) -> np.ndarray | None:
+        """Which tokens of `gather` are trained on, bool [rows, length]; None if all are."""
+        if self.flags is None:
+            return None
+        found = np.zeros((len(rows), length), bool)
+        self._gather(rows, self.flags, found)
+        return found
+
+    def _gather(self, rows: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy the values of rows to the rows of `out`. Returns: their numbers, int32 [rows]."""
+        length, flat = out.shape[1], out.reshape(-1)
         sizes = np.zeros(len(rows), np.int32)
-        flat = tokens.reshape(-1)
         for low in range(0, len(rows), BLOCK_ROWS):
             real = low + np.flatnonzero(rows[low : low + BLOCK_ROWS] >= 0)
             begin = self.offsets[rows[real]]
             sizes[real] = size = np.minimum(self.offsets[rows[real] + 1] - begin, length)
-            copy(self.values, begin, size, flat, real * length)
-        return tokens, sizes
+            copy(values, begin, size, flat, real * length)
+        return sizes
 
     def slice(self, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows low:high as (lengths int64 [rows], view of their token ids end to end)."""
@@ -367,7 +403,7 @@ def encode_users(
 
 
 def fingerprint(parts: Iterable[pa.Buffer | Path]) -> str:
-    """sha256 (hex) of buffers and files, end to end. Of a store: tables, offsets, tokens."""
+    """sha256 (hex) of buffers and files, end to end: tables, offsets, tokens, and flags if any."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Path):
@@ -385,10 +421,12 @@ def seal(
     num_tokens: int,
     digest: str,
     people: int | None = None,
+    flagged: bool = False,
 ) -> dict[str, Any]:
     """Metadata of a store: the entries of `about`, then totals and the fingerprint.
 
     Args:
+      flagged: True if it has trained.npy.
       num_examples: int64 [users], or [sets] where texts have several owners.
       people: number of users where texts have several owners, else None.
     """
@@ -403,6 +441,7 @@ def seal(
         "dtype": token_dtype(about["vocab_size"]).name,
         "fingerprint": digest,
         **shared,
+        **({"trained": True} if flagged else {}),
     }
 
 
@@ -411,6 +450,7 @@ def close_store(
     user_ids: Sequence[str] | pa.Array,
     num_examples: np.ndarray,
     about: dict[str, Any],
+    flagged: bool = False,
 ) -> None:
     """Complete a directory of tokens and offsets with its table of users and metadata.json.
 
@@ -418,6 +458,7 @@ def close_store(
       user_ids: sorted ids of users, or owner sets as strings.
       num_examples: int64 [users], or [sets].
       about: entries of the metadata, vocab_size and max_length among them.
+      flagged: True if the directory has trained.npy.
     """
     offsets = TokenReader.open(directory).offsets
     tables = {"users.parquet": encode_users(user_ids, num_examples, offsets)}
@@ -426,6 +467,7 @@ def close_store(
         tables["owners.parquet"], tables["people.parquet"], people = encode_owners(ids)
     for name, table in tables.items():
         (directory / name).write_bytes(table)
-    digest = fingerprint([directory / name for name in (*tables, OFFSETS, TOKENS)])
-    metadata = seal(about, num_examples, int(offsets[-1]), digest, people)
+    arrays = (OFFSETS, TOKENS, TRAINED) if flagged else (OFFSETS, TOKENS)
+    digest = fingerprint([directory / name for name in (*tables, *arrays)])
+    metadata = seal(about, num_examples, int(offsets[-1]), digest, people, flagged)
     write_json(directory / "metadata.json", metadata, sort_keys=True)

@@ -40,6 +40,7 @@ from fedsim.files import expand_home, read_object
 
 TOKENIZER = "tokenizer.json"
 NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+TEMPLATE = "chat_template.jinja"
 ID_FILES = ("generation_config.json", "config.json")
 BEGIN_TOKENS = ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>")
 END_TOKENS = ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
@@ -193,10 +194,11 @@ class Tokenizer:
 
     Attributes:
       name: "bytes", "wordpiece:SIZE", "bpe:SIZE", "hf:NAME" or the name of the file.
+      file: the file that it was loaded from, or None.
       vocab_size: upper bound of ids, exclusive.
       begin, end: the tokens around an example. begin_id, end_id: their ids.
       end_ids: ids of all tokens that end a generated text, end_id among them.
-      sha256: hex digest of the tokenizer.json that `save` writes.
+      json: the tokenizer.json that `save` writes. sha256: its hex digest.
       trained_on_data: True if the vocabulary was trained on the users' texts (not private).
     """
 
@@ -213,15 +215,16 @@ class Tokenizer:
         special = special_tokens_of(name, vocab, record, named)
         if (changed := with_template(record, vocab, special)) is not None:
             inner = tokenizers.Tokenizer.from_str(changed)
-        self._json = inner.to_str()
+        self.json = inner.to_str()
         inner.encode_special_tokens = True  # not saved in the file: "[SEP]" in a text stays text
         self.name, self.trained_on_data = name, trained_on_data
+        self.file: Path | None = None
         self.vocab_size = max(vocab.values()) + 1  # ids may have holes
         self.begin_id, self.end_id, self.end_ids = special
         self.begin, self.end = (inner.id_to_token(number) for number in special[:2])
         self._inner = inner
-        self.sha256 = hashlib.sha256(self._json.encode()).hexdigest()
-        self._is_bytes = self._json == _bytes_json()
+        self.sha256 = hashlib.sha256(self.json.encode()).hexdigest()
+        self._is_bytes = self.json == _bytes_json()
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
@@ -303,7 +306,9 @@ class Tokenizer:
             )
         try:
             inner = _load_vocab(file) if file.suffix == ".txt" else _load_json(file)
-            return cls(inner, name or file.name, named=named_beside(file))
+            tokenizer = cls(inner, name or file.name, named=named_beside(file))
+            tokenizer.file = file
+            return tokenizer
         except DataError:
             raise
         except Exception as error:  # the library raises bare Exception
@@ -384,13 +389,13 @@ class Tokenizer:
         lengths = np.bincount(owner, counts, minlength=len(texts)).astype(np.int64)
         return lengths, values
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """The text of token ids, with special tokens if `special`."""
+        return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def save(self, file: str | Path) -> None:
         """Write tokenizer.json. Equal tokenizers give equal bytes."""
-        Path(expand_home("file", file)).write_text(self._json, encoding="utf-8")
+        Path(expand_home("file", file)).write_text(self.json, encoding="utf-8")
 
 
 def file_of(spec: str | Path) -> str:
@@ -420,7 +425,7 @@ def _download(spec: str) -> Path:
     from fedsim.data.building.hub import may_pass  # which takes longer to import than this
 
     name, _, revision = spec.partition("@")
-    wanted = [TOKENIZER, *NAME_FILES, *ID_FILES]
+    wanted = [TOKENIZER, *NAME_FILES, *ID_FILES, TEMPLATE]
     try:
         snapshot = huggingface_hub.snapshot_download(
             name, revision=revision or None, allow_patterns=wanted

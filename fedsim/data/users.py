@@ -9,9 +9,9 @@ when a batch is gathered. Small data in memory has the same arrays and is read b
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from fedsim.data.store import (
     FORMAT,
     OFFSETS,
     TOKENS,
+    TRAINED,
     Owners,
     TokenReader,
     decode_owners,
@@ -38,8 +39,10 @@ from fedsim.errors import DataError
 from fedsim.files import expand_home
 
 SCAN_ROWS = 2**18
+Found = TypeVar("Found")
 # The last two exist where texts have several owners.
 TABLES = ("users.parquet", "owners.parquet", "people.parquet")
+ARRAYS = (OFFSETS, TOKENS, TRAINED)  # the last where not all tokens are trained on
 SETS = "num_owner_sets"  # field in the metadata of such a store
 
 
@@ -52,7 +55,7 @@ class UserStore:
         have several owners: int64 [sets + 1], the rows of each owner set.
       max_length: maximum number of tokens of a row.
       vocab_size: upper bound of token ids, exclusive.
-      fingerprint: sha256 (hex) of the table of users, offsets and tokens.
+      fingerprint: sha256 (hex) of the table of users, offsets, tokens and flags.
       metadata: content of metadata.json.
       path: directory of the store, or None in memory.
     """
@@ -102,15 +105,17 @@ class UserStore:
         path = Path(expand_home("data", directory)).absolute()
         metadata = read_metadata(path, "users")
         _expect_names(metadata)
-        expected = [*TABLES[: 3 if SETS in metadata else 1], OFFSETS, TOKENS]
-        existing = [name for name in (*TABLES, OFFSETS, TOKENS) if (path / name).is_file()]
+        flagged = bool(metadata.get("trained"))
+        expected = [*TABLES[: 3 if SETS in metadata else 1], *(ARRAYS if flagged else ARRAYS[:2])]
+        existing = [name for name in (*TABLES, *ARRAYS) if (path / name).is_file()]
         if existing != expected:
             raise DataError.of(
                 "data", path, f"{', '.join(expected)}, got {', '.join(existing) or 'none'}"
             )
-        users, *graph = (pa.memory_map(str(path / name)).read_buffer() for name in expected[:-2])
+        tables = [name for name in expected if name in TABLES]
+        users, *graph = (pa.memory_map(str(path / name)).read_buffer() for name in tables)
         try:
-            rows = TokenReader.open(path)
+            rows = TokenReader.open(path, flagged)
         except ValueError as error:
             raise DataError(f"data={path}: {error}") from None
         store = cls(users, rows, metadata, (graph[0], graph[1]) if graph else None)
@@ -123,6 +128,7 @@ class UserStore:
         examples: Mapping[Any, Sequence[Sequence[int]]],
         max_length: int,
         vocab_size: int,
+        trained: Mapping[Any, Sequence[Sequence[bool]]] | None = None,
     ) -> "UserStore":
         """Make a store in memory.
 
@@ -133,6 +139,7 @@ class UserStore:
             belong to all of these users.
           max_length: maximum number of tokens of a sequence.
           vocab_size: upper bound of token ids, exclusive.
+          trained: which tokens are trained on, in the form of `examples`; None: all.
         Raises:
           DataError: a sequence or a token id exceeds its bound, or two ids are equal as strings.
         """
@@ -151,7 +158,12 @@ class UserStore:
         counts = np.array([len(by_id[user]) for user in ids], np.int64)
         ends = offsets_of(lengths)
         users = encode_users(ids, counts, ends)
-        reader = TokenReader(ends, tokens.astype(token_dtype(vocab_size)))
+        flags = None
+        if trained is not None:
+            flags_of = {of_ids(user): rows for user, rows in trained.items()}
+            every = [flag for user in ids for row in flags_of[user] for flag in row]
+            flags = np.array(every, bool).astype(np.uint8)
+        reader = TokenReader(ends, tokens.astype(token_dtype(vocab_size)), flags)
         keys, graph, people = pa.array(ids, pa.string()), None, None
         if is_shared(keys):
             *graph, people = encode_owners(keys)
@@ -159,8 +171,9 @@ class UserStore:
             {"max_length": max_length, "vocab_size": vocab_size},
             counts,
             len(tokens),
-            fingerprint([users, *(graph or ()), encode_array(ends), encode_array(reader.values)]),
+            fingerprint([users, *(graph or ()), *_encoded(reader)]),
             people,
+            flags is not None,
         )
         return cls(users, reader, metadata, (graph[0], graph[1]) if graph else None)
 
@@ -172,9 +185,10 @@ class UserStore:
         """
         parts: list[Any] = [self._users, *(self._graph or ())]
         if self.path is not None:
-            parts = [self.path / name for name in (*TABLES[: len(parts)], OFFSETS, TOKENS)]
+            arrays = ARRAYS if self.is_flagged else ARRAYS[:2]
+            parts = [self.path / name for name in (*TABLES[: len(parts)], *arrays)]
         else:
-            parts += [encode_array(self._reader.offsets), encode_array(self._reader.values)]
+            parts += _encoded(self._reader)
         if fingerprint(parts) != self.fingerprint:
             where = self.path or "memory"
             raise DataError(f"data={where}: changed since it was built: another fingerprint")
@@ -191,16 +205,36 @@ class UserStore:
           IndexError: a row is not in [-1, num_examples).
           DataError: the offsets are damaged.
         """
+        return self._read(rows, lambda rows: self._reader.gather(rows, length))
+
+    def trained(self, rows: np.ndarray, length: int) -> np.ndarray | None:
+        """Which tokens of `gather` are trained on, bool [rows, length]; None if all are.
+
+        Args and Raises: as of `gather`.
+        """
+        return self._read(rows, lambda rows: self._reader.trained(rows, length))
+
+    def _read(self, rows: np.ndarray, reading: Callable[[np.ndarray], Found]) -> Found:
         rows = np.asarray(rows, np.int64)
         if rows.size and not -1 <= rows.min() <= rows.max() < self.num_examples:
             raise IndexError(
                 f"rows in [{rows.min()}, {rows.max()}]: expected [-1, {self.num_examples})"
             )
         try:
-            return self._reader.gather(rows, length)
+            return reading(rows)
         except (ValueError, IndexError) as error:
             where = self.path or "memory"
             raise DataError(f"data={where}: {OFFSETS} is damaged ({error})") from None
+
+    @property
+    def is_flagged(self) -> bool:
+        """True if only some tokens are trained on."""
+        return self._reader.flags is not None
+
+    def num_trained(self) -> int:
+        """Number of tokens that are trained on. Reads the flags of all rows."""
+        flags = self._reader.flags
+        return self.num_tokens if flags is None else int(flags.sum(dtype=np.int64))
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Number of real tokens of rows in any order, int64 [rows]; 0 for -1. Reads no tokens."""
@@ -273,6 +307,11 @@ class UserStore:
     def __repr__(self) -> str:
         where = self.path or "memory"
         return f"UserStore({self.num_users} users, {self.num_examples} examples, {where})"
+
+
+def _encoded(reader: TokenReader) -> list[pa.Buffer]:
+    arrays = reader.offsets, reader.values, reader.flags
+    return [encode_array(array) for array in arrays if array is not None]
 
 
 def _column(table: pa.Buffer, name: str, file: str) -> pa.ChunkedArray:

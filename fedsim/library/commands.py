@@ -98,6 +98,7 @@ def recommend(
     run_dir: str | Path = "runs",
     user: str | None = None,
     text: str | None = None,
+    messages: str | None = None,
     users: int = 128,
     plan_only: bool = False,
     plot: str | Path | None = None,
@@ -108,7 +109,7 @@ def recommend(
     It looks at the data without protection; `non_private` says at what.
 
     Args:
-      data, epsilon, num_steps, user, text: as for `train`.
+      data, epsilon, num_steps, user, text, messages: as for `train`.
       run_dir: parent of the directories in the recommended settings.
       users: number of users whose gradients are measured.
       plan_only: measure no gradients, and answer at once.
@@ -123,7 +124,7 @@ def recommend(
         for name in settings.keys() - OF_MECHANISM:
             raise ConfigError.of(name, settings[name], "the name of a setting of recommend")
         flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": str(run_dir), **settings}
-        privacy, run = configs_of(flags | flags_of_data(data, user, text))
+        privacy, run = configs_of(flags | flags_of_data(data, user, text, messages))
         set_threads(run.engine)
         from fedsim.tuning import recommend as advise  # imports JAX, which reads the threads
 
@@ -158,6 +159,7 @@ def audit(
     run_dir: str | Path | None = None,
     user: str | None = None,
     text: str | None = None,
+    messages: str | None = None,
     gradient_canaries: int = 400,
     text_canaries: int = 100,
     confidence: float = 0.95,
@@ -167,8 +169,8 @@ def audit(
     """Attack a training: plant made-up users (canaries), train, and guess which took part.
 
     Args:
-      algorithm, data, epsilon, num_steps, user, text, settings: the training; as for `train`,
-        but output is quiet by default.
+      algorithm, data, epsilon, num_steps, user, text, messages, settings: the training; as for
+        `train`, but output is quiet by default.
       run_dir: directory of the audited run. Default: a new one in runs/.
       gradient_canaries, text_canaries: number of made-up users of each kind; see `AuditConfig`.
       confidence: of each lower bound.
@@ -190,7 +192,7 @@ def audit(
         attack = AuditConfig(**{name: typed(name, x, types[name]) for name, x in given.items()})
         place = str(run_dir or new_directory(f"audit-{algorithm}"))
         flags = {"epsilon": epsilon, "num_steps": num_steps, "run_dir": place, **settings}
-        privacy, run = configs_of(flags | flags_of_data(data, user, text))
+        privacy, run = configs_of(flags | flags_of_data(data, user, text, messages))
         set_threads(run.engine)
         from fedsim.trust import audit as attack_training
 
@@ -216,12 +218,13 @@ def pretrain(
     run_dir: str | Path | None = None,
     user: str | None = None,
     text: str | None = None,
+    messages: str | None = None,
     **settings: Unpack[RunSettings],
 ) -> Run:
     """Train on public text WITHOUT privacy, to make a model for `train(model=run.run_dir)`.
 
     Args:
-      data, user, text: as for `train`.
+      data, user, text, messages: as for `train`.
       num_steps, batch_size, rows_per_pass, warmup_steps: see `PretrainConfig`.
       run_dir: directory of the run. Default: a new one in runs/.
       settings: other flags of `fedsim pretrain`, with underscores; output is quiet by default.
@@ -242,7 +245,7 @@ def pretrain(
             "run_dir": str(run_dir or new_directory("pretrained")),
             **settings,
         }
-        how, run = configs_of(flags | flags_of_data(data, user, text), PretrainConfig)
+        how, run = configs_of(flags | flags_of_data(data, user, text, messages), PretrainConfig)
         set_threads(run.engine)
         from fedsim.training import pretrain as train_openly  # imports JAX, which reads the threads
 

@@ -227,6 +227,11 @@ class RunSettings(TypedDict, total=False):
     normalise_ids: str | None
     tokenizer: str | None
     max_length: int | None
+    messages_column: str | None
+    prompt_column: str | None
+    completion_column: str | None
+    train_on: Literal["all", "completion", "assistant", "user"] | None
+    chat_template: str | None
     model: str
     lora_rank: int
     lora_layers: str
@@ -303,6 +308,7 @@ def train(
     run_dir: str | Path | None = None,
     user: str | None = None,
     text: str | None = None,
+    messages: str | None = None,
     task: Task | None = None,
     callbacks: Sequence[Callback] = (),
     callback: Callable[[int, dict[str, float]], object] | None = None,
@@ -325,6 +331,7 @@ def train(
       run_dir: directory of the run. Default: a new one in runs/.
       user: column with the user of a row. Default: user_id.
       text: column with the text. Default: text.
+      messages: column with chats, lists of {"role": ..., "content": ...}, instead of texts.
       task: your own model, instead of a language model.
       callbacks: called at the start and end of the run, and after its steps, evaluations and
         checkpoints; see `Callback`.
@@ -355,7 +362,7 @@ def train(
             name = task.describe().get("task", type(task).__qualname__)
             flags |= {"data": f"{name} (rows of its own)", "model": f"{name} (a task)"}
         else:
-            flags |= flags_of_data(data, user, text)
+            flags |= flags_of_data(data, user, text, messages)
         privacy, run = configs_of(flags)
         set_threads(run.engine)
         from fedsim.training import train as train_run  # imports JAX, which reads the threads
@@ -373,13 +380,16 @@ def new_directory(name: str) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def flags_of_data(data: Any, user: str | None, text: str | None) -> dict[str, str]:
-    """The settings data, user_column and text_column for data of any kind; see `train`."""
+def flags_of_data(
+    data: Any, user: str | None, text: str | None, messages: str | None = None
+) -> dict[str, str]:
+    """The settings that name data of any kind and its columns; see `train`."""
     # Columns of a DataFrame without names are numbered.
-    user, text = (str(n) if type(n) is int else n for n in (user, text))
-    columns = {"user_column": user, "text_column": text}
+    user, text, messages = (str(n) if type(n) is int else n for n in (user, text, messages))
+    columns = {"user_column": user, "text_column": text, "messages_column": messages}
     given = {name: column for name, column in columns.items() if column is not None}
-    return {"data": source_of(data, user or USER, text or TEXT), **given}
+    rows = messages or text or TEXT
+    return {"data": source_of(data, user or USER, rows, chats=messages is not None), **given}
 
 
 Config = TypeVar("Config")

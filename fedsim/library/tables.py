@@ -4,6 +4,7 @@ A table is written once, as Parquet, under the digest of its rows, into a direct
 owner can read. It is then a data source like any other.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -33,7 +34,7 @@ ROWS = 10_000
 """Rows that are written at a time."""
 
 
-def source_of(data: Any, user: str, text: str) -> str:
+def source_of(data: Any, user: str, text: str, *, chats: bool = False) -> str:
     """The value of `--data` for data in memory or files.
 
     Args:
@@ -41,6 +42,7 @@ def source_of(data: Any, user: str, text: str) -> str:
         `IterableDataset`, dicts (a list or an iterator), or anything else that Arrow can read as a
         table, such as a polars DataFrame. It is read in parts.
       user, text: columns with the user and the text of a row.
+      chats: True if the text column holds chats, of which only the users are checked here.
 
     Returns:
       `data` if it is a path, else the path of a Parquet file.
@@ -51,11 +53,11 @@ def source_of(data: Any, user: str, text: str) -> str:
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
     if isinstance(data, list | tuple) and all(isinstance(x, str | os.PathLike) for x in data):
-        return str(_joined([Path(file) for file in data], user, text))
-    return str(_written(_batches(data, user, text), user, text))
+        return str(_joined([Path(file) for file in data], user, text, chats))
+    return str(_written(_batches(data, user, text), user, text, chats))
 
 
-def _joined(files: list[Path], user: str, text: str) -> Path:
+def _joined(files: list[Path], user: str, text: str, chats: bool) -> Path:
     """One file with the rows of several Parquet files."""
     others = [file for file in files if file.suffix != ".parquet"]
     if others or not files:
@@ -63,7 +65,7 @@ def _joined(files: list[Path], user: str, text: str) -> Path:
         raise DataError.of("data", paths, "a list of Parquet files, or one pattern (*.csv)")
     paths = [path for file in files for path in sources.find_files(str(file))]
     tables = (pq.ParquetFile(file) for file in paths)
-    return _written((b for table in tables for b in table.iter_batches(ROWS)), user, text)
+    return _written((b for table in tables for b in table.iter_batches(ROWS)), user, text, chats)
 
 
 def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
@@ -185,7 +187,7 @@ def _expect_column(field: str, name: str, have: list[str], wanted: tuple[str, st
         raise DataError(f"{field}={name}: {expected_of(have, wanted)}", field=field)
 
 
-def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
+def _written(batches: Iterator[pa.RecordBatch], user: str, text: str, chats: bool) -> Path:
     """Write the rows to a file that is named by its digest.
 
     Raises:
@@ -194,7 +196,7 @@ def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
     home = own_directory(cache_dir() / TABLES)
     temporary = home / f".{os.getpid()}-{os.urandom(8).hex()}.tmp"
     try:
-        _write(temporary, batches, user, text)
+        _write(temporary, batches, user, text, chats)
         with open(temporary, "rb") as file:
             name = hashlib.file_digest(file, "sha256").hexdigest()[:32]
         os.replace(temporary, home / f"{name}.parquet")
@@ -203,17 +205,22 @@ def _written(batches: Iterator[pa.RecordBatch], user: str, text: str) -> Path:
     return home / f"{name}.parquet"
 
 
-def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) -> None:
+def _write(
+    path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str, chats: bool
+) -> None:
     """Write the rows to `path`; the caller removes the file after an error.
 
     Raises:
       DataError: as `normalise`, or a row has no owner.
     """
-    writer, rows, columns = None, 0, Columns.of(user, text)
+    writer, rows = None, 0
     try:
         for batch in batches:
             for field, name in (("user", user), ("text", text)):
                 _expect_column(field, name, batch.schema.names, (user, text))
+            told, columns = batch[text], Columns.of(user, text)
+            if chats:
+                batch, columns = batch.select([user]), dataclasses.replace(columns, text=())
             batch = readers.with_plain_types(batch)
             ids = normalise(batch, columns, rows)["user_id"]
             unowned = np.flatnonzero(is_blank(ids))
@@ -221,7 +228,8 @@ def _write(path: Path, batches: Iterator[pa.RecordBatch], user: str, text: str) 
                 reason = f"row {rows + 1 + int(unowned[0])} has a null or empty one"
                 raise DataError.of("user", user, f"a user id in every row; {reason}")
             rows += len(batch)
-            written = {user: _as_texts(plain(batch[user]), ids), text: batch[text]}
+            written = {user: _as_texts(plain(batch[user]), ids)}
+            written[text] = told if chats else batch[text]
             table = pa.table(written)
             if writer is None:
                 writer = pq.ParquetWriter(path, table.schema)

@@ -14,7 +14,7 @@ from fedsim.config import PrivacyConfig, RunConfig, types_of
 from fedsim.errors import ConfigError, FedsimError
 from fedsim.run import speaking
 
-ARGUMENTS = ("user", "text")
+ARGUMENTS = ("user", "text", "messages")
 """Arguments of `fedsim.train` that name the setting with _column behind it."""
 FLAG = re.compile(r"--(no-)?([a-z][a-z-]+)(?:[ =]([\w.-]*[\d:-][\w.:-]*))?")
 """A flag, with a value if the next word has a digit, a hyphen or a colon."""

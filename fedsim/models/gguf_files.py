@@ -49,10 +49,7 @@ def load(file: Path, heard: Callable[[int, int], None]) -> GGUFModel:
       ConfigError: the file is not GGUF or of another architecture, or `gguf` is not installed.
     """
     reader = _reader(file)
-    try:
-        about = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:
-        raise _no_file(file, error) from None
+    about = _about(file, reader)
     kind = about.get("general.architecture")
     if kind not in ARCHITECTURES:
         expected = f"one of {', '.join(ARCHITECTURES)}"
@@ -71,6 +68,25 @@ def load(file: Path, heard: Callable[[int, int], None]) -> GGUFModel:
         raise ConfigError.of("model", file, f"{error} in it") from None
     except (ConfigError, OSError):
         raise
+    except Exception as error:  # the file contradicts itself
+        raise _no_file(file, error) from None
+
+
+def tokenizer_of(file: Path) -> Path:
+    """Path of the tokenizer.json of a GGUF file, with its chat template beside it.
+
+    Raises:
+      ConfigError: the file is not GGUF, or its tokenizer is of an unknown kind.
+    """
+    files = files_of(file, _about(file, _reader(file)))
+    if files is None:
+        raise ConfigError.of("tokenizer", file, "a tokenizer.json beside it")
+    return files / model_files.TOKENIZER
+
+
+def _about(file: Path, reader: Any) -> dict[str, Any]:
+    try:
+        return {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:  # the file contradicts itself
         raise _no_file(file, error) from None
 

@@ -17,18 +17,23 @@ from fedsim.models.transformer import Transformer, TransformerConfig
 
 
 def next_token_nats(
-    model: nn.Module, params: Any, tokens_BL: jax.Array, sizes_B: jax.Array
+    model: nn.Module,
+    params: Any,
+    tokens_BL: jax.Array,
+    sizes_B: jax.Array,
+    trained_BL: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Cross entropy of predicting tokens[i + 1] from tokens[: i + 1], summed over each row.
 
     Args:
       tokens_BL: ids, starting with the begin token.
       sizes_B: number of real tokens of each row; the rest is padding, which is not predicted.
+      trained_BL: bool, tokens to predict; None: all real ones. The first is never predicted.
     Returns:
-      (nats float32 [B], number of predictions int [B], which is sizes - 1).
+      (nats float32 [B], number of predictions int [B]).
     """
     logits_BLV: Any = model.apply({"params": params}, tokens_BL[:, :-1])
-    return nats_of(logits_BLV, tokens_BL, sizes_B)
+    return nats_of(logits_BLV, tokens_BL, sizes_B, trained_BL)
 
 
 def packed_nats(
@@ -45,10 +50,15 @@ def packed_nats(
 
 
 def nats_of(
-    logits_BLV: jax.Array, tokens_BL: jax.Array, sizes_B: jax.Array
+    logits_BLV: jax.Array,
+    tokens_BL: jax.Array,
+    sizes_B: jax.Array,
+    trained_BL: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`next_token_nats` from the logits of all tokens but the last."""
     real_BL = jnp.arange(1, tokens_BL.shape[1])[None] < sizes_B[:, None]
+    if trained_BL is not None:
+        real_BL &= trained_BL[:, 1:]
     return _summed(logits_BLV, tokens_BL[:, 1:], real_BL)
 
 
@@ -150,10 +160,14 @@ class LanguageModelTask:
         """Read examples by row number; -1 is padding.
 
         Returns:
-          {"tokens": int32 [rows, max_length], "sizes": int32 [rows], number of real tokens}.
+          {"tokens": int32 [rows, max_length], "sizes": int32 [rows], number of real tokens}, and
+          "trained": bool [rows, max_length], if not all tokens are trained on.
         """
-        tokens, sizes = getattr(self.dataset, split).gather(rows, self.config.max_length)
-        return {"tokens": tokens, "sizes": sizes}
+        store, length = getattr(self.dataset, split), self.config.max_length
+        tokens, sizes = store.gather(rows, length)
+        trained = store.trained(rows, length)
+        found = {"tokens": tokens, "sizes": sizes}
+        return found if trained is None else {**found, "trained": trained}
 
     def sizes(self, split: str, rows: np.ndarray) -> np.ndarray:
         """Number of tokens of examples, at most max_length, int64 [rows]; 0 for -1."""
@@ -168,10 +182,11 @@ class LanguageModelTask:
             params = lora.joined(frozen[0], params)
         if "positions" in batch:
             return packed_nats(Transformer(self.config), params, batch)
-        return next_token_nats(Transformer(self.config), params, batch["tokens"], batch["sizes"])
+        own = (batch[name] for name in ("tokens", "sizes", "trained") if name in batch)
+        return next_token_nats(Transformer(self.config), params, *own)
 
     def losses(self, params: Any, batch: Any, *frozen: Any) -> jax.Array:
-        """Loss f(theta, z) of each row: mean nats per predicted token, float32 [rows]."""
+        """Loss f(theta, z) of each row: mean nats per trained token of its own, float32 [rows]."""
         nats, predictions = self.nats(params, batch, *frozen)
         return nats / jnp.maximum(predictions, 1)
 
@@ -189,4 +204,5 @@ def _sizes(batch: dict[str, Any]) -> Any:
 
 
 def _trim(batch: dict[str, Any], length: int) -> dict[str, Any]:
-    return {**batch, "tokens": batch["tokens"][..., :length]}
+    own = ("tokens", "trained")
+    return {name: x[..., :length] if name in own else x for name, x in batch.items()}

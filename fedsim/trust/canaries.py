@@ -231,6 +231,15 @@ class PlantedStore:
         tokens, sizes = (a + b for a, b in zip(*both, strict=True))  # padding is zero
         return tokens, sizes
 
+    def trained(self, rows: np.ndarray, length: int) -> np.ndarray | None:
+        """Which tokens of `gather` are trained on; of canaries all are. See `UserStore.trained`."""
+        real, planted = self._parted(rows)
+        trained = self.store.trained(real, length)
+        if trained is None:
+            return None
+        of_planted = np.arange(length) < self.planted.sizes(planted)[:, None]
+        return trained | of_planted
+
     def _parted(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows in the numbering of each store, -1 for rows of the other one."""
         rows, first = np.asarray(rows, np.int64), self.store.num_examples

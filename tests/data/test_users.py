@@ -322,3 +322,37 @@ def test_a_byte_that_is_changed_since_is_found_by_reading_everything(name, tmp_p
 
 def test_a_store_in_memory_is_what_it_was():
     UserStore.from_examples(EXAMPLES, 8, 10).check()
+
+
+def test_a_store_knows_which_tokens_are_trained_on(tmp_path):
+    trained = {"bob": [[False, True, True], [True]], "amy": [[False, True]], "eve": []}
+    memory = UserStore.from_examples(EXAMPLES, 8, 10, trained)
+    (tmp_path / "disk").mkdir()
+    with TokenWriter(tmp_path / "disk", token_dtype(10), marked=True) as writer:
+        for ids in ([10, 13], [2, 5, 7], [9]):  # of amy and bob: twice the id, + 1 if trained on
+            writer.write(np.array([len(ids)]), np.array(ids, np.uint32))
+    about = {"max_length": 8, "vocab_size": 10}
+    close_store(tmp_path / "disk", ["amy", "bob", "eve"], np.array([1, 2, 0]), about, True)
+    disk = UserStore.open(tmp_path / "disk")
+    for store in (
+        memory,
+        disk,
+        pickle.loads(pickle.dumps(disk)),
+        pickle.loads(pickle.dumps(memory)),
+    ):
+        assert store.fingerprint == memory.fingerprint and store.is_flagged
+        rows = np.array([1, -1, 0])
+        assert store.gather(rows, 4)[0].tolist() == [[1, 2, 3, 0], [0] * 4, [5, 6, 0, 0]]
+        found = store.trained(rows, 4)
+        assert found is not None and found.dtype == bool
+        assert found.astype(int).tolist() == [[0, 1, 1, 0], [0] * 4, [0, 1, 0, 0]]
+        assert store.trained(rows, 2).tolist() == found[:, :2].tolist()
+        assert store.num_trained() == 4 and stats(store)["share_trained"] == pytest.approx(4 / 6)
+        store.check()
+    plain = UserStore.from_examples(EXAMPLES, 8, 10)
+    assert plain.fingerprint != memory.fingerprint and "trained" not in plain.metadata
+    assert plain.trained(np.array([0]), 4) is None and plain.num_trained() == 6
+    assert "share_trained" not in stats(plain)
+    (tmp_path / "disk" / "trained.npy").unlink()
+    with pytest.raises(DataError, match="offsets.npy, tokens.npy, trained.npy, got "):
+        UserStore.open(tmp_path / "disk")

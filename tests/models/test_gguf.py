@@ -8,6 +8,9 @@ import pytest
 from test_hostile import time_bound
 from zoo import FAMILIES, random_like
 
+from fedsim.cli.main import main
+from fedsim.data.chat import template_of
+from fedsim.data.dataset import Dataset
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.models import gguf_files, pretrained
@@ -70,6 +73,23 @@ def test_an_export_has_the_tokens_and_the_template_inside(tmp_path):
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (fields["bos_token_id"], fields["eos_token_id"]) == (1, 2)
     assert Tokenizer.load(tmp_path / "out" / "tokenizer.json").sha256 == own.sha256
+
+
+def test_data_can_be_built_with_the_tokens_and_the_template_inside(tmp_path):
+    file = gguf_files.tokenizer_of(write(tmp_path / "a.gguf"))
+    template = template_of(Tokenizer.load(file))
+    assert template is not None and template.source == "{{ messages }}"
+    assert dict(template.tokens) == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"user_id": "ann", "prompt": "a", "completion": "b"}\n')
+    command = ["data", "build", str(rows), "--tokenizer", str(tmp_path / "a.gguf")]
+    main([*command, "--eval-users", "0", "--out", str(tmp_path / "out")])
+    assert Dataset.open(tmp_path / "out").train.gather(np.array([0]), 4)[0].tolist() == [
+        [1, 3, 4, 2]
+    ]
+    (tmp_path / "no.gguf").write_bytes(b"no")
+    with pytest.raises(ConfigError, match="model=.*a GGUF file"):
+        gguf_files.tokenizer_of(tmp_path / "no.gguf")
 
 
 def test_a_changed_file_in_the_cache_is_made_again(tmp_path):

@@ -103,7 +103,12 @@ def typed(page: Path) -> Iterator[list[str]]:
 
 def small(words: list[str]) -> list[str]:
     """A command with the settings of SMALL, on posts and with a model that are here."""
-    here = {HUB_MODEL: "model", "pydocs": "posts", "medium": "micro"}
+    here = {
+        HUB_MODEL: "model",
+        f"{HUB_MODEL}-Instruct": "instruct",
+        "pydocs": "posts",
+        "medium": "micro",
+    }
     words = [here.get(word, word) for word in words]
     for flag in ONLY_RAY.intersection(words):
         del words[words.index(flag) : words.index(flag) + 2]
@@ -135,7 +140,12 @@ def prepared(tmp_path_factory) -> Path:
     turns = {"doc": [str(i // 10) for i in range(400)], "turn": range(400)}
     hearings = pd.DataFrame({"user_id": people, "text": posts, **turns})
     hearings.to_parquet(place / "scotus.parquet")
-    make_model(place)
+    shutil.copytree(make_model(place), place / "instruct")
+    template = "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}"
+    (place / "instruct/chat_template.jinja").write_text(template)
+    asked = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes"}]
+    chats = [{"customer": person, "messages": asked} for person in people]
+    (place / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     os.environ["FEDSIM_BUDGET_LEDGER"], ledger = str(place / "ledger"), _ledger()
     try:
         before = Path.cwd()

@@ -18,10 +18,11 @@ from unicodedata import unidata_version
 import pyarrow as pa
 
 from fedsim.data.building import hub, user_ids
-from fedsim.data.building.columns import Columns
+from fedsim.data.building.chats import DEFAULTS, TRAIN_ON, Chats
+from fedsim.data.building.columns import COMPLETION, MESSAGES, Columns
 from fedsim.data.building.orders import KEYS, NUMBERS, TEXT, at_least
 from fedsim.data.building.processes import Meter, Pool, resume, staging
-from fedsim.data.building.readers import Part, cut
+from fedsim.data.building.readers import Part, cut, names_of
 from fedsim.data.building.sorting import Rows, write_splits
 from fedsim.data.building.sources import (
     Sources,
@@ -33,14 +34,16 @@ from fedsim.data.building.sources import (
 )
 from fedsim.data.building.text_files import TextFormat
 from fedsim.data.building.tokenised import LONG_TEXTS, Encoding, bundled, training_texts, write_rows
+from fedsim.data.chat import DATE, template_of
 from fedsim.data.dataset import SUMS, Dataset, Holdout, SplitRows, divide, dropped, sums
-from fedsim.data.store import FORMAT, close_store, decided_by_texts, is_shared, token_dtype
-from fedsim.data.tokenizer import Tokenizer, file_of
+from fedsim.data.store import FORMAT, MARKED, close_store, decided_by_texts, is_shared, token_dtype
+from fedsim.data.tokenizer import TEMPLATE, Tokenizer, file_of
 from fedsim.errors import DataError, FedsimError
 from fedsim.files import DISK_FULL, TOO_MANY_FILES, expand_home, write_atomically, write_json
 from fedsim.installation import version
 
 UNOWNED = ("refuse", "drop")
+TEXT_COLUMN = "text"  # of texts, where none is named
 # Packages that read texts, decide who owns them or encode them: a build does not resume under
 # other versions.
 VERSIONS = ("fedsim", "datasets", "duckdb", "numpy", "publicsuffixlist", "pyarrow", "tokenizers")
@@ -69,8 +72,25 @@ class BuildSettings:
     before in its conversation. All texts are in memory at once."""
     turn_column: str | None = None
     """Column that orders the rows of a conversation. Goes with conversation_column."""
-    text_column: str | Sequence[str] = "text"
-    """Column of texts; newlines join the texts of several columns."""
+    text_column: str | Sequence[str] = TEXT_COLUMN
+    """Column of texts; newlines join the texts of several columns. If none is named and there is no
+    column "text", columns of chats are recognised by their usual names; see `columns.FORMS`."""
+    messages_column: str | None = None
+    """Column of chats: lists of {role, content}, or of {from, value}. Replaces text_column."""
+    prompt_column: str | None = None
+    """Column of prompts, texts or lists of messages. Goes with completion_column; the two replace
+    text_column."""
+    completion_column: str | None = None
+    """Column of completions of the prompts."""
+    train_on: str | None = None
+    """Tokens of chats that are trained on: "all", "assistant" (its turns), "user" (or prompts) or
+    "completion" (of a chat, the last turn). Default: completions, and turns of the assistant."""
+    chat_template: str | Path | None = None
+    """File with the chat template. Default: the one among the files of the tokenizer."""
+    template_date: str = DATE
+    """The day that a chat template takes for today, as YYYY-MM-DD."""
+    skip_unknown: bool = False
+    """Leave out chats that cannot be encoded, and count them, instead of raising an error."""
     url_column: str | None = None
     """Column of URLs whose registrable domains are the users. Replaces user_column."""
     order_column: str | None = None
@@ -113,6 +133,7 @@ class BuildSettings:
                 raise DataError.of(field, getattr(self, field), expected)
 
         columns, _ = self.columns, self.text_format  # which check themselves
+        check("train_on", self.train_on in (None, *TRAIN_ON), f"one of {', '.join(TRAIN_ON)}")
         check("max_length", self.max_length >= 2, "at least 2 tokens")
         check("long_texts", self.long_texts in LONG_TEXTS, f"one of {', '.join(LONG_TEXTS)}")
         check("unowned", self.unowned in UNOWNED, f"one of {', '.join(UNOWNED)}")
@@ -126,9 +147,11 @@ class BuildSettings:
     @cached_property
     def columns(self) -> Columns:
         """Names and formats of the columns to read."""
+        form, text = self._rows
         return Columns.of(
             user=self.user_column,
-            text=self.text_column,
+            text=text,
+            form=form,
             order=self.order_column,
             url=self.url_column,
             owners=self.owners,
@@ -139,6 +162,55 @@ class BuildSettings:
             turn_format=self.turn_format,
             normalise_ids=self.normalise_ids,
         )
+
+    @property
+    def _rows(self) -> tuple[str, str | Sequence[str]]:
+        """The form of rows, "" of texts, and their columns."""
+        pair = self.prompt_column, self.completion_column
+        named = {"messages_column": self.messages_column, "prompt_column": pair[0] or pair[1]}
+        given = [name for name, value in named.items() if value is not None]
+        for field in given:
+            if len(given) > 1 or self.text_column != TEXT_COLUMN:
+                other = "text_column" if len(given) == 1 else given[1]
+                raise DataError.of(field, named[field], f"none beside {other}")
+        if self.messages_column is not None:
+            return MESSAGES, self.messages_column
+        if pair == (None, None):
+            return "", self.text_column
+        for field, other in (("prompt_column", pair[1]), ("completion_column", pair[0])):
+            if getattr(self, field) is None:
+                raise DataError.of(field, None, f"it beside {other}")
+        return COMPLETION, (str(pair[0]), str(pair[1]))
+
+    def chats(self, columns: Columns, tokenizer: Tokenizer | None) -> Chats | None:
+        """How rows of chats become examples; None if rows are texts.
+
+        Args:
+          columns: columns of the rows, as named or recognised.
+          tokenizer: the tokenizer; None if it is to be trained.
+        Raises:
+          DataError: there is no template, or a setting needs chats.
+        """
+        if not columns.form:
+            for field in ("train_on", "chat_template", "skip_unknown"):
+                if value := getattr(self, field):
+                    raise DataError.of(field, value, "none beside texts; it is for chats")
+            return None
+        if tokenizer is None:
+            raise DataError.of(
+                "tokenizer", self.tokenizer_spec, "one of a model, or bytes, for chats"
+            )
+        template = template_of(tokenizer, self.chat_template, self.template_date)
+        if template is None and columns.form == MESSAGES:
+            raise DataError.of(
+                "chat_template",
+                None,
+                f"a chat template among the files of tokenizer={self.tokenizer_spec}, or "
+                "`fedsim data build --chat-template FILE`",
+            )
+        train_on = self.train_on or DEFAULTS[columns.form]
+        limits = self.max_length, self.long_texts
+        return Chats(columns.form, train_on, template, *limits, self.skip_unknown)
 
     @cached_property
     def holdout(self) -> Holdout:
@@ -165,6 +237,7 @@ class BuildSettings:
             "long_texts": self.long_texts,
             "unowned": self.unowned,
             "text_format": asdict(self.text_format),
+            "chats": [self.train_on, self.template_date, self.skip_unknown],
         }
 
 
@@ -229,7 +302,7 @@ class _Build:
 
     def __init__(self, directory: Path, settings: BuildSettings, pool: Pool, progress: Say):
         self.directory, self.settings, self.pool = directory, settings, pool
-        self.progress = progress
+        self.progress, self.columns = progress, settings.columns
         self.rows, self.out = directory / "rows", directory / "out"
 
     def run(
@@ -241,6 +314,7 @@ class _Build:
     ) -> None:
         """Run all stages; the data set is complete in self.out at the end."""
         sources, hubs = self._find_sources(named, split, revision)
+        self.chats = self.settings.chats(self.columns, self.tokenizer)
         self.pool.grow(sources.num_bytes)
         num_rows, id_counts, columns = self._survey(sources.parts)
         parts, columns = self._assign_owners(sources.parts, columns)
@@ -249,7 +323,7 @@ class _Build:
         self.out.mkdir(exist_ok=True)
         with Rows(self.rows, self.pool.num_workers, columns.order is not None) as rows:
             owners = rows.owners()
-            splits = self._divide(owners)
+            splits = self._divide(owners, records)
             self._write_splits(rows, owners, splits, tokenizer)
         tokenizer.save(self.out / "tokenizer.json")
         counts = self._counts(num_rows, records, owners)
@@ -265,19 +339,28 @@ class _Build:
     ) -> tuple[Sources, list[dict[str, Any]]]:
         """The sources, downloaded if necessary, and the identity of a data set of the Hub."""
         of_hub, others = hub.split_sources(named)
-        columns, text_format = self.settings.columns, self.settings.text_format
+        text_format = self.settings.text_format
         if of_hub and others or len(of_hub) > 1:
             raise DataError.of("data", named, "files, or one hf: data set")
         if not of_hub:
-            sources = examine(find_files(others), columns, self.pool, split, text_format)
+            found = find_files(others)
+            columns = self._recognise(lambda: names_of(found[0], split, text_format))
+            sources = examine(found, columns, self.pool, split, text_format)
             self._resume([sources.files, split])
             return sources, []
         source = hub.HubSource.parse(of_hub[0], split, revision).pinned()
         about = source.identity()
         self._resume([about])
         self._say(f"fetching {source}, split {source.split}")
+        columns = self._recognise(source.names)
         files = hub.fetch(source, columns, self.directory / "fetched", self.pool)
         return examine(files, columns, self.pool, None, text_format), [about]
+
+    def _recognise(self, names: Callable[[], Sequence[str]]) -> Columns:
+        """The columns to read, those of chats if no text column is named and there is none."""
+        if self.columns.text == (TEXT_COLUMN,):
+            self.columns = self.columns.recognised(names())
+        return self.columns
 
     def _resume(self, identity: list[Any]) -> None:
         """Keep the finished parts of an interrupted build with the same sources and settings.
@@ -287,6 +370,8 @@ class _Build:
         self.tokenizer = Tokenizer.named(self.settings.tokenizer_spec)
         digest = self.tokenizer.sha256 if self.tokenizer else None
         plan = {"format": FORMAT, "sources": identity, "tokenizer_sha256": digest}
+        template = self.tokenizer and template_of(self.tokenizer, self.settings.chat_template)
+        plan["template_sha256"] = template and template.sha256
         plan["versions"] = {name: version(name) for name in VERSIONS}
         plan["versions"]["unicode"] = unidata_version  # normalise_ids depends on it
         if resume(self.directory, {**plan, **self.settings.identity()}):
@@ -294,7 +379,7 @@ class _Build:
 
     def _survey(self, parts: Sequence[Part]) -> tuple[int, Counter[str], Columns]:
         """(number of rows, counts of corrected user ids, columns with their kind of order)."""
-        settings, columns = self.settings, self.settings.columns
+        settings, columns = self.settings, self.columns
         drop = settings.unowned == "drop"
         num_rows, id_counts, kind = survey(parts, columns, self.pool, drop)
         if columns.order is not None:
@@ -347,15 +432,23 @@ class _Build:
             settings.holdout,
             settings.max_length,
             settings.long_texts,
+            self.chats,
         )
         self.rows.mkdir(exist_ok=True)
         bundles = list(enumerate(bundled(parts)))
         call = partial(write_rows, encoding=encoding)
         records = self.pool.map(call, bundles, "tokenised", num_rows)
         if not sum(record["examples"] for record in records):
-            names = ",".join(settings.columns.text)
-            raise DataError(f"text_column={names}: no user has text, expected at least one")
+            raise DataError(self._nothing(records))
         return records
+
+    def _nothing(self, records: Sequence[dict[str, int]]) -> str:
+        """Error line about data without an example."""
+        names = ",".join(self.columns.text)
+        if self.chats is None or not any(record["untrained"] for record in records):
+            return f"{self.columns.text_fields[0]}={names}: no user has text, expected at least one"
+        rule = f"train_on={self.chats.train_on}, max_length={self.settings.max_length}"
+        return f"{self.columns.text_fields[0]}={names}: no row has a trained token ({rule})"
 
     def _counts(
         self, num_rows: int, records: Sequence[dict[str, int]], owners: pa.Table
@@ -377,6 +470,9 @@ class _Build:
         }
         if holdout.test_from is not None:
             counts["texts_without_order"] = total("no_order")
+        if self.chats is not None:
+            counts["chats_without_trained_tokens_dropped"] = total("untrained")
+            counts["chats_skipped"] = total("skipped")
         return counts
 
     def _note_ids(self, id_counts: Counter[str], ids: pa.Array) -> dict[str, int]:
@@ -385,7 +481,7 @@ class _Build:
         The user is told of both, for either may be a mistake in the data.
         """
         counts, notes = user_ids.counted(id_counts), user_ids.told(id_counts)
-        if self.settings.columns.url is None:
+        if self.columns.url is None:
             number, examples = user_ids.look_alikes(ids)
             if number:
                 counts["users_that_look_alike"] = number
@@ -394,7 +490,7 @@ class _Build:
             self._say(line)
         return counts
 
-    def _divide(self, owners: pa.Table) -> dict[str, SplitRows]:
+    def _divide(self, owners: pa.Table, records: Sequence[dict[str, int]]) -> dict[str, SplitRows]:
         """The rows of each split. Raises: DataError: a setting does not go with shared texts."""
         settings = self.settings
         if is_shared(owners["user_id"]):
@@ -403,6 +499,11 @@ class _Build:
                 raise DataError.of("min_examples", settings.min_examples, f"1 {several}")
             if rule := decided_by_texts(settings.long_texts):
                 raise DataError(f"{rule} {several}")
+            # Which texts there are must not depend on what they say.
+            if left_out := sum(record["untrained"] + record["skipped"] for record in records):
+                names = f"{self.columns.text_fields[0]}={','.join(self.columns.text)}"
+                expected = "a trained token in every chat"
+                raise DataError(f"{names}: expected {expected} {several}, {left_out} have none")
         group, counts = owners["group"].to_numpy(), owners["rows"].to_numpy()
         return dict(divide(group, counts, settings.holdout))
 
@@ -411,8 +512,10 @@ class _Build:
     ) -> None:
         """Write the store of each split."""
         counts, dtype = owners["rows"].to_numpy(), token_dtype(tokenizer.vocab_size)
+        marked = self.chats is not None
         meter = Meter("sorted", int(counts.sum()), self.progress)
-        write_splits(rows.blocks(dtype), counts, splits, self.out, dtype, meter.add)
+        blocks = rows.blocks(MARKED if marked else dtype)
+        write_splits(blocks, counts, splits, self.out, dtype, meter.add, marked)
         meter.end()
         about = {
             "max_length": self.settings.max_length,
@@ -422,7 +525,7 @@ class _Build:
         ids = owners["user_id"].combine_chunks()
         for name, part in splits.items():
             users = ids.take(pa.array(part.owners))
-            close_store(self.out / name, users, part.counts, {**about, "split": name})
+            close_store(self.out / name, users, part.counts, {**about, "split": name}, marked)
 
     def _describe(
         self,
@@ -436,7 +539,7 @@ class _Build:
         """Write metadata.json and the checksums of the data set."""
         settings = self.settings
         always = ("user", "text", "order", "url")
-        columns = asdict(settings.columns).items()
+        columns = asdict(self.columns).items()
         rules = {"max_length": settings.max_length, "long_texts": settings.long_texts}
         metadata = {
             "kind": "dataset",
@@ -450,6 +553,10 @@ class _Build:
             "hub": hubs,
             "provenance": provenance,
         }
+        if self.chats is not None:
+            metadata["chats"] = self.chats.described()
+            if self.chats.template is not None:
+                (self.out / TEMPLATE).write_text(self.chats.template.source, encoding="utf-8")
         if settings.columns.normalise_ids:
             metadata["unicode"] = unidata_version
         if settings.columns.url is not None:

@@ -9,11 +9,13 @@ name of a column only if all its words are common in column names, or if the nam
 requested column.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -57,6 +59,16 @@ MOST_SHOWN = 50
 TEXT_JOINT = "\n"
 ID_JOINT = "/"
 MOST_OWNERS = 1000  # of one text
+MESSAGES, COMPLETION, ALPACA = "messages", "completion", "alpaca"  # forms of rows of chats
+# Columns by which a form is known where none is named.
+FORMS = (
+    (MESSAGES, ("messages",)),
+    (MESSAGES, ("conversations",)),
+    (COMPLETION, ("prompt", "completion")),
+    (ALPACA, ("instruction", "input", "output")),
+    (ALPACA, ("instruction", "output")),
+)
+NOTHING = ("", "null", '""', "[]")  # JSON of a value that says nothing
 
 
 def is_usual(name: str) -> bool:
@@ -117,6 +129,9 @@ class Columns:
     """Steps that are applied to ids; see `user_ids.STEPS`."""
     order_as: str | None = None
     """Kind of the values of the order column in all files; see `orders.KEYS`."""
+    form: str = ""
+    """What the text columns hold: texts, or rows of chats of one of FORMS, which are read as
+    JSON."""
 
     @classmethod
     def of(
@@ -126,6 +141,7 @@ class Columns:
         *,
         owners: str | Sequence[str] = (),
         normalise_ids: str | Sequence[str] = (),
+        form: str = "",
         **others: str | None,
     ) -> "Columns":
         """Make Columns from one name or several.
@@ -135,10 +151,28 @@ class Columns:
         """
         steps = steps_of(normalise_ids)
         columns = cls(
-            _names(user), _names(text), owners=_names(owners), normalise_ids=steps, **others
+            _names(user),
+            _names(text),
+            owners=_names(owners),
+            normalise_ids=steps,
+            form=form,
+            **others,
         )
         columns._check()
         return columns
+
+    def recognised(self, found: Sequence[str]) -> "Columns":
+        """These columns, or those of a form of chats if a file has no texts.
+
+        Args:
+          found: columns of a file.
+        """
+        if not set(self.text).isdisjoint(found):
+            return self
+        for form, names in FORMS:
+            if set(names) <= set(found):
+                return replace(self, form=form, text=names)
+        return self
 
     def _check(self) -> None:
         self._check_delimiter()
@@ -152,6 +186,8 @@ class Columns:
         conversation, turn, shown = self.conversation, self.turn, ",".join(self.owners)
         if (conversation is None) != (turn is None):
             raise DataError.of("turn_column", turn, "it beside conversation_column, or none")
+        if conversation is not None and self.form:
+            raise DataError.of("conversation_column", conversation, "none beside chats")
         if conversation is not None and (self.owners or self.url is not None):
             raise DataError.of("conversation_column", conversation, "the speaker's user_column")
         for field, names in (("user_column", self.user), ("text_column", self.text)):
@@ -179,6 +215,13 @@ class Columns:
     def owner(self) -> tuple[str, ...]:
         """Columns that name the owners of a row."""
         return self.owners or (self.user if self.url is None else (self.url,))
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """The setting that names each text column."""
+        if self.form == COMPLETION:
+            return "prompt_column", "completion_column"
+        return ("messages_column" if self.form == MESSAGES else "text_column",) * len(self.text)
 
     @property
     def names(self) -> list[str]:
@@ -209,14 +252,14 @@ class Columns:
         for name in self.names:
             if found.count(name) > 1:
                 raise DataError(f"column {name}: expected one of that name, got several")
-        named = {"user": () if self.url or self.owners else self.user, "text": self.text}
-        named |= {"order": (self.order,), "url": (self.url,)}
-        named |= {"conversation": (self.conversation,), "turn": (self.turn,)}
-        for field, names in named.items():
-            for name in names:
-                if name is not None and name not in found:
-                    line = f"{field}_column={name}: {expected_of(found, self.names)}"
-                    raise MissingColumn(line, field=f"{field}_column")
+        named = [("user_column", name) for name in ([] if self.url or self.owners else self.user)]
+        named += zip(self.text_fields, self.text, strict=True)
+        named += [("order_column", self.order), ("url_column", self.url)]
+        named += [("conversation_column", self.conversation), ("turn_column", self.turn)]
+        for field, name in named:
+            if name is not None and name not in found:
+                line = f"{field}={name}: {expected_of(found, self.names)}"
+                raise MissingColumn(line, field=field)
         for name in self.owners:
             if name not in found:
                 line = f"owners={name}: {expected_of(found, self.names)}"
@@ -266,6 +309,9 @@ def normalise(
     if columns.owner:
         tally = Counter() if tally is None else tally
         result["user_id"] = _users(batch, columns, first_row, tally)
+    if columns.form and columns.text:
+        result["text"] = _joined_json([batch[name] for name in columns.text])
+        columns = replace(columns, text=())
     texts = [text_of(batch[name], f"text_column={name}", first_row, True) for name in columns.text]
     if len(texts) > 1:
         if any(is_token_list(text.type) for text in texts):
@@ -280,6 +326,23 @@ def normalise(
             keys = keys.cast(KEYS[columns.order_as])
         result["order"] = keys
     return pa.RecordBatch.from_pydict(result)
+
+
+def as_json(values: Sequence[Any]) -> pa.Array:
+    """Values as a column of JSON, null for null."""
+    return pa.array(
+        [None if x is None else json.dumps(x, default=str) for x in values], pa.string()
+    )
+
+
+def _joined_json(columns: Sequence[pa.Array]) -> pa.Array:
+    """The values of columns of JSON as one JSON list; null if none says anything."""
+    rows = zip(*(column.to_pylist() for column in columns), strict=True)
+    joined = []
+    for row in rows:
+        said = [value or "null" for value in row]
+        joined.append(None if set(said) <= set(NOTHING) else f"[{', '.join(said)}]")
+    return pa.array(joined, pa.string())
 
 
 def _users(

@@ -86,6 +86,16 @@ class HubSource:
         except Exception as error:  # the libraries raise errors of many types
             raise self.failure(error) from error
 
+    def names(self) -> list[str]:
+        """Names of the columns; none if they are not known before the files are read."""
+        try:
+            stream = self.open()
+            return list(stream.column_names or next(iter(stream), ()))
+        except DataError:
+            raise
+        except Exception:  # which reading the files raises again, in a line of its own
+            return []
+
     def text_files(self) -> list[str] | None:
         """Paths or addresses of the files of the data set if they are CSV or JSON, else None.
 

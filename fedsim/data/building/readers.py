@@ -9,7 +9,7 @@ import gzip
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +20,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from fedsim.data.building import text_files
-from fedsim.data.building.columns import Columns, normalise, paths, pick
+from fedsim.data.building.columns import Columns, as_json, normalise, paths, pick, plain
 from fedsim.data.building.text_files import NONE, TextFormat
 from fedsim.data.store import SEPARATOR
 from fedsim.errors import DataError, printable
@@ -106,7 +106,7 @@ def read(
 
 
 def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield the rows of a part as `read` does, with the columns of the file."""
+    """Yield the rows of a part as `read` does, with the columns of the file; chats as JSON."""
     readers = {
         "parquet": _read_parquet,
         "json": _read_json,
@@ -118,7 +118,39 @@ def raw(part: Part, columns: Columns) -> Iterator[tuple[int, pa.RecordBatch]]:
     with complaints(part):
         for first_row, batch in readers[part.kind](part, columns):
             for start, piece in _small(batch):
+                if columns.form and part.kind not in ("json", "jsonl"):
+                    piece = chats_as_json(piece, columns)
                 yield first_row + start, with_plain_types(piece)
+
+
+def chats_as_json(batch: pa.RecordBatch, columns: Columns) -> pa.RecordBatch:
+    """The batch with the columns of chats as JSON."""
+    named = {name: batch[name] for name in batch.schema.names}
+    chats = {name: as_json(plain(named[name]).to_pylist()) for name in columns.text}
+    return pa.RecordBatch.from_pydict(named | chats)
+
+
+class _Found(Exception):
+    """The names of the columns of a file."""
+
+
+class _Asking(Columns):
+    """Columns that a reader is asked for, to know which there are."""
+
+    def check(self, found: Sequence[str]) -> None:
+        """Hand out the names. Raises: _Found: with them."""
+        raise _Found(list(found))
+
+
+def names_of(file: Path, split: str | None, text_format: TextFormat = UTF8) -> list[str]:
+    """Names of the columns of a file; none if it cannot be read."""
+    try:
+        next(raw(Part(file, split=split, text_format=text_format), _Asking()), None)
+    except _Found as found:
+        return found.args[0]
+    except DataError:  # which the build raises
+        pass
+    return []
 
 
 class complaints:
@@ -368,7 +400,10 @@ def _batches(
         arrays = {}
         for name in columns.names:
             values = [text_files.field_value(record.fields, name) for record in rows]
-            arrays[name] = text_files.as_column(values, name, where, name in texts)
+            if columns.form and name in texts:
+                arrays[name] = as_json(values)
+            else:
+                arrays[name] = text_files.as_column(values, name, where, name in texts)
         yield row, pa.RecordBatch.from_pydict(arrays)
         row += len(rows)
 

@@ -156,6 +156,7 @@ def write_splits(
     directory: Path,
     dtype: np.dtype,
     report: Callable[[int], None],
+    marked: bool = False,
 ) -> None:
     """Write token ids and offsets of each split to the directory of its name in `directory`.
 
@@ -165,6 +166,7 @@ def write_splits(
       splits: rows of each split.
       dtype: type of token ids on disk.
       report: called with the number of rows that were written.
+      marked: True if blocks have marked ids; see `store.MARKED`.
     """
     ends, start = np.cumsum(counts), 0
     spans = {name: np.zeros((2, len(counts)), np.int64) for name in splits}
@@ -173,7 +175,8 @@ def write_splits(
         (directory / name).mkdir(exist_ok=True)
     with ExitStack() as stack:
         writers = {
-            name: stack.enter_context(TokenWriter(directory / name, dtype)) for name in splits
+            name: stack.enter_context(TokenWriter(directory / name, dtype, marked))
+            for name in splits
         }
         for lengths, values in blocks:
             row = np.arange(start, start + len(lengths))

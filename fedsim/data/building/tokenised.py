@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from fedsim.data.building.chats import Chats, chat_examples
 from fedsim.data.building.columns import Columns, is_blank, is_token_list
 from fedsim.data.building.orders import at_least
 from fedsim.data.building.processes import kept_for_a_build
 from fedsim.data.building.readers import PART_BYTES, READ_ROWS, Part, read
+from fedsim.data.chat import ChatTokenizer
 from fedsim.data.dataset import EVAL_USERS, TEST, TRAIN, Holdout
 from fedsim.data.store import copy, offsets_of, token_dtype
 from fedsim.data.tokenizer import Tokenizer
@@ -34,6 +36,7 @@ PIECE_BYTES = 512
 PLACES = 2**40  # more than the rows of a bundle
 GROUP_BYTES = 4 * 2**20  # of a row group, which a sorting thread reads at once
 COUNTS = ("examples", "unowned", "empty", "long", "no_order", "tokens", "tokens_cut")
+COUNTS += ("untrained", "skipped")
 BUNDLE_BYTES, MOST_BUNDLES = 4 * 2**20, 4096  # size of a bundle, and bundles of a build, about
 
 
@@ -49,6 +52,8 @@ class Encoding:
     holdout: Holdout
     max_length: int
     long_texts: str
+    chats: Chats | None = None
+    """How rows of chats become examples; None if rows are texts."""
 
 
 def bundled(parts: Sequence[Part]) -> list[list[Part]]:
@@ -159,34 +164,20 @@ def _tokenise(
 
     Returns:
       The rows, in pieces, and their COUNTS: rows; source rows without a user, without a text, with
-      a long text, without an order; tokens of the texts, and tokens that were cut off. Of a huge
-      text, only tokens that were encoded are counted; see `Tokenizer.encode`.
+      a long text, without an order; tokens of the texts, and tokens that were cut off; chats
+      without a trained token, and those that cannot be encoded. Of a huge text, only tokens that
+      were encoded are counted; see `Tokenizer.encode`.
     """
     unowned = is_blank(batch["user_id"])
     blank = unowned | is_blank(batch["text"])
     kept = batch.filter(pa.array(~blank)) if blank.any() else batch
-    tokenizer = _tokenizer(encoding.tokenizer)
+    make = _of_texts if encoding.chats is None else _of_chats
     try:
-        if is_token_list(kept["text"].type):
-            lengths, values = _given_tokens(kept["text"], tokenizer.vocab_size)
-        else:
-            lengths, values = tokenizer.encode(kept["text"], encoding.long_texts == "cut")
+        examples, long, tokens, num_cut, *left_out = make(kept["text"], encoding)
     except _BadRow as bad:
-        row = int(np.flatnonzero(~blank)[bad.row]) + first_row + 1
-        raise DataError(
-            f"text_column={encoding.columns.text[0]}: {bad} in row {row} of {file}"
-        ) from None
-    examples = frame(
-        lengths,
-        values.astype(token_dtype(tokenizer.vocab_size), copy=False),
-        begin_id=tokenizer.begin_id,
-        end_id=tokenizer.end_id,
-        max_length=encoding.max_length,
-        long_texts=encoding.long_texts,
-    )
-    long, tokens = int((lengths >= encoding.max_length).sum()), int(lengths.sum())
-    cut = np.maximum(lengths - (encoding.max_length - 1), 0)
-    num_cut = int(cut.sum()) if encoding.long_texts == "cut" else 0
+        row, columns = int(np.flatnonzero(~blank)[bad.row]) + first_row + 1, encoding.columns
+        named = f"{columns.text_fields[0]}={columns.text[0]}"
+        raise DataError(f"{named}: {bad} in row {row} of {file}") from None
     columns = {"user_id": kept["user_id"]}
     no_order = 0
     if encoding.columns.order is not None:
@@ -195,7 +186,7 @@ def _tokenise(
     is_test = tests(kept, encoding.columns, encoding.holdout)
     columns["group"] = _groups(kept["user_id"], is_test, encoding.holdout)
     row, sizes, columns["first"] = pieces(examples.lengths, examples.values.itemsize)
-    if len(row) > len(kept):
+    if encoding.chats is not None or len(row) > len(kept):
         origin = pa.array(examples.origin[row])
         columns = {
             name: column if name == "first" else column.take(origin)
@@ -203,8 +194,45 @@ def _tokenise(
         }
     columns["tokens"] = as_bytes(sizes, examples.values)
     unread = int(unowned.sum()), int((blank & ~unowned).sum())
-    counts = len(examples.lengths), *unread, long, no_order, tokens, num_cut
+    counts = len(examples.lengths), *unread, long, no_order, tokens, num_cut, *left_out
     return pa.table(columns), counts
+
+
+def _of_texts(texts: pa.Array, encoding: Encoding) -> tuple[Any, ...]:
+    """(examples of texts, then their counts from "long" to "skipped" without "no_order").
+
+    Raises:
+      _BadRow: a token id is not in the vocabulary.
+    """
+    tokenizer = _tokenizer(encoding.tokenizer)
+    if is_token_list(texts.type):
+        lengths, values = _given_tokens(texts, tokenizer.vocab_size)
+    else:
+        lengths, values = tokenizer.encode(texts, encoding.long_texts == "cut")
+    examples = frame(
+        lengths,
+        values.astype(token_dtype(tokenizer.vocab_size), copy=False),
+        begin_id=tokenizer.begin_id,
+        end_id=tokenizer.end_id,
+        max_length=encoding.max_length,
+        long_texts=encoding.long_texts,
+    )
+    cut = np.maximum(lengths - (encoding.max_length - 1), 0)
+    num_cut = int(cut.sum()) if encoding.long_texts == "cut" else 0
+    long = int((lengths >= encoding.max_length).sum())
+    return examples, long, int(lengths.sum()), num_cut, 0, 0
+
+
+def _of_chats(rows: pa.Array, encoding: Encoding) -> tuple[Any, ...]:
+    """As `_of_texts`, of rows of chats. Raises: _BadRow: one cannot be encoded."""
+    assert encoding.chats is not None, "of chats"
+
+    def refuse(row: int, reason: str) -> None:
+        raise _BadRow(row, reason)
+
+    tokenizer = _chat_tokenizer(encoding.tokenizer)
+    found = chat_examples(rows.to_pylist(), encoding.chats, tokenizer, refuse)
+    return found, found.long, found.tokens, found.cut, found.untrained, found.skipped
 
 
 class Examples(NamedTuple):
@@ -337,6 +365,11 @@ def _given_tokens(column: pa.Array, vocab_size: int) -> tuple[np.ndarray, np.nda
 @kept_for_a_build
 def _tokenizer(file: Path) -> Tokenizer:
     return Tokenizer.load(file)
+
+
+@kept_for_a_build
+def _chat_tokenizer(file: Path) -> ChatTokenizer:
+    return ChatTokenizer(_tokenizer(file))
 
 
 @cache

@@ -1,0 +1,283 @@
+"""Rows of chats, and of prompts with completions, become examples with their trained tokens.
+
+A row is `messages` (or ShareGPT's `conversations`), a prompt and a completion (texts, or lists of
+messages), or Alpaca's instruction, input and output. Its examples depend on this row alone.
+
+A chat of too many tokens is cut, or split at turns: then each example ends with a turn that is
+trained on, and has as much of what came before as fits. A token is trained on in one example.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedsim.data.building.columns import ALPACA, COMPLETION, MESSAGES
+from fedsim.data.chat import (
+    ASSISTANT,
+    ROLES,
+    USER,
+    ChatTokenizer,
+    Encoded,
+    Message,
+    Template,
+    turns_of,
+)
+from fedsim.data.store import MARKED
+from fedsim.errors import BadChat
+
+TRAIN_ON = ("all", COMPLETION, ASSISTANT, USER)
+DEFAULTS = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}
+OTHER_NAMES = {"human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASSISTANT}
+OTHER_NAMES |= {"model": ASSISTANT}
+CALLS = ("tool_calls", "function_call", "audio", "images")  # of a turn
+HALF = re.compile("[\ud800-\udfff]")
+BETWEEN = "\n\n"  # parts of Alpaca's prompt
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Settings by which rows of chats become examples: the same for all parts."""
+
+    form: str
+    """The form of rows: messages, completion or alpaca."""
+    train_on: str
+    """One of TRAIN_ON."""
+    template: Template | None
+    """None if the form needs none."""
+    max_length: int
+    long_texts: str
+    skip_unknown: bool
+    """Leave out rows that cannot be encoded, and count them."""
+
+    def described(self) -> dict[str, Any]:
+        """The settings for metadata.json."""
+        found = {"form": self.form, "train_on": self.train_on, "skip_unknown": self.skip_unknown}
+        if self.template is not None:
+            found |= {"template_sha256": self.template.sha256, "template_date": self.template.date}
+        return found
+
+
+class ChatExamples(NamedTuple):
+    """Examples of the rows of a batch."""
+
+    lengths: np.ndarray
+    """int64 [examples]: number of tokens of each."""
+    values: np.ndarray
+    """Marked ids of all examples end to end; see `store.MARKED`."""
+    origin: np.ndarray
+    """int64 [examples]: index of the row that each comes from."""
+    tokens: int
+    """Number of tokens of the rows."""
+    cut: int
+    """Number of tokens that were cut off."""
+    long: int
+    """Number of rows of too many tokens."""
+    untrained: int
+    """Number of rows without a trained token, which are left out."""
+    skipped: int
+    """Number of rows that cannot be encoded."""
+
+
+def chat_examples(
+    rows: Sequence[str], chats: Chats, tokenizer: ChatTokenizer, refuse: Callable[[int, str], None]
+) -> ChatExamples:
+    """Make the examples of rows.
+
+    Args:
+      rows: each a JSON list of the values of the columns of `chats.form`.
+      refuse: called with the index of a row that cannot be encoded, and the reason.
+    """
+    found: list[Encoded] = []
+    origin: list[int] = []
+    tokens = cut = long = untrained = skipped = 0
+    for index, row in enumerate(rows):
+        try:
+            chat = _Chat(json.loads(row), chats, tokenizer)
+            whole = chat.whole()
+            own = [each for each in chat.examples(whole) if each.trained[1:].any()]
+        except (BadChat, RecursionError) as error:
+            if not chats.skip_unknown:
+                refuse(index, str(error))
+            skipped += 1
+            continue
+        tokens += len(whole.ids)
+        if len(whole.ids) > chats.max_length:
+            long += 1
+            cut += len(whole.ids) - chats.max_length if chats.long_texts == "cut" else 0
+        untrained += not own
+        found += own
+        origin += [index] * len(own)
+    lengths = np.array([len(each.ids) for each in found], np.int64)
+    values = [(2 * each.ids + each.trained).astype(MARKED) for each in found]
+    joined = np.concatenate([np.zeros(0, MARKED), *values])
+    places = np.array(origin, np.int64)
+    return ChatExamples(lengths, joined, places, tokens, cut, long, untrained, skipped)
+
+
+class _Chat:
+    """A row of a data set, read."""
+
+    def __init__(self, values: list[Any], chats: Chats, tokenizer: ChatTokenizer):
+        self.settings, self.tokenizer = chats, tokenizer
+        self.pair: tuple[str, str] | None = None
+        self.train_on = chats.train_on
+        if chats.form == MESSAGES:
+            self.messages = messages_of(values[0])
+        elif chats.form == ALPACA:
+            self._read_alpaca(*values)
+        else:
+            self._read_pair(*values)
+
+    def _read_pair(self, prompt: Any, completion: Any) -> None:
+        if not isinstance(prompt, list) and not isinstance(completion, list):
+            self.pair = _text(prompt, "a prompt"), _text(completion, "a completion")
+            return
+        before, after = _turns_of(prompt, USER), _turns_of(completion, ASSISTANT)
+        if self.train_on == COMPLETION:
+            before = [each._replace(counts=False) for each in before]
+            self.train_on = ASSISTANT
+        self.messages = [*before, *after]
+
+    def _read_alpaca(self, instruction: Any, *others: Any) -> None:
+        asked = [_text(instruction, "an instruction"), *(_text(x, "an input") for x in others[:-1])]
+        prompt, output = BETWEEN.join(filter(None, asked)), _text(others[-1], "an output")
+        if self.settings.template is None:
+            self.pair = prompt + BETWEEN, output
+        self.messages = [Message(USER, prompt), Message(ASSISTANT, output)]
+
+    def whole(self) -> Encoded:
+        """The tokens of the whole row."""
+        return self._encode(self.messages) if self.pair is None else self._encode_pair(*self.pair)
+
+    def examples(self, whole: Encoded) -> list[Encoded]:
+        """The examples of the row. Args: whole: the result of `whole`."""
+        most = self.settings.max_length
+        if len(whole.ids) <= most:
+            return [whole]
+        if self.settings.long_texts == "cut":
+            return [_first(whole, most)]
+        return self._split() if self.pair is None else [_last(whole, most)]
+
+    def _encode_pair(self, prompt: str, completion: str) -> Encoded:
+        return self.tokenizer.encode_pair(prompt, completion, self.train_on)
+
+    def _encode(self, messages: Sequence[Message]) -> Encoded:
+        template = self.settings.template
+        if template is None:
+            raise BadChat("expected texts, or a tokenizer with a chat template")
+        return self.tokenizer.encode(messages, template, self.train_on)
+
+    def _split(self) -> list[Encoded]:
+        most, every = self.settings.max_length, self.train_on == "all"
+        head = [each for each in self.messages[:1] if each.role not in (USER, ASSISTANT)]
+        turns = turns_of(self.messages, ASSISTANT if every else self.train_on)
+        if every and len(self.messages) - 1 not in turns:
+            turns.append(len(self.messages) - 1)
+        begins = [
+            i
+            for i in range(len(head), len(self.messages))
+            if i == len(head) or self.messages[i - 1].role == ASSISTANT
+        ]
+        found, done = [], len(head)
+
+        def window(start: int, end: int) -> Encoded:
+            told = [each._replace(counts=False) for each in self.messages[start:done]]
+            return self._encode([*head, *told, *self.messages[max(start, done) : end + 1]])
+
+        for number, turn in enumerate(turns):
+            if turn < done:
+                continue
+            start = done if every else max(done, max(i for i in begins if i <= turn))
+            best = window(start, turn)
+            while len(best.ids) > most and start + 1 < turn and not every:
+                start += 1  # of several turns that ask, the last ones
+                best = window(start, turn)
+            if len(best.ids) > most:
+                found.append(_first(best, most))
+                done = turn + 1
+                continue
+            end = turn
+            for later in turns[number + 1 :]:
+                if len((longer := window(start, later)).ids) > most:
+                    break
+                best, end = longer, later
+            for earlier in [] if every else reversed([i for i in begins if i < start]):
+                if len((longer := window(earlier, end)).ids) > most:
+                    break
+                best = longer
+            found.append(best)
+            done = end + 1
+        return found
+
+
+def messages_of(value: Any) -> list[Message]:
+    """Read the turns of a chat.
+
+    Args:
+      value: a list of {role, content} or {from, value}, a dict of such lists, or its JSON.
+    Raises:
+      BadChat: it has another form, or a turn that no template knows.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadChat("expected a list of turns, got a text") from None
+    if isinstance(value, dict):
+        lists = [each for each in value.values() if isinstance(each, list)]
+        if not lists or len(lists) < len(value) or len({len(each) for each in lists}) > 1:
+            raise BadChat("expected a list of turns, got an object")
+        value = [dict(zip(value, each, strict=True)) for each in zip(*lists, strict=True)]
+    if not isinstance(value, list) or not value:
+        raise BadChat("expected a list of turns")
+    return [_message(turn, number) for number, turn in enumerate(value, 1)]
+
+
+def _message(turn: Any, number: int) -> Message:
+    where = f"in turn {number}"
+    if not isinstance(turn, dict):
+        raise BadChat(f"expected a role and a content {where}")
+    role = turn["role"] if turn.get("role") is not None else turn.get("from")
+    role = OTHER_NAMES.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise BadChat(f"expected a role among {', '.join(ROLES)} {where}")
+    if called := [name for name in CALLS if turn.get(name)]:
+        raise BadChat(f"expected text alone, got {called[0]} {where}")
+    content = turn["content"] if "content" in turn else turn.get("value")
+    weight = turn.get("weight")
+    return Message(role, _text(content, f"a content {where}"), weight is None or weight != 0)
+
+
+def _turns_of(value: Any, role: str) -> list[Message]:
+    return messages_of(value) if isinstance(value, list) else [Message(role, _text(value, role))]
+
+
+def _text(value: Any, what: str) -> str:
+    """A text, or a list of parts that are texts; null is none."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        if all(isinstance(each, dict) and each.get("type") == "text" for each in value):
+            value = "".join(_text(each.get("text"), what) for each in value)
+    if not isinstance(value, str):
+        raise BadChat(f"expected text as {what}")
+    return HALF.sub("\ufffd", value)
+
+
+def _first(encoded: Encoded, most: int) -> Encoded:
+    return Encoded(encoded.ids[:most], encoded.trained[:most])
+
+
+def _last(encoded: Encoded, most: int) -> Encoded:
+    """The begin token and the end of a row, if all that is trained on fits; else its beginning."""
+    if not encoded.trained[-most + 1 :].sum() == encoded.trained.sum():
+        return _first(encoded, most)
+    ids, trained = encoded.ids, encoded.trained
+    return Encoded(
+        np.concatenate([ids[:1], ids[1 - most :]]),
+        np.concatenate([trained[:1], trained[1 - most :]]),
+    )

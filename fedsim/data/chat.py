@@ -1,0 +1,424 @@
+"""Chats as token ids: the model's own chat template, and which tokens are trained on.
+
+A chat template is a program (Jinja) that comes with a model. It runs in a sandbox, within limits of
+time and of output, as `transformers` runs it, and the ids are those of `transformers`, with one
+exception: special tokens that a person spells in a message are text, and only those that the
+template writes are special tokens.
+
+How that works: characters for private use that occur nowhere in a chat mark, in the messages, where
+a turn that is trained on begins and ends, and break up what spells a special token. In the rendered
+text, each special token is the template's. It is replaced by a character for private use, which a
+copy of the tokenizer has as a token. So a text is encoded once and as a whole, and trained tokens
+are found by the positions of their characters.
+"""
+
+import datetime
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from fedsim.data.tokenizer import NAME_FILES, TEMPLATE, Tokenizer
+from fedsim.errors import BadChat, ConfigError, DataError
+from fedsim.files import expand_home, read_object
+
+NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # that a template may name
+DATE = "2026-01-01"
+ASSISTANT, USER = "assistant", "user"
+ROLES = ("system", "developer", USER, ASSISTANT)
+PRIVATE = re.compile("[\U000f0000-\U0010ffff]")  # characters for private use
+FIRST, LAST = 0xF0000, 0x10FFFD
+BREAK, BEGINS, ENDS = range(3)  # places of the marks among the private characters of a chat
+NO_MARKS = "\0\0\0"
+
+
+class Message(NamedTuple):
+    """A turn of a chat."""
+
+    role: str
+    content: str
+    counts: bool = True
+    """False if it is not to be trained on, whoever speaks."""
+
+
+class Encoded(NamedTuple):
+    """A chat as token ids."""
+
+    ids: np.ndarray
+    """int64 [tokens]."""
+    trained: np.ndarray
+    """bool [tokens]: which tokens the model learns to predict."""
+
+
+def template_beside(tokenizer: str | Path) -> str | None:
+    """The chat template among the files of a model.
+
+    Args:
+      tokenizer: path of its tokenizer.json.
+    Raises:
+      DataError: a file is damaged.
+    """
+    file = Path(tokenizer)
+    own = file.with_name(TEMPLATE)
+    if own.is_file():
+        return read_template(own)
+    found = _settings_beside(file).get("chat_template")
+    if isinstance(found, list):  # of {name, template}
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def read_template(file: str | Path) -> str:
+    """Read a template. Raises: DataError: the file is no text."""
+    try:
+        return Path(expand_home("chat_template", file)).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = type(error).__name__
+        raise DataError.of("chat_template", file, f"a Jinja file ({reason})") from None
+
+
+def named_tokens(tokenizer: str | Path) -> dict[str, str]:
+    """The tokens that tokenizer_config.json names, such as {"bos_token": "<s>"}.
+
+    Args:
+      tokenizer: path of a tokenizer.json.
+    """
+    settings, found = _settings_beside(Path(tokenizer)), {}
+    for name in (f"{kind}_token" for kind in NAMED_TOKENS):
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _settings_beside(tokenizer: Path) -> dict[str, Any]:
+    path = tokenizer.with_name(NAME_FILES[0])
+    if not path.is_file():
+        return {}
+    try:
+        return read_object(path, "tokenizer")
+    except ConfigError as error:
+        raise DataError(str(error), field=error.field) from None
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template, and what it may ask for.
+
+    Attributes:
+      source: the program.
+      tokens: names and texts of the tokens it may write, such as ("eos_token", "</s>").
+      date: the day that it takes for today, as YYYY-MM-DD, so that equal data give equal ids.
+    Raises:
+      DataError: the program is no template, or the date is none.
+    """
+
+    source: str
+    tokens: tuple[tuple[str, str], ...] = ()
+    date: str = DATE
+
+    def __post_init__(self):
+        self._compiled  # noqa: B018
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        from fedsim.data.sandbox import compiled  # which imports Jinja
+
+        try:
+            today = datetime.datetime.fromisoformat(self.date)
+        except ValueError:
+            raise DataError.of("template_date", self.date, "a day as YYYY-MM-DD") from None
+        return compiled(self.source, today)
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the program."""
+        return hashlib.sha256(self.source.encode()).hexdigest()
+
+    def __getstate__(self):
+        return {"source": self.source, "tokens": self.tokens, "date": self.date}
+
+    @functools.cached_property
+    def says_what_is_generated(self) -> bool:
+        """True if blocks of the template mark what the assistant generates."""
+        return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
+
+    def render(self, messages: Sequence[Message], marks: str = NO_MARKS) -> str:
+        """The text of a chat. The template decides what it does with a role.
+
+        Args:
+          marks: the characters to put for BREAK, BEGINS and ENDS, the last two around what the
+            template says is generated.
+        Raises:
+          BadChat: the template refuses the chat, or takes too long.
+        """
+        turns = [{"role": each.role, "content": each.content} for each in messages]
+        given = {"messages": turns, "tools": None, "documents": None}
+        given |= {"add_generation_prompt": False, **dict(self.tokens)}
+        return self._compiled.render(given, marks[BEGINS], marks[ENDS])
+
+
+def template_of(
+    tokenizer: Tokenizer, file: str | Path | None = None, date: str = DATE
+) -> Template | None:
+    """The chat template of a tokenizer; None if there is none.
+
+    Args:
+      file: a template to take instead of the one among the tokenizer's files.
+      date: of `Template`.
+    Raises:
+      DataError: a file is damaged, or no template.
+    """
+    beside = tokenizer.file
+    source = template_beside(beside) if file is None and beside else None
+    source = source if file is None else read_template(file)
+    if source is None:
+        return None
+    tokens = {"bos_token": str(tokenizer.begin), "eos_token": str(tokenizer.end)}
+    if beside and beside.with_name(NAME_FILES[0]).is_file():
+        tokens = named_tokens(beside)
+    return Template(source, tuple(tokens.items()), date)
+
+
+class ChatTokenizer:
+    """A tokenizer that tells special tokens from texts that spell them."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        """Read the special tokens of a tokenizer."""
+        self.begin_id, self.end_id = tokenizer.begin_id, tokenizer.end_id
+        record = json.loads(tokenizer.json)
+        record["post_processor"] = None  # which would shorten positions
+        self._json = json.dumps(record)
+        # A text of one character cannot be broken up.
+        self._special = [
+            t for t in record["added_tokens"] if t["special"] and len(t["content"]) > 1
+        ]
+        texts = sorted((token["content"] for token in self._special), key=len, reverse=True)
+        self._number = {token["content"]: i for i, token in enumerate(self._special)}
+        self._texts = texts
+        alternatives = "|".join(map(re.escape, texts)) or r"(?!)"
+        self._written = re.compile(alternatives)
+        self._spelled = re.compile(f"(?=(?:{alternatives}))")
+        self._starts = tuple({text[:n] for text in texts for n in range(1, len(text))})
+        self._rests = tuple({text[n:] for text in texts for n in range(1, len(text))})
+        self._copies: dict[int, tuple[tokenizers.Tokenizer, np.ndarray]] = {}
+        unknown = _unknown(record["model"])
+        self._reserved = np.array(
+            [token["id"] for token in self._special if token["content"] != unknown], np.int64
+        )
+
+    def encode(self, messages: Sequence[Message], template: Template, train_on: str) -> Encoded:
+        """Token ids of a chat.
+
+        Args:
+          train_on: "all", "assistant", "user", or "completion", the last turn if it is the
+            assistant's.
+        Raises:
+          BadChat: the template refuses the chat, or does not say where a turn is.
+        """
+        private = self._private_for("".join(each.content for each in messages) + template.source)
+        plain = [each._replace(content=self._broken(each.content, private)) for each in messages]
+        if train_on == "all":
+            text, _ = self._unmarked(template.render(plain), private)
+            return self._encoded(text, [(0, len(text))], private)
+        turns = turns_of(messages, train_on)
+        if template.says_what_is_generated and train_on != USER:
+            text, places = self._unmarked(template.render(plain, private), private)
+            spans = _spans(places)
+            own = [i for i, each in enumerate(messages) if each.role == ASSISTANT]
+            if spans is None or turns != own and len(spans) != len(own):
+                raise BadChat("its template does not say which turn it generates")
+            if len(spans) == len(own):
+                spans = [span for i, span in zip(own, spans, strict=True) if i in turns]
+            return self._encoded(text, spans, private)
+        text, spans = self._rendered(plain, turns, template, private)
+        for role in {messages[i].role for i in turns}:
+            own = [i for i in turns if messages[i].role == role]
+            end = self._end_of_turn(plain, own, template, private, text, spans)
+            for i in own:
+                spans[i] = spans[i][0], spans[i][1] + _common(text, spans[i][1], end)
+        return self._encoded(text, list(spans.values()), private)
+
+    def encode_pair(self, prompt: str, completion: str, train_on: str) -> Encoded:
+        """Token ids of a prompt and its completion, between a begin and an end token.
+
+        Args:
+          train_on: "all", "completion" (or "assistant"), or "user", the prompt.
+        """
+        text = prompt + completion
+        spans = {
+            "all": [(0, len(text))],
+            USER: [(0, len(prompt))],
+        }.get(train_on, [(len(prompt), len(text))])
+        found = self._encoded(text, spans, self._private_for(text))
+        ids = np.concatenate([[self.begin_id], found.ids, [self.end_id]])
+        return Encoded(ids, np.concatenate([[False], found.trained, [train_on != USER]]))
+
+    def _rendered(
+        self, plain: Sequence[Message], turns: Sequence[int], template: Template, private: str
+    ) -> tuple[str, dict[int, tuple[int, int]]]:
+        """The text of a chat without marks, and the place of each of `turns` in it."""
+        spans: dict[int, tuple[int, int]] = {}
+        marked = list(plain)
+        for i in turns:
+            lead, core, trail = _parted(plain[i].content)
+            content = f"{lead}{private[BEGINS]}{core}{private[ENDS]}{trail}"
+            marked[i] = plain[i]._replace(content=content)
+        text, _ = self._unmarked(template.render(plain), private)
+        again, places = self._unmarked(template.render(marked), private)
+        found = _spans(places)
+        if text != again or found is None or len(found) != len(turns):
+            raise BadChat(
+                "its template changes what a turn says, so that trained tokens cannot be told; "
+                "expected {% generation %} blocks in it"
+            )
+        for i, (start, end) in zip(turns, found, strict=True):
+            lead, core, trail = _parted(plain[i].content)
+            if text.endswith(lead, 0, start):  # not stripped by the template
+                start -= len(lead)
+            if text.startswith(trail, end):
+                end += len(trail)
+            spans[i] = start, end
+        return text, spans
+
+    def _end_of_turn(self, plain, own, template, private, text, spans) -> str:
+        """What the template writes after the last of the turns `own`, were it the end."""
+        last = own[-1]
+        if last < len(plain) - 1:
+            text, spans = self._rendered(plain[: last + 1], own[-1:], template, private)
+        return text[spans[last][1] :]
+
+    def _private_for(self, text: str) -> str:
+        """Characters for private use that are not in `text`: the marks, then special tokens."""
+        taken = {ord(found) for found in PRIVATE.findall(text)}
+        size = ENDS + 1 + len(self._special)
+        for first in range(FIRST, LAST - size, size):
+            if taken.isdisjoint(range(first, first + size)):
+                return "".join(map(chr, range(first, first + size)))
+        raise BadChat("it has every character for private use")
+
+    def _broken(self, content: str, private: str) -> str:
+        """A text in which special tokens are broken up, also those it could be a part of."""
+        mark = private[BREAK]
+        content = _inserted(content, [m.start() + 1 for m in self._spelled.finditer(content)], mark)
+        lead, core, trail = _parted(content)
+        if core.startswith(self._rests) or any(core in text for text in self._texts):
+            core = mark + core if core else core
+        if core.endswith(self._starts):
+            core += mark
+        return f"{lead}{core}{trail}"
+
+    def _unmarked(self, text: str, private: str) -> tuple[str, list[tuple[int, int]]]:
+        """A rendered text, with a private character for each special token and without marks.
+
+        Returns:
+          (text, (place, kind) of marks).
+        """
+        specials = private[ENDS + 1 :]
+        text = self._written.sub(lambda found: specials[self._number[found[0]]], text)
+        parts, places, at = [], [], 0
+        for part in re.split(f"([{private[: ENDS + 1]}])", text):
+            if part and part in private[: ENDS + 1]:
+                if (kind := private.index(part)) != BREAK:
+                    places.append((at, kind))
+            else:
+                parts.append(part)
+                at += len(part)
+        return "".join(parts), places
+
+    def _encoded(self, text: str, spans: Sequence[tuple[int, int]], private: str) -> Encoded:
+        """Encode a text without marks. Tokens with a character in one of `spans` are trained."""
+        copy, ids_of = self._copy(private)
+        encoded = copy.encode(text, add_special_tokens=False)
+        raw = np.array(encoded.ids, np.int64)
+        if np.isin(raw, self._reserved).any():
+            raise BadChat("its tokenizer makes a special token of text")
+        begins, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
+        ends = np.maximum(ends, begins + 1)
+        trained = np.zeros(len(raw), bool)
+        for start, end in spans:
+            trained |= (begins < end) & (ends > start)
+        return Encoded(ids_of[raw], trained)
+
+    def _copy(self, private: str) -> tuple[tokenizers.Tokenizer, np.ndarray]:
+        """(tokenizer with private characters for special tokens, the ids that its ids mean)."""
+        first = ord(private[0])
+        if first not in self._copies:
+            copy = tokenizers.Tokenizer.from_str(self._json)
+            copy.no_padding()
+            copy.no_truncation()
+            copy.encode_special_tokens = True
+            specials = private[ENDS + 1 :]
+            copy.add_tokens(
+                [
+                    tokenizers.AddedToken(
+                        character, normalized=False, lstrip=token["lstrip"], rstrip=token["rstrip"]
+                    )
+                    for character, token in zip(specials, self._special, strict=True)
+                ]
+            )
+            ids: Mapping[str, int] = copy.get_vocab(with_added_tokens=True)
+            ids_of = np.arange(max(ids.values()) + 1)
+            for character, token in zip(specials, self._special, strict=True):
+                ids_of[ids[character]] = token["id"]
+            if len(self._copies) > 3:  # chats with such characters are rare
+                self._copies.clear()
+            self._copies[first] = copy, ids_of
+        return self._copies[first]
+
+
+def _unknown(model: Mapping[str, Any]) -> str | None:
+    """The token that a model of a tokenizer makes of what it does not know."""
+    number = model.get("unk_id")
+    return model.get("unk_token") if number is None else model["vocab"][number][0]
+
+
+def turns_of(messages: Sequence[Message], train_on: str) -> list[int]:
+    """Indices of the turns to train on. A turn that says nothing is none."""
+    role = USER if train_on == USER else ASSISTANT
+    turns = [
+        i
+        for i, each in enumerate(messages)
+        if each.role == role and each.counts and each.content.strip()
+    ]
+    if train_on == "completion":
+        return [i for i in turns if i == len(messages) - 1]
+    return turns
+
+
+def _parted(content: str) -> tuple[str, str, str]:
+    """A text as (blanks, rest, blanks), for a template may strip it."""
+    rest = content.lstrip()
+    core = rest.rstrip()
+    return content[: len(content) - len(rest)], core, rest[len(core) :]
+
+
+def _inserted(text: str, places: Sequence[int], mark: str) -> str:
+    bounds = [0, *places, len(text)]
+    return mark.join(text[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def _spans(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]] | None:
+    """(begin, end) of each pair of marks; None if they are not in pairs."""
+    kinds = [kind for _, kind in places]
+    if kinds != [BEGINS, ENDS] * (len(kinds) // 2):
+        return None
+    at = [place for place, _ in places]
+    return list(zip(at[::2], at[1::2], strict=True))
+
+
+def _common(text: str, at: int, other: str) -> int:
+    """Length of the longest beginning of `other` that `text` has at `at`."""
+    size = 0
+    while size < len(other) and text.startswith(other[size], at + size):
+        size += 1
+    return size

@@ -1,0 +1,302 @@
+"""Rows of chats become examples with their trained tokens, whatever form and file they come in."""
+
+import csv
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chats import CHATML, START, STOP, model_files
+from hypothesis import given, settings, strategies as st
+
+from fedsim.data import load
+from fedsim.data.building.build import build
+from fedsim.data.building.chats import Chats, chat_examples
+from fedsim.data.chat import ChatTokenizer, Template
+from fedsim.data.dataset import stats
+from fedsim.data.tokenizer import Tokenizer
+from fedsim.errors import DataError
+
+ALL_IN_TRAIN = {"eval_users": 0, "eval_examples": False, "max_length": 200}
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+SAID = f"{START}user\nHi{STOP}\n{START}assistant\nHo{STOP}\n"
+
+
+def lines(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def shown(store, model):
+    """(user, text, trained text) of every example."""
+    tokenizer = Tokenizer.load(model / "tokenizer.json")
+    rows = np.arange(store.num_examples)
+    tokens, sizes = store.gather(rows, store.max_length)
+    trained = store.trained(rows, store.max_length)
+    users = np.repeat(store.user_ids(), store.examples_per_user)
+    return [
+        (str(user), *(tokenizer.decode(ids, special=True) for ids in (row[:size], row[own])))
+        for user, row, size, own in zip(users, tokens, sizes, trained, strict=True)
+    ]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return model_files(tmp_path / "model")
+
+
+def built(tmp_path, model, rows, name="rows.jsonl", **options):
+    file = lines(tmp_path / name, [{"user_id": "ann", **row} for row in rows])
+    return build(file, tmp_path / "out", tokenizer=model, **ALL_IN_TRAIN | options)
+
+
+FORMS = {
+    "messages": ({"messages": ASKED}, {}),
+    "their name": ({"chat": ASKED}, {"messages_column": "chat"}),
+    "conversations": ({"conversations": SHAREGPT}, {}),
+    "JSON in a text": ({"messages": json.dumps(ASKED)}, {}),
+    "parts": (
+        {"messages": [{**ASKED[0], "content": [{"type": "text", "text": "Hi"}]}, ASKED[1]]},
+        {},
+    ),
+    "lists": ({"prompt": ASKED[:1], "completion": ASKED[1:]}, {}),
+    "a list and a text": ({"prompt": ASKED[:1], "completion": "Ho"}, {}),
+    "alpaca": ({"instruction": "Hi", "output": "Ho"}, {}),
+    "alpaca with nothing": ({"instruction": "Hi", "input": "", "output": "Ho"}, {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_chat_is_one_whatever_form_it_has(form, tmp_path, model):
+    row, options = FORMS[form]
+    data = built(tmp_path, model, [row], **options)
+    assert shown(data.train, model) == [("ann", SAID, f"Ho{STOP}\n")]
+    assert data.metadata["chats"]["train_on"] in ("assistant", "completion")
+    assert (data.path / "chat_template.jinja").read_text() == CHATML
+    assert "chat_template.jinja" in (data.path / "SHA256SUMS").read_text()
+    data.train.check()
+
+
+def test_a_prompt_and_a_completion_need_no_template(tmp_path):
+    model = model_files(tmp_path / "plain", template=None)
+    rows = [{"q": "Hi ", "a": "Ho"}, {"q": "x", "a": ""}, {"q": None, "a": None}]
+    options = {"prompt_column": "q", "completion_column": "a"}
+    data = built(tmp_path, model, rows, **options)
+    expected = [("ann", f"{START}Hi Ho{STOP}", f"Ho{STOP}"), ("ann", f"{START}x{STOP}", STOP)]
+    assert shown(data.train, model) == expected
+    assert data.metadata["counts"]["empty_texts_dropped"] == 1
+    assert not (data.path / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize(
+    "train_on, expected",
+    [("user", f"Hi{STOP}\n"), ("all", SAID), ("completion", f"Ho{STOP}\n")],
+)
+def test_the_trained_tokens_can_be_chosen(train_on, expected, tmp_path, model):
+    data = built(tmp_path, model, [{"messages": ASKED}], train_on=train_on)
+    assert shown(data.train, model) == [("ann", SAID, expected)]
+
+
+def test_turns_of_weight_0_are_not_trained_on(tmp_path, model):
+    turns = [*ASKED, ASKED[0], {**ASKED[1], "weight": 0}]
+    (row,) = shown(built(tmp_path, model, [{"messages": turns}]).train, model)
+    assert row[1:] == (2 * SAID, f"Ho{STOP}\n")
+
+
+def test_all_kinds_of_files_give_the_same_data(tmp_path, model):
+    rows = [{"user_id": f"u{i}", "messages": ASKED * (i + 1)} for i in range(3)]
+    files = [lines(tmp_path / "a.jsonl", rows), tmp_path / "b.json", tmp_path / "c.parquet"]
+    files[1].write_text(json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), files[2])
+    files.append(tmp_path / "d.csv")
+    with files[3].open("w", newline="") as file:
+        records = [(row["user_id"], json.dumps(row["messages"])) for row in rows]
+        csv.writer(file).writerows([("user_id", "messages"), *records])
+    columnar = [{k: [turn[k] for turn in row["messages"]] for k in ASKED[0]} for row in rows]
+    files.append(tmp_path / "e.parquet")
+    users = [row["user_id"] for row in rows]
+    pq.write_table(pa.table({"user_id": users, "messages": columnar}), files[4])
+    digests = set()
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.parquet").write_bytes(files[2].read_bytes())
+    for i, source in enumerate([*files, f"hf:{tmp_path / 'hub'}"]):
+        data = build(source, tmp_path / f"out{i}", tokenizer=model, **ALL_IN_TRAIN)
+        digests.add(data.train.fingerprint)
+        assert [user for user, *_ in shown(data.train, model)] == ["u0", "u1", "u2"]
+    assert len(digests) == 1
+
+
+def test_data_of_texts_have_no_mark_of_chats(tmp_path, model):
+    data = built(tmp_path, model, [{"text": "Hi", "messages": ASKED}])  # texts, as ever
+    assert data.train.trained(np.array([0]), 4) is None
+    assert not list(data.path.glob("**/trained.npy")) and "chats" not in data.metadata
+    assert not any("chat" in name for name in data.metadata["counts"])
+
+
+BAD = [
+    ([None], "expected a role and a content in turn 1"),
+    ("Hi", "expected a list of turns, got a text"),
+    ({"role": "user"}, "expected a list of turns, got an object"),
+    ([*ASKED, "Hi"], "expected a role and a content in turn 3"),
+    ([{"role": "tool", "content": "secret"}], "expected a role among system, .* in turn 1"),
+    ([*ASKED, {"role": "user", "content": 7}], "expected text as a content in turn 3"),
+    (
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        "expected text as a content in turn 1",
+    ),
+    ([{**ASKED[1], "tool_calls": [{"secret": 1}]}], "text alone, got tool_calls in turn 1"),
+    ([{"role": "system", "content": "no"}], "template says: no system"),
+]
+
+
+@pytest.mark.parametrize("bad, message", BAD)
+def test_a_bad_row_is_named_with_its_turn_or_left_out(bad, message, tmp_path):
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    model = model_files(tmp_path / "model", refusing + CHATML)
+    rows = [{"messages": ASKED}, {"messages": bad}]
+    with pytest.raises(
+        DataError, match=f"^messages_column=messages: .*{message}.* in row 2 of"
+    ) as e:
+        built(tmp_path, model, rows)
+    assert "\n" not in str(e.value) and "secret" not in str(e.value)
+    data = built(tmp_path, model, rows, skip_unknown=True)
+    assert data.train.num_examples == 1 and data.metadata["counts"]["chats_skipped"] == 1
+
+
+def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
+    long = [{"role": "user", "content": "x" * 300}, ASKED[1]]
+    rows = [{"messages": each} for each in (ASKED, ASKED[:1], long)]
+    data = built(tmp_path, model, rows)
+    assert data.train.num_examples == 1
+    counts = data.metadata["counts"]
+    assert (counts["chats_without_trained_tokens_dropped"], counts["chats_skipped"]) == (2, 0)
+    assert counts["long_texts"] == 1 and counts["tokens_cut"] > 100
+    with pytest.raises(DataError, match="no row has a trained token .train_on=assistant"):
+        build(
+            lines(tmp_path / "none.jsonl", [{"user_id": "a", "messages": ASKED[:1]}]),
+            tmp_path / "none",
+            tokenizer=model,
+        )
+
+
+def test_chats_of_several_owners_are_not_dropped_by_what_they_say(tmp_path, model):
+    rows = [{"user_id": ["ann", "ben"], "messages": each} for each in (ASKED, ASKED[:1])]
+    with pytest.raises(DataError, match="messages: expected a trained token in every chat where"):
+        built(tmp_path, model, rows)
+    data = built(tmp_path, model, rows[:1])
+    assert data.train.num_users == 2 and data.train.num_examples == 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"messages_column": "m", "text_column": "t"},
+            "messages_column=m: expected none beside text",
+        ),
+        ({"messages_column": "m", "prompt_column": "p"}, "messages_column=m: .*none beside prompt"),
+        ({"prompt_column": "p"}, "completion_column=None: expected it beside p"),
+        ({"completion_column": "c"}, "prompt_column=None: expected it beside c"),
+        ({"train_on": "me"}, "train_on=me: expected one of all, completion"),
+        ({"messages_column": "turns"}, "messages_column=turns: no such column, .*messages"),
+        ({"tokenizer": "bpe:400"}, "tokenizer=bpe:400: expected one of a model"),
+        ({"tokenizer": "bytes"}, "chat_template=None: expected a chat template among the files"),
+        ({"chat_template": "nowhere"}, "chat_template=nowhere: expected a Jinja file"),
+        ({"template_date": "today"}, "template_date=today: expected a day"),
+        ({"conversation_column": "c", "turn_column": "t"}, "conversation_column=c: .*none beside"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, message, tmp_path, model):
+    if "conversation_column" in options:
+        options = {**options, "messages_column": "messages"}
+    file = lines(tmp_path / "x.jsonl", [{"user_id": "ann", "messages": ASKED}])
+    with pytest.raises(DataError, match=message):
+        build(file, tmp_path / "out", **{"tokenizer": model, **ALL_IN_TRAIN, **options})
+
+
+def test_settings_of_chats_are_refused_beside_texts(tmp_path, model):
+    with pytest.raises(DataError, match="train_on=all: expected none beside texts"):
+        built(tmp_path, model, [{"text": "Hi"}], train_on="all")
+
+
+def test_another_template_is_another_data_set(tmp_path, model):
+    file = lines(tmp_path / "x.jsonl", [{"user_id": "ann", "messages": ASKED}])
+    options = {"tokenizer": str(model), "cache_dir": tmp_path / "cache", **ALL_IN_TRAIN}
+    first = load(file, **options)
+    assert load(file, **options).path == first.path
+    (model / "chat_template.jinja").write_text(CHATML.replace("m['role']", "'a'"))
+    second = load(file, **options)
+    assert second.path != first.path and "a\nHi" in shown(second.train, model)[0][1]
+    (tmp_path / "own.jinja").write_text(CHATML)
+    third = load(file, chat_template=tmp_path / "own.jinja", **options)
+    assert third.train.fingerprint == first.train.fingerprint
+
+
+CHATS = ChatTokenizer(Tokenizer.bytes())
+NUMBERED = "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}"
+TURNS = st.lists(st.tuples(st.sampled_from("ua"), st.integers(1, 12)), min_size=1, max_size=14)
+
+
+@settings(deadline=None, max_examples=100)
+@given(turns=TURNS, most=st.integers(6, 40), system=st.booleans(), train_on=st.sampled_from("au*"))
+def test_a_long_chat_is_split_at_turns(turns, most, system, train_on):
+    """No example is too long, each ends with a trained turn, and no token is trained on twice."""
+    names = {"u": "user", "a": "assistant", "*": "all"}
+    messages = [
+        {"role": names[role], "content": f"{i:x}" * size} for i, (role, size) in enumerate(turns)
+    ]
+    head = [{"role": "system", "content": "S"}] if system else []
+    chats = Chats("messages", names[train_on], Template(NUMBERED), most, "split", False)
+    row = json.dumps([head + messages])
+    found = chat_examples([row], chats, CHATS, lambda _, reason: pytest.fail(reason))
+    assert (found.lengths <= most).all() and not found.origin.any()
+    if not len(found.lengths):
+        return
+    ids, trained = (
+        np.split(x, np.cumsum(found.lengths)[:-1]) for x in (found.values >> 1, found.values & 1)
+    )
+    texts = [bytes(each.astype(np.uint8)).decode() for each in ids]
+    own = [
+        "".join(t for t, yes in zip(text, flags, strict=True) if yes)
+        for text, flags in zip(texts, trained, strict=True)
+    ]
+    whole = "".join(f"{m['role'][0]}{m['content']}." for m in messages)
+    for text, said in zip(texts, own, strict=True):
+        assert not system or text.startswith("sS.")
+        assert len(text) == most or text.endswith(said[-1:])
+        assert text.removeprefix("sS.") in whole  # neighbouring turns, whole but for the last
+    if train_on != "*":
+        every = "".join(own)
+        expected = [m["content"] + "." for m in messages if m["role"] == names[train_on]]
+        assert len(every) <= len("".join(expected))
+        for said in expected:
+            assert every.count(said) <= 1 + "".join(expected).replace(said, "", 1).count(said)
+            if len(said) + 16 + 3 * system < most:
+                assert said in every
+
+
+def test_a_split_chat_keeps_as_much_of_what_came_before_as_fits(tmp_path, model):
+    exchange = len(SAID.encode()) - len(START + STOP) * 2 + 4  # tokens of one exchange
+    data = built(
+        tmp_path, model, [{"messages": ASKED * 4}], long_texts="split", max_length=2 * exchange + 5
+    )
+    found = shown(data.train, model)
+    assert [text for _, text, _ in found] == [2 * SAID] * 2
+    assert [own for *_, own in found] == [f"Ho{STOP}\n" * 2] * 2
+    five = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}] * 5
+    file = lines(tmp_path / "five.jsonl", [{"user_id": "ann", "messages": five}])
+    options = ALL_IN_TRAIN | {"long_texts": "split", "max_length": 2 * exchange + 5}
+    data = build(file, tmp_path / "five", tokenizer=model, **options)
+    assert [text for _, text, _ in shown(data.train, model)] == [2 * SAID] * 3
+    assert shown(data.train, model)[2][2] == f"Ho{STOP}\n"  # the turn before is told, not trained
+    assert data.metadata["counts"]["tokens_cut"] == 0
+    assert 0 < stats(data.train)["share_trained"] < 0.5
+
+
+def test_a_long_prompt_is_cut_at_its_beginning_where_rows_are_split(tmp_path):
+    model = model_files(tmp_path / "plain", template=None)
+    row = {"prompt": "x" * 50 + "? ", "completion": "yes"}
+    data = built(tmp_path, model, [row], long_texts="split", max_length=10)
+    assert shown(data.train, model) == [("ann", f"{START}xxx? yes{STOP}", f"yes{STOP}")]

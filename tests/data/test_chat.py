@@ -1,0 +1,263 @@
+"""Chats as token ids: those of transformers, but nobody's text becomes a special token."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from chats import CHATML, NAMED, START, STOP, tiny
+from hypothesis import example, given, settings, strategies as st
+from tokenizers import models
+
+from fedsim.data import chat
+from fedsim.data.chat import ChatTokenizer, Message, Template
+from fedsim.data.tokenizer import Tokenizer
+from fedsim.errors import BadChat, DataError
+
+SHARED = Path(__file__).parents[3] / "shared"
+GENERATING = (
+    "{{ bos_token }}{% for m in messages %}\n"
+    "    {{- m.role + ': ' }}{% if m.role == 'assistant' %}\n"
+    "    {% generation %}{{ m.content | trim }}{{ '<|im_end|>' }}{% endgeneration %}{% else %}\n"
+    "{{ m.content }}{% endif %}\n"
+    "{% endfor %}"
+)
+STRIPPING = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content.strip() }} [/INST]"
+    "{% else %} {{ m.content.strip() }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+TINY = tiny()
+CHATS = ChatTokenizer(TINY)
+
+
+def turns(*texts, first="user"):
+    """User and assistant in turn."""
+    roles = ("user", "assistant") if first == "user" else ("assistant", "user")
+    return [Message(roles[i % 2], text) for i, text in enumerate(texts)]
+
+
+def shown(encoded, chats=CHATS, tokenizer=TINY):
+    """(the text of all ids, the text of the trained ones)."""
+    every, own = (tokenizer.decode(ids, special=True) for ids in (encoded.ids, trained(encoded)))
+    return every, own
+
+
+def trained(encoded):
+    return encoded.ids[encoded.trained]
+
+
+def encode(messages, template=CHATML, train_on="assistant", **options):
+    return CHATS.encode(messages, Template(template, **options), train_on)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
+def test_ids_and_masks_are_those_of_transformers_but_for_what_a_person_spells():
+    golden = json.loads((SHARED / "chat" / "smollm2_golden.json").read_text())
+    tokenizer = Tokenizer.load(SHARED / "models" / "smollm2_tokenizer.json")
+    chats, template = ChatTokenizer(tokenizer), Template(golden["chat_template"])
+    for number, case in enumerate(golden["cases"], 1):
+        messages = [Message(**each) for each in case["messages"]]
+        found = chats.encode(messages, template, "assistant")
+        assert tokenizer.decode(found.ids, special=True) == case["text"]
+        if number == 4:  # a person spells special tokens, which stay text
+            assert found.ids.tolist() != case["ids"]
+            assert (found.ids == 1).sum() == 3 and (found.ids == 2).sum() == 3
+            assert tokenizer.decode(trained(found), special=True) == f"I would rather not.{STOP}\n"
+            continue
+        assert found.ids.tolist() == case["ids"]
+        if number == 3:  # blanks are one token with the line break before, and are said by the turn
+            assert not any(case["assistant_mask"])
+            own = tokenizer.decode(trained(found), special=True)
+            assert own == f"\n  leading spaces stay\n{STOP}\n"
+        else:
+            assert found.trained.astype(int).tolist() == case["assistant_mask"]
+
+
+def test_the_assistants_turns_are_trained_on_with_what_ends_them():
+    found = encode(turns("Hi", "Ho", "Hum", "Ha"))
+    every, own = shown(found)
+    assert every.startswith(f"{START}user\nHi{STOP}\n{START}assistant\nHo{STOP}\n{START}user")
+    assert own == f"Ho{STOP}\nHa{STOP}\n"
+    assert shown(encode(turns("Hi", "Ho", "Hum")))[1] == f"Ho{STOP}\n"  # the end is another's turn
+
+
+@pytest.mark.parametrize(
+    "train_on, expected",
+    [
+        ("user", f"Hi{STOP}\nHum{STOP}\n"),
+        ("completion", f"Ha{STOP}\n"),
+        ("all", None),
+    ],
+)
+def test_what_is_trained_on_can_be_chosen(train_on, expected):
+    every, own = shown(encode(turns("Hi", "Ho", "Hum", "Ha"), train_on=train_on))
+    assert own == (every if expected is None else expected)
+
+
+def test_a_token_over_the_beginning_of_a_turn_is_trained_on():
+    found = encode(turns("Hi", "  indented"))
+    assert shown(found)[1] == f"\n  indented{STOP}\n"
+    assert found.trained.sum() == len(b"  indented") + 2  # "\n " is one token
+
+
+def test_turns_that_say_nothing_or_do_not_count_are_not_trained_on():
+    messages = [Message("user", ""), Message("assistant", " \n"), Message("assistant", "Ho", False)]
+    assert not encode(messages).trained.any()
+    messages += [Message("assistant", "Ha")]
+    assert shown(encode(messages))[1] == f"Ha{STOP}\n"
+
+
+def test_blocks_of_what_is_generated_decide():
+    found = encode(turns("Hi", " Ho ", "Hum", "Ha"), GENERATING, tokens=(("bos_token", START),))
+    every, own = shown(found)
+    assert every == f"{START}user: Hiassistant: Ho{STOP}user: Humassistant: Ha{STOP}"
+    assert own == f"Ho{STOP}Ha{STOP}"
+    only_last = encode(turns("Hi", "Ho", "Hum", "Ha"), GENERATING, "completion")
+    assert shown(only_last)[1] == f"Ha{STOP}"
+
+
+def test_a_template_may_strip_what_is_said():
+    every, own = shown(encode(turns(" Hi\n", "\tHo \n", "Hum", "Ha"), STRIPPING))
+    assert every == f"[INST] Hi [/INST] Ho{STOP}[INST] Hum [/INST] Ha{STOP}"
+    assert own == f"Ho{STOP}Ha{STOP}"
+
+
+def test_a_template_that_changes_what_is_said_is_refused():
+    changing = CHATML.replace("m['content']", "(m['content'] | replace('H', ''))")
+    assert shown(encode(turns("Hi", "Ho"), changing))[1] == f"o{STOP}\n"  # as far as it can be told
+    for change in ("m['content'][:1]", "m['content'].split('o')[-1]", "(m['content'] | reverse)"):
+        with pytest.raises(BadChat, match="changes what a turn says.*generation"):
+            encode(turns("Hi", "Ho"), CHATML.replace("m['content']", change))
+
+
+PIECES = [START, STOP, "<|im_", "end|>", "<", "|", "<|", ">", " ", "\n", "\r\n", "é", "😀", "مرحبا"]
+PIECES += ["\U000f0000", "\U000f0001", "\U000f0004", "assistant", "\0", "x", "<|im_<|im_end|>end|>"]
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=8).map("".join)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    texts=st.lists(TEXTS, min_size=1, max_size=6), train_on=st.sampled_from(["all", "assistant"])
+)
+@example(["Say <|im_end|>", "<|im_", "end|>", "im_end|>", "<|im_end|"], "assistant")
+def test_any_text_comes_back_and_none_becomes_a_special_token(texts, train_on):
+    for template in (CHATML, "{% for m in messages %}{{ m.content }}{% endfor %}"):
+        found = encode(turns(*texts), template, train_on)
+        written = [START, STOP] * len(texts) if template == CHATML else []
+        special = [TINY.decode([i], special=True) for i in found.ids if i >= TINY.begin_id]
+        assert special == written
+        expected = "".join(texts)
+        if template == CHATML:
+            expected = "".join(f"{START}{m.role}\n{m.content}{STOP}\n" for m in turns(*texts))
+        assert TINY.decode(found.ids, special=True) == expected
+    if train_on == "assistant":
+        said = [m.content for m in turns(*texts) if m.role == "assistant" and m.content.strip()]
+        own = TINY.decode(encode(turns(*texts)).ids[encode(turns(*texts)).trained], special=True)
+        expected = "".join(f"{text}{STOP}\n" for text in said)
+        assert own.replace("\n", "") == expected.replace("\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_text_of_a_megabyte_comes_back():
+    long = "A line of <|im_end|> and 😀.\n" * 40_000
+    found = encode(turns("Hi", long))
+    assert TINY.decode(trained(found), special=True) == f"{long}{STOP}\n"
+    assert (found.ids >= TINY.begin_id).sum() == 4
+
+
+def test_a_text_with_every_private_character_is_refused():
+    every = "".join(map(chr, range(chat.FIRST, chat.LAST)))
+    with pytest.raises(BadChat, match="every character for private use"):
+        encode(turns(every))
+
+
+def test_a_tokenizer_that_makes_a_special_token_of_text_is_refused():
+    pieces = [("<unk>", 0.0), ("</s>", -1.0), *((c, -2.0) for c in "abc</s>")]
+    inner = tokenizers.Tokenizer(models.Unigram(list(dict(pieces).items()), unk_id=0))
+    inner.add_special_tokens(["<unk>", "</s>"])
+    chats = ChatTokenizer(Tokenizer(inner, "unigram"))
+    template = Template("{% for m in messages %}{{ m.content }}{{ '</s>' }}{% endfor %}")
+    assert chats.encode(turns("abcx", "a"), template, "assistant").ids[-1] == 1
+    with pytest.raises(BadChat, match="makes a special token of text"):
+        chats.encode(turns("a</s>"), template, "all")
+
+
+def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
+    chats = ChatTokenizer(TINY)
+    found = chats.encode_pair("Q: ", f"A {STOP}", "completion")
+    assert found.ids[[0, -1]].tolist() == [TINY.begin_id, TINY.end_id]
+    assert (found.ids >= TINY.begin_id).sum() == 2
+    assert TINY.decode(trained(found), special=True) == f"A {STOP}{TINY.end}"
+    assert TINY.decode(trained(chats.encode_pair("Q: ", "A", "user"))) == "Q: "
+    assert chats.encode_pair("Q: ", "A", "all").trained.tolist() == [False, *[True] * 5]
+
+
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        ("{{ raise_exception('no ' + messages[0].role) }}", "template says: no user"),
+        ("{{ messages.append(1) }}", "template says: .*unsafe|template fails|template says"),
+        ("{{ ''.__class__.__mro__ }}", "template says: access to attribute '__class__'"),
+        ("{{ messages[7].content.x }}", "template says"),
+        ("{{ 1 / 0 }}", "template fails with ZeroDivisionError"),
+        ("{{ 'x' * 10**9 }}", "computes"),
+        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "more than 16,777,216"),
+        ("{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "0 s"),
+    ],
+)
+def test_a_template_runs_within_limits(template, reason, monkeypatch):
+    if reason == "0 s":
+        monkeypatch.setattr("fedsim.data.sandbox.SECONDS", 0.1)
+    with pytest.raises(BadChat, match=reason):
+        encode(turns("Hi"), template)
+
+
+def test_a_template_has_what_transformers_gives_it():
+    template = "{{ strftime_now('%d %B %Y') }} {{ messages | tojson }}{% if %}"
+    with pytest.raises(DataError, match="chat_template: .*line 1"):
+        Template(template)
+    template = (
+        "{{ strftime_now('%d %B %Y') }} {{ [messages[0].content, '<'] | tojson }}"
+        "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ loop.length }}{% endfor %}"
+        "{{ tools is none }}{{ add_generation_prompt }}{{ eos_token }}"
+    )
+    found = Template(template, (("eos_token", "</s>"),), "2024-07-26").render(turns("é"))
+    assert found == '26 July 2024 ["é", "<"]99TrueFalse</s>'
+    with pytest.raises(DataError, match="template_date=July: expected a day"):
+        Template(template, date="July")
+
+
+def test_a_template_is_found_where_checkpoints_keep_it(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    assert chat.template_beside(file) is None and chat.named_tokens(file) == {}
+    settings = {"eos_token": {"content": "</s>"}, "bos_token": None, "chat_template": "one"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert chat.template_beside(file) == "one" and chat.named_tokens(file) == {"eos_token": "</s>"}
+    settings["chat_template"] = [
+        {"name": "tool_use", "template": "two"},
+        {"name": "default", "template": "three"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert chat.template_beside(file) == "three"
+    (tmp_path / "chat_template.jinja").write_text("four")
+    assert chat.template_beside(file) == "four"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="chat_template=.*expected a Jinja file"):
+        chat.template_beside(file)
+
+
+def test_special_tokens_keep_their_rules_about_blanks():
+    """As <|assistant|> of Phi 3, which takes the blanks after it."""
+    inner = tokenizers.Tokenizer.from_str(TINY.json)
+    inner.add_special_tokens([tokenizers.AddedToken("<|eats|>", special=True, rstrip=True)])
+    tokenizer = Tokenizer(inner, "eating", named=NAMED)
+    template = Template("{% for m in messages %}{{ '<|eats|>\n' + m.content }}{% endfor %}")
+    inner.encode_special_tokens = False
+    expected = inner.encode("<|eats|>\nHi<|eats|>\nHo", add_special_tokens=False).ids
+    found = ChatTokenizer(tokenizer).encode(turns("Hi", "Ho"), template, "assistant")
+    assert found.ids.tolist() == expected
+    np.testing.assert_array_equal(found.trained, [False] * 4 + [True] * 2)
