@@ -26,7 +26,7 @@ from fedsim.run.model_source import find_model
 
 SECONDS = 60  # a case takes less than 1 on an idle core; what is wrong takes for ever
 VOCAB = 257
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma3_text", "phi3")
 ODD = [
     *(None, True, False, 0, -1, 1, 2, 3, 5, 7, 97, 10**6, 10**9, 2**31, 2**63, 10**30, 10**4000),
     *(0.0, -0.5, 0.5, 1.0, 16.0, 1e-308, 1e308, float("inf"), float("-inf"), float("nan")),
@@ -38,6 +38,8 @@ ODD = [
 ]
 MORE = "sliding_window use_sliding_window max_window_layers layer_types rope_scaling".split()
 MORE += "head_dim quantization_config attention_bias mlp_bias n_inner partial_rotary_factor".split()
+MORE += "no_rope_layers query_pre_attn_scalar final_logit_softcapping".split()
+MORE += "original_max_position_embeddings rope_local_base_freq".split()
 MORE += "activation_function scale_attn_weights bos_token_id eos_token_id".split()
 
 
