@@ -117,7 +117,7 @@ class ByHand(nn.Module):
         return total
 
 
-_FAMILY = {"norm": "rms", "norm_epsilon": 1e-5, "positions": "rope", "mlp": "swiglu"}
+_FAMILY: dict[str, Any] = {"norm": "rms", "norm_epsilon": 1e-5, "positions": "rope", "mlp": "swiglu"}
 _FAMILY |= {"mlp_bias": False, "mlp_width": 20, "num_kv_heads": 2}
 FAMILIES = {
     "llama": TransformerConfig(VOCAB, 12, 16, 2, 4, **_FAMILY),

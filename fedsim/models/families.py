@@ -168,14 +168,15 @@ def _llama_config(kind: str, f: Fields) -> TransformerConfig:
     for name, values in family.allowed.items():
         need(name, f.get(name, values[0]), *values)
     heads, width = whole(f, HEAD_COUNT, HEADS), whole(f, "hidden_size", WIDTH)
-    head = whole(f, "head_dim", HEADS, None)
+    head_width = whole(f, "head_dim", HEADS, None)
+    head = head_width or width // heads
     sizes: dict[str, Any] = {
         "vocab_size": whole(f, "vocab_size", TOKENS),
         "width": width,
         "num_layers": whole(f, "num_hidden_layers", LAYERS),
         "num_heads": heads,
         "num_kv_heads": whole(f, "num_key_value_heads", HEADS, heads),
-        "head_width": head,
+        "head_width": head_width,
         "mlp_width": whole(f, "intermediate_size", WIDTH),
         "norm_epsilon": number(f, "rms_norm_eps", 0, 1, 1e-6),
         "tied": flag(f, "tie_word_embeddings"),
@@ -189,7 +190,7 @@ def _llama_config(kind: str, f: Fields) -> TransformerConfig:
     if "query_pre_attn_scalar" in family.defaults:
         scalar = number(f, "query_pre_attn_scalar", *FACTORS)
         parts["attention_scale"] = None if scalar == head else scalar**-0.5
-    parts |= _rotary(family, f, head or width // heads) | _windows(family, f)
+    parts |= _rotary(family, f, head) | _windows(family, f)
     return TransformerConfig(**{**sizes, **parts, **family.parts}, family=kind)
 
 
@@ -345,7 +346,7 @@ def is_buffer(name: str) -> bool:
 def places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
     """Yield (path of a parameter, its place in a file) of all parameters of the family. Parts of
     one array come in the order of its columns."""
-    kind = family_of(c)
+    kind = c.family or family_of(c)
     yield from _gpt2_places(c) if kind == GPT2 else _llama_places(FAMILIES[kind], c)
 
 
