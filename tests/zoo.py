@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from fedsim.models.rope import LongRope, Yarn
 from fedsim.models.transformer import Transformer, TransformerConfig
 
 VOCAB, LENGTH = 29, 5
@@ -116,7 +117,12 @@ class ByHand(nn.Module):
         return total
 
 
-_FAMILY = {"norm": "rms", "norm_epsilon": 1e-5, "positions": "rope", "mlp": "swiglu"}
+_FAMILY: dict[str, Any] = {
+    "norm": "rms",
+    "norm_epsilon": 1e-5,
+    "positions": "rope",
+    "mlp": "swiglu",
+}
 _FAMILY |= {"mlp_bias": False, "mlp_width": 20, "num_kv_heads": 2}
 FAMILIES = {
     "llama": TransformerConfig(VOCAB, 12, 16, 2, 4, **_FAMILY),
@@ -127,6 +133,38 @@ FAMILIES = {
     ),
     "gpt2": TransformerConfig(
         VOCAB, 12, 16, 2, 4, num_positions=15, query_bias=True, out_bias=True, norm_epsilon=1e-5
+    ),
+}
+PARTS = FAMILIES | {  # two that have all options of the families beside them
+    "capped": TransformerConfig(
+        *(VOCAB, 12, 16, 2, 4),
+        **_FAMILY | {"mlp": "geglu"},
+        norms="both",
+        query_key_norm=True,
+        head_width=6,
+        window=5,
+        window_blocks=(True, False),
+        window_rope_base=100.0,
+        rope_scaling=Yarn(4.0, 1.2, 32.0, 1.0, True, 8),
+        attention_scale=0.3,
+        attention_cap=2.0,
+        embedding_multiplier=4.0,
+        logit_cap=3.0,
+    ),
+    "turned": TransformerConfig(
+        *(VOCAB, 12, 16, 2, 4),
+        **_FAMILY,
+        norms="after",
+        query_key_norm=True,
+        joint_query_key_norm=True,
+        head_width=8,
+        rope_share=0.75,
+        rope_scaling=LongRope((1.0, 1.5, 3.0), 1.2, 12),
+        rope_blocks=(True, False),
+        attention_scale=0.3,
+        residual_multiplier=0.5,
+        logit_divisor=2.0,
+        tied=False,
     ),
 }
 

@@ -2,22 +2,55 @@
 
 A family converts the fields of a config.json to a TransformerConfig and back, and gives the place
 of each parameter in a file: the name of its array, whether it is transposed (torch keeps [out,
-in]), and the third of the array (GPT-2 keeps queries, keys and values in one).
+in]), the columns of it (some families keep queries, keys and values in one), and a constant between
+the two. `family_table` describes the families that differ from Llama in details; GPT-2 is another
+kind.
 """
 
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-from fedsim.errors import ConfigError, brief
-from fedsim.models.transformer import RopeScaling, TransformerConfig
+from fedsim.models.config_json import (
+    BASES,
+    FACTORS,
+    FULL,
+    HEADS,
+    LAYER_TYPES,
+    LAYERS,
+    LENGTH,
+    ORIGINAL,
+    SLIDING,
+    TOKENS,
+    WIDTH,
+    Fields,
+    UnsupportedArchitecture,
+    flag,
+    layer_flags,
+    need,
+    number,
+    odd,
+    rope_fields,
+    rotary,
+    scaling_of,
+    whole,
+)
+from fedsim.models.family_table import (
+    BIASES,
+    FAMILIES,
+    GELU,
+    LOCAL_BASE,
+    ROPE_INTERVAL,
+    Family,
+    nowhere,
+    rope_layers,
+)
+from fedsim.models.rope import LongRope
+from fedsim.models.transformer import TransformerConfig
 
 Path = tuple[str, ...]
-
-
-class UnsupportedArchitecture(ConfigError):
-    """A model that `Transformer` cannot represent. The message names the reason."""
 
 
 class Place(NamedTuple):
@@ -25,74 +58,22 @@ class Place(NamedTuple):
 
     name: str
     transposed: bool = False
-    third: int | None = None
+    first: int = 0
+    """The column of the array, as it is here, with which the parameter begins."""
+    columns: int | None = None
+    """Number of columns of the array; None: those of the parameter."""
+    minus: float = 0.0
+    """Subtracted from the parameter where it is written."""
 
 
-GPT2, LLAMA = "gpt2", ("llama", "mistral", "qwen2", "qwen3")
-TYPES = (*LLAMA, GPT2)
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
-
-
-NEEDED: Any = object()
+GPT2 = "gpt2"
+TYPES = (*FAMILIES, GPT2)
+CLASSES = {kind: family.class_name for kind, family in FAMILIES.items()} | {GPT2: "GPT2LMHeadModel"}
 HEAD_COUNT = "num_attention_heads"
-TOKENS, LENGTH, WIDTH, LAYERS, HEADS = 2**24, 2**24, 2**20, 2**10, 2**12
-"""Bounds of sizes, above those of all models in use. A larger model would be traced for hours
-before an array is found to be missing."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def whole(f: Mapping[str, Any], name: str, most: int, default: Any = NEEDED) -> Any:
-    """A whole number in [1, most] of a config.json; `default` if it is absent or null.
-
-    Raises:
-      KeyError: the field is absent, and there is no default.
-      UnsupportedArchitecture: the field has another value.
-    """
-    if (value := f.get(name)) is None:
-        return _default(name, default)
-    if type(value) is not int or not 1 <= value <= most:
-        raise _odd(name, value, f"a whole number in [1, {most}]")
-    return value
-
-
-def number(
-    f: Mapping[str, Any], name: str, least: float, most: float, default: Any = NEEDED
-) -> float:
-    """A number in [least, most] of a config.json; `default` if it is absent or null.
-
-    Raises: as `whole`.
-    """
-    if (value := f.get(name)) is None:
-        return _default(name, default)
-    if type(value) not in (int, float) or not least <= value <= most:
-        raise _odd(name, value, f"a number in [{least:g}, {most:g}]")
-    return float(value)
-
-
-def _flag(f: Mapping[str, Any], name: str, default: bool) -> bool:
-    if (value := f.get(name)) is None:
-        return default
-    if type(value) is not bool:
-        raise _odd(name, value, "true or false")
-    return value
-
-
-def _default(name: str, default: Any) -> Any:
-    if default is NEEDED:
-        raise KeyError(name)
-    return default
-
-
-def _odd(name: str, value: Any, expected: str) -> UnsupportedArchitecture:
-    return UnsupportedArchitecture.of(name, brief(value), expected)
-
-
-def config_of(fields: Mapping[str, Any]) -> TransformerConfig:
+def config_of(fields: Fields) -> TransformerConfig:
     """Convert a config.json. The max_length of the result is the longest sequence of the model.
 
     Raises:
@@ -100,11 +81,16 @@ def config_of(fields: Mapping[str, Any]) -> TransformerConfig:
     """
     kind = fields.get("model_type")
     if kind not in TYPES:
-        raise _odd("model_type", kind, f"one of {', '.join(TYPES)}")
+        if any(fields.get(name) is not None for name in EXPERTS):
+            expected = "a model without a mixture of experts, whose routing is not built"
+            raise odd("model_type", kind, expected)
+        raise odd("model_type", kind, f"one of {', '.join(TYPES)}")
     if (quantised := fields.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         expected = "none: a model that is not quantised, or a GGUF file"
-        raise _odd("quantization_config", method, expected)
+        raise odd("quantization_config", method, expected)
+    if kind == "mistral" and fields.get("layer_types"):  # as `transformers` takes it
+        kind = "ministral"
     try:
         config = _gpt2_config(fields) if kind == GPT2 else _llama_config(kind, fields)
     except KeyError as error:
@@ -121,24 +107,201 @@ def check_heads(c: TransformerConfig) -> None:
     """
     if c.head_width is None and c.width % c.num_heads:
         names = ("n_head", "n_embd") if c.positions == "learned" else (HEAD_COUNT, "hidden_size")
-        raise _odd(names[0], c.num_heads, f"a divisor of {names[1]}={c.width}")
+        raise odd(names[0], c.num_heads, f"a divisor of {names[1]}={c.width}")
     if c.num_heads % c.kv_heads:
         expected = f"a divisor of {HEAD_COUNT}={c.num_heads}"
-        raise _odd("num_key_value_heads", c.kv_heads, expected)
-    if c.positions == "rope" and c.head % 2:
-        raise _odd("head_dim", c.head, "an even number, for rotary positions")
+        raise odd("num_key_value_heads", c.kv_heads, expected)
+    if c.positions == "rope" and (c.rotary % 2 or not c.rotary):
+        part = "" if c.rope_share == 1 else f" times partial_rotary_factor={c.rope_share:g}"
+        raise odd("head_dim", c.head, f"an even number{part}, for rotary positions")
 
 
-def _need(field: str, value: Any, *allowed: Any) -> None:
-    if value not in allowed:
-        raise _odd(field, value, " or ".join(map(str, allowed)))
+def described(c: TransformerConfig) -> TransformerConfig:
+    """The config as a config.json describes it: with all sizes, without the settings of a run."""
+    sizes = {"head_width": c.head, "mlp_width": c.hidden, "num_kv_heads": c.kv_heads}
+    chosen: dict[str, Any] = {"dtype": None, "remat": False, "lora": None}
+    return dataclasses.replace(c, max_length=c.table, num_positions=None, **sizes, **chosen)
 
 
-def _gpt2_config(f: Mapping[str, Any]) -> TransformerConfig:
-    _need("activation_function", f.get("activation_function", "gelu_new"), *GELU)
-    _need("scale_attn_weights", f.get("scale_attn_weights", True), True)
-    _need("scale_attn_by_inverse_layer_idx", f.get("scale_attn_by_inverse_layer_idx", False), False)
-    _need("add_cross_attention", f.get("add_cross_attention", False), False)
+def fields_of(c: TransformerConfig) -> dict[str, Any]:
+    """Fields of a config.json for a config, in the first family that has its parts.
+
+    Raises:
+      UnsupportedArchitecture: no family has them.
+    """
+    kind = family_of(c)
+    return _gpt2_fields(c) if kind == GPT2 else _llama_fields(kind, c)
+
+
+def family_of(c: TransformerConfig) -> str:
+    """Name of the family of a config: its own, or the first that has its parts.
+
+    Raises:
+      UnsupportedArchitecture: no family has them.
+    """
+    kinds = [c.family] if c.family in FAMILIES else []
+    for kind in (*kinds, *TYPES):
+        if _has_parts(kind, c):
+            return kind
+    raise UnsupportedArchitecture("model: expected parts that go together in a known family")
+
+
+def _has_parts(kind: str, c: TransformerConfig) -> bool:
+    """True if a config of the family has all parts of a config."""
+    try:
+        if kind == GPT2:  # biases that a model lacks are zeros there
+            c = dataclasses.replace(c, query_bias=True, out_bias=True)
+            return described(_gpt2_config(_gpt2_fields(c))) == described(c)
+        return described(_llama_config(kind, _llama_fields(kind, c))) == described(c)
+    except (KeyError, UnsupportedArchitecture):
+        return False
+
+
+def _shared_fields(kind: str, c: TransformerConfig) -> dict[str, Any]:
+    about = {"model_type": kind, "architectures": [CLASSES[kind]], "dtype": "float32"}
+    return about | {"vocab_size": c.vocab_size, "tie_word_embeddings": c.tied}
+
+
+def _llama_config(kind: str, f: Fields) -> TransformerConfig:
+    family = FAMILIES[kind]
+    f = {**family.defaults, **f}
+    for name, values in family.allowed.items():
+        need(name, f.get(name, values[0]), *values)
+    heads, width = whole(f, HEAD_COUNT, HEADS), whole(f, "hidden_size", WIDTH)
+    head_width = whole(f, "head_dim", HEADS, None)
+    head = head_width or width // heads
+    sizes: dict[str, Any] = {
+        "vocab_size": whole(f, "vocab_size", TOKENS),
+        "width": width,
+        "num_layers": whole(f, "num_hidden_layers", LAYERS),
+        "num_heads": heads,
+        "num_kv_heads": whole(f, "num_key_value_heads", HEADS, heads),
+        "head_width": head_width,
+        "mlp_width": whole(f, "intermediate_size", WIDTH),
+        "norm_epsilon": number(f, "rms_norm_eps", 0, 1, 1e-6),
+        "tied": flag(f, "tie_word_embeddings"),
+    }
+    parts: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "mlp_bias": False}
+    parts |= {ours: flag(f, name) for name in family.biases for ours in BIASES[name]}
+    for ours, (theirs, may_be_null) in family.numbers.items():
+        parts[ours] = number(f, theirs, *FACTORS, *((None,) if may_be_null else ()))
+    if family.scaled:
+        parts["embedding_multiplier"] = width**0.5
+    if "query_pre_attn_scalar" in family.defaults:
+        scalar = number(f, "query_pre_attn_scalar", *FACTORS)
+        parts["attention_scale"] = None if scalar == head else scalar**-0.5
+    parts |= _rotary(family, f, head) | _windows(family, f)
+    return TransformerConfig(**{**sizes, **parts, **family.parts}, family=kind)
+
+
+PARTIAL = "partial_rotary_factor"
+
+
+def _rotary(family: Family, f: Fields, head: int) -> dict[str, Any]:
+    """Fields of TransformerConfig about rotary positions and the longest sequence."""
+    rope, parts = rotary(f, "rope_scaling", "rope_parameters"), {}
+    of_layers = {name: rotary(rope, name) for name in LAYER_TYPES if name in rope}
+    if LOCAL_BASE in family.defaults:
+        local = {"rope_theta": f[LOCAL_BASE], **of_layers.get(SLIDING, {})}
+        need(f"rope_type of {SLIDING}", local.get("rope_type", "default"), "default")
+        parts["window_rope_base"] = number(local, "rope_theta", *BASES)
+        rope |= of_layers.get(FULL, {})
+    elif of_layers:
+        raise odd("rope_parameters", [*of_layers], "the same in all layers")
+    share = number(rope, PARTIAL, 0, 1, number(f, PARTIAL, 0, 1, 1.0))
+    if not family.partial:
+        need(PARTIAL, share, 1.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if isinstance(kind, str):
+        kind = family.rope_kinds.get(kind, kind)
+    scaling = scaling_of(f, {**rope, "rope_type": kind}, int(head * share))
+    longest = whole(f, "max_position_embeddings", LENGTH)
+    if isinstance(scaling, LongRope):
+        longest = min(longest, scaling.original_length)
+    base = number(rope, "rope_theta", *BASES, number(f, "rope_theta", *BASES, 10_000.0))
+    parts |= {"rope_base": base, "rope_scaling": scaling, "rope_share": share}
+    if ROPE_INTERVAL in family.defaults:
+        blocks = rope_layers(f, whole(f, "num_hidden_layers", LAYERS))
+        parts["rope_blocks"] = None if all(blocks) else blocks
+    return parts | {"max_length": longest}
+
+
+def _windows(family: Family, f: Fields) -> dict[str, Any]:
+    """Fields of TransformerConfig about windows of attention."""
+    layers = whole(f, "num_hidden_layers", LAYERS)
+    given = layer_flags(f, "layer_types", layers, SLIDING, FULL)
+    if family.windows is nowhere or (family.window_flag and not flag(f, family.window_flag)):
+        return {}
+    blocks = given or tuple(family.windows(f, layers))
+    window = whole(f, "sliding_window", LENGTH, None)
+    if window is None or not any(blocks):
+        return {}
+    return {"window": window, "window_blocks": None if all(blocks) else blocks}
+
+
+def _llama_fields(kind: str, c: TransformerConfig) -> dict[str, Any]:
+    family = FAMILIES[kind]
+    fields = _shared_fields(kind, c) | {
+        "hidden_size": c.width,
+        "intermediate_size": c.hidden,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head,
+        "max_position_embeddings": c.table,
+        "rms_norm_eps": c.norm_epsilon,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
+        **{name: values[0] for name, values in family.allowed.items() if values[0] is not None},
+        **{name: getattr(c, BIASES[name][0]) for name in family.biases},
+        **{theirs: getattr(c, ours) for ours, (theirs, _) in family.numbers.items()},
+    }
+    if "query_pre_attn_scalar" in family.defaults:
+        fields["query_pre_attn_scalar"] = round((c.attention_scale or c.head**-0.5) ** -2)
+    if ROPE_INTERVAL in family.defaults:
+        fields["no_rope_layers"] = [int(x) for x in c.rope_blocks or (True,) * c.num_layers]
+    return fields | _rotary_fields(family, c) | _window_fields(family, c)
+
+
+def _rotary_fields(family: Family, c: TransformerConfig) -> dict[str, Any]:
+    rope = rope_fields(c.rope_scaling) | ({PARTIAL: c.rope_share} if family.partial else {})
+    based = {**rope, "rope_theta": c.rope_base}
+    fields: dict[str, Any] = {
+        "rope_theta": c.rope_base,
+        "rope_scaling": rope if c.rope_scaling else None,
+        "rope_parameters": based,
+    }
+    if family.partial:
+        fields[PARTIAL] = c.rope_share
+    if isinstance(c.rope_scaling, LongRope):
+        fields[ORIGINAL] = c.rope_scaling.original_length
+    if LOCAL_BASE in family.defaults:
+        local = {"rope_type": "default", "rope_theta": c.window_rope_base}
+        fields |= {LOCAL_BASE: c.window_rope_base, "rope_parameters": {FULL: based, SLIDING: local}}
+    return fields
+
+
+def _window_fields(family: Family, c: TransformerConfig) -> dict[str, Any]:
+    if family.windows is nowhere:
+        return {}
+    if "layer_types" in family.allowed:  # all layers have the window, or none has
+        return {"sliding_window": c.window}
+    blocks = (c.window is not None,) * c.num_layers if c.window_blocks is None else c.window_blocks
+    fields: dict[str, Any] = {
+        "sliding_window": c.window or family.defaults.get("sliding_window"),
+        "layer_types": [SLIDING if windowed else FULL for windowed in blocks],
+    }
+    if family.window_flag:
+        fields[family.window_flag] = c.window is not None
+    if "max_window_layers" in family.defaults:
+        fields["max_window_layers"] = [*blocks, True].index(True)
+    return fields
+
+
+def _gpt2_config(f: Fields) -> TransformerConfig:
+    need("activation_function", f.get("activation_function", "gelu_new"), *GELU)
+    need("scale_attn_weights", f.get("scale_attn_weights", True), True)
+    need("scale_attn_by_inverse_layer_idx", f.get("scale_attn_by_inverse_layer_idx", False), False)
+    need("add_cross_attention", f.get("add_cross_attention", False), False)
     return TransformerConfig(
         vocab_size=whole(f, "vocab_size", TOKENS),
         max_length=whole(f, "n_positions", LENGTH),
@@ -149,171 +312,25 @@ def _gpt2_config(f: Mapping[str, Any]) -> TransformerConfig:
         norm_epsilon=number(f, "layer_norm_epsilon", 0, 1, 1e-5),
         query_bias=True,
         out_bias=True,
-        tied=_flag(f, "tie_word_embeddings", True),
+        tied=flag(f, "tie_word_embeddings", True),
+        family=GPT2,
     )
 
 
-GELU = ("gelu_new", "gelu_pytorch_tanh")
-
-
-def _llama_config(kind: str, f: Mapping[str, Any]) -> TransformerConfig:
-    _need("hidden_act", f.get("hidden_act", "silu"), "silu")
-    bias = _flag(f, "attention_bias", False)
-    if kind == "qwen3":
-        _need("attention_bias", bias, False)
-    base, scaling = _rope(f)
-    heads = whole(f, HEAD_COUNT, HEADS)
-    return TransformerConfig(
-        vocab_size=whole(f, "vocab_size", TOKENS),
-        max_length=whole(f, "max_position_embeddings", LENGTH),
-        width=whole(f, "hidden_size", WIDTH),
-        num_layers=whole(f, "num_hidden_layers", LAYERS),
-        num_heads=heads,
-        num_kv_heads=whole(f, "num_key_value_heads", HEADS, heads),
-        head_width=whole(f, "head_dim", HEADS, 128 if kind == "qwen3" else None),
-        mlp_width=whole(f, "intermediate_size", WIDTH),
-        norm="rms",
-        norm_epsilon=number(f, "rms_norm_eps", 0, 1, 1e-6),
-        query_key_norm=kind == "qwen3",
-        positions="rope",
-        rope_base=base,
-        rope_scaling=scaling,
-        window=_window(kind, f),
-        mlp="swiglu",
-        query_bias=kind == "qwen2" or bias,
-        out_bias=kind == "llama" and bias,
-        mlp_bias=kind == "llama" and _flag(f, "mlp_bias", False),
-        tied=_flag(f, "tie_word_embeddings", False),
-    )
-
-
-def _rope(f: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(base, scaling) of rotary positions, as old and new versions of `transformers` write them."""
-    rope: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        if (value := f.get(name)) is not None:
-            if not isinstance(value, dict):
-                raise _odd(name, value, "an object, or null")
-            rope |= value
-    base = number(rope, "rope_theta", *BASES, number(f, "rope_theta", *BASES, 10_000.0))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    _need("rope_type", kind, "default", "llama3")
-    _need("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
-    if kind == "default":
-        return base, None
-    factors = ("factor", "low_freq_factor", "high_freq_factor")
-    factor, low, high = (number(rope, name, 1 / 1024, 2**20) for name in factors)
-    if low >= high:
-        raise _odd("low_freq_factor", low, f"less than high_freq_factor={high}")
-    length = whole(rope, "original_max_position_embeddings", LENGTH)
-    return base, RopeScaling(factor, low, high, length)
-
-
-BASES = (1.0, 1e15)
-LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-def _window(kind: str, f: Mapping[str, Any]) -> int | None:
-    """Number of positions that a position attends to; None without a limit.
-
-    Raises:
-      UnsupportedArchitecture: some layers have a limit and others none, as Qwen allows.
-    """
-    layers = f.get("layer_types") or []
-    if not isinstance(layers, list) or not all(layer in LAYER_TYPES for layer in layers):
-        raise _odd("layer_types", layers, f"a list of {' and '.join(LAYER_TYPES)}")
-    layers = set(layers)
-    if kind == "llama" or f.get("sliding_window") is None or layers == {"full_attention"}:
-        return None
-    if kind.startswith("qwen"):
-        if not _flag(f, "use_sliding_window", False):
-            return None
-        if not layers:  # from max_window_layers on
-            layers = {"sliding_attention"} if f.get("max_window_layers") == 0 else {"mixed"}
-    window = whole(f, "sliding_window", LENGTH)
-    if len(layers) > 1 or layers == {"mixed"}:
-        raise UnsupportedArchitecture.of(
-            "sliding_window", f"{window} in some layers", "it in all or in none"
-        )
-    return window
-
-
-def fields_of(c: TransformerConfig) -> dict[str, Any]:
-    """Fields of a config.json for a config, in the first family that has its parts.
-
-    Raises:
-      UnsupportedArchitecture: no family has them.
-    """
-    kind = family_of(c)
-    shared = {"model_type": kind, "architectures": [CLASSES[kind]], "dtype": "float32"}
-    shared |= {"vocab_size": c.vocab_size, "tie_word_embeddings": c.tied}
-    if kind == GPT2:
-        return shared | {
-            "n_positions": c.table,
-            "n_embd": c.width,
-            "n_layer": c.num_layers,
-            "n_head": c.num_heads,
-            "n_inner": c.hidden,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": c.norm_epsilon,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            **dict.fromkeys(("bos_token_id", "eos_token_id"), None),
-        }
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if (s := c.rope_scaling) is not None:
-        rope = {"rope_type": "llama3", **dataclasses.asdict(s)}
-        rope["original_max_position_embeddings"] = rope.pop("original_length")
-    fields = shared | {
-        "hidden_size": c.width,
-        "intermediate_size": c.hidden,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head,
-        "hidden_act": "silu",
-        "max_position_embeddings": c.table,
-        "rms_norm_eps": c.norm_epsilon,
-        "rope_theta": c.rope_base,
-        "rope_scaling": rope if c.rope_scaling else None,
-        "rope_parameters": {**rope, "rope_theta": c.rope_base},
-        "attention_bias": kind == "llama" and c.out_bias,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
+def _gpt2_fields(c: TransformerConfig) -> dict[str, Any]:
+    return _shared_fields(GPT2, c) | {
+        "n_positions": c.table,
+        "n_embd": c.width,
+        "n_layer": c.num_layers,
+        "n_head": c.num_heads,
+        "n_inner": c.hidden,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": c.norm_epsilon,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), None),
     }
-    if kind == "llama":
-        fields["mlp_bias"] = c.mlp_bias
-    elif kind == "mistral" or c.window is not None:
-        fields["sliding_window"] = c.window
-    if kind.startswith("qwen") and c.window is not None:
-        layers = ["sliding_attention"] * c.num_layers
-        fields |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": layers}
-    return fields
-
-
-def family_of(c: TransformerConfig) -> str:
-    """Name of the first family that has the parts of a config.
-
-    Raises:
-      UnsupportedArchitecture: no family has them.
-    """
-    if (c.norm, c.positions, c.mlp) == ("layer", "learned", "gelu"):
-        # Biases that a model lacks are zeros there.
-        if c.mlp_bias and c.kv_heads == c.num_heads and c.head * c.num_heads == c.width:
-            return GPT2
-    if (c.norm, c.positions, c.mlp) == ("rms", "rope", "swiglu"):
-        biases = (c.query_bias, c.out_bias, c.mlp_bias)
-        if c.query_key_norm:
-            if biases == (False, False, False):
-                return "qwen3"
-        elif biases == (True, False, False):
-            return "qwen2"
-        elif c.window is not None:
-            if biases == (False, False, False):
-                return "mistral"
-        elif c.query_bias == c.out_bias:
-            return "llama"
-    raise UnsupportedArchitecture("model: expected parts that go together in a known family")
 
 
 BUFFERS = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
@@ -327,39 +344,63 @@ def is_buffer(name: str) -> bool:
 
 
 def places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
-    """Yield (path of a parameter, its place in a file) of all parameters of the family."""
-    yield from _gpt2_places(c) if c.positions == "learned" else _llama_places(c)
+    """Yield (path of a parameter, its place in a file) of all parameters of the family. Parts of
+    one array come in the order of its columns."""
+    kind = c.family or family_of(c)
+    yield from _gpt2_places(c) if kind == GPT2 else _llama_places(FAMILIES[kind], c)
 
 
-def _llama_places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
+def _llama_places(family: Family, c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
+    norm = Place("", minus=1.0 if family.scaled else 0.0)
     yield ("embed", "embedding"), Place("model.embed_tokens.weight")
-    yield ("final_norm", "scale"), Place("model.norm.weight")
+    yield ("final_norm", "scale"), norm._replace(name="model.norm.weight")
     if not c.tied:
         yield ("head", "kernel"), Place(HEAD, transposed=True)
-    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    norms = dict(family.norms)
     if c.query_key_norm:
         norms |= {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
     for i in range(c.num_layers):
         block, there = f"block_{i}", f"model.layers.{i}"
         for ours, theirs in norms.items():
-            yield (block, ours, "scale"), Place(f"{there}.{theirs}.weight")
-        for ours, (theirs, bias) in _llama_dense(c).items():
-            yield (block, ours, "kernel"), Place(f"{there}.{theirs}.weight", transposed=True)
-            if bias:
-                yield (block, ours, "bias"), Place(f"{there}.{theirs}.bias")
+            yield (block, ours, "scale"), norm._replace(name=f"{there}.{theirs}.weight")
+        for ours, place in _llama_dense(family, c).items():
+            name = f"{there}.{place.name}"
+            yield (block, ours, "kernel"), place._replace(name=f"{name}.weight")
+            if getattr(c, HAS_BIAS[ours]):
+                yield (block, ours, "bias"), Place(f"{name}.bias")
 
 
-def _llama_dense(c: TransformerConfig) -> dict[str, tuple[str, bool]]:
-    """(Hugging Face name, True if it has a bias) of each layer."""
-    attention = {"query": "q", "key": "k", "value": "v"}
-    layers = {ours: (f"self_attn.{x}_proj", c.query_bias) for ours, x in attention.items()}
-    layers["out"] = ("self_attn.o_proj", c.out_bias)
-    return layers | {name: (f"mlp.{name}_proj", c.mlp_bias) for name in ("gate", "up", "down")}
+HAS_BIAS = {
+    **dict.fromkeys(("query", "key", "value"), "query_bias"),
+    "out": "out_bias",
+    **dict.fromkeys(("gate", "up", "down"), "mlp_bias"),
+}
+
+
+def _llama_dense(family: Family, c: TransformerConfig) -> dict[str, Place]:
+    """Place of the kernel of each layer of a block; the name is that of the layer."""
+    heads = {"query": c.num_heads, "key": c.kv_heads, "value": c.kv_heads}
+    widths = {name: number * c.head for name, number in heads.items()}
+    if family.fused:
+        attention = _columns("self_attn.qkv_proj", widths)
+        mlp = _columns("mlp.gate_up_proj", {"gate": c.hidden, "up": c.hidden})
+    else:
+        attention = {name: Place(f"self_attn.{name[0]}_proj", True) for name in heads}
+        mlp = {name: Place(f"mlp.{name}_proj", True) for name in ("gate", "up")}
+    attention["out"], mlp["down"] = Place("self_attn.o_proj", True), Place("mlp.down_proj", True)
+    return attention | mlp
+
+
+def _columns(name: str, widths: Mapping[str, int], *, transposed: bool = True) -> dict[str, Place]:
+    """Places of layers that lie side by side in one array."""
+    columns, firsts = sum(widths.values()), accumulate(widths.values(), initial=0)
+    return {
+        ours: Place(name, transposed, first, columns)
+        for ours, first in zip(widths, firsts, strict=False)
+    }
 
 
 GPT2_DENSE = {"out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
-GPT2_THIRDS = {"query": 0, "key": 1, "value": 2}
-GPT2_JOINT = "attn.c_attn"
 
 
 def _gpt2_places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
@@ -367,22 +408,17 @@ def _gpt2_places(c: TransformerConfig) -> Iterator[tuple[Path, Place]]:
     yield ("positions", "embedding"), Place("transformer.wpe.weight")
     if not c.tied:
         yield ("head", "kernel"), Place(HEAD, transposed=True)
+    joint = _columns(
+        "attn.c_attn", dict.fromkeys(("query", "key", "value"), c.width), transposed=False
+    )
+    dense = joint | {ours: Place(theirs) for ours, theirs in GPT2_DENSE.items()}
     norms = {("final_norm",): "transformer.ln_f"}
     for i in range(c.num_layers):
         block, there = f"block_{i}", f"transformer.h.{i}"
         norms |= {(block, "attention_norm"): f"{there}.ln_1", (block, "mlp_norm"): f"{there}.ln_2"}
         for kind, name in (("kernel", "weight"), ("bias", "bias")):
-            for ours, third in GPT2_THIRDS.items():
-                yield (block, ours, kind), Place(f"{there}.{GPT2_JOINT}.{name}", third=third)
-            for ours, theirs in GPT2_DENSE.items():
-                yield (block, ours, kind), Place(f"{there}.{theirs}.{name}")
+            for ours, place in dense.items():
+                yield (block, ours, kind), place._replace(name=f"{there}.{place.name}.{name}")
     for ours, theirs in norms.items():
         yield (*ours, "scale"), Place(f"{theirs}.weight")
         yield (*ours, "bias"), Place(f"{theirs}.bias")
-
-
-def peft_name(c: TransformerConfig, layer: str) -> str:
-    """Name of the Hugging Face module, inside its block, that holds a layer."""
-    if c.positions == "learned":
-        return GPT2_DENSE.get(layer, GPT2_JOINT)
-    return _llama_dense(c)[layer][0]

@@ -16,8 +16,9 @@ from flax import traverse_util
 from fedsim.errors import ConfigError, brief
 from fedsim.files import cache_dir, own_directory, write_atomically
 from fedsim.installation import optional
-from fedsim.models import families, model_files
-from fedsim.models.families import UnsupportedArchitecture, number, whole
+from fedsim.models import config_json, model_files
+from fedsim.models.config_json import UnsupportedArchitecture, number, whole
+from fedsim.models.families import check_heads
 from fedsim.models.transformer import TransformerConfig
 
 SUFFIX = ".gguf"
@@ -105,29 +106,29 @@ def _found(
 
 def _config(kind: str, about: dict[str, Any], tensors: dict[str, Any]) -> TransformerConfig:
     attention = f"{kind}.attention"
-    heads = whole(about, f"{attention}.head_count", families.HEADS)
+    heads = whole(about, f"{attention}.head_count", config_json.HEADS)
     epsilon = number(about, f"{attention}.layer_norm_rms_epsilon", 0, 1)
     config = TransformerConfig(
         vocab_size=len(tensors["token_embd.weight"]),
-        max_length=whole(about, f"{kind}.context_length", families.LENGTH),
-        width=whole(about, f"{kind}.embedding_length", families.WIDTH),
-        num_layers=whole(about, f"{kind}.block_count", families.LAYERS),
+        max_length=whole(about, f"{kind}.context_length", config_json.LENGTH),
+        width=whole(about, f"{kind}.embedding_length", config_json.WIDTH),
+        num_layers=whole(about, f"{kind}.block_count", config_json.LAYERS),
         num_heads=heads,
-        num_kv_heads=whole(about, f"{attention}.head_count_kv", families.HEADS, heads),
-        head_width=whole(about, f"{attention}.key_length", families.HEADS, None),
-        mlp_width=whole(about, f"{kind}.feed_forward_length", families.WIDTH),
+        num_kv_heads=whole(about, f"{attention}.head_count_kv", config_json.HEADS, heads),
+        head_width=whole(about, f"{attention}.key_length", config_json.HEADS, None),
+        mlp_width=whole(about, f"{kind}.feed_forward_length", config_json.WIDTH),
         norm="rms",
         norm_epsilon=float(np.float32(epsilon)),
         query_key_norm=kind == "qwen3",
         positions="rope",
-        rope_base=number(about, f"{kind}.rope.freq_base", *families.BASES, 10_000.0),
+        rope_base=number(about, f"{kind}.rope.freq_base", *config_json.BASES, 10_000.0),
         mlp="swiglu",
         query_bias="blk.0.attn_q.bias" in tensors,
         out_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
         tied="output.weight" not in tensors,
     )
-    families.check_heads(config)
+    check_heads(config)
     return config
 
 

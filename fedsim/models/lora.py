@@ -18,6 +18,7 @@ from flax import traverse_util
 
 from fedsim.errors import ConfigError, expect
 from fedsim.models import families, model_files
+from fedsim.models.families import Place
 from fedsim.models.transformer import (
     DENSE,
     LORA_A,
@@ -41,7 +42,7 @@ def adapted(c: TransformerConfig, rank: int, alpha: float, layers: str) -> Trans
     Raises:
       ConfigError: the model has no such layer.
     """
-    have = [name for name in DENSE if name != "gate" or c.mlp == "swiglu"]
+    have = [name for name in DENSE if name != "gate" or c.mlp != "gelu"]
     chosen = have if layers == "all" else layers.split(",")
     for name in chosen:
         expect("lora_layers", layers, name in have, f"all, or some of {','.join(have)}")
@@ -105,8 +106,8 @@ def save(
 ) -> None:
     """Write adapters in PEFT's format into a new directory.
 
-    GPT-2 has queries, keys and values in one layer: their adapters become one, whose rank is the
-    sum of their ranks.
+    Some families have several layers in one, as GPT-2 queries, keys and values: their adapters
+    become one, whose rank is the sum of their ranks.
 
     Args:
       base: the adapted model: a directory, or its name on the Hub.
@@ -117,7 +118,7 @@ def save(
     """
     assert c.lora is not None
     tensors, ranks = _tensors(c, adapters)
-    targets = sorted({families.peft_name(c, layer) for layer in c.lora.layers})
+    targets = sorted(ranks)
     other = {name: rank for name, rank in ranks.items() if rank != c.lora.rank}
     fields = {
         "peft_type": "LORA",
@@ -152,48 +153,37 @@ def save(
 def _tensors(c: TransformerConfig, adapters: Any) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """(arrays by their PEFT names, rank of each layer)."""
     assert c.lora is not None
-    heads = {"query": c.num_heads, "key": c.kv_heads, "value": c.kv_heads}
-    tensors, ranks, adapters = {}, {}, unstacked(adapters)
-    there = "transformer.h" if c.positions == "learned" else "model.layers"
+    places, adapters = dict(families.places(c)), unstacked(adapters)
+    tensors, ranks = {}, {}
     for i in range(c.num_layers):
-        block = adapters[f"block_{i}"]
-        parts = {
-            layer: (
-                np.asarray(block[layer + A]["kernel"], np.float32),
-                np.asarray(block[layer + B]["kernel"], np.float32),
-            )
-            for layer in c.lora.layers
-        }
-        by_name: dict[str, list[str]] = {}
+        by_name: dict[str, dict[Place, Pair]] = {}
         for layer in c.lora.layers:
-            by_name.setdefault(families.peft_name(c, layer), []).append(layer)
-        for name, layers in by_name.items():
-            if name == families.GPT2_JOINT:
-                widths = {n: heads[n] * c.head for n in heads}
-                a, b = _jointly({n: parts[n] for n in layers}, widths)
-            else:
-                a, b = parts[layers[0]]
-            prefix = f"base_model.model.{there}.{i}.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(a.T)
-            tensors[f"{prefix}.lora_B.weight"] = np.ascontiguousarray(b.T)
-            ranks[name] = a.shape[1]
+            a, b = (adapters[f"block_{i}"][layer + x]["kernel"] for x in (A, B))
+            place = places[f"block_{i}", layer, "kernel"]
+            pair = np.asarray(a, np.float32), np.asarray(b, np.float32)
+            by_name.setdefault(place.name.removesuffix(".weight"), {})[place] = pair
+        for name, parts in by_name.items():
+            a, b = _jointly(parts)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = np.ascontiguousarray(a.T)
+            tensors[f"base_model.model.{name}.lora_B.weight"] = np.ascontiguousarray(b.T)
+            ranks[name.partition(f".{i}.")[2]] = a.shape[1]
     return tensors, ranks
 
 
-def _jointly(
-    parts: Mapping[str, tuple[np.ndarray, np.ndarray]], widths: Mapping[str, int]
-) -> tuple[np.ndarray, np.ndarray]:
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+def _jointly(parts: Mapping[Place, Pair]) -> Pair:
     """Join adapters of layers that lie side by side in one: [x A1 B1, x A2 B2, ...].
 
     Args:
-      parts: (A [inputs, rank], B [rank, width]) of each layer.
-      widths: outputs of each layer.
+      parts: (A [inputs, rank], B [rank, width]) by the place of the layer.
     """
     a = np.concatenate([a for a, _ in parts.values()], axis=1)
-    b = np.zeros((a.shape[1], sum(widths.values())), np.float32)
-    starts = dict(zip(widths, np.cumsum([0, *widths.values()]), strict=False))
-    row = 0
-    for name, (_, part_b) in parts.items():
-        b[row : row + len(part_b), starts[name] : starts[name] + widths[name]] = part_b
-        row += len(part_b)
+    width = max(place.columns or part_b.shape[1] for place, (_, part_b) in parts.items())
+    b, row = np.zeros((a.shape[1], width), np.float32), 0
+    for place, (_, part_b) in parts.items():
+        rank, columns = part_b.shape
+        b[row : row + rank, place.first : place.first + columns] = part_b
+        row += rank
     return a, b

@@ -32,6 +32,7 @@ DTYPES = {
 }
 NAMED = 4  # arrays that an error names, at most
 SHARD_BYTES = 5_000_000_000
+LONGEST_NAME = 255  # bytes of a file's name
 FOR_OTHERS = {"format": "pt"}  # metadata that other tools expect
 
 
@@ -74,7 +75,7 @@ def read_directory(directory: Path) -> dict[str, Stored]:
         raise TensorError.of("model", index, "a weight_map of arrays to files")
     found: dict[str, Stored] = {}
     for file in sorted(set(places.values())):
-        if Path(file).name != file:
+        if Path(file).name != file or len(file.encode(errors="replace")) > LONGEST_NAME:
             wanted = f"names of files beside it, got {brief(file)}"
             raise TensorError.of("model", index, wanted)
         tensors = read(directory / file)

@@ -22,6 +22,7 @@ from fedsim.data import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.files import expand_home, read_object
 from fedsim.models import families, gguf_files, model_files
+from fedsim.models.families import Place
 from fedsim.models.model_files import CONFIG, SETTINGS, TOKENIZER, Stored, TensorError
 from fedsim.models.transformer import Transformer, TransformerConfig
 
@@ -109,14 +110,17 @@ def from_tensors(
       TensorError: an array is missing, unknown or of another shape than the config says, or holds
         whole numbers (of a quantised model, whose scales are elsewhere).
     """
-    arrays = _arrays_of(source, c, tensors)
+    arrays, shapes = _arrays_of(source, c, tensors), shapes_of(c)
     leaves = {}
     for number, (path, place) in enumerate(families.places(c), 1):
         with np.errstate(over="ignore"):  # of float64
             array = np.asarray(arrays[path], np.float32)
-        if place.third is not None:
-            array = np.split(array, 3, axis=-1)[place.third]
-        leaves[path] = np.ascontiguousarray(array.T if place.transposed else array)
+        array = array.T if place.transposed else array
+        if place.columns is not None:
+            array = array[..., place.first : place.first + shapes[path][-1]]
+        leaves[path] = np.ascontiguousarray(
+            array + np.float32(place.minus) if place.minus else array
+        )
         heard(number, len(arrays))
     return traverse_util.unflatten_dict(leaves)
 
@@ -127,7 +131,8 @@ def _arrays_of(
     """The array that holds each parameter. Raises: TensorError: as `from_tensors`."""
     prefix = "" if any(name.startswith("transformer.") for name in tensors) else "transformer."
     arrays, used, shapes = {}, set(), shapes_of(c)
-    for path, (name, transposed, third) in families.places(c):
+    for path, place in families.places(c):
+        name = place.name
         # The files of the first GPT-2 have names without the prefix.
         stored_name = name if name in tensors else name.removeprefix(prefix)
         if stored_name not in tensors:
@@ -136,9 +141,9 @@ def _arrays_of(
         if not jnp.issubdtype(array.dtype, jnp.floating):
             wanted = f"floating point numbers in {name}, got {array.dtype}"
             raise TensorError.of("model", source, wanted)
-        if third is not None:
-            expected = (*expected[:-1], 3 * expected[-1])
-        shape = array.shape[::-1] if transposed else array.shape
+        if place.columns is not None:
+            expected = (*expected[:-1], place.columns)
+        shape = array.shape[::-1] if place.transposed else array.shape
         _expect_shape(source, path, shape, expected)
         arrays[path] = array
         used.add(stored_name)
@@ -219,7 +224,7 @@ def save(
       DataError: the tokenizer is invalid.
     """
     fields = _fields(c, files, tokenizer)
-    tensors = to_tensors(c, params)
+    tensors = to_tensors(dataclasses.replace(c, family=fields["model_type"]), params)
     if directory.exists():
         raise ConfigError.of("out", directory, "a directory that is not there yet")
     temporary = directory.with_name(directory.name + ".tmp")
@@ -244,7 +249,7 @@ def _fields(c: TransformerConfig, files: Path | None, tokenizer: Path | None) ->
     if files is not None and (files / CONFIG).is_file():
         fields = read_object(files / CONFIG, "model")
         kind = fields.get("model_type")
-        if kind in families.TYPES and families.config_of(fields) == _as_described(c):
+        if kind in families.TYPES and _is_of(fields, c):
             kept = {name: value for name, value in fields.items() if name not in OF_WEIGHTS}
             return {**kept, "architectures": [families.CLASSES[kind]], "dtype": "float32"}
     fields = families.fields_of(c)
@@ -258,10 +263,9 @@ OF_WEIGHTS = ("dtype", "torch_dtype", "auto_map")
 """Fields of config.json about the stored type of weights, and about code that is not copied."""
 
 
-def _as_described(c: TransformerConfig) -> TransformerConfig:
-    """The config as a config.json describes it, without the settings of a run."""
-    chosen: dict[str, Any] = {"dtype": None, "remat": False, "lora": None}
-    return dataclasses.replace(c, max_length=c.table, num_positions=None, **chosen)
+def _is_of(fields: dict[str, Any], c: TransformerConfig) -> bool:
+    """True if a config.json describes a config."""
+    return families.described(families.config_of(fields)) == families.described(c)
 
 
 def _about(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -284,14 +288,19 @@ def to_tensors(c: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
     Biases that the family has and the model lacks are zeros.
     """
     leaves: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
-    parts: dict[str, list[np.ndarray]] = {}
-    for path, (name, transposed, _) in families.places(c):  # thirds come in order
+    parts: dict[Place, list[np.ndarray]] = {}
+    for path, place in families.places(c):
         if path in leaves:
             array = np.asarray(leaves[path], np.float32)
         else:
             array = np.zeros(leaves[*path[:-1], "kernel"].shape[1], np.float32)
-        parts.setdefault(name, []).append(array.T if transposed else array)
-    return {n: np.ascontiguousarray(np.concatenate(x, axis=-1)) for n, x in parts.items()}
+        array = array - np.float32(place.minus) if place.minus else array
+        parts.setdefault(place._replace(first=0), []).append(array)
+    tensors = {}
+    for place, arrays in parts.items():
+        array = np.concatenate(arrays, axis=-1)
+        tensors[place.name] = np.ascontiguousarray(array.T if place.transposed else array)
+    return tensors
 
 
 def _download(source: str) -> Path:

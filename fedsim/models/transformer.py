@@ -1,17 +1,17 @@
 """A decoder-only transformer; its loss is in language_model.py.
 
 One plain `flax.linen` model in the shapes of the paper's 350 M parameters (pre-norm blocks, learned
-positions, GELU, tied embedding) and of the widespread open families: RMS norm, rotary positions,
-grouped-query attention, SwiGLU, biases or none, an untied head. Rows are independent: no dropout,
-no batch statistics, nothing that would couple users inside the loss.
+positions, GELU, tied embedding) and of the widespread open families, whose parts are options of
+`TransformerConfig`. All options are functions without parameters around the same layers, which
+every strategy of clipping knows. Rows are independent: no dropout, no batch statistics, no routing,
+nothing that would couple users inside the loss.
 
 Shape suffixes: B rows, L positions, D width, H heads, K head width, S keys, V vocabulary.
 """
 
 import dataclasses
 import functools
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -21,17 +21,9 @@ from flax import linen as nn
 
 from fedsim.clipping import remat_function, remat_module
 from fedsim.errors import expect
+from fedsim.models import attention, rope
+from fedsim.models.rope import RopeScaling
 from fedsim.placement import BLOCKS
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Scaling of rotary positions in Llama 3.1 and later: divides low frequencies by `factor`."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_length: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +43,11 @@ LORA_A = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes and parts of a model. The defaults are those of the paper's models."""
+    """Sizes and parts of a model. The defaults are those of the paper's models.
+
+    Options that differ between blocks are tuples with a value for each block; `of_block` has those
+    of one block.
+    """
 
     vocab_size: int
     max_length: int
@@ -71,20 +67,47 @@ class TransformerConfig:
     max_length."""
     norm: Literal["layer", "rms"] = "layer"
     norm_epsilon: float = 1e-6
+    norms: Literal["before", "after", "both"] = "before"
+    """Where the norms of attention and MLP are: before each, after it (inside the residual), or
+    both."""
     query_key_norm: bool = False
     """An RMS norm of every head's query and key."""
-    positions: Literal["learned", "rope"] = "learned"
+    joint_query_key_norm: bool = False
+    """True: that norm is one of all heads together."""
+    positions: Literal["learned", "rope", "none"] = "learned"
     rope_base: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    rope_share: float = 1.0
+    """Share of the features of a head that rotate."""
+    rope_blocks: tuple[bool, ...] | None = None
+    """Blocks with rotary positions; the others have none. None: all blocks."""
     window: int | None = None
     """Number of positions that a position attends to, itself included. None: all before it."""
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    window_blocks: tuple[bool, ...] | None = None
+    """Blocks whose attention has the window. None: all blocks."""
+    window_rope_base: float | None = None
+    """rope_base of blocks with the window, without scaling. None: as in the other blocks."""
+    attention_scale: float | None = None
+    """Factor of the products of queries and keys. None: 1 / sqrt(width of a head)."""
+    attention_cap: float | None = None
+    """Soft cap of those products: cap tanh(x / cap). None: no cap."""
+    mlp: Literal["gelu", "swiglu", "geglu"] = "gelu"
     query_bias: bool = False
     """True if queries, keys and values have biases."""
     out_bias: bool = False
     mlp_bias: bool = True
     tied: bool = True
     """True if the embedding is also the output layer."""
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings that are looked up."""
+    residual_multiplier: float = 1.0
+    """Factor of what attention and MLP add to the residual."""
+    logit_divisor: float = 1.0
+    logit_cap: float | None = None
+    """Soft cap of the logits, after the division. None: no cap."""
+    family: str | None = dataclasses.field(default=None, compare=False)
+    """Family of Hugging Face models whose names its files have; None: the first that has its parts.
+    It changes nothing of the computation."""
     remat: bool = False
     """Compute each block again in the backward pass: less memory, more time, equal values."""
     lora: Lora | None = None
@@ -109,6 +132,22 @@ class TransformerConfig:
         """The longest sequence the model is made for."""
         return self.num_positions or self.max_length
 
+    @property
+    def rotary(self) -> int:
+        """Features of a head that rotate."""
+        return int(self.head * self.rope_share)
+
+    def of_block(self, i: int) -> "TransformerConfig":
+        """The config of block i, in which all blocks are alike."""
+        own: dict[str, Any] = dict.fromkeys(("rope_blocks", "window_blocks", "window_rope_base"))
+        if self.window is None or not (self.window_blocks is None or self.window_blocks[i]):
+            own["window"] = None
+        elif self.window_rope_base is not None:
+            own |= {"rope_base": self.window_rope_base, "rope_scaling": None}
+        if self.rope_blocks is not None and not self.rope_blocks[i]:
+            own["positions"] = "none"
+        return dataclasses.replace(self, **own)
+
     def as_dict(self) -> dict[str, Any]:
         """The config as JSON."""
         return dataclasses.asdict(self)
@@ -117,8 +156,10 @@ class TransformerConfig:
     def from_dict(cls, fields: Mapping[str, Any]) -> "TransformerConfig":
         """Make a config from the result of `as_dict`."""
         scaling, lora = fields["rope_scaling"], fields["lora"]
+        blocks = {name: fields.get(name) for name in ("rope_blocks", "window_blocks")}
         parts = {
-            "rope_scaling": scaling and RopeScaling(**scaling),
+            **{name: value and tuple(value) for name, value in blocks.items()},
+            "rope_scaling": scaling and rope.scaling_from_dict(scaling),
             "lora": lora and Lora(**{**lora, "layers": tuple(lora["layers"])}),
         }
         return cls(**{**fields, **parts})
@@ -167,8 +208,13 @@ def _dense(c: TransformerConfig, name: str, x_BLD: jax.Array, width: int, bias: 
     return y + c.lora.alpha / c.lora.rank * added
 
 
+ACTIVATIONS = {"swiglu": nn.silu, "geglu": nn.gelu}
+"""Of the gate of a gated MLP."""
+
+
 class Block(nn.Module):
-    """Attention and MLP, each with a norm before it and a residual around it."""
+    """Attention and MLP, each with norms and a residual around it. All blocks of its config are
+    alike."""
 
     config: TransformerConfig
 
@@ -179,40 +225,65 @@ class Block(nn.Module):
         start: jax.Array | None = None,
         positions_BL: jax.Array | None = None,
     ) -> jax.Array:
+        x_BLD = self._added("attention", x_BLD, lambda x: self._attention(x, start, positions_BL))
+        return self._added("mlp", x_BLD, self._mlp)
+
+    @nn.nowrap
+    def _added(self, name: str, x_BLD: jax.Array, part: Callable[[jax.Array], jax.Array]):
+        """Add a part of the block to the residual, between its norms."""
         c = self.config
-        y_BLD = _norm(c, "attention_norm")(x_BLD)
+        y_BLD = part(x_BLD if c.norms == "after" else _norm(c, f"{name}_norm")(x_BLD))
+        if c.norms != "before":
+            y_BLD = _norm(c, f"{name}_post_norm")(y_BLD)
+        return x_BLD + _times(c.residual_multiplier, y_BLD)
+
+    @nn.nowrap
+    def _attention(
+        self, x_BLD: jax.Array, start: jax.Array | None, positions_BL: jax.Array | None
+    ) -> jax.Array:
+        c = self.config
         q_BLHK, k_BLHK, v_BLHK = (
-            _dense(c, name, y_BLD, heads * c.head, c.query_bias).reshape(
-                *x_BLD.shape[:2], heads, c.head
-            )
+            self._heads(name, heads, x_BLD)
             for name, heads in (("query", c.num_heads), ("key", c.kv_heads), ("value", c.kv_heads))
         )
-        if c.query_key_norm:
-            own = {"epsilon": c.norm_epsilon, "dtype": c.dtype}
-            q_BLHK = nn.RMSNorm(name="query_norm", **own)(q_BLHK)
-            k_BLHK = nn.RMSNorm(name="key_norm", **own)(k_BLHK)
         if c.positions == "rope":
             at = _positions(x_BLD.shape[1], start) if positions_BL is None else positions_BL
             q_BLHK, k_BLHK = rotate(c, q_BLHK, at), rotate(c, k_BLHK, at)
+        how = {"window": c.window, "scale": c.attention_scale, "cap": c.attention_cap}
+        attend = functools.partial(attention.attend, **how)
         if positions_BL is not None:
-            own = _own_text(c, positions_BL)
-            y_BLHK = jax.nn.dot_product_attention(q_BLHK, k_BLHK, v_BLHK, mask=own)
+            own = attention.own_text(positions_BL, c.window)
+            y_BLHK = attend(q_BLHK, k_BLHK, v_BLHK, own)
         elif start is None:
-            y_BLHK = _attention(c)(q_BLHK, k_BLHK, v_BLHK)
+            y_BLHK = (remat_function(attend) if c.remat else attend)(q_BLHK, k_BLHK, v_BLHK)
         else:
             k_BSHK = self._remember("key_cache", k_BLHK, start)
             v_BSHK = self._remember("value_cache", v_BLHK, start)
-            seen = _seen(c, start + jnp.arange(x_BLD.shape[1]))
-            y_BLHK = jax.nn.dot_product_attention(q_BLHK, k_BSHK, v_BSHK, mask=seen)
+            here_L = start + jnp.arange(x_BLD.shape[1])
+            seen = attention.seen(here_L, c.max_length, c.window)
+            y_BLHK = attend(q_BLHK, k_BSHK, v_BSHK, seen)
         y_BLD = y_BLHK.reshape(*x_BLD.shape[:2], c.num_heads * c.head)
-        x_BLD += _dense(c, "out", y_BLD, c.width, c.out_bias)
-        y_BLD = _norm(c, "mlp_norm")(x_BLD)
+        return _dense(c, "out", y_BLD, c.width, c.out_bias)
+
+    @nn.nowrap
+    def _heads(self, name: str, heads: int, x_BLD: jax.Array) -> jax.Array:
+        """Queries, keys or values, [B, L, H, K]."""
+        c = self.config
+        y = _dense(c, name, x_BLD, heads * c.head, c.query_bias)
+        y = y if c.joint_query_key_norm else y.reshape(*x_BLD.shape[:2], heads, c.head)
+        if c.query_key_norm and name != "value":
+            y = nn.RMSNorm(name=f"{name}_norm", epsilon=c.norm_epsilon, dtype=c.dtype)(y)
+        return y.reshape(*x_BLD.shape[:2], heads, c.head)
+
+    @nn.nowrap
+    def _mlp(self, x_BLD: jax.Array) -> jax.Array:
+        c = self.config
         if c.mlp == "gelu":
-            y_BLD = nn.gelu(_dense(c, "up", y_BLD, c.hidden, c.mlp_bias))
+            y_BLD = nn.gelu(_dense(c, "up", x_BLD, c.hidden, c.mlp_bias))
         else:
-            gate_BLD = nn.silu(_dense(c, "gate", y_BLD, c.hidden, c.mlp_bias))
-            y_BLD = gate_BLD * _dense(c, "up", y_BLD, c.hidden, c.mlp_bias)
-        return x_BLD + _dense(c, "down", y_BLD, c.width, c.mlp_bias)
+            gate_BLD = ACTIVATIONS[c.mlp](_dense(c, "gate", x_BLD, c.hidden, c.mlp_bias))
+            y_BLD = gate_BLD * _dense(c, "up", x_BLD, c.hidden, c.mlp_bias)
+        return _dense(c, "down", y_BLD, c.width, c.mlp_bias)
 
     @nn.nowrap
     def _remember(self, name: str, new_BLHK: jax.Array, start: jax.Array) -> jax.Array:
@@ -228,34 +299,8 @@ class Block(nn.Module):
         return cache.value
 
 
-def _attention(c: TransformerConfig):
-    """Causal attention as a function of queries, keys and values."""
-    local = {} if c.window is None else {"local_window_size": (c.window - 1, 0)}
-    attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, **local)
-    return remat_function(attention) if c.remat else attention
-
-
-def _seen(c: TransformerConfig, positions_L: jax.Array) -> jax.Array:
-    """Mask of the keys, of max_length, that each position attends to, bool [1, 1, L, S]."""
-    back_LS = positions_L[:, None] - jnp.arange(c.max_length)[None, :]
-    seen_LS = back_LS >= 0
-    if c.window is not None:
-        seen_LS &= back_LS < c.window
-    return seen_LS[None, None]
-
-
-def _own_text(c: TransformerConfig, positions_BL: jax.Array) -> jax.Array:
-    """Mask of the positions of a row that each position attends to, bool [B, 1, L, S].
-
-    Those are the positions of its own text, up to itself.
-    """
-    here_L = jnp.arange(positions_BL.shape[1])
-    back_LS = here_L[:, None] - here_L[None, :]
-    farthest_BL = positions_BL
-    if c.window is not None:
-        farthest_BL = jnp.minimum(positions_BL, c.window - 1)
-    seen_BLS = (back_LS >= 0)[None] & (back_LS[None] <= farthest_BL[:, :, None])
-    return seen_BLS[:, None]
+def _times(multiplier: float, x: jax.Array) -> jax.Array:
+    return x if multiplier == 1 else multiplier * x
 
 
 def _positions(length: int, start: jax.Array | None) -> jax.Array:
@@ -263,29 +308,11 @@ def _positions(length: int, start: jax.Array | None) -> jax.Array:
     return (jnp.arange(length) + (0 if start is None else start))[None]
 
 
-def rope_frequencies(c: TransformerConfig) -> np.ndarray:
-    """Radians per position of each pair of features of a head, float32 [K / 2]."""
-    frequencies = c.rope_base ** (-np.arange(0, c.head, 2) / c.head)
-    if (s := c.rope_scaling) is not None:
-        turns = s.original_length * frequencies / (2 * math.pi)  # within the original length
-        kept = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-        kept = np.clip(kept, 0, 1)
-        frequencies = frequencies * (kept + (1 - kept) / s.factor)
-    return frequencies.astype(np.float32)
-
-
 def rotate(c: TransformerConfig, x_BLHK: jax.Array, positions_BL: jax.Array) -> jax.Array:
-    """Apply rotary positions (Su et al. 2021). Pairs feature i with i + K/2, as Hugging Face does.
-
-    Args:
-      x_BLHK: queries or keys.
-      positions_BL: int [B, L] or [1, L].
-    """
-    angles_BLK = positions_BL[:, :, None].astype(jnp.float32) * rope_frequencies(c)[None, None]
-    cos, sin = jnp.cos(angles_BLK)[:, :, None], jnp.sin(angles_BLK)[:, :, None]
-    first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BLHK.dtype)
+    """Apply the rotary positions of a config to queries or keys."""
+    frequencies = rope.frequencies(c.rotary, c.rope_base, c.rope_scaling)
+    factor = getattr(c.rope_scaling, "attention_factor", 1.0)
+    return rope.rotate(x_BLHK, positions_BL, frequencies, factor)
 
 
 def stacked(params: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
@@ -308,11 +335,25 @@ def unstacked(params: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, **{f"block_{i}": block for i, block in numbered}}
 
 
-def _in_turn(block: nn.Module, x_BLD: jax.Array, stacked: Any, *positions: Any) -> jax.Array:
-    def through(x_BLD, params) -> tuple[Any, None]:
-        return block.apply({"params": params}, x_BLD, *positions), None
+def _in_turn(
+    block: type[nn.Module], c: TransformerConfig, x_BLD: jax.Array, stacked: Any, *positions: Any
+) -> jax.Array:
+    configs = [c.of_block(i) for i in range(c.num_layers)]
+    kinds = list(dict.fromkeys(configs))
+    branches = [functools.partial(_block, block(kind, parent=None), positions) for kind in kinds]
+    which = None if len(kinds) == 1 else jnp.array([kinds.index(own) for own in configs])
 
-    return jax.lax.scan(through, x_BLD, stacked)[0]
+    def through(x_BLD, layer) -> tuple[Any, None]:
+        params, kind = layer
+        if kind is None:
+            return branches[0](x_BLD, params), None
+        return jax.lax.switch(kind, branches, x_BLD, params), None
+
+    return jax.lax.scan(through, x_BLD, (stacked, which))[0]
+
+
+def _block(block: nn.Module, positions: tuple[Any, ...], x_BLD: jax.Array, params: Any) -> Any:
+    return block.apply({"params": params}, x_BLD, *positions)
 
 
 class Transformer(nn.Module):
@@ -338,10 +379,10 @@ class Transformer(nn.Module):
         x_BLD = _embedded(c, embed, tokens_BL, at)
         block = remat_module(Block) if c.remat and start is None else Block
         if (stacked := self.get_variable("params", BLOCKS)) is not None:
-            x_BLD = _in_turn(block(c, parent=None), x_BLD, stacked, start, positions_BL)
+            x_BLD = _in_turn(block, c, x_BLD, stacked, start, positions_BL)
         else:
             for i in range(c.num_layers):
-                x_BLD = block(c, name=f"block_{i}")(x_BLD, start, positions_BL)
+                x_BLD = block(c.of_block(i), name=f"block_{i}")(x_BLD, start, positions_BL)
         return _logits(c, embed, x_BLD)
 
 
@@ -354,7 +395,7 @@ def _embedded(
     c: TransformerConfig, embed: nn.Embed, tokens_BL: jax.Array, positions_BL: jax.Array
 ) -> jax.Array:
     if c.positions != "learned":
-        return embed(tokens_BL)
+        return _times(c.embedding_multiplier, embed(tokens_BL))
     positions_BL = jnp.broadcast_to(positions_BL, tokens_BL.shape)
     return embed(tokens_BL) + _embed(c, "positions", c.table)(positions_BL)
 
@@ -362,7 +403,11 @@ def _embedded(
 def _logits(c: TransformerConfig, embed: nn.Embed, x_BLD: jax.Array) -> jax.Array:
     x_BLD = _norm(c, "final_norm")(x_BLD)
     if c.tied:
-        return embed.attend(x_BLD)
-    init = nn.initializers.normal(0.02)
-    head = nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, dtype=c.dtype, name="head")
-    return head(x_BLD)
+        logits_BLV = embed.attend(x_BLD)
+    else:
+        init = nn.initializers.normal(0.02)
+        head = nn.Dense(c.vocab_size, use_bias=False, kernel_init=init, dtype=c.dtype, name="head")
+        logits_BLV = head(x_BLD)
+    if c.logit_divisor != 1:
+        logits_BLV = logits_BLV / c.logit_divisor
+    return attention.soft_cap(c.logit_cap, logits_BLV)

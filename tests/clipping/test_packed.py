@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from zoo import FAMILIES, VOCAB, random_like
+from zoo import PARTS, VOCAB, random_like
 
 from fedsim.clipping.packing import packed
 from fedsim.data.users import UserStore
@@ -61,11 +61,11 @@ def test_a_row_begins_only_where_no_other_has_room():
 
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PARTS)
 @pytest.mark.parametrize("in_one_tree", [False, True])
 def test_losses_are_those_of_texts_in_rows_of_their_own(family, in_one_tree, rng):
     """All kinds of positions and of attention, and a window that is shorter than a text."""
-    config = FAMILIES[family]
+    config = PARTS[family]
     params = random_like(config, rng)
     if in_one_tree:
         params = stacked(jax.tree.map(np.asarray, params), config.num_layers)
@@ -85,7 +85,7 @@ def test_losses_are_those_of_texts_in_rows_of_their_own(family, in_one_tree, rng
 
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
 def test_a_text_sees_nothing_of_those_beside_it(family, rng):
-    config = FAMILIES[family]
+    config = PARTS[family]
     params = random_like(config, rng)
     (rows,) = packed(batch_of(rng, [9, 7, 3]), lambda sizes: np.full(len(sizes), 20))
     model = Transformer(config)

@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from zoo import FAMILIES, random_like
+from zoo import PARTS, random_like
 
 from fedsim.clipping import Clip, Strategy, clip_chunk
 from fedsim.models.language_model import next_token_nats
@@ -41,9 +41,11 @@ def clipped(config, name):
     return jax.jit(lambda params, batch: run(params, batch, mask))
 
 
-# Between them, the two have every part of the families. Compiling takes seconds.
+# Between them, they have every part of the families. Compiling takes seconds.
 SLOW = [("qwen3", name, True) for name in ("scan", "ghost")]
 SLOW += [("gpt2", "ghost", False)]
+SLOW += [("capped", name, True) for name in ("direct", "ghost")]
+SLOW += [("turned", name, False) for name in ("direct", "ghost")]
 CASES = [("qwen3", "direct", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
@@ -51,7 +53,7 @@ CASES = [("qwen3", "direct", True), *(pytest.param(*case, marks=pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("family, name, remat", CASES)
 def test_every_strategy_gives_the_sum_of_scan_without_it(family, name, remat, batch):
-    config = dataclasses.replace(FAMILIES[family], num_layers=1)
+    config = dataclasses.replace(PARTS[family], num_layers=1)
     params = random_like(config, np.random.default_rng(0))
     expected, norms, losses, _ = clipped(config, "scan")(params, batch)
     size = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(expected)))
@@ -66,7 +68,7 @@ def test_every_strategy_gives_the_sum_of_scan_without_it(family, name, remat, ba
 
 
 def test_blocks_are_computed_again_and_under_ghost_what_has_no_parameters(batch):
-    plain = dataclasses.replace(FAMILIES["qwen3"], num_layers=1)
+    plain = dataclasses.replace(PARTS["qwen3"], num_layers=1)
     params = random_like(plain, np.random.default_rng(0))
     for name in ("scan", "ghost"):
         without, with_it = (
@@ -78,7 +80,7 @@ def test_blocks_are_computed_again_and_under_ghost_what_has_no_parameters(batch)
 
 def test_less_is_kept_for_the_backward_pass(batch):
     """(Of XLA's programs for CPUs it cannot be told: they share what is computed twice.)"""
-    config = FAMILIES["llama"]
+    config = PARTS["llama"]
     params = random_like(config, np.random.default_rng(0))
     rows = jax.tree.map(lambda leaf: leaf[:, 0], batch)
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_families import config_of
 from zoo import FAMILIES, random_like
 
 from fedsim.data.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ from fedsim.run.model_source import find_model
 
 SECONDS = 60  # a case takes less than 1 on an idle core; what is wrong takes for ever
 VOCAB = 257
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma3", "phi3_long", "smollm3")
 ODD = [
     *(None, True, False, 0, -1, 1, 2, 3, 5, 7, 97, 10**6, 10**9, 2**31, 2**63, 10**30, 10**4000),
     *(0.0, -0.5, 0.5, 1.0, 16.0, 1e-308, 1e308, float("inf"), float("-inf"), float("nan")),
@@ -34,10 +35,15 @@ ODD = [
     {"rope_type": "llama3", "factor": 0, "low_freq_factor": 1, "high_freq_factor": 1}
     | {"original_max_position_embeddings": 0},
     {"rope_theta": "x"},
+    {"rope_type": "yarn", "rope_theta": 1.001, "factor": 2**20, "beta_fast": 1 / 1024},
+    {"rope_type": "longrope", "short_factor": [1.0] * 4},
+    {"rope_type": "linear", "factor": 2},
     {"rope_type": []},
 ]
 MORE = "sliding_window use_sliding_window max_window_layers layer_types rope_scaling".split()
 MORE += "head_dim quantization_config attention_bias mlp_bias n_inner partial_rotary_factor".split()
+MORE += "no_rope_layers query_pre_attn_scalar final_logit_softcapping".split()
+MORE += "original_max_position_embeddings rope_local_base_freq".split()
 MORE += "activation_function scale_attn_weights bos_token_id eos_token_id".split()
 
 
@@ -57,7 +63,8 @@ def time_bound(seconds=SECONDS):
 
 def make(kind, directory, shard_bytes=None):
     """A small model of a family, with the byte tokenizer."""
-    config = dataclasses.replace(FAMILIES[kind], vocab_size=VOCAB)
+    config = FAMILIES[kind] if kind in FAMILIES else config_of(kind)
+    config = dataclasses.replace(config, vocab_size=VOCAB)
     params = random_like(config, np.random.default_rng(0))
     file = directory / f"{kind}-bytes.json"
     Tokenizer.bytes().save(file)
@@ -104,7 +111,7 @@ def change_config(rng, directory):
         value = rng.choice([*ODD, ...])
         if rng.random() < 0.3 and isinstance(fields.get("rope_parameters"), dict):
             target = fields["rope_parameters"]
-            name = rng.choice(["rope_theta", "rope_type", "factor", "low_freq_factor"])
+            name = rng.choice([*target, "rope_theta", "rope_type", "factor", "low_freq_factor"])
         else:
             target = fields
         target.pop(name, None)

@@ -10,7 +10,7 @@ import pytest
 from pretrained_models import command, make_model, make_texts
 from safetensors.numpy import load_file
 from test_pretrained import KEPT, assert_kept, assert_settings, with_files
-from zoo import FAMILIES, random_like
+from zoo import FAMILIES, PARTS, random_like
 
 from fedsim.cli.main import main
 from fedsim.clipping import Clip, Strategy, clip_chunk
@@ -22,7 +22,7 @@ from fedsim.export import export
 from fedsim.models import lora, pretrained
 from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.pretrained import CONFIG
-from fedsim.models.transformer import Transformer, stacked, unstacked
+from fedsim.models.transformer import DENSE, Transformer, stacked, unstacked
 from fedsim.run.checkpoint import latest, load_params
 from fedsim.run.model_source import model_of_run
 
@@ -62,8 +62,11 @@ def test_fresh_adapters_change_nothing_and_merged_ones_are_the_ordinary_model(na
     np.testing.assert_allclose(logits(plain, merged, tokens), after, atol=2e-4)
 
 
-def test_layers_in_a_loop_are_the_same_layers(rng, tokens):
-    config = dataclasses.replace(FAMILIES["qwen2"], num_layers=3)
+@pytest.mark.parametrize("name", ["qwen2", "capped"])
+def test_layers_in_a_loop_are_the_same_layers(name, rng, tokens):
+    config = dataclasses.replace(PARTS[name], num_layers=3)
+    if config.window_blocks is not None:
+        config = dataclasses.replace(config, window_blocks=(True, False, True))
     adapted = lora.adapted(config, 2, 8.0, "all")
     frozen, adapters = random_like(config, rng), random_adapters(adapted, rng)
     expected = logits(adapted, lora.joined(frozen, adapters), tokens)
@@ -80,7 +83,7 @@ def test_layers_in_a_loop_are_the_same_layers(rng, tokens):
 def test_adapters_are_where_they_were_asked_for(layers, rank):
     _, adapted = one_layer("llama", layers, rank)
     found = jax.eval_shape(lambda key: lora.init(adapted, key), jax.random.key(0))["block_0"]
-    names = {"query", "down"} if layers != "all" else set(pretrained.families._llama_dense(adapted))
+    names = {"query", "down"} if layers != "all" else set(DENSE)
     assert found.keys() == {name + part for name in names for part in (lora.A, lora.B)}
     assert found["down_lora_a"]["kernel"].shape == (20, rank)
 

@@ -137,6 +137,7 @@ def test_an_index_that_does_not_hold_is_refused(tmp_path):
         ("a", "../x.safetensors", "names of files beside it"),
         ("other", record["weight_map"]["a"], "expected 'other' in the file"),
         ("a", "gone.safetensors", "expected a file that exists"),
+        ("a", "a" * 300 + ".safetensors", "names of files beside it"),
     ):
         changed = {"weight_map": {**record["weight_map"], name: file}}
         index.write_text(json.dumps(changed))

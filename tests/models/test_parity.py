@@ -22,7 +22,11 @@ from experiments.benchmarks.peers import run  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 TOKENS = np.random.default_rng(0).integers(0, 61, size=(2, 20))  # as the peer's script has them
-NAMES = "llama llama3 llama_biases mistral qwen2 qwen2_window qwen3 gpt2".split()
+NAMES = [
+    *"llama llama3 llama_biases llama_linear llama_dynamic mistral ministral".split(),
+    *"qwen2 qwen2_window qwen2_mixed qwen3 qwen3_yarn gemma gemma2 gemma3 vaultgemma".split(),
+    *"phi3 phi3_long smollm3 olmo2 granite gpt2".split(),
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +48,20 @@ def test_a_model_that_transformers_wrote_has_its_logits(name, written):
     np.testing.assert_allclose(logits_of(found.config, found.params), expected, atol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def reread(written, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("fedsim")
+    for name in NAMES:
+        found = pretrained.load(str(written / name))
+        pretrained.save(directory / name, found.config, found.params)
+    run.models("read", directory)
+    return directory
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_transformers_reads_what_fedsim_wrote(name, written, tmp_path):
-    found = pretrained.load(str(written / name))
-    pretrained.save(tmp_path / "model", found.config, found.params)
+def test_transformers_reads_what_fedsim_wrote(name, written, reread):
     expected = np.load(written / f"{name}.npy")
-    logits = run.models("logits", tmp_path / "model")["logits"]
-    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    np.testing.assert_allclose(np.load(reread / f"{name}.npy"), expected, atol=1e-5)
 
 
 def test_transformers_reads_the_papers_kind(tmp_path):
@@ -64,10 +75,13 @@ def test_transformers_reads_the_papers_kind(tmp_path):
 WORDPIECE = [*"[PAD] [UNK] [CLS] [SEP] [MASK] hello world it ' s deja vu x , 1 ##2 ##3 ##4".split()]
 
 
+FIRST = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "phi3", "smollm3", "gpt2"]
+
+
 # `transformers` 5 reads what belongs to a Qwen as a BPE, whatever it is told.
 @pytest.mark.parametrize(
     "name, kind",
-    [*((name, "bytes") for name in NAMES), ("gpt2", "wordpiece"), ("llama", "wordpiece")],
+    [*((name, "bytes") for name in FIRST), ("gpt2", "wordpiece"), ("llama", "wordpiece")],
 )
 def test_transformers_has_the_same_tokens(name, kind, written, tmp_path):
     """Whatever the family's own tokenizer would be."""
@@ -84,7 +98,7 @@ def test_transformers_has_the_same_tokens(name, kind, written, tmp_path):
     assert there["ends"] == [own.begin_id, own.end_id]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gemma2"])
 @pytest.mark.parametrize("layers", ["all", "query,value,down"])
 def test_peft_reads_adapters(name, layers, written, tmp_path):
     base = pretrained.load(str(written / name))

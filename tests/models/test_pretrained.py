@@ -14,10 +14,11 @@ from zoo import FAMILIES, random_like
 from fedsim.data.tokenizer import Tokenizer
 from fedsim.errors import ConfigError
 from fedsim.models import families, gguf_files, model_files, pretrained
-from fedsim.models.transformer import RopeScaling, Transformer, TransformerConfig, preset
+from fedsim.models.rope import Llama3
+from fedsim.models.transformer import Transformer, TransformerConfig, preset
 
 SHARED = Path(__file__).parents[3] / "shared" / "models"
-SCALED = dataclasses.replace(FAMILIES["llama"], rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))
+SCALED = dataclasses.replace(FAMILIES["llama"], rope_scaling=Llama3(8.0, 1.0, 4.0, 64))
 CONFIGS = FAMILIES | {
     "llama scaled": SCALED,
     "llama with biases": dataclasses.replace(
@@ -84,16 +85,22 @@ def test_names_without_a_prefix_are_gpt2s_too(rng, tmp_path):
 
 FIELDS = families.fields_of(FAMILIES["llama"])
 REFUSED = [
-    ({"model_type": "gemma2"}, "model_type=gemma2: expected one of llama, mistral, qwen2, qwen3"),
+    (
+        {"model_type": "bloom"},
+        "model_type=bloom: expected one of llama, mistral, qwen2, qwen3, gemma",
+    ),
+    (
+        {"model_type": "mixtral", "num_local_experts": 8},
+        "mixtral: expected a model without a mixture",
+    ),
     ({"model_type": None}, "model_type=None: expected one of"),
     ({"hidden_act": "gelu"}, "hidden_act=gelu: expected silu"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn: expected default or llama3"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     (
-        {"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": True}
-        | {"max_window_layers": 1},
-        "sliding_window=5 in some layers",
+        {"rope_parameters": {"rope_type": "axial"}},
+        "rope_type=axial: expected default or dynamic or",
     ),
+    ({"rope_parameters": {"rope_type": "linear"}}, "expected 'factor' in config.json"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ({"hidden_size": ...}, "model_type=llama: expected 'hidden_size' in config.json"),
     ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config=bitsandbytes"),
 ]

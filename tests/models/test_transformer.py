@@ -10,20 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import family_logits, transformer_logits
-from zoo import FAMILIES, random_like
+from zoo import FAMILIES, PARTS, random_like
 
 from fedsim.data.dataset import Dataset
 from fedsim.data.users import UserStore
 from fedsim.errors import ConfigError
 from fedsim.models.language_model import LanguageModelTask, cross_entropy, next_token_nats
+from fedsim.models.rope import Llama3, frequencies
 from fedsim.models.transformer import (
     PRESETS,
     Lora,
-    RopeScaling,
     Transformer,
     TransformerConfig,
     preset,
-    rope_frequencies,
 )
 from fedsim.run.checkpoint import params_sha256
 
@@ -225,9 +224,9 @@ def test_the_open_families_are_those_of_the_plain_loops(family, rng):
 
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PARTS)
 def test_tokens_one_by_one_give_the_logits_of_all_at_once(family, rng):
-    config = FAMILIES[family]
+    config = PARTS[family]
     params = {"params": random_like(config, rng)}
     tokens = rng.integers(config.vocab_size, size=(2, config.max_length))
     model = Transformer(config)
@@ -247,19 +246,16 @@ def test_tokens_one_by_one_give_the_logits_of_all_at_once(family, rng):
 def test_a_config_comes_back_from_json():
     config = dataclasses.replace(
         FAMILIES["llama"],
-        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64),
+        rope_scaling=Llama3(8.0, 1.0, 4.0, 64),
         lora=Lora(2, 16.0, ("query", "down")),
     )
-    for each in (config, CONFIG, *FAMILIES.values()):
+    for each in (config, CONFIG, *PARTS.values()):
         assert TransformerConfig.from_dict(json.loads(json.dumps(each.as_dict()))) == each
 
 
 def test_scaled_positions_keep_high_frequencies_and_divide_low_ones():
-    config = dataclasses.replace(FAMILIES["llama"], head_width=64, rope_base=500_000.0)
-    plain = rope_frequencies(config)
-    scaled = rope_frequencies(
-        dataclasses.replace(config, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
-    )
+    plain = frequencies(64, 500_000.0, None)
+    scaled = frequencies(64, 500_000.0, Llama3(8.0, 1.0, 4.0, 8192))
     wavelengths = 2 * np.pi / plain
     high, low = wavelengths < 8192 / 4, wavelengths > 8192
     assert high.any() and low.any() and (~high & ~low).any()

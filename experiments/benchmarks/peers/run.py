@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 REQUIREMENTS = {
     "pfl": ["torch==2.13.0", "pfl[pytorch]==0.6.*", "h5py"],
     "opacus": ["torch==2.13.0", "opacus==1.6.*"],
-    "transformers": ["torch==2.15.0", "transformers==5.23.0", "peft==0.21.2"],
+    "transformers": ["torch==2.13.0", "transformers==5.24.0", "peft==0.21.2"],
     "flower": ["flwr[simulation]==1.41.*"],
     "fedjax": [
         *("fedjax==0.0.17", "jax==0.4.35", "numpy<2"),

@@ -1,13 +1,16 @@
-"""Random small models of the open families by `transformers`; run by tests/test_parity.py.
+"""Random small models of the open families by `transformers`; run by tests/models/test_parity.py.
 
-    python transformers_models.py write DIRECTORY             every family: NAME/, NAME.npz
+    python transformers_models.py write DIRECTORY             every family: NAME/, NAME.npy
+    python transformers_models.py read DIRECTORY              NAME.npy of every NAME/ there
     python transformers_models.py logits DIRECTORY [ADAPTER]  logits of a model that fedsim wrote
     python transformers_models.py tokens DIRECTORY            tokens of TEXT there
+    python transformers_models.py golden FILE                 tests/models/logits.json
 
 TOKENS are the same everywhere. The last line printed is JSON.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -37,17 +40,90 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 3.0],
+    "long_factor": [2.0, 4.0, 9.0],
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+}
+GEMMA = {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 16}
+MIXED = ["full_attention", "sliding_attention"]
 CONFIGS = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "llama3": (transformers.LlamaConfig, {"rope_parameters": LLAMA3}),
     "llama_biases": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama_linear": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}},
+    ),
+    "llama_dynamic": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}},
+    ),
     "mistral": (transformers.MistralConfig, {"sliding_window": 6, "head_dim": 8}),
+    "ministral": (
+        transformers.MinistralConfig,
+        {"head_dim": 8, "sliding_window": 6, "layer_types": MIXED},
+    ),
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen2_window": (
         transformers.Qwen2Config,
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
     ),
+    "qwen2_mixed": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 12}),
+    "qwen3_yarn": (
+        transformers.Qwen3Config,
+        {"head_dim": 12, "rope_parameters": {**YARN, "rope_theta": 1e6}},
+    ),
+    "gemma": (transformers.GemmaConfig, {"head_dim": 12}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            **GEMMA,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "vaultgemma": (
+        transformers.VaultGemmaConfig,
+        {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "phi3": (transformers.Phi3Config, {"pad_token_id": None, "sliding_window": 6}),
+    "phi3_long": (
+        transformers.Phi3Config,
+        {
+            "pad_token_id": None,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": LONG,
+        },
+    ),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        {"no_rope_layers": [1, 0], "pad_token_id": None},
+    ),
+    "olmo2": (transformers.Olmo2Config, {"pad_token_id": None}),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+    ),
     "gpt2": (
         transformers.GPT2Config,
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 61},
@@ -60,12 +136,17 @@ def logits(model):
         return model.eval()(torch.tensor(TOKENS)).logits.float().numpy()
 
 
+def made(name):
+    torch.manual_seed(0)
+    kind, own = CONFIGS[name]
+    config = kind(**(own if name == "gpt2" else SHARED | own))
+    config._attn_implementation = "eager"
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
 def write(directory):
-    for name, (kind, own) in CONFIGS.items():
-        torch.manual_seed(0)
-        config = kind(**(own if name == "gpt2" else SHARED | own))
-        config._attn_implementation = "eager"
-        model = transformers.AutoModelForCausalLM.from_config(config)
+    for name in CONFIGS:
+        model = made(name)
         for parameter in model.parameters():  # also what starts at 0 or 1
             parameter.data += 0.1 * torch.randn_like(parameter)
         model.save_pretrained(directory / name)
@@ -81,7 +162,42 @@ def read(directory, adapter=None):
         import peft
 
         model = peft.PeftModel.from_pretrained(model, adapter)
-    return {"logits": logits(model).tolist()}
+    return model
+
+
+def read_each(directory):
+    names = [path.parent.name for path in directory.glob("*/config.json")]
+    for name in names:
+        np.save(directory / f"{name}.npy", logits(read(directory / name)))
+    return {"names": names}
+
+
+HEAD = "lm_head.weight"
+UNTOLD = re.compile(
+    "drop|cache|initializer|version|_token_id|summary|label|output_|return_|is_encoder|chunk_|dtype"
+    "|problem|_name_|pretraining|architectures|task_spec"
+)
+
+
+def golden(file):
+    """Configs, shapes of arrays (of one of the two layers), and some logits with weights that NumPy
+    draws in the order of all names, the head last."""
+    models = {}
+    for name in CONFIGS:
+        model, rng = made(name), np.random.default_rng(0)
+        arrays = dict(sorted(model.state_dict().items(), key=lambda x: (x[0] == HEAD, x[0])))
+        if model.config.tie_word_embeddings:
+            del arrays[HEAD]
+        for array in arrays.values():
+            array.data[:] = torch.tensor(rng.normal(0, 0.3, tuple(array.shape)))
+        fields = {n: x for n, x in model.config.to_dict().items() if not UNTOLD.search(n)}
+        shapes = {n: list(x.shape) for n, x in arrays.items() if ".1." not in n}
+        some = logits(model)[:, 4::5, ::9].astype(float).round(5).tolist()
+        models[name] = {"config": fields, "shapes": shapes, "logits": some}
+    lines = ",\n".join(f"{json.dumps(n)}: {json.dumps(x)}" for n, x in models.items())
+    about = json.dumps(transformers.__version__)
+    file.write_text(f'{{"transformers": {about},\n"models": {{\n{lines}\n}}}}\n')
+    return {"names": list(models)}
 
 
 def tokens(directory):
@@ -92,7 +208,9 @@ def tokens(directory):
 
 def main():
     command, *paths = sys.argv[1], *map(Path, sys.argv[2:])
-    print(json.dumps({"write": write, "logits": read, "tokens": tokens}[command](*paths)))
+    commands = {"write": write, "read": read_each, "tokens": tokens, "golden": golden}
+    commands["logits"] = lambda *paths: {"logits": logits(read(*paths)).tolist()}
+    print(json.dumps(commands[command](*paths)))
 
 
 if __name__ == "__main__":

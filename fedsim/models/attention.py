@@ -1,0 +1,80 @@
+"""Attention over the positions that a position may see.
+
+Shape suffixes: B rows, L positions, H heads (of keys and values), G heads of queries that share
+them, K head width, S keys.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def attend(
+    q_BLHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    window: int | None,
+    scale: float | None,
+    cap: float | None,
+) -> jax.Array:
+    """Attention, causal unless a mask is given.
+
+    Args:
+      mask: positions that are seen, bool [B or 1, 1, L, S]; takes the place of `window`.
+      window: number of positions that a position attends to, itself included; None: all before it.
+      scale: factor of the products of queries and keys; None: 1 / sqrt(K).
+      cap: their soft cap; None: none.
+    """
+    if cap is not None:
+        length = q_BLHK.shape[1]
+        mask = seen(jnp.arange(length), length, window) if mask is None else mask
+        return _capped_attention(
+            q_BLHK, k_BSHK, v_BSHK, mask, scale or q_BLHK.shape[3] ** -0.5, cap
+        )
+    how: dict[str, Any] = {"mask": mask} if mask is not None else {"is_causal": True}
+    if mask is None and window is not None:
+        how["local_window_size"] = (window - 1, 0)
+    return jax.nn.dot_product_attention(q_BLHK, k_BSHK, v_BSHK, scale=scale, **how)
+
+
+def soft_cap(cap: float | None, x: jax.Array) -> jax.Array:
+    """cap tanh(x / cap); x without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def _capped_attention(q_BLHK, k_BSHK, v_BSHK, mask, scale: float, cap: float) -> jax.Array:
+    """`jax.nn.dot_product_attention` with a soft cap, which that function lacks."""
+    q_BLHGK = q_BLHK.reshape(*q_BLHK.shape[:2], k_BSHK.shape[2], -1, q_BLHK.shape[3])
+    scores_BHGLS = jnp.einsum(
+        "BLHGK,BSHK->BHGLS", q_BLHGK, k_BSHK, preferred_element_type=jnp.float32
+    )
+    scores_BHGLS = soft_cap(cap, scores_BHGLS * scale)
+    weights_BHGLS = jax.nn.softmax(jnp.where(mask[:, :, None], scores_BHGLS, -jnp.inf))
+    y_BLHGK = jnp.einsum("BHGLS,BSHK->BLHGK", weights_BHGLS.astype(v_BSHK.dtype), v_BSHK)
+    return y_BLHGK.reshape(q_BLHK.shape)
+
+
+def seen(positions_L: jax.Array, keys: int, window: int | None) -> jax.Array:
+    """Mask of the first `keys` positions that each position attends to, bool [1, 1, L, S]."""
+    back_LS = positions_L[:, None] - jnp.arange(keys)[None, :]
+    seen_LS = back_LS >= 0
+    if window is not None:
+        seen_LS &= back_LS < window
+    return seen_LS[None, None]
+
+
+def own_text(positions_BL: jax.Array, window: int | None) -> jax.Array:
+    """Mask of the positions of a row that each position attends to, bool [B, 1, L, S].
+
+    Those are the positions of its own text, up to itself.
+    """
+    here_L = jnp.arange(positions_BL.shape[1])
+    back_LS = here_L[:, None] - here_L[None, :]
+    farthest_BL = positions_BL
+    if window is not None:
+        farthest_BL = jnp.minimum(positions_BL, window - 1)
+    seen_BLS = (back_LS >= 0)[None] & (back_LS[None] <= farthest_BL[:, :, None])
+    return seen_BLS[:, None]

@@ -1,0 +1,172 @@
+"""Every family has the logits of `transformers`, whose numbers are in logits.json, and comes back.
+
+experiments/benchmarks/peers/transformers_models.py makes the file; test_parity.py, which is slow,
+compares with `transformers` itself.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from refused import refuses
+
+from fedsim.errors import ConfigError
+from fedsim.models import families, lora, pretrained
+from fedsim.models.config_json import UnsupportedArchitecture
+from fedsim.models.transformer import Transformer, TransformerConfig
+
+MODELS = json.loads((Path(__file__).parent / "logits.json").read_text())["models"]
+TOKENS = np.random.default_rng(0).integers(0, 61, size=(2, 20))
+
+
+def tensors_of(name):
+    """The arrays of a model, as its file has them: drawn in the order of their names."""
+    some = MODELS[name]["shapes"]
+    shapes = some | {name.replace(".0.", ".1.", 1): shape for name, shape in some.items()}
+    rng, names = np.random.default_rng(0), sorted(shapes, key=lambda n: (n == families.HEAD, n))
+    return {name: rng.normal(0, 0.3, shapes[name]).astype(np.float32) for name in names}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name):
+    config = families.config_of(MODELS[name]["config"])
+    params = pretrained.from_tensors(name, config, tensors_of(name))
+    apply = jax.jit(lambda params: Transformer(config).apply({"params": params}, TOKENS))
+    expected = np.array(MODELS[name]["logits"])
+    assert expected.std() > 0.2
+    np.testing.assert_allclose(apply(params)[:, 4::5, ::9], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_and_arrays_come_back_in_the_same_family(name):
+    fields, tensors = MODELS[name]["config"], tensors_of(name)
+    config = families.config_of(fields)
+    assert families.family_of(config) == fields["model_type"] == config.family
+    written = families.fields_of(config)
+    assert families.described(families.config_of(written)) == families.described(config)
+    assert written["architectures"] == [families.CLASSES[fields["model_type"]]]
+    again = TransformerConfig.from_dict(json.loads(json.dumps(config.as_dict())))
+    assert again == config and again.family == config.family
+    params = pretrained.from_tensors(name, config, tensors)
+    found = pretrained.to_tensors(config, params)
+    assert found.keys() == tensors.keys()
+    for key, expected in tensors.items():  # 1 + w is rounded, in `transformers` too
+        np.testing.assert_allclose(found[key], expected, rtol=0, atol=2**-23)
+    back = pretrained.from_tensors(name, config, found)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+def config_of(name, **changed):
+    fields = {n: x for n, x in (MODELS[name]["config"] | changed).items() if x is not ...}
+    return families.config_of(fields)
+
+
+def test_fields_that_old_files_lack_or_place_elsewhere():
+    absent = dict.fromkeys(("layer_types", "sliding_window", "_sliding_window_pattern"), ...)
+    gemma2 = config_of("gemma2", **absent, attn_logit_softcapping=..., num_hidden_layers=3)
+    assert gemma2.attention_cap == 50 and gemma2.window == 4096
+    assert gemma2.window_blocks == (True, False, True) and gemma2.tied
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "num_hidden_layers": 7}
+    scaled = {"rope_type": "linear", "factor": 8.0}
+    gemma3 = config_of("gemma3", **absent, **old, rope_parameters=..., rope_scaling=scaled)
+    assert gemma3.window_blocks == (True,) * 5 + (False, True)
+    assert (gemma3.rope_base, gemma3.window_rope_base) == (5e5, 2e4)
+    assert [gemma3.of_block(i).rope_base for i in (4, 5)] == [2e4, 5e5]
+    assert gemma3.of_block(5).rope_scaling.factor == 8 and gemma3.of_block(4).rope_scaling is None
+    smollm3 = config_of("smollm3", no_rope_layers=..., layer_types=..., num_hidden_layers=5)
+    assert smollm3.rope_blocks == (True, True, True, False, True)
+    assert smollm3.of_block(3).positions == "none" and smollm3.of_block(4).positions == "rope"
+    phi3 = config_of(
+        "phi3", rope_parameters=..., rope_scaling={"type": "su", "short_factor": [1.0] * 4}
+    )
+    assert phi3.rope_scaling.kind == "longrope"
+    mistral = config_of("ministral", model_type="mistral")
+    assert mistral.family == "ministral" and mistral.window_blocks == (False, True)
+
+
+def test_texts_beyond_the_context_of_unscaled_positions_are_too_long():
+    assert (
+        config_of("phi3_long").table
+        == 32
+        < MODELS["phi3_long"]["config"]["max_position_embeddings"]
+    )
+    assert (
+        config_of("llama_dynamic").table == 64 and config_of("llama_dynamic").rope_scaling is None
+    )
+
+
+def test_a_name_of_another_family_is_kept_by_its_files():
+    """A Phi-3 without its own options has the parts of a Llama, but other arrays."""
+    phi3 = config_of("phi3", sliding_window=None)
+    llama = dataclasses.replace(phi3, family=None)
+    assert phi3 == llama and hash(phi3) == hash(llama)  # one computation
+    assert families.family_of(phi3) == "phi3" and families.family_of(llama) == "llama"
+    names = {place.name for _, place in families.places(phi3)}
+    assert "model.layers.0.self_attn.qkv_proj.weight" in names
+
+
+REFUSED = [
+    ("gemma2", "use_bidirectional_attention", True),
+    ("gemma2", "hidden_activation", "gelu"),
+    ("gemma3", "attn_logit_softcapping", 50.0),
+    ("gemma2", "final_logit_softcapping", 0),
+    ("gemma2", "layer_types", ["full_attention"]),
+    ("phi3", "layer_types", ["full_attention", "sliding_attention"]),
+    ("phi3_long", "short_factor", [1.0]),
+    ("phi3", "partial_rotary_factor", 0.1),
+    ("smollm3", "no_rope_layers", [1, 2]),
+    ("granite", "logits_scaling", 0),
+    ("qwen3_yarn", "beta_fast", -1),
+    ("llama_linear", "partial_rotary_factor", 0.5),
+]
+
+
+@pytest.mark.parametrize("name, field, value", REFUSED)
+def test_what_a_family_cannot_be_is_one_line(name, field, value):
+    rope = dict(MODELS[name]["config"].get("rope_parameters") or {})
+    there = field in ("short_factor", "beta_fast", "partial_rotary_factor")
+    changed = {"rope_parameters": rope | {field: value}} if there else {field: value}
+    shown = "head_dim" if value == 0.1 else field
+    with refuses(shown, UnsupportedArchitecture):
+        config_of(name, **changed)
+
+
+@pytest.mark.parametrize(
+    "kind, experts", [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")]
+)
+def test_a_mixture_of_experts_is_refused_with_the_reason(kind, experts):
+    with refuses(f"model_type={kind}", says="mixture of experts, whose routing is not built"):
+        config_of("qwen3", model_type=kind, **{experts: 8})
+
+
+def test_positions_that_differ_between_layers_are_gemmas_alone():
+    nested = {"full_attention": {"rope_type": "default"}}
+    with pytest.raises(ConfigError, match="rope_parameters=.*: expected the same in all layers"):
+        config_of("qwen3", rope_parameters=nested)
+
+
+def test_adapters_of_layers_in_one_array_become_one(tmp_path):
+    config = lora.adapted(config_of("phi3"), 2, 8.0, "query,value,up")
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda x: rng.normal(size=x.shape).astype(np.float32), lora.init(config, jax.random.key(0))
+    )
+    lora.save(tmp_path / "peft", config, adapters, "some/base")
+    about = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert about["target_modules"] == ["mlp.gate_up_proj", "self_attn.qkv_proj"]
+    assert about["rank_pattern"] == {"self_attn.qkv_proj": 4} and not about["fan_in_fan_out"]
+    tensors = pretrained.model_files.read(tmp_path / "peft" / "adapter_model.safetensors")
+    there, block = "base_model.model.model.layers.1", adapters["block_1"]
+    for name, layer, first, width, columns in (
+        ("mlp.gate_up_proj", "up", 44, 44, 88),
+        ("self_attn.qkv_proj", "value", 48, 16, 64),
+    ):
+        a, b = (np.asarray(tensors[f"{there}.{name}.lora_{x}.weight"]) for x in "AB")
+        joint = (b @ a).T
+        expected = block[f"{layer}_lora_a"]["kernel"] @ block[f"{layer}_lora_b"]["kernel"]
+        assert joint.shape == (32, columns)
+        np.testing.assert_allclose(joint[:, first : first + width], expected, atol=1e-5)
+    assert not joint[:, 32:48].any()  # keys have no adapter
