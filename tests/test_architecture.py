@@ -21,7 +21,7 @@ LEVELS = (
     "library cli",
 )
 FOUNDATION = {"fedsim.errors", "fedsim.files", "fedsim.installation"}  # the accountant's, too
-FREE_OF_RAY = "engine start machine worker task trials programs environment"
+FREE_OF_RAY = "engine machine worker task trials programs environment"
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names.split()}
 
 

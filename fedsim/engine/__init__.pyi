@@ -8,9 +8,8 @@ from .environment import (
     versions as versions,
 )
 from .factory import create as create, reduction as reduction
-from .machine import exhausted as exhausted
+from .machine import exhausted as exhausted, set_threads as set_threads
 from .parallel_runs import ParallelRuns as ParallelRuns
-from .start import set_threads as set_threads
 from .task import Batch as Batch, Params as Params, Task as Task, WrappedTask as WrappedTask
 from .trials import AUTO as AUTO, TRIAL_UNITS as TRIAL_UNITS, choose_strategy as choose_strategy
 from .worker import Worker as Worker

@@ -193,6 +193,18 @@ def _gb(size: float) -> str:
     return f"{size / GB:.2f} GB"
 
 
+def set_threads(config: EngineConfig) -> bool:
+    """Check the machine, then call `environment.set_threads`, which starts JAX.
+
+    Returns: true if the process has the threads and devices of the settings.
+    Raises: ConfigError: the machine is too small, or JAX cannot compute with its settings.
+    """
+    expect_enough(config)
+    from fedsim.engine import environment
+
+    return environment.set_threads(config)
+
+
 def exhausted(error: BaseException) -> str:
     """Describe an error by which Python or JAX report a lack of memory or threads; else empty."""
     said = " ".join(str(error).split())
