@@ -22,7 +22,6 @@ from jax._src import compilation_cache, xla_bridge
 from jax._src.lru_cache import LRUCache
 
 from fedsim.config import EngineConfig
-from fedsim.engine import machine
 from fedsim.errors import ConfigError, expect
 from fedsim.files import NotOurs, cache_dir, own_directory
 from fedsim.installation import version
@@ -197,15 +196,6 @@ def trial_clock() -> Callable[[], float]:
     other work on the machine disturbs them little; elsewhere wall-clock seconds."""
     alone = jax.local_devices()[0].platform == "cpu" and os.environ.get("NPROC") == "1"
     return time.process_time if alone else time.perf_counter
-
-
-def free_memory() -> int:
-    """Return the free bytes of a worker: of its accelerator, or its share of the host's memory."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    cpus = os.cpu_count() or 1
-    return machine.free_memory() * min(cpus, int(os.environ.get("NPROC", cpus))) // cpus
 
 
 def host_kind() -> str:

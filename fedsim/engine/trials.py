@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,8 +25,9 @@ from fedsim.clipping import (
     num_coordinates,
     padded,
 )
+from fedsim.engine import machine
 from fedsim.engine.engine import TRIAL_UNITS, Engine, Trial, ignore
-from fedsim.engine.environment import free_memory, trial_clock
+from fedsim.engine.environment import trial_clock
 from fedsim.errors import ConfigError
 from fedsim.files import NotOurs, own_directory, write_json
 
@@ -227,3 +229,12 @@ def _most_telling(lengths: np.ndarray) -> int:
     """Return the length with the largest sum over its units; the shortest of equal ones."""
     values, counts = np.unique(lengths, return_counts=True)
     return values[(values * counts).argmax()]
+
+
+def free_memory() -> int:
+    """Return the free bytes of a worker: of its accelerator, or its share of the host's memory."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    cpus = os.cpu_count() or 1
+    return machine.free_memory() * min(cpus, int(os.environ.get("NPROC", cpus))) // cpus
