@@ -72,23 +72,19 @@ def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
     """The rows of a table in memory; only two columns of a DataFrame, as others may hold
     anything."""
     kind = f"{type(data).__module__}.{type(data).__name__}"
+    if kind.startswith("pandas."):
+        for table in _of_pandas(data, user, text):
+            yield from table.to_batches(ROWS)
+        return
+    if _are_rows(data):
+        for table in _of_rows(data, user, text):
+            yield from table.to_batches()
+        return
     if kind.startswith("datasets."):
         if not hasattr(data, "iter"):
             raise DataError.of("data", type(data).__name__, "one of its splits")
         arrow = data.with_format("arrow")  # respects select() and shuffle()
         for table in arrow.iter(batch_size=ROWS):
-            yield from table.to_batches()
-        return
-    if kind.startswith("pandas."):
-        for table in _of_pandas(data, user, text):
-            yield from table.to_batches(ROWS)
-        return
-    if (
-        isinstance(data, Iterator)
-        or isinstance(data, list | tuple)
-        and isinstance(data[0], Mapping)
-    ):
-        for table in _of_rows(data, user, text):
             yield from table.to_batches()
         return
     try:
@@ -98,6 +94,13 @@ def _batches(data: Any, user: str, text: str) -> Iterator[pa.RecordBatch]:
         reason = readers.reason_of(error)
         raise DataError.of("data", kind, f"{expected} ({reason})") from None
     yield from table.to_batches(ROWS)
+
+
+def _are_rows(data: Any) -> bool:
+    """True for dicts, one by one; their data set in Arrow's format would keep parts in memory."""
+    if isinstance(data, list | tuple):
+        return bool(data) and isinstance(data[0], Mapping)
+    return isinstance(data, Iterator) or type(data).__name__ == "IterableDataset"
 
 
 def _of_pandas(data: Any, user: str, text: str) -> Iterator[pa.Table]:
