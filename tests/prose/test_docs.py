@@ -277,7 +277,7 @@ def tiny(tmp_path, monkeypatch, posts):
         **settings,
     )
     assert run.summary["steps_done"] == len(seen) == 2
-    own = {"user", "text", "task", "callback", "callbacks", "data", "run_dir"}
+    own = {"user", "text", "messages", "task", "callback", "callbacks", "data", "run_dir"}
     known = own | {"epsilon", "num_steps"} | fedsim.TrainSettings.__annotations__.keys()
 
     def train(algorithm, **given):
