@@ -48,8 +48,9 @@ import numpy as np
 from experiments.benchmarks.common import at_least, circumstances
 from fedsim.clipping import Clip, Strategy, clip_chunk, num_coordinates, zeros_like
 from fedsim.clipping.scan import in_one_product
-from fedsim.engine.environment import compiler_options, free_memory
+from fedsim.engine.environment import compiler_options
 from fedsim.engine.programs import check_arithmetic
+from fedsim.engine.trials import free_memory
 from fedsim.keys import SecretKey
 from fedsim.mechanism import noisy_mean
 from fedsim.models import Transformer, TransformerConfig, lora, stacked

@@ -25,7 +25,7 @@ class Metrics:
         path = run_dir / FILE
         kept = [line for line in read(run_dir) if line["step"] <= last_step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-        self._file, self._loggers = open(path, "a"), loggers
+        self._file, self.loggers = open(path, "a"), loggers
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log scalars, by name, after `step` steps."""
@@ -33,18 +33,18 @@ class Metrics:
         with named(Path(self._file.name)):
             self._file.write(json.dumps({"step": step, **record}) + "\n")
             self._file.flush()
-        for logger in self._loggers:
+        for logger in self.loggers:
             logger.log(step, values)
 
     def close(self) -> None:
         """Flush and close."""
         self._file.close()
-        for logger in self._loggers:
+        for logger in self.loggers:
             logger.close()
 
     def flush(self) -> None:
         """Have the loggers write what they buffer."""
-        for logger in self._loggers:
+        for logger in self.loggers:
             logger.flush()
 
 

@@ -168,8 +168,10 @@ class Pretrainer:
             "hparams": {**settings, **{name: run[name] for name in names}},
         }
         identity = directory.config_sha256(self.run.run_dir)
-        loggers = open_loggers(self.run, None, tables, identity, last_step, self.console.note)
-        return Metrics(self.run.run_dir, last_step, loggers)
+        metrics = Metrics(self.run.run_dir, last_step)  # first: its file may be damaged
+        note = self.console.note
+        metrics.loggers = open_loggers(self.run, None, tables, identity, last_step, note)
+        return metrics
 
     def _steps(self, state: State, metrics: Metrics) -> None:
         train, last = self.data.train, self.settings.num_steps

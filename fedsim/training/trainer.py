@@ -137,8 +137,10 @@ class Trainer:
             "run": {name: value for name, value in run.items() if name != "seed"},
             "hparams": {n: run[n] for n in of_run} | {n: plan[n] for n in of_plan},
         }
-        loggers = open_loggers(self.run, self.plan, tables, identity, last_step, self.console.note)
-        return Metrics(self.run.run_dir, last_step, loggers)
+        metrics = Metrics(self.run.run_dir, last_step)  # first: its file may be damaged
+        note = self.console.note
+        metrics.loggers = open_loggers(self.run, self.plan, tables, identity, last_step, note)
+        return metrics
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:
         """Run the remaining steps, or as many as there is time for before a stop signal.

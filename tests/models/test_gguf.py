@@ -85,7 +85,7 @@ def test_data_can_be_built_with_the_tokens_and_the_template_inside(tmp_path):
     command = ["data", "build", str(rows), "--tokenizer", str(tmp_path / "a.gguf")]
     main([*command, "--eval-users", "0", "--out", str(tmp_path / "out")])
     assert Dataset.open(tmp_path / "out").train.gather(np.array([0]), 4)[0].tolist() == [
-        [1, 3, 4, 2]
+        [1, 5, 2, 0]
     ]
     (tmp_path / "no.gguf").write_bytes(b"no")
     with pytest.raises(ConfigError, match="model=.*a GGUF file"):
