@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 CONF = f"""
 import sys
 sys.path[:0] = [{str(ROOT / "docs")!r}, {str(ROOT)!r}]
-extensions = ["myst_parser", "records"]
+extensions = ["myst_nb", "records"]  # as docs/conf.py has: one process cannot have both
 """
 CLAIMS_OF_PAGES = re.compile(r"^```\{record\} (\w+)$", re.M)
 
@@ -31,7 +31,9 @@ def build(folder: Path, page: str) -> tuple[str, str]:
     with warnings.catch_warnings(), contextlib.redirect_stderr(said):
         warnings.simplefilter("ignore")  # Sphinx's own
         build_main(["-q", "-b", "text", str(folder / "docs"), str(folder / "site")])
-    return (folder / "site/index.txt").read_text(), said.getvalue()
+    shown = folder / "site/index.txt"
+    assert shown.exists(), said.getvalue()
+    return shown.read_text(), said.getvalue()
 
 
 @pytest.fixture
