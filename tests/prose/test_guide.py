@@ -2,7 +2,8 @@
 
 A slow test types the commands of a page one after another, in a directory with some users' posts.
 It makes them tiny (`SMALL`), trains on these posts instead of `pydocs`, and gives a random model
-instead of one of the Hub. Before a block that cannot run here, a comment says so: `<!-- not run here: (reason) -->`.
+instead of one of the Hub. Before a block that cannot run here, a comment gives the reason:
+`<!-- not run here: reason -->`.
 """
 
 import json
@@ -133,7 +134,8 @@ def prepared(tmp_path_factory) -> Path:
     posts = [f"The court of the {i}th day is adjourned." for i in range(400)]
     people = [f"author {i % 80}" for i in range(400)]
     table = pd.DataFrame({"author": people, "body": posts})
-    table.to_parquet(place / "posts.parquet")
+    for name in ("posts", "public"):
+        table.to_parquet(place / f"{name}.parquet")
     pairs = [[people[i], people[(i + 1) % 400]] for i in range(400)]
     (place / "mail").mkdir()
     rows = [{"people": pair, "body": post} for pair, post in zip(pairs, posts, strict=True)]
@@ -155,7 +157,6 @@ def prepared(tmp_path_factory) -> Path:
         os.chdir(place)
         columns = ["--user-column", "author", "--text-column", "body", "--eval-users", "0.2"]
         main(["data", "build", "posts.parquet", *columns, "--max-length", "32", "--out", "posts"])
-        shutil.copytree("posts", "public")
         main(small(shlex.split("train uls --data posts --epsilon 0.5 --run-dir runs/posts")))
         os.chdir(before)
     finally:
