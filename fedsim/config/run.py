@@ -91,7 +91,7 @@ class DataConfig:
 
     tokenizer: str | None = None
     """Tokenizer, where data names files: bytes, wordpiece:SIZE (trained on the text), or a
-    tokenizer file. Default: bytes."""
+    tokenizer file. Default: the model's, or bytes for a new model."""
 
     max_length: int | None = None
     """Sequence length in tokens, where data names files; longer texts are truncated. >= 2. Default:

@@ -118,15 +118,33 @@ class _Fitted(progress.ProgressColumn):
         return Text(text, no_wrap=True, overflow="ellipsis")
 
 
+def time_left(last: int) -> Callable[[int], str]:
+    """A function to call after each step: the time until `last` in words, with blanks before it.
+
+    The first step compiles programs, so only the steps after it are measured.
+    """
+    begin: tuple[int, float] | None = None
+
+    def text(step: int) -> str:
+        nonlocal begin
+        now = time.monotonic()
+        if begin is None:
+            begin = step, now
+            return ""
+        left = (now - begin[1]) / (step - begin[0]) * (last - step)
+        return f"  {duration(max(1.0, left))} left" if step < last else ""
+
+    return text
+
+
 def in_lines(console: Terminal, first: int, last: int, every: int) -> Show:
     """Progress as lines of a log, one after every `every` steps."""
-    started = time.monotonic()
+    left = time_left(last)
     early = first + EARLY if every > EARLY else None
 
     def show(step: int, values: dict[str, float]) -> None:
+        until = left(step)
         if step % every == 0 or step in (early, last):
-            left = (time.monotonic() - started) / (step - first) * (last - step)
-            until = f"  {duration(max(1.0, left))} left" if step < last else ""
             console.note(f"step {step}/{last}  {line(values, verbose=console.verbose)}{until}")
 
     return show
@@ -134,16 +152,14 @@ def in_lines(console: Terminal, first: int, last: int, every: int) -> Show:
 
 def notebook_bar(first: int, last: int) -> Show:
     """Progress bar in a notebook: one line that is overwritten, and a last one that stays."""
-    started = shown = time.monotonic()
+    shown, left = time.monotonic(), time_left(last)
 
     def show(step: int, values: dict[str, float]) -> None:
         nonlocal shown
-        now = time.monotonic()
+        now, until = time.monotonic(), left(step)
         if step < last and step > first + 1 and now - shown < REFRESH_S:
             return
         shown, done = now, round(20 * step / last)
-        left = (now - started) / (step - first) * (last - step)
-        until = f"  {duration(max(1.0, left))} left" if step < last else ""
         overwrite(f"{'█' * done}{'░' * (20 - done)} {step}/{last}  {line(values)}{until}")
         if step == last:
             print(file=sys.stderr, flush=True)

@@ -38,6 +38,8 @@ LINKED += [ROOT / "CODE_OF_CONDUCT.md"]
 LINKED += [ROOT / folder / "README.md" for folder in ("cluster", "experiments")]
 
 BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.M | re.S)
+NOT_RUN_MARK = re.compile(r"^<!-- not run here: (.*) -->\n```(\S*)\n", re.M)
+"""Comment before a block that a test does not type, with the reason; readers do not see it."""
 LANGUAGES = {"python", "sh", "toml", "text", "console", "{eval-rst}", "{toctree}"}
 LANGUAGES |= {"{record}", "{record-table}"}
 NOT_RUN = {"pip", "pytest", "tensorboard", "sphinx-build", "python", "docker", "kubectl"}
@@ -58,8 +60,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code."""
-    return BLOCK.sub("", page.read_text())
+    """A page without its blocks of code, and without the marks before them."""
+    return BLOCK.sub("", NOT_RUN_MARK.sub(r"```\2\n", page.read_text()))
 
 
 def lines_of(block: str) -> list[list[str]]:

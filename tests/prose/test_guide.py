@@ -2,7 +2,8 @@
 
 A slow test types the commands of a page one after another, in a directory with some users' posts.
 It makes them tiny (`SMALL`), trains on these posts instead of `pydocs`, and gives a random model
-instead of one of the Hub. A block that cannot run here begins with `# not run here:` and a reason.
+instead of one of the Hub. Before a block that cannot run here, a comment gives the reason:
+`<!-- not run here: reason -->`.
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from pretrained_models import make_model
-from test_docs import BLOCK, GUIDE, ROOT, blocks, lines_of, name_of, prose
+from test_docs import BLOCK, GUIDE, NOT_RUN_MARK, ROOT, blocks, lines_of, name_of, prose
 
 from fedsim.cli.main import main
 
@@ -82,10 +83,11 @@ def test_pages_of_the_theory_say_what_was_checked():
 def test_blocks_that_do_not_run_here_are_these():
     marked: dict[str, list[str]] = {}
     for page in GUIDE:
-        for tag, block in BLOCK.findall(page.read_text()):
-            if reason := re.match(r"# not run here: (.*)\n", block):
-                assert tag == "sh"
-                marked.setdefault(page.name, []).append(reason[1])
+        text = page.read_text()
+        for reason, tag in NOT_RUN_MARK.findall(text):
+            assert tag == "sh"
+            marked.setdefault(page.name, []).append(reason)
+        assert text.count("not run here") == len(marked.get(page.name, [])), "a mark has a block"
     assert marked == NOT_RUN_HERE
 
 
@@ -94,9 +96,11 @@ def test_blocks_that_do_not_run_here_are_these():
 
 def typed(page: Path) -> Iterator[list[str]]:
     """The `fedsim` commands of the blocks that run here, made tiny."""
-    for block in blocks(page, "sh"):
-        if not block.startswith("# not run here"):
-            for words in lines_of(block):
+    text = page.read_text()
+    marked = {mark.end() for mark in NOT_RUN_MARK.finditer(text)}
+    for block in BLOCK.finditer(text):
+        if block[1] == "sh" and block.start(2) not in marked:
+            for words in lines_of(block[2]):
                 assert words[0] == "fedsim", words
                 yield small(words[1:])
 
@@ -130,7 +134,8 @@ def prepared(tmp_path_factory) -> Path:
     posts = [f"The court of the {i}th day is adjourned." for i in range(400)]
     people = [f"author {i % 80}" for i in range(400)]
     table = pd.DataFrame({"author": people, "body": posts})
-    table.to_parquet(place / "posts.parquet")
+    for name in ("posts", "public"):
+        table.to_parquet(place / f"{name}.parquet")
     pairs = [[people[i], people[(i + 1) % 400]] for i in range(400)]
     (place / "mail").mkdir()
     rows = [{"people": pair, "body": post} for pair, post in zip(pairs, posts, strict=True)]
@@ -152,7 +157,6 @@ def prepared(tmp_path_factory) -> Path:
         os.chdir(place)
         columns = ["--user-column", "author", "--text-column", "body", "--eval-users", "0.2"]
         main(["data", "build", "posts.parquet", *columns, "--max-length", "32", "--out", "posts"])
-        shutil.copytree("posts", "public")
         main(small(shlex.split("train uls --data posts --epsilon 0.5 --run-dir runs/posts")))
         os.chdir(before)
     finally:

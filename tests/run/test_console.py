@@ -78,6 +78,18 @@ def test_a_log_has_a_few_plain_lines_of_progress(capsys):
     assert lines[0].endswith(" left") and "left" not in lines[-1] and "gradients/s" not in lines[-1]
 
 
+def test_the_time_left_leaves_out_the_first_step_which_compiles(capsys, monkeypatch):
+    seconds = iter([60, *range(61, 160)])
+    clock = SimpleNamespace(monotonic=lambda: next(seconds))
+    monkeypatch.setattr("fedsim.run.console.time", clock)
+    with Console().steps(0, 100) as show:
+        for step in range(1, 101):
+            show(step, VALUES)
+    lines = shown(capsys)
+    assert lines[0].startswith("step 3/100") and lines[0].endswith("  1.6 min left")
+    assert lines[-2].startswith("step 90/100") and lines[-2].endswith("  10 s left")
+
+
 def test_a_long_run_has_no_more_lines_unless_all_details_are_shown(capsys):
     assert steps_in_a_log(capsys, 1000) == [3, *range(100, 1001, 100)]
     assert steps_in_a_log(capsys, 1000, log_every=300) == [3, 300, 600, 900, 1000]
