@@ -57,6 +57,12 @@ def optional() -> Iterator[None]:
         raise MissingPackage.named(package) from None
 
 
+def is_installed(package: str) -> bool:
+    """True if a package can be imported, by its import name; a folder of that name is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def expect_installed(*packages: str, otherwise: str = "") -> None:
     """Check for optional packages before work that would be lost without them.
 
@@ -66,7 +72,7 @@ def expect_installed(*packages: str, otherwise: str = "") -> None:
     Raises: MissingPackage: one is not installed.
     """
     for package in packages:
-        if find_spec(package) is None:
+        if not is_installed(package):
             raise MissingPackage.named(package, otherwise)
 
 

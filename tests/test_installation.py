@@ -55,6 +55,14 @@ def run_without(names, code):
     return subprocess.run(words, capture_output=True, text=True, timeout=120)
 
 
+def test_a_folder_is_no_package(tmp_path, monkeypatch):
+    """W&B makes a folder `wandb`, perhaps in the working directory."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingPackage, match=r"\[wandb\]"):
+        expect_installed("wandb")
+
+
 def test_every_optional_package_has_the_extra_of_pyproject():
     extras = {name: imports_of(PROJECT["optional-dependencies"][name]) for name in EXTRAS}
     assert extras == {name: set(names.split()) for name, names in EXTRAS.items()}

@@ -37,11 +37,13 @@ from .loggers import (
 from .metrics import Metrics as Metrics
 from .model_source import (
     expect_language_model as expect_language_model,
+    expect_same_model as expect_same_model,
     files_of_run as files_of_run,
     find_model as find_model,
     load_data as load_data,
     local_steps_of as local_steps_of,
     make_task as make_task,
+    model_name as model_name,
     model_sha256 as model_sha256,
     parts_of_run as parts_of_run,
 )

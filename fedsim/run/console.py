@@ -21,7 +21,7 @@ from fedsim.errors import FedsimError
 from fedsim.files import read_json
 from fedsim.noise import predicted_error
 from fedsim.plan import PROTECTS, PUBLIC, Plan
-from fedsim.run import directory, ledger, metrics
+from fedsim.run import directory, ledger, loggers, metrics
 from fedsim.run.directory import Busy, StoredRun
 from fedsim.run.terminal import (
     REFRESH_S,
@@ -236,8 +236,9 @@ class Console(Terminal):
                 "a smaller --learning-rate, a larger --batch-size or more steps may do better"
             )
         self.note(guarantee_line(summary))
-        board = shlex.quote(f"{run_dir}/tb")
-        self.note(f"written to {run_dir}; look at it with: tensorboard --logdir {board}")
+        board = run_dir / loggers.DIRECTORY
+        look = f"; look at it with: tensorboard --logdir {shlex.quote(str(board))}"
+        self.note(f"written to {run_dir}{look if board.exists() else ''}")
 
 
 def change_of_loss(before: float, after: float, unit: str) -> str:

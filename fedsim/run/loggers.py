@@ -12,13 +12,12 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedsim.config import RunConfig
 from fedsim.errors import ConfigError, brief
-from fedsim.installation import EXTRAS, expect_installed
+from fedsim.installation import EXTRAS, expect_installed, is_installed
 from fedsim.plan import Plan
 
 DIRECTORY = "tb"
@@ -93,7 +92,7 @@ def open_loggers(
     tables: Tables,
     identity: str,
     last_step: int,
-    note: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> list[MetricLogger]:
     """Open the loggers of a run.
 
@@ -102,7 +101,7 @@ def open_loggers(
       tables: settings to show beside the metrics; the tables `plan` and `hparams` may be sent.
       identity: of the run, in hexadecimal digits; the same when it is resumed.
       last_step: the step after which it continues; -1 for a new run.
-      note: receives a message if a logger fails later on.
+      warn: receives a message if a logger is missing or fails later on.
 
     Raises:
       ConfigError: a logger does not start.
@@ -114,8 +113,8 @@ def open_loggers(
     with contextlib.ExitStack() as stack:
         for kind in run.log_to:
             if kind == "tensorboard":
-                if find_spec(kind) is None:
-                    note("no TensorBoard logs: the package tensorboard is not installed")
+                if not is_installed(kind):
+                    warn("no TensorBoard logs: the package tensorboard is not installed")
                     continue
                 opened.append(TensorBoard(run.run_dir, last_step, tables))
             else:
@@ -125,7 +124,7 @@ def open_loggers(
                 except Exception as error:  # each package has errors of its own
                     expected = f"a logger that starts ({_reason(error)})"
                     raise ConfigError.of("log_to", kind, expected) from None
-                opened.append(Guarded(kind, inner, allows, note))
+                opened.append(Guarded(kind, inner, allows, warn))
             stack.callback(opened[-1].close)
         stack.pop_all()
     return opened
@@ -143,10 +142,10 @@ class Guarded:
         kind: str,
         inner: MetricLogger,
         allows: Callable[[str], bool],
-        note: Callable[[str], None],
+        warn: Callable[[str], None],
     ):
         """See `open_loggers`."""
-        self._kind, self._inner, self._allows, self._note = kind, inner, allows, note
+        self._kind, self._inner, self._allows, self._warn = kind, inner, allows, warn
         self._failed = False
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -169,7 +168,7 @@ class Guarded:
             act()
         except Exception as error:  # a network fails; metrics.jsonl has all metrics
             self._failed = True
-            self._note(f"warning: {self._kind} gets no more metrics: {_reason(error)}")
+            self._warn(f"{self._kind} gets no more metrics: {_reason(error)}")
 
 
 class TensorBoard:

@@ -2,7 +2,7 @@
 trains."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,6 +133,11 @@ def model_sha256(model: Pretrained | None) -> str | None:
     return model and checkpoint.params_sha256(model.params)
 
 
+def model_name(source: str) -> str:
+    """The value of `--model` for others to read: without the directories of this machine."""
+    return source if source.startswith(pretrained.HUB) else Path(source).name
+
+
 def load_data(
     config: DataConfig, model: Pretrained | None, progress: Callable[[str], None]
 ) -> Dataset:
@@ -149,6 +154,19 @@ def local_steps_of(run: RunConfig) -> LocalSteps | None:
     if run.local_steps == 1:
         return None
     return LocalSteps(run.local_steps, run.local_learning_rate)
+
+
+def expect_same_model(stored: StoredRun, described: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a resumed run would compute another function of its parameters, as when
+    another version reads the model's files differently.
+
+    Args: described: as `Task.describe` gives it.
+    """
+    was, now = dict(stored.model), dict(described)
+    if "task" not in {**was, **now}:  # those of other versions may lack settings at their defaults
+        was, now = TransformerConfig.from_dict(was), TransformerConfig.from_dict(now)
+    expected = f"the model with which {stored.run.run_dir} was started, whose config was another"
+    expect("model", stored.run.model.source, was == now, expected)
 
 
 def expect_language_model(stored: StoredRun) -> None:

@@ -33,6 +33,7 @@ from fedsim.run import (
     Identity,
     StoredRun,
     directory,
+    expect_same_model,
     find_model,
     load_data,
     make_task,
@@ -118,6 +119,8 @@ class OpenRun:
             task, params = self.source.start(self.data, self.run, fresh)
         else:
             task, params = make_task(self.run, self.model, self.data, fresh)
+        if self.stored is not None:
+            expect_same_model(self.stored, task.describe())
         if self.plant is not None:
             task = self.plant.task(task, params)
         workers = engine.create(self.run.engine, task, warn=self.console.warn)

@@ -39,7 +39,7 @@ from fedsim.plan import (
     sharing,
     why_not,
 )
-from fedsim.run import StoredRun, directory, not_covered, receivers
+from fedsim.run import StoredRun, directory, model_name, not_covered, receivers
 from fedsim.training import callbacks as calls
 from fedsim.training.callbacks import Callback
 from fedsim.training.open import OpenRun, wait_for
@@ -317,7 +317,8 @@ def warnings_of(plan: Plan, data: Dataset, *, default_delta: bool = False) -> li
 
 def outside(run: RunConfig, *, fresh_model: bool, own_task: bool = False) -> list[str]:
     """Facts that the guarantee does not cover, from the settings that cannot change it."""
-    facts = [] if fresh_model else [f"the texts that model={run.model.source} was trained on"]
+    before = f"the texts that model={model_name(run.model.source)} was trained on"
+    facts = [] if fresh_model else [before]
     if own_task:
         facts.append("the task's own code: its first parameters, and how it makes rows of texts")
     timed = (

@@ -169,8 +169,8 @@ class Pretrainer:
         }
         identity = directory.config_sha256(self.run.run_dir)
         metrics = Metrics(self.run.run_dir, last_step)  # first: its file may be damaged
-        note = self.console.note
-        metrics.loggers = open_loggers(self.run, None, tables, identity, last_step, note)
+        warn = self.console.warn
+        metrics.loggers = open_loggers(self.run, None, tables, identity, last_step, warn)
         return metrics
 
     def _steps(self, state: State, metrics: Metrics) -> None:

@@ -35,6 +35,7 @@ from fedsim.run import (
     claimed_epsilon,
     directory,
     gradient_sha256,
+    model_name,
     open_loggers,
     released,
     restored,
@@ -130,16 +131,18 @@ class Trainer:
     def _metrics(self, last_step: int, identity: str) -> Metrics:
         """The metrics and loggers of the run, after `last_step`."""
         plan, run = self.plan.as_dict(), as_dict(self.run)
-        of_run = ("model", "optimizer", "learning_rate")
+        of_run = ("optimizer", "learning_rate")
         of_plan = ("algorithm", "target_epsilon", "budget", "group_size", "clip_norm", "num_steps")
         tables = {
             "plan": plan,
             "run": {name: value for name, value in run.items() if name != "seed"},
-            "hparams": {n: run[n] for n in of_run} | {n: plan[n] for n in of_plan},
+            "hparams": {"model": model_name(self.run.model.source)}
+            | {n: run[n] for n in of_run}
+            | {n: plan[n] for n in of_plan},
         }
         metrics = Metrics(self.run.run_dir, last_step)  # first: its file may be damaged
-        note = self.console.note
-        metrics.loggers = open_loggers(self.run, self.plan, tables, identity, last_step, note)
+        warn = self.console.warn
+        metrics.loggers = open_loggers(self.run, self.plan, tables, identity, last_step, warn)
         return metrics
 
     def _steps(self, state: State, ledger: Ledger, metrics: Metrics) -> None:

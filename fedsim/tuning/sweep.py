@@ -16,7 +16,6 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +37,7 @@ from fedsim.config import (
 )
 from fedsim.errors import ConfigError, FedsimError, expect
 from fedsim.files import cache_dir, expand_home, private_directory, write_atomically
+from fedsim.installation import is_installed
 from fedsim.keys import SecretKey
 from fedsim.run import REALISED, Console, directory, duration, metrics, speaking
 
@@ -357,7 +357,7 @@ def identity(algorithm: str, given: Settings) -> str:
 
 def _write_session(job: Job, out: Path, *, succeeded: bool = True) -> None:
     """A run's row in TensorBoard: its metrics that may be published, and how it ended."""
-    if find_spec("tensorboard") is None:
+    if not is_installed("tensorboard"):
         return
     from fedsim.tuning.board import write_session
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from pretrained_models import command, make_model, make_texts
+from refused import refuses
 from safetensors.numpy import load_file
 from test_pretrained import KEPT, assert_kept, assert_settings, with_files
 from zoo import FAMILIES, PARTS, random_like
@@ -24,7 +25,8 @@ from fedsim.models.language_model import LanguageModelTask
 from fedsim.models.pretrained import CONFIG
 from fedsim.models.transformer import DENSE, Transformer, stacked, unstacked
 from fedsim.run.checkpoint import latest, load_params
-from fedsim.run.model_source import model_of_run
+from fedsim.run.directory import load
+from fedsim.run.model_source import expect_same_model, model_of_run
 
 
 def one_layer(name, layers="all", rank=2):
@@ -235,6 +237,15 @@ def test_a_run_resumes_with_its_model_alone(trained, place, tmp_path, capsys):
         assert "expected the model of the run" in capsys.readouterr().err
     finally:
         weights.write_bytes(kept)
+
+
+def test_a_model_that_is_read_as_another_function_is_not_trained_on(trained):
+    """As by a version with other defaults for what a config.json leaves out."""
+    stored = load(trained[0])
+    expect_same_model(stored, stored.model)
+    expect_same_model(stored, {**stored.model, "family": "another name of the same arrays"})
+    with refuses("model", says="whose config was another"):
+        expect_same_model(stored, {**stored.model, "norm_epsilon": 0.5})
 
 
 def test_a_run_is_exported_merged_or_as_adapters(trained, tmp_path, capsys):

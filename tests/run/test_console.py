@@ -203,6 +203,7 @@ def test_a_run_without_noise_claims_nothing(sampling):
 
 
 def test_the_outcome_is_loss_claim_and_place(capsys, tmp_path):
+    (tmp_path / "tb").mkdir()
     Console().summary(SUMMARY, tmp_path)
     losses, guarantee, place = shown(capsys)
     loss = "held-out loss 5.5 -> 4.25 nats per token (perplexity 245 -> 70.1)"
@@ -257,8 +258,14 @@ def test_a_held_out_loss_says_after_which_step_it_is():
 
 
 def test_the_board_of_a_directory_with_spaces_can_be_copied(capsys, tmp_path):
+    (tmp_path / "a run" / "tb").mkdir(parents=True)
     Console().summary(SUMMARY, tmp_path / "a run")
     assert shown(capsys)[-1].endswith(f"tensorboard --logdir '{tmp_path}/a run/tb'")
+
+
+def test_a_run_without_tensorboard_is_not_looked_at_there(capsys, tmp_path):
+    Console().summary(SUMMARY, tmp_path)
+    assert shown(capsys)[-1] == f"written to {tmp_path}"
 
 
 def test_a_step_without_a_loss_has_none_in_its_line():

@@ -118,7 +118,7 @@ def test_a_logger_that_fails_is_named_and_left_out(stored, monkeypatch):
         logger.log(step, {"privacy/epsilon": 1.0})
     logger.close()
     assert [step for step, _ in recorder.seen] == [1]
-    assert notes == ["warning: wandb gets no more metrics: OSError: no route"]
+    assert notes == ["wandb gets no more metrics: OSError: no route"]
 
 
 def test_a_logger_that_does_not_start_is_one_line(stored, monkeypatch):
