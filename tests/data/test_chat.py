@@ -196,6 +196,12 @@ def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
     assert chats.encode_pair("Q: ", "A", "all").trained.tolist() == [False, *[True] * 5]
 
 
+DOUBLING = "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+GROWING = "{{% for i in range(99) %}}{{% set n.x = {} %}}{{% endfor %}}{{{{ n.x }}}}"
+WRITING = "{{% set n.x %}}{{% for i in range(99999) %}}{}{{% endfor %}}{{% endset %}}"
+MADE = "makes more than 16,777,216 characters"
+
+
 @pytest.mark.parametrize(
     "template, reason",
     [
@@ -207,6 +213,27 @@ def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
         ("{{ 'x' * 10**9 }}", "computes"),
         ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "more than 16,777,216"),
         ("{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "0 s"),
+        (DOUBLING + "{{ f(60) }}", "0 s"),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x + n.x"), MADE),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x ~ n.x"), MADE),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x | replace('a', n.x)"), MADE),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x.replace('', n.x)"), MADE),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("(n.x | list) | join(n.x)"), MADE),
+        ("{% set n = namespace(x='ab') %}" + GROWING.format("n.x.join(n.x)"), MADE),
+        ("{% set n = namespace(x=[]) %}" + GROWING.format("[n.x, n.x]"), MADE),
+        ("{% set n = namespace(x={}) %}" + GROWING.format("{1: n.x, 2: n.x}"), MADE),
+        ("{% set n = namespace(x='') %}" + WRITING.format("{{ 'x' * 9999 }}"), "268,435,456"),
+        ("{% set n = namespace(x='') %}" + WRITING.format("x" * 9999), "268,435,456"),
+        ("{{ ('x,' * 500000).split(',') | select('in', 'y' * 5000000) | list }}", "0 s"),
+        ("{{ ('x' * 5000000) | trim('y' * 5000000) }}", "more than 1,000"),
+        ("{{ ('x' * 5000000).rsplit('y' * 5000000) }}", "more than 1,000"),
+        ("{{ [1] | tojson(indent=99999) }}", "indents by more than 16"),
+        ("{{ 'a\nb' | indent(99999) }}", "indents by more than 16"),
+        ("{{ '%1500000000d' % 1 }}", "computes %"),
+        ("{{ '{:1500000000d}'.format(1) }}", "attribute 'format' of 'str' object is unsafe"),
+        ("{{ ''.center(1500000000) }}", "attribute 'center' of 'str' object is unsafe"),
+        ("{{ 'x' | map('center', 1500000000) | list }}", "No filter named 'center'"),
+        ("{{ lipsum(n=3000000) }}", "'lipsum' is undefined"),
     ],
 )
 def test_a_template_runs_within_limits(template, reason, monkeypatch):
@@ -214,6 +241,29 @@ def test_a_template_runs_within_limits(template, reason, monkeypatch):
         monkeypatch.setattr("fedsim.data.sandbox.SECONDS", 0.1)
     with pytest.raises(BadChat, match=reason):
         encode(turns("Hi"), template)
+
+
+@pytest.mark.parametrize("name", ["center", "striptags", "format", "xmlattr", "wordwrap", "pprint"])
+def test_a_filter_that_is_not_listed_is_no_filter(name):
+    with pytest.raises(DataError, match=f"chat_template: .*line 1: No filter named '{name}'"):
+        Template("{{ '' | " + name + "(1500000000) }}")
+
+
+def test_a_template_may_do_what_published_ones_do():
+    template = (
+        "{% set s = namespace(a='', at=0) %}{% for m in messages[::-1] %}"
+        "{% set s.a = s.a ~ loop.index ~ m.content.split('o')[0].lstrip('x') %}{% endfor %}"
+        "{% macro typed(x, kind='t') %}{{ kind }}:{{ x | upper }};{% endmacro %}"
+        "{{ s.a }} {{ typed('é', kind='u') }} {{ {'b': [1, 'é'], 'a': none} | tojson(indent=2) }} "
+        "{% for k, v in {'k': 1}.items() %}{{ k }}={{ v }}{% endfor %} "
+        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }} "
+        "{{ 'a\n\nb' | indent(2) }} {{ ['b', 'a'] | sort | join(', ') }} {{ 7 % 4 + 2 * 3 }} "
+        "{{ s }} {{ 'a,b'.replace(',', ';') }} {{ 'Hi' in messages[0]['content'] and 1 is in [1] }}"
+    )
+    assert Template(template).render(turns("Hi", "Ho")) == (
+        '1H2Hi u:É; {\n  "b": [\n    1,\n    "é"\n  ],\n  "a": null\n} k=1 Hi '
+        "a\n\n  b a, b 9 <Namespace> a;b True"
+    )
 
 
 def test_a_template_has_what_transformers_gives_it():
