@@ -27,7 +27,7 @@ from fedsim.data.chat import (
     turns_of,
 )
 from fedsim.data.store import MARKED
-from fedsim.errors import BadChat
+from fedsim.errors import BadChat, SlowTemplate
 
 TRAIN_ON = ("all", COMPLETION, ASSISTANT, USER)
 DEFAULTS = {MESSAGES: ASSISTANT, COMPLETION: COMPLETION, ALPACA: COMPLETION}
@@ -89,7 +89,7 @@ def chat_examples(
 
     Args:
       rows: each a JSON list of the values of the columns of `chats.form`.
-      refuse: called with the index of a row that cannot be encoded, and the reason.
+      refuse: called with the index of a row that cannot be encoded, and the reason. It raises.
     """
     found: list[Encoded] = []
     origin: list[int] = []
@@ -100,7 +100,7 @@ def chat_examples(
             whole = chat.whole()
             own = [each for each in chat.examples(whole) if each.trained[1:].any()]
         except (BadChat, RecursionError) as error:
-            if not chats.skip_unknown:
+            if not chats.skip_unknown or isinstance(error, SlowTemplate):
                 refuse(index, str(error))
             skipped += 1
             continue

@@ -165,6 +165,14 @@ def test_a_bad_row_is_named_with_its_turn_or_left_out(bad, message, tmp_path):
     assert data.train.num_examples == 1 and data.metadata["counts"]["chats_skipped"] == 1
 
 
+def test_a_row_that_takes_too_long_is_never_skipped(monkeypatch):
+    monkeypatch.setattr("fedsim.data.sandbox.SECONDS", -1.0)
+    reasons = []
+    chats = Chats("messages", "all", Template(NUMBERED), 20, "cut", skip_unknown=True)
+    chat_examples([json.dumps([ASKED])], chats, CHATS, lambda _, reason: reasons.append(reason))
+    assert reasons == ["its template takes more than -1 s"]
+
+
 def test_rows_without_a_trained_token_are_dropped_and_counted(tmp_path, model):
     long = [{"role": "user", "content": "x" * 300}, ASKED[1]]
     rows = [{"messages": each} for each in (ASKED, ASKED[:1], long)]
