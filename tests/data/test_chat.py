@@ -1,6 +1,7 @@
 """Chats as token ids: those of transformers, but nobody's text becomes a special token."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,11 @@ STRIPPING = (
 
 
 TINY = tiny()
-CHATS = ChatTokenizer(TINY)
+
+
+@cache
+def chats_of(template):
+    return ChatTokenizer(TINY, template)
 
 
 def turns(*texts, first="user"):
@@ -39,7 +44,7 @@ def turns(*texts, first="user"):
     return [Message(roles[i % 2], text) for i, text in enumerate(texts)]
 
 
-def shown(encoded, chats=CHATS, tokenizer=TINY):
+def shown(encoded, tokenizer=TINY):
     """(the text of all ids, the text of the trained ones)."""
     every, own = (tokenizer.decode(ids, special=True) for ids in (encoded.ids, trained(encoded)))
     return every, own
@@ -50,17 +55,17 @@ def trained(encoded):
 
 
 def encode(messages, template=CHATML, train_on="assistant", **options):
-    return CHATS.encode(messages, Template(template, **options), train_on)
+    return chats_of(Template(template, **options)).encode(messages, train_on)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
 def test_ids_and_masks_are_those_of_transformers_but_for_what_a_person_spells():
     golden = json.loads((SHARED / "chat" / "smollm2_golden.json").read_text())
     tokenizer = Tokenizer.load(SHARED / "models" / "smollm2_tokenizer.json")
-    chats, template = ChatTokenizer(tokenizer), Template(golden["chat_template"])
+    chats = ChatTokenizer(tokenizer, Template(golden["chat_template"]))
     for number, case in enumerate(golden["cases"], 1):
         messages = [Message(**each) for each in case["messages"]]
-        found = chats.encode(messages, template, "assistant")
+        found = chats.encode(messages, "assistant")
         assert tokenizer.decode(found.ids, special=True) == case["text"]
         if number == 4:  # a person spells special tokens, which stay text
             assert found.ids.tolist() != case["ids"]
@@ -179,11 +184,33 @@ def test_a_tokenizer_that_makes_a_special_token_of_text_is_refused():
     pieces = [("<unk>", 0.0), ("</s>", -1.0), *((c, -2.0) for c in "abc</s>")]
     inner = tokenizers.Tokenizer(models.Unigram(list(dict(pieces).items()), unk_id=0))
     inner.add_special_tokens(["<unk>", "</s>"])
-    chats = ChatTokenizer(Tokenizer(inner, "unigram"))
     template = Template("{% for m in messages %}{{ m.content }}{{ '</s>' }}{% endfor %}")
-    assert chats.encode(turns("abcx", "a"), template, "assistant").ids[-1] == 1
+    chats = ChatTokenizer(Tokenizer(inner, "unigram"), template)
+    assert chats.encode(turns("abcx", "a"), "assistant").ids[-1] == 1
     with pytest.raises(BadChat, match="makes a special token of text"):
-        chats.encode(turns("a</s>"), template, "all")
+        chats.encode(turns("a</s>"), "all")
+
+
+def test_tokens_that_the_template_names_are_special_though_the_tokenizer_says_otherwise():
+    """As turn markers of some tokenizers are. <think> is the assistant's own."""
+    inner = tokenizers.Tokenizer.from_str(TINY.json)
+    inner.add_tokens(["<user>", "<model>", "<think>", "<other>"])
+    source = "{% if 0 %}<think>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    source = source.replace("<{{ m.role }}>", "{{ '<user>' if loop.index == 1 else model }}")
+    template = Template(source + "{% endfor %}", (("model", "<model>"),))
+    tokenizer = Tokenizer(inner, "markers", named=NAMED)
+    chats = ChatTokenizer(tokenizer, template)
+    user, model, think, other = (
+        inner.token_to_id(f"<{x}>") for x in "user model think other".split()
+    )
+    spelled = "<user><model><think><other>x"
+    found = chats.encode(turns(spelled, f"<think>{STOP}"), "all")
+    special = [i for i in found.ids if i > TINY.end_id]
+    assert special == [user, other, model, think]
+    assert tokenizer.decode(found.ids, special=True) == f"<user>{spelled}<model><think>{STOP}"
+    assert TINY.end_id not in found.ids
+    pair = chats.encode_pair("<user>", "<think>", "all").ids
+    assert pair[1:-1].tolist() == [user, think]
 
 
 def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
@@ -308,6 +335,6 @@ def test_special_tokens_keep_their_rules_about_blanks():
     template = Template("{% for m in messages %}{{ '<|eats|>\n' + m.content }}{% endfor %}")
     inner.encode_special_tokens = False
     expected = inner.encode("<|eats|>\nHi<|eats|>\nHo", add_special_tokens=False).ids
-    found = ChatTokenizer(tokenizer).encode(turns("Hi", "Ho"), template, "assistant")
+    found = ChatTokenizer(tokenizer, template).encode(turns("Hi", "Ho"), "assistant")
     assert found.ids.tolist() == expected
     np.testing.assert_array_equal(found.trained, [False] * 4 + [True] * 2)

@@ -166,10 +166,7 @@ class _Chat:
         return self.tokenizer.encode_pair(prompt, completion, self.train_on)
 
     def _encode(self, messages: Sequence[Message]) -> Encoded:
-        template = self.settings.template
-        if template is None:
-            raise BadChat("expected texts, or a tokenizer with a chat template")
-        return self.tokenizer.encode(messages, template, self.train_on)
+        return self.tokenizer.encode(messages, self.train_on)
 
     def _split(self) -> list[Encoded]:
         most, every = self.settings.max_length, self.train_on == "all"

@@ -168,7 +168,7 @@ def test_a_bad_row_is_named_with_its_turn_or_left_out(bad, message, tmp_path):
 def test_a_row_that_takes_too_long_is_never_skipped(monkeypatch):
     monkeypatch.setattr("fedsim.data.sandbox.SECONDS", -1.0)
     reasons = []
-    chats = Chats("messages", "all", Template(NUMBERED), 20, "cut", skip_unknown=True)
+    chats = Chats("messages", "all", NUMBERED, 20, "cut", skip_unknown=True)
     chat_examples([json.dumps([ASKED])], chats, CHATS, lambda _, reason: reasons.append(reason))
     assert reasons == ["its template takes more than -1 s"]
 
@@ -242,8 +242,8 @@ def test_another_template_is_another_data_set(tmp_path, model):
     assert third.train.fingerprint == first.train.fingerprint
 
 
-CHATS = ChatTokenizer(Tokenizer.bytes())
-NUMBERED = "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}"
+NUMBERED = Template("{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}")
+CHATS = ChatTokenizer(Tokenizer.bytes(), NUMBERED)
 TURNS = st.lists(st.tuples(st.sampled_from("ua"), st.integers(1, 12)), min_size=1, max_size=14)
 
 
@@ -256,7 +256,7 @@ def test_a_long_chat_is_split_at_turns(turns, most, system, train_on):
         {"role": names[role], "content": f"{i:x}" * size} for i, (role, size) in enumerate(turns)
     ]
     head = [{"role": "system", "content": "S"}] if system else []
-    chats = Chats("messages", names[train_on], Template(NUMBERED), most, "split", False)
+    chats = Chats("messages", names[train_on], NUMBERED, most, "split", False)
     row = json.dumps([head + messages])
     found = chat_examples([row], chats, CHATS, lambda _, reason: pytest.fail(reason))
     assert (found.lengths <= most).all() and not found.origin.any()
