@@ -327,6 +327,8 @@ class ChatTokenizer:
         Returns:
           (text, (place, kind) of marks).
         """
+        if not set(private[ENDS + 1 :]).isdisjoint(PRIVATE.findall(text)):
+            raise BadChat("its template writes a character for private use")
         text = self._tokens(self._written, text, private)
         parts, places, at = [], [], 0
         for part in re.split(f"([{private[: ENDS + 1]}])", text):

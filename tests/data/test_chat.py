@@ -213,6 +213,12 @@ def test_tokens_that_the_template_names_are_special_though_the_tokenizer_says_ot
     assert pair[1:-1].tolist() == [user, think]
 
 
+def test_a_template_that_writes_a_private_character_is_refused():
+    for character in range(chat.FIRST + 3, chat.FIRST + 5):
+        with pytest.raises(BadChat, match="writes a character for private use"):
+            encode(turns("Hi", "Ho"), CHATML + f"{{{{ '\\U{character:08x}' }}}}")
+
+
 def test_a_prompt_and_its_completion_stand_between_a_begin_and_an_end_token():
     chats = ChatTokenizer(TINY)
     found = chats.encode_pair("Q: ", f"A {STOP}", "completion")
