@@ -285,6 +285,21 @@ def test_a_long_chat_is_split_at_turns(turns, most, system, train_on):
                 assert said in every
 
 
+def test_a_long_chat_is_split_without_encoding_a_turn_at_each_later_one(monkeypatch):
+    encoded, encode = [], ChatTokenizer.encode
+
+    def counting(self, messages, *others):
+        encoded.append(len(messages))
+        return encode(self, messages, *others)
+
+    monkeypatch.setattr(ChatTokenizer, "encode", counting)
+    chats = Chats("messages", "assistant", NUMBERED, 2000, "split", False)
+    row = json.dumps([ASKED * 500])  # 4 tokens each
+    found = chat_examples([row], chats, CHATS, lambda _, reason: pytest.fail(reason))
+    assert found.lengths.tolist() == [2000] * 2
+    assert sum(encoded) < 20 * 1000  # turns
+
+
 def test_a_split_chat_keeps_as_much_of_what_came_before_as_fits(tmp_path, model):
     exchange = len(SAID.encode()) - len(START + STOP) * 2 + 4  # tokens of one exchange
     data = built(
